@@ -12,9 +12,9 @@ def assign_balanced_owners(sizes: Sequence[int], ranks: int) -> list[int]:
         sizes: size of each item, in any unit.
         ranks: number of ranks.
     """
-    held = [0] * ranks
+    loads = [0] * ranks
     owners = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        owners[index] = held.index(min(held))
-        held[owners[index]] += sizes[index]
+        owners[index] = loads.index(min(loads))
+        loads[owners[index]] += sizes[index]
     return owners

@@ -35,10 +35,10 @@ def _all_gather(part: Tensor, ranks: int, group: Any) -> Tensor:
     if part.is_complex():  # Gloo has no complex types
         return torch.view_as_complex(_all_gather(torch.view_as_real(part), ranks, group))
     if _is_shared(group):  # shared memory has its own coalesced all-gather, without that fault
-        (whole,) = torch.ops._c10d_functional.all_gather_into_tensor_coalesced([part], ranks, group)
-        return whole  # type: ignore[no-any-return]
-    whole = part.new_empty((ranks * part.shape[0], *part.shape[1:]))
-    gathered: Tensor = torch.ops._c10d_functional.all_gather_into_tensor_out(part, ranks, group, out=whole)
+        (output,) = torch.ops._c10d_functional.all_gather_into_tensor_coalesced([part], ranks, group)
+        return output  # type: ignore[no-any-return]
+    output = part.new_empty((ranks * part.shape[0], *part.shape[1:]))
+    gathered: Tensor = torch.ops._c10d_functional.all_gather_into_tensor_out(part, ranks, group, out=output)
     return gathered
 
 

@@ -66,12 +66,12 @@ class Batch:
 
 def find_nonfinite_samples(batch: Batch) -> list[int]:
     """Return the indices of the real samples with a NaN or infinity among their inputs or targets."""
-    wrong = torch.zeros(batch.rows, dtype=torch.bool, device=batch.samples.device)
-    named = batch.named_targets or {}
-    for tensor in (*batch.inputs, batch.targets, *batch.keywords.values(), *named.values()):
+    is_nonfinite = torch.zeros(batch.rows, dtype=torch.bool, device=batch.samples.device)
+    named_targets = batch.named_targets or {}
+    for tensor in (*batch.inputs, batch.targets, *batch.keywords.values(), *named_targets.values()):
         if tensor.is_floating_point() and len(tensor) == batch.rows:
-            wrong |= ~tensor.reshape(batch.rows, -1).isfinite().all(1).to(wrong.device)
-    return [int(number) for number in batch.samples[wrong & batch.real]]
+            is_nonfinite |= ~tensor.reshape(batch.rows, -1).isfinite().all(1).to(is_nonfinite.device)
+    return [int(number) for number in batch.samples[is_nonfinite & batch.real]]
 
 
 def concatenate_padded(batches: list[Batch], row_count: int) -> Batch:
@@ -87,13 +87,18 @@ def concatenate_padded(batches: list[Batch], row_count: int) -> Batch:
             "data: the target of the samples is a dict, but a pipeline needs a single target tensor",
             "return one target tensor, or set parallel.pp = 1 and give a loss function",
         )
-    filled = [_pad_rows(batch, row_count) for batch in batches]
+    padded_batches = [_pad_rows(batch, row_count) for batch in batches]
     return Batch(
-        keywords={name: torch.cat([batch.keywords[name] for batch in filled]) for name in filled[0].keywords},
-        inputs=tuple(torch.cat(tensors) for tensors in zip(*(batch.inputs for batch in filled), strict=True)),
-        targets=torch.cat([batch.targets for batch in filled]),
-        samples=torch.cat([batch.samples for batch in filled]),
-        real=torch.cat([batch.real for batch in filled]),
+        keywords={
+            name: torch.cat([batch.keywords[name] for batch in padded_batches])
+            for name in padded_batches[0].keywords
+        },
+        inputs=tuple(
+            torch.cat(tensors) for tensors in zip(*(batch.inputs for batch in padded_batches), strict=True)
+        ),
+        targets=torch.cat([batch.targets for batch in padded_batches]),
+        samples=torch.cat([batch.samples for batch in padded_batches]),
+        real=torch.cat([batch.real for batch in padded_batches]),
     )
 
 

@@ -100,21 +100,21 @@ class StepLoader:
             return
         self._plan = plan
         self._next_step -= len(self._prefetched)
-        for ahead in self._prefetched:
-            ahead.cancel()
+        for future in self._prefetched:
+            future.cancel()
         self._prefetched.clear()
 
     def load(self, step: int) -> StepBatches:
         """Load one step in the calling thread: a pure function of the step's number."""
         size = global_batch_size(self._train, step)
-        before = samples_consumed_before(self._train, step)
+        first_sample = samples_consumed_before(self._train, step)
         micro_batches = [
-            self._dataset.batch(range(before + rows.start, before + rows.stop))
+            self._dataset.batch(range(first_sample + rows.start, first_sample + rows.stop))
             for rows in self._plan.micro_batches(size, self._data_parallel_rank)
         ]
         if self._pin_memory:
             micro_batches = [_pin_batch(batch) for batch in micro_batches]
-        return StepBatches(step, before, size, micro_batches)
+        return StepBatches(step, first_sample, size, micro_batches)
 
     def close(self) -> None:
         """Stop loading and wait for the threads; steps that were loaded are dropped."""

@@ -83,15 +83,18 @@ class NodeGroup:
     """Host names, network neighbours adjacent; empty when unknown."""
 
     def __post_init__(self) -> None:
-        for what in ("count", "cores", "memory_bytes"):
-            if getattr(self, what) < 1:
-                raise JobError(f"node '{self.name}': {what} = {getattr(self, what)} must be at least 1")
-        for where, levels in (("inside", self.inside), ("network", self.network)):
+        for field_name in ("count", "cores", "memory_bytes"):
+            if getattr(self, field_name) < 1:
+                raise JobError(
+                    f"node '{self.name}': {field_name} = {getattr(self, field_name)} must be at least 1"
+                )
+        for location, levels in (("inside", self.inside), ("network", self.network)):
             sizes = [float("inf") if level.size is None else level.size for level in levels]
             if sizes != sorted(set(sizes)):
-                given = ", ".join(f"{level.name} {level.size or 'all'}" for level in levels)
+                levels_text = ", ".join(f"{level.name} {level.size or 'all'}" for level in levels)
                 raise JobError(
-                    f"node '{self.name}': the sizes of the levels {where} must rise (given: {given})",
+                    f"node '{self.name}': the sizes of the levels {location} must rise (given: "
+                    f"{levels_text})",
                     "list the nearest level first; omit the size of the last level only",
                 )
 
@@ -109,13 +112,13 @@ class NodeGroup:
         return _smallest_level(self.network, nodes)
 
     def __str__(self) -> str:
-        machines = "1 node" if self.count == 1 else f"{self.count} nodes"
+        count_text = "1 node" if self.count == 1 else f"{self.count} nodes"
         if self.devices:
             kinds = Counter(device.name for device in self.devices)
-            what = " and ".join(f"{count} × {name}" for name, count in kinds.items())
+            content = " and ".join(f"{count} × {name}" for name, count in kinds.items())
         else:
-            what = f"{self.cores} cores" + (f" {self.cpu.name}" if self.cpu else "")
-        return f"{machines} of {what}"
+            content = f"{self.cores} cores" + (f" {self.cpu.name}" if self.cpu else "")
+        return f"{count_text} of {content}"
 
     @property
     def network_text(self) -> str:
@@ -152,9 +155,11 @@ class Cluster:
         outermost = [node.network[-1] for node in self.nodes if node.network]
         if self.between is not None or len(outermost) < len(self.nodes):
             return self.between
-        slowest = min(outermost, key=lambda level: level.bandwidth_bytes_per_second)
-        farthest = max(level.latency_seconds for level in outermost)
-        return InterconnectLevel(slowest.name, slowest.bandwidth_bytes_per_second, farthest)
+        slowest_level = min(outermost, key=lambda level: level.bandwidth_bytes_per_second)
+        latency_seconds = max(level.latency_seconds for level in outermost)
+        return InterconnectLevel(
+            slowest_level.name, slowest_level.bandwidth_bytes_per_second, latency_seconds
+        )
 
     def __str__(self) -> str:
         """Return a text such as '8 nodes of 8 × H100 SXM + 16 nodes of 8 × A100 SXM 40 GB, 4 × 100G'."""
@@ -175,9 +180,9 @@ class Cluster:
         Raises:
             ValueError: an unknown key.
         """
-        given = _checked_fields(cls, value, "cluster")
-        nodes = tuple(_node_group(node) for node in given["nodes"])
-        return cls(nodes, _optional_level(given.get("between")))
+        values = _checked_fields(cls, value, "cluster")
+        nodes = tuple(_node_group(node) for node in values["nodes"])
+        return cls(nodes, _optional_level(values.get("between")))
 
 
 def _smallest_level(levels: tuple[InterconnectLevel, ...], members: int) -> InterconnectLevel | None:
@@ -185,13 +190,13 @@ def _smallest_level(levels: tuple[InterconnectLevel, ...], members: int) -> Inte
 
 
 def _node_group(value: Mapping[str, Any]) -> NodeGroup:
-    given = _checked_fields(NodeGroup, value, "node")
-    given["devices"] = tuple(_optional_device(device) for device in given["devices"])
-    given["cpu"] = _optional_device(given.get("cpu"))
-    given["hosts"] = tuple(given.get("hosts", ()))
+    values = _checked_fields(NodeGroup, value, "node")
+    values["devices"] = tuple(_optional_device(device) for device in values["devices"])
+    values["cpu"] = _optional_device(values.get("cpu"))
+    values["hosts"] = tuple(values.get("hosts", ()))
     for levels in ("inside", "network"):
-        given[levels] = tuple(_optional_level(level) for level in given.get(levels, ()))
-    return NodeGroup(**given)
+        values[levels] = tuple(_optional_level(level) for level in values.get(levels, ()))
+    return NodeGroup(**values)
 
 
 def _optional_device(value: Mapping[str, Any] | None) -> Any:
@@ -203,6 +208,6 @@ def _optional_level(value: Mapping[str, Any] | None) -> Any:
 
 
 def _checked_fields(kind: type[Any], value: Mapping[str, Any], noun: str) -> dict[str, Any]:
-    if unknown := set(value) - {one.name for one in fields(kind)}:
+    if unknown := set(value) - {field.name for field in fields(kind)}:
         raise ValueError(f"unknown {noun} fields {sorted(unknown)}")
     return dict(value)

@@ -66,15 +66,15 @@ def retry(
     Raises:
         Exception: the error of the last try, with a note of the number of tries.
     """
-    began = time.monotonic()
+    start = time.monotonic()
     for number, pause in enumerate(backoff_delays(policy, random.SystemRandom()), 1):
         try:
             return operation()
         except Exception as error:
-            late = time.monotonic() - began + (pause or 0.0) > policy.deadline_seconds
-            if pause is None or late or is_permanent(error) or _wait_for_stop(pause, stop):
+            exceeds_deadline = time.monotonic() - start + (pause or 0.0) > policy.deadline_seconds
+            if pause is None or exceeds_deadline or is_permanent(error) or _wait_for_stop(pause, stop):
                 if number > 1:
-                    error.add_note(f"after {number} tries in {time.monotonic() - began:.1f} s")
+                    error.add_note(f"after {number} tries in {time.monotonic() - start:.1f} s")
                 raise
     raise ValueError(f"{policy.max_attempts} tries: at least one is needed")
 

@@ -19,10 +19,10 @@ def user_frame_text(error: BaseException, *, allow_library: bool = True) -> str:
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if not _is_wanma_file(frame.filename)
     ]
-    theirs = [frame for frame in frames if not _is_library(frame.filename)]
-    if not frames or not (theirs or allow_library):
+    user_frames = [frame for frame in frames if not _is_library(frame.filename)]
+    if not frames or not (user_frames or allow_library):
         return ""
-    frame = theirs[-1] if theirs else frames[0]
+    frame = user_frames[-1] if user_frames else frames[0]
     source = f": {frame.line}" if frame.line else ""
     return f"{frame.filename}:{frame.lineno} in {frame.name}{source}"
 
@@ -37,8 +37,8 @@ def _is_library(file: str) -> bool:
     The last kind has names such as '<frozen importlib>'.
     """
     path = Path(file)
-    installed = any(name in path.parts for name in _SITE_FOLDERS)
-    return installed or file.startswith("<") or path.is_relative_to(sysconfig.get_path("stdlib"))
+    is_installed = any(name in path.parts for name in _SITE_FOLDERS)
+    return is_installed or file.startswith("<") or path.is_relative_to(sysconfig.get_path("stdlib"))
 
 
 def calling_frame_text() -> str:
@@ -47,8 +47,8 @@ def calling_frame_text() -> str:
     Empty if there is none.
     """
     frames = [frame for frame in traceback.extract_stack() if not _is_wanma_file(frame.filename)]
-    theirs = [frame for frame in frames if not _is_library(frame.filename)]
-    if not theirs:
+    user_frames = [frame for frame in frames if not _is_library(frame.filename)]
+    if not user_frames:
         return ""
-    source = f": {theirs[-1].line}" if theirs[-1].line else ""
-    return f"{theirs[-1].filename}:{theirs[-1].lineno} in {theirs[-1].name}{source}"
+    source = f": {user_frames[-1].line}" if user_frames[-1].line else ""
+    return f"{user_frames[-1].filename}:{user_frames[-1].lineno} in {user_frames[-1].name}{source}"

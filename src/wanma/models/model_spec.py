@@ -94,9 +94,9 @@ def resolve_model_spec(
             cannot be imported.
     """
     if section.lora_rank > 0:
-        plain = section.model_copy(update={"lora_rank": 0})
+        section_without_lora = section.model_copy(update={"lora_rank": 0})
         spec = resolve_model_spec(
-            plain,
+            section_without_lora,
             vocabulary_size=vocabulary_size,
             sequence_length=sequence_length,
             image_shape=image_shape,
@@ -184,7 +184,7 @@ def build_user_model(section: ModelSection, seed: int) -> nn.Module:
 @contextmanager
 def seeded_generators(seed: int) -> Iterator[None]:
     """Seed the generators of torch, numpy and Python for constructors on the CPU, and restore them."""
-    of_numpy, of_python = np.random.get_state(), random.getstate()
+    numpy_state, python_state = np.random.get_state(), random.getstate()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         np.random.seed(seed % 2**32)
@@ -192,8 +192,8 @@ def seeded_generators(seed: int) -> Iterator[None]:
         try:
             yield
         finally:
-            np.random.set_state(of_numpy)
-            random.setstate(of_python)
+            np.random.set_state(numpy_state)
+            random.setstate(python_state)
 
 
 def build_uninitialized_model(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -213,16 +213,16 @@ def build_uninitialized_model(spec: ModelSpec, dtype: torch.dtype = torch.float3
 def _transformers_spec(
     section: ModelSection, vocabulary_size: int | None, sequence_length: int | None
 ) -> ModelSpec:
-    given = read_section_config(section)  # also checks that transformers is installed
+    values = read_section_config(section)  # also checks that transformers is installed
     from wanma.models.huggingface.causal_model import build_causal_model, build_transformers_config
     from wanma.models.huggingface.validation import max_position_embeddings
 
-    config = build_transformers_config(given, vocabulary_size, sequence_length)
+    config = build_transformers_config(values, vocabulary_size, sequence_length)
     length = sequence_length or max_position_embeddings(config) or 2048
     with torch.device("meta"):
         model = build_causal_model(config, length)
-    make = partial(build_causal_model, config, length, model.probe_result)
-    return ModelSpec(type(model).__name__, "tokens", make, model.parallel_spec, False)
+    build = partial(build_causal_model, config, length, model.probe_result)
+    return ModelSpec(type(model).__name__, "tokens", build, model.parallel_spec, False)
 
 
 def _user_factory(section: ModelSection) -> _UserFactory:
@@ -259,29 +259,29 @@ class _UserFactory:
     def build_unconverted(self) -> nn.Module:
         """Build the module as the user's function returns it."""
         try:
-            made = self.function(**self.arguments)
+            module = self.function(**self.arguments)
         except WanmaError:
             raise
         except Exception as error:  # whatever the user's code raises
-            told = f"model.factory = '{self.path}' failed: {type(error).__name__}: {error}"
+            problem = f"model.factory = '{self.path}' failed: {type(error).__name__}: {error}"
             line = user_frame_text(error)
             raise JobError(
-                f"{told}\n    {line}" if line else told,
+                f"{problem}\n    {line}" if line else problem,
                 f"correct the function or model.arguments; for the full traceback run: {self._command()}",
             ) from error
-        if not isinstance(made, nn.Module):
+        if not isinstance(module, nn.Module):
             raise JobError(
-                f"model.factory = '{self.path}' returned {type(made).__name__}, not an nn.Module",
+                f"model.factory = '{self.path}' returned {type(module).__name__}, not an nn.Module",
                 "return the module itself",
             )
-        validate_module(made)
-        return made
+        validate_module(module)
+        return module
 
     def _command(self) -> str:
         """Return the same call as a shell command."""
         module, _, name = self.path.partition(":")
-        given = f"**{self.arguments!r}" if self.arguments else ""
-        code = f"import {module}; {module}.{name}({given})"
+        arguments = f"**{self.arguments!r}" if self.arguments else ""
+        code = f"import {module}; {module}.{name}({arguments})"
         return f"python -c {shlex.quote(code)}"
 
 

@@ -127,11 +127,13 @@ class Recorder:
                 if self._lost_events[sink.output_name] == 1:
                     text = f"{sink.output_name} cannot be written: {_error_text(error)}; training continues"
                     self._broadcast_message(
-                        [other for other in self._sinks if other is not sink], text, "warning"
+                        [other_sink for other_sink in self._sinks if other_sink is not sink], text, "warning"
                     )
             else:
-                if lost := self._lost_events.pop(sink.output_name, 0):
-                    text = f"{sink.output_name} is writable again; missing: {count_text(lost, 'record')}"
+                if lost_count := self._lost_events.pop(sink.output_name, 0):
+                    text = (
+                        f"{sink.output_name} is writable again; missing: {count_text(lost_count, 'record')}"
+                    )
                     self._broadcast_message(self._sinks, text, "info")
 
     @staticmethod

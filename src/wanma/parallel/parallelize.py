@@ -160,13 +160,15 @@ class ParallelModel:
     def forward_parameters(self) -> Iterator[Tensor]:
         """Yield the tensors that are or were the model's parameters in forward passes."""
         yield from (parameter for part in self.model_parts for parameter in part.parameters())
-        for held in self.data_parallel:
-            yield from held.forward_parameters()
+        for strategy in self.data_parallel:
+            yield from strategy.forward_parameters()
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """Return this rank's parameters that are trained, or may be later, by name; tied copies included."""
         copies, names = self.tied_weights.saved_names, set(self.trainable_names)
-        return {name: one for name, one in self.named_parameters() if copies.get(name, name) in names}
+        return {
+            name: parameter for name, parameter in self.named_parameters() if copies.get(name, name) in names
+        }
 
     def modules(self) -> Iterator[nn.Module]:
         for part in self.model_parts:
@@ -192,27 +194,34 @@ def parallelize(
     Raises:
         JobError: the plan asks for a split that this model does not declare.
     """
-    whole = _build_module(spec, plan, seed)
-    reject_overlapping_parameters(whole)
-    fixed = freeze_permanently(whole, spec.is_frozen)
-    _require_fp32_weights(whole, spec)
-    _require_dense_gradients(whole, spec)
-    _require_layout_independence(whole, spec, plan)
-    _make_contiguous(whole)
-    names = tuple(name for name, _ in whole.named_parameters())
-    trainable = tuple(name for name in names if name not in fixed)
-    roles = find_parameter_roles(whole)
-    noting = find_step_statistics_modules(whole)
-    hooks = GradientHooks(whole, plan)
+    module = _build_module(spec, plan, seed)
+    reject_overlapping_parameters(module)
+    frozen_names = freeze_permanently(module, spec.is_frozen)
+    _require_fp32_weights(module, spec)
+    _require_dense_gradients(module, spec)
+    _require_layout_independence(module, spec, plan)
+    _make_contiguous(module)
+    names = tuple(name for name, _ in module.named_parameters())
+    trainable = tuple(name for name in names if name not in frozen_names)
+    roles = find_parameter_roles(module)
+    statistics_modules = find_step_statistics_modules(module)
+    hooks = GradientHooks(module, plan)
     numbers = plan.stages_of_pipeline_rank(parallel_mesh.coordinate("pp"))
-    parts = [whole]
+    parts = [module]
     if plan.pp > 1:
-        parallel_spec = pipeline_parallel_spec(whole, spec.parallel_spec, plan)
-        parts = [extract_stage(whole, parallel_spec, plan, number) for number in numbers]
+        parallel_spec = pipeline_parallel_spec(module, spec.parallel_spec, plan)
+        parts = [extract_stage(module, parallel_spec, plan, number) for number in numbers]
     compression = build_compression(parallel_mesh, seed)
     data_parallel = tuple(
         _parallelize_part(
-            part, spec, plan, parallel_mesh, parallel_mesh.communication_timer, disk_pool, compression, fixed
+            part,
+            spec,
+            plan,
+            parallel_mesh,
+            parallel_mesh.communication_timer,
+            disk_pool,
+            compression,
+            frozen_names,
         )
         for part in parts
     )
@@ -223,19 +232,21 @@ def parallelize(
         parallel_mesh,
     )
     # Waits of the process for other tensor, context and expert ranks.
-    within = get_functional_wait_time() if max(plan.tp, plan.cp, plan.ep) > 1 else FunctionalWaitTime()
+    functional_wait = (
+        get_functional_wait_time() if max(plan.tp, plan.cp, plan.ep) > 1 else FunctionalWaitTime()
+    )
     clock = ComputeTimer(
         parallel_mesh.device.type,
-        lambda: parallel_mesh.communication_timer.exposed_seconds + within.seconds,
+        lambda: parallel_mesh.communication_timer.exposed_seconds + functional_wait.seconds,
         per_micro_batch=plan.pp > 1,
     )
-    draws = _build_random_draws(spec, whole, plan, seed)
+    draws = _build_random_draws(spec, module, plan, seed)
     pipeline = None
     if plan.pp > 1:
         pipeline = PipelineRunner(
-            parts, numbers, plan, parallel_mesh, data_parallel, clock, draws, StaleParameterCheck(whole)
+            parts, numbers, plan, parallel_mesh, data_parallel, clock, draws, StaleParameterCheck(module)
         )
-    to_draw = None if spec.has_own_initialization else seed
+    initial_seed = None if spec.has_own_initialization else seed
     return ParallelModel(
         tuple(parts),
         pipeline,
@@ -244,11 +255,11 @@ def parallelize(
         names,
         trainable,
         roles,
-        noting,
+        statistics_modules,
         hooks,
         clock,
         draws,
-        to_draw,
+        initial_seed,
         disk_pool,
         compression,
     )
@@ -291,14 +302,14 @@ def _setting_against_keyed_draws(plan: Plan) -> str | None:
 
 def _build_random_draws(spec: ModelSpec, model: nn.Module, plan: Plan, seed: int) -> RandomDraws:
     # Models of wanma's own draw by keyed modules alone.
-    ours = not spec.has_own_initialization and all(
+    uses_keyed_modules = not spec.has_own_initialization and all(
         type(module).__module__.startswith(("wanma.", "torch.nn.")) for module in model.modules()
     )
     return RandomDraws(
         seed,
         per_sample_obstacle=_setting_against_keyed_draws(plan),
         per_step_obstacle=f"parallel.pp = {plan.pp}" if plan.pp > 1 else None,
-        sees_operators=not plan.compile and not ours,
+        sees_operators=not plan.compile and not uses_keyed_modules,
     )
 
 
@@ -389,25 +400,28 @@ def _require_dense_gradients(module: nn.Module, spec: ModelSpec) -> None:
 
 def _require_layout_independence(module: nn.Module, spec: ModelSpec, plan: Plan) -> None:
     """Refuse modules that cannot give the same numbers on several ranks."""
-    if (drawing := find_unkeyed_random_modules(module)) and (splits := _setting_against_keyed_draws(plan)):
+    if (random_modules := find_unkeyed_random_modules(module)) and (
+        splits := _setting_against_keyed_draws(plan)
+    ):
         raise JobError(
-            f"{spec.name}: {drawing[0]} draws random numbers, but random numbers keyed by sample are "
+            f"{spec.name}: {random_modules[0]} draws random numbers, but random numbers keyed by sample are "
             f"not supported under {splits}",
             "use nn.Dropout modules, or only data-parallel dimensions (dp_replicate, dp_shard) "
             "without parallel.compile",
         )
     if plan.data_parallel_size == 1:
         return
-    if coupled := find_sample_coupling_modules(module):
+    if coupling_modules := find_sample_coupling_modules(module):
         raise JobError(
-            f"{spec.name}: {coupled[0]} computes statistics over all samples of a micro-batch, so "
+            f"{spec.name}: {coupling_modules[0]} computes statistics over all samples of a micro-batch, so "
             f"{plan.data_parallel_size} data ranks would train another model than one",
             "call super().forward or a torch batch normalization in its forward: wanma computes their "
             "statistics over model.batch_norm_group samples",
         )
-    if keeping := find_instance_norm_statistics(module):
+    if statistics_modules := find_instance_norm_statistics(module):
         raise JobError(
-            f"{spec.name}: the running statistics of {keeping[0]} cover only the samples of one rank, so "
+            f"{spec.name}: the running statistics of {statistics_modules[0]} cover only the samples of one "
+            "rank, so "
             f"{plan.data_parallel_size} data ranks would evaluate another model than one",
             "build it with track_running_stats=False",
         )

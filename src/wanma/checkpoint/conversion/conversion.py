@@ -71,25 +71,25 @@ def convert_checkpoint(
     if files < 1:
         raise WanmaError(f"the number of files is {files}, but at least 1 is needed", exit_code=EXIT_USAGE)
     require_valid(path)
-    saved, source = CheckpointReader(path), read_manifest(path)
+    reader, source = CheckpointReader(path), read_manifest(path)
     with create_output_folder(folder) as partial:
         written: dict[str, FileEntry] = {}
         tensors: dict[str, TensorEntry] = {}
-        for number, names in enumerate(_distribute_tensors(saved, dtypes, files)):
+        for number, names in enumerate(_distribute_tensors(reader, dtypes, files)):
             file = data_file_name(number)
             written[file] = _write_data_file(
-                partial / file, saved, {name: dtypes[name] for name in names}, block_elements
+                partial / file, reader, {name: dtypes[name] for name in names}, block_elements
             )
             for name in names:
-                shape = saved.tensors[name].shape
+                shape = reader.tensors[name].shape
                 tensors[name] = TensorEntry(
                     dtypes[name], shape, (SavedShard(Box((0,) * len(shape), shape), file),)
                 )
         manifest = replace(source, files=written, tensors=dict(sorted(tensors.items())))
-        with (partial / MANIFEST_FILE).open("xb") as opened:
-            opened.write(dump_manifest(manifest))
-            opened.flush()
-            os.fsync(opened.fileno())
+        with (partial / MANIFEST_FILE).open("xb") as manifest_file:
+            manifest_file.write(dump_manifest(manifest))
+            manifest_file.flush()
+            os.fsync(manifest_file.fileno())
     return manifest
 
 

@@ -53,8 +53,8 @@ class HuggingFaceWeights:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for opened in self._open.values():
-            opened.__exit__(None, None, None)
+        for weights_file in self._open.values():
+            weights_file.__exit__(None, None, None)
 
     def shape(self, tensor: str) -> tuple[int, ...]:
         return tuple(self._slice(tensor).get_shape())
@@ -65,19 +65,19 @@ class HuggingFaceWeights:
 
     def read(self, tensor: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """Read one box, on the CPU in the file's dtype; nothing else is read."""
-        box = tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))
+        box = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
         part: Tensor = self._slice(tensor)[box]
-        read = part.numel() * part.element_size()
-        self.bytes_read += read
-        self.largest_read_bytes = max(self.largest_read_bytes, read)
+        read_bytes = part.numel() * part.element_size()
+        self.bytes_read += read_bytes
+        self.largest_read_bytes = max(self.largest_read_bytes, read_bytes)
         return part
 
     def _slice(self, tensor: str) -> Any:
         file = self.files[tensor]
         try:
             if file not in self._open:
-                opened = safe_open(self.folder / file, framework="pt", device="cpu")
-                self._open[file] = opened.__enter__()
+                weights_file = safe_open(self.folder / file, framework="pt", device="cpu")
+                self._open[file] = weights_file.__enter__()
             return self._open[file].get_slice(tensor)
         except (OSError, SafetensorError) as error:
             raise WanmaError(
@@ -129,12 +129,12 @@ def _write_into(
         _write_file(folder / INDEX_FILE, json.dumps(index, indent=2, sort_keys=True).encode())
     for file, group in zip(names, groups, strict=True):
         header, regions = build_header({tensor: tensors[tensor] for tensor in group})
-        with (folder / file).open("wb") as opened:
-            opened.write(header)
+        with (folder / file).open("wb") as stream:
+            stream.write(header)
             for tensor, region in sorted(regions.items(), key=lambda entry: entry[1].start):
-                opened.write(_content(tensor, build_tensor(tensor), region))
-            opened.flush()
-            os.fsync(opened.fileno())
+                stream.write(_content(tensor, build_tensor(tensor), region))
+            stream.flush()
+            os.fsync(stream.fileno())
     for file, content in extra_files.items():
         _write_file(folder / file, content)
 
@@ -148,14 +148,14 @@ def _content(name: str, tensor: Tensor, region: FileRegion) -> memoryview:
 def _group_by_file(tensors: Mapping[str, tuple[str, tuple[int, ...]]], file_bytes: int) -> list[list[str]]:
     """Group tensors by file, in the given order, at most `file_bytes` per group of more than one."""
     groups: list[list[str]] = [[]]
-    used = 0
+    group_bytes = 0
     for name, entry in tensors.items():
         size = _tensor_bytes(*entry)
-        if groups[-1] and used + size > file_bytes:
+        if groups[-1] and group_bytes + size > file_bytes:
             groups.append([])
-            used = 0
+            group_bytes = 0
         groups[-1].append(name)
-        used += size
+        group_bytes += size
     return groups
 
 
@@ -167,25 +167,25 @@ def _tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def _write_file(path: Path, content: bytes) -> None:
-    with path.open("wb") as opened:
-        opened.write(content)
-        opened.flush()
-        os.fsync(opened.fileno())
+    with path.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
     if (folder / WEIGHTS_FILE).is_file():
         try:
-            with safe_open(folder / WEIGHTS_FILE, framework="pt", device="cpu") as opened:
-                return dict.fromkeys(opened.keys(), WEIGHTS_FILE)
+            with safe_open(folder / WEIGHTS_FILE, framework="pt", device="cpu") as weights_file:
+                return dict.fromkeys(weights_file.keys(), WEIGHTS_FILE)
         except (OSError, SafetensorError) as error:
             raise WanmaError(
                 f"{folder / WEIGHTS_FILE} cannot be read: {error}", "download the file again: it is damaged"
             ) from error
     path = folder / INDEX_FILE
     try:
-        found = json.loads(path.read_bytes())["weight_map"]
-        files = {str(tensor): str(file) for tensor, file in found.items()}
+        weight_map = json.loads(path.read_bytes())["weight_map"]
+        files = {str(tensor): str(file) for tensor, file in weight_map.items()}
     except OSError as error:
         raise WanmaError(
             f"{folder} has no safetensors weights: neither {WEIGHTS_FILE} nor {INDEX_FILE}",

@@ -100,15 +100,15 @@ def assign_writers(shards: Iterable[LocalShard], rank: int) -> list[LocalShard]:
     groups: defaultdict[tuple[int, ...], list[LocalShard]] = defaultdict(list)
     for piece in shards:
         groups[piece.replicas].append(piece)
-    mine = []
+    own_shards = []
     for replicas, members in groups.items():
         loads = [(0, writer) for writer in sorted(replicas)]
         for piece in sorted(members, key=lambda piece: (-piece.bytes, piece.name)):
             load, writer = loads[0]
             heapq.heapreplace(loads, (load + piece.bytes, writer))
             if writer == rank:
-                mine.append(piece)
-    return mine
+                own_shards.append(piece)
+    return own_shards
 
 
 def local_box(name: str, tensor: torch.Tensor) -> Box | None:
@@ -132,9 +132,9 @@ def local_box(name: str, tensor: torch.Tensor) -> Box | None:
         # which is a contiguous box exactly if `split_factor` is the number of inner parts.
         if isinstance(placement, _StridedShard):
             inner = math.prod(
-                mesh.size(other)
-                for other in range(axis + 1, mesh.ndim)
-                if getattr(placements[other], "dim", None) == placement.dim
+                mesh.size(inner_axis)
+                for inner_axis in range(axis + 1, mesh.ndim)
+                if getattr(placements[inner_axis], "dim", None) == placement.dim
             )
             if placement.split_factor != inner:
                 raise WanmaError(
@@ -143,11 +143,11 @@ def local_box(name: str, tensor: torch.Tensor) -> Box | None:
                     "redistribute it to plain Shard placements before saving or loading",
                 )
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-    held = tuple(local_tensor(tensor).shape)
-    if tuple(shape) != held:
+    local_shape = tuple(local_tensor(tensor).shape)
+    if tuple(shape) != local_shape:
         raise WanmaError(
             f"tensor {name}: its placements {placements} give the local shape {tuple(shape)}, but it is "
-            f"{held}"
+            f"{local_shape}"
         )
     return Box(tuple(offset), tuple(shape))
 
@@ -179,7 +179,7 @@ def _replica_ranks(tensor: DTensor) -> tuple[int, ...]:
     coordinate = mesh.get_coordinate()
     assert coordinate is not None  # local_box returned a box
     index = tuple(
-        slice(None) if isinstance(placement, Replicate) else at
-        for placement, at in zip(tensor.placements, coordinate, strict=True)
+        slice(None) if isinstance(placement, Replicate) else position
+        for placement, position in zip(tensor.placements, coordinate, strict=True)
     )
     return tuple(sorted(mesh.mesh[index].flatten().tolist()))

@@ -75,15 +75,17 @@ def intersect_boxes(wanted: Box, saved: Box) -> tuple[Slices, Slices] | None:
         The common part as slices of a tensor that holds `wanted` and of one that holds `saved`;
         None where they have no element in common. Tensors without dimensions intersect in `((), ())`.
     """
-    into: list[slice] = []
-    out_of: list[slice] = []
-    for want, size, have, length in zip(wanted.offset, wanted.shape, saved.offset, saved.shape, strict=True):
-        start, stop = max(want, have), min(want + size, have + length)
+    target_slices: list[slice] = []
+    source_slices: list[slice] = []
+    for target_start, size, saved_start, length in zip(
+        wanted.offset, wanted.shape, saved.offset, saved.shape, strict=True
+    ):
+        start, stop = max(target_start, saved_start), min(target_start + size, saved_start + length)
         if start >= stop:
             return None
-        into.append(slice(start - want, stop - want))
-        out_of.append(slice(start - have, stop - have))
-    return tuple(into), tuple(out_of)
+        target_slices.append(slice(start - target_start, stop - target_start))
+        source_slices.append(slice(start - saved_start, stop - saved_start))
+    return tuple(target_slices), tuple(source_slices)
 
 
 # ---------------------------------------------------------------- the manifest
@@ -155,9 +157,9 @@ def dump_manifest(manifest: Manifest) -> bytes:
             for name, entry in manifest.tensors.items()
         },
     }
-    rest = b'"manifest":' + dump_json(body, "the checkpoint's state").encode() + b"}\n"
-    first = {"format": FORMAT, "version": VERSION, "sha256": hashlib.sha256(rest).hexdigest()}
-    return json.dumps(first, separators=(",", ":"))[:-1].encode() + b",\n" + rest
+    content = b'"manifest":' + dump_json(body, "the checkpoint's state").encode() + b"}\n"
+    first = {"format": FORMAT, "version": VERSION, "sha256": hashlib.sha256(content).hexdigest()}
+    return json.dumps(first, separators=(",", ":"))[:-1].encode() + b",\n" + content
 
 
 def parse_manifest(content: bytes) -> Manifest:
@@ -166,23 +168,23 @@ def parse_manifest(content: bytes) -> Manifest:
     Raises:
         WanmaError: it is damaged, is no manifest, or was written by a newer wanma.
     """
-    first, _, rest = content.partition(b"\n")
+    first, _, body = content.partition(b"\n")
     try:
         head = json.loads(first.decode().rstrip(",") + "}")
-        known, version = head["format"] == FORMAT, head["version"]
+        is_known_format, version = head["format"] == FORMAT, head["version"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise WanmaError(f"{MANIFEST_FILE} is not the manifest of a checkpoint") from error
-    if not known or not isinstance(version, int) or version < 1:
+    if not is_known_format or not isinstance(version, int) or version < 1:
         raise WanmaError(f"{MANIFEST_FILE} is not the manifest of a checkpoint")
     if version > VERSION:
         raise WanmaError(
             f"{MANIFEST_FILE} has format version {version}; this version of wanma reads up to {VERSION}",
             "update wanma",
         )
-    if hashlib.sha256(rest).hexdigest() != head.get("sha256"):
+    if hashlib.sha256(body).hexdigest() != head.get("sha256"):
         raise WanmaError(f"{MANIFEST_FILE} is damaged: its content differs from its SHA-256")
     try:
-        return _manifest(json.loads(b"{" + rest)["manifest"])
+        return _manifest(json.loads(b"{" + body)["manifest"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WanmaError(f"{MANIFEST_FILE} is malformed: {type(error).__name__} {error}") from error
 
@@ -201,10 +203,10 @@ def _manifest(value: dict[str, Any]) -> Manifest:
         shards = []
         for shard in entry["shards"]:
             box = Box(_sizes(shard["offset"]), _sizes(shard["shape"]))
-            inside = len(box.offset) == len(box.shape) == len(shape) and all(
+            is_inside = len(box.offset) == len(box.shape) == len(shape) and all(
                 start + size <= full for start, size, full in zip(box.offset, box.shape, shape, strict=True)
             )
-            if not inside or shard["file"] not in files:
+            if not is_inside or shard["file"] not in files:
                 raise ValueError(f"shard {shard} of {name}")
             shards.append(SavedShard(box, shard["file"]))
         tensors[name] = TensorEntry(entry["dtype"], shape, tuple(shards))
@@ -292,10 +294,10 @@ def parse_header(content: bytes | memoryview, file_bytes: int) -> dict[str, File
         for name, entry in json.loads(bytes(content[8 : 8 + length])).items():
             if name == METADATA_KEY:
                 continue
-            start, stop = (8 + length + int(at) for at in entry["data_offsets"])
+            start, stop = (8 + length + int(offset) for offset in entry["data_offsets"])
             region = FileRegion(str(entry["dtype"]), _sizes(entry["shape"]), start, stop)
-            needed = DTYPE_BYTES[region.dtype] * math.prod(region.shape)
-            if not (8 + length <= start and stop <= file_bytes and stop - start == needed):
+            needed_bytes = DTYPE_BYTES[region.dtype] * math.prod(region.shape)
+            if not (8 + length <= start and stop <= file_bytes and stop - start == needed_bytes):
                 raise ValueError(f"tensor {name} reaches outside the file")
             regions[name] = region
     except (KeyError, TypeError, AttributeError, RecursionError) as error:

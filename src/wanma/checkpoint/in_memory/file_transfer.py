@@ -53,18 +53,18 @@ def run_transfers(
     Raises:
         RuntimeError: a rank is gone, or silent for longer than the group's timeout.
     """
-    problems, going_on = [], list(transfers)
-    while going_on:
+    problems, active = [], list(transfers)
+    while active:
         before_round()
-        posted = []
-        for talk in going_on:
+        pending = []
+        for steps in active:
             try:
-                posted.append((talk, next(talk)))
-            except StopIteration as end:
-                problems += [end.value] if end.value else []
-        for _, work in posted:
+                pending.append((steps, next(steps)))
+            except StopIteration as stop:
+                problems += [stop.value] if stop.value else []
+        for _, work in pending:
             work.wait()
-        going_on = [talk for talk, _ in posted]
+        active = [steps for steps, _ in pending]
     return problems
 
 
@@ -84,23 +84,23 @@ def send_memory_file(
         group: a Gloo process group; None: all ranks.
         chunk_bytes: maximum bytes of one message.
     """
-    image, problem = None, ""
+    reader, problem = None, ""
     if path is not None:
         try:
-            image = MemoryFileReader(path)
+            reader = MemoryFileReader(path)
         except (OSError, ValueError) as error:
             problem = f"the memory file of rank {owner} cannot be sent: {error}"
-    packed = image.header.pack() if image is not None else bytes(PACKED_HEADER_BYTES)
+    packed = reader.header.pack() if reader is not None else bytes(PACKED_HEADER_BYTES)
     packed += _CHUNK.pack(chunk_bytes)
     yield _require_work(
         dist.isend(torch.frombuffer(bytearray(packed), dtype=torch.uint8), target, group, owner)
     )
-    if image is None:
+    if reader is None:
         return problem
     answer = torch.empty(1, dtype=torch.uint8)
     yield _require_work(dist.irecv(answer, target, group, owner))
     if answer.item() == _ACCEPT:
-        for chunk in torch.frombuffer(image.body, dtype=torch.uint8).split(chunk_bytes):
+        for chunk in torch.frombuffer(reader.body, dtype=torch.uint8).split(chunk_bytes):
             yield _require_work(dist.isend(chunk, target, group, owner))
     return ""  # the receiver reports the reason
 

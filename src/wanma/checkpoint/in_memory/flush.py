@@ -64,13 +64,13 @@ def flush_to_disk(
     Raises:
         WanmaError: a memory file is damaged, the disk failed, or other nodes did not write theirs in time.
     """
-    found = {rank: open_verified_memory_file(path, rank) for rank, path in memory_files.items()}
-    step = next(iter(found.values())).header.step
-    if (newer := _find_newer(folder, step)) is not None:
-        return newer if 0 in found else None
+    readers = {rank: open_verified_memory_file(path, rank) for rank, path in memory_files.items()}
+    step = next(iter(readers.values())).header.step
+    if (newer_checkpoint := _find_newer(folder, step)) is not None:
+        return newer_checkpoint if 0 in readers else None
     partial = folder / f"{step_folder_name(step)}.partial-{name}"
     try:
-        return _write(partial, step, found, world_size, deadline)
+        return _write(partial, step, readers, world_size, deadline)
     except OSError as error:
         raise WanmaError(
             f"the checkpoint of step {step} {NOT_SAVED}: {error.strerror or error} ({folder})",
@@ -91,11 +91,11 @@ def flush_with_fallback(
     except WanmaError as error:
         if len(memory_files) < world_size or not isinstance(error.__cause__, OSError):
             raise
-        for place in fallback_folders(folder):
+        for fallback in fallback_folders(folder):
             with contextlib.suppress(OSError, WanmaError):
-                create_fallback_folder(place)
-                remove_partial(place)
-                return flush_to_disk(place, memory_files, world_size, name, deadline)
+                create_fallback_folder(fallback)
+                remove_partial(fallback)
+                return flush_to_disk(fallback, memory_files, world_size, name, deadline)
         raise
 
 
@@ -108,38 +108,38 @@ def remove_failed_flush(folder: Path, name: str, ranks: Iterable[int]) -> None:
             manifest = [partial / MANIFEST_FILE] if rank == 0 else []
             for path in [*partial.rglob(f"*-{rank:05d}.*"), *manifest]:
                 path.unlink(missing_ok=True)
-        for place in (partial / "held", partial):
+        for location in (partial / "held", partial):
             with contextlib.suppress(OSError):  # other nodes' files are still there
-                place.rmdir()
+                location.rmdir()
 
 
 def _write(
     partial: Path, step: int, memory_files: Mapping[int, MemoryFileReader], world_size: int, deadline: float
 ) -> Path | None:
-    tables = {rank: image.rank_manifest() for rank, image in memory_files.items()}
+    tables = {rank: reader.rank_manifest() for rank, reader in memory_files.items()}
     first = min(memory_files)
     seconds = max(deadline - time.monotonic(), 0.1)
-    held = [CommitSession(partial / "held", rank, world_size, seconds) for rank in memory_files]
-    written = [CommitSession(partial, rank, world_size, seconds) for rank in memory_files]
+    manifest_sessions = [CommitSession(partial / "held", rank, world_size, seconds) for rank in memory_files]
+    write_sessions = [CommitSession(partial, rank, world_size, seconds) for rank in memory_files]
     try:
-        for meeting, rank in zip(held, memory_files, strict=True):
-            meeting.create_folder()
-            meeting.publish(tables[rank])
-        shares = assign_tensors(held[0].gather())
+        for session, rank in zip(manifest_sessions, memory_files, strict=True):
+            session.create_folder()
+            session.publish(tables[rank])
+        shares = assign_tensors(manifest_sessions[0].gather())
         with ThreadPoolExecutor(WRITER_THREADS, thread_name_prefix="rescue") as threads:
             parts = {
-                rank: threads.submit(_write_part, partial, tables[rank], image, shares[rank])
-                for rank, image in memory_files.items()
+                rank: threads.submit(_write_part, partial, tables[rank], reader, shares[rank])
+                for rank, reader in memory_files.items()
             }
-            for meeting, part in zip(written, parts.values(), strict=True):
-                meeting.create_folder()
-                meeting.publish(part.result())
+            for session, part in zip(write_sessions, parts.values(), strict=True):
+                session.create_folder()
+                session.publish(part.result())
         if first != 0:
             return None
-        written[0].gather()
+        write_sessions[0].gather()
         shutil.rmtree(partial / "held")
         state = dump_json(tables[0]["state"], "the training state")
-        path, _ = commit_checkpoint(partial, written[0], step, None, state)
+        path, _ = commit_checkpoint(partial, write_sessions[0], step, None, state)
         return path
     except (OSError, WanmaError) as error:
         if len(memory_files) == world_size:  # no other node writes
@@ -147,8 +147,8 @@ def _write(
             raise
         for rank in memory_files:  # their space may be what other nodes lack
             (partial / data_file_name(rank)).unlink(missing_ok=True)
-        for meeting in (held[0], written[0]):
-            meeting.abort(f"the node of rank {first}: {error}")
+        for session in (manifest_sessions[0], write_sessions[0]):
+            session.abort(f"the node of rank {first}: {error}")
         raise
 
 
@@ -181,32 +181,34 @@ def _write_part(
     partial: Path, rank_manifest: RankManifest, memory_file: MemoryFileReader, tensor_names: set[str]
 ) -> RankManifest:
     """Write this rank's data file; return the rank manifest of the written part."""
-    kept = {name: entry for name, entry in rank_manifest["tensors"].items() if name in tensor_names}
+    selected = {name: entry for name, entry in rank_manifest["tensors"].items() if name in tensor_names}
     name = data_file_name(memory_file.header.rank)
     file = None
-    if kept:
+    if selected:
         parts = (
             [memory_file.content]
-            if len(kept) == len(rank_manifest["tensors"])
-            else list(_select_tensors(memory_file.content, kept))
+            if len(selected) == len(rank_manifest["tensors"])
+            else list(_select_tensors(memory_file.content, selected))
         )
         digest = write_file(partial / name, *parts)
         file = {"name": name, "bytes": sum(map(len, parts)), "sha256": digest}
     return {
         "rank": memory_file.header.rank,
         "rank_state_json": rank_manifest["rank_state_json"],
-        "tensors": kept,
+        "tensors": selected,
         "file": file,
     }
 
 
 def _select_tensors(content: memoryview, selected: Mapping[str, Any]) -> Iterator[memoryview]:
     """Yield the parts of a safetensors file that holds only the `selected` tensors of `content`."""
-    have = parse_header(content, len(content))
-    header, regions = build_header({name: (have[name].dtype, have[name].shape) for name in selected})
+    saved_regions = parse_header(content, len(content))
+    header, regions = build_header(
+        {name: (saved_regions[name].dtype, saved_regions[name].shape) for name in selected}
+    )
     yield memoryview(header)
     for name in regions:  # in the order of the file
-        yield content[have[name].start : have[name].stop]
+        yield content[saved_regions[name].start : saved_regions[name].stop]
 
 
 def open_verified_memory_file(path: str, rank: int) -> MemoryFileReader:
@@ -216,20 +218,20 @@ def open_verified_memory_file(path: str, rank: int) -> MemoryFileReader:
         WanmaError: it is no memory file, or it is damaged.
     """
     try:
-        image = MemoryFileReader(path)
+        reader = MemoryFileReader(path)
     except (OSError, ValueError) as error:
         raise WanmaError(f"the in-memory checkpoint of rank {rank} cannot be read: {error}") from error
-    if not image.is_valid():
+    if not reader.is_valid():
         raise WanmaError(
             f"the in-memory checkpoint of rank {rank} is damaged: its content differs from its hash"
         )
-    return image
+    return reader
 
 
 def _find_newer(folder: Path, step: int) -> Path | None:
     """Return the newest readable checkpoint if it is of `step` or later; None otherwise."""
-    for at, path in list_committed(folder):
-        if at < step:
+    for saved_step, path in list_committed(folder):
+        if saved_step < step:
             break
         try:
             read_manifest(path)

@@ -60,64 +60,66 @@ def write_flushed_part(folder: Path, memory_files: Mapping[int, str]) -> Path:
     Raises:
         WanmaError: a memory file is damaged, or no fallback folder has room.
     """
-    found = {rank: open_verified_memory_file(path, rank) for rank, path in memory_files.items()}
-    first = min(found)
-    head = found[first].header
+    readers = {rank: open_verified_memory_file(path, rank) for rank, path in memory_files.items()}
+    first = min(readers)
+    head = readers[first].header
     name = f"part-{step_folder_name(head.step)}-{head.generation}-{first:05d}"
-    refused = []
-    for place in fallback_folders(folder):
-        writing = place / f"{name}.writing"
+    failures = []
+    for fallback in fallback_folders(folder):
+        unfinished = fallback / f"{name}.writing"
         try:
-            create_fallback_folder(place)
-            shutil.rmtree(writing, ignore_errors=True)
-            writing.mkdir()
-            for rank, image in found.items():
-                page = image.header.pack().ljust(HEADER_BYTES, b"\0")
-                write_file(writing / f"image-{rank:05d}", memoryview(page), image.body)
-            sync_folder(writing)
-            final = place / name
+            create_fallback_folder(fallback)
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+            for rank, reader in readers.items():
+                header_page = reader.header.pack().ljust(HEADER_BYTES, b"\0")
+                write_file(unfinished / f"image-{rank:05d}", memoryview(header_page), reader.body)
+            sync_folder(unfinished)
+            final = fallback / name
             shutil.rmtree(final, ignore_errors=True)
-            writing.rename(final)
-            sync_folder(place)
+            unfinished.rename(final)
+            sync_folder(fallback)
             return final
         except OSError as error:
-            shutil.rmtree(writing, ignore_errors=True)
-            refused.append(f"{place}: {error.strerror or errno.errorcode.get(error.errno or 0, str(error))}")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            failures.append(
+                f"{fallback}: {error.strerror or errno.errorcode.get(error.errno or 0, str(error))}"
+            )
     raise WanmaError(
-        f"the in-memory checkpoints of step {head.step}, {ranks_text(sorted(found))}, cannot be written to "
-        f"any folder: {'; '.join(refused)}",
+        f"the in-memory checkpoints of step {head.step}, {ranks_text(sorted(readers))}, cannot be written to "
+        f"any folder: {'; '.join(failures)}",
         f"free space on {folder}",
     )
 
 
 def list_flushed_parts(folder: Path) -> list[FlushedPart]:
     """List the complete parts in the fallback folders of `folder` on this node."""
-    found = []
-    for place in fallback_folders(folder):
-        for path in sorted(place.iterdir()) if is_own_folder(place) else []:
+    parts = []
+    for fallback in fallback_folders(folder):
+        for path in sorted(fallback.iterdir()) if is_own_folder(fallback) else []:
             match = _NAME.fullmatch(path.name)
             if match and match[1] is None and (part := _read_part(path)) is not None:
-                found.append(part)
-    return found
+                parts.append(part)
+    return parts
 
 
 def remove_flushed_parts(folder: Path, last_step: int) -> None:
     """Remove the parts of steps up to `last_step`, and unfinished ones."""
-    for place in fallback_folders(folder):
-        if not is_own_folder(place):
+    for fallback in fallback_folders(folder):
+        if not is_own_folder(fallback):
             continue
-        for path in list(place.iterdir()):
+        for path in list(fallback.iterdir()):
             match = _NAME.fullmatch(path.name)
             if match and (match[1] is not None or int(path.name.split("-")[2]) <= last_step):
                 shutil.rmtree(path, ignore_errors=True)
         with contextlib.suppress(OSError):  # the folder is not empty
-            place.rmdir()
+            fallback.rmdir()
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """Format ranks in words, e.g. 'rank 3', 'ranks 0, 1'."""
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
+    numbers = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {numbers}"
 
 
 def _read_part(path: Path) -> FlushedPart | None:
@@ -126,9 +128,7 @@ def _read_part(path: Path) -> FlushedPart | None:
         with contextlib.suppress(OSError):
             if (head := read_header(str(file))) is not None and head.is_complete:
                 heads[head.rank] = head, file
-    moments = {
-        InMemoryCheckpointKey(head.step, head.generation, head.world_size) for head, _ in heads.values()
-    }
-    if len(moments) != 1:
+    keys = {InMemoryCheckpointKey(head.step, head.generation, head.world_size) for head, _ in heads.values()}
+    if len(keys) != 1:
         return None
-    return FlushedPart(path, moments.pop(), {rank: file for rank, (_, file) in heads.items()})
+    return FlushedPart(path, keys.pop(), {rank: file for rank, (_, file) in heads.items()})

@@ -134,10 +134,10 @@ class InMemoryCheckpointer:
         """
         assert self._is_copied, "wait for the copy of the previous in-memory checkpoint"
         assert not self.is_replicating(), "wait until the previous in-memory checkpoint is sent"
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         memory_file = self._memory_files[0]
         self._memory_files.reverse()
-        table: dict[str, Any] = {
+        rank_manifest: dict[str, Any] = {
             "rank": self._header.rank,
             "rank_state_json": None
             if rank_state is None
@@ -156,10 +156,10 @@ class InMemoryCheckpointer:
         devices = {local.device for _, local in targets.values() if local.is_cuda}
         events = {device: torch.cuda.current_stream(device).record_event() for device in devices}
         self._start_thread(
-            partial(self._copy_state, memory_file, step, targets, table, events),
+            partial(self._copy_state, memory_file, step, targets, rank_manifest, events),
             f"in-memory-checkpoint-{step}",
         )
-        self._start_seconds = time.perf_counter() - began
+        self._start_seconds = time.perf_counter() - start_time
 
     def skip(self) -> None:
         """Skip a step on a rank that cannot `begin`: other nodes learn that they need not wait for it."""
@@ -175,7 +175,7 @@ class InMemoryCheckpointer:
         """
         if self._is_copied:
             return None
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         self._copy_done.wait()
         self._is_copied = True
         result = self._result
@@ -184,7 +184,9 @@ class InMemoryCheckpointer:
         if isinstance(result, Exception):
             raise result
         assert result is not None
-        return replace(result, start_seconds=self._start_seconds, wait_seconds=time.perf_counter() - began)
+        return replace(
+            result, start_seconds=self._start_seconds, wait_seconds=time.perf_counter() - start_time
+        )
 
     def is_replicating(self, seconds: float = 0.0) -> bool:
         """Return True if the exchange with other nodes is still in progress after waiting up to `seconds`."""
@@ -204,10 +206,14 @@ class InMemoryCheckpointer:
     def required_bytes(self, tensors: Mapping[str, torch.Tensor]) -> int:
         """Estimate the additional bytes for in-memory checkpoints of these tensors and of backed-up ranks."""
         size = self._memory_files[0].buffer.shard_bytes(tensors)
-        own = sum(max(size - memory_file.writer.allocated_bytes, 0) for memory_file in self._memory_files)
+        own_bytes = sum(
+            max(size - memory_file.writer.allocated_bytes, 0) for memory_file in self._memory_files
+        )
         # Equal nodes receive as much as they send; on unequal ones the receiver checks its own memory.
-        guests = max(2 * size - self.replicator.allocated_bytes, 0) if self.replicator is not None else 0
-        return own + guests
+        backup_bytes = (
+            max(2 * size - self.replicator.allocated_bytes, 0) if self.replicator is not None else 0
+        )
+        return own_bytes + backup_bytes
 
     def close(self, seconds: float | None = None) -> None:
         """Close the memory files, which stay intact; a copy in progress is finished first.
@@ -256,15 +262,15 @@ class InMemoryCheckpointer:
         events: dict[torch.device, torch.cuda.Event],
     ) -> str:
         """Copy the state into the memory file; return its path."""
-        began, began_processor = time.perf_counter(), time.thread_time()
+        start_time, start_cpu_time = time.perf_counter(), time.thread_time()
         header = self._write_memory_file(memory_file, targets, rank_manifest, events)
         self._result = InMemoryCheckpointResult(
             step,
             header.content_bytes + header.rank_manifest_bytes,
             0.0,
             0.0,
-            time.perf_counter() - began,
-            time.thread_time() - began_processor,
+            time.perf_counter() - start_time,
+            time.thread_time() - start_cpu_time,
         )
         return memory_file.path
 
@@ -408,17 +414,21 @@ class LocalCheckpoint:
         """
         first = next(iter(self._memory_files.values())).header
         try:
-            tables = {rank: reader.rank_manifest() for rank, reader in sorted(self._memory_files.items())}
-            state = next(iter(tables.values()))["state"]
-            world_size = None if len(tables) == first.world_size else first.world_size
-            manifest = merge_rank_manifests(list(tables.values()), first.step, None, state, world_size)
+            rank_manifests = {
+                rank: reader.rank_manifest() for rank, reader in sorted(self._memory_files.items())
+            }
+            state = next(iter(rank_manifests.values()))["state"]
+            world_size = None if len(rank_manifests) == first.world_size else first.world_size
+            manifest = merge_rank_manifests(
+                list(rank_manifests.values()), first.step, None, state, world_size
+            )
         except (ValueError, KeyError, TypeError) as error:
             raise WanmaError(
                 f"the in-memory checkpoint of step {first.step} cannot be read: {error}"
             ) from error
-        files = {data_file_name(rank): reader for rank, reader in self._memory_files.items()}
+        readers = {data_file_name(rank): reader for rank, reader in self._memory_files.items()}
         return CheckpointSource(
-            f"the in-memory checkpoint of step {first.step}", manifest, lambda file: files[file].content
+            f"the in-memory checkpoint of step {first.step}", manifest, lambda file: readers[file].content
         )
 
 

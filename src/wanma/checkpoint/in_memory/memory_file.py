@@ -92,10 +92,10 @@ def unpack_header(packed: bytes) -> MemoryFileHeader | None:
     fields, checksum = packed[: _HEADER.size], packed[_HEADER.size :]
     if len(checksum) != _CHECKSUM.size or _CHECKSUM.unpack(checksum)[0] != xxhash.xxh3_64_intdigest(fields):
         return None
-    magic, version, complete, step, generation, rank, world_size, layout, *rest = _HEADER.unpack(fields)
+    magic, version, complete, step, generation, rank, world_size, layout, *lengths = _HEADER.unpack(fields)
     if (magic, version) != (_MAGIC, _VERSION):
         return None
-    return MemoryFileHeader(step, generation, rank, world_size, layout, bool(complete), *rest)
+    return MemoryFileHeader(step, generation, rank, world_size, layout, bool(complete), *lengths)
 
 
 class MemoryFileWriter:

@@ -69,8 +69,8 @@ class PartnerReplicator:
         self._backup_rank = backup_rank_of(rank, local_world_sizes)
         try:
             self._backed_up_files = {
-                guest: [MemoryFileWriter(path) for path in paths]
-                for guest, paths in memory_files.backup_paths.items()
+                owner: [MemoryFileWriter(path) for path in paths]
+                for owner, paths in memory_files.backup_paths.items()
             }
         except OSError as error:
             raise WanmaError(
@@ -87,14 +87,14 @@ class PartnerReplicator:
         Args:
             path: this rank's memory file; None: it has none, but receives the others'.
         """
-        began = time.thread_time()
-        talks = [send_memory_file(path, self._rank, self._backup_rank, self._group, self._chunk_bytes)]
-        talks += [
-            receive_memory_file(files[0], guest, guest, self._group)
-            for guest, files in self._backed_up_files.items()
+        start_time = time.thread_time()
+        transfers = [send_memory_file(path, self._rank, self._backup_rank, self._group, self._chunk_bytes)]
+        transfers += [
+            receive_memory_file(files[0], owner, owner, self._group)
+            for owner, files in self._backed_up_files.items()
         ]
         try:
-            problems = self._run_transfers(talks)
+            problems = self._run_transfers(transfers)
         except Exception as error:  # the thread has no caller: the waiting one reads `failure_reason`
             problems = [f"the exchange with the partner node failed: {error}"]
         if problems:
@@ -102,31 +102,31 @@ class PartnerReplicator:
         else:
             for files in self._backed_up_files.values():
                 files.reverse()
-        self.cpu_seconds = _GLOO_CPU_FACTOR * (time.thread_time() - began)
+        self.cpu_seconds = _GLOO_CPU_FACTOR * (time.thread_time() - start_time)
 
     def _run_transfers(self, transfers: Sequence[TransferSteps]) -> list[str]:
         """Run the transfers, yield the link to training, and choose the chunk size of the next exchange."""
         if self._is_busy is None:
             return run_transfers(transfers)
         rounds: list[float] = []
-        ended = time.perf_counter()
+        round_start = time.perf_counter()
 
         def let_pass() -> None:
             """Measure the round that has just ended, and wait while training communicates."""
-            nonlocal ended
+            nonlocal round_start
             now = time.perf_counter()
-            took = now - ended
-            rounds.append(took)
-            latest = now + min(took / MIN_LINK_SHARE, MAX_YIELD_SECONDS)
-            while self._is_busy is not None and self._is_busy() and time.perf_counter() < latest:
+            round_seconds = now - round_start
+            rounds.append(round_seconds)
+            deadline = now + min(round_seconds / MIN_LINK_SHARE, MAX_YIELD_SECONDS)
+            while self._is_busy is not None and self._is_busy() and time.perf_counter() < deadline:
                 time.sleep(_POLL_SECONDS)
-            ended = time.perf_counter()
+            round_start = time.perf_counter()
 
         problems = run_transfers(transfers, let_pass)
-        full = sorted(rounds[3:-1])  # without the header, the answer, and a chunk that may be short
-        if full and full[len(full) // 2] > 0:
-            wanted = self._chunk_bytes * MAX_CHUNK_SECONDS / full[len(full) // 2]
-            self._chunk_bytes = int(min(max(wanted, MIN_CHUNK_BYTES), CHUNK_BYTES))
+        full_rounds = sorted(rounds[3:-1])  # without the header, the answer, and a chunk that may be short
+        if full_rounds and full_rounds[len(full_rounds) // 2] > 0:
+            chunk_bytes = self._chunk_bytes * MAX_CHUNK_SECONDS / full_rounds[len(full_rounds) // 2]
+            self._chunk_bytes = int(min(max(chunk_bytes, MIN_CHUNK_BYTES), CHUNK_BYTES))
         return problems
 
     @property
@@ -135,6 +135,6 @@ class PartnerReplicator:
         return sum(file.allocated_bytes for files in self._backed_up_files.values() for file in files)
 
     def close(self) -> None:
-        for file in (one for files in self._backed_up_files.values() for one in files):
+        for file in (file for files in self._backed_up_files.values() for file in files):
             file.close()
         self._backed_up_files = {}

@@ -42,8 +42,8 @@ def backed_up_ranks(rank: int, local_world_sizes: Sequence[int]) -> tuple[int, .
     """Return the backed-up ranks whose memory files `rank` stores; empty on a single node."""
     if len(local_world_sizes) < 2:
         return ()
-    before = node_rank_ranges(local_world_sizes)[node_of(rank, local_world_sizes) - 1]
-    return tuple(guest for guest in before if backup_rank_of(guest, local_world_sizes) == rank)
+    previous_node = node_rank_ranges(local_world_sizes)[node_of(rank, local_world_sizes) - 1]
+    return tuple(owner for owner in previous_node if backup_rank_of(owner, local_world_sizes) == rank)
 
 
 @dataclass(frozen=True)
@@ -66,19 +66,19 @@ def plan_restore(
         local_world_sizes: number of ranks of each node.
     """
     spans = node_rank_ranges(local_world_sizes)
-    fetches, lost = [], []
+    transfers, missing = [], []
     for node, span in enumerate(spans):
         for local_rank, owner in enumerate(span):
             if owner in available_owners[node]:
                 continue
-            for other in _partner_candidates(node, len(spans)):
-                if owner in available_owners[other]:
-                    source = spans[other][local_rank % len(spans[other])]
-                    fetches.append(RestoreTransfer(owner, source))
+            for partner in _partner_candidates(node, len(spans)):
+                if owner in available_owners[partner]:
+                    source = spans[partner][local_rank % len(spans[partner])]
+                    transfers.append(RestoreTransfer(owner, source))
                     break
             else:
-                lost.append(owner)
-    return fetches, lost
+                missing.append(owner)
+    return transfers, missing
 
 
 def _partner_candidates(node: int, node_count: int) -> Iterator[int]:

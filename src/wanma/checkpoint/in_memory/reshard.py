@@ -73,19 +73,19 @@ def gather_for_reshard(
     }
     gathered = _all_gather_objects((rank_manifests, damaged), worker)
     spans = node_rank_ranges(worker.local_world_sizes)
-    held = [sorted({owner for rank in span for owner in gathered[rank][0]}) for span in spans]
-    local_files = {owner: readers[owner] for owner in held[worker.node_rank]}
-    tables = {owner: table for of_rank, _ in gathered for owner, table in of_rank.items()}
+    available_owners = [sorted({owner for rank in span for owner in gathered[rank][0]}) for span in spans]
+    local_files = {owner: readers[owner] for owner in available_owners[worker.node_rank]}
+    tables = {owner: table for manifests, _ in gathered for owner, table in manifests.items()}
     manifest, problems = _merge_rank_manifests(tables, local_files, step)
     if manifest is None:
         return None, [*(text for _, texts in gathered for text in texts), *problems], 0
 
-    needed = _all_gather_objects(_required_owners(manifest, select_tensors(manifest.tensors)), worker)
-    wanted = [{owner for rank in span for owner in needed[rank]} for span in spans]
-    transfers = plan_reshard(held, wanted, spans)
-    with _ReceiveBuffers() as received:
-        problems = _run_transfers(transfers, local_files, received, worker)
-        paths = _all_gather_objects(received.paths, worker)
+    needed_by_rank = _all_gather_objects(_required_owners(manifest, select_tensors(manifest.tensors)), worker)
+    needed_owners = [{owner for rank in span for owner in needed_by_rank[rank]} for span in spans]
+    transfers = plan_reshard(available_owners, needed_owners, spans)
+    with _ReceiveBuffers() as buffers:
+        problems = _run_transfers(transfers, local_files, buffers, worker)
+        paths = _all_gather_objects(buffers.paths, worker)
         for rank in worker.node_ranks:
             for owner, path in paths[rank].items():
                 try:
@@ -127,16 +127,16 @@ def plan_reshard(
     for node, owners in enumerate(available_owners):
         for owner in owners:
             holders.setdefault(owner, []).append(node)
-    fetches: list[ReshardTransfer] = []
+    transfers: list[ReshardTransfer] = []
     for node, owners in enumerate(needed_owners):
-        lacking = sorted(set(owners) - set(available_owners[node]))
-        for count, owner in enumerate(lacking):
-            giving = node_ranks[holders[owner][node % len(holders[owner])]]
-            taking = node_ranks[node]
-            fetches.append(
-                ReshardTransfer(owner, giving[(owner + node) % len(giving)], taking[count % len(taking)])
+        missing = sorted(set(owners) - set(available_owners[node]))
+        for count, owner in enumerate(missing):
+            sources = node_ranks[holders[owner][node % len(holders[owner])]]
+            targets = node_ranks[node]
+            transfers.append(
+                ReshardTransfer(owner, sources[(owner + node) % len(sources)], targets[count % len(targets)])
             )
-    return fetches
+    return transfers
 
 
 class _ReceiveBuffers:
@@ -168,12 +168,14 @@ def _run_transfers(
 ) -> list[str]:
     files, exchanges = [], []
     try:
-        for one in transfers:
-            if one.source == worker.rank:
-                exchanges.append(send_memory_file(local_files[one.owner].path, one.owner, one.target))
-            if one.target == worker.rank:
-                files.append(buffers.allocate(one.owner))
-                exchanges.append(receive_memory_file(files[-1], one.owner, one.source))
+        for transfer in transfers:
+            if transfer.source == worker.rank:
+                exchanges.append(
+                    send_memory_file(local_files[transfer.owner].path, transfer.owner, transfer.target)
+                )
+            if transfer.target == worker.rank:
+                files.append(buffers.allocate(transfer.owner))
+                exchanges.append(receive_memory_file(files[-1], transfer.owner, transfer.source))
         return run_transfers(exchanges)
     except (OSError, RuntimeError) as error:
         raise WanmaError(
@@ -230,16 +232,16 @@ def _merge_rank_manifests(
     if not rank_manifests:
         return None, [f"no node has a memory file of step {step}"]
     world_size = next(iter(rank_manifests.values()))["world_size"]
-    if lost := sorted(set(range(world_size)) - rank_manifests.keys()):
-        return None, [f"no node has the memory file of step {step}, rank {owner}" for owner in lost]
+    if missing := sorted(set(range(world_size)) - rank_manifests.keys()):
+        return None, [f"no node has the memory file of step {step}, rank {owner}" for owner in missing]
     order = [*sorted(local_owners), *sorted(rank_manifests.keys() - set(local_owners))]
     try:
-        merged = merge_rank_manifests(
+        manifest = merge_rank_manifests(
             [rank_manifests[owner] for owner in order], step, None, rank_manifests[0]["state"]
         )
     except (WanmaError, ValueError, KeyError, TypeError) as error:
         return None, [f"the memory files of step {step} cannot be read: {error}"]
-    return merged, []
+    return manifest, []
 
 
 def _required_owners(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> list[int]:
@@ -253,8 +255,8 @@ def _required_owners(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) ->
     return sorted(owners[file] for file in files)
 
 
-def _all_gather_objects(own: Any, worker: WorkerContext) -> list[Any]:
-    objects_by_rank = [own] * worker.world_size
+def _all_gather_objects(value: Any, worker: WorkerContext) -> list[Any]:
+    objects_by_rank = [value] * worker.world_size
     if worker.world_size > 1:
-        dist.all_gather_object(objects_by_rank, own)
+        dist.all_gather_object(objects_by_rank, value)
     return objects_by_rank

@@ -32,39 +32,44 @@ def restore_lost_files(
     Raises:
         WanmaError: another rank is gone, or this rank's file cannot be opened.
     """
-    by_node = worker.local_world_sizes
-    if len(by_node) < 2:
+    local_world_sizes = worker.local_world_sizes
+    if len(local_world_sizes) < 2:
         return memory_files, [], 0
-    here = {
+    local_paths = {
         owner: path
         for owner, paths in memory_files.restore_paths.items()
         for path in paths
         if _is_complete_file_of(path, owner, step)
     }
-    told = [(sorted(here), memory_files.own_paths[1])] * worker.world_size
-    dist.all_gather_object(told, (sorted(here), memory_files.own_paths[1]))
-    held = {node: set(told[span.start][0]) for node, span in enumerate(node_rank_ranges(by_node))}
-    fetches, lost = plan_restore(held, by_node)
-    problems = [_lost_text(owner, step, by_node) for owner in lost]
-    own = {owner: paths for owner, paths in memory_files.restore_paths.items() if owner in worker.node_ranks}
-    if not fetches or lost:
-        return replace(memory_files, restore_paths=own), problems, 0
+    owners_by_rank = [(sorted(local_paths), memory_files.own_paths[1])] * worker.world_size
+    dist.all_gather_object(owners_by_rank, (sorted(local_paths), memory_files.own_paths[1]))
+    available_owners = {
+        node: set(owners_by_rank[span.start][0])
+        for node, span in enumerate(node_rank_ranges(local_world_sizes))
+    }
+    transfers, missing = plan_restore(available_owners, local_world_sizes)
+    problems = [_lost_text(owner, step, local_world_sizes) for owner in missing]
+    own_paths = {
+        owner: paths for owner, paths in memory_files.restore_paths.items() if owner in worker.node_ranks
+    }
+    if not transfers or missing:
+        return replace(memory_files, restore_paths=own_paths), problems, 0
 
     file = None
-    talks = []
-    for one in fetches:
-        if one.source == worker.rank:
-            talks.append(send_memory_file(here[one.owner], one.owner, one.owner))
-        if one.owner == worker.rank:
+    steps = []
+    for transfer in transfers:
+        if transfer.source == worker.rank:
+            steps.append(send_memory_file(local_paths[transfer.owner], transfer.owner, transfer.owner))
+        if transfer.owner == worker.rank:
             try:
                 file = MemoryFileWriter(memory_files.own_paths[1])
             except OSError as error:
                 raise WanmaError(
                     f"rank {worker.rank} cannot open its memory file for in-memory checkpoints: {error}"
                 ) from error
-            talks.append(receive_memory_file(file, one.owner, one.source))
+            steps.append(receive_memory_file(file, transfer.owner, transfer.source))
     try:
-        problems = run_transfers(talks)
+        problems = run_transfers(steps)
     except RuntimeError as error:
         raise WanmaError(
             f"an in-memory checkpoint could not be received from another node: {error}"
@@ -73,8 +78,12 @@ def restore_lost_files(
         if file is not None:
             file.close()
     dist.barrier()  # files received by other ranks of this node are complete from here on
-    fetched = {one.owner: (told[one.owner][1],) for one in fetches if one.owner in worker.node_ranks}
-    return replace(memory_files, restore_paths={**own, **fetched}), problems, len(fetches)
+    received_paths = {
+        transfer.owner: (owners_by_rank[transfer.owner][1],)
+        for transfer in transfers
+        if transfer.owner in worker.node_ranks
+    }
+    return replace(memory_files, restore_paths={**own_paths, **received_paths}), problems, len(transfers)
 
 
 def _is_complete_file_of(path: str, owner: int, step: int) -> bool:

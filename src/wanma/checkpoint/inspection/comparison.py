@@ -75,18 +75,19 @@ def compare_checkpoints(a: Path, b: Path, block_elements: int = BLOCK_ELEMENTS) 
         WanmaError: one cannot be read.
     """
     left, right = CheckpointReader(a), CheckpointReader(b)
-    both = [name for name in left.tensors if name in right.tensors]
-    found = [_compare_tensor(name, left, right, block_elements) for name in both]
+    common_names = [name for name in left.tensors if name in right.tensors]
+    differences = [_compare_tensor(name, left, right, block_elements) for name in common_names]
     manifests = read_manifest(a), read_manifest(b)
     states = [
-        {"step": one.step, "metric": one.metric, **dict(_flatten_state(one.state))} for one in manifests
+        {"step": entry.step, "metric": entry.metric, **dict(_flatten_state(entry.state))}
+        for entry in manifests
     ]
-    ranks = [one.rank_state for one in manifests]
+    ranks = [entry.rank_state for entry in manifests]
     return CheckpointDifference(
         only_a=tuple(sorted(set(left.tensors).difference(right.tensors))),
         only_b=tuple(sorted(set(right.tensors).difference(left.tensors))),
-        tensors=tuple(one for one in found if not one.is_empty),
-        equal_tensors=sum(one.is_empty for one in found),
+        tensors=tuple(entry for entry in differences if not entry.is_empty),
+        equal_tensors=sum(entry.is_empty for entry in differences),
         state_differences=tuple(
             (key, states[0].get(key), states[1].get(key))
             for key in dict.fromkeys([*states[0], *states[1]])
@@ -106,25 +107,25 @@ def _compare_tensor(
     shapes = entries[0].shape, entries[1].shape
     if shapes[0] != shapes[1]:
         return TensorDifference(name, dtypes, shapes, relative_norm=None)
-    differing = non_finite = 0
-    largest = squares = norm = 0.0
+    unequal_count = non_finite = 0
+    max_difference = squares = norm = 0.0
     for box in iterate_blocks(shapes[0], block_elements):
         x, y = a.read(name, box).reshape(-1), b.read(name, box).reshape(-1)
-        wide = _to_fp64(x)
-        norm += float(wide[wide.isfinite()].square().sum())
+        left_values = _to_fp64(x)
+        norm += float(left_values[left_values.isfinite()].square().sum())
         if x.dtype == y.dtype and torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
             continue
-        other = _to_fp64(y)
-        unequal = _unequal_mask(x, y, wide, other)
-        finite = wide.isfinite() & other.isfinite()
-        gap = (wide - other)[unequal & finite].abs()
-        differing += int(unequal.sum())
+        right_values = _to_fp64(y)
+        unequal = _unequal_mask(x, y, left_values, right_values)
+        finite = left_values.isfinite() & right_values.isfinite()
+        gaps = (left_values - right_values)[unequal & finite].abs()
+        unequal_count += int(unequal.sum())
         non_finite += int((unequal & ~finite).sum())
-        if gap.numel():
-            largest = max(largest, float(gap.max()))
-            squares += float(gap.square().sum())
+        if gaps.numel():
+            max_difference = max(max_difference, float(gaps.max()))
+            squares += float(gaps.square().sum())
     relative = math.sqrt(squares / norm) if norm > 0 else None if squares else 0.0
-    return TensorDifference(name, dtypes, shapes, differing, non_finite, largest, relative)
+    return TensorDifference(name, dtypes, shapes, unequal_count, non_finite, max_difference, relative)
 
 
 def _to_fp64(part: Tensor) -> Tensor:
@@ -141,8 +142,8 @@ def _unequal_mask(x: Tensor, y: Tensor, x_fp64: Tensor, y_fp64: Tensor) -> Tenso
 
 
 def _flatten_state(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, one in value.items():
-        if isinstance(one, Mapping):
-            yield from _flatten_state(one, f"{prefix}{key}.")
+    for key, entry in value.items():
+        if isinstance(entry, Mapping):
+            yield from _flatten_state(entry, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", one
+            yield f"{prefix}{key}", entry

@@ -107,16 +107,16 @@ def scan_checkpoint(name: str, files: FileAccess) -> ScanResult:
             name, None, (Defect(MANIFEST_FILE, _cause_text(error).removeprefix(f"{MANIFEST_FILE} ")),)
         )
     problems = [Defect(MANIFEST_FILE, cause) for cause in _find_manifest_errors(name, manifest)]
-    held: defaultdict[str, dict[str, tuple[str, tuple[int, ...]]]] = defaultdict(dict)
+    tensors_by_file: defaultdict[str, dict[str, tuple[str, tuple[int, ...]]]] = defaultdict(dict)
     for tensor, entry in manifest.tensors.items():
         for shard in entry.shards:
-            held[shard.file][tensor] = entry.dtype, shard.box.shape
+            tensors_by_file[shard.file][tensor] = entry.dtype, shard.box.shape
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as threads:
-        found = threads.map(
-            lambda file: list(_find_file_defects(files, file, manifest.files[file], held[file])),
+        defects_by_file = threads.map(
+            lambda file: list(_find_file_defects(files, file, manifest.files[file], tensors_by_file[file])),
             sorted(manifest.files),
         )
-        problems += [problem for several in found for problem in several]
+        problems += [problem for defects in defects_by_file for problem in defects]
     return ScanResult(name, manifest, tuple(problems))
 
 
@@ -136,14 +136,14 @@ def find_coverage_error(shape: Sequence[int], boxes: Sequence[Box]) -> str | Non
     parts = [box for box in boxes if box.numel]
     # Along the dimension with the most cuts, each box has few others to compare.
     dims = range(len(shape))
-    along = max(dims, key=lambda dim: len({box.offset[dim] for box in parts}), default=None)
-    ordered = parts if along is None else sorted(parts, key=lambda box: box.offset[along])
+    cut_dim = max(dims, key=lambda dim: len({box.offset[dim] for box in parts}), default=None)
+    ordered = parts if cut_dim is None else sorted(parts, key=lambda box: box.offset[cut_dim])
     for number, box in enumerate(ordered):
-        for other in ordered[number + 1 :]:
-            if along is not None and other.offset[along] >= box.offset[along] + box.shape[along]:
+        for later_box in ordered[number + 1 :]:
+            if cut_dim is not None and later_box.offset[cut_dim] >= box.offset[cut_dim] + box.shape[cut_dim]:
                 break
-            if intersect_boxes(box, other) is not None:
-                return f"shards at {box.offset} and {other.offset} overlap"
+            if intersect_boxes(box, later_box) is not None:
+                return f"shards at {box.offset} and {later_box.offset} overlap"
     return None if elements == full else f"its shards cover {elements:,} of {full:,} elements"
 
 

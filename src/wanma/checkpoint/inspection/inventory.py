@@ -45,14 +45,14 @@ def list_in_folder(folder: Path) -> list[CheckpointEntry]:
     """
     try:
         record = read_upload_record(folder)
-        found = [
+        complete = [
             _read_entry(step, path, record.get(step_folder_name(step)))
             for step, path in list_committed(folder)
         ]
-        left = [CheckpointEntry(step, path.name, "not complete") for step, path in list_partial(folder)]
+        incomplete = [CheckpointEntry(step, path.name, "not complete") for step, path in list_partial(folder)]
     except OSError as error:
         raise WanmaError(f"cannot list the checkpoints in {folder}: {error.strerror or error}") from error
-    return _mark_best(sorted([*found, *left], key=lambda entry: -entry.step))
+    return _mark_best(sorted([*complete, *incomplete], key=lambda entry: -entry.step))
 
 
 def list_at_url(storage: RemoteStorage) -> list[CheckpointEntry]:
@@ -61,12 +61,12 @@ def list_at_url(storage: RemoteStorage) -> list[CheckpointEntry]:
     Raises:
         WanmaError: the storage fails.
     """
-    remote = RemoteCheckpoints(storage)
-    found = []
-    for step in remote.steps():
+    checkpoints = RemoteCheckpoints(storage)
+    entries = []
+    for step in checkpoints.steps():
         name = step_folder_name(step)
         try:
-            manifest = remote.manifest(step)
+            manifest = checkpoints.manifest(step)
             problem = (
                 "not complete"
                 if manifest is None
@@ -74,8 +74,8 @@ def list_at_url(storage: RemoteStorage) -> list[CheckpointEntry]:
             )
         except WanmaError as error:
             manifest, problem = None, error.message
-        found.append(CheckpointEntry(step, name, problem, None, manifest))
-    return _mark_best(found)
+        entries.append(CheckpointEntry(step, name, problem, None, manifest))
+    return _mark_best(entries)
 
 
 def _read_entry(step: int, path: Path, record: dict[str, object] | None) -> CheckpointEntry:
@@ -86,8 +86,10 @@ def _read_entry(step: int, path: Path, record: dict[str, object] | None) -> Chec
             return CheckpointEntry(step, path.name, f"{MANIFEST_FILE} is missing")
         manifest = parse_manifest(content)
         time = (path / MANIFEST_FILE).stat().st_mtime
-        same = record is not None and record.get("manifest_sha256") == hashlib.sha256(content).hexdigest()
-        url = str(record["url"]) if record is not None and same else None
+        is_uploaded = (
+            record is not None and record.get("manifest_sha256") == hashlib.sha256(content).hexdigest()
+        )
+        url = str(record["url"]) if record is not None and is_uploaded else None
         return CheckpointEntry(
             step, path.name, find_size_mismatch(files.size, manifest), time, manifest, upload_url=url
         )
@@ -98,8 +100,8 @@ def _read_entry(step: int, path: Path, record: dict[str, object] | None) -> Chec
 
 
 def _mark_best(entries: list[CheckpointEntry]) -> list[CheckpointEntry]:
-    whole = {entry.step: entry.manifest for entry in entries if entry.manifest and entry.defect is None}
-    rule = best_metric_of(whole[max(whole)]) if whole else BestMetric()
-    scored = {step: rule.score_of(manifest) for step, manifest in whole.items()}
-    best = step_with_best_score(scored)
-    return [replace(entry, is_best=entry.step == best and entry.step in scored) for entry in entries]
+    complete = {entry.step: entry.manifest for entry in entries if entry.manifest and entry.defect is None}
+    rule = best_metric_of(complete[max(complete)]) if complete else BestMetric()
+    scores = {step: rule.score_of(manifest) for step, manifest in complete.items()}
+    best = step_with_best_score(scores)
+    return [replace(entry, is_best=entry.step == best and entry.step in scores) for entry in entries]

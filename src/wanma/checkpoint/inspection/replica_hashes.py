@@ -53,9 +53,13 @@ class ReplicaMismatch:
     @property
     def outlier_ranks(self) -> tuple[int, ...]:
         """Ranks outvoted by more than half of all; empty without a majority."""
-        first, *others = self.ranks_by_content
-        outvoted = sum(map(len, others))
-        return tuple(sorted(rank for ranks in others for rank in ranks)) if len(first) > outvoted else ()
+        majority, *minorities = self.ranks_by_content
+        minority_size = sum(map(len, minorities))
+        return (
+            tuple(sorted(rank for ranks in minorities for rank in ranks))
+            if len(majority) > minority_size
+            else ()
+        )
 
 
 class ReplicaHasher:
@@ -76,12 +80,12 @@ class ReplicaHasher:
         Args:
             tensors: full name -> tensor or DTensor.
         """
-        if (now := shard_layout_key(tensors)) != self._layout_key:
+        if (layout_key := shard_layout_key(tensors)) != self._layout_key:
             names: defaultdict[tuple[int, ...], list[str]] = defaultdict(list)
             for piece in local_shards(tensors, self._replicas):
                 if len(piece.replicas) > 1:
                     names[piece.replicas].append(piece.name)
-            self._names, self._layout_key = dict(sorted(names.items())), now
+            self._names, self._layout_key = dict(sorted(names.items())), layout_key
         return [
             ReplicaHashes(
                 ranks,
@@ -97,8 +101,8 @@ def hash_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
     On a GPU it is computed there: the sum of its words, each multiplied by an odd number of its position,
     modulo 2^64. So every change of one word changes it, and so do two words that change places.
     """
-    on_device = [_hash_device_tensor(tensor) for tensor in tensors if tensor.is_cuda]
-    sums = iter(torch.stack(on_device).tolist() if on_device else [])
+    device_hashes = [_hash_device_tensor(tensor) for tensor in tensors if tensor.is_cuda]
+    sums = iter(torch.stack(device_hashes).tolist() if device_hashes else [])
     return [next(sums) if tensor.is_cuda else _hash_host_tensor(tensor) for tensor in tensors]
 
 
@@ -109,15 +113,15 @@ def find_mismatches(hashes_by_rank: Iterable[tuple[int, Mapping[str, int]]]) -> 
         hashes_by_rank: (rank, hash by tensor) of each rank.
     """
     holders: defaultdict[str, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, of_tensors in hashes_by_rank:
-        for name, value in of_tensors.items():
+    for rank, tensor_hashes in hashes_by_rank:
+        for name, value in tensor_hashes.items():
             holders[name][value].append(rank)
     return [
         ReplicaMismatch(
-            name, tuple(sorted(map(tuple, alike.values()), key=lambda ranks: (-len(ranks), ranks)))
+            name, tuple(sorted(map(tuple, ranks_by_hash.values()), key=lambda ranks: (-len(ranks), ranks)))
         )
-        for name, alike in sorted(holders.items())
-        if len(alike) > 1
+        for name, ranks_by_hash in sorted(holders.items())
+        if len(ranks_by_hash) > 1
     ]
 
 
@@ -132,7 +136,7 @@ def find_mismatched_groups(group_hashes_by_rank: Collection[Sequence[int]]) -> s
     for row in group_hashes_by_rank:
         for number, digest in zip(row[::2], row[1::2], strict=True):
             digests[number].add(digest)
-    return {number for number, given in digests.items() if len(given) > 1}
+    return {number for number, group_digests in digests.items() if len(group_digests) > 1}
 
 
 def _hash_host_tensor(tensor: torch.Tensor) -> int:
@@ -143,11 +147,13 @@ def _hash_host_tensor(tensor: torch.Tensor) -> int:
 def _hash_device_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the hash of a tensor on its GPU, () int64."""
     words = tensor.contiguous().reshape(-1).view(_WORDS[tensor.element_size()])
-    places = 2 * torch.arange(min(words.numel(), CHUNK_ELEMENTS), dtype=torch.int64, device=tensor.device) + 1
+    multipliers = (
+        2 * torch.arange(min(words.numel(), CHUNK_ELEMENTS), dtype=torch.int64, device=tensor.device) + 1
+    )
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for first in range(0, words.numel(), CHUNK_ELEMENTS):
         chunk = words[first : first + CHUNK_ELEMENTS].long()
-        total += (chunk * (places[: chunk.numel()] + 2 * first)).sum()
+        total += (chunk * (multipliers[: chunk.numel()] + 2 * first)).sum()
     return total
 
 

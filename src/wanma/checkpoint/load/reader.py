@@ -113,8 +113,8 @@ def load_tensors(
         box = local_box(name, tensor)
         if box is not None:
             _fill(local_tensor(tensor), box, name, manifest.tensors[name], files)
-    same_world = world_size == manifest.world_size
-    return manifest.state, manifest.rank_state.get(rank) if same_world else None
+    has_same_world_size = world_size == manifest.world_size
+    return manifest.state, manifest.rank_state.get(rank) if has_same_world_size else None
 
 
 def load_full_tensors(path: Path, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
@@ -123,8 +123,8 @@ def load_full_tensors(path: Path, names: Iterable[str] | None = None) -> dict[st
     Raises:
         WanmaError: the checkpoint lacks a name, or is damaged.
     """
-    saved = CheckpointReader(path)
-    return {name: saved.read(name) for name in (saved.tensors if names is None else names)}
+    reader = CheckpointReader(path)
+    return {name: reader.read(name) for name in (reader.tensors if names is None else names)}
 
 
 class CheckpointReader:
@@ -163,17 +163,18 @@ class CheckpointReader:
 
 def _fill(local: torch.Tensor, box: Box, name: str, entry: TensorEntry, files: _MappedFiles) -> None:
     """Copy into `local`, which holds `box` of the tensor, from every saved box that intersects it."""
-    copied = 0
+    copied_elements = 0
     with torch.no_grad():
         for shard in entry.shards:
-            if (common := intersect_boxes(box, shard.box)) is not None:
-                into, out_of = common
-                part = local[into]
-                part.copy_(files.shard(shard.file, name, entry.dtype, shard.box.shape)[out_of])
-                copied += part.numel()
-    if copied != box.numel:
+            if (intersection := intersect_boxes(box, shard.box)) is not None:
+                target_slices, source_slices = intersection
+                part = local[target_slices]
+                part.copy_(files.shard(shard.file, name, entry.dtype, shard.box.shape)[source_slices])
+                copied_elements += part.numel()
+    if copied_elements != box.numel:
         raise WanmaError(
-            f"{files.source.name}: tensor {name}: its shards cover {copied:,} of the {box.numel:,} elements "
+            f"{files.source.name}: tensor {name}: its shards cover {copied_elements:,} of the {box.numel:,} "
+            "elements "
             "needed",
             "load an older checkpoint: this one is damaged",
         )
@@ -215,8 +216,8 @@ class _MappedFiles:
 
 
 def _map_file(path: Path) -> memoryview:
-    with path.open("rb") as opened:
-        return map_private(opened.fileno())
+    with path.open("rb") as file:
+        return map_private(file.fileno())
 
 
 def _require_same_model(
@@ -232,38 +233,38 @@ def _require_same_model(
     differences: list[str] = []
     for name, tensor in tensors.items():
         entry = manifest.tensors.get(name)
-        here = (dtype_name(name, tensor), tuple(tensor.shape))
+        own_type = (dtype_name(name, tensor), tuple(tensor.shape))
         if entry is None:
             close = did_you_mean(name, manifest.tensors) if len(differences) < _MAX_SHOWN else ""
             differences.append(f"{name}: not in the checkpoint.{close}")
-        elif entry.shape != here[1]:
-            differences.append(f"{name}: shape {here[1]} here, {entry.shape} in the checkpoint")
+        elif entry.shape != own_type[1]:
+            differences.append(f"{name}: shape {own_type[1]} here, {entry.shape} in the checkpoint")
         elif (
-            entry.dtype != here[0]
+            entry.dtype != own_type[0]
             and not (name in rounded_names and entry.dtype == "F32")
             and not (allow_cast and tensor.is_floating_point() and _is_floating(entry))
         ):
-            differences.append(f"{name}: dtype {here[0]} here, {entry.dtype} in the checkpoint")
+            differences.append(f"{name}: dtype {own_type[0]} here, {entry.dtype} in the checkpoint")
     if strict:
         extra = set(manifest.tensors).difference(tensors, names_on_other_ranks)
         differences += [f"{name}: only in the checkpoint" for name in sorted(extra)]
     if differences:
-        more = [f"and {len(differences) - _MAX_SHOWN} more"] if len(differences) > _MAX_SHOWN else []
-        what, way_out = _classify_differences(differences)
+        rest_text = [f"and {len(differences) - _MAX_SHOWN} more"] if len(differences) > _MAX_SHOWN else []
+        problem, hint = _classify_differences(differences)
         raise WanmaError(
-            f"{source.name} {what}; first differences:\n    "
-            + "\n    ".join(differences[:_MAX_SHOWN] + more),
-            way_out,
+            f"{source.name} {problem}; first differences:\n    "
+            + "\n    ".join(differences[:_MAX_SHOWN] + rest_text),
+            hint,
         )
 
 
 def _classify_differences(differences: list[str]) -> tuple[str, str]:
     """Classify the differences: return what the checkpoint is, and the way out."""
-    afresh = "or start a new run from its weights (checkpoint.start_from, --run-dir DIR)"
+    new_run_hint = "or start a new run from its weights (checkpoint.start_from, --run-dir DIR)"
     if all(text.startswith("optimizer.") for text in differences):
-        return "has the state of another optimizer", f"use the optimizer that was saved, {afresh}"
+        return "has the state of another optimizer", f"use the optimizer that was saved, {new_run_hint}"
     if all(": dtype " in text for text in differences):
-        return "has other dtypes", f"use the precision that was saved, {afresh}"
+        return "has other dtypes", f"use the precision that was saved, {new_run_hint}"
     return (
         "is from another model",
         "use the model that was saved, or start a new run in another run directory (--run-dir DIR)",

@@ -27,32 +27,32 @@ def find_valid(folder: Path, step: int | None, on_message: Callable[[str], None]
         WanmaError: there is none, or that of `step` is damaged.
     """
     if step is None:
-        told: list[str] = []
-        path = find_newest_valid(folder, told.append)
+        messages: list[str] = []
+        path = find_newest_valid(folder, messages.append)
         if path is not None:
-            if told:
-                on_message("\n  ".join([*told, "give a step to load its checkpoint and no other"]))
+            if messages:
+                on_message("\n  ".join([*messages, "give a step to load its checkpoint and no other"]))
             return path
-        if told:
-            raise WanmaError("\n  ".join(told), f"start a new run: no checkpoint in {folder} is valid")
+        if messages:
+            raise WanmaError("\n  ".join(messages), f"start a new run: no checkpoint in {folder} is valid")
         raise WanmaError(
             f"{folder} has no complete checkpoint yet", "wait for the first checkpoint of the run"
         )
-    found = dict(_candidates(folder))
-    if step not in found:
-        steps = ", ".join(f"{one:,}" for one in found)
+    checkpoints = dict(_candidates(folder))
+    if step not in checkpoints:
+        steps = ", ".join(f"{known_step:,}" for known_step in checkpoints)
         raise WanmaError(
             f"{folder} has no checkpoint of step {step:,}",
-            f"choose one of the steps {steps}" if found else "wait for the first checkpoint of the run",
+            f"choose one of the steps {steps}" if checkpoints else "wait for the first checkpoint of the run",
             EXIT_USAGE,
         )
-    if problems := find_defects(found[step]):
-        others = ", ".join(f"{one:,}" for one in found if one != step)
+    if problems := find_defects(checkpoints[step]):
+        other_steps = ", ".join(f"{known_step:,}" for known_step in checkpoints if known_step != step)
         raise WanmaError(
-            f"checkpoint {found[step].name} is damaged: {'; '.join(problems)}",
-            f"choose another step: {others}" if others else "there is no other checkpoint",
+            f"checkpoint {checkpoints[step].name} is damaged: {'; '.join(problems)}",
+            f"choose another step: {other_steps}" if other_steps else "there is no other checkpoint",
         )
-    return found[step]
+    return checkpoints[step]
 
 
 def find_newest_valid(folder: Path, on_message: Callable[[str], None] = lambda _: None) -> Path | None:
@@ -65,14 +65,14 @@ def find_newest_valid(folder: Path, on_message: Callable[[str], None] = lambda _
     Raises:
         WanmaError: the folder itself cannot be read.
     """
-    skipped = False
+    has_skipped = False
     for _, path in _candidates(folder):
         problems = find_defects(path)
         if not problems:
-            if skipped:
+            if has_skipped:
                 on_message(f"falling back to checkpoint {path.name}")
             return path
-        skipped = True
+        has_skipped = True
         on_message(f"checkpoint {path.name} is skipped: {'; '.join(problems)}")
     return None
 
@@ -103,10 +103,10 @@ def find_defects(path: Path, share_index: int = 0, share_count: int = 1) -> list
             problems.append(f"{name} has {size:,} bytes instead of {entry.bytes:,}")
     if problems:
         return problems
-    mine = sorted(manifest.files.items())[share_index::share_count]
+    share = sorted(manifest.files.items())[share_index::share_count]
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as threads:
-        found = threads.map(lambda item: _find_hash_mismatch(path / item[0], item[1]), mine)
-        return [problem for problem in found if problem]
+        mismatches = threads.map(lambda item: _find_hash_mismatch(path / item[0], item[1]), share)
+        return [problem for problem in mismatches if problem]
 
 
 def read_training_state(path: Path) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def _candidates(folder: Path) -> list[tuple[int, Path]]:
 def _find_hash_mismatch(path: Path, entry: FileEntry) -> str:
     try:
         with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         return f"{path.name} cannot be read: {error.strerror or error}"
-    return "" if found == entry.sha256 else f"{path.name} is damaged: its content differs from its SHA-256"
+    return "" if digest == entry.sha256 else f"{path.name} is damaged: its content differs from its SHA-256"

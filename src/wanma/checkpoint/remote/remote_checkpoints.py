@@ -57,8 +57,8 @@ class RemoteCheckpoints:
         Raises:
             WanmaError: the storage fails, as in all that follows.
         """
-        found = (_STEP.fullmatch(name) for name in self.storage.list_folders())
-        return sorted((int(match[1]) for match in found if match), reverse=True)
+        matches = (_STEP.fullmatch(name) for name in self.storage.list_folders())
+        return sorted((int(match[1]) for match in matches if match), reverse=True)
 
     def manifest(self, step: int) -> Manifest | None:
         """Return the manifest of a remote checkpoint; None for an incomplete upload.
@@ -77,18 +77,20 @@ class RemoteCheckpoints:
         """
         content = (path / MANIFEST_FILE).read_bytes()
         manifest = parse_manifest(content)
-        there = f"{step_folder_name(step)}/{MANIFEST_FILE}"
-        if (known := self.storage.read(there)) is not None and known != content:
+        manifest_path = f"{step_folder_name(step)}/{MANIFEST_FILE}"
+        if (uploaded := self.storage.read(manifest_path)) is not None and uploaded != content:
             self._metrics.pop(step, None)
-            self.storage.remove(there)  # this step has no checkpoint there until the new one is complete
-        if known != content:
+            self.storage.remove(
+                manifest_path
+            )  # this step has no checkpoint there until the new one is complete
+        if uploaded != content:
             _run_in_threads(
                 lambda name: self.storage.upload_file(path / name, f"{step_folder_name(step)}/{name}"),
                 manifest.files,
             )
-            self.storage.write(there, content)
+            self.storage.write(manifest_path, content)
         self._metrics[step] = (best_metric_of(manifest), manifest.metric)
-        return 0 if known == content else manifest.bytes + len(content)
+        return 0 if uploaded == content else manifest.bytes + len(content)
 
     def download(self, step: int, folder: Path) -> Path:
         """Download a checkpoint into `folder`, where it appears once every hash has been verified.
@@ -157,24 +159,24 @@ class RemoteCheckpoints:
         Returns:
             The removed steps.
         """
-        whole: dict[int, float | None] = {}
-        half = []
+        complete: dict[int, float | None] = {}
+        incomplete = []
         for step in self.steps():
             if step > last_step:
                 continue
             if step in self._metrics or self._is_complete(step):
                 rule, metric = self._metrics[step]
-                whole[step] = rule.score(metric) if rule == policy.best_by else None
+                complete[step] = rule.score(metric) if rule == policy.best_by else None
             else:
-                half.append(step)
-        stay = policy.select_steps(whole)
-        gone = [step for step in whole if step not in stay]
-        gone += [step for step in half if step not in set(local_steps)]
-        for step in gone:
+                incomplete.append(step)
+        retained = policy.select_steps(complete)
+        removed = [step for step in complete if step not in retained]
+        removed += [step for step in incomplete if step not in set(local_steps)]
+        for step in removed:
             self._metrics.pop(step, None)
             self.storage.remove(f"{step_folder_name(step)}/{MANIFEST_FILE}")
             self.storage.remove_folder(step_folder_name(step))
-        return gone
+        return removed
 
     def _is_complete(self, step: int) -> bool:
         """Return True if the remote manifest exists and is valid; note its metric."""
@@ -187,25 +189,25 @@ class RemoteCheckpoints:
         return manifest is not None
 
     def _download_file(self, step: int, name: str, entry: FileEntry, partial: Path) -> None:
-        there = f"{step_folder_name(step)}/{name}"
-        size = self.storage.size(there)
+        remote_path = f"{step_folder_name(step)}/{name}"
+        size = self.storage.size(remote_path)
         if size != entry.bytes:
-            found = "is missing" if size is None else f"has {size:,} bytes instead of {entry.bytes:,}"
-            raise RemoteCheckpointDamagedError(f"{self.url}/{there} {found}")
-        self.storage.download_file(there, partial / name, entry.bytes)
+            problem = "is missing" if size is None else f"has {size:,} bytes instead of {entry.bytes:,}"
+            raise RemoteCheckpointDamagedError(f"{self.url}/{remote_path} {problem}")
+        self.storage.download_file(remote_path, partial / name, entry.bytes)
         with (partial / name).open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
                 raise RemoteCheckpointDamagedError(
-                    f"{self.url}/{there} is damaged: its content differs from its SHA-256"
+                    f"{self.url}/{remote_path} is damaged: its content differs from its SHA-256"
                 )
 
 
-def _parse_remote_manifest(remote: RemoteCheckpoints, step: int, content: bytes) -> Manifest:
+def _parse_remote_manifest(checkpoints: RemoteCheckpoints, step: int, content: bytes) -> Manifest:
     try:
         return parse_manifest(content)
     except WanmaError as error:
         raise RemoteCheckpointDamagedError(
-            f"{remote.url}/{step_folder_name(step)}: {error.message}", error.hint
+            f"{checkpoints.url}/{step_folder_name(step)}: {error.message}", error.hint
         ) from error
 
 

@@ -59,10 +59,10 @@ def check_url(url: str, key: str) -> None:
             raise missing_extra_error(*_EXTRAS[protocol], f"{key} = '{url}'") from error
         raise WanmaError(f"{key} = '{url}': {error}", "install the missing package", EXIT_USAGE) from error
     except ValueError as error:
-        known = ", ".join(name for name in ("s3", "gs", "abfs", "sftp") if name in available_protocols())
+        supported = ", ".join(name for name in ("s3", "gs", "abfs", "sftp") if name in available_protocols())
         raise WanmaError(
             f"{key} = '{url}': the storage protocol '{protocol}' is not supported",
-            f"use a protocol of fsspec: {known}, a local folder, ...",
+            f"use a protocol of fsspec: {supported}, a local folder, ...",
             EXIT_USAGE,
         ) from error
 
@@ -109,8 +109,8 @@ class RemoteStorage:
 
     def list_files(self, path: str) -> dict[str, int]:
         """Return name and bytes of the files in one of its folders; empty if that does not exist."""
-        found = self._list(path)
-        return {name: int(entry["size"]) for name, entry in found.items() if entry["type"] == "file"}
+        entries = self._list(path)
+        return {name: int(entry["size"]) for name, entry in entries.items() if entry["type"] == "file"}
 
     def size(self, path: str) -> int | None:
         """Return the bytes of a file; None: no such file."""
@@ -118,10 +118,10 @@ class RemoteStorage:
         def look() -> int | None:
             self._filesystem.invalidate_cache(self._absolute_path(path).rpartition("/")[0])
             try:
-                found = self._filesystem.info(self._absolute_path(path))
+                info = self._filesystem.info(self._absolute_path(path))
             except FileNotFoundError:
                 return None
-            return int(found["size"]) if found.get("type", "file") == "file" else None
+            return int(info["size"]) if info.get("type", "file") == "file" else None
 
         return self._retry("cannot read the size of", path, look)
 
@@ -143,24 +143,24 @@ class RemoteStorage:
             self._with_parent_folder(
                 path, lambda: self._filesystem.pipe_file(self._absolute_path(path), content)
             )
-            found = self._filesystem.cat_file(self._absolute_path(path))
-            if found != content:
-                raise OSError(f"{len(content):,} bytes were written, {len(found):,} others read back")
+            stored = self._filesystem.cat_file(self._absolute_path(path))
+            if stored != content:
+                raise OSError(f"{len(content):,} bytes were written, {len(stored):,} others read back")
 
         self._retry("cannot write", path, send)
 
     def upload_file(self, local: Path, path: str) -> None:
         """Upload a file and verify its size."""
-        wanted = local.stat().st_size  # raises FileNotFoundError itself: not a failure of the storage
+        local_bytes = local.stat().st_size  # raises FileNotFoundError itself: not a failure of the storage
 
         def send() -> None:
             self._with_parent_folder(
                 path, lambda: self._filesystem.put_file(str(local), self._absolute_path(path))
             )
             self._filesystem.invalidate_cache(self._absolute_path(path).rpartition("/")[0])
-            found = self._filesystem.info(self._absolute_path(path))["size"]
-            if found != wanted:
-                raise OSError(f"{found:,} of {wanted:,} bytes arrived")
+            uploaded_bytes = self._filesystem.info(self._absolute_path(path))["size"]
+            if uploaded_bytes != local_bytes:
+                raise OSError(f"{uploaded_bytes:,} of {local_bytes:,} bytes arrived")
 
         self._retry("cannot write", path, send)
 
@@ -171,9 +171,9 @@ class RemoteStorage:
             self._filesystem.get_file(self._absolute_path(path), str(local))
             with local.open("rb+") as file:
                 os.fsync(file.fileno())
-                found = file.seek(0, os.SEEK_END)
-            if found != size:
-                raise OSError(f"{found:,} of {size:,} bytes arrived")
+                received_bytes = file.seek(0, os.SEEK_END)
+            if received_bytes != size:
+                raise OSError(f"{received_bytes:,} of {size:,} bytes arrived")
 
         self._retry("cannot download", path, fetch)
 
@@ -214,10 +214,10 @@ class RemoteStorage:
         def look() -> dict[str, dict[str, Any]]:
             self._filesystem.invalidate_cache()
             try:
-                found = self._filesystem.ls(self._absolute_path(path), detail=True)
+                entries = self._filesystem.ls(self._absolute_path(path), detail=True)
             except FileNotFoundError:
                 return {}
-            return {str(entry["name"]).rstrip("/").rpartition("/")[2]: entry for entry in found}
+            return {str(entry["name"]).rstrip("/").rpartition("/")[2]: entry for entry in entries}
 
         return self._retry("cannot list", path, look)
 
@@ -232,22 +232,24 @@ class RemoteStorage:
             self._filesystem.makedirs(self._absolute_path(path).rpartition("/")[0], exist_ok=True)
             send()
 
-    def _retry(self, what: str, path: str, operation: Callable[[], Result]) -> Result:
-        return self._run_unless_stopped(what, path, lambda: retry(operation, self._policy, stop=self._stop))
+    def _retry(self, failure: str, path: str, operation: Callable[[], Result]) -> Result:
+        return self._run_unless_stopped(
+            failure, path, lambda: retry(operation, self._policy, stop=self._stop)
+        )
 
-    def _run_unless_stopped(self, what: str, path: str, operation: Callable[[], Result]) -> Result:
+    def _run_unless_stopped(self, failure: str, path: str, operation: Callable[[], Result]) -> Result:
         if self._stop is not None and self._stop.is_set():
-            raise WanmaError(f"{what} {self.url}/{path}: the run is stopping")
+            raise WanmaError(f"{failure} {self.url}/{path}: the run is stopping")
         try:
             return operation()
         except Exception as error:  # a storage library may raise anything
-            raise _failure(what, f"{self.url}/{path}".rstrip("/"), error) from error
+            raise _failure(failure, f"{self.url}/{path}".rstrip("/"), error) from error
 
 
-def _failure(what: str, place: str, error: Exception) -> WanmaError:
+def _failure(problem: str, location: str, error: Exception) -> WanmaError:
     """Build one message, without credentials that a library may have put into its own."""
-    told = getattr(error, "strerror", None) or str(error)
-    cause = f"{type(error).__name__}: {told}" if told else type(error).__name__
+    error_text = getattr(error, "strerror", None) or str(error)
+    cause = f"{type(error).__name__}: {error_text}" if error_text else type(error).__name__
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
     hint = "check the network, the credentials and the free space of the storage"
-    return WanmaError(redact_credentials(f"{what} {place}: {cause}{notes}"), hint)
+    return WanmaError(redact_credentials(f"{problem} {location}: {cause}{notes}"), hint)

@@ -95,8 +95,8 @@ class Uploader:
 
     def locked_paths(self) -> list[Path]:
         """Return the checkpoint that is being read, which must not be removed meanwhile."""
-        held = self._locked_path
-        return [] if held is None else [held]
+        path = self._locked_path
+        return [] if path is None else [path]
 
     def wait(self, seconds: float) -> bool:
         """Wait until no upload is in progress, for up to `seconds`; return True if none is."""
@@ -108,16 +108,16 @@ class Uploader:
 
         A transfer still in progress ends with the process; its partial upload does not count.
         """
-        done = self.wait(seconds)
+        is_complete = self.wait(seconds)
         self._stop.set()
         with self._changed:
             self._changed.notify_all()
-        return done
+        return is_complete
 
     # ---------------------------------------------------------------- in the background
 
     def _run(self) -> None:
-        remote: RemoteCheckpoints | None = None
+        checkpoints: RemoteCheckpoints | None = None
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_requested or self._stop.is_set())
@@ -125,8 +125,10 @@ class Uploader:
                     return
                 self._is_requested, self._is_working = False, True
             try:
-                remote = remote or RemoteCheckpoints(RemoteStorage(self._url, self._retry_policy, self._stop))
-                self._upload_all(remote)
+                checkpoints = checkpoints or RemoteCheckpoints(
+                    RemoteStorage(self._url, self._retry_policy, self._stop)
+                )
+                self._upload_all(checkpoints)
             except Exception as error:  # the thread has no caller
                 self._report(
                     UploadResult(self._last_step, self._url, 0, 0.0, _failure("checkpoints were", error))
@@ -136,38 +138,38 @@ class Uploader:
                     self._is_working = False
                     self._changed.notify_all()
 
-    def _upload_all(self, remote: RemoteCheckpoints) -> None:
+    def _upload_all(self, checkpoints: RemoteCheckpoints) -> None:
         while not self._stop.is_set() and (waiting := self._next()) is not None:
             step, path, identity = waiting
-            began = time.monotonic()
+            start = time.monotonic()
             self._locked_path = path
             try:
                 digest = hashlib.sha256((path / MANIFEST_FILE).read_bytes()).hexdigest()
-                sent = remote.upload(path, step)
+                uploaded_bytes = checkpoints.upload(path, step)
             except Exception as error:
                 if not path.exists():  # removed before it was held: there is a newer one
                     continue
                 failure = _failure(f"the checkpoint of step {step} was", error)
-                self._report(UploadResult(step, remote.url, 0, time.monotonic() - began, failure))
+                self._report(UploadResult(step, checkpoints.url, 0, time.monotonic() - start, failure))
                 return
             finally:
                 self._locked_path = None
             self._uploaded.add(identity)
-            self._report(UploadResult(step, remote.url, sent, time.monotonic() - began))
-            entry = {"url": remote.url, "time": time.time(), "manifest_sha256": digest}
+            self._report(UploadResult(step, checkpoints.url, uploaded_bytes, time.monotonic() - start))
+            entry = {"url": checkpoints.url, "time": time.time(), "manifest_sha256": digest}
             self._write_record({step_folder_name(step): entry}, step)
             if self._policy is not None:
-                self._prune(remote, step)
+                self._prune(checkpoints, step)
 
     def _next(self) -> tuple[int, Path, _CheckpointIdentity] | None:
         # Later ones remain from before the run went back, and may be damaged.
-        here = {step: path for step, path in list_committed(self._folder) if step <= self._last_step}
+        local = {step: path for step, path in list_committed(self._folder) if step <= self._last_step}
         if self._policy is not None:  # those that the policy would remove there need no upload
-            stay = self._policy.select_steps(
-                {step: read_score(path, self._policy.best_by) for step, path in here.items()}
+            retained = self._policy.select_steps(
+                {step: read_score(path, self._policy.best_by) for step, path in local.items()}
             )
-            here = {step: path for step, path in here.items() if step in stay}
-        for step, path in here.items():
+            local = {step: path for step, path in local.items() if step in retained}
+        for step, path in local.items():
             try:
                 status = (path / MANIFEST_FILE).stat()
             except FileNotFoundError:
@@ -177,15 +179,19 @@ class Uploader:
                 return step, path, identity
         return None
 
-    def _prune(self, remote: RemoteCheckpoints, step: int) -> None:
+    def _prune(self, checkpoints: RemoteCheckpoints, step: int) -> None:
         assert self._policy is not None
         try:
-            gone = remote.prune(self._policy, self._last_step, [at for at, _ in list_committed(self._folder)])
+            removed = checkpoints.prune(
+                self._policy, self._last_step, [saved_step for saved_step, _ in list_committed(self._folder)]
+            )
         except WanmaError as error:
-            told = WanmaError(f"older uploaded checkpoints could not be removed: {error.message}", error.hint)
-            self._report(UploadResult(step, remote.url, 0, 0.0, told))
+            failure = WanmaError(
+                f"older uploaded checkpoints could not be removed: {error.message}", error.hint
+            )
+            self._report(UploadResult(step, checkpoints.url, 0, 0.0, failure))
             return
-        self._write_record({step_folder_name(at): None for at in gone}, step)
+        self._write_record({step_folder_name(saved_step): None for saved_step in removed}, step)
 
     def _write_record(self, changes: dict[str, dict[str, Any] | None], step: int) -> None:
         entries = {**read_upload_record(self._folder), **changes}

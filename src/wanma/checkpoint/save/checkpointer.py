@@ -183,16 +183,16 @@ class Checkpointer:
             WanmaError: this state cannot be saved, or an earlier save failed and its result has not been
                 taken from `poll` or `wait`. The save is then not started, on any rank.
         """
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         self._save_number += 1  # before anything can fail: the ranks tell their saves apart by it
         partial = self._folder / f"{step_folder_name(step)}.partial-{self._generation}-{self._save_number}"
-        meeting = CommitSession(partial, self._rank, self._world_size, self._deadline_seconds)
+        session = CommitSession(partial, self._rank, self._world_size, self._deadline_seconds)
         try:
-            forgotten = self._take_failures()  # without the save in progress: that is for the next `poll`
+            unreported = self._take_failures()  # without the save in progress: that is for the next `poll`
             self._join_thread()
-            if forgotten:
-                raise forgotten[0]
-            job = _SaveRequest(
+            if unreported:
+                raise unreported[0]
+            request = _SaveRequest(
                 step=step,
                 state_json=dump_json({**state, **self._best_by.to_state()}, "the training state"),
                 rank_state_json=None
@@ -200,23 +200,23 @@ class Checkpointer:
                 else dump_json(dict(rank_state), "the rank's state"),
                 metric=metric if metric is not None and math.isfinite(metric) else None,
                 partial=partial,
-                session=meeting,
+                session=session,
             )
             self._buffer.copy(tensors)
         except WanmaError as error:
             with contextlib.suppress(OSError):  # the error itself is raised; others have their deadline
-                self._abort_save(partial, meeting, f"rank {self._rank}: {error.message}")
+                self._abort_save(partial, session, f"rank {self._rank}: {error.message}")
             raise
         # Now, not in the background: once the folder of a failed save is gone, a late rank must not
         # make it anew and wait there for the others.
         with contextlib.suppress(OSError):  # the background meets the same error, and reports it
-            meeting.create_folder()
-        ticket = PendingSave(step, len(self._buffer.content), time.perf_counter() - began)
+            session.create_folder()
+        pending = PendingSave(step, len(self._buffer.content), time.perf_counter() - start_time)
         self._thread = threading.Thread(
-            target=self._run_save, args=(job, ticket), name=f"checkpoint-{step}", daemon=True
+            target=self._run_save, args=(request, pending), name=f"checkpoint-{step}", daemon=True
         )
         self._thread.start()
-        return ticket
+        return pending
 
     def poll(self) -> list[SaveResult]:
         """Return the results of the saves that have ended since the last call; never blocks."""
@@ -250,8 +250,8 @@ class Checkpointer:
             raise WanmaError(
                 f"cannot remove the files of a failed save from {self._folder}: {error}"
             ) from error
-        if forgotten := self._take_failures():
-            raise forgotten[0]
+        if unreported := self._take_failures():
+            raise unreported[0]
 
     def remove_failed_saves(self) -> None:
         """Remove the remains of failed saves, as far as possible (rank 0)."""
@@ -283,17 +283,17 @@ class Checkpointer:
 
     def _run_save(self, request: _SaveRequest, pending: PendingSave) -> None:
         """Write, commit, and append a result in any case."""
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         result = SaveResult(request.step, None, pending.bytes, pending.stall_seconds, 0.0, 0.0)
         final = self._folder / step_folder_name(request.step)
         try:
             self._remove_failed_saves()
             request.session.create_folder()
-            table = self._write(request)
-            result = replace(result, write_seconds=time.perf_counter() - began)
-            request.session.publish(table)
+            rank_manifest = self._write(request)
+            result = replace(result, write_seconds=time.perf_counter() - start_time)
+            request.session.publish(rank_manifest)
             if self._rank == 0:
-                _, whole = commit_checkpoint(
+                _, manifest = commit_checkpoint(
                     request.partial,
                     request.session,
                     request.step,
@@ -301,11 +301,11 @@ class Checkpointer:
                     request.state_json,
                     self._check_fence,
                 )
-                result = replace(result, total_bytes=whole.bytes)
+                result = replace(result, total_bytes=manifest.bytes)
             else:
                 request.session.wait_for_commit(final)
             result = replace(
-                result, path=final, commit_seconds=time.perf_counter() - began - result.write_seconds
+                result, path=final, commit_seconds=time.perf_counter() - start_time - result.write_seconds
             )
             if self._rank == 0:
                 self._pruner.prune(self._folder, request.step, request.metric, self._locked_paths())
@@ -329,7 +329,7 @@ class Checkpointer:
             },
         }
 
-    def _handle_failure(self, request: _SaveRequest, error: Exception, saved: Path | None) -> WanmaError:
+    def _handle_failure(self, request: _SaveRequest, error: Exception, committed: Path | None) -> WanmaError:
         """Free the space of a failed save, notify the other ranks, and return one error."""
         if isinstance(error, WanmaError):
             cause, hint = error.message, error.hint
@@ -337,25 +337,26 @@ class Checkpointer:
             cause = "rank 0 aborted the save and removed its folder"
             hint = "see the log of rank 0 for the cause"
         elif isinstance(error, OSError):
-            place = f" ({error.filename})" if error.filename else ""
-            cause = f"rank {self._rank}: {error.strerror or error}{place}"
+            file_text = f" ({error.filename})" if error.filename else ""
+            cause = f"rank {self._rank}: {error.strerror or error}{file_text}"
             hint = (
                 f"free space on {self._folder}, check its permissions, or keep fewer checkpoints "
                 "(checkpoint.keep)"
             )
         else:
             cause, hint = f"rank {self._rank}: {type(error).__name__}: {error}", ""
-        if saved is not None:
+        if committed is not None:
             failure = WanmaError(
-                f"checkpoint {saved.name} is committed, but the removal of older or temporary files failed: "
+                f"checkpoint {committed.name} is committed, but the removal of older or temporary files "
+                "failed: "
                 f"{cause}",
                 hint,
             )
         else:
             try:
                 self._abort_save(request.partial, request.session, cause)
-            except OSError as second:
-                cause += f" (and the removal of its files failed: {second})"
+            except OSError as cleanup_error:
+                cause += f" (and the removal of its files failed: {cleanup_error})"
             failure = WanmaError(
                 f"the checkpoint of step {request.step} {NOT_SAVED}: {cause}; earlier checkpoints are "
                 "unchanged",

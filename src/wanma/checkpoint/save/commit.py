@@ -104,10 +104,11 @@ def merge_rank_manifests(
             boxes.setdefault(name, {}).setdefault(Box(tuple(offset), tuple(part)), file["name"])
     tensors = {}
     for name, (dtype, shape) in sorted(kinds.items()):
-        saved, full = sum(box.numel for box in boxes[name]), math.prod(shape)
-        if saved != full and world_size is None:
+        saved_elements, total_elements = sum(box.numel for box in boxes[name]), math.prod(shape)
+        if saved_elements != total_elements and world_size is None:
             raise WanmaError(
-                f"tensor {name}: the shards of all ranks cover {saved:,} of {full:,} elements",
+                f"tensor {name}: the shards of all ranks cover {saved_elements:,} of {total_elements:,} "
+                "elements",
                 "call save on every rank of the run, with all tensors that the rank holds",
             )
         tensors[name] = TensorEntry(

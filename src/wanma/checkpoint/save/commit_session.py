@@ -75,10 +75,10 @@ class CommitSession:
         Raises:
             WanmaError: a rank failed, or some did not finish by the deadline.
         """
-        wanted = {self._path("table", rank).name for rank in range(self._world_size)}
+        expected_names = {self._path("table", rank).name for rank in range(self._world_size)}
         names: set[str] = set()
         for names in self._poll_folder(self._deadline_seconds):
-            if wanted <= names:
+            if expected_names <= names:
                 tables = (self._path("table", rank) for rank in range(self._world_size))
                 return [json.loads(table.read_text("utf-8")) for table in tables]
         if not self._partial.exists():
@@ -147,6 +147,6 @@ def _disk_full_message(file_name: str) -> str:
 
 
 def _ranks_text(ranks: list[int]) -> str:
-    shown = ", ".join(str(rank) for rank in ranks[:8])
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
+    numbers = ", ".join(str(rank) for rank in ranks[:8])
+    rest_text = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {numbers}{rest_text}"

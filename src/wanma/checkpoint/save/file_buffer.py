@@ -73,15 +73,15 @@ class FileBuffer:
             WanmaError: a tensor cannot be saved, or there is no memory for the copy.
         """
         devices = set()
-        touched = 0
+        copied_bytes = 0
         with torch.no_grad():
             for view, local in self.copy_targets(tensors).values():
                 view.copy_(local, non_blocking=True)
                 devices.add(local.device)
-                touched += view.numel() * view.element_size()
-                if self._allocator is not None and touched >= _RELEASE_INTERVAL_BYTES:
+                copied_bytes += view.numel() * view.element_size()
+                if self._allocator is not None and copied_bytes >= _RELEASE_INTERVAL_BYTES:
                     self._allocator.release_pages()
-                    touched = 0
+                    copied_bytes = 0
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()

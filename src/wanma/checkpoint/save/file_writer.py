@@ -23,8 +23,8 @@ def write_file(path: Path, *parts: memoryview) -> str:
     Raises:
         OSError: names the file.
     """
-    with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-hash") as beside:
-        digest = beside.submit(_sha256, parts)
+    with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-hash") as executor:
+        digest = executor.submit(_sha256, parts)
         retry(lambda: _write(path, parts), _RETRY_POLICY)
         return digest.result()
 

@@ -38,11 +38,13 @@ class BestMetric:
 
 def best_metric_of(manifest: Manifest) -> BestMetric:
     """Return the rule under which a checkpoint was saved."""
-    found = manifest.state.get(BEST_BY_STATE_KEY)
-    return BestMetric() if found is None else BestMetric(*found)
+    arguments = manifest.state.get(BEST_BY_STATE_KEY)
+    return BestMetric() if arguments is None else BestMetric(*arguments)
 
 
 def step_with_best_score(scores: Mapping[int, float | None]) -> int | None:
     """Return the step with the lowest score, the newest of equals; None if none has one."""
-    scored = [(value, -step) for step, value in scores.items() if value is not None and math.isfinite(value)]
-    return -min(scored)[1] if scored else None
+    candidates = [
+        (value, -step) for step, value in scores.items() if value is not None and math.isfinite(value)
+    ]
+    return -min(candidates)[1] if candidates else None

@@ -29,12 +29,12 @@ _NAME = re.compile(r"step-(\d{8,})(?:\.(partial|replaced|removed)-.+)?")
 
 def list_committed(folder: Path) -> list[tuple[int, Path]]:
     """List step and path of every committed checkpoint, newest first; their content is not verified."""
-    found: dict[int, Path] = {}
+    paths: dict[int, Path] = {}
     for step, kind, path in _list_entries(folder):
         # A kill between the two renames of a replacement leaves the older one valid.
-        if kind is None or (kind == "replaced" and step not in found):
-            found[step] = path
-    return sorted(found.items(), reverse=True)
+        if kind is None or (kind == "replaced" and step not in paths):
+            paths[step] = path
+    return sorted(paths.items(), reverse=True)
 
 
 def list_partial(folder: Path) -> list[tuple[int, Path]]:
@@ -71,12 +71,12 @@ def archive_run_checkpoints(folder: Path) -> Path | None:
     if not list_committed(folder):
         return None
     number = 1
-    while (aside := folder.with_name(f"{folder.name}-before-{number}")).exists():
+    while (archive := folder.with_name(f"{folder.name}-before-{number}")).exists():
         number += 1
-    folder.rename(aside)
+    folder.rename(archive)
     folder.mkdir()
     sync_folder(folder.parent)
-    return aside
+    return archive
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -96,14 +96,14 @@ def finalize_folder(partial: Path, step: int) -> Path:
     """Give a finished folder its final name, durably; an older checkpoint of that step is replaced."""
     folder = partial.parent
     final = folder / step_folder_name(step)
-    older = folder / partial.name.replace(".partial-", ".replaced-")
+    replaced = folder / partial.name.replace(".partial-", ".replaced-")
     replaces = final.exists()
     if replaces:
-        final.rename(older)
+        final.rename(replaced)
     partial.rename(final)
     sync_folder(folder)
     if replaces:
-        shutil.rmtree(older)
+        shutil.rmtree(replaced)
     return final
 
 
@@ -158,12 +158,12 @@ class RetentionPolicy:
     def select_steps(self, scores: Mapping[int, float | None]) -> set[int]:
         """Return the steps that stay, of those given with their score by `best_by`."""
         newest_first = sorted(scores, reverse=True)
-        stay = set(newest_first[: self.keep_newest])
+        retained = set(newest_first[: self.keep_newest])
         if self.keep_every_steps:
-            stay.update(step for step in newest_first if step % self.keep_every_steps == 0)
-        if self.keep_best and (lowest := step_with_best_score(scores)) is not None:
-            stay.add(lowest)
-        return stay
+            retained.update(step for step in newest_first if step % self.keep_every_steps == 0)
+        if self.keep_best and (best_step := step_with_best_score(scores)) is not None:
+            retained.add(best_step)
+        return retained
 
 
 class CheckpointPruner:
@@ -188,18 +188,26 @@ class CheckpointPruner:
             metric: its value for the choice of the best; None: none.
             locked_paths: checkpoints that are being read; they wait for the next call.
         """
-        past = {at: path for at, path in list_committed(folder) if at <= step}
+        checkpoints = {saved_step: path for saved_step, path in list_committed(folder) if saved_step <= step}
         self._scores[folder / step_folder_name(step)] = self._policy.best_by.score(metric)
-        for path in past.values():
+        for path in checkpoints.values():
             if path not in self._scores:
                 self._scores[path] = read_score(path, self._policy.best_by)
-        stay = self._policy.select_steps({at: self._scores[path] for at, path in past.items()})
-        gone = {at: path for at, path in past.items() if at not in stay and path not in locked_paths}
-        for at, path in gone.items():
-            removed = folder / f"{step_folder_name(at)}.removed-{step}"
-            path.rename(removed)  # so that a kill while deleting leaves no half checkpoint
-            shutil.rmtree(removed)
-        self._scores = {path: self._scores[path] for at, path in past.items() if at not in gone}
+        retained = self._policy.select_steps(
+            {saved_step: self._scores[path] for saved_step, path in checkpoints.items()}
+        )
+        dropped = {
+            saved_step: path
+            for saved_step, path in checkpoints.items()
+            if saved_step not in retained and path not in locked_paths
+        }
+        for saved_step, path in dropped.items():
+            trash = folder / f"{step_folder_name(saved_step)}.removed-{step}"
+            path.rename(trash)  # so that a kill while deleting leaves no half checkpoint
+            shutil.rmtree(trash)
+        self._scores = {
+            path: self._scores[path] for saved_step, path in checkpoints.items() if saved_step not in dropped
+        }
 
 
 def find_best(folder: Path) -> Path | None:
@@ -207,14 +215,14 @@ def find_best(folder: Path) -> Path | None:
 
     The newest of equals; None if none has one.
     """
-    found = dict(list_committed(folder))
-    rules = [rule for path in found.values() if (rule := _best_rule_of(path)) is not None]
-    lowest = (
-        step_with_best_score({step: read_score(path, rules[0]) for step, path in found.items()})
+    checkpoints = dict(list_committed(folder))
+    rules = [rule for path in checkpoints.values() if (rule := _best_rule_of(path)) is not None]
+    best_step = (
+        step_with_best_score({step: read_score(path, rules[0]) for step, path in checkpoints.items()})
         if rules
         else None
     )
-    return None if lowest is None else found[lowest]
+    return None if best_step is None else checkpoints[best_step]
 
 
 def read_score(path: Path, rule: BestMetric) -> float | None:

@@ -21,12 +21,16 @@ _KEY_DIGITS = 12
 
 def fallback_folders(folder: Path, environment: Mapping[str, str] = os.environ) -> list[Path]:
     """List the fallback folders of `folder`, the more permanent ones first; they need not exist."""
-    whole = folder.absolute().resolve()
-    key = f"{whole.parent.name}-{hashlib.sha256(str(whole).encode()).hexdigest()[:_KEY_DIGITS]}"
+    full_path = folder.absolute().resolve()
+    key = f"{full_path.parent.name}-{hashlib.sha256(str(full_path).encode()).hexdigest()[:_KEY_DIGITS]}"
     state = Path(environment.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
-    others = f"wanma-rescued-{os.getuid()}"
+    user_folder = f"wanma-rescued-{os.getuid()}"
     temporary = Path(environment.get("TMPDIR") or tempfile.gettempdir())
-    return [state / "wanma" / "rescued" / key, temporary / others / key, Path("/dev/shm") / others / key]
+    return [
+        state / "wanma" / "rescued" / key,
+        temporary / user_folder / key,
+        Path("/dev/shm") / user_folder / key,
+    ]
 
 
 def create_fallback_folder(path: Path) -> None:
@@ -43,10 +47,13 @@ def create_fallback_folder(path: Path) -> None:
 
 def list_flushed(folder: Path) -> list[tuple[int, Path]]:
     """List step and path of the checkpoints in the fallback folders of `folder`, newest first."""
-    found = [
-        one for place in fallback_folders(folder) if is_own_folder(place) for one in list_committed(place)
+    checkpoints = [
+        checkpoint
+        for fallback in fallback_folders(folder)
+        if is_own_folder(fallback)
+        for checkpoint in list_committed(fallback)
     ]
-    return sorted(found, reverse=True)
+    return sorted(checkpoints, reverse=True)
 
 
 def move_back_flushed(folder: Path) -> list[str]:
@@ -55,40 +62,40 @@ def move_back_flushed(folder: Path) -> list[str]:
     Returns:
         Messages for the user.
     """
-    told = []
+    messages = []
     for step, path in list_flushed(folder):
-        newest = max((at for at, _ in list_committed(folder)), default=-1)
+        newest = max((saved_step for saved_step, _ in list_committed(folder)), default=-1)
         try:
             if step > newest:
                 partial = folder / f"{path.name}.partial-rescued"
-                told.append(_move(path, partial, step))
+                messages.append(_move(path, partial, step))
             shutil.rmtree(path)
             path.parent.rmdir()
         except OSError:
             continue  # it is loaded from where it is
-    return told
+    return messages
 
 
 def archive_flushed(folder: Path) -> None:
     """Move flushed checkpoints of an earlier run aside, so that a run that starts anew does not load them."""
-    for place in fallback_folders(folder):
-        if is_own_folder(place):
+    for fallback in fallback_folders(folder):
+        if is_own_folder(fallback):
             number = 1
-            while (aside := place.with_name(f"{place.name}-before-{number}")).exists():
+            while (archive := fallback.with_name(f"{fallback.name}-before-{number}")).exists():
                 number += 1
             with contextlib.suppress(FileNotFoundError):  # nodes may share the place
-                place.rename(aside)
+                fallback.rename(archive)
 
 
 def _move(path: Path, partial: Path, step: int) -> str:
     try:
         shutil.copytree(path, partial)
         for file in partial.iterdir():
-            with file.open("rb") as opened:
-                os.fsync(opened.fileno())
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
         sync_folder(partial)
-        moved = finalize_folder(partial, step)
-        return f"checkpoint {path.name}, flushed to the fallback folder {path.parent}, was moved to {moved}"
+        final = finalize_folder(partial, step)
+        return f"checkpoint {path.name}, flushed to the fallback folder {path.parent}, was moved to {final}"
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -97,7 +104,7 @@ def _move(path: Path, partial: Path, step: int) -> str:
 def is_own_folder(path: Path) -> bool:
     """Return True if `path` is a folder of this user: one that another user may have made is not trusted."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError:
         return False
-    return path.is_dir() and not path.is_symlink() and found.st_uid == os.getuid()
+    return path.is_dir() and not path.is_symlink() and status.st_uid == os.getuid()

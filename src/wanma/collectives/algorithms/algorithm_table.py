@@ -63,22 +63,22 @@ def run_schedule(
     """
     if buffer.ndim != 1 or not buffer.is_contiguous():
         raise ValueError(f"a buffer of one dim, contiguous, is exchanged in place (given: {buffer.shape})")
-    landing: Tensor | None = None
+    scratch: Tensor | None = None
     with torch.no_grad():
         for exchange in schedule(group.rank(), group.size(), buffer.numel()):
-            received = exchange.receive
-            if received is None:
+            receive_slice = exchange.receive
+            if receive_slice is None:
                 _send_and_receive(exchange, buffer, None, group, timeout)
                 continue
-            place = buffer[received.start : received.stop]
+            target = buffer[receive_slice.start : receive_slice.stop]
             if not exchange.reduces:
-                _send_and_receive(exchange, buffer, place, group, timeout)
+                _send_and_receive(exchange, buffer, target, group, timeout)
                 continue
-            if landing is None or landing.numel() < len(received):
-                landing = torch.empty_like(place)
-            arrived = landing[: len(received)]
-            _send_and_receive(exchange, buffer, arrived, group, timeout)
-            place.add_(arrived)
+            if scratch is None or scratch.numel() < len(receive_slice):
+                scratch = torch.empty_like(target)
+            incoming = scratch[: len(receive_slice)]
+            _send_and_receive(exchange, buffer, incoming, group, timeout)
+            target.add_(incoming)
 
 
 def _send_and_receive(
@@ -103,14 +103,14 @@ def _send_and_receive(
         for work in dist.batch_isend_irecv(operations):
             work.wait()
         return
-    under_way = []
+    in_flight = []
     for part, is_sent, tensor in messages:
         try:
             begin = group.send if is_sent else group.recv
-            under_way.append((part, is_sent, begin([tensor], part.peer, 0)))
+            in_flight.append((part, is_sent, begin([tensor], part.peer, 0)))
         except RuntimeError as error:
             raise _peer_error(part.peer, is_sent, group, error) from error
-    for part, is_sent, work in under_way:
+    for part, is_sent, work in in_flight:
         try:
             if timeout is None:
                 work.wait()
@@ -121,11 +121,11 @@ def _send_and_receive(
 
 
 def _peer_error(peer: int, is_sent: bool, group: dist.ProcessGroup, error: RuntimeError) -> WanmaError:
-    other, me = (dist.get_global_rank(group, rank) for rank in (peer, group.rank()))
-    what = "receives nothing from" if is_sent else "sends nothing to"
+    peer_rank, own_rank = (dist.get_global_rank(group, rank) for rank in (peer, group.rank()))
+    failure = "receives nothing from" if is_sent else "sends nothing to"
     return WanmaError(
-        f"rank {other} {what} rank {me}: {error}",
-        f"read the end of rank {other}'s log, and check the network between the two nodes",
+        f"rank {peer_rank} {failure} rank {own_rank}: {error}",
+        f"read the end of rank {peer_rank}'s log, and check the network between the two nodes",
     )
 
 

@@ -50,20 +50,22 @@ def ring_reduce_scatter(rank: int, group_size: int, elements: int) -> Iterator[S
 
     Each chunk goes around the ring once, and every rank adds its own to it.
     """
-    after, before = (rank + 1) % group_size, (rank - 1) % group_size
+    next_rank, previous_rank = (rank + 1) % group_size, (rank - 1) % group_size
     for step in range(group_size - 1):
-        sent = _chunk_slice(after, rank - step - 1, group_size, elements)
+        send_slice = _chunk_slice(next_rank, rank - step - 1, group_size, elements)
         yield from _send_receive(
-            sent, _chunk_slice(before, rank - step - 2, group_size, elements), reduces=True
+            send_slice, _chunk_slice(previous_rank, rank - step - 2, group_size, elements), reduces=True
         )
 
 
 def ring_all_gather(rank: int, group_size: int, elements: int) -> Iterator[SendReceive]:
     """Yield a ring all-gather: rank r has chunk r, and all ranks end with all chunks."""
-    after, before = (rank + 1) % group_size, (rank - 1) % group_size
+    next_rank, previous_rank = (rank + 1) % group_size, (rank - 1) % group_size
     for step in range(group_size - 1):
-        sent = _chunk_slice(after, rank - step, group_size, elements)
-        yield from _send_receive(sent, _chunk_slice(before, rank - step - 1, group_size, elements))
+        send_slice = _chunk_slice(next_rank, rank - step, group_size, elements)
+        yield from _send_receive(
+            send_slice, _chunk_slice(previous_rank, rank - step - 1, group_size, elements)
+        )
 
 
 def ring_all_reduce(rank: int, group_size: int, elements: int) -> Iterator[SendReceive]:
@@ -124,22 +126,22 @@ def halving_doubling_all_reduce(rank: int, group_size: int, elements: int) -> It
         yield from _send_receive(None, _buffer_slice(rank - 1, elements), reduces=True)
     number = rank // 2 if rank < 2 * pairs else rank - pairs
 
-    def rank_of(other: int) -> int:
-        return 2 * other + 1 if other < pairs else other + pairs
+    def rank_of(index: int) -> int:
+        return 2 * index + 1 if index < pairs else index + pairs
 
     start, stop, bit = 0, elements, 1
     windows: list[tuple[int, int, int, int, int]] = []
     while bit < power:
         middle = (start + stop) // 2
         low, high = (start, middle), (middle, stop)
-        kept, given = (high, low) if number & bit else (low, high)
+        kept_range, sent_range = (high, low) if number & bit else (low, high)
         peer = rank_of(number ^ bit)
-        yield from _send_receive(PeerSlice(peer, *given), PeerSlice(peer, *kept), reduces=True)
-        windows.append((peer, *kept, *given))
-        (start, stop), bit = kept, 2 * bit
-    for peer, kept_start, kept_stop, given_start, given_stop in reversed(windows):
+        yield from _send_receive(PeerSlice(peer, *sent_range), PeerSlice(peer, *kept_range), reduces=True)
+        windows.append((peer, *kept_range, *sent_range))
+        (start, stop), bit = kept_range, 2 * bit
+    for peer, kept_start, kept_stop, sent_start, sent_stop in reversed(windows):
         yield from _send_receive(
-            PeerSlice(peer, kept_start, kept_stop), PeerSlice(peer, given_start, given_stop)
+            PeerSlice(peer, kept_start, kept_stop), PeerSlice(peer, sent_start, sent_stop)
         )
     if rank < 2 * pairs:
         yield from _send_receive(_buffer_slice(rank - 1, elements), None)

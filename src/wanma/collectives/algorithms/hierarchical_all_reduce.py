@@ -50,29 +50,31 @@ def hierarchical_all_reduce(bucket: Tensor, group: dist.ProcessGroup, ranks_by_n
         raise ValueError(
             f"nodes {ranks_by_node} do not hold the {group.size()} ranks of the group, each once"
         )
-    me = group.rank()
-    here = next(number for number, node in enumerate(ranks_by_node) if me in node)
-    peers, elements = ranks_by_node[here], bucket.numel()
-    mail = _PointToPointBatch(group)
+    rank = group.rank()
+    own_node = next(number for number, node in enumerate(ranks_by_node) if rank in node)
+    peers, elements = ranks_by_node[own_node], bucket.numel()
+    messages = _PointToPointBatch(group)
     parts = dict(zip(peers, _split_evenly(0, elements, len(peers)), strict=True))
-    own = parts[me]
+    own_part = parts[rank]
 
     # Within the node, nearest first, so that no rank is the first target of all.
-    others = _peers_from_next(peers, me)
-    received = {peer: mail.receive(torch.empty_like(bucket[own]), peer, _SCATTER) for peer in others}
-    for peer in others:
-        mail.send(bucket[parts[peer]], peer, _SCATTER)
-    mail.wait()
-    _add_up(bucket[own], [received.get(peer, bucket[own]) for peer in peers])
+    other_peers = _peers_from_next(peers, rank)
+    received_parts = {
+        peer: messages.receive(torch.empty_like(bucket[own_part]), peer, _SCATTER) for peer in other_peers
+    }
+    for peer in other_peers:
+        messages.send(bucket[parts[peer]], peer, _SCATTER)
+    messages.wait()
+    _add_up(bucket[own_part], [received_parts.get(peer, bucket[own_part]) for peer in peers])
 
     for shared in list_bucket_segments(elements, ranks_by_node):
-        if shared.owners[here] == me:
-            _all_reduce_between_nodes(bucket, shared, here, mail)
+        if shared.owners[own_node] == rank:
+            _all_reduce_between_nodes(bucket, shared, own_node, messages)
 
-    for peer in others:
-        mail.receive(bucket[parts[peer]], peer, _GATHER)
-        mail.send(bucket[own], peer, _GATHER)
-    mail.wait()
+    for peer in other_peers:
+        messages.receive(bucket[parts[peer]], peer, _GATHER)
+        messages.send(bucket[own_part], peer, _GATHER)
+    messages.wait()
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class BucketSegment:
 def list_bucket_segments(elements: int, ranks_by_node: RanksByNode) -> list[BucketSegment]:
     """Return the segments of a bucket of `elements`, in order; each element is in exactly one."""
     starts = [[elements * part // len(node) for part in range(len(node))] for node in ranks_by_node]
-    cuts = sorted({elements, *(start for of_node in starts for start in of_node)})
+    cuts = sorted({elements, *(start for node_starts in starts for start in node_starts)})
     return [
         BucketSegment(
             start,
@@ -106,11 +108,11 @@ def group_ranks_by_node(ranks: Sequence[int], local_world_sizes: Sequence[int]) 
         ranks: global ranks, in the order of the group.
         local_world_sizes: number of ranks on each node of the run; empty: all are on one node.
     """
-    firsts = [sum(local_world_sizes[:node]) for node in range(len(local_world_sizes))] or [0]
-    found: dict[int, list[int]] = {}
+    first_ranks = [sum(local_world_sizes[:node]) for node in range(len(local_world_sizes))] or [0]
+    indices_by_node: dict[int, list[int]] = {}
     for index, rank in enumerate(ranks):
-        found.setdefault(bisect_right(firsts, rank), []).append(index)
-    return [found[node] for node in sorted(found)]
+        indices_by_node.setdefault(bisect_right(first_ranks, rank), []).append(index)
+    return [indices_by_node[node] for node in sorted(indices_by_node)]
 
 
 def _all_reduce_between_nodes(
@@ -121,24 +123,24 @@ def _all_reduce_between_nodes(
     if count == 1:
         return
     # Two owners exchange the whole segment: as many bytes as by halves, in one step rather than two.
-    by_halves = count > 2
+    is_split = count > 2
     cuts = _split_evenly(segment.start, segment.stop, count)
-    whole = slice(segment.start, segment.stop)
-    mine = cuts[own_node] if by_halves else whole
-    away = [node for node in range(count) if node != own_node]
-    away = away[own_node:] + away[:own_node]
-    received = {
-        node: messages.receive(torch.empty_like(bucket[mine]), segment.owners[node], _INTER_NODE)
-        for node in away
+    segment_range = slice(segment.start, segment.stop)
+    own_range = cuts[own_node] if is_split else segment_range
+    other_nodes = [node for node in range(count) if node != own_node]
+    other_nodes = other_nodes[own_node:] + other_nodes[:own_node]
+    received_parts = {
+        node: messages.receive(torch.empty_like(bucket[own_range]), segment.owners[node], _INTER_NODE)
+        for node in other_nodes
     }
-    for node in away:
-        messages.send(bucket[cuts[node] if by_halves else whole], segment.owners[node], _INTER_NODE)
+    for node in other_nodes:
+        messages.send(bucket[cuts[node] if is_split else segment_range], segment.owners[node], _INTER_NODE)
     messages.wait()
-    _add_up(bucket[mine], [received.get(node, bucket[mine]) for node in range(count)])
-    if by_halves:
-        for node in away:
+    _add_up(bucket[own_range], [received_parts.get(node, bucket[own_range]) for node in range(count)])
+    if is_split:
+        for node in other_nodes:
             messages.receive(bucket[cuts[node]], segment.owners[node], _INTER_NODE_GATHER)
-            messages.send(bucket[mine], segment.owners[node], _INTER_NODE_GATHER)
+            messages.send(bucket[own_range], segment.owners[node], _INTER_NODE_GATHER)
         messages.wait()
 
 
@@ -150,8 +152,8 @@ def _split_evenly(start: int, stop: int, parts: int) -> list[slice]:
 
 def _peers_from_next(ranks: Sequence[int], rank: int) -> list[int]:
     """Return the other ranks in cyclic order, starting after this one."""
-    at = list(ranks).index(rank)
-    return [*ranks[at + 1 :], *ranks[:at]]
+    position = list(ranks).index(rank)
+    return [*ranks[position + 1 :], *ranks[:position]]
 
 
 def _add_up(target: Tensor, parts: Sequence[Tensor]) -> None:
@@ -185,8 +187,8 @@ class _PointToPointBatch:
         return tensor
 
     def wait(self) -> None:
-        under_way, self._in_flight = self._in_flight, []
-        for rank, _, work in under_way:
+        in_flight, self._in_flight = self._in_flight, []
+        for rank, _, work in in_flight:
             with self._name_peer_in_errors(rank):
                 work.wait()
 
@@ -195,8 +197,8 @@ class _PointToPointBatch:
         try:
             yield
         except RuntimeError as error:
-            silent, mine = self._ranks[rank], self._ranks[self._group.rank()]
+            peer_rank, own_rank = self._ranks[rank], self._ranks[self._group.rank()]
             raise WanmaError(
-                f"hierarchical all-reduce: rank {mine} received no reply from rank {silent}: {error}",
-                f"read logs/rank-{silent}.log of the run directory",
+                f"hierarchical all-reduce: rank {own_rank} received no reply from rank {peer_rank}: {error}",
+                f"read logs/rank-{peer_rank}.log of the run directory",
             ) from error

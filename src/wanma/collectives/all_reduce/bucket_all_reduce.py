@@ -96,24 +96,24 @@ class ThreadedAllReduce:
         self._thread: threading.Thread | None = None
 
     def __call__(self, bucket: Tensor) -> PendingAllReduce:
-        turn = _QueuedAllReduce(bucket)
-        self._queue.put(turn)
+        pending = _QueuedAllReduce(bucket)
+        self._queue.put(pending)
         if self._thread is None:
             # A daemon thread: a rank whose peers are gone does not wait for them before it exits.
             self._thread = threading.Thread(target=self._run, daemon=True, name="wanma-sums")
             self._thread.start()
-        return turn
+        return pending
 
     def _run(self) -> None:
         with torch.no_grad():
             while True:
-                turn = self._queue.get()
+                pending = self._queue.get()
                 try:
-                    self._function(turn.bucket)
+                    self._function(pending.bucket)
                 except BaseException as error:
-                    turn.error = error
-                turn.done.set()
-                del turn  # frees the bucket
+                    pending.error = error
+                pending.done.set()
+                del pending  # frees the bucket
 
 
 class _QueuedAllReduce:

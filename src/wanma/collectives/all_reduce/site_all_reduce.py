@@ -39,18 +39,18 @@ class SiteAllReduce:
     ) -> None:
         self._flat = flat
         self._work: dist.Work | None = None
-        self._received: list[Tensor] = []
+        self._gathered: list[Tensor] = []
         self._codec = CODECS.get(compression)
         if not flat.numel():
             return
         if self._codec is not None:
             whole_blocks = torch.nn.functional.pad(flat.float(), (0, align_up(len(flat)) - len(flat)))
             encoded = self._codec.encode(whole_blocks[None])
-            self._received = [torch.empty_like(encoded) for _ in range(group.size())]
+            self._gathered = [torch.empty_like(encoded) for _ in range(group.size())]
             if group.size() == 1:
-                self._received = [encoded]
+                self._gathered = [encoded]
             else:
-                self._work = dist.all_gather(self._received, encoded, group=group, async_op=True)
+                self._work = dist.all_gather(self._gathered, encoded, group=group, async_op=True)
         elif group.size() > 1:
             self._work = dist.all_reduce(flat, group=group, async_op=True)
 
@@ -59,9 +59,9 @@ class SiteAllReduce:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        if self._codec is not None and self._received:
+        if self._codec is not None and self._gathered:
             self._flat.zero_()
-            for encoded in self._received:
+            for encoded in self._gathered:
                 self._flat.add_(self._codec.decode(encoded)[0, : len(self._flat)])
-            self._received = []
+            self._gathered = []
         return self._flat

@@ -133,17 +133,17 @@ def slice_bucket(tensors: Sequence[BucketTensor], destinations: int) -> Iterator
     Each slice starts at a multiple of `CODEC_BLOCK_ELEMENTS`; a run has at most `MAX_SLICE_ELEMENTS` over all
     destinations.
     """
-    most = max(MAX_SLICE_ELEMENTS // destinations // CODEC_BLOCK_ELEMENTS, 1) * CODEC_BLOCK_ELEMENTS
+    max_width = max(MAX_SLICE_ELEMENTS // destinations // CODEC_BLOCK_ELEMENTS, 1) * CODEC_BLOCK_ELEMENTS
     run: list[BucketSlice] = []
     width = 0
     for piece in tensors:
         start = 0
         while start < piece.length:
-            stop = min(piece.length, start + most - width)
+            stop = min(piece.length, start + max_width - width)
             run.append(BucketSlice(piece, start, stop, width))
             width += align_up(stop - start)
             start = stop
-            if width >= most:
+            if width >= max_width:
                 yield run
                 run, width = [], 0
     if run:
@@ -162,16 +162,16 @@ def align_up(elements: int) -> int:
 
 def all_gather_rows(part: Tensor, group: dist.ProcessGroup) -> CollectiveSteps[Tensor]:
     """All-gather every rank's part, of equal size: (elements,) → (ranks, elements)."""
-    whole = part.new_empty(group.size() * part.numel())
-    yield require_work(all_gather(whole, part, group=group, async_op=True))
-    return whole.view(group.size(), -1)
+    gathered = part.new_empty(group.size() * part.numel())
+    yield require_work(all_gather(gathered, part, group=group, async_op=True))
+    return gathered.view(group.size(), -1)
 
 
 def all_to_all_rows(rows: Tensor, group: dist.ProcessGroup) -> CollectiveSteps[Tensor]:
     """Exchange rows all-to-all: (ranks, width) → every rank's row for this one, (ranks, width), by rank."""
-    received = torch.empty_like(rows)
-    yield require_work(dist.all_to_all_single(received, rows, group=group, async_op=True))
-    return received
+    received_rows = torch.empty_like(rows)
+    yield require_work(dist.all_to_all_single(received_rows, rows, group=group, async_op=True))
+    return received_rows
 
 
 def all_reduce(values: Tensor, group: dist.ProcessGroup) -> CollectiveSteps[None]:

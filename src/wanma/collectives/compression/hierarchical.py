@@ -88,19 +88,21 @@ class HierarchicalCompressor:
 
     def compute_uncompressed_bytes(self, tensors: Sequence[BucketTensor]) -> int:
         """Return the bytes that this rank would send to other nodes for the same parts, uncompressed."""
-        ranks, me = self._node_groups.intra_node.size(), self._node_groups.intra_node.rank()
+        ranks, own_rank = self._node_groups.intra_node.size(), self._node_groups.intra_node.rank()
         if self._splits_tensors:
             parts = [
                 part
                 for run in slice_bucket(tensors, 1)
                 for part in split_among_ranks(run, ranks)
-                if part.owner == me
+                if part.owner == own_rank
             ]
-            own = sum(part.stop - part.start for part in parts)
+            own_elements = sum(part.stop - part.start for part in parts)
         else:
             owners = assign_balanced_owners([piece.length for piece in tensors], ranks)
-            own = sum(piece.length for piece, owner in zip(tensors, owners, strict=True) if owner == me)
-        return compute_all_reduce_bytes(own * FP32_BYTES, self._node_groups.inter_node.size())
+            own_elements = sum(
+                piece.length for piece, owner in zip(tensors, owners, strict=True) if owner == own_rank
+            )
+        return compute_all_reduce_bytes(own_elements * FP32_BYTES, self._node_groups.inter_node.size())
 
     def _sum_between_nodes(self, tensors: list[BucketTensor]) -> CollectiveSteps[int]:
         """Sum pieces between nodes; there are no more than the compressor takes at once."""
@@ -111,70 +113,70 @@ class HierarchicalCompressor:
                 yield None
             return 0
         (steps,) = self._compressor.all_reduce(tensors, self._node_groups.inter_node)
-        sent = yield from steps
-        return sent
+        sent_bytes = yield from steps
+        return sent_bytes
 
     def _sum_slices(self, slices: Sequence[OwnedSlice]) -> CollectiveSteps[int]:
         """Sum parts over all ranks: each owner's parts are adjacent in one row of a buffer."""
-        within, me = self._node_groups.intra_node, self._node_groups.intra_node.rank()
+        intra_node, own_rank = self._node_groups.intra_node, self._node_groups.intra_node.rank()
         row = max(part.offset + align_up(part.stop - part.start) for part in slices)
-        work = slices[0].tensor.values.new_zeros(within.size(), row)
+        work = slices[0].tensor.values.new_zeros(intra_node.size(), row)
         for part in slices:
-            place = work[part.owner, part.buffer_range]
-            place.copy_(part.tensor.values[0, part.start : part.stop])
+            target = work[part.owner, part.buffer_range]
+            target.copy_(part.tensor.values[0, part.start : part.stop])
             if _has_residual(part.tensor):
                 error = part.tensor.residual[0, part.start : part.stop]
-                place += error
+                target += error
                 error.zero_()
         owned_values = work.new_empty(row)
-        reduce_scatter(owned_values, work.view(-1), group=within)
-        del work, place  # while the compressed values travel
-        own = [part for part in slices if part.owner == me]
-        pieces = [_owned_tensor(part, owned_values) for part in own]
-        sent = yield from self._sum_between_nodes(pieces)
-        for part, piece in zip(own, pieces, strict=True):
+        reduce_scatter(owned_values, work.view(-1), group=intra_node)
+        del work, target  # while the compressed values travel
+        own_slices = [part for part in slices if part.owner == own_rank]
+        pieces = [_owned_tensor(part, owned_values) for part in own_slices]
+        sent_bytes = yield from self._sum_between_nodes(pieces)
+        for part, piece in zip(own_slices, pieces, strict=True):
             if _has_residual(part.tensor):
                 part.tensor.residual[0, part.start : part.stop] = piece.residual[0]
-        sums = owned_values.new_empty(within.size(), row)
-        all_gather(sums.view(-1), owned_values, group=within)
+        sums = owned_values.new_empty(intra_node.size(), row)
+        all_gather(sums.view(-1), owned_values, group=intra_node)
         for part in slices:
             part.tensor.values[0, part.start : part.stop] = sums[part.owner, part.buffer_range]
-        return sent
+        return sent_bytes
 
     def _sum_in_place(self, tensors: Sequence[BucketTensor]) -> CollectiveSteps[int]:
         """Sum whole tensors over all ranks, in their own memory."""
-        within, me = self._node_groups.intra_node, self._node_groups.intra_node.rank()
-        owners = assign_balanced_owners([piece.length for piece in tensors], within.size())
-        own = []
+        intra_node, own_rank = self._node_groups.intra_node, self._node_groups.intra_node.rank()
+        owners = assign_balanced_owners([piece.length for piece in tensors], intra_node.size())
+        own_pieces = []
         for piece, owner in zip(tensors, owners, strict=True):
             if _has_residual(piece):
                 piece.values.add_(piece.residual)
                 piece.residual.zero_()
-            dist.all_reduce(piece.values, group=within)
-            if owner == me:
-                own.append(piece)
+            dist.all_reduce(piece.values, group=intra_node)
+            if owner == own_rank:
+                own_pieces.append(piece)
             else:
                 piece.values.zero_()  # the next all-reduce distributes the owner's values
                 if piece.error_feedback is not None and piece.error_feedback.power_sgd_q is not None:
                     piece.power_sgd_q.zero_()
-        sent = yield from self._sum_between_nodes(own)
+        sent_bytes = yield from self._sum_between_nodes(own_pieces)
         for piece in tensors:
-            dist.all_reduce(piece.values, group=within)
+            dist.all_reduce(piece.values, group=intra_node)
             if piece.error_feedback is not None and piece.error_feedback.power_sgd_q is not None:
-                dist.all_reduce(piece.power_sgd_q, group=within)
-        return sent
+                dist.all_reduce(piece.power_sgd_q, group=intra_node)
+        return sent_bytes
 
 
 def split_among_ranks(slices: Sequence[BucketSlice], ranks: int) -> list[OwnedSlice]:
     """Cut a run into as many equal rows as there are ranks, and return its parts with their owners."""
     row = align_up(math.ceil(compute_row_elements(slices) / ranks))
     parts = []
-    for one in slices:
-        start = one.start
-        while start < one.stop:
-            owner, offset = divmod(one.offset + start - one.start, row)
-            stop = min(one.stop, start + row - offset)
-            parts.append(OwnedSlice(one.tensor, start, stop, owner, offset))
+    for bucket_slice in slices:
+        start = bucket_slice.start
+        while start < bucket_slice.stop:
+            owner, offset = divmod(bucket_slice.offset + start - bucket_slice.start, row)
+            stop = min(bucket_slice.stop, start + row - offset)
+            parts.append(OwnedSlice(bucket_slice.tensor, start, stop, owner, offset))
             start = stop
     return parts
 

@@ -40,20 +40,20 @@ class PowerSGD(SingleSumCompressor):
     collectives_per_sum = 2
 
     def _all_reduce(self, tensors: Sequence[BucketTensor], group: dist.ProcessGroup) -> CollectiveSteps[int]:
-        bases, sent = yield from self._bases(tensors, group)
+        bases, sent_bytes = yield from self._bases(tensors, group)
         for piece, basis in zip(tensors, bases, strict=True):
             torch.mm(basis, piece.power_sgd_q.T, out=piece.values.view(-1, piece.matrix_columns))
-        return sent
+        return sent_bytes
 
     def _reduce_scatter(
         self, tensors: Sequence[BucketTensor], group: dist.ProcessGroup
     ) -> CollectiveSteps[int]:
-        bases, sent = yield from self._bases(tensors, group)
+        bases, sent_bytes = yield from self._bases(tensors, group)
         for piece, basis in zip(tensors, bases, strict=True):
             rows = piece.length // piece.matrix_columns
-            own = basis[group.rank() * rows : (group.rank() + 1) * rows]
-            piece.write_sum((own @ piece.power_sgd_q.T).view(-1))
-        return sent
+            own_rows = basis[group.rank() * rows : (group.rank() + 1) * rows]
+            piece.write_sum((own_rows @ piece.power_sgd_q.T).view(-1))
+        return sent_bytes
 
     def _bases(
         self, tensors: Sequence[BucketTensor], group: dist.ProcessGroup
@@ -61,17 +61,17 @@ class PowerSGD(SingleSumCompressor):
         """Return P̂ of each piece, whose Q becomes that of the sum, and the bytes sent."""
         matrices = [piece.residual.add_(piece.values).view(-1, piece.matrix_columns) for piece in tensors]
         products = [matrix @ piece.power_sgd_q for piece, matrix in zip(tensors, matrices, strict=True)]
-        products, sent_first = yield from _all_reduce_flattened(products, group)
+        products, product_bytes = yield from _all_reduce_flattened(products, group)
         bases = [torch.linalg.qr(product)[0] for product in products]
-        shadows = []
+        factors = []
         for matrix, basis in zip(matrices, bases, strict=True):
-            shadow = matrix.T @ basis
-            matrix.addmm_(basis, shadow.T, alpha=-1.0)  # the error feedback itself
-            shadows.append(shadow)
-        shadows, sent_then = yield from _all_reduce_flattened(shadows, group)
-        for piece, shadow in zip(tensors, shadows, strict=True):
-            piece.power_sgd_q.copy_(shadow)
-        return bases, sent_first + sent_then
+            factor = matrix.T @ basis
+            matrix.addmm_(basis, factor.T, alpha=-1.0)  # the error feedback itself
+            factors.append(factor)
+        factors, factor_bytes = yield from _all_reduce_flattened(factors, group)
+        for piece, factor in zip(tensors, factors, strict=True):
+            piece.power_sgd_q.copy_(factor)
+        return bases, product_bytes + factor_bytes
 
 
 def choose_approximation_rank(rows: int, columns: int, rank: int) -> int:

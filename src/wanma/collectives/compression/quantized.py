@@ -71,65 +71,78 @@ class QuantizedCompressor:
         return (self._reduce_scatter(run, group) for run in slice_bucket(tensors, group.size()))
 
     def _all_reduce(self, slices: Sequence[BucketSlice], group: dist.ProcessGroup) -> CollectiveSteps[int]:
-        ranks, me, width = group.size(), group.rank(), compute_row_elements(slices)
+        ranks, own_rank, width = group.size(), group.rank(), compute_row_elements(slices)
         row = align_up(math.ceil(width / ranks))
         work = slices[0].tensor.values.new_zeros(ranks * row)
         self._fill(work[None, :width], slices)
         rows = work.view(ranks, row)
-        total, sent = yield from self._sum_own_rows(rows, group)
+        total, sent_bytes = yield from self._sum_own_rows(rows, group)
         if self.codec.uses_error_feedback:
             encoded = self.codec.encode_with_residual(total[None])
-            rows[me] = total  # its encoding error
+            rows[own_rank] = total  # its encoding error
             self._store_residual(work[None, :width], slices)
         else:
             encoded = self.codec.encode(total[None])
         del work, rows, total  # while the encoded sum travels
         gathered = yield from all_gather_rows(encoded[0], group)
         sums = self.codec.decode(gathered).view(-1)
-        for one in slices:
-            one.tensor.values[0, one.start : one.stop] = sums[one.buffer_range]
-        return sent + (ranks - 1) * encoded.numel()
+        for bucket_slice in slices:
+            bucket_slice.tensor.values[0, bucket_slice.start : bucket_slice.stop] = sums[
+                bucket_slice.buffer_range
+            ]
+        return sent_bytes + (ranks - 1) * encoded.numel()
 
     def _reduce_scatter(
         self, slices: Sequence[BucketSlice], group: dist.ProcessGroup
     ) -> CollectiveSteps[int]:
         rows = slices[0].tensor.values.new_zeros(group.size(), compute_row_elements(slices))
         self._fill(rows, slices)
-        total, sent = yield from self._sum_own_rows(rows, group)
+        total, sent_bytes = yield from self._sum_own_rows(rows, group)
         if self.codec.uses_error_feedback:
             rows[group.rank()] = 0.0  # this rank's own row is not encoded
             self._store_residual(rows, slices)
-        for one in slices:
-            assert one.tensor.shard_sum is not None
-            one.tensor.shard_sum[one.start : one.stop] = total[one.buffer_range]
-        return sent
+        for bucket_slice in slices:
+            assert bucket_slice.tensor.shard_sum is not None
+            bucket_slice.tensor.shard_sum[bucket_slice.start : bucket_slice.stop] = total[
+                bucket_slice.buffer_range
+            ]
+        return sent_bytes
 
     def _sum_own_rows(self, rows: Tensor, group: dist.ProcessGroup) -> CollectiveSteps[tuple[Tensor, int]]:
         """Return the sum over the ranks of their row for this one, (width,), and the bytes sent.
 
         With a codec that keeps errors the other ranks' rows become their encoding errors.
         """
-        me = group.rank()
-        own_row = rows[me].clone()
+        own_rank = group.rank()
+        own_row = rows[own_rank].clone()
         encoded = (
             self.codec.encode_with_residual(rows)
             if self.codec.uses_error_feedback
             else self.codec.encode(rows)
         )
-        received = yield from all_to_all_rows(encoded, group)
-        parts = self.codec.decode(received)
-        parts[me] = own_row
+        received_rows = yield from all_to_all_rows(encoded, group)
+        parts = self.codec.decode(received_rows)
+        parts[own_rank] = own_row
         return parts.sum(0), (group.size() - 1) * encoded.shape[1]
 
     def _fill(self, rows: Tensor, slices: Sequence[BucketSlice]) -> None:
         """Fill the rows with gradients plus their error feedback."""
-        for one in slices:
-            values, place = one.tensor.values[:, one.start : one.stop], rows[:, one.buffer_range]
+        for bucket_slice in slices:
+            values, target = (
+                bucket_slice.tensor.values[:, bucket_slice.start : bucket_slice.stop],
+                rows[:, bucket_slice.buffer_range],
+            )
             if self.codec.uses_error_feedback:
-                torch.add(values, one.tensor.residual[:, one.start : one.stop], out=place)
+                torch.add(
+                    values,
+                    bucket_slice.tensor.residual[:, bucket_slice.start : bucket_slice.stop],
+                    out=target,
+                )
             else:
-                place.copy_(values)
+                target.copy_(values)
 
     def _store_residual(self, residual: Tensor, slices: Sequence[BucketSlice]) -> None:
-        for one in slices:
-            one.tensor.residual[:, one.start : one.stop] = residual[:, one.buffer_range]
+        for bucket_slice in slices:
+            bucket_slice.tensor.residual[:, bucket_slice.start : bucket_slice.stop] = residual[
+                :, bucket_slice.buffer_range
+            ]

@@ -46,24 +46,24 @@ class TopK(SingleSumCompressor):
         message, offsets = self._select_largest(tensors)
         messages = yield from all_gather_rows(message[0], group)
         totals = tensors[0].values.new_zeros(offsets[-1])
-        for of_rank in messages:
-            _add(totals, of_rank)
+        for rank_message in messages:
+            _add(totals, rank_message)
         _write_sums(totals, tensors)
         return (group.size() - 1) * message.numel() * message.element_size()
 
     def _reduce_scatter(
         self, tensors: Sequence[BucketTensor], group: dist.ProcessGroup
     ) -> CollectiveSteps[int]:
-        me = group.rank()
-        own = torch.cat([piece.residual[me] + piece.values[me] for piece in tensors])
+        own_rank = group.rank()
+        own_sums = torch.cat([piece.residual[own_rank] + piece.values[own_rank] for piece in tensors])
         message, _ = self._select_largest(tensors)
-        received = yield from all_to_all_rows(message, group)
-        for rank, of_rank in enumerate(received):
-            if rank != me:
-                _add(own, of_rank)
+        received_rows = yield from all_to_all_rows(message, group)
+        for rank, row in enumerate(received_rows):
+            if rank != own_rank:
+                _add(own_sums, row)
         for piece in tensors:
-            piece.residual[me] = 0.0
-        _write_sums(own, tensors)
+            piece.residual[own_rank] = 0.0
+        _write_sums(own_sums, tensors)
         return (group.size() - 1) * message.shape[1] * message.element_size()
 
     def _select_largest(self, tensors: Sequence[BucketTensor]) -> tuple[Tensor, list[int]]:
@@ -73,24 +73,26 @@ class TopK(SingleSumCompressor):
             The message, (destinations, 2 × kept) int32: values, then their indices among all pieces'
             elements. The offset of each piece among those elements, and the end.
         """
-        offsets, values, places = [0], [], []
+        offsets, values, bucket_indices = [0], [], []
         for piece in tensors:
             gradient = piece.residual.add_(piece.values)
-            chosen = gradient.abs().topk(self.count_selected(piece.length), 1, sorted=False).indices
-            values.append(gradient.gather(1, chosen))
-            gradient.scatter_(1, chosen, 0.0)
-            places.append(chosen + offsets[-1])
+            indices = gradient.abs().topk(self.count_selected(piece.length), 1, sorted=False).indices
+            values.append(gradient.gather(1, indices))
+            gradient.scatter_(1, indices, 0.0)
+            bucket_indices.append(indices + offsets[-1])
             offsets.append(offsets[-1] + piece.length)
         if offsets[-1] >= 1 << 31:
             raise ValueError(f"a bucket of {offsets[-1]:,} elements has indices beyond 32 bits")
-        sent = torch.cat([torch.cat(values, 1).view(torch.int32), torch.cat(places, 1).to(torch.int32)], 1)
-        return sent, offsets
+        message = torch.cat(
+            [torch.cat(values, 1).view(torch.int32), torch.cat(bucket_indices, 1).to(torch.int32)], 1
+        )
+        return message, offsets
 
 
 def _add(totals: Tensor, message: Tensor) -> None:
     """Add one rank's values to the totals, from a message (2 × kept,) without equal indices."""
-    values, places = message.chunk(2)
-    totals.index_add_(0, places.long(), values.view(torch.float32))
+    values, bucket_indices = message.chunk(2)
+    totals.index_add_(0, bucket_indices.long(), values.view(torch.float32))
 
 
 def _write_sums(totals: Tensor, tensors: Sequence[BucketTensor]) -> None:

@@ -38,8 +38,8 @@ class IdentityCompressor(SingleSumCompressor):
         self, tensors: Sequence[BucketTensor], group: dist.ProcessGroup
     ) -> CollectiveSteps[int]:
         sizes = [piece.length for piece in tensors]
-        received = yield from all_to_all_rows(torch.cat([piece.values for piece in tensors], 1), group)
-        for piece, total in zip(tensors, received.sum(0).split(sizes), strict=True):
+        received_rows = yield from all_to_all_rows(torch.cat([piece.values for piece in tensors], 1), group)
+        for piece, total in zip(tensors, received_rows.sum(0).split(sizes), strict=True):
             piece.write_sum(total)
         return (group.size() - 1) * sum(sizes) * FP32_BYTES
 

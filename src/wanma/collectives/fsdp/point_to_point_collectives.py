@@ -52,15 +52,15 @@ class PointToPointAllGather(_Allocation, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,  # noqa: ARG002  # FSDP2's interface: whether it is ahead is the plan's to say
     ) -> dist.Work | None:
-        ranks, me = group.size(), group.rank()
+        ranks, rank = group.size(), group.rank()
         parts = output_tensor.chunk(ranks)
-        own = parts[me]
-        if own.data_ptr() != input_tensor.data_ptr():
-            own.copy_(input_tensor)
+        own_part = parts[rank]
+        if own_part.data_ptr() != input_tensor.data_ptr():
+            own_part.copy_(input_tensor)
         # All other ranks at once, nearest first, so that no rank is the first target of all.
-        peers = [(me + distance) % ranks for distance in range(1, ranks)]
+        peers = [(rank + distance) % ranks for distance in range(1, ranks)]
         works = [group.recv([parts[peer]], peer, _GATHER) for peer in peers]
-        works += [group.send([own], peer, _GATHER) for peer in peers]
+        works += [group.send([own_part], peer, _GATHER) for peer in peers]
         gathering = _AllGatherWork(works, output_tensor, self._communication_timer)
         if self.prefetch:
             return gathering
@@ -81,12 +81,12 @@ class _AllGatherWork(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002  # torch's; the group has its own
         works, self._works = self._works, []
         if works:
-            began = time.perf_counter()
+            start = time.perf_counter()
             for work in works:
                 work.wait()
-            ended = time.perf_counter()
-            self._communication_timer.end_transfer("data", ended)
-            self._communication_timer.add_exposed("data", ended - began)
+            end = time.perf_counter()
+            self._communication_timer.end_transfer("data", end)
+            self._communication_timer.add_exposed("data", end - start)
         return True
 
 
@@ -137,15 +137,15 @@ class PointToPointReduceScatter(_Allocation, ReduceScatter):
     ) -> None:
         if op != dist.ReduceOp.SUM:
             raise ValueError(f"reduce-scatter supports only SUM, not {op}")
-        ranks, me = group.size(), group.rank()
+        ranks, rank = group.size(), group.rank()
         parts = input_tensor.chunk(ranks)
-        received = {peer: torch.empty_like(output_tensor) for peer in range(ranks) if peer != me}
-        peers = [(me + distance) % ranks for distance in range(1, ranks)]
-        works = [group.recv([received[peer]], peer, _SCATTER) for peer in peers]
+        received_parts = {peer: torch.empty_like(output_tensor) for peer in range(ranks) if peer != rank}
+        peers = [(rank + distance) % ranks for distance in range(1, ranks)]
+        works = [group.recv([received_parts[peer]], peer, _SCATTER) for peer in peers]
         works += [group.send([parts[peer]], peer, _SCATTER) for peer in peers]
         for work in works:
             work.wait()
-        in_order = [parts[me] if peer == me else received[peer] for peer in range(ranks)]
+        in_order = [parts[rank] if peer == rank else received_parts[peer] for peer in range(ranks)]
         torch.add(in_order[0], in_order[1], out=output_tensor)
         for part in in_order[2:]:
             output_tensor.add_(part)

@@ -111,9 +111,9 @@ def measure_memory_copy(
     Everything that ranks of one host exchange crosses its memory at least once, so this is the limit of their
     links.
     """
-    ours = torch.zeros(buffer_bytes, dtype=torch.uint8, device=device)
-    theirs = torch.empty_like(ours)
-    return _measure_slowest(lambda: theirs.copy_(ours), group, device, target_seconds)
+    source = torch.zeros(buffer_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return _measure_slowest(lambda: target.copy_(source), group, device, target_seconds)
 
 
 def _measure_slowest(
@@ -121,9 +121,9 @@ def _measure_slowest(
 ) -> float:
     """Return the seconds of one run on the slowest rank, measured over runs that fill `target_seconds`."""
     run()  # connections are made at their first use
-    once = _max_over_ranks(_measure_average(run, 1, device), group, device)
+    seconds_per_run = _max_over_ranks(_measure_average(run, 1, device), group, device)
     return _max_over_ranks(
-        _measure_average(run, max(1, int(target_seconds / max(once, 1e-9))), device), group, device
+        _measure_average(run, max(1, int(target_seconds / max(seconds_per_run, 1e-9))), device), group, device
     )
 
 
@@ -156,16 +156,16 @@ def _runner(
     dtype: torch.dtype,
 ) -> Callable[[], None]:
     """Return a function that runs the collective as training does."""
-    ranks, me = group.size(), group.rank()
+    ranks, rank = group.size(), group.rank()
     # Zeros stay zeros, however often they are added up.
-    whole = torch.zeros(elements, device=device, dtype=dtype)
+    buffer = torch.zeros(elements, device=device, dtype=dtype)
     part = torch.zeros(elements // ranks, device=device, dtype=dtype)
     if collective in ("all_gather", "reduce_scatter") and device.type == "cpu":
-        return _fsdp_runner(collective, whole, part, group)
+        return _fsdp_runner(collective, buffer, part, group)
     if collective == "all_reduce":
-        return lambda: _wait(dist.all_reduce(whole, group=group, async_op=True))
+        return lambda: _wait(dist.all_reduce(buffer, group=group, async_op=True))
     if collective == "broadcast":
-        return lambda: _wait(dist.broadcast(whole, group=group, group_src=0, async_op=True))
+        return lambda: _wait(dist.broadcast(buffer, group=group, group_src=0, async_op=True))
     functional = torch.ops._c10d_functional
     if collective in ("all_gather", "tensor_gather"):
         return lambda: functional.wait_tensor(
@@ -173,27 +173,27 @@ def _runner(
         )
     if collective in ("reduce_scatter", "tensor_scatter"):
         return lambda: functional.wait_tensor(
-            functional.reduce_scatter_tensor(whole, "sum", ranks, group.group_name)
+            functional.reduce_scatter_tensor(buffer, "sum", ranks, group.group_name)
         )
-    received = torch.empty_like(whole)
+    received_buffer = torch.empty_like(buffer)
     if collective == "all_to_all":
-        return lambda: _wait(dist.all_to_all_single(received, whole, group=group, async_op=True))
-    following = dist.get_global_rank(group, (me + 1) % ranks)
-    previous = dist.get_global_rank(group, (me - 1) % ranks)
+        return lambda: _wait(dist.all_to_all_single(received_buffer, buffer, group=group, async_op=True))
+    next_rank = dist.get_global_rank(group, (rank + 1) % ranks)
+    previous_rank = dist.get_global_rank(group, (rank - 1) % ranks)
 
     def send() -> None:
-        both = [
-            dist.P2POp(dist.isend, whole, following, group),
-            dist.P2POp(dist.irecv, received, previous, group),
+        operations = [
+            dist.P2POp(dist.isend, buffer, next_rank, group),
+            dist.P2POp(dist.irecv, received_buffer, previous_rank, group),
         ]
-        for work in dist.batch_isend_irecv(both):
+        for work in dist.batch_isend_irecv(operations):
             work.wait()
 
     return send
 
 
 def _fsdp_runner(
-    collective: MeasuredCollective, whole: Tensor, part: Tensor, group: dist.ProcessGroup
+    collective: MeasuredCollective, buffer: Tensor, part: Tensor, group: dist.ProcessGroup
 ) -> Callable[[], None]:
     """Return a function that gathers or scatters as FSDP2 does here: in its communication buffers."""
     shared = as_shared_memory_group(group)
@@ -203,11 +203,11 @@ def _fsdp_runner(
             if shared is None
             else SharedMemoryAllGather(CommunicationTimer(), shared)
         )
-        whole = gather.allocate(whole.shape, dtype=whole.dtype, device=whole.device).zero_()
-        part = whole.chunk(group.size())[group.rank()]
+        buffer = gather.allocate(buffer.shape, dtype=buffer.dtype, device=buffer.device).zero_()
+        part = buffer.chunk(group.size())[group.rank()]
 
         def gathered() -> None:
-            gather(whole, part, group)
+            gather(buffer, part, group)
 
         return gathered
     scatter = (
@@ -215,8 +215,8 @@ def _fsdp_runner(
         if shared is None
         else SharedMemoryReduceScatter(CommunicationTimer(), shared)
     )
-    whole = scatter.allocate(whole.shape, dtype=whole.dtype, device=whole.device).zero_()
-    return lambda: scatter(part, whole, group, dist.ReduceOp.SUM)
+    buffer = scatter.allocate(buffer.shape, dtype=buffer.dtype, device=buffer.device).zero_()
+    return lambda: scatter(part, buffer, group, dist.ReduceOp.SUM)
 
 
 def _wait(work: dist.Work | None) -> None:

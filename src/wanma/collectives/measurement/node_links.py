@@ -56,30 +56,37 @@ def measure_links(rank: int, local_world_sizes: Sequence[int]) -> list[NodeLink]
     Raises:
         WanmaError: nothing comes over a link.
     """
-    firsts = [sum(local_world_sizes[:node]) for node in range(len(local_world_sizes))]
-    mine = torch.zeros(3, dtype=torch.float64)
-    everyones = [torch.zeros(3, dtype=torch.float64) for _ in range(sum(local_world_sizes))]
-    node = firsts.index(rank) if rank in firsts else None
+    first_ranks = [sum(local_world_sizes[:node]) for node in range(len(local_world_sizes))]
+    own_measurement = torch.zeros(3, dtype=torch.float64)
+    measurements = [torch.zeros(3, dtype=torch.float64) for _ in range(sum(local_world_sizes))]
+    node = first_ranks.index(rank) if rank in first_ranks else None
     size = PROBE_MESSAGE_BYTES
     if node is not None:
-        _time_ring_messages(firsts, node, 1, 2)  # connections are made at their first use
-        mine[0] = _time_ring_messages(firsts, node, 1, LATENCY_ROUNDS) / LATENCY_ROUNDS
-        mine[1] = _time_ring_messages(firsts, node, size, 1)
-    dist.all_gather(everyones, mine)
-    slowest = max(float(numbers[1]) for numbers in everyones)
+        _time_ring_messages(first_ranks, node, 1, 2)  # connections are made at their first use
+        own_measurement[0] = _time_ring_messages(first_ranks, node, 1, LATENCY_ROUNDS) / LATENCY_ROUNDS
+        own_measurement[1] = _time_ring_messages(first_ranks, node, size, 1)
+    dist.all_gather(measurements, own_measurement)
+    slowest_seconds = max(float(numbers[1]) for numbers in measurements)
     size = int(
         min(
-            max(PROBE_MESSAGE_BYTES * TARGET_MESSAGE_SECONDS / slowest, PROBE_MESSAGE_BYTES),
+            max(PROBE_MESSAGE_BYTES * TARGET_MESSAGE_SECONDS / slowest_seconds, PROBE_MESSAGE_BYTES),
             MAX_MESSAGE_BYTES,
         )
     )
     if node is not None:
-        mine[2] = _time_ring_messages(firsts, node, size, 1)
-    dist.all_gather(everyones, mine)
+        own_measurement[2] = _time_ring_messages(first_ranks, node, size, 1)
+    dist.all_gather(measurements, own_measurement)
     links = []
-    for at, first in enumerate(firsts):
-        latency, _, seconds = everyones[first].tolist()
-        links.append(NodeLink((at - 1) % len(firsts), at, latency, size / max(seconds - latency, 1e-9)))
+    for target_node, first in enumerate(first_ranks):
+        latency, _, seconds = measurements[first].tolist()
+        links.append(
+            NodeLink(
+                (target_node - 1) % len(first_ranks),
+                target_node,
+                latency,
+                size / max(seconds - latency, 1e-9),
+            )
+        )
     return links
 
 
@@ -113,21 +120,21 @@ def _time_ring_messages(first_ranks: Sequence[int], node: int, size: int, times:
 
     Each is received from the previous node and sent to the next.
     """
-    after, before = (node + 1) % len(first_ranks), (node - 1) % len(first_ranks)
-    ours, theirs = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
-    began = time.perf_counter()
+    next_node, previous_node = (node + 1) % len(first_ranks), (node - 1) % len(first_ranks)
+    send_buffer, receive_buffer = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
+    start = time.perf_counter()
     for _ in range(times):
-        sent = dist.isend(ours, first_ranks[after])
-        received = dist.irecv(theirs, first_ranks[before])
-        assert sent is not None
-        assert received is not None
+        send = dist.isend(send_buffer, first_ranks[next_node])
+        receive = dist.irecv(receive_buffer, first_ranks[previous_node])
+        assert send is not None
+        assert receive is not None
         try:
-            received.wait(timedelta(seconds=MESSAGE_TIMEOUT_SECONDS))
-            sent.wait(timedelta(seconds=MESSAGE_TIMEOUT_SECONDS))
+            receive.wait(timedelta(seconds=MESSAGE_TIMEOUT_SECONDS))
+            send.wait(timedelta(seconds=MESSAGE_TIMEOUT_SECONDS))
         except RuntimeError as error:
             raise WanmaError(
-                f"no message passed between node {before}, node {node} and node {after} "
+                f"no message passed between node {previous_node}, node {node} and node {next_node} "
                 f"within {MESSAGE_TIMEOUT_SECONDS:.0f} s: {error}",
                 "check the network between these nodes, or set another cluster.network_interface",
             ) from error
-    return time.perf_counter() - began
+    return time.perf_counter() - start

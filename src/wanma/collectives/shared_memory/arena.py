@@ -40,8 +40,8 @@ def compute_default_heap_bytes(ranks: int) -> int:
 
     All ranks' heaps together are as large as the node's memory, which is more than they will ever have.
     """
-    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return whole // ranks // (1 << 21) * (1 << 21)
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return memory_bytes // ranks // (1 << 21) * (1 << 21)
 
 
 @dataclass(frozen=True)
@@ -160,10 +160,10 @@ class Arena:
             dtype: data type of the tensors.
         """
         address = self._base + self._library.wanma_heap_offset(owner, *self._native_layout) + offset
-        keeper: object = _AllocatedBlock(self, offset) if owner == self.rank else self
-        mine = address + self.rank * part_elements * dtype.itemsize
-        return _tensor(address, self.layout.ranks * part_elements, dtype, keeper), _tensor(
-            mine, part_elements, dtype, keeper
+        storage_owner: object = _AllocatedBlock(self, offset) if owner == self.rank else self
+        part_address = address + self.rank * part_elements * dtype.itemsize
+        return _tensor(address, self.layout.ranks * part_elements, dtype, storage_owner), _tensor(
+            part_address, part_elements, dtype, storage_owner
         )
 
     def allocate(self, size: int) -> int | None:
@@ -211,11 +211,11 @@ class Arena:
         self._peer_pidfds, self._descriptor = [], -1
 
 
-def _tensor(address: int, elements: int, dtype: torch.dtype, keeper: object) -> Tensor:
-    """Return a tensor (elements,) over the memory at an address; it keeps `keeper` alive."""
+def _tensor(address: int, elements: int, dtype: torch.dtype, storage_owner: object) -> Tensor:
+    """Return a tensor (elements,) over the memory at an address; it keeps `storage_owner` alive."""
     count = max(elements, 1)
     block: Any = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
-    block.keeper = keeper  # the tensor's storage holds the block
+    block.keeper = storage_owner  # the tensor's storage holds the block
     return torch.frombuffer(block, dtype=dtype, count=count)[:elements]
 
 

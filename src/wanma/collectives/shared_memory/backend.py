@@ -112,19 +112,19 @@ def _create_group(options: Any, shared_memory_options: SharedMemoryOptions) -> A
     if ranks == 1:
         return gloo
     # The same store may have seen a group of this name before, whose messages are not for this one.
-    meeting = PrefixStore(f"shared/{store.add(f'shared/{rank}', 1)}", store)
+    group_store = PrefixStore(f"shared/{store.add(f'shared/{rank}', 1)}", store)
     members = _exchange_through_store(
-        meeting,
+        group_store,
         "member",
         rank,
         ranks,
         asdict(_RankCapability(host_id(), os.getpid(), shared_memory_options.unavailable_reason)),
     )
-    found = [_RankCapability(**member) for member in members]
-    reason = _find_incompatibility(found)
+    capabilities = [_RankCapability(**member) for member in members]
+    reason = _find_incompatibility(capabilities)
     arena = None
     if not reason:
-        arena, reason = _create_arena(meeting, shared_memory_options, rank, found)
+        arena, reason = _create_arena(group_store, shared_memory_options, rank, capabilities)
     if arena is None:
         if shared_memory_options.is_required:
             raise WanmaError(
@@ -155,22 +155,24 @@ def _create_arena(
     """Create and map the arena of all ranks, or return the obstacle: the same on every rank."""
     assert options.library is not None  # without one there is a reason
     ranks = len(members)
-    crowded = max(ranks, options.local_world_size) > len(os.sched_getaffinity(0))
-    spin = OVERSUBSCRIBED_SPIN_SECONDS if crowded else SPIN_SECONDS
+    is_oversubscribed = max(ranks, options.local_world_size) > len(os.sched_getaffinity(0))
+    spin = OVERSUBSCRIBED_SPIN_SECONDS if is_oversubscribed else SPIN_SECONDS
     shape = ArenaLayout(ranks, CHUNK_BYTES, compute_default_heap_bytes(ranks), spin)
-    made, arena, problem = -1, None, ""
+    created_descriptor, arena, problem = -1, None, ""
     try:
         if rank == 0:
             try:
-                made = create_arena_file(options.library, shape)
+                created_descriptor = create_arena_file(options.library, shape)
             finally:
-                store.set("arena", str(made))
-            descriptor = made
+                store.set("arena", str(created_descriptor))
+            descriptor = created_descriptor
         else:
-            theirs = int(store.get("arena"))
-            if theirs < 0:
+            remote_descriptor = int(store.get("arena"))
+            if remote_descriptor < 0:
                 raise OSError(None, "rank 0 could not create it")
-            descriptor = os.open(f"/proc/{members[0].process}/fd/{theirs}", os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(
+                f"/proc/{members[0].process}/fd/{remote_descriptor}", os.O_RDWR | os.O_CLOEXEC
+            )
         try:
             arena = Arena(options.library, shape, descriptor, rank, [member.process for member in members])
         finally:
@@ -180,8 +182,8 @@ def _create_arena(
         problem = f"rank {rank} cannot map the shared memory: {error.strerror or error}"
     # The first rank's descriptor may close only now, when all ranks have opened it or have failed to.
     problems = _exchange_through_store(store, "mapped", rank, ranks, problem)
-    if made >= 0:
-        os.close(made)
+    if created_descriptor >= 0:
+        os.close(created_descriptor)
     reason = next((text for text in problems if text), "")
     return (None if reason else arena), reason
 

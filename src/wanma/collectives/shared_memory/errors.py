@@ -32,7 +32,7 @@ def failure_text(
         timeout_seconds: time that was waited.
     """
     if status is CollectiveStatus.TIMED_OUT:
-        named = (
+        missing_text = (
             ranks_text(missing_ranks)
             if missing_ranks
             else "any rank"
@@ -40,10 +40,10 @@ def failure_text(
             else f"rank {faulty_rank}"
         )
         return (
-            f"{collective}: timed out waiting for {named} ({timeout_seconds:g} s): "
+            f"{collective}: timed out waiting for {missing_text} ({timeout_seconds:g} s): "
             "read the hang report or the logs of those ranks"
         )
-    why = {
+    causes = {
         CollectiveStatus.PEER_EXITED: (
             f"connection closed by peer: the process of rank {faulty_rank} has ended"
         ),
@@ -63,7 +63,7 @@ def failure_text(
             f"timed out waiting for it after {timeout_seconds:g} s; it is still in progress"
         ),
     }
-    return f"{collective}: {why[status]}"
+    return f"{collective}: {causes[status]}"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

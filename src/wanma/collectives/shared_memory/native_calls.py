@@ -39,10 +39,10 @@ def barrier() -> NativeCall:
 
 def all_reduce(tensor: Tensor, operation: ReduceOperation) -> NativeCall:
     """Build the call that sums `tensor` in place."""
-    place = tensor.data_ptr()
+    address = tensor.data_ptr()
     number = _native_operation(tensor.dtype, operation)
     return NativeCall(
-        CollectiveKind.ALL_REDUCE, DTYPE_CODES[tensor.dtype], number, 0, tensor.numel(), place, place
+        CollectiveKind.ALL_REDUCE, DTYPE_CODES[tensor.dtype], number, 0, tensor.numel(), address, address
     )
 
 
@@ -82,8 +82,8 @@ def reduce_scatter(
 
 
 def broadcast(tensor: Tensor, root: int) -> NativeCall:
-    place = tensor.data_ptr()
-    return NativeCall(CollectiveKind.BROADCAST, RAW_BYTES_CODE, 0, root, tensor.nbytes, place, place)
+    address = tensor.data_ptr()
+    return NativeCall(CollectiveKind.BROADCAST, RAW_BYTES_CODE, 0, root, tensor.nbytes, address, address)
 
 
 def all_to_all(
@@ -100,14 +100,14 @@ def all_to_all(
     """
     if not are_dense_on_cpu([output, own]) or output.dtype != own.dtype:
         raise ValueError("all_to_all takes contiguous CPU tensors of one type")
-    received, sent = _row_bytes(output, output_sizes, ranks), _row_bytes(own, input_sizes, ranks)
+    received_bytes, sent_bytes = _row_bytes(output, output_sizes, ranks), _row_bytes(own, input_sizes, ranks)
     return NativeCall(
         kind=CollectiveKind.ALL_TO_ALL,
         type=RAW_BYTES_CODE,
-        inputs=make_pointer_array(_part_addresses(own, sent)),
-        outputs=make_pointer_array(_part_addresses(output, received)),
-        input_bytes=make_size_array(sent),
-        output_bytes=make_size_array(received),
+        inputs=make_pointer_array(_part_addresses(own, sent_bytes)),
+        outputs=make_pointer_array(_part_addresses(output, received_bytes)),
+        input_bytes=make_size_array(sent_bytes),
+        output_bytes=make_size_array(received_bytes),
     )
 
 
@@ -118,7 +118,14 @@ def select_reduce_operation(opts: Any, tensors: Sequence[Tensor]) -> ReduceOpera
     dtype = tensors[0].dtype
     if dtype not in DTYPE_CODES or any(tensor.dtype != dtype for tensor in tensors):
         return None
-    operation = next((ours for theirs, ours in _NATIVE_OPERATIONS if opts.reduceOp == theirs), None)
+    operation = next(
+        (
+            native_operation
+            for torch_operation, native_operation in _NATIVE_OPERATIONS
+            if opts.reduceOp == torch_operation
+        ),
+        None,
+    )
     if operation is ReduceOperation.AVERAGE and not dtype.is_floating_point:
         return None
     return operation
@@ -153,21 +160,21 @@ def _native_operation(dtype: torch.dtype, operation: ReduceOperation) -> ReduceO
 
 def _row_bytes(tensor: Tensor, rows: Sequence[int] | None, ranks: int) -> list[int]:
     """Return the bytes of each rank's share of dimension 0."""
-    held = tensor.shape[0] if tensor.ndim else 0
+    row_count = tensor.shape[0] if tensor.ndim else 0
     if not rows:
-        if held % ranks:
-            raise ValueError(f"all_to_all: {held} rows are not the same for {ranks} ranks")
-        rows = [held // ranks] * ranks
-    if len(rows) != ranks or sum(rows) != held:
-        raise ValueError(f"all_to_all: {list(rows)} are not {held} rows for {ranks} ranks")
-    each = tensor.nbytes // held if held else 0
-    return [count * each for count in rows]
+        if row_count % ranks:
+            raise ValueError(f"all_to_all: {row_count} rows are not the same for {ranks} ranks")
+        rows = [row_count // ranks] * ranks
+    if len(rows) != ranks or sum(rows) != row_count:
+        raise ValueError(f"all_to_all: {list(rows)} are not {row_count} rows for {ranks} ranks")
+    bytes_per_row = tensor.nbytes // row_count if row_count else 0
+    return [count * bytes_per_row for count in rows]
 
 
 def _part_addresses(tensor: Tensor, parts: Sequence[int]) -> list[int]:
     """Return the addresses of a tensor's consecutive parts, given their bytes."""
-    places, at = [], tensor.data_ptr()
+    addresses, address = [], tensor.data_ptr()
     for part in parts:
-        places.append(at)
-        at += part
-    return places
+        addresses.append(address)
+        address += part
+    return addresses

@@ -23,28 +23,32 @@ class PageAllocator:
 
     def allocate(self, size: int) -> int | None:
         """Allocate from the smallest free block that is large enough; return the offset, None without one."""
-        wanted = -(-max(size, 1) // PAGE_BYTES) * PAGE_BYTES
+        needed_bytes = -(-max(size, 1) // PAGE_BYTES) * PAGE_BYTES
         with self._lock:
-            fitting = [(held, offset) for offset, held in self._free_blocks if held >= wanted]
-            if not fitting:
+            candidates = [
+                (block_bytes, offset)
+                for offset, block_bytes in self._free_blocks
+                if block_bytes >= needed_bytes
+            ]
+            if not candidates:
                 return None
-            held, offset = min(fitting)
-            self._free_blocks.remove((offset, held))
-            if held > wanted:
-                insort(self._free_blocks, (offset + wanted, held - wanted))
-            self._allocated[offset] = wanted
-            self.high_water_bytes = max(self.high_water_bytes, offset + wanted)
+            block_bytes, offset = min(candidates)
+            self._free_blocks.remove((offset, block_bytes))
+            if block_bytes > needed_bytes:
+                insort(self._free_blocks, (offset + needed_bytes, block_bytes - needed_bytes))
+            self._allocated[offset] = needed_bytes
+            self.high_water_bytes = max(self.high_water_bytes, offset + needed_bytes)
             return offset
 
     def free(self, offset: int) -> None:
         """Free the allocation at `offset` and merge it with its free neighbours."""
         with self._lock:
             end = offset + self._allocated.pop(offset)
-            at = bisect_left(self._free_blocks, (offset, 0))
-            if at < len(self._free_blocks) and self._free_blocks[at][0] == end:
-                end += self._free_blocks.pop(at)[1]
-            if at > 0 and sum(self._free_blocks[at - 1]) == offset:
-                offset = self._free_blocks.pop(at - 1)[0]
+            index = bisect_left(self._free_blocks, (offset, 0))
+            if index < len(self._free_blocks) and self._free_blocks[index][0] == end:
+                end += self._free_blocks.pop(index)[1]
+            if index > 0 and sum(self._free_blocks[index - 1]) == offset:
+                offset = self._free_blocks.pop(index - 1)[0]
             insort(self._free_blocks, (offset, end - offset))
 
     @property

@@ -162,13 +162,13 @@ class _Send(MessageWork):
     def advance(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while not self.done:
-            seen = self._messages.read_activity_counter()
+            activity = self._messages.read_activity_counter()
             self._messages.send_queued()
             if self.error is not None:
                 raise self.error
             if self.done or time.monotonic() >= deadline:
                 return
-            self._messages.wait_for_activity(seen)
+            self._messages.wait_for_activity(activity)
 
 
 class _Receive(MessageWork):
@@ -269,33 +269,33 @@ class PointToPoint:
 
     def read_flight_records(self) -> tuple[list[CollectiveRecord], list[CollectiveRecord]]:
         """Return the messages that have ended, and those that a thread waits for, each oldest first."""
-        ended: list[CollectiveRecord] = []
-        under_way: list[CollectiveRecord] = []
-        for asked in list(self._recent):
-            entry = CollectiveRecord(asked.unix_nanoseconds, asked.number, self._describe(asked))
-            if asked.done:
-                ended.append(entry)
-            elif asked.waiting_threads:
-                under_way.append(entry)
-        return ended, under_way
+        completed: list[CollectiveRecord] = []
+        in_flight: list[CollectiveRecord] = []
+        for message in list(self._recent):
+            entry = CollectiveRecord(message.unix_nanoseconds, message.number, self._describe(message))
+            if message.done:
+                completed.append(entry)
+            elif message.waiting_threads:
+                in_flight.append(entry)
+        return completed, in_flight
 
     # ------------------------------------------------------------------ what works ask for
 
     def wait(self, work: MessageWork, seconds: float) -> None:
-        asked, for_a_while = work.record, seconds > 0
-        asked.waiting_threads, asked.unix_nanoseconds = asked.waiting_threads + 1, time.time_ns()
+        message, has_timeout = work.record, seconds > 0
+        message.waiting_threads, message.unix_nanoseconds = message.waiting_threads + 1, time.time_ns()
         try:
             seconds = seconds or self._timeout_seconds()
             work.advance_or_record_error(seconds)
             if work.done:
                 return
-            if for_a_while:
-                raise self._make_error(CollectiveStatus.IN_PROGRESS, asked, asked.peer, seconds)
-            self._arena.library.wanma_give_up(self._arena.handle, CollectiveStatus.TIMED_OUT, asked.peer)
-            work.error = self._make_error(CollectiveStatus.TIMED_OUT, asked, asked.peer, seconds)
+            if has_timeout:
+                raise self._make_error(CollectiveStatus.IN_PROGRESS, message, message.peer, seconds)
+            self._arena.library.wanma_give_up(self._arena.handle, CollectiveStatus.TIMED_OUT, message.peer)
+            work.error = self._make_error(CollectiveStatus.TIMED_OUT, message, message.peer, seconds)
             raise work.error
         finally:
-            asked.waiting_threads -= 1
+            message.waiting_threads -= 1
 
     def read_activity_counter(self) -> int:
         """Return a number that changes whenever a message is sent to this rank or received from it."""
@@ -316,7 +316,7 @@ class PointToPoint:
         """Receive into the tensor of `work`, in at most `seconds`; return True if it is complete."""
         arena, tensor = self._arena, work.tensor
         assert tensor is not None
-        cause, source = ctypes.c_int(-1), ctypes.c_int(work.record.peer)
+        faulty_rank, source = ctypes.c_int(-1), ctypes.c_int(work.record.peer)
         outcome = CollectiveStatus(
             arena.library.wanma_receive(
                 arena.handle,
@@ -325,15 +325,15 @@ class PointToPoint:
                 tensor.data_ptr(),
                 tensor.nbytes,
                 int(seconds * 1e9),
-                ctypes.byref(cause),
+                ctypes.byref(faulty_rank),
             )
         )
         if outcome is CollectiveStatus.IN_PROGRESS:
             return False
         if outcome is not CollectiveStatus.DONE:
             if outcome is CollectiveStatus.MISMATCH:
-                arena.library.wanma_give_up(arena.handle, outcome, cause.value)
-            raise self._make_error(outcome, work.record, cause.value, self._timeout_seconds())
+                arena.library.wanma_give_up(arena.handle, outcome, faulty_rank.value)
+            raise self._make_error(outcome, work.record, faulty_rank.value, self._timeout_seconds())
         work.record.peer, work.record.done = source.value, True
         return True
 
@@ -358,16 +358,16 @@ class PointToPoint:
 
     def _send_queued_to(self, peer: int) -> None:
         """Send the messages to `peer` that have room; the caller holds the lock."""
-        arena, box = self._arena, self._send_queues[peer]
-        while box.unreceived and self._is_received(peer, box.unreceived[0][0]):
-            arena.free(box.unreceived.popleft()[1])
-        while box.queued:
-            work, cause = box.queued[0], ctypes.c_int(-1)
+        arena, send_queue = self._arena, self._send_queues[peer]
+        while send_queue.unreceived and self._is_received(peer, send_queue.unreceived[0][0]):
+            arena.free(send_queue.unreceived.popleft()[1])
+        while send_queue.queued:
+            work, faulty_rank = send_queue.queued[0], ctypes.c_int(-1)
             assert work.tensor is not None
-            offset = self._allocate_message(box, peer, work.tensor.nbytes)
+            offset = self._allocate_message(send_queue, peer, work.tensor.nbytes)
             if offset is None:
                 outcome = CollectiveStatus(
-                    arena.library.wanma_usable(arena.handle, peer, ctypes.byref(cause))
+                    arena.library.wanma_usable(arena.handle, peer, ctypes.byref(faulty_rank))
                 )
                 if outcome is CollectiveStatus.DONE:
                     return
@@ -380,39 +380,41 @@ class PointToPoint:
                         work.tensor.data_ptr(),
                         work.tensor.nbytes,
                         offset,
-                        ctypes.byref(cause),
+                        ctypes.byref(faulty_rank),
                     )
                 )
                 if outcome is not CollectiveStatus.DONE:
                     arena.free(offset)
                     if outcome is CollectiveStatus.IN_PROGRESS:
                         return
-            box.queued.popleft()
+            send_queue.queued.popleft()
             self._queued_count -= 1
             if outcome is CollectiveStatus.DONE:
                 assert offset is not None
-                box.sent += 1
-                box.unreceived.append((box.sent, offset, work.tensor.nbytes))
+                send_queue.sent += 1
+                send_queue.unreceived.append((send_queue.sent, offset, work.tensor.nbytes))
                 work.record.done = True
             else:
-                work.error = self._make_error(outcome, work.record, cause.value, self._timeout_seconds())
+                work.error = self._make_error(
+                    outcome, work.record, faulty_rank.value, self._timeout_seconds()
+                )
             work.tensor = None
 
-    def _allocate_message(self, box: _SendQueue, peer: int, size: int) -> int | None:
+    def _allocate_message(self, send_queue: _SendQueue, peer: int, size: int) -> int | None:
         """Allocate `size` bytes of the heap; return None if there is no room before others are received."""
-        full = bool(box.unreceived) and box.unreceived_bytes + size > MAX_QUEUED_BYTES
+        full = bool(send_queue.unreceived) and send_queue.unreceived_bytes + size > MAX_QUEUED_BYTES
         offset = None if full else self._arena.allocate(size)
-        if offset is None and box.unreceived:
+        if offset is None and send_queue.unreceived:
             # Free messages that were received before earlier ones with other tags.
-            kept: deque[tuple[int, int, int]] = deque()
-            for number, place, held in box.unreceived:
+            unreceived: deque[tuple[int, int, int]] = deque()
+            for number, address, message_bytes in send_queue.unreceived:
                 if self._is_received(peer, number):
-                    self._arena.free(place)
+                    self._arena.free(address)
                 else:
-                    kept.append((number, place, held))
-            if len(kept) < len(box.unreceived):
-                box.unreceived = kept
-                return self._allocate_message(box, peer, size)
+                    unreceived.append((number, address, message_bytes))
+            if len(unreceived) < len(send_queue.unreceived):
+                send_queue.unreceived = unreceived
+                return self._allocate_message(send_queue, peer, size)
         return offset
 
     def _is_received(self, peer: int, number: int) -> bool:
@@ -420,13 +422,13 @@ class PointToPoint:
 
     def _send_queued_loop(self) -> None:
         while True:
-            seen = self.read_activity_counter()
+            activity = self.read_activity_counter()
             self.send_queued()
             with self._lock:
                 if not self._queued_count:
                     self._sender = None
                     return
-            self.wait_for_activity(seen)
+            self.wait_for_activity(activity)
 
     def _new_record(self, direction: str, peer: int) -> MessageRecord:
         self._number += 1

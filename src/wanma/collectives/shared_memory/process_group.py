@@ -72,7 +72,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
     ) -> None:
         super().__init__(arena.rank, arena.layout.ranks)  # type: ignore[call-arg]  # torch's other one makes no subclass
         self._arena, self._gloo, self._timeout = arena, gloo, timeout
-        self._me, self._ranks = arena.rank, arena.layout.ranks
+        self._rank, self._ranks = arena.rank, arena.layout.ranks
         self.ranks_by_host = ranks_by_host
         self._flight_recorder, self._point_to_point = (
             FlightRecorder(),
@@ -86,7 +86,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         """Collectives that may be in flight, as (number, tensors): nothing else keeps the tensors alive."""
         # Methods that are not here are the base class's, which asks the backend of a tensor's device; those
         # that are here pass what they do not do to a group beside this one.
-        self._fallback_group = dist.ProcessGroup(store, self._me, self._ranks)
+        self._fallback_group = dist.ProcessGroup(store, self._rank, self._ranks)
         for group in (self, self._fallback_group):
             group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
             group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
@@ -101,8 +101,8 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
 
         Without room in the heap it is a plain tensor, and collectives give the same result.
         """
-        found = self._arena.allocate_tensor(elements, dtype)
-        return torch.empty(elements, dtype=dtype) if found is None else found
+        tensor = self._arena.allocate_tensor(elements, dtype)
+        return torch.empty(elements, dtype=dtype) if tensor is None else tensor
 
     def allocate_shared(self, parts: Sequence[tuple[int, torch.dtype]]) -> list[tuple[Tensor, Tensor] | None]:
         """Return tensors shared by all ranks, each with one part for every rank.
@@ -117,22 +117,22 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
             For each tensor, uninitialized, the whole (ranks × part,) and this rank's part of it (part,): the
             same memory, which autograd does not track. None if there is no room.
         """
-        bytes_of = [self._ranks * elements * dtype.itemsize for elements, dtype in parts]
-        owners = assign_balanced_owners(bytes_of, self._ranks)
+        sizes = [self._ranks * elements * dtype.itemsize for elements, dtype in parts]
+        owners = assign_balanced_owners(sizes, self._ranks)
         self.barrier().wait()  # all ranks have freed their earlier tensors
-        places = torch.full((len(parts),), -1, dtype=torch.int64)
-        for index, (size, owner) in enumerate(zip(bytes_of, owners, strict=True)):
-            if owner == self._me and (offset := self._arena.allocate(size)) is not None:
-                places[index] = offset
+        offsets = torch.full((len(parts),), -1, dtype=torch.int64)
+        for index, (size, owner) in enumerate(zip(sizes, owners, strict=True)):
+            if owner == self._rank and (allocated := self._arena.allocate(size)) is not None:
+                offsets[index] = allocated
         options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        self.allreduce([places], options).wait()
-        for size, owner, place in zip(bytes_of, owners, places.tolist(), strict=True):
-            if place >= 0:
-                self._shared_tensor_bytes += size // self._ranks - (size if owner == self._me else 0)
+        self.allreduce([offsets], options).wait()
+        for size, owner, offset in zip(sizes, owners, offsets.tolist(), strict=True):
+            if offset >= 0:
+                self._shared_tensor_bytes += size // self._ranks - (size if owner == self._rank else 0)
         return [
-            None if place < 0 else self._arena.shared_views(owner, place, elements, dtype)
-            for (elements, dtype), owner, place in zip(parts, owners, places.tolist(), strict=True)
+            None if offset < 0 else self._arena.shared_views(owner, offset, elements, dtype)
+            for (elements, dtype), owner, offset in zip(parts, owners, offsets.tolist(), strict=True)
         ]
 
     @property
@@ -173,12 +173,15 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         opts = AllgatherOptions() if opts is None else opts
         if len(input_tensors) != 1 or len(output_tensors) != 1:
             return self._fallback_group.allgather(output_tensors, input_tensors, opts)
-        (outputs,), (own,) = output_tensors, input_tensors
-        alike = all(output.dtype == own.dtype and output.numel() == own.numel() for output in outputs)
-        if len(outputs) != self._ranks or not alike or not are_dense_on_cpu([own, *outputs]):
+        (outputs,), (input_tensor,) = output_tensors, input_tensors
+        are_uniform = all(
+            output.dtype == input_tensor.dtype and output.numel() == input_tensor.numel()
+            for output in outputs
+        )
+        if len(outputs) != self._ranks or not are_uniform or not are_dense_on_cpu([input_tensor, *outputs]):
             return self._fallback_group.allgather(output_tensors, input_tensors, opts)
-        call = all_gather([output.data_ptr() for output in outputs], own)
-        return self._submit("all_gather", [call], opts, (outputs, own), [outputs])
+        call = all_gather([output.data_ptr() for output in outputs], input_tensor)
+        return self._submit("all_gather", [call], opts, (outputs, input_tensor), [outputs])
 
     def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> Any:
         return self.all_gather_single_coalesced([output], [own], opts, "all_gather_single")
@@ -192,12 +195,12 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
     ) -> Any:
         """All-gather `inputs` (part, ...) into `outputs` (ranks × part, ...)."""
         opts = AllgatherOptions() if opts is None else opts
-        inputs = [own.contiguous() for own in inputs]
-        for output, own in zip(outputs, inputs, strict=True):
-            check_gathered_size("all_gather", output, own, self._ranks)
+        inputs = [part.contiguous() for part in inputs]
+        for output, part in zip(outputs, inputs, strict=True):
+            check_gathered_size("all_gather", output, part, self._ranks)
         calls = [
-            all_gather([output.data_ptr() + rank * own.nbytes for rank in range(self._ranks)], own)
-            for output, own in zip(outputs, inputs, strict=True)
+            all_gather([output.data_ptr() + rank * part.nbytes for rank in range(self._ranks)], part)
+            for output, part in zip(outputs, inputs, strict=True)
         ]
         return self._submit(name, calls, opts, (outputs, inputs), outputs)
 
@@ -208,11 +211,13 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         if len(output_tensors) != 1 or len(input_tensors) != 1:
             return self._fallback_group.reduce_scatter(output_tensors, input_tensors, opts)
         (output,), (inputs,) = output_tensors, input_tensors
-        alike = all(one.dtype == output.dtype and one.numel() == output.numel() for one in inputs)
+        are_uniform = all(
+            tensor.dtype == output.dtype and tensor.numel() == output.numel() for tensor in inputs
+        )
         operation = select_reduce_operation(opts, [output, *inputs])
-        if operation is None or not alike or len(inputs) != self._ranks:
+        if operation is None or not are_uniform or len(inputs) != self._ranks:
             return self._fallback_group.reduce_scatter(output_tensors, input_tensors, opts)
-        call = reduce_scatter(output, [one.data_ptr() for one in inputs], None, operation)
+        call = reduce_scatter(output, [tensor.data_ptr() for tensor in inputs], None, operation)
         return self._submit("reduce_scatter", [call], opts, (output, inputs), [output])
 
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> Any:
@@ -227,15 +232,15 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
     ) -> Any:
         """Write the sums of the ranks' slices of `inputs` (ranks × part, ...) to `outputs` (part, ...)."""
         opts = ReduceScatterOptions() if opts is None else opts
-        inputs = [whole.contiguous() for whole in inputs]
+        inputs = [tensor.contiguous() for tensor in inputs]
         operation = select_reduce_operation(opts, [*outputs, *inputs])
         if operation is None:
             raise ValueError(f"reduce_scatter takes contiguous CPU tensors of numbers, not {inputs[0].dtype}")
         calls = []
-        for output, whole in zip(outputs, inputs, strict=True):
-            check_gathered_size("reduce_scatter", whole, output, self._ranks)
-            slices = [whole.data_ptr() + rank * output.nbytes for rank in range(self._ranks)]
-            calls.append(reduce_scatter(output, slices, whole.data_ptr(), operation))
+        for output, tensor in zip(outputs, inputs, strict=True):
+            check_gathered_size("reduce_scatter", tensor, output, self._ranks)
+            slices = [tensor.data_ptr() + rank * output.nbytes for rank in range(self._ranks)]
+            calls.append(reduce_scatter(output, slices, tensor.data_ptr(), operation))
         return self._submit(name, calls, opts, (outputs, inputs), outputs)
 
     def all_to_all_single(
@@ -279,17 +284,19 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
 
     def describe_message(self, direction: str, number: int, peer: int) -> str:
         """Describe a message: 'recv #3 from rank 1 of group pp'."""
-        whom = "any rank" if peer == ANY_SOURCE else f"rank {self._global_ranks()[peer]}"
+        peer_text = "any rank" if peer == ANY_SOURCE else f"rank {self._global_ranks()[peer]}"
         preposition = "to" if direction == "send" else "from"
-        return f"{direction} #{number} {preposition} {whom} of group {self._display_name()}"
+        return f"{direction} #{number} {preposition} {peer_text} of group {self._display_name()}"
 
     def make_error(
         self, status: CollectiveStatus, message: str, faulty_rank: int, seconds: float
     ) -> SharedMemoryError:
         """Return the error of a failed message."""
-        named = self._global_ranks()
-        guilty = named[faulty_rank] if 0 <= faulty_rank < self._ranks else None
-        return SharedMemoryError(failure_text(status, message, guilty, [], named[self._me], seconds))
+        global_ranks = self._global_ranks()
+        failed_rank = global_ranks[faulty_rank] if 0 <= faulty_rank < self._ranks else None
+        return SharedMemoryError(
+            failure_text(status, message, failed_rank, [], global_ranks[self._rank], seconds)
+        )
 
     # Torch's earlier names of these methods.
     _allgather_base = all_gather_single  # type: ignore[assignment]  # names of arguments
@@ -318,12 +325,12 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
 
     def read_flight_records(self) -> tuple[list[CollectiveRecord], list[CollectiveRecord]]:
         """Return the collectives and messages that have ended, and those in flight; each oldest first."""
-        collectives = self._flight_recorder.partition(self._arena.library.wanma_done(self._arena.handle))
-        ended, under_way = (
-            sorted([*ours, *messages], key=attrgetter("enqueued_unix_nanoseconds"))
-            for ours, messages in zip(collectives, self._point_to_point.read_flight_records(), strict=True)
+        records = self._flight_recorder.partition(self._arena.library.wanma_done(self._arena.handle))
+        completed, in_flight = (
+            sorted([*collectives, *messages], key=attrgetter("enqueued_unix_nanoseconds"))
+            for collectives, messages in zip(records, self._point_to_point.read_flight_records(), strict=True)
         )
-        return ended, under_way
+        return completed, in_flight
 
     # ------------------------------------------------------------------ one collective
 
@@ -361,8 +368,8 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
             self._release_completed()
             if outcome is CollectiveStatus.DONE:
                 return
-            waited = nanoseconds / 1e9 if outcome is CollectiveStatus.IN_PROGRESS else seconds
-            raise self._make_collective_error(outcome, name, number, waited)
+            waited_seconds = nanoseconds / 1e9 if outcome is CollectiveStatus.IN_PROGRESS else seconds
+            raise self._make_collective_error(outcome, name, number, waited_seconds)
 
         return wait
 
@@ -371,17 +378,19 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
     ) -> SharedMemoryError:
         arena = self._arena
         missing = (ctypes.c_uint8 * self._ranks)()
-        cause = arena.library.wanma_cause(arena.handle, missing)
-        named = self._global_ranks()
-        late = [named[rank] for rank in range(self._ranks) if missing[rank]]
-        what = f"{name} #{number} of group {self._display_name()}"
-        blamed = named[cause] if 0 <= cause < self._ranks else None
-        return SharedMemoryError(failure_text(status, what, blamed, late, named[self._me], seconds))
+        failed_index = arena.library.wanma_cause(arena.handle, missing)
+        global_ranks = self._global_ranks()
+        missing_ranks = [global_ranks[rank] for rank in range(self._ranks) if missing[rank]]
+        description = f"{name} #{number} of group {self._display_name()}"
+        failed_rank = global_ranks[failed_index] if 0 <= failed_index < self._ranks else None
+        return SharedMemoryError(
+            failure_text(status, description, failed_rank, missing_ranks, global_ranks[self._rank], seconds)
+        )
 
     def _release_completed(self) -> None:
-        done = self._arena.library.wanma_done(self._arena.handle)
+        completed_number = self._arena.library.wanma_done(self._arena.handle)
         with self._lock:
-            while self._in_flight and self._in_flight[0][0] <= done:
+            while self._in_flight and self._in_flight[0][0] <= completed_number:
                 self._in_flight.popleft()
 
     def _global_ranks(self) -> list[int]:
@@ -396,5 +405,5 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
             return list(range(self._ranks))
 
     def _display_name(self) -> str:
-        described: str = self.group_desc
-        return self.group_name if described in ("", "undefined") else described
+        description: str = self.group_desc
+        return self.group_name if description in ("", "undefined") else description

@@ -61,17 +61,17 @@ class CommunicationTimer:
 
     def begin_transfer(self, kind: ParallelismKind, now: float) -> None:
         """Note that communication of a kind starts, beside the rank's own work."""
-        count, since = self._active.get(kind, (0, now))
-        self._active[kind] = count + 1, since
+        count, start = self._active.get(kind, (0, now))
+        self._active[kind] = count + 1, start
 
     def end_transfer(self, kind: ParallelismKind, now: float) -> None:
         """Note that communication of a kind ends; called once for each `begin_transfer`."""
-        count, since = self._active[kind]
+        count, start = self._active[kind]
         if count > 1:
-            self._active[kind] = count - 1, since
+            self._active[kind] = count - 1, start
             return
         del self._active[kind]
-        self._total[kind] = self._total.get(kind, 0.0) + now - since
+        self._total[kind] = self._total.get(kind, 0.0) + now - start
 
     def add_exposed(self, kind: ParallelismKind, seconds: float) -> None:
         """Add exposed time of communication that has its own `begin_transfer` and `end_transfer`."""
@@ -102,12 +102,12 @@ class CommunicationTimer:
     def take_totals(self) -> CommunicationTime:
         """Return the seconds since the last call; communication in flight counts up to now and goes on."""
         now = time.perf_counter()
-        for kind, (count, since) in self._active.items():
-            self._total[kind] = self._total.get(kind, 0.0) + now - since
+        for kind, (count, start) in self._active.items():
+            self._total[kind] = self._total.get(kind, 0.0) + now - start
             self._active[kind] = count, now
-        taken = CommunicationTime(self._exposed, self._total)
+        totals = CommunicationTime(self._exposed, self._total)
         self._exposed, self._total = {}, {}
-        return taken
+        return totals
 
 
 _current: ContextVar[CommunicationTimer | None] = ContextVar("communication_timer", default=None)
@@ -145,12 +145,12 @@ class AsyncTransfer:
 
     def wait(self, wait: Callable[[], object]) -> None:
         """Call `wait`, once, and add its time."""
-        began = time.perf_counter()
+        start = time.perf_counter()
         wait()
         if self._communication_timer is not None:
-            ended = time.perf_counter()
-            self._communication_timer.end_transfer(self._kind, ended)
-            self._communication_timer.add_exposed(self._kind, ended - began)
+            end = time.perf_counter()
+            self._communication_timer.end_transfer(self._kind, end)
+            self._communication_timer.add_exposed(self._kind, end - start)
 
 
 class BlockingTransfer:
@@ -162,21 +162,21 @@ class BlockingTransfer:
         communication_timer: timer that gets the time; None: the wait is not timed.
     """
 
-    __slots__ = ("_began", "_communication_timer", "_kind")
+    __slots__ = ("_communication_timer", "_kind", "_start")
 
     def __init__(self, communication_timer: CommunicationTimer | None, kind: ParallelismKind) -> None:
         self._communication_timer, self._kind = communication_timer, kind
-        self._began = 0.0
+        self._start = 0.0
 
     def __enter__(self) -> None:
         if self._communication_timer is not None:
-            self._began = time.perf_counter()
-            self._communication_timer.begin_transfer(self._kind, self._began)
+            self._start = time.perf_counter()
+            self._communication_timer.begin_transfer(self._kind, self._start)
             self._communication_timer.blocking_depth += 1
 
     def __exit__(self, *_: object) -> None:
         if self._communication_timer is not None:
-            ended = time.perf_counter()
+            end = time.perf_counter()
             self._communication_timer.blocking_depth -= 1
-            self._communication_timer.end_transfer(self._kind, ended)
-            self._communication_timer.add_exposed(self._kind, ended - self._began)
+            self._communication_timer.end_transfer(self._kind, end)
+            self._communication_timer.add_exposed(self._kind, end - self._start)

@@ -27,8 +27,8 @@ class FunctionalWaitTime:
 
 def get_functional_wait_time() -> FunctionalWaitTime:
     """Return the wait time of this process, a single object."""
-    found, _ = _install_timer()
-    return found
+    wait_time, _ = _install_timer()
+    return wait_time
 
 
 @cache
@@ -40,18 +40,18 @@ def _install_timer() -> tuple[FunctionalWaitTime, Library]:
     torch has one kernel of it for all devices. The replacement calls that kernel under the dispatch key of
     another device, or the call would come back here.
     """
-    found, library = FunctionalWaitTime(), Library("_c10d_functional", "IMPL")
+    wait_time, library = FunctionalWaitTime(), Library("_c10d_functional", "IMPL")
     operator = torch.ops._c10d_functional.wait_tensor.default
-    elsewhere = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
+    backend_keys = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
 
     def wait(tensor: Tensor) -> Tensor:
-        told, began = is_timed(), time.perf_counter()
+        is_counted, start = is_timed(), time.perf_counter()
         try:
-            waited: Tensor = operator.redispatch(elsewhere, tensor)
+            result: Tensor = operator.redispatch(backend_keys, tensor)
         finally:
-            if not told:  # the caller counts it
-                found.seconds += time.perf_counter() - began
-        return waited
+            if not is_counted:  # the caller counts it
+                wait_time.seconds += time.perf_counter() - start
+        return result
 
     library.impl("wait_tensor", wait, "CPU")
-    return found, library
+    return wait_time, library

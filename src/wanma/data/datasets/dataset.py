@@ -53,16 +53,16 @@ class BatchedDataset(ABC):
 
         Empty `sample_indices` give one padding row, see `Batch`.
         """
-        where = np.asarray(sample_indices, dtype=np.int64)
-        return self._train_batch(where) if len(where) else self._padding_batch()
+        index_array = np.asarray(sample_indices, dtype=np.int64)
+        return self._train_batch(index_array) if len(index_array) else self._padding_batch()
 
     def validation_batch(self, indices: Sequence[int] | NDArray[Any]) -> Batch:
         """Return the validation samples with these indices in [0, validation_samples), in shuffled order."""
-        where = np.asarray(indices, dtype=np.int64)
-        if not len(where):
+        index_array = np.asarray(indices, dtype=np.int64)
+        if not len(index_array):
             return self._padding_batch()
-        rows = permute_indices(where, self.validation_samples, self.seed, "validation")
-        return self._validation_batch(where, rows)
+        rows = permute_indices(index_array, self.validation_samples, self.seed, "validation")
+        return self._validation_batch(index_array, rows)
 
     def sample_name(self, sample_index: int) -> str:
         """Describe the training sample with this index in words by which its owner can find it."""
@@ -107,19 +107,19 @@ def make_batch(
 ) -> Batch:
     """Return a batch of real rows."""
     real = torch.ones(len(sample_indices), dtype=torch.bool)
-    numbered = torch.from_numpy(sample_indices.copy())
-    return Batch(inputs, targets, numbered, real, keywords or {}, class_range=class_range(targets))
+    index_tensor = torch.from_numpy(sample_indices.copy())
+    return Batch(inputs, targets, index_tensor, real, keywords or {}, class_range=class_range(targets))
 
 
 def class_range(targets: Tensor) -> tuple[int, int] | None:
     """Return minimum and maximum of integer targets other than `IGNORE_INDEX`; None if there are none."""
     if targets.dtype not in _INTEGERS or targets.numel() == 0:
         return None
-    least, largest = (int(value) for value in torch.aminmax(targets))
-    if least >= 0:
-        return least, largest
-    kept = targets[targets != IGNORE_INDEX]
-    return (int(kept.min()), int(kept.max())) if len(kept) else None
+    minimum, maximum = (int(value) for value in torch.aminmax(targets))
+    if minimum >= 0:
+        return minimum, maximum
+    targets_used = targets[targets != IGNORE_INDEX]
+    return (int(targets_used.min()), int(targets_used.max())) if len(targets_used) else None
 
 
 def mask_targets(targets: Tensor) -> Tensor:

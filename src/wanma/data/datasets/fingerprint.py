@@ -34,10 +34,10 @@ def dataset_fingerprint(dataset: Any, read: ReadItem) -> str:
     size = len(dataset)
     with _preserve_generators():
         try:
-            shown = _describe_items(dataset, size, read)
+            descriptions = _describe_items(dataset, size, read)
         except WanmaError:
-            shown = []
-    return hash_texts(str(size), *shown)
+            descriptions = []
+    return hash_texts(str(size), *descriptions)
 
 
 def _describe_items(dataset: Any, size: int, read: ReadItem) -> list[str]:
@@ -61,8 +61,10 @@ def describe_tensor(tensor: Tensor) -> str:
         return _describe_type(tensor)
     flat = tensor.detach().reshape(-1)
     if len(flat) > _SAMPLED_ELEMENTS:
-        places = torch.linspace(0, len(flat) - 1, _SAMPLED_ELEMENTS, dtype=torch.float64, device=flat.device)
-        flat = flat[places.long()]
+        sampled_positions = torch.linspace(
+            0, len(flat) - 1, _SAMPLED_ELEMENTS, dtype=torch.float64, device=flat.device
+        )
+        flat = flat[sampled_positions.long()]
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     values = flat.to("cpu", torch.bfloat16).float().tolist() if flat.is_floating_point() else flat.tolist()
@@ -80,9 +82,9 @@ def _describe_value(value: Any) -> str:
         if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8:
             return _describe_type(value)
         flat = value.reshape(-1)
-        chosen = flat[np.linspace(0, len(flat) - 1, min(len(flat), _SAMPLED_ELEMENTS)).astype(np.int64)]
-        shown = chosen.astype(np.float64) if value.dtype.kind == "f" else chosen.astype(np.int64)
-        return f"{_describe_type(value)} {describe_tensor(torch.from_numpy(shown))}"
+        sampled = flat[np.linspace(0, len(flat) - 1, min(len(flat), _SAMPLED_ELEMENTS)).astype(np.int64)]
+        numbers = sampled.astype(np.float64) if value.dtype.kind == "f" else sampled.astype(np.int64)
+        return f"{_describe_type(value)} {describe_tensor(torch.from_numpy(numbers))}"
     if isinstance(value, Tensor):
         return describe_tensor(value)
     if isinstance(value, float):
@@ -108,10 +110,10 @@ def _describe_item(item: Any, leaf: Callable[[Any], str], depth: int = 0) -> str
 @contextmanager
 def _preserve_generators() -> Iterator[None]:
     """Restore the generators of torch, numpy and `random` after the block, whatever a dataset draws in it."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:
             yield
         finally:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)

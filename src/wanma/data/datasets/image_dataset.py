@@ -47,8 +47,8 @@ class ImageDataset(BatchedDataset):
         channels, height, width = train.images.shape[1:]
         self.image_shape = (channels, height, width)
         self.classes = int(max(train.labels.max(), test.labels.max() if len(test.labels) else 0)) + 1
-        known = digests.tobytes() + train.labels.tobytes() + test.labels.tobytes()
-        self.fingerprint = hashlib.sha256(known).hexdigest()
+        content = digests.tobytes() + train.labels.tobytes() + test.labels.tobytes()
+        self.fingerprint = hashlib.sha256(content).hexdigest()
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -82,17 +82,17 @@ def _split_by_content(
     images: LabelledImages, digests: NDArray[np.uint64], fraction: float
 ) -> tuple[LabelledImages, LabelledImages]:
     """Split images by content, so that equal ones are on the same side; at least one image on each."""
-    chosen = digests < np.uint64(int(fraction * 2.0**64))
-    if fraction and not chosen.any():
-        chosen = digests == digests.min()
-    if chosen.all():
+    is_test = digests < np.uint64(int(fraction * 2.0**64))
+    if fraction and not is_test.any():
+        is_test = digests == digests.min()
+    if is_test.all():
         raise JobError(
             f"data.images: {len(digests)} images are too few for a validation split",
             "add images, or set data.validation_fraction=0",
         )
     return (
-        LabelledImages(images.images[~chosen], images.labels[~chosen]),
-        LabelledImages(images.images[chosen], images.labels[chosen]),
+        LabelledImages(images.images[~is_test], images.labels[~is_test]),
+        LabelledImages(images.images[is_test], images.labels[is_test]),
     )
 
 

@@ -74,14 +74,14 @@ def find_image_files(path: str, key: str = "data.images") -> ImageFiles:
     Raises:
         JobError: nothing is there, or the format is unknown.
     """
-    place = Path(path).expanduser()
-    if not place.exists():
+    location = Path(path).expanduser()
+    if not location.exists():
         raise JobError(f"{key}: '{path}' does not exist", "paths are relative to where wanma is started")
-    if place.suffix == ".npz":
-        return _find_npz(place, key)
-    names = [place] if place.is_file() else _list_files(place, key)
+    if location.suffix == ".npz":
+        return _find_npz(location, key)
+    names = [location] if location.is_file() else _list_files(location, key)
     files = (
-        _find_cifar(names) or _find_cifar(_list_files(place / _CIFAR_FOLDER, key)) or _find_idx(names, key)
+        _find_cifar(names) or _find_cifar(_list_files(location / _CIFAR_FOLDER, key)) or _find_idx(names, key)
     )
     if files:
         train, test = files
@@ -117,11 +117,11 @@ def _find_idx(names: Sequence[Path], key: str) -> tuple[tuple[Path, ...], tuple[
     images = [name for name in names if "images" in name.name and "idx3" in name.name]
     test = [name for name in images if "t10k" in name.name or "test" in name.name]
     train = [name for name in images if name not in test]
-    for found in (train, test):
-        if len(found) > 1:
+    for image_files in (train, test):
+        if len(image_files) > 1:
             raise JobError(
                 f"{key}: the folder contains more than one data set: "
-                f"{', '.join(name.name for name in found)}",
+                f"{', '.join(name.name for name in image_files)}",
                 "keep one data set per folder, or give the path of the image file",
             )
     if not images:
@@ -161,16 +161,16 @@ def _read(files: tuple[str | Path, ...], key: str) -> LabelledImages:
     first = Path(files[0])
     try:
         if isinstance(files[-1], str):
-            found = _read_npz(first, str(files[1]), files[-1])
+            labelled_images = _read_npz(first, str(files[1]), files[-1])
         elif "idx" in first.name:
-            found = _read_idx(first, Path(files[1]))
+            labelled_images = _read_idx(first, Path(files[1]))
         else:
-            found = _read_cifar([Path(name) for name in files])
-        if not len(found.labels):
+            labelled_images = _read_cifar([Path(name) for name in files])
+        if not len(labelled_images.labels):
             raise ValueError("it contains no image")
     except (OSError, ValueError, EOFError, KeyError, zlib.error, zipfile.BadZipFile) as error:
         raise _unreadable_file(first, key, error) from error
-    return found
+    return labelled_images
 
 
 def _read_idx(images: Path, labels: Path) -> LabelledImages:

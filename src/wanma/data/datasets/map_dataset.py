@@ -80,13 +80,13 @@ class UserDataset(BatchedDataset):
         if validation is not None:
             self.train_samples, self.validation_samples = size, _length(validation)
         else:
-            kept = max(round(size * validation_fraction), 1) if validation_fraction else 0
-            if kept >= size:
+            validation_size = max(round(size * validation_fraction), 1) if validation_fraction else 0
+            if validation_size >= size:
                 raise JobError(
                     f"data: a dataset of {size} samples is too small for a validation split",
                     "add samples, or set data.validation_fraction=0",
                 )
-            self.train_samples, self.validation_samples = size - kept, kept
+            self.train_samples, self.validation_samples = size - validation_size, validation_size
 
     @cached_property
     def fingerprint(self) -> str:  # type: ignore[override]  # it reads samples, and not every use wants it
@@ -135,7 +135,7 @@ class UserDataset(BatchedDataset):
         """Join items, read from `rows` of the dataset of that name, into a batch."""
         samples = [_to_sample(item, name) for item in items]
         try:
-            joined = [
+            columns = [
                 (
                     tuple(_convert_list(value) for value in sample.inputs),
                     _convert_lists(sample.target),
@@ -143,28 +143,32 @@ class UserDataset(BatchedDataset):
                 )
                 for sample in samples
             ]
-            inputs, target, keywords = default_collate(joined)
+            inputs, target, keywords = default_collate(columns)
         except (TypeError, RuntimeError, ValueError, KeyError) as error:
             raise WanmaError(
                 f"data: samples {_format_rows(rows)} of {name} cannot be joined into a batch"
                 f"{_describe_shape_mismatch(samples, rows)}: {error}",
                 "pad or crop the samples in __getitem__: all need the same shapes and keys",
             ) from error
-        named = dict(target) if isinstance(target, Mapping) else None
-        if named is not None and not named:
+        named_targets = dict(target) if isinstance(target, Mapping) else None
+        if named_targets is not None and not named_targets:
             raise WanmaError(f"data: {name} returns an empty dict as the target (sample {rows[0]})")
-        targets = {"the target": target} if named is None else {f"target {k}": v for k, v in named.items()}
-        given = {**targets, **{f"input {n}": value for n, value in enumerate(inputs)}, **keywords}
-        for what, value in given.items():
+        targets = (
+            {"the target": target}
+            if named_targets is None
+            else {f"target {k}": v for k, v in named_targets.items()}
+        )
+        values_by_label = {**targets, **{f"input {n}": value for n, value in enumerate(inputs)}, **keywords}
+        for label, value in values_by_label.items():
             if not isinstance(value, Tensor):
                 raise WanmaError(
-                    f"data: {name} returns {what} that cannot be converted to a tensor (sample {rows[0]})",
+                    f"data: {name} returns {label} that cannot be converted to a tensor (sample {rows[0]})",
                     "return tensors, arrays, numbers or lists of numbers",
                 )
-        first = target if named is None else next(iter(named.values()))
+        first = target if named_targets is None else next(iter(named_targets.values()))
         batch = make_batch(tuple(inputs), first, sample_indices, dict(keywords))
-        batch = replace(batch, target_key=_target_key(items[0]), named_targets=named)
-        if named is not None:
+        batch = replace(batch, target_key=_target_key(items[0]), named_targets=named_targets)
+        if named_targets is not None:
             return replace(batch, class_range=None)
         if self.read_labels is not None and batch.target_key in _LABEL_KEYS:
             return self.read_labels(batch)
@@ -268,9 +272,9 @@ def _to_sample(item: Any, name: str) -> Sample:
                 f"name the target one of {', '.join(_TARGET_KEYS)}; other keys are passed to the model as "
                 "keyword arguments",
             )
-        given = next((key for key in _INPUT_KEYS if key in item), None)
-        inputs = () if given is None else item[given]
-        keywords = {key: value for key, value in item.items() if key not in (target, given)}
+        input_key = next((key for key in _INPUT_KEYS if key in item), None)
+        inputs = () if input_key is None else item[input_key]
+        keywords = {key: value for key, value in item.items() if key not in (target, input_key)}
         return Sample(inputs if isinstance(inputs, tuple) else (inputs,), item[target], keywords)
     if isinstance(item, tuple | list) and len(item) >= 2:
         return Sample(tuple(item[:-1]), item[-1])
@@ -300,17 +304,21 @@ def _describe_shape_mismatch(samples: list[Sample], rows: IndexArray) -> str:
         ]
     except ValueError:  # a ragged list has none
         return ""
-    usual = max(shapes, key=shapes.count)
-    odd = next((index for index, shape in enumerate(shapes) if shape != usual), None)
+    usual_shape = max(shapes, key=shapes.count)
+    odd = next((index for index, shape in enumerate(shapes) if shape != usual_shape), None)
     if odd is None:
         return ""
-    mine, others = (
-        [shape for shape, other in zip(one, two, strict=False) if shape != other]
-        for one, two in ((shapes[odd], usual), (usual, shapes[odd]))
+    odd_shapes, usual_shapes = (
+        [
+            shape
+            for shape, reference in zip(sample_shapes, reference_shapes, strict=False)
+            if shape != reference
+        ]
+        for sample_shapes, reference_shapes in ((shapes[odd], usual_shape), (usual_shape, shapes[odd]))
     )
-    if not mine:
+    if not odd_shapes:
         return ""
-    return f" (sample {rows[odd]} has shape {mine[0]}, most others {others[0]})"
+    return f" (sample {rows[odd]} has shape {odd_shapes[0]}, most others {usual_shapes[0]})"
 
 
 def _convert_lists(target: Any) -> Any:
@@ -321,5 +329,5 @@ def _convert_lists(target: Any) -> Any:
 
 
 def _format_rows(rows: IndexArray) -> str:
-    shown = ", ".join(str(row) for row in np.asarray(rows)[:5])
-    return shown + (", ..." if len(rows) > 5 else "")
+    rows_text = ", ".join(str(row) for row in np.asarray(rows)[:5])
+    return rows_text + (", ..." if len(rows) > 5 else "")

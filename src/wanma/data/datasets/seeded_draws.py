@@ -45,24 +45,24 @@ class SeededDraws:
         It is called again if another batch may have disturbed its first call.
         """
         if not self._acquire():
-            before = _generator_states()
+            saved_states = _generator_states()
             try:
-                with _torch_generator() as of_torch:
-                    value = read_batch(lambda number: self._seed_torch(of_torch, number))
+                with _torch_generator() as generator:
+                    value = read_batch(lambda number: self._seed_torch(generator, number))
             finally:
-                is_same = _equal_generator_states(before, _generator_states())
+                is_same = _equal_generator_states(saved_states, _generator_states())
                 self._release(needs_exclusive_access=not is_same)
             if is_same:
                 return value
             self._acquire()
-        before, drew = _generator_states(), True
+        saved_states, uses_global_generators = _generator_states(), True
         try:
-            with _torch_generator() as of_torch:
-                value, drew = self._read_exclusively(read_batch, of_torch)
+            with _torch_generator() as generator:
+                value, uses_global_generators = self._read_exclusively(read_batch, generator)
         finally:
-            _restore_generator_states(before)
+            _restore_generator_states(saved_states)
             self._is_probed, self._is_exclusive = True, False
-            self._release(needs_exclusive_access=drew, readers=0)
+            self._release(needs_exclusive_access=uses_global_generators, readers=0)
         return value
 
     def _acquire(self) -> bool:
@@ -83,28 +83,32 @@ class SeededDraws:
             self._condition.notify_all()
 
     def _read_exclusively(
-        self, read_batch: Callable[[SeedGenerators], Value], of_torch: torch.Generator
+        self, read_batch: Callable[[SeedGenerators], Value], generator: torch.Generator
     ) -> tuple[Value, bool]:
         """Read the batch; return it, and True if batches must be read one at a time."""
-        fresh: list[Any] = []
-        drew = self._needs_exclusive_access
+        seeded_states: list[Any] = []
+        uses_global_generators = self._needs_exclusive_access
 
         def seed(number: int) -> None:
-            nonlocal drew
-            drew = drew or (bool(fresh) and not _equal_generator_states(fresh[-1], _generator_states()))
-            words = self._seed_torch(of_torch, number)
+            nonlocal uses_global_generators
+            uses_global_generators = uses_global_generators or (
+                bool(seeded_states) and not _equal_generator_states(seeded_states[-1], _generator_states())
+            )
+            words = self._seed_torch(generator, number)
             np.random.seed(words[2])
             random.seed(words[3])
-            if not drew:
-                fresh.append(_generator_states())
+            if not uses_global_generators:
+                seeded_states.append(_generator_states())
 
         value = read_batch(seed)
-        return value, drew or (bool(fresh) and not _equal_generator_states(fresh[-1], _generator_states()))
+        return value, uses_global_generators or (
+            bool(seeded_states) and not _equal_generator_states(seeded_states[-1], _generator_states())
+        )
 
-    def _seed_torch(self, of_torch: torch.Generator, sample_index: int) -> list[int]:
+    def _seed_torch(self, generator: torch.Generator, sample_index: int) -> list[int]:
         """Seed torch's generator; return four words of 32 bits for the sample."""
-        keys = [_mix(_mix(self._seed) + 2 * sample_index + place) for place in (0, 1)]
-        of_torch.manual_seed(keys[0] >> 1)
+        keys = [_mix(_mix(self._seed) + 2 * sample_index + offset) for offset in (0, 1)]
+        generator.manual_seed(keys[0] >> 1)
         return [keys[0] >> 32, keys[0] & _WORD, keys[1] >> 32, keys[1] & _WORD]
 
 
@@ -118,10 +122,10 @@ class _GeneratorMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _LIKE_FUNCTIONS:
-            (like, *more), draw = args, _LIKE_FUNCTIONS[func]
-            given = {"dtype": like.dtype, "device": like.device, **kwargs}
-            given.pop("memory_format", None)
-            return draw(*more, like.shape, generator=self._generator, **given)
+            (tensor, *rest), draw = args, _LIKE_FUNCTIONS[func]
+            options = {"dtype": tensor.dtype, "device": tensor.device, **kwargs}
+            options.pop("memory_format", None)
+            return draw(*rest, tensor.shape, generator=self._generator, **options)
         if func in _DRAWING_FUNCTIONS and kwargs.get("generator") is None:
             kwargs = {**kwargs, "generator": self._generator}
         return func(*args, **kwargs)
@@ -183,6 +187,6 @@ def _restore_generator_states(state: tuple[Any, Any]) -> None:
 
 
 def _equal_generator_states(first: tuple[Any, Any], second: tuple[Any, Any]) -> bool:
-    (_, *numpy_one), (_, *numpy_other) = first[0], second[0]
-    same = all(np.array_equal(a, b) for a, b in zip(numpy_one, numpy_other, strict=True))
-    return same and bool(first[1] == second[1])
+    (_, *numpy_first), (_, *numpy_second) = first[0], second[0]
+    is_numpy_equal = all(np.array_equal(a, b) for a, b in zip(numpy_first, numpy_second, strict=True))
+    return is_numpy_equal and bool(first[1] == second[1])

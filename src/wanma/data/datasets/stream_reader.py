@@ -70,25 +70,25 @@ def read_first_samples(dataset: Any, count: int, draws: SeededDraws) -> list[Any
     """
 
     def read(seed: SeedGenerators) -> list[Any]:
-        found: list[Any] = []
+        samples: list[Any] = []
         iterator = _new_iterator(dataset, 0)
         for number in range(count):
             seed(number)
-            found += islice(iterator, 1)
-        return found
+            samples += islice(iterator, 1)
+        return samples
 
     name = type(dataset).__name__
     try:
-        found = draws.read(read)
+        samples = draws.read(read)
     except WanmaError:
         raise
     except Exception as error:  # whatever the user's code raises
         raise WanmaError(
             f"data: the first samples of {name} failed: {type(error).__name__}: {error}"
         ) from error
-    if not found:
+    if not samples:
         raise JobError(f"data: {name} yields no samples")
-    return found
+    return samples
 
 
 @dataclass(frozen=True)
@@ -155,8 +155,8 @@ class StreamReader:
     def state_at(self, position: int) -> dict[str, Any]:
         """Return the newest state at or before `position`, as JSON; empty: the beginning."""
         with self._lock:
-            known = [state for state in self._states.values() if state.position <= position]
-        newest = known[-1] if known else self._start
+            earlier_states = [state for state in self._states.values() if state.position <= position]
+        newest = earlier_states[-1] if earlier_states else self._start
         return {} if newest.state is None else {**vars(newest)}
 
     def restore_state(self, values: dict[str, Any]) -> None:
@@ -176,8 +176,10 @@ class StreamReader:
         first, second = (
             read_first_samples(self._dataset, _FINGERPRINT_SAMPLES, self._draws) for _ in range(2)
         )
-        one, other = (dataset_fingerprint(part, lambda rows, row: rows[row]) for part in (first, second))
-        if one != other:
+        first_hash, second_hash = (
+            dataset_fingerprint(part, lambda rows, row: rows[row]) for part in (first, second)
+        )
+        if first_hash != second_hash:
             raise JobError(
                 f"data: {self.name} yields different samples in each iteration; all ranks, and a resumed "
                 "run, need the same ones",
@@ -186,7 +188,7 @@ class StreamReader:
         self._first_sample = first[:1]
         self._has_states = self._can_resume_from_state(first)
         self._start_iteration(self._start)
-        return one
+        return first_hash
 
     # ---------------------------------------------------------------- inside
 
@@ -206,8 +208,8 @@ class StreamReader:
             self._cache.move_to_end(sample_index)
             return self._cache[sample_index]
         if sample_index < self._position:
-            known = [s for s in (self._start, *self._states.values()) if s.position <= sample_index]
-            self._start_iteration(known[-1] if known else _State(0, 0, None))
+            earlier_states = [s for s in (self._start, *self._states.values()) if s.position <= sample_index]
+            self._start_iteration(earlier_states[-1] if earlier_states else _State(0, 0, None))
         self._read_to(sample_index, seed)
         item = self._cache[sample_index] = self._read_next(seed)
         self._first_sample = [item] if sample_index == 0 else self._first_sample
@@ -271,31 +273,32 @@ class StreamReader:
 
         def read(seed: SeedGenerators) -> list[Any]:
             seed(0)
-            whole = copy.deepcopy(self._dataset)
-            iterator = _new_iterator(whole, 0)
+            original = copy.deepcopy(self._dataset)
+            iterator = _new_iterator(original, 0)
             for number in range(half):
                 seed(number)
                 next(iterator)
-            state = json.loads(json.dumps(whole.state_dict()))
-            if state != whole.state_dict():
+            state = json.loads(json.dumps(original.state_dict()))
+            if state != original.state_dict():
                 return []
-            again = copy.deepcopy(self._dataset)
-            again.load_state_dict(state)
-            found: list[Any] = []
-            iterator = _new_iterator(again, 0)
+            resumed = copy.deepcopy(self._dataset)
+            resumed.load_state_dict(state)
+            samples: list[Any] = []
+            iterator = _new_iterator(resumed, 0)
             for number in range(half, len(first_samples)):
                 seed(number)
-                found += islice(iterator, 1)
-            return found
+                samples += islice(iterator, 1)
+            return samples
 
         try:
-            rest = self._draws.read(read)
+            resumed_samples = self._draws.read(read)
         except Exception:  # whatever the user's code raises: its states are not used
             return False
-        one, other = (
-            dataset_fingerprint(part, lambda rows, row: rows[row]) for part in (first_samples[half:], rest)
+        expected_hash, resumed_hash = (
+            dataset_fingerprint(part, lambda rows, row: rows[row])
+            for part in (first_samples[half:], resumed_samples)
         )
-        return bool(rest) and one == other
+        return bool(resumed_samples) and expected_hash == resumed_hash
 
 
 def _new_iterator(dataset: Any, epoch: int) -> Iterator[Any]:

@@ -103,9 +103,11 @@ class TokenDataset(BatchedDataset):
     def _train_batch(self, sample_indices: IndexArray) -> Batch:
         sources, indices = self._mixture.locate_samples(sample_indices)
         for source in np.unique(sources):
-            mine = sources == source
+            is_of_source = sources == source
             epoch_size = self._train[source].sequence_count
-            indices[mine] = shuffle_indices(indices[mine], epoch_size, self.seed, "source", int(source))
+            indices[is_of_source] = shuffle_indices(
+                indices[is_of_source], epoch_size, self.seed, "source", int(source)
+            )
         return self._read(self._train, sources, indices, sample_indices)
 
     def _validation_batch(self, sample_indices: IndexArray, rows: IndexArray) -> Batch:
@@ -121,19 +123,19 @@ class TokenDataset(BatchedDataset):
         sample_indices: IndexArray,
     ) -> Batch:
         rows = np.empty((len(sample_indices), self._sequence_length + 1), np.int64)
-        seams = np.zeros(rows.shape, bool)
+        segment_starts = np.zeros(rows.shape, bool)
         for source in np.unique(sources):
-            mine = sources == source
-            rows[mine] = streams[source].read(indices[mine])
+            is_of_source = sources == source
+            rows[is_of_source] = streams[source].read(indices[is_of_source])
             if self._document_masks:
-                seams[mine] = streams[source].segment_starts(indices[mine])
+                segment_starts[is_of_source] = streams[source].segment_starts(indices[is_of_source])
         keywords = {}
         targets = rows[:, 1:].copy()
         if self._document_masks:
-            documents, positions, foreign = find_document_boundaries(
-                rows, seams, self.tokenizer.end_of_document_id
+            documents, positions, crosses_documents = find_document_boundaries(
+                rows, segment_starts, self.tokenizer.end_of_document_id
             )
-            targets[foreign] = IGNORE_INDEX
+            targets[crosses_documents] = IGNORE_INDEX
             keywords = {"documents": torch.from_numpy(documents), "positions": torch.from_numpy(positions)}
         inputs = torch.from_numpy(rows[:, :-1].copy())
         return make_batch((inputs,), torch.from_numpy(targets), sample_indices, keywords)

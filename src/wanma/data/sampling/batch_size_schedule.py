@@ -28,13 +28,13 @@ def samples_consumed_before(train: TrainSection, step: int) -> int:
 
 def step_of_sample(train: TrainSection, sample_index: int) -> int:
     """Return the step that consumes the sample with index `sample_index`."""
-    first, batch, before = 0, 0, 0
-    for next_first, next_batch in _constant_stages(train):
-        after = before + (next_first - first) * batch
-        if sample_index < after:
+    first_step, batch_size, start = 0, 0, 0
+    for next_first_step, next_batch_size in _constant_stages(train):
+        end = start + (next_first_step - first_step) * batch_size
+        if sample_index < end:
             break
-        first, batch, before = next_first, next_batch, after
-    return first + (sample_index - before) // batch
+        first_step, batch_size, start = next_first_step, next_batch_size, end
+    return first_step + (sample_index - start) // batch_size
 
 
 def _constant_stages(train: TrainSection) -> list[tuple[int, int]]:

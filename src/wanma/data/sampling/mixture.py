@@ -46,16 +46,19 @@ class Mixture:
         indices = sample_indices.copy()
         pending = [(0, len(self.source_weights), np.arange(len(sample_indices)))]
         while pending:
-            first, end, at = pending.pop()
-            if end - first == 1 or not len(at):
-                sources[at] = first
+            first, end, positions = pending.pop()
+            if end - first == 1 or not len(positions):
+                sources[positions] = first
                 continue
             middle = (first + end) // 2
-            left, total = sum(self.source_weights[first:middle]), sum(self.source_weights[first:end])
-            before = _left_before(indices[at], left, total)
-            goes_left = _left_before(indices[at] + 1, left, total) > before
-            indices[at] = np.where(goes_left, before, indices[at] - before)
-            pending += [(first, middle, at[goes_left]), (middle, end, at[~goes_left])]
+            left_weight, total_weight = (
+                sum(self.source_weights[first:middle]),
+                sum(self.source_weights[first:end]),
+            )
+            left_count = _left_before(indices[positions], left_weight, total_weight)
+            goes_left = _left_before(indices[positions] + 1, left_weight, total_weight) > left_count
+            indices[positions] = np.where(goes_left, left_count, indices[positions] - left_count)
+            pending += [(first, middle, positions[goes_left]), (middle, end, positions[~goes_left])]
         return sources, indices
 
 
@@ -64,6 +67,6 @@ def _left_before(sample_indices: IndexArray, left_weight: int, total_weight: int
 
     The order of the operations avoids overflow.
     """
-    periods, rest = np.divmod(sample_indices, total_weight)
-    count: IndexArray = periods * left_weight + (rest * left_weight + total_weight // 2) // total_weight
+    periods, remainder = np.divmod(sample_indices, total_weight)
+    count: IndexArray = periods * left_weight + (remainder * left_weight + total_weight // 2) // total_weight
     return count

@@ -34,8 +34,8 @@ def shuffle_indices(stream_positions: IndexArray, epoch_size: int, *key: int | s
     epochs, positions = np.divmod(stream_positions, epoch_size)
     indices = np.empty_like(positions)
     for epoch in np.unique(epochs):
-        inside = epochs == epoch
-        indices[inside] = permute_indices(positions[inside], epoch_size, *key, int(epoch))
+        is_of_epoch = epochs == epoch
+        indices[is_of_epoch] = permute_indices(positions[is_of_epoch], epoch_size, *key, int(epoch))
     return indices
 
 
@@ -52,10 +52,10 @@ def permute_indices(positions: IndexArray, size: int, *key: int | str) -> IndexA
     bits = (size - 1).bit_length()
     round_keys = _round_keys(key)
     values = _feistel(positions.astype(np.uint64), bits, round_keys)
-    outside = values >= size
-    while outside.any():  # at most half of the domain is outside: two passes on average
-        values[outside] = _feistel(values[outside], bits, round_keys)
-        outside = values >= size
+    is_outside = values >= size
+    while is_outside.any():  # at most half of the domain is outside: two passes on average
+        values[is_outside] = _feistel(values[is_outside], bits, round_keys)
+        is_outside = values >= size
     return values.astype(np.int64)
 
 

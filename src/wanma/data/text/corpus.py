@@ -24,11 +24,11 @@ def build_token_files(section: DataSection, progress: Callable[[int, int], None]
     files: list[TokenFile] = []
     totals = [sum(document.size for document in text.documents) for text in texts]
     for number, text in enumerate(texts):
-        before = sum(totals[:number])
+        text_start = sum(totals[:number])
 
-        def advance(done: int, _: int, before: int = before) -> None:
+        def advance(document_bytes: int, _: int, text_start: int = text_start) -> None:
             if progress is not None:
-                progress(before + done, sum(totals))
+                progress(text_start + document_bytes, sum(totals))
 
         files.append(
             open_or_build_token_file(text.documents, tokenizer, token_cache_folder(section), advance)
@@ -46,8 +46,8 @@ def token_cache_folder(section: DataSection) -> Path:
     """Return the folder of token files: `data.cache`, or wanma's folder in the user's cache."""
     if section.cache is not None:
         return Path(section.cache).expanduser()
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "wanma"
+    cache_home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache_home) if cache_home else Path.home() / ".cache") / "wanma"
 
 
 def storage_entries(section: DataSection) -> list[str]:

@@ -78,16 +78,16 @@ class Document:
         """
         try:
             with self._open() as stream:
-                rest = stream.read(chunk_size)
+                buffer = stream.read(chunk_size)
                 while block := stream.read(
                     chunk_size
                 ):  # the last piece is never cut: small files are one piece
-                    rest += block
-                    if cut := _chunk_end(rest):
-                        yield rest[:cut]
-                        rest = rest[cut:]
-                if rest:
-                    yield rest
+                    buffer += block
+                    if end := _chunk_end(buffer):
+                        yield buffer[:end]
+                        buffer = buffer[end:]
+                if buffer:
+                    yield buffer
         except Exception as error:  # a storage library may raise anything
             raise _unreadable(self.url, self.job_key, error) from error
 
@@ -103,10 +103,10 @@ def _chunk_end(text: bytes) -> int:
     """Return the end of a piece: after the last line, else before a possibly incomplete last character."""
     if newline := text.rfind(b"\n") + 1:
         return newline
-    for back in range(1, min(3, len(text)) + 1):
-        if text[-back] & 0xC0 != 0x80:  # the first byte of the last character gives its length
-            size = 1 + (text[-back] >= 0xC0) + (text[-back] >= 0xE0) + (text[-back] >= 0xF0)
-            return len(text) - back if size > back else len(text)
+    for distance in range(1, min(3, len(text)) + 1):
+        if text[-distance] & 0xC0 != 0x80:  # the first byte of the last character gives its length
+            size = 1 + (text[-distance] >= 0xC0) + (text[-distance] >= 0xE0) + (text[-distance] >= 0xF0)
+            return len(text) - distance if size > distance else len(text)
     return len(text)
 
 
@@ -152,19 +152,19 @@ def _resolve_entry(filesystem: Any, path: str, entry: str, key: str) -> list[Doc
     if info is not None and info["type"] == "file":
         return [_document(filesystem, path, info, True, key)]
     if info is not None:
-        found = _list_folder(filesystem, path)
-        if not found:
+        files = _list_folder(filesystem, path)
+        if not files:
             raise JobError(
                 f"{key}: no file in the folder '{entry}'",
                 "add text files; files with a leading dot are ignored",
             )
     elif is_pattern:
-        found = _glob(filesystem, path)
-        if not found:
+        files = _glob(filesystem, path)
+        if not files:
             raise JobError(f"{key}: no file matches '{entry}'", "check the pattern; '**' crosses folders")
     else:
         raise JobError(f"{key}: '{entry}' does not exist", "paths are relative to where wanma is started")
-    return [_document(filesystem, name, found[name], False, key) for name in sorted(found)]
+    return [_document(filesystem, name, files[name], False, key) for name in sorted(files)]
 
 
 def _info(filesystem: Any, path: str, is_pattern: bool) -> dict[str, Any] | None:
@@ -183,10 +183,10 @@ def _info(filesystem: Any, path: str, is_pattern: bool) -> dict[str, Any] | None
 def _glob(filesystem: Any, pattern: str) -> dict[str, Any]:
     """Return the files that match, with their metadata."""
     try:
-        found = filesystem.glob(pattern, detail=True, **_strict_listing_options(filesystem))
+        matches = filesystem.glob(pattern, detail=True, **_strict_listing_options(filesystem))
     except FileNotFoundError:
         return {}
-    return {name: info for name, info in found.items() if info["type"] == "file"}
+    return {name: info for name, info in matches.items() if info["type"] == "file"}
 
 
 def _strict_listing_options(filesystem: Any) -> dict[str, Any]:
@@ -205,22 +205,22 @@ def _list_folder(filesystem: Any, folder: str) -> dict[str, Any]:
     if is_local(filesystem):
         return {name: filesystem.info(name) for name in _walk_local(folder, (".*",))}
     start = len(folder.rstrip("/"))
-    found = filesystem.find(folder, detail=True, **_strict_listing_options(filesystem))
-    return {name: info for name, info in found.items() if "/." not in name[start:]}
+    files = filesystem.find(folder, detail=True, **_strict_listing_options(filesystem))
+    return {name: info for name, info in files.items() if "/." not in name[start:]}
 
 
 def _standard_library(key: str) -> list[Document]:
     root = sysconfig.get_paths()["stdlib"]
     filesystem = fsspec.filesystem("file")
-    found = [
+    paths = [
         name for name in _walk_local(root, (*_EXCLUDED_SOURCES, _NODE_SPECIFIC_FILES)) if name.endswith(".py")
     ]
-    if not found:
+    if not paths:
         raise JobError(
             f"{key}: the source of the standard library is missing in this Python ({root})",
             "name text files instead",
         )
-    return [_document(filesystem, name, filesystem.info(name), False, key) for name in sorted(found)]
+    return [_document(filesystem, name, filesystem.info(name), False, key) for name in sorted(paths)]
 
 
 def _walk_local(root: str, excluded_names: tuple[str, ...]) -> Iterator[str]:
@@ -233,12 +233,12 @@ def _walk_local(root: str, excluded_names: tuple[str, ...]) -> Iterator[str]:
     def refuse(error: OSError) -> None:
         raise error
 
-    entered = set()
+    visited_folders = set()
     for folder, folders, names in os.walk(root, onerror=refuse, followlinks=True):
-        if (real := os.path.realpath(folder)) in entered:
+        if (real_folder := os.path.realpath(folder)) in visited_folders:
             folders.clear()
             continue
-        entered.add(real)
+        visited_folders.add(real_folder)
         folders[:] = sorted(name for name in folders if not _matches(name, excluded_names))
         yield from (f"{folder}/{name}" for name in names if not _matches(name, excluded_names))
 

@@ -47,7 +47,9 @@ def main() -> None:
     try:
         build_token_files(
             section,
-            lambda done, total: print(json.dumps({"progress": [done, total]}), file=answers, flush=True),
+            lambda processed, total: print(
+                json.dumps({"progress": [processed, total]}), file=answers, flush=True
+            ),
         )
     except WanmaError as error:
         print(json.dumps({"error": [error.message, error.hint, error.exit_code]}), file=answers, flush=True)

@@ -34,14 +34,16 @@ class PackedSequences:
         """Return the tokens (rows, sequence_length + 1) of the sequences with these indices."""
         starts = sequence_indices * self._length
         first, last = self._segment(starts), self._segment(starts + self._length)
-        whole = first == last
-        if whole.all():
-            found: NDArray[Any] = self._windows[starts + self._file_offset[first]]
-            return found.astype(np.int64)
+        is_in_one_segment = first == last
+        if is_in_one_segment.all():
+            windows: NDArray[Any] = self._windows[starts + self._file_offset[first]]
+            return windows.astype(np.int64)
         rows = np.empty((len(sequence_indices), self._length + 1), np.int64)
-        rows[whole] = self._windows[starts[whole] + self._file_offset[first[whole]]]
-        positions = self._positions(sequence_indices[~whole])
-        rows[~whole] = self._tokens[positions + self._file_offset[self._segment(positions)]]
+        rows[is_in_one_segment] = self._windows[
+            starts[is_in_one_segment] + self._file_offset[first[is_in_one_segment]]
+        ]
+        positions = self._positions(sequence_indices[~is_in_one_segment])
+        rows[~is_in_one_segment] = self._tokens[positions + self._file_offset[self._segment(positions)]]
         return rows
 
     def segment_starts(self, sequence_indices: IndexArray) -> NDArray[np.bool_]:
@@ -75,11 +77,11 @@ def find_document_boundaries(
         positions: (rows, sequence), from 0 at the first token in the row of each document.
         foreign: (rows, sequence), true where the target is the first token of the next document.
     """
-    begins = segment_starts.copy()
-    begins[:, 1:] |= rows[:, :-1] == end_of_document_id
-    begins[:, 0] = True
-    foreign = begins[:, 1:]
-    begins = begins[:, :-1]
-    steps = np.arange(begins.shape[1])
-    positions = steps - np.maximum.accumulate(np.where(begins, steps, 0), axis=1)
-    return np.cumsum(begins, axis=1) - 1, positions, foreign
+    is_start = segment_starts.copy()
+    is_start[:, 1:] |= rows[:, :-1] == end_of_document_id
+    is_start[:, 0] = True
+    is_next_start = is_start[:, 1:]
+    is_start = is_start[:, :-1]
+    steps = np.arange(is_start.shape[1])
+    positions = steps - np.maximum.accumulate(np.where(is_start, steps, 0), axis=1)
+    return np.cumsum(is_start, axis=1) - 1, positions, is_next_start

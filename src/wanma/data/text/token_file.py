@@ -99,8 +99,8 @@ def open_or_build_token_file(
                 return open_token_file(folder)
             except FileNotFoundError:
                 pass
-            except TokenFileCorruptError as damage:
-                log.warning("token file %s is damaged (%s) and is built again", folder, damage)
+            except TokenFileCorruptError as error:
+                log.warning("token file %s is damaged (%s) and is built again", folder, error)
                 shutil.rmtree(folder)
             _build(folder, documents, tokenizer, progress, process_count)
             return open_token_file(folder)
@@ -132,24 +132,24 @@ def open_token_file(folder: Path) -> TokenFile:
 
 def _verify(folder: Path, header: dict[str, Any]) -> None:
     """Compare sizes and hashes; hash only files that have changed since they were last verified."""
-    stamp = {name: _stat(folder / name) for name in _FILES}
+    file_stats = {name: _stat(folder / name) for name in _FILES}
     for name in _FILES:
         if not (folder / name).is_file():
             raise TokenFileCorruptError(f"{name} is not a file")
-        if stamp[name][0] != header["files"][name]["size"]:
+        if file_stats[name][0] != header["files"][name]["size"]:
             raise TokenFileCorruptError(
-                f"{name} has {stamp[name][0]} bytes, not {header['files'][name]['size']}"
+                f"{name} has {file_stats[name][0]} bytes, not {header['files'][name]['size']}"
             )
-    verified = folder / "verified.json"
+    stamp_file = folder / "verified.json"
     with suppress(FileNotFoundError, ValueError):  # without a readable stamp, hash
-        if json.loads(verified.read_text(encoding="utf-8")) == stamp:
+        if json.loads(stamp_file.read_text(encoding="utf-8")) == file_stats:
             return
     for name in _FILES:
         with (folder / name).open("rb") as stream:
             if hashlib.file_digest(stream, "sha256").hexdigest() != header["files"][name]["sha256"]:
                 raise TokenFileCorruptError(f"the content of {name} does not match its hash")
     with suppress(OSError):  # a shared cache may be read-only, or full: then each opening hashes
-        write_json(verified, stamp)
+        write_json(stamp_file, file_stats)
 
 
 def _stat(path: Path) -> list[int]:
@@ -159,8 +159,10 @@ def _stat(path: Path) -> list[int]:
 
 def _cache_key(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
     """Return the folder's name: a hash of everything that determines the tokens, documents unread."""
-    known = [[document.url, document.size, document.version, document.is_named] for document in documents]
-    text = json.dumps([_FORMAT, _VERSION, tokenizer.fingerprint, known])
+    document_keys = [
+        [document.url, document.size, document.version, document.is_named] for document in documents
+    ]
+    text = json.dumps([_FORMAT, _VERSION, tokenizer.fingerprint, document_keys])
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
@@ -171,54 +173,57 @@ def _build(
     progress: Progress | None,
     process_count: int | None,
 ) -> None:
-    building = folder.with_name(f"{folder.name}.building")
-    shutil.rmtree(building, ignore_errors=True)  # of a builder that died: we hold the lock
-    building.mkdir()
+    build_folder = folder.with_name(f"{folder.name}.building")
+    shutil.rmtree(build_folder, ignore_errors=True)  # of a builder that died: we hold the lock
+    build_folder.mkdir()
     try:
-        with TokenFileWriter(building / "tokens.bin", tokenizer.dtype) as writer:
-            built = tokenize_documents(documents, tokenizer, writer, building, progress, process_count)
-        if not built.lengths:
+        with TokenFileWriter(build_folder / "tokens.bin", tokenizer.dtype) as writer:
+            result = tokenize_documents(documents, tokenizer, writer, build_folder, progress, process_count)
+        if not result.lengths:
             raise JobError(
                 f"{documents[0].job_key}: the corpus is empty: none of {len(documents)} files contains text "
-                f"({built.binary_files} are binary)",
+                f"({result.binary_files} are binary)",
                 "name files or folders with text, or use ['stdlib']",
             )
-        if 2 * built.json_record_files > len(built.lengths):  # a few data files among much else are accepted
+        if 2 * result.json_record_files > len(
+            result.lengths
+        ):  # a few data files among much else are accepted
             raise unsupported_content_error(
                 documents[0].job_key, f"most of {len(documents)} files", "records", ""
             )
-        offsets = np.concatenate([[0], np.cumsum(built.lengths, dtype=np.int64)])
+        offsets = np.concatenate([[0], np.cumsum(result.lengths, dtype=np.int64)])
         hashes = {
             "tokens.bin": writer.sha256,
-            "offsets.bin": _write_array(building / "offsets.bin", offsets.astype("<i8")),
-            "digests.bin": _write_array(building / "digests.bin", np.array(built.digests, dtype="<u8")),
+            "offsets.bin": _write_array(build_folder / "offsets.bin", offsets.astype("<i8")),
+            "digests.bin": _write_array(build_folder / "digests.bin", np.array(result.digests, dtype="<u8")),
         }
         header = {
             "format": _FORMAT,
             "version": _VERSION,
             "dtype": tokenizer.dtype.str,
             "tokens": int(offsets[-1]),
-            "documents": len(built.lengths),
+            "documents": len(result.lengths),
             "vocabulary": tokenizer.vocabulary_size,
             "end_of_document": tokenizer.end_of_document_id,
             "tokenizer": tokenizer.fingerprint,
-            "skipped": {"binary": built.binary_files, "empty": built.empty_files},
-            "not_utf8": built.non_utf8_documents,
+            "skipped": {"binary": result.binary_files, "empty": result.empty_files},
+            "not_utf8": result.non_utf8_documents,
             "files": {
-                name: {"size": (building / name).stat().st_size, "sha256": hashes[name]} for name in _FILES
+                name: {"size": (build_folder / name).stat().st_size, "sha256": hashes[name]}
+                for name in _FILES
             },
             "data_hash": hashlib.sha256(
                 "".join([tokenizer.fingerprint, *hashes.values()]).encode()
             ).hexdigest(),
         }
-        write_json(building / "header.json", header)
-        _sync(building / "header.json")
-        _sync(building)
-        write_json(building / "verified.json", {name: _stat(building / name) for name in _FILES})
-        building.rename(folder)
+        write_json(build_folder / "header.json", header)
+        _sync(build_folder / "header.json")
+        _sync(build_folder)
+        write_json(build_folder / "verified.json", {name: _stat(build_folder / name) for name in _FILES})
+        build_folder.rename(folder)
         _sync(folder.parent)
     except BaseException:
-        shutil.rmtree(building, ignore_errors=True)  # the first error is the one to report
+        shutil.rmtree(build_folder, ignore_errors=True)  # the first error is the one to report
         raise
 
 
@@ -262,9 +267,10 @@ def _explain_disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        free = shutil.disk_usage(_nearest_existing_folder(folder)).free
+        free_bytes = shutil.disk_usage(_nearest_existing_folder(folder)).free
         raise WanmaError(
-            f"cannot keep token files in {folder}: {error.strerror or error} ({free / 2**20:,.0f} MiB free)",
+            f"cannot keep token files in {folder}: {error.strerror or error} ({free_bytes / 2**20:,.0f} MiB "
+            "free)",
             "free space, or choose another folder with data.cache; incomplete files were removed",
         ) from error
 

@@ -105,63 +105,65 @@ def tokenize_documents(
         progress: called with (bytes done, bytes in all).
         process_count: number of processes; default: by the size of the corpus, up to the cores.
     """
-    total = sum(document.size for document in documents)
+    total_bytes = sum(document.size for document in documents)
     tasks = _group_tasks(documents)
     if process_count is None:
-        copied = isinstance(tokenizer, BytesTokenizer)
+        is_bytes = isinstance(tokenizer, BytesTokenizer)
         process_count = min(
-            _usable_cores(), total // (_BYTE_TEXT_PER_PROCESS if copied else _BPE_TEXT_PER_PROCESS)
+            _usable_cores(), total_bytes // (_BYTE_TEXT_PER_PROCESS if is_bytes else _BPE_TEXT_PER_PROCESS)
         )
-    elsewhere = all("memory" not in document.filesystem.protocol for document in documents)
-    built = TokenizationResult()
-    done = 0
+    are_readable_by_processes = all("memory" not in document.filesystem.protocol for document in documents)
+    total_result = TokenizationResult()
+    processed_bytes = 0
     if progress:
-        progress(0, total)
-    if process_count > 1 and len(tasks) > 1 and elsewhere:  # no other process can read files in our memory
+        progress(0, total_bytes)
+    if (
+        process_count > 1 and len(tasks) > 1 and are_readable_by_processes
+    ):  # no other process can read files in our memory
         results = _tokenize_in_processes(tasks, tokenizer, writer, scratch, min(process_count, len(tasks)))
     else:
         results = (tokenize_in_process(task, tokenizer, writer) for task in tasks)
     for task, result in zip(tasks, results, strict=True):
-        built.extend(result)
-        done += sum(document.size for document in task)
+        total_result.extend(result)
+        processed_bytes += sum(document.size for document in task)
         if progress:
-            progress(done, total)
-    return built
+            progress(processed_bytes, total_bytes)
+    return total_result
 
 
 def tokenize_in_process(
     documents: Sequence[Document], tokenizer: Tokenizer, writer: TokenFileWriter
 ) -> TokenizationResult:
     """Encode documents one after the other in this process."""
-    built = TokenizationResult()
+    result = TokenizationResult()
     for document in documents:
         digest = hashlib.blake2b(digest_size=8)
-        length, valid, begun = 0, True, False
+        length, is_valid_utf8, is_detected = 0, True, False
         for piece in document.read_chunks():
-            if not begun:
-                begun = True
+            if not is_detected:
+                is_detected = True
                 content, name = detect_content(piece)
                 if content != "text" and document.is_named:
                     raise unsupported_content_error(document.job_key, document.url, content, name)
                 if content == "binary":
-                    built.binary_files += 1
+                    result.binary_files += 1
                     break
-                built.json_record_files += content == "records"
+                result.json_record_files += content == "records"
             digest.update(piece)
-            if tokenizer.needs_utf8 and valid:
-                valid = _is_utf8(piece)
+            if tokenizer.needs_utf8 and is_valid_utf8:
+                is_valid_utf8 = _is_utf8(piece)
             tokens = tokenizer.encode(piece)
             writer.write(tokens)
             length += len(tokens)
         else:
             if length:
                 writer.write(np.array([tokenizer.end_of_document_id]))
-                built.lengths.append(length + 1)
-                built.digests.append(int.from_bytes(digest.digest(), "little"))
-                built.non_utf8_documents += not valid
+                result.lengths.append(length + 1)
+                result.digests.append(int.from_bytes(digest.digest(), "little"))
+                result.non_utf8_documents += not is_valid_utf8
             else:
-                built.empty_files += 1
-    return built
+                result.empty_files += 1
+    return result
 
 
 def _usable_cores() -> int:
@@ -199,28 +201,28 @@ def _tokenize_in_processes(
 ) -> Iterator[TokenizationResult]:
     """Encode tasks in processes, each held by one thread; results are joined in the order of the tasks."""
     tokenizer.save(scratch)
-    idle: queue.SimpleQueue[_TokenizationProcess] = queue.SimpleQueue()
+    idle_processes: queue.SimpleQueue[_TokenizationProcess] = queue.SimpleQueue()
     processes: list[_TokenizationProcess] = []
 
     def encode(number: int) -> TokenizationResult:
-        process = idle.get()
+        process = idle_processes.get()
         try:
             return process.encode(tasks[number], scratch / f"part-{number}")
         finally:
-            idle.put(process)
+            idle_processes.put(process)
 
     pool = ThreadPoolExecutor(process_count, thread_name_prefix="wanma-tokens")
     try:
         for _ in range(process_count):
             processes.append(_TokenizationProcess(scratch, tokenizer.fingerprint))
-            idle.put(processes[-1])
-        for number, built in enumerate(pool.map(encode, range(len(tasks)))):
+            idle_processes.put(processes[-1])
+        for number, result in enumerate(pool.map(encode, range(len(tasks)))):
             part = scratch / f"part-{number}"
             with part.open("rb") as stream:
                 while block := stream.read(1 << 22):
                     writer.write_bytes(block)
             part.unlink()
-            yield built
+            yield result
     finally:  # also when a document fails or the user interrupts: the kill frees the waiting threads
         for process in processes:
             process.kill()

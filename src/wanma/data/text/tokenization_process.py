@@ -34,8 +34,8 @@ def main(folder: str, fingerprint: str) -> None:
 def _handle_request(request: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
     filesystems = [filesystem_from_json(text) for text in request["filesystems"]]
     documents = [
-        Document(filesystems[which], path, url, 0, "", explicit, key)
-        for which, path, url, explicit, key in request["documents"]
+        Document(filesystems[filesystem_index], path, url, 0, "", explicit, key)
+        for filesystem_index, path, url, explicit, key in request["documents"]
     ]
     try:
         with TokenFileWriter(Path(request["part"]), tokenizer.dtype) as writer:

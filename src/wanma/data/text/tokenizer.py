@@ -111,12 +111,14 @@ class HuggingFaceTokenizer(Tokenizer):
         self._backend: Any = Backend.from_str(content)
         self._backend.no_truncation()  # a document is never cut or padded, whatever the file was saved with
         self._backend.no_padding()
-        numbers = self._backend.get_vocab(with_added_tokens=True)
-        if not numbers:
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        if not vocabulary:
             raise ValueError("its vocabulary is empty")
-        self._backend_vocabulary_size = max(numbers.values()) + 1
-        named = [numbers[name] for name in _END_OF_DOCUMENT_NAMES if name in numbers]
-        self.end_of_document_id = named[0] if named else self._backend_vocabulary_size
+        self._backend_vocabulary_size = max(vocabulary.values()) + 1
+        end_of_document_ids = [vocabulary[name] for name in _END_OF_DOCUMENT_NAMES if name in vocabulary]
+        self.end_of_document_id = (
+            end_of_document_ids[0] if end_of_document_ids else self._backend_vocabulary_size
+        )
         self.vocabulary_size = max(self._backend_vocabulary_size, self.end_of_document_id + 1)
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
 
@@ -127,12 +129,12 @@ class HuggingFaceTokenizer(Tokenizer):
         return np.array(encoded.ids, dtype=self.dtype)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        kept = [
+        text_tokens = [
             int(token)
             for token in tokens
             if token < self._backend_vocabulary_size and token != self.end_of_document_id
         ]
-        text: str = self._backend.decode(kept, skip_special_tokens=False)
+        text: str = self._backend.decode(text_tokens, skip_special_tokens=False)
         return text
 
     def to_huggingface_json(self) -> str:
@@ -145,8 +147,8 @@ class HuggingFaceTokenizer(Tokenizer):
 def _byte_characters() -> list[str]:
     """Return the printable character of each byte in byte-level vocabularies (Radford et al. 2019)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    substitutes = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(substitutes)) for byte in range(256)]
 
 
 def load_tokenizer(name: str | Path, key: str = "data.tokenizer") -> Tokenizer:

@@ -45,16 +45,16 @@ def split_documents(
     Raises:
         JobError: too little text for one sequence of training in some source, or of validation in all.
     """
-    least = sequence_length + 1
+    min_tokens = sequence_length + 1
     for file in files:
-        if len(file.tokens) < least:
+        if len(file.tokens) < min_tokens:
             raise _insufficient_text(len(file.tokens), sequence_length)
     threshold = np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
-    by_hash = [file.digests < threshold for file in files]
-    chosen = _rebalance_split(files, by_hash, fraction, least) if fraction else by_hash
-    if chosen is None:
+    hash_masks = [file.digests < threshold for file in files]
+    masks = _rebalance_split(files, hash_masks, fraction, min_tokens) if fraction else hash_masks
+    if masks is None:
         return _split_within_documents(files, fraction, sequence_length)
-    return [_split_by_document(file, mask) for file, mask in zip(files, chosen, strict=True)]
+    return [_split_by_document(file, mask) for file, mask in zip(files, masks, strict=True)]
 
 
 def _rebalance_split(
@@ -72,54 +72,54 @@ def _rebalance_split(
         min_tokens: minimum tokens of a side.
     """
     sizes = np.array([len(file.tokens) for file in files])
-    needed = np.maximum(min_tokens, sizes * (1 - fraction) / 2)
-    kept = np.array([file.lengths[mask].sum() for file, mask in zip(files, masks, strict=True)])
-    left = sizes - kept
-    if (left >= needed).all() and (kept >= min_tokens).any():
+    min_train_tokens = np.maximum(min_tokens, sizes * (1 - fraction) / 2)
+    validation_tokens = np.array([file.lengths[mask].sum() for file, mask in zip(files, masks, strict=True)])
+    train_tokens = sizes - validation_tokens
+    if (train_tokens >= min_train_tokens).all() and (validation_tokens >= min_tokens).any():
         return masks  # usual for a large corpus, which skips the work below
 
-    contents, first, where = np.unique(
+    contents, first_indices, content_indices = np.unique(
         np.concatenate([file.digests for file in files]), return_index=True, return_inverse=True
     )
-    chosen = np.concatenate(masks)[first]
+    is_validation = np.concatenate(masks)[first_indices]
     ends = np.cumsum([len(file.digests) for file in files])
     tokens = np.zeros(
         (len(files), len(contents)), np.int64
     )  # of each content in each source, with its copies
     for row, file, end in zip(tokens, files, ends, strict=True):
-        np.add.at(row, where[end - len(file.digests) : end], file.lengths)
+        np.add.at(row, content_indices[end - len(file.digests) : end], file.lengths)
     smallest_first = np.argsort(tokens.sum(axis=0), kind="stable")
     for index in smallest_first[::-1]:
-        if (left >= needed).all():
+        if (train_tokens >= min_train_tokens).all():
             break
-        if chosen[index] and (tokens[left < needed, index] > 0).any():
-            chosen[index] = False
-            left += tokens[:, index]
-            kept -= tokens[:, index]
+        if is_validation[index] and (tokens[train_tokens < min_train_tokens, index] > 0).any():
+            is_validation[index] = False
+            train_tokens += tokens[:, index]
+            validation_tokens -= tokens[:, index]
     for index in smallest_first:
-        if (kept >= min_tokens).any():
+        if (validation_tokens >= min_tokens).any():
             break
-        if not chosen[index] and (left - tokens[:, index] >= needed).all():
-            chosen[index] = True
-            left -= tokens[:, index]
-            kept += tokens[:, index]
-    if (left < needed).any() or (kept < min_tokens).all():
+        if not is_validation[index] and (train_tokens - tokens[:, index] >= min_train_tokens).all():
+            is_validation[index] = True
+            train_tokens -= tokens[:, index]
+            validation_tokens += tokens[:, index]
+    if (train_tokens < min_train_tokens).any() or (validation_tokens < min_tokens).all():
         return None
-    return np.split(chosen[where], ends[:-1])
+    return np.split(is_validation[content_indices], ends[:-1])
 
 
 def _split_within_documents(
     files: Sequence[TokenFile], fraction: float, sequence_length: int
 ) -> list[ValidationSplit]:
     """Split inside documents: the end of every document is for validation."""
-    least = sequence_length + 1
-    share = max(fraction, least / max(len(file.tokens) for file in files))
+    min_tokens = sequence_length + 1
+    share = max(fraction, min_tokens / max(len(file.tokens) for file in files))
     splits = []
     for file in files:
         starts, ends = file.offsets[:-1], file.offsets[1:]
         cuts = ends - np.ceil(file.lengths * share).astype(np.int64)
         splits.append(ValidationSplit(_merge_segments(starts, cuts), _merge_segments(cuts, ends), share))
-        if (tokens := _count_tokens(splits[-1].train)) < least:
+        if (tokens := _count_tokens(splits[-1].train)) < min_tokens:
             raise _insufficient_text(tokens, sequence_length, f" without the {share:.0%} for validation")
     return splits
 
@@ -134,13 +134,13 @@ def _split_by_document(file: TokenFile, validation: NDArray[np.bool_]) -> Valida
 
 def _merge_segments(starts: NDArray[Any], ends: NDArray[Any]) -> Segments:
     """Merge neighbouring segments and drop empty ones: with few of them, most rows are one copy."""
-    filled = ends > starts
-    starts, ends = starts[filled], ends[filled]
+    is_nonempty = ends > starts
+    starts, ends = starts[is_nonempty], ends[is_nonempty]
     if not len(starts):
         return np.empty((0, 2), np.int64)
-    breaks = np.flatnonzero(starts[1:] != ends[:-1])
-    first = np.concatenate([starts[:1], starts[1:][breaks]])
-    last = np.concatenate([ends[:-1][breaks], ends[-1:]])
+    gaps = np.flatnonzero(starts[1:] != ends[:-1])
+    first = np.concatenate([starts[:1], starts[1:][gaps]])
+    last = np.concatenate([ends[:-1][gaps], ends[-1:]])
     return np.stack([first, last], axis=1).astype(np.int64)
 
 
@@ -148,9 +148,9 @@ def _count_tokens(segments: Segments) -> int:
     return int((segments[:, 1] - segments[:, 0]).sum())
 
 
-def _insufficient_text(tokens: int, sequence_length: int, when: str = "") -> JobError:
+def _insufficient_text(tokens: int, sequence_length: int, clause: str = "") -> JobError:
     return JobError(
-        f"data.sequence_length: {sequence_length} is too long for a text of {tokens:,} tokens{when}; "
+        f"data.sequence_length: {sequence_length} is too long for a text of {tokens:,} tokens{clause}; "
         f"one sequence needs {sequence_length + 1:,}",
         "add text, lower data.sequence_length, or train without validation (data.validation_fraction=0)",
     )

@@ -64,7 +64,7 @@ def check_device(device: torch.device, check_size: CheckSize | None = None) -> D
     import torch
 
     check_size = check_size or (GPU_CHECK_SIZE if device.type == "cuda" else CPU_CHECK_SIZE)
-    began = time.perf_counter()
+    start = time.perf_counter()
     dtypes = (torch.bfloat16, torch.float32) if device.type == "cuda" else (torch.float32,)
     seconds = [_check_product(device, dtype, check_size) for dtype in dtypes]
     size = check_size.memory_bytes
@@ -72,7 +72,7 @@ def check_device(device: torch.device, check_size: CheckSize | None = None) -> D
         size = min(size, torch.cuda.mem_get_info(device)[0] // 4)
     _check_memory(device, size)
     return DeviceHealth(
-        str(device), 2 * INNER_SIZE * check_size.rows**2 / seconds[-1], size, time.perf_counter() - began
+        str(device), 2 * INNER_SIZE * check_size.rows**2 / seconds[-1], size, time.perf_counter() - start
     )
 
 
@@ -118,18 +118,18 @@ def _check_product(device: torch.device, dtype: torch.dtype, check_size: CheckSi
 
     left, right = build_factors(check_size.rows, device, dtype)
     expected = expected_product(check_size.rows).to(device, dtype)
-    quickest, began, number = float("inf"), time.perf_counter(), 0
-    while number < check_size.min_rounds or time.perf_counter() - began < check_size.min_seconds:
+    fastest_seconds, start, number = float("inf"), time.perf_counter(), 0
+    while number < check_size.min_rounds or time.perf_counter() - start < check_size.min_seconds:
         number += 1
-        round_began = time.perf_counter()
-        found = multiply(left, right)
+        round_start = time.perf_counter()
+        product = multiply(left, right)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        quickest = min(quickest, time.perf_counter() - round_began)
-        if not torch.equal(found, expected):
-            what = f"a matrix product with a known result was wrong ({dtype}, round {number})"
-            raise _health_check_error(device, what, found, expected)
-    return quickest
+        fastest_seconds = min(fastest_seconds, time.perf_counter() - round_start)
+        if not torch.equal(product, expected):
+            problem = f"a matrix product with a known result was wrong ({dtype}, round {number})"
+            raise _health_check_error(device, problem, product, expected)
+    return fastest_seconds
 
 
 def _check_memory(device: torch.device, size: int) -> None:
@@ -139,8 +139,8 @@ def _check_memory(device: torch.device, size: int) -> None:
     for pattern in _PATTERNS:
         block.fill_(pattern)
         if not bool((block == pattern).all()):
-            what = f"memory did not return the pattern {pattern & (1 << 64) - 1:#018x}"
-            raise _health_check_error(device, what, block, torch.full_like(block, pattern))
+            problem = f"memory did not return the pattern {pattern & (1 << 64) - 1:#018x}"
+            raise _health_check_error(device, problem, block, torch.full_like(block, pattern))
     addresses = torch.arange(len(block), device=device)  # shows a wrong address line
     block.copy_(addresses)
     if not torch.equal(block, addresses):
@@ -150,16 +150,17 @@ def _check_memory(device: torch.device, size: int) -> None:
 def _health_check_error(
     device: torch.device, problem: str, actual: Tensor, expected: Tensor
 ) -> HealthCheckError:
-    wrong = (actual != expected).nonzero()
-    if not len(wrong):
+    mismatches = (actual != expected).nonzero()
+    if not len(mismatches):
         return HealthCheckError(
             f"{device}: {problem}; a second read returned the expected values", _EXCLUDE_NODE_HINT
         )
-    at: list[int] = wrong[0].tolist()
-    got, right = _element(actual, at), _element(expected, at)
+    index: list[int] = mismatches[0].tolist()
+    actual_value, expected_value = _element(actual, index), _element(expected, index)
     return HealthCheckError(
-        f"{device}: {problem}: {len(wrong):,} of {actual.numel():,} values, first at {at}: {got} instead of "
-        f"{right}",
+        f"{device}: {problem}: {len(mismatches):,} of {actual.numel():,} values, first at {index}: "
+        f"{actual_value} instead of "
+        f"{expected_value}",
         _EXCLUDE_NODE_HINT,
     )
 

@@ -89,8 +89,8 @@ def run_checks(runs_folder: Path = Path("runs")) -> list[CheckResult]:
     )
     findings: list[CheckResult] = []
     for check in checks:
-        found = check()
-        findings.extend(found if isinstance(found, list) else [found])
+        results = check()
+        findings.extend(results if isinstance(results, list) else [results])
     return findings
 
 
@@ -149,23 +149,26 @@ def _check_torch_gpus(count: int) -> list[CheckResult]:
 
     if torch.cuda.is_available() and torch.cuda.device_count() == count:
         return []
-    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    built = torch.version.cuda or "no CUDA"
+    visible_count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    cuda_version = torch.version.cuda or "no CUDA"
     advice = "install a torch built for this driver: https://pytorch.org/get-started/locally"
     return [
         CheckResult(
-            "torch and GPUs", "warn", f"torch (built for {built}) sees {seen} of {count} GPUs", advice
+            "torch and GPUs",
+            "warn",
+            f"torch (built for {cuda_version}) sees {visible_count} of {count} GPUs",
+            advice,
         )
     ]
 
 
 def _check_cores() -> CheckResult:
-    usable, present = usable_cores(), os.cpu_count() or 1
-    text = f"{usable} usable, {cpu_model()}"
-    if usable < present:
-        text += f" of {present} on this node, limited by CPU affinity or a cgroup quota"
+    usable_count, total_count = usable_cores(), os.cpu_count() or 1
+    text = f"{usable_count} usable, {cpu_model()}"
+    if usable_count < total_count:
+        text += f" of {total_count} on this node, limited by CPU affinity or a cgroup quota"
     threads = os.environ.get("OMP_NUM_THREADS")
-    if threads is not None and threads.isdigit() and int(threads) > usable:
+    if threads is not None and threads.isdigit() and int(threads) > usable_count:
         advice = f"unset OMP_NUM_THREADS={threads}: more threads than cores slow every step"
         return CheckResult("cores", "warn", text, advice)
     return CheckResult("cores", "ok", text)
@@ -191,14 +194,14 @@ def _check_memory() -> CheckResult:
 
 
 def _check_compiler() -> CheckResult:
-    found = find_cpp_compiler()
-    if found is None:
+    compiler = find_cpp_compiler()
+    if compiler is None:
         advice = (
             "apt-get install g++ (or your system's); without it parallel.compile is off on the CPU, and "
             "collectives go through Gloo"
         )
         return CheckResult("C++ compiler", "missing", "none found", advice)
-    return CheckResult("C++ compiler", "ok", found)
+    return CheckResult("C++ compiler", "ok", compiler)
 
 
 def _check_shared_memory_collectives() -> CheckResult:
@@ -232,25 +235,29 @@ def _check_backends() -> CheckResult:
 
 def _check_network() -> list[CheckResult]:
     """Check the interfaces, the default route, and the environment variables that override it."""
-    known = list_interfaces()
-    usable = [one for one in known if one.is_up and one.addresses]
-    if not usable:
+    interfaces = list_interfaces()
+    active_interfaces = [interface for interface in interfaces if interface.is_up and interface.addresses]
+    if not active_interfaces:
         advice = "bring up the loopback: ip link set lo up"
         return [CheckResult("network", "missing", "no interface is up", advice)]
-    found = [
-        CheckResult("network", "ok", ", ".join(f"{one.name} {' '.join(one.addresses)}" for one in usable))
+    findings = [
+        CheckResult(
+            "network",
+            "ok",
+            ", ".join(f"{interface.name} {' '.join(interface.addresses)}" for interface in active_interfaces),
+        )
     ]
-    if ways := default_routes(known):
-        text = f"{ways[0]}; a run takes the route to cluster.rendezvous"
-        found.append(
+    if routes := default_routes(interfaces):
+        text = f"{routes[0]}; a run takes the route to cluster.rendezvous"
+        findings.append(
             CheckResult(
                 "multi-node network", "ok", text, "set cluster.network_interface to choose another interface"
             )
         )
     return [
-        *found,
-        *_check_network_variables({one.name for one in known}, os.environ),
-        *_check_hostname_address(ways),
+        *findings,
+        *_check_network_variables({interface.name for interface in interfaces}, os.environ),
+        *_check_hostname_address(routes),
     ]
 
 
@@ -258,19 +265,23 @@ def _check_network_variables(
     interface_names: Collection[str], environment: Mapping[str, str]
 ) -> list[CheckResult]:
     """Check that interfaces named in the environment exist: they take precedence over wanma's choice."""
-    found = []
+    findings = []
     for name in INTERFACE_VARIABLES:
-        given = environment.get(name, "")
+        value = environment.get(name, "")
         # NCCL's values are prefixes of names, or exact after '=', or excluded after '^'.
         names = (
-            [] if given.startswith("^") else [word.strip() for word in given.lstrip("=").split(",") if word]
+            [] if value.startswith("^") else [word.strip() for word in value.lstrip("=").split(",") if word]
         )
-        missing = [one for one in names if not any(other.startswith(one) for other in interface_names)]
+        missing = [
+            prefix
+            for prefix in names
+            if not any(interface_name.startswith(prefix) for interface_name in interface_names)
+        ]
         if missing:
             advice = f"unset {name}, or name one of: {', '.join(sorted(interface_names))}"
-            text = f"{name}={given}, but this node has no interface {' or '.join(missing)}"
-            found.append(CheckResult("multi-node network", "warn", text, advice))
-    return found
+            text = f"{name}={value}, but this node has no interface {' or '.join(missing)}"
+            findings.append(CheckResult("multi-node network", "warn", text, advice))
+    return findings
 
 
 def _check_hostname_address(routes: Sequence[NetworkRoute]) -> list[CheckResult]:
@@ -307,14 +318,14 @@ def _check_disk(runs: Path) -> CheckResult:
     folder = runs.absolute()
     while not folder.is_dir():
         folder = folder.parent
-    free = shutil.disk_usage(folder).free
+    free_bytes = shutil.disk_usage(folder).free
     try:
         rate = WRITE_PROBE_BYTES / measure_disk_write_seconds(folder, WRITE_PROBE_BYTES)
     except OSError as error:
         reason = f"cannot write to {folder}: {error.strerror or error}"
         return CheckResult("disk", "warn", reason, "choose another folder with --run-dir DIR or observe.runs")
-    text = f"{free / 2**30:.0f} GiB free, writes {rate / 1e6:,.0f} MB/s in {folder}"
-    if free < MIN_FREE_DISK_BYTES:
+    text = f"{free_bytes / 2**30:.0f} GiB free, writes {rate / 1e6:,.0f} MB/s in {folder}"
+    if free_bytes < MIN_FREE_DISK_BYTES:
         return CheckResult("disk", "warn", text, "free space, or lower checkpoint.keep")
     if rate < MIN_DISK_BYTES_PER_SECOND:
         return CheckResult(

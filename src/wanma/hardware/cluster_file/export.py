@@ -27,13 +27,13 @@ def export_cluster(cluster: Cluster) -> str:
         WanmaError: a node has devices of several kinds, or different devices share a name: cluster files
             cannot express that.
     """
-    own = _custom_devices(cluster)
+    custom_devices = _custom_devices(cluster)
     # TOML forbids control characters in comments.
     title = "".join(letter if letter.isprintable() else " " for letter in str(cluster))
     blocks = [f"# {title}\n"]
-    blocks += [_block("[[devices]]", device) for device in own.values()]
+    blocks += [_block("[[devices]]", device) for device in custom_devices.values()]
     for node in cluster.nodes:
-        keys, levels = _node(node, own)
+        keys, levels = _node(node, custom_devices)
         blocks.append(_block("[[nodes]]", keys))
         blocks += [_block("[[nodes.levels]]", level) for level in levels]
     if cluster.between is not None:
@@ -49,12 +49,12 @@ def _custom_devices(cluster: Cluster) -> dict[str, Keys]:
         for device, cores in [(_require_one_device_kind(node), None), (node.cpu, node.cores)]:
             if device is None:
                 continue
-            found = _figures(device, cores)
-            same = _matches_catalogue(device, node)
+            device_figures = _figures(device, cores)
+            matches_catalogue = _matches_catalogue(device, node)
             name = device.name
             # A processor of the catalogue has as many cores as its node.
-            if as_in_catalogue.setdefault(name, same) != same or (
-                not same and figures.setdefault(name, found) != found
+            if as_in_catalogue.setdefault(name, matches_catalogue) != matches_catalogue or (
+                not matches_catalogue and figures.setdefault(name, device_figures) != device_figures
             ):
                 raise WanmaError(
                     f"device '{name}' has different figures in different nodes, but a cluster file "
@@ -82,14 +82,14 @@ def _matches_catalogue(device: Device, node: NodeGroup) -> bool:
         return False
     if kind.kind == "cpu":
         return kind.to_processor(node.cores, node.memory_bytes) == device
-    usual = build_node_group(kind, devices=len(node.devices), nics=None)
+    catalogue_node = build_node_group(kind, devices=len(node.devices), nics=None)
     # A file cannot remove a default that the catalogue gives.
-    taken = [
-        what
-        for what in ("inside", "network", "power_watts")
-        if getattr(usual, what) and not getattr(node, what)
+    removed_defaults = [
+        field
+        for field in ("inside", "network", "power_watts")
+        if getattr(catalogue_node, field) and not getattr(node, field)
     ]
-    return kind.to_device() == device and not taken
+    return kind.to_device() == device and not removed_defaults
 
 
 def _node(node: NodeGroup, custom_devices: dict[str, Keys]) -> tuple[Keys, list[Keys]]:

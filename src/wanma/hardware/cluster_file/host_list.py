@@ -22,13 +22,13 @@ def expand_host_list(text: str) -> Iterator[str]:
             raise ValueError(f"'{text}' is neither a host name nor a list such as 'node[01-08]'")
         yield text
         return
-    before, numbers, after = match.groups()
-    rests = list(expand_host_list(after)) if after else [""]
+    prefix, numbers, suffix = match.groups()
+    expanded_suffixes = list(expand_host_list(suffix)) if suffix else [""]
     for part in numbers.split(","):
         first, dash, last = part.strip().partition("-")
         last = last if dash else first
         if not (first.isdecimal() and last.isdecimal()) or not 0 <= int(last) - int(first) < MAX_NODES:
             raise ValueError(f"'{text}': '{part}' is neither a number nor a range such as '01-08'")
         for number in range(int(first), int(last) + 1):
-            for rest in rests:
-                yield f"{before}{number:0{len(first)}d}{rest}"
+            for expanded_suffix in expanded_suffixes:
+                yield f"{prefix}{number:0{len(first)}d}{expanded_suffix}"

@@ -73,7 +73,7 @@ def build_node_group(
             cpu=kind.to_processor(cores, memory_bytes),
         )
     devices = devices or (server.devices if server else 1)
-    usual = server is not None and devices == server.devices
+    is_reference_server = server is not None and devices == server.devices
     return NodeGroup(
         name or kind.name,
         cores or (server.cores if server else DEFAULT_CORES),
@@ -84,7 +84,7 @@ def build_node_group(
         network=inter_node_levels(nics, devices, kind),
         nics=nics.count if nics else 0,
         nic_bytes_per_second=nics.bytes_per_second if nics else None,
-        power_watts=server.power_watts if server and usual else None,
+        power_watts=server.power_watts if server and is_reference_server else None,
     )
 
 

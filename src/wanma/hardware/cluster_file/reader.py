@@ -85,24 +85,24 @@ def load_cluster_file(path: Path) -> Cluster:
         JobError: the file cannot be read, or has invalid entries; the message names each one's line.
     """
     tables, lines = parse_config_file(path, "cluster file", CREATE_FILE_HINT)
-    places = KeySources(str(path), lines)
+    sources = KeySources(str(path), lines)
     mistakes: list[ValidationIssue] = []
-    given = to_json_value(tables, (), mistakes)
+    values = to_json_value(tables, (), mistakes)
     if mistakes:
-        raise validation_error(mistakes, places, "the cluster", KEYS_HINT)
-    if not given.get("nodes"):
+        raise validation_error(mistakes, sources, "the cluster", KEYS_HINT)
+    if not values.get("nodes"):
         hint = 'add, for example, [[nodes]] with count = 8, device = "H100 SXM", network = "8x400G"'
         raise JobError(f"{path}: the cluster has no [[nodes]]", hint)
     try:
-        file = ClusterFile.model_validate_json(json.dumps(given), strict=True)
+        file = ClusterFile.model_validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
         raise validation_error(
-            issues_from_pydantic(error, given, ClusterFile), places, "the cluster", KEYS_HINT
+            issues_from_pydantic(error, values, ClusterFile), sources, "the cluster", KEYS_HINT
         ) from None
     builder = _ClusterBuilder(file, str(path))
     cluster = builder.cluster()
     if cluster is None:
-        raise validation_error(builder.issues, places, "the cluster", KEYS_HINT)
+        raise validation_error(builder.issues, sources, "the cluster", KEYS_HINT)
     return cluster
 
 
@@ -127,10 +127,10 @@ class _ClusterBuilder:
         ]
         if self.issues:
             return None
-        between, level = self.file.between, None
-        if between.gb_per_second is not None:
-            latency = _seconds(between.latency_microseconds, NETWORK_LATENCY_SECONDS)
-            level = InterconnectLevel(between.name, _bytes(between.gb_per_second), latency)
+        section, level = self.file.between, None
+        if section.gb_per_second is not None:
+            latency = _seconds(section.latency_microseconds, NETWORK_LATENCY_SECONDS)
+            level = InterconnectLevel(section.name, _bytes(section.gb_per_second), latency)
         return Cluster(tuple(node for node in nodes if node is not None), level)
 
     def _device_kind(self, device: DeviceSection, key_path: KeyPath) -> DeviceKind:
@@ -163,7 +163,7 @@ class _ClusterBuilder:
         )
 
     def _node_group(self, section: NodesSection, key_path: KeyPath) -> NodeGroup | None:
-        before = len(self.issues)
+        issue_count = len(self.issues)
         hosts = self._hosts(section, (*key_path, "hosts"))
         if hosts and "count" not in section.model_fields_set:
             section = section.model_copy(update={"count": len(hosts)})
@@ -182,15 +182,15 @@ class _ClusterBuilder:
             self._add_error((*key_path, "devices"), f"= {section.devices} needs the key device too")
         if section.device is None and section.cpu is None and section.cores is None:
             self._add_error(key_path, "give a device, a cpu or cores")
-        if len(self.issues) > before:
+        if len(self.issues) > issue_count:
             return None
         node = replace(_build_nodes(section, kind, cpu, cards), hosts=hosts)
         link = node.inside[0] if node.inside else None
         card = node.network[-1] if cards else None
-        within = self._levels(section, True, link, len(node.devices) or None, (*key_path, "levels"))
-        beyond = self._levels(section, False, card, None, (*key_path, "levels"))
+        inside_levels = self._levels(section, True, link, len(node.devices) or None, (*key_path, "levels"))
+        network_levels = self._levels(section, False, card, None, (*key_path, "levels"))
         try:
-            return replace(node, inside=within or node.inside, network=beyond or node.network)
+            return replace(node, inside=inside_levels or node.inside, network=network_levels or node.network)
         except JobError as error:
             self._add_error((*key_path, "levels"), error.message.partition(": ")[2])
             return None
@@ -216,7 +216,7 @@ class _ClusterBuilder:
     def _levels(
         self,
         section: NodesSection,
-        inside: bool,
+        is_inside: bool,
         default_level: InterconnectLevel | None,
         max_size: int | None,
         key_path: KeyPath,
@@ -224,11 +224,11 @@ class _ClusterBuilder:
         """Return the levels of a section; bandwidth and latency default to those of `default_level`."""
         levels = []
         for number, level in enumerate(section.levels):
-            if level.inside != inside:
+            if level.inside != is_inside:
                 continue
             bandwidth = _bandwidth(level, default_level)
             if bandwidth is None:
-                default = "link" if inside else "network"
+                default = "link" if is_inside else "network"
                 self._add_error(
                     (*key_path, number),
                     f"the level '{level.name}' needs gb_per_second: the node has no known {default}",
@@ -242,7 +242,7 @@ class _ClusterBuilder:
                 default_level.latency_seconds
                 if default_level
                 else NVLINK_LATENCY_SECONDS
-                if inside
+                if is_inside
                 else NETWORK_LATENCY_SECONDS
             )
             latency = _seconds(level.latency_microseconds, latency)
@@ -255,8 +255,8 @@ class _ClusterBuilder:
         kind = self.custom_devices.get(name) or find_by_name(name)
         if kind is None:
             names = [*self.custom_devices, *(kind.name for kind in CATALOGUE)]
-            meant = did_you_mean(name, [*self.custom_devices, *list_known_names()])
-            text = f"= '{name}' is not a known device.{meant}"
+            suggestion = did_you_mean(name, [*self.custom_devices, *list_known_names()])
+            text = f"= '{name}' is not a known device.{suggestion}"
             self._add_error(
                 key_path, text, f"known devices: {', '.join(names)}; describe others under [[devices]]"
             )

@@ -42,14 +42,14 @@ def parse_shorthand(text: str) -> Cluster:
         JobError: `text` has another form, names an unknown device, or has impossible sizes.
     """
     parts = [_split(part) for part in _PART_SEPARATOR.split(text.strip())]
-    given = {cards for _, cards in parts if cards is not None}
-    if len(given) > 1 and any(cards is None for _, cards in parts):
+    networks = {nics for _, nics in parts if nics is not None}
+    if len(networks) > 1 and any(nics is None for _, nics in parts):
         raise JobError(
             f"'{text}': some parts have a network and some have none",
             "give one network for all parts, or one for each part",
         )
-    shared = next(iter(given), None)
-    return Cluster(tuple(_node(what, cards or shared) for what, cards in parts))
+    shared_network = next(iter(networks), None)
+    return Cluster(tuple(_node(nodes_text, nics or shared_network) for nodes_text, nics in parts))
 
 
 def is_shorthand(text: str) -> bool:
@@ -58,13 +58,13 @@ def is_shorthand(text: str) -> bool:
 
 
 def _split(part: str) -> tuple[str, Nics | None]:
-    what, *network = (piece.strip() for piece in part.split(","))
+    nodes_text, *network = (piece.strip() for piece in part.split(","))
     if len(network) > 1:
         raise JobError(
             f"'{part}' has {len(network)} networks",
             f"give at most one network per part: '{SHORTHAND_EXAMPLE}'",
         )
-    return what, parse_nics(network[0]) if network else None
+    return nodes_text, parse_nics(network[0]) if network else None
 
 
 def _node(text: str, nics: Nics | None) -> NodeGroup:
@@ -80,9 +80,9 @@ def _node(text: str, nics: Nics | None) -> NodeGroup:
     nodes, devices = int(match["nodes"] or 1), int(match["devices"])
     if not 1 <= nodes <= MAX_NODES:
         raise JobError(f"'{text}': the number of nodes must be 1 to {MAX_NODES:,}")
-    most = MAX_CORES if match["cores"] else MAX_SOCKETS if kind.kind == "cpu" else MAX_DEVICES
-    if not 1 <= devices <= most:
-        raise JobError(f"'{text}': the number of devices or cores of a node must be 1 to {most:,}")
+    max_devices = MAX_CORES if match["cores"] else MAX_SOCKETS if kind.kind == "cpu" else MAX_DEVICES
+    if not 1 <= devices <= max_devices:
+        raise JobError(f"'{text}': the number of devices or cores of a node must be 1 to {max_devices:,}")
     if match["cores"]:
         if kind.kind != "cpu":
             raise JobError(

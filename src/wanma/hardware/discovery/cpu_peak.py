@@ -45,19 +45,21 @@ def measure_cpu_peak(threads: int | None = None, path: Path | None = None) -> di
 
     path = path or cpu_peak_file()
     threads = threads or usable_cores()
-    before = torch.get_num_threads()
+    previous_threads = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        seen = {precision: _measure_precision(precision) for precision in PRECISIONS}
+        measured_peak = {precision: _measure_precision(precision) for precision in PRECISIONS}
     finally:
-        torch.set_num_threads(before)
-    stored = _read(path)
-    earlier = stored.get(_key(threads), {})
-    peak = {precision: max(rate, earlier.get(precision, 0.0)) for precision, rate in seen.items()}
-    stored[_key(threads)] = peak
+        torch.set_num_threads(previous_threads)
+    peaks = _read(path)
+    stored_peak = peaks.get(_key(threads), {})
+    peak = {
+        precision: max(rate, stored_peak.get(precision, 0.0)) for precision, rate in measured_peak.items()
+    }
+    peaks[_key(threads)] = peak
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, stored)
+        write_json(path, peaks)
     except OSError as error:
         raise WanmaError(
             f"cannot write the measured CPU peak to {path}: {error.strerror or error}",
@@ -114,7 +116,7 @@ def _key(threads: int) -> str:
 def _read(path: Path) -> dict[str, dict[str, float]]:
     """Read the stored peaks; an absent or damaged file has none, and the next measurement replaces it."""
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        peaks = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return stored if isinstance(stored, dict) else {}
+    return peaks if isinstance(peaks, dict) else {}

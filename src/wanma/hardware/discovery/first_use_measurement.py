@@ -46,9 +46,9 @@ def with_measured_cpu_peak(
     ):
         return cluster
     report = report or (lambda text: print(text, file=sys.stderr, flush=True))
-    began = time.perf_counter()
+    start = time.perf_counter()
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", _PROGRAM],
             capture_output=True,
             text=True,
@@ -56,17 +56,17 @@ def with_measured_cpu_peak(
             check=False,
         )
         # The last line that is not indented names the error; a way out may follow it.
-        said = [line for line in done.stderr.splitlines() if line and not line.startswith(" ")]
-        failure = said[-1] if said and done.returncode else "no result was stored"
+        error_lines = [line for line in process.stderr.splitlines() if line and not line.startswith(" ")]
+        failure = error_lines[-1] if error_lines and process.returncode else "no result was stored"
     except (OSError, subprocess.TimeoutExpired) as error:
         failure = str(error)
-    measured = {key: float(round(rate)) for key, rate in read_cpu_peak(node.cores).items()}
-    if not measured:
+    peak = {key: float(round(rate)) for key, rate in read_cpu_peak(node.cores).items()}
+    if not peak:
         report(f"{cpu.name} is not in the device catalogue, and its peak could not be measured: {failure}")
         return cluster
-    rates = ", ".join(f"{precision} {rate / 1e9:,.0f}" for precision, rate in measured.items())
+    rates = ", ".join(f"{precision} {rate / 1e9:,.0f}" for precision, rate in peak.items())
     report(
         f"{cpu.name} is not in the device catalogue; its peak was measured once, in "
-        f"{time.perf_counter() - began:.1f} s: {rates} GFLOP/s; kept in {cpu_peak_file()}"
+        f"{time.perf_counter() - start:.1f} s: {rates} GFLOP/s; kept in {cpu_peak_file()}"
     )
-    return Cluster((replace(node, cpu=replace(cpu, peak_flops_per_second=measured)),))
+    return Cluster((replace(node, cpu=replace(cpu, peak_flops_per_second=peak)),))

@@ -85,17 +85,17 @@ def list_interfaces() -> tuple[Interface, ...]:
     """List the interfaces of this node, by name."""
     import psutil
 
-    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
-    found = []
+    active_names = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    interfaces = []
     for name, entries in sorted(psutil.net_if_addrs().items()):
-        by_family = [
+        addresses = [
             entry.address.partition("%")[0]
             for family in (socket.AF_INET, socket.AF_INET6)
             for entry in entries
             if entry.family == family
         ]
-        found.append(Interface(name, tuple(by_family), name in up))
-    return tuple(found)
+        interfaces.append(Interface(name, tuple(addresses), name in active_names))
+    return tuple(interfaces)
 
 
 def local_address(remote_address: str) -> str | None:
@@ -137,9 +137,9 @@ def find_route_to(
     address = lookup_address(remote_address)
     if address is None:
         return None
-    way = _route_for_address(address, known_interfaces, f"by the route to {remote_address}")
-    _reject_internal(way, remote_address, known_interfaces)
-    return way
+    route = _route_for_address(address, known_interfaces, f"by the route to {remote_address}")
+    _reject_internal(route, remote_address, known_interfaces)
+    return route
 
 
 def find_route_from(
@@ -172,18 +172,20 @@ def route_by_interface(
         WanmaError: there is no such interface, or it is down or has no address.
     """
     known_interfaces = list_interfaces() if known_interfaces is None else known_interfaces
-    listed = ", ".join(map(str, known_interfaces)) or "none"
-    found = next((one for one in known_interfaces if one.name == name), None)
-    if found is None:
+    names_text = ", ".join(map(str, known_interfaces)) or "none"
+    interface = next((candidate for candidate in known_interfaces if candidate.name == name), None)
+    if interface is None:
         problem = f"this node has no interface {name!r}"
-    elif not found.addresses:
+    elif not interface.addresses:
         problem = f"the interface {name!r} has no address"
-    elif not found.is_up:
+    elif not interface.is_up:
         problem = f"the interface {name!r} is down"
     else:
-        alike = [one for one in found.addresses if (":" in one) == (":" in remote_address)]
-        return NetworkRoute(name, (alike or list(found.addresses))[0], INTERFACE_KEY)
-    raise WanmaError(f"{INTERFACE_KEY}: {problem}", f"choose from: {listed}", EXIT_USAGE)
+        same_family = [
+            candidate for candidate in interface.addresses if (":" in candidate) == (":" in remote_address)
+        ]
+        return NetworkRoute(name, (same_family or list(interface.addresses))[0], INTERFACE_KEY)
+    raise WanmaError(f"{INTERFACE_KEY}: {problem}", f"choose from: {names_text}", EXIT_USAGE)
 
 
 def check_interface(name: str | None) -> None:
@@ -198,13 +200,15 @@ def check_interface(name: str | None) -> None:
 
 def format_route(route: NetworkRoute, environment: Mapping[str, str]) -> str:
     """Format the route of a run; environment variables take precedence unless the job names one."""
-    own = ", ".join(f"{name}={environment[name]}" for name in INTERFACE_VARIABLES if name in environment)
-    if not own:
+    overrides = ", ".join(
+        f"{name}={environment[name]}" for name in INTERFACE_VARIABLES if name in environment
+    )
+    if not overrides:
         return str(route)
     return (
-        f"{route}, which takes precedence over {own}"
+        f"{route}, which takes precedence over {overrides}"
         if route.reason == INTERFACE_KEY
-        else f"set by the environment: {own}"
+        else f"set by the environment: {overrides}"
     )
 
 
@@ -214,7 +218,9 @@ def default_routes(
     """Return the default routes of IPv4 and IPv6; empty without them."""
     known_interfaces = list_interfaces() if known_interfaces is None else known_interfaces
     addresses = [
-        address for other in DOCUMENTATION_ADDRESSES if (address := lookup_address(other)) is not None
+        address
+        for remote_address in DOCUMENTATION_ADDRESSES
+        if (address := lookup_address(remote_address)) is not None
     ]
     return [_route_for_address(address, known_interfaces, "by the default route") for address in addresses]
 
@@ -223,20 +229,26 @@ def _route_for_address(address: str, known_interfaces: Sequence[Interface], reas
     if ipaddress.ip_address(address).is_loopback:  # of 127.0.0.0/8, an interface has only the first
         return NetworkRoute(LOOPBACK_INTERFACE, address, reason)
     return NetworkRoute(
-        next((one.name for one in known_interfaces if address in one.addresses), None), address, reason
+        next((interface.name for interface in known_interfaces if address in interface.addresses), None),
+        address,
+        reason,
     )
 
 
 def _reject_internal(route: NetworkRoute, remote_address: str, known_interfaces: Sequence[Interface]) -> None:
-    found = next((one for one in known_interfaces if one.name == route.interface), None)
-    if found is not None and found.is_internal:
-        reach = [one for one in known_interfaces if one.is_up and one.addresses and not one.is_loopback]
-        usable = [one.name for one in reach if not one.is_internal]
+    interface = next((candidate for candidate in known_interfaces if candidate.name == route.interface), None)
+    if interface is not None and interface.is_internal:
+        reachable = [
+            candidate
+            for candidate in known_interfaces
+            if candidate.is_up and candidate.addresses and not candidate.is_loopback
+        ]
+        suggestions = [candidate.name for candidate in reachable if not candidate.is_internal]
         raise WanmaError(
             f"{remote_address} is reached through {route.interface}, a virtual interface for containers or "
             "virtual machines of this node",
             "set cluster.rendezvous to an address on the network that the nodes share"
-            + (f" ({', '.join(usable)} here)" if usable else "")
+            + (f" ({', '.join(suggestions)} here)" if suggestions else "")
             + f", or set {INTERFACE_KEY} = '{route.interface}' to use this interface",
             EXIT_USAGE,
         )

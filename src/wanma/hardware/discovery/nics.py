@@ -17,11 +17,11 @@ def detect_nics(root: Path = ROOT) -> Nics | None:
         root: root of the file system that holds `sys`.
     """
     rates = list(_rdma_speeds(root)) or list(_ethernet_speeds(root))
-    plausible = [rate for rate in rates if 0 < rate <= MAX_NIC_GIGABITS * 1e9]
-    if not plausible:
+    valid_rates = [rate for rate in rates if 0 < rate <= MAX_NIC_GIGABITS * 1e9]
+    if not valid_rates:
         return None
-    fastest = max(plausible)
-    return Nics(min(plausible.count(fastest), MAX_NICS), fastest)
+    fastest = max(valid_rates)
+    return Nics(min(valid_rates.count(fastest), MAX_NICS), fastest)
 
 
 def _rdma_speeds(root: Path) -> Iterator[float]:

@@ -61,12 +61,14 @@ def _cpu_device(cores: int, memory_bytes: int) -> Device:
     """Return the usable share of this node's processors as a device, with measured rates if there are any."""
     name = cpu_model()
     kind = find_by_driver_name(name)
-    known = kind.to_processor(cores, memory_bytes) if kind and kind.cores else None
+    catalogue_device = kind.to_processor(cores, memory_bytes) if kind and kind.cores else None
     # Whole numbers survive being written to a cluster file.
-    measured = {key: float(round(rate)) for key, rate in read_cpu_peak(cores).items()}
-    if known is not None:
-        return replace(known, peak_flops_per_second=measured or known.peak_flops_per_second)
-    return Device("cpu", name, memory_bytes, measured)
+    measured_peak = {key: float(round(rate)) for key, rate in read_cpu_peak(cores).items()}
+    if catalogue_device is not None:
+        return replace(
+            catalogue_device, peak_flops_per_second=measured_peak or catalogue_device.peak_flops_per_second
+        )
+    return Device("cpu", name, memory_bytes, measured_peak)
 
 
 @dataclass(frozen=True)
@@ -105,16 +107,16 @@ def select_visible(gpus: list[DiscoveredGpu], cuda_visible_devices: str | None) 
     """
     if cuda_visible_devices is None:
         return gpus
-    chosen: list[DiscoveredGpu] = []
+    visible: list[DiscoveredGpu] = []
     for entry in (part.strip() for part in cuda_visible_devices.split(",")):
         if entry.isdigit():
-            found = gpus[int(entry) : int(entry) + 1]
+            matches = gpus[int(entry) : int(entry) + 1]
         else:
-            found = [gpu for gpu in gpus if entry and gpu.uuid.startswith(entry)]
-        if len(found) != 1 or found[0] in chosen:
+            matches = [gpu for gpu in gpus if entry and gpu.uuid.startswith(entry)]
+        if len(matches) != 1 or matches[0] in visible:
             break
-        chosen.append(found[0])
-    return chosen
+        visible.append(matches[0])
+    return visible
 
 
 def _gpu_from_nvml(pynvml, index: int) -> DiscoveredGpu:  # type: ignore[no-untyped-def]  # an untyped module
@@ -138,16 +140,16 @@ def _gpus_from_nvidia_smi() -> list[DiscoveredGpu]:
         )
     except subprocess.TimeoutExpired as error:
         raise _driver_error(f"no answer within {NVIDIA_SMI_TIMEOUT_SECONDS} s") from error
-    said = (answer.stdout + answer.stderr).strip()
-    if "No devices were found" in said or "couldn't communicate with the NVIDIA driver" in said:
+    output = (answer.stdout + answer.stderr).strip()
+    if "No devices were found" in output or "couldn't communicate with the NVIDIA driver" in output:
         return []  # the tool came with an image or a package; there is no GPU or no driver below it
     if answer.returncode != 0:
-        raise _driver_error(said.splitlines()[-1] if said else f"exit code {answer.returncode}")
+        raise _driver_error(output.splitlines()[-1] if output else f"exit code {answer.returncode}")
     gpus = []
     for line in answer.stdout.splitlines():
         uuid, name, mebibytes = (field.strip() for field in line.split(","))
-        shared = not mebibytes.isdigit()  # "[N/A]": one memory for CPU and GPU
-        memory_bytes = usable_memory_bytes() if shared else int(mebibytes) * MEBIBYTE
+        has_shared_memory = not mebibytes.isdigit()  # "[N/A]": one memory for CPU and GPU
+        memory_bytes = usable_memory_bytes() if has_shared_memory else int(mebibytes) * MEBIBYTE
         gpus.append(DiscoveredGpu(uuid, _device(name, memory_bytes)))
     return gpus
 

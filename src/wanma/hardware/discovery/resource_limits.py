@@ -66,9 +66,9 @@ def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
             mount = root / "sys/fs/cgroup" / controller
         else:
             continue
-        below = [part for part in path.split("/") if part not in ("", "..")]
-        for depth in range(len(below), -1, -1):
-            yield mount.joinpath(*below[:depth])
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for depth in range(len(parts), -1, -1):
+            yield mount.joinpath(*parts[:depth])
 
 
 def _cpu_quota(folder: Path) -> float | None:

@@ -95,9 +95,9 @@ def _compile(source: Path, compiler: str, library: Path) -> None:
                 timeout=COMPILE_TIMEOUT_SECONDS,
             )
         except subprocess.CalledProcessError as error:
-            said = error.stderr.strip()[:_MAX_ERROR_CHARACTERS]
+            compiler_output = error.stderr.strip()[:_MAX_ERROR_CHARACTERS]
             raise WanmaError(
-                f"{compiler} cannot compile {source.name}: {said}", _OTHER_COMPILER_HINT
+                f"{compiler} cannot compile {source.name}: {compiler_output}", _OTHER_COMPILER_HINT
             ) from error
         except subprocess.TimeoutExpired as error:
             text = f"{compiler} did not finish {source.name} within {COMPILE_TIMEOUT_SECONDS:.0f} s"
@@ -127,6 +127,15 @@ def _processor_identity() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    named = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU part")
-    first = {line.partition(":")[0].strip(): line for line in reversed(lines) if ":" in line}
-    return "\n".join(first[name] for name in named if name in first)
+    identity_keys = (
+        "vendor_id",
+        "cpu family",
+        "model",
+        "model name",
+        "stepping",
+        "flags",
+        "Features",
+        "CPU part",
+    )
+    first_values = {line.partition(":")[0].strip(): line for line in reversed(lines) if ":" in line}
+    return "\n".join(first_values[name] for name in identity_keys if name in first_values)

@@ -29,18 +29,19 @@ def import_object(path: str, key: str) -> Any:
     if not colon or not module_name or not attributes:
         raise JobError(f"{key} = '{path}' is not an import path", "write it as 'package.module:function'")
     with _working_directory_first():
-        found: Any = _import_module(module_name, path, key)
-    walked = module_name
+        target: Any = _import_module(module_name, path, key)
+    parent_path = module_name
     for attribute in attributes.split("."):
-        if not hasattr(found, attribute):
-            public = [name for name in dir(found) if not name.startswith("_")]
+        if not hasattr(target, attribute):
+            public_names = [name for name in dir(target) if not name.startswith("_")]
             raise JobError(
-                f"{key} = '{path}': {walked} has no '{attribute}'.{did_you_mean(attribute, public)}",
-                f"correct the name, or add it to {getattr(found, '__file__', None) or walked}",
+                f"{key} = '{path}': {parent_path} has no "
+                f"'{attribute}'.{did_you_mean(attribute, public_names)}",
+                f"correct the name, or add it to {getattr(target, '__file__', None) or parent_path}",
             )
-        found = getattr(found, attribute)
-        walked = f"{walked}.{attribute}"
-    return found
+        target = getattr(target, attribute)
+        parent_path = f"{parent_path}.{attribute}"
+    return target
 
 
 def _import_module(name: str, path: str, key: str) -> Any:
@@ -71,14 +72,14 @@ def _working_directory_first() -> Iterator[None]:
     It stays last in the path, so that the imported code can import its siblings later; it does not stay
     first, so that a user's `profile.py` never replaces the standard library's for other imports.
     """
-    here = str(Path.cwd())
-    known = here in sys.path
-    sys.path.insert(0, here)
+    directory = str(Path.cwd())
+    was_on_path = directory in sys.path
+    sys.path.insert(0, directory)
     # A file written after this process first listed its folder would otherwise not be seen.
     importlib.invalidate_caches()
     try:
         yield
     finally:
-        sys.path.remove(here)
-        if not known:
-            sys.path.append(here)
+        sys.path.remove(directory)
+        if not was_on_path:
+            sys.path.append(directory)

@@ -46,10 +46,10 @@ def yaml_tokens(node: Any) -> list[Token]:
 
 def yaml_key_lines(node: Any) -> dict[KeyPath, int]:
     """Return the line (from 1) of every key and list element of a composed YAML node (`yaml.compose`)."""
-    found: dict[KeyPath, int] = {}
+    lines: dict[KeyPath, int] = {}
     for path, line in _walk_yaml(node, (), ()):
-        found.setdefault(path, line)
-    return found
+        lines.setdefault(path, line)
+    return lines
 
 
 def _walk_yaml(node: Any, parent: KeyPath, ancestor_ids: tuple[int, ...]) -> Iterator[tuple[KeyPath, int]]:
@@ -67,20 +67,20 @@ def _walk_yaml(node: Any, parent: KeyPath, ancestor_ids: tuple[int, ...]) -> Ite
             yield from _walk_yaml(value, (*parent, index), ancestor_ids)
 
 
-def _yaml_tokens(node: Any, at: KeyPath, inside: tuple[int, ...]) -> Iterator[Token]:
-    if id(node) in inside:  # an anchor that holds itself
+def _yaml_tokens(node: Any, parent_path: KeyPath, ancestor_ids: tuple[int, ...]) -> Iterator[Token]:
+    if id(node) in ancestor_ids:  # an anchor that holds itself
         return
-    inside = (*inside, id(node))
+    ancestor_ids = (*ancestor_ids, id(node))
     if node.id == "mapping":
         for key, value in node.value:
-            path = (*at, str(key.value))
+            path = (*parent_path, str(key.value))
             yield _yaml_token(path, key, is_key=True)
-            yield from _yaml_tokens(value, path, inside)
+            yield from _yaml_tokens(value, path, ancestor_ids)
     elif node.id == "sequence":
         for index, value in enumerate(node.value):
-            yield from _yaml_tokens(value, (*at, index), inside)
+            yield from _yaml_tokens(value, (*parent_path, index), ancestor_ids)
     else:
-        yield _yaml_token(at, node, is_key=False)
+        yield _yaml_token(parent_path, node, is_key=False)
 
 
 def _yaml_token(path: KeyPath, node: Any, *, is_key: bool) -> Token:

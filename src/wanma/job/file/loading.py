@@ -66,9 +66,9 @@ def load_recorded_job(path: Path) -> Job:
 def _named(job: Job, path: Path) -> Job:
     """Return the job with the file's name, if it has no name of its own."""
     if job.observe.name is None:
-        if (wrong := invalid_run_name_reason(path.stem)) is not None:
+        if (reason := invalid_run_name_reason(path.stem)) is not None:
             raise JobError(
-                f"{path}: observe.name is not set, and the job file's name, the default, {wrong}",
+                f"{path}: observe.name is not set, and the job file's name, the default, {reason}",
                 "set observe.name=NAME",
             )
         return job.model_copy(update={"observe": job.observe.model_copy(update={"name": path.stem})})
@@ -152,41 +152,44 @@ def _validate_job(
     override_source: str | None = None,
 ) -> Job:
     mistakes: list[ValidationIssue] = []
-    given = to_json_value(tables, (), mistakes)
-    given = {section: value for section, value in given.items() if value is not None}  # YAML's bare `train:`
-    if given.get("parallel") == "auto":
-        given["parallel"] = {"auto": True}
+    values = to_json_value(tables, (), mistakes)
+    values = {
+        section: value for section, value in values.items() if value is not None
+    }  # YAML's bare `train:`
+    if values.get("parallel") == "auto":
+        values["parallel"] = {"auto": True}
     for number, text in enumerate(overrides, 1):
         override = parse_override(text)
-        place = override_source or f"override {number} on the command line"
-        _apply_override(given, override, place, sources, mistakes)
+        source = override_source or f"override {number} on the command line"
+        _apply_override(values, override, source, sources, mistakes)
     if mistakes:
-        raise validation_error([*mistakes, *_old_names(given, sources)], sources)
-    mistakes = _old_names(given, sources)
-    given = with_new_names(given)
+        raise validation_error([*mistakes, *_old_names(values, sources)], sources)
+    mistakes = _old_names(values, sources)
+    values = with_new_names(values)
     try:
         # Strict mode through JSON accepts a list for a tuple, and still rejects true for 1.
-        job = Job.model_validate_json(json.dumps(given), strict=True)
+        job = Job.model_validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
-        raise validation_error([*mistakes, *issues_from_pydantic(error, given)], sources) from None
+        raise validation_error([*mistakes, *issues_from_pydantic(error, values)], sources) from None
     if mistakes:
         raise validation_error(mistakes, sources)
     return job
 
 
-def _old_names(given: dict[str, Any], places: KeySources) -> list[ValidationIssue]:
-    """Return a mistake for every old name; `places` then has their places under the new names, too."""
-    found = renamings(given)
-    found += [  # an override that unsets a key leaves nothing in the tables
+def _old_names(values: dict[str, Any], sources: KeySources) -> list[ValidationIssue]:
+    """Return a mistake for every old name; `sources` then has their places under the new names, too."""
+    renamed_keys = renamings(values)
+    renamed_keys += [  # an override that unsets a key leaves nothing in the tables
         Renaming(path, old, KEYS[old])
-        for path in places.overrides
-        if (old := dotted_name(path)) in KEYS and all(path != one.path for one in found)
+        for path in sources.overrides
+        if (old := dotted_name(path)) in KEYS and all(path != renaming.path for renaming in renamed_keys)
     ]
-    for one in found:
-        places.add_name(one.path, one.new_path)
-    upgrade = f"`wanma job --upgrade {shlex.quote(places.file)}` rewrites the file"
+    for renaming in renamed_keys:
+        sources.add_name(renaming.path, renaming.new_path)
+    upgrade = f"`wanma job --upgrade {shlex.quote(sources.file)}` rewrites the file"
     return [
-        ValidationIssue(one.path, str(one), upgrade if places.is_in_file(one.path) else "") for one in found
+        ValidationIssue(renaming.path, str(renaming), upgrade if sources.is_in_file(renaming.path) else "")
+        for renaming in renamed_keys
     ]
 
 
@@ -198,31 +201,33 @@ def _apply_override(
     issues: list[ValidationIssue],
 ) -> None:
     """Write one override into the nested tables `tables`."""
-    holder: Any = tables
+    container: Any = tables
     path: KeyPath = ()
     for part in override.path[:-1]:
-        step: str | int = int(part) if isinstance(holder, list) and part.isdigit() else part
+        step: str | int = int(part) if isinstance(container, list) and part.isdigit() else part
         path = (*path, step)
-        if isinstance(holder, dict):
-            holder = holder.setdefault(part, {})
-        elif isinstance(holder, list) and isinstance(step, int) and step < len(holder):
-            holder = holder[step]
+        if isinstance(container, dict):
+            container = container.setdefault(part, {})
+        elif isinstance(container, list) and isinstance(step, int) and step < len(container):
+            container = container[step]
         else:
             break
     value = to_json_value(override.value, override.path, issues)
     last = override.path[-1]
-    name: str | int = int(last) if isinstance(holder, list) and last.isdigit() else last
+    name: str | int = int(last) if isinstance(container, list) and last.isdigit() else last
     sources.overrides[(*path, name)] = source
-    if isinstance(holder, dict):
+    if isinstance(container, dict):
         if override.unset:
-            holder.pop(last, None)
+            container.pop(last, None)
         elif override.path == ("parallel",) and override.value == "auto":
-            axes = holder.get(last)
-            holder[last] = {**(axes if isinstance(axes, dict) else {}), "auto": True}
+            axes = container.get(last)
+            container[last] = {**(axes if isinstance(axes, dict) else {}), "auto": True}
         else:
-            holder[last] = value
-    elif isinstance(holder, list) and isinstance(name, int) and name < len(holder) and not override.unset:
-        holder[name] = value
+            container[last] = value
+    elif (
+        isinstance(container, list) and isinstance(name, int) and name < len(container) and not override.unset
+    ):
+        container[name] = value
     else:
         issues.append(ValidationIssue((*path, name), f"there is no {'.'.join(override.path)} to set"))
 
@@ -239,10 +244,11 @@ def to_json_value(value: Any, path: KeyPath, issues: list[ValidationIssue]) -> A
         case Section():
             return to_json_value(value.model_dump(exclude_unset=True), path, issues)
         case Mapping():
-            if wrong := [name for name in value if not isinstance(name, str)]:
+            if invalid := [name for name in value if not isinstance(name, str)]:
                 issues.append(
                     ValidationIssue(
-                        path, f'{key_path_text(path)}: the name {wrong[0]!r} must be text, "{wrong[0]}"'
+                        path,
+                        f'{key_path_text(path)}: the name {invalid[0]!r} must be text, "{invalid[0]}"',
                     )
                 )
             return {
@@ -264,10 +270,10 @@ def to_json_value(value: Any, path: KeyPath, issues: list[ValidationIssue]) -> A
             return value.isoformat()
         case str() if _invalid_text_reason(value) is None:
             return value
-    what = _invalid_text_reason(value) if isinstance(value, str) else f"of type {type(value).__name__}"
+    problem = _invalid_text_reason(value) if isinstance(value, str) else f"of type {type(value).__name__}"
     issues.append(
         ValidationIssue(
-            path, f"{key_path_text(path)} is {what}; use text, numbers, true or false, lists and tables"
+            path, f"{key_path_text(path)} is {problem}; use text, numbers, true or false, lists and tables"
         )
     )
     return None

@@ -49,12 +49,12 @@ def parse_tokens(path: Path, text: str) -> tuple[dict[str, Any], list[Token]]:
 
 
 @contextmanager
-def _errors_named(path: Path, what: str) -> Iterator[None]:
+def _errors_named(path: Path, description: str) -> Iterator[None]:
     """Turn the errors of a parser into a `JobError` that names the file."""
     try:
         yield
     except RecursionError:
-        raise JobError(f"{path} is nested too deeply to be a {what}") from None
+        raise JobError(f"{path} is nested too deeply to be a {description}") from None
     except ValueError as error:  # a well-formed number or date that does not exist
         raise JobError(f"{path}: {error}") from None
 
@@ -76,8 +76,8 @@ def read_text(path: Path, what: str = "job file", starter: str | None = None) ->
             f"there is no {what} {path}.{_closest_name_hint(path)}", _nearby_files_hint(path, starter)
         ) from None
     except IsADirectoryError:
-        inside = path / "job.toml"
-        hint = f"did you mean {inside}?" if inside.is_file() else _nearby_files_hint(inside, starter)
+        job_file = path / "job.toml"
+        hint = f"did you mean {job_file}?" if job_file.is_file() else _nearby_files_hint(job_file, starter)
         raise JobError(f"{path} is a folder, not a {what}", hint) from None
     except UnicodeDecodeError as error:
         raise JobError(f"{path} is not a {what}: byte {error.start} is not valid UTF-8 text") from None
@@ -87,9 +87,9 @@ def read_text(path: Path, what: str = "job file", starter: str | None = None) ->
 
 def _closest_name_hint(path: Path) -> str:
     """Return a hint with the closest name among the job files nearby, compared without the common suffix."""
-    near = {file.stem: file for file in reversed(_job_files(path))}
-    close = closest_match(path.stem, near) or closest_match(path.name, near)
-    return "" if close is None else f" Did you mean '{near[close]}'?"
+    files_by_stem = {file.stem: file for file in reversed(_job_files(path))}
+    close = closest_match(path.stem, files_by_stem) or closest_match(path.name, files_by_stem)
+    return "" if close is None else f" Did you mean '{files_by_stem[close]}'?"
 
 
 def _nearby_files_hint(path: Path, missing_file_hint: str | None) -> str:
@@ -98,15 +98,15 @@ def _nearby_files_hint(path: Path, missing_file_hint: str | None) -> str:
     files = _job_files(path)
     if not files:
         return _TEMPLATE_HINT
-    more = f" and {len(files) - 8} more" if len(files) > 8 else ""
-    return f"job files nearby: {', '.join(str(file) for file in files[:8])}{more}"
+    rest_text = f" and {len(files) - 8} more" if len(files) > 8 else ""
+    return f"job files nearby: {', '.join(str(file) for file in files[:8])}{rest_text}"
 
 
 def _job_files(path: Path) -> list[Path]:
     """List the TOML files beside `path`, in the working directory and in ./examples, except Python's own."""
     folders = dict.fromkeys([path.parent, Path(), Path("examples")])
-    found = [file for folder in folders for file in sorted(folder.glob("*.toml"))]
-    return [file for file in dict.fromkeys(found) if file.name != "pyproject.toml" and file.exists()]
+    files = [file for folder in folders for file in sorted(folder.glob("*.toml"))]
+    return [file for file in dict.fromkeys(files) if file.name != "pyproject.toml" and file.exists()]
 
 
 def _parse_toml(path: Path, text: str) -> dict[str, Any]:
@@ -117,20 +117,20 @@ def _parse_toml(path: Path, text: str) -> dict[str, Any]:
 
 
 def _toml_syntax_error(path: Path, text: str, message: str) -> JobError:
-    at = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", message)
+    position = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", message)
     lines = text.splitlines()
-    line = int(at[1]) if at and at[1] else max(len(lines), 1)
-    what = message[: at.start()] if at else message
+    line = int(position[1]) if position and position[1] else max(len(lines), 1)
+    problem = message[: position.start()] if position else message
     written = lines[line - 1].strip() if line <= len(lines) else ""
     hint = ""
-    if bare := re.fullmatch(r"([\w.-]+)\s*=\s*([A-Za-z/~][^\"'\[\]{}]*)", written):
-        hint = f'put text in quotes: {bare[1]} = "{bare[2].strip()}"'
+    if unquoted := re.fullmatch(r"([\w.-]+)\s*=\s*([A-Za-z/~][^\"'\[\]{}]*)", written):
+        hint = f'put text in quotes: {unquoted[1]} = "{unquoted[2].strip()}"'
     elif text.lstrip().startswith("{"):
         hint = "this looks like JSON: name the file .yaml, JSON is valid YAML"
     elif re.fullmatch(r"[\w.-]+\s*:.*", written):
         hint = "this looks like YAML: write `key = value`, or name the file .yaml"
-    shown = f"\n  {written}" if written else ""
-    return JobError(f"{path}:{line}: not valid TOML: {what[:1].lower()}{what[1:]}{shown}", hint)
+    line_text = f"\n  {written}" if written else ""
+    return JobError(f"{path}:{line}: not valid TOML: {problem[:1].lower()}{problem[1:]}{line_text}", hint)
 
 
 def _parse_yaml(path: Path, text: str) -> tuple[dict[str, Any], Any]:
@@ -144,14 +144,14 @@ def _parse_yaml(path: Path, text: str) -> tuple[dict[str, Any], Any]:
         """YAML loader: safe, reads 1e-3 as a number (YAML 1.1 wants 1.0e-3), refuses a repeated key."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            seen: set[str] = set()
+            names: set[str] = set()
             for key, _ in node.value:
                 name = str(key.value)
-                if name in seen:
+                if name in names:
                     raise yaml.constructor.ConstructorError(
                         problem=f"'{name}' is given twice", problem_mark=key.start_mark
                     )
-                seen.add(name)
+                names.add(name)
             return dict(super().construct_mapping(node, deep))
 
     number = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+")

@@ -34,8 +34,8 @@ def _template_line(key: KeySchema) -> str:
     if key.path in TEMPLATE_VALUES:
         setting = f"{key.name} = {toml_value(TEMPLATE_VALUES[key.path])}"
     else:
-        known = not key.is_required and key.default is not None
-        setting = f"# {key.name} = {default_text(key) if known else ''}".rstrip()
+        has_default = not key.is_required and key.default is not None
+        setting = f"# {key.name} = {default_text(key) if has_default else ''}".rstrip()
     return f"{setting:<36}  # {key.help} ({key.allowed.removeprefix('one of ')})"
 
 

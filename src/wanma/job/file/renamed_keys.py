@@ -102,10 +102,10 @@ def dotted_name(path: KeyPath) -> str:
 def _renamings(value: Any, path: KeyPath) -> Iterator[Renaming]:
     if isinstance(value, Mapping):
         for name, item in value.items():
-            below = (*path, name)
-            if (new := _new_key(below)) is not None:
-                yield Renaming(below, dotted_name(below), new)
-            yield from _renamings(item, below)
+            item_path = (*path, name)
+            if (new := _new_key(item_path)) is not None:
+                yield Renaming(item_path, dotted_name(item_path), new)
+            yield from _renamings(item, item_path)
     elif isinstance(value, list):
         for index, item in enumerate(value):
             yield from _renamings(item, (*path, index))

@@ -91,18 +91,18 @@ def _walk_sections(path: str, section: type[Section], *, is_repeated: bool) -> I
             _key_schema(f"{path}.{name}", hints[name], field) for name, field in section.model_fields.items()
         ),
     )
-    for name, below in inner.items():
-        if below is not None:
-            yield from _walk_sections(f"{path}.{name}", below, is_repeated=True)
+    for name, inner_section in inner.items():
+        if inner_section is not None:
+            yield from _walk_sections(f"{path}.{name}", inner_section, is_repeated=True)
 
 
 def _key_schema(path: str, hint: Any, field: FieldInfo) -> KeySchema:
-    bare = _without_none(hint)
+    required_hint = _without_none(hint)
     return KeySchema(
         path=path,
-        allowed=_allowed_text(bare, field),
-        choices=_choices(bare),
-        is_text=bare is str,
+        allowed=_allowed_text(required_hint, field),
+        choices=_choices(required_hint),
+        is_text=required_hint is str,
         is_required=field.is_required(),
         default=None if field.is_required() else field.get_default(call_default_factory=True),
         help=field.description or "",
@@ -111,7 +111,7 @@ def _key_schema(path: str, hint: Any, field: FieldInfo) -> KeySchema:
 
 def _without_none(hint: Any) -> Any:
     """Return the type inside an optional type."""
-    inner = [one for one in _union(hint) if one is not type(None)]
+    inner = [member for member in _union(hint) if member is not type(None)]
     return inner[0] if len(inner) == 1 else hint
 
 
@@ -131,7 +131,7 @@ def _choices(hint: Any) -> tuple[str, ...]:
     if hint is bool:
         return ("true", "false")
     if _union(hint):
-        return tuple(choice for one in _union(hint) for choice in _choices(one))
+        return tuple(choice for member in _union(hint) for choice in _choices(member))
     return tuple(str(value) for value in get_args(hint)) if get_origin(hint) is Literal else ()
 
 
@@ -139,17 +139,19 @@ def _allowed_text(hint: Any, field: FieldInfo) -> str:
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(_choices(hint))
     if _union(hint):
-        return ", or ".join(_allowed_text(*_with_bounds(one)) for one in get_args(field.annotation))
+        return ", or ".join(_allowed_text(*_with_bounds(member)) for member in get_args(field.annotation))
     if _repeated_section(hint):
         return "a list of tables"
     if get_origin(hint) is list:
-        few = " (at least one)" if any(isinstance(m, annotated_types.MinLen) for m in field.metadata) else ""
-        inner, said = _with_bounds(get_args(field.annotation)[0])
-        each = re.sub(r"^a ((?:whole )?number)", r"\1s", _allowed_text(inner, said))
-        return f"a list of {_type_text(inner) if get_origin(inner) is Literal else each}{few}"
+        minimum_text = (
+            " (at least one)" if any(isinstance(m, annotated_types.MinLen) for m in field.metadata) else ""
+        )
+        inner, inner_field = _with_bounds(get_args(field.annotation)[0])
+        items_text = re.sub(r"^a ((?:whole )?number)", r"\1s", _allowed_text(inner, inner_field))
+        return f"a list of {_type_text(inner) if get_origin(inner) is Literal else items_text}{minimum_text}"
     bounds = [
-        f"{sign} {_bound_text(getattr(m, name))}"
-        for kind, name, sign in _BOUNDS
+        f"{comparison} {_bound_text(getattr(m, name))}"
+        for kind, name, comparison in _BOUNDS
         for m in field.metadata
         if isinstance(m, kind)
     ]

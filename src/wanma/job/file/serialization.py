@@ -29,12 +29,12 @@ def job_to_toml(job: Job) -> str:
     for table in schema_tables():
         section, _, inner = table.path.partition(".")
         values = getattr(job, section)
-        for one in getattr(values, inner) if inner else [values]:
+        for table_values in getattr(values, inner) if inner else [values]:
             lines = [table.header]
             for key in table.keys:
-                value = getattr(one, key.name)
+                value = getattr(table_values, key.name)
                 is_open = section == "parallel" and job.parallel.auto
-                if is_open and key.name not in one.model_fields_set:
+                if is_open and key.name not in table_values.model_fields_set:
                     continue
                 if value is None or (f"{table.path}.{key.name}" in _repeated_tables() and value):
                     continue

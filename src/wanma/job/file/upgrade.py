@@ -66,67 +66,70 @@ def upgraded(text: str, path: Path = Path("job.toml")) -> tuple[str, list[Change
     plain = text.removeprefix(_BYTE_ORDER_MARK).replace("\r\n", "\n")
     tables, tokens = parse_tokens(path, plain)
     try:
-        found, renamed = renamings(tables), with_new_names(tables)
+        renamed_keys, renamed = renamings(tables), with_new_names(tables)
     except RecursionError:  # a YAML anchor that holds itself
         raise JobError(f"{path} is nested too deeply to be a job file") from None
-    _refuse_both(path, found, tokens)
-    edits = [edit for _, edit in sorted(_edits(found, tokens).items())]
-    changes = [Change(token.line, _described(one)) for token, one in edits]
-    replaced = [(token, _quoted(plain[token.start : token.stop], one)) for token, one in edits]
-    if not _reads_as(path, _with(plain, replaced), renamed):
-        listed = "\n  ".join(f"{path}:{change.line}: {change.text}" for change in changes)
-        raise JobError(f"{path} cannot be upgraded in place; change by hand:\n  {listed}")
-    return _with(text, replaced), changes
+    _refuse_both(path, renamed_keys, tokens)
+    edits = [edit for _, edit in sorted(_edits(renamed_keys, tokens).items())]
+    changes = [Change(token.line, _described(renaming)) for token, renaming in edits]
+    replacements = [(token, _quoted(plain[token.start : token.stop], renaming)) for token, renaming in edits]
+    if not _reads_as(path, _with(plain, replacements), renamed):
+        changes_text = "\n  ".join(f"{path}:{change.line}: {change.text}" for change in changes)
+        raise JobError(f"{path} cannot be upgraded in place; change by hand:\n  {changes_text}")
+    return _with(text, replacements), changes
 
 
-def _refuse_both(path: Path, found: Iterable[Renaming], tokens: Iterable[Token]) -> None:
+def _refuse_both(path: Path, renamed_keys: Iterable[Renaming], tokens: Iterable[Token]) -> None:
     lines = {token.path: token.line for token in tokens if token.is_key}
-    for one in found:
-        if not one.is_value and one.new_path in lines:
+    for renaming in renamed_keys:
+        if not renaming.is_value and renaming.new_path in lines:
             raise JobError(
-                f"{path}:{lines[one.path]}: {one}, and line {lines[one.new_path]} sets that key, too",
+                f"{path}:{lines[renaming.path]}: {renaming}, and line {lines[renaming.new_path]} sets that "
+                "key, too",
                 f"remove one of the two lines, then run `wanma job --upgrade {shlex.quote(str(path))}` again",
             )
 
 
 def _edits(
-    found: Iterable[Renaming], tokens: Iterable[Token]
+    renamed_keys: Iterable[Renaming], tokens: Iterable[Token]
 ) -> dict[tuple[int, int], tuple[Token, Renaming]]:
     """Return the renaming of each token that has an old name, by its position.
 
     A YAML alias repeats a token under other paths; the first is where the file has it.
     """
-    by_path = {(one.path, not one.is_value): one for one in found}
+    renaming_by_path = {(renaming.path, not renaming.is_value): renaming for renaming in renamed_keys}
     edits: dict[tuple[int, int], tuple[Token, Renaming]] = {}
     for token in tokens:
-        if (one := by_path.get((token.path, token.is_key))) is not None:
-            edits.setdefault((token.start, token.stop), (token, one))
+        if (renaming := renaming_by_path.get((token.path, token.is_key))) is not None:
+            edits.setdefault((token.start, token.stop), (token, renaming))
     return edits
 
 
-def _described(one: Renaming) -> str:
-    if one.is_value:
-        return f"{dotted_name(one.new_path)}: '{one.old}' → '{one.new}'"
-    return f"{one.old} → {one.new}"
+def _described(renaming: Renaming) -> str:
+    if renaming.is_value:
+        return f"{dotted_name(renaming.new_path)}: '{renaming.old}' → '{renaming.new}'"
+    return f"{renaming.old} → {renaming.new}"
 
 
-def _quoted(old: str, one: Renaming) -> str:
+def _quoted(old: str, renaming: Renaming) -> str:
     """Return the new name in the quotes of the old one."""
-    new = one.new if one.is_value else one.new.rpartition(".")[2]
+    new = renaming.new if renaming.is_value else renaming.new.rpartition(".")[2]
     quote = old[0] if old[0] in "\"'" else ""
     return f"{quote}{new}{quote}"
 
 
-def _with(raw: str, replaced: Iterable[tuple[Token, str]]) -> str:
+def _with(raw: str, replacements: Iterable[tuple[Token, str]]) -> str:
     """Return `raw` with tokens replaced; their positions count no byte order mark, and CRLF as one."""
-    begin = len(raw) - len(raw.removeprefix(_BYTE_ORDER_MARK))
-    ends: list[int] = []  # positions of the line ends that are CRLF, as tokens count them
-    at = -1
-    while (at := raw.find("\r\n", at + 1)) >= 0:
-        ends.append(at - begin - len(ends))
+    mark_length = len(raw) - len(raw.removeprefix(_BYTE_ORDER_MARK))
+    crlf_positions: list[int] = []  # positions of the line ends that are CRLF, as tokens count them
+    position = -1
+    while (position := raw.find("\r\n", position + 1)) >= 0:
+        crlf_positions.append(position - mark_length - len(crlf_positions))
     parts, last = [], 0
-    for token, new in replaced:
-        start, stop = (begin + one + bisect_left(ends, one) for one in (token.start, token.stop))
+    for token, new in replacements:
+        start, stop = (
+            mark_length + offset + bisect_left(crlf_positions, offset) for offset in (token.start, token.stop)
+        )
         parts += [raw[last:start], new]
         last = stop
     return "".join([*parts, raw[last:]])

@@ -33,15 +33,17 @@ class KeySources:
         """
         for length in range(len(path), 0, -1):
             if path[:length] in self.overrides:
-                place = self.overrides[path[:length]]
-                return self._sort_key(place), place
+                location = self.overrides[path[:length]]
+                return self._sort_key(location), location
             if path[:length] in self.lines:
                 line = self.lines[path[:length]]
                 return line, f"{self.file}:{line}"
             if length == len(path):
-                below = [place for key, place in self.overrides.items() if key[:length] == path]
-                if below:
-                    return self._sort_key(below[0]), below[0]
+                nested_sources = [
+                    location for key, location in self.overrides.items() if key[:length] == path
+                ]
+                if nested_sources:
+                    return self._sort_key(nested_sources[0]), nested_sources[0]
         return 0, self.file
 
     def add_name(self, path: KeyPath, other: KeyPath) -> None:
@@ -77,9 +79,12 @@ def validation_error(
 ) -> JobError:
     """Return all mistakes as one error, in the order of the file and then of the command line."""
     # A wrong element of a list is reported once, for the whole list.
-    told = sorted(dict.fromkeys(issues), key=lambda mistake: sources.locate(mistake.path)[0])
-    lines = [f"{place}: {m.text}" if (place := sources.locate(m.path)[1]) else m.text for m in told]
-    hints = list(dict.fromkeys(mistake.hint for mistake in told if mistake.hint))
+    sorted_issues = sorted(dict.fromkeys(issues), key=lambda issue: sources.locate(issue.path)[0])
+    lines = [
+        f"{location}: {issue.text}" if (location := sources.locate(issue.path)[1]) else issue.text
+        for issue in sorted_issues
+    ]
+    hints = list(dict.fromkeys(issue.hint for issue in sorted_issues if issue.hint))
     hint = "\n  ".join([*hints, hint])
     if len(lines) == 1:
         return JobError(lines[0], hint)
@@ -90,8 +95,8 @@ def issues_from_pydantic(
     error: ValidationError, given: dict[str, Any], root: type[Section] = Job
 ) -> list[ValidationIssue]:
     """Return the mistakes that validation found in the tables `given` of a file that `root` describes."""
-    found = error.errors(include_url=False)
-    return [_issue_from_pydantic(one["type"], one["loc"], one["msg"], given, root) for one in found]
+    errors = error.errors(include_url=False)
+    return [_issue_from_pydantic(item["type"], item["loc"], item["msg"], given, root) for item in errors]
 
 
 def value_text(value: Any) -> str:
@@ -112,7 +117,7 @@ def key_path_text(path: KeyPath) -> str:
 
 
 def _issue_from_pydantic(
-    kind: str, path: KeyPath, message: str, given: dict[str, Any], root: type[Section]
+    kind: str, path: KeyPath, message: str, tables: dict[str, Any], root: type[Section]
 ) -> ValidationIssue:
     if kind == "extra_forbidden":
         return ValidationIssue(path, _unknown_key_text(path, root))
@@ -121,19 +126,19 @@ def _issue_from_pydantic(
         hint = ""
         if "exactly one" in message or "only one" in message:
             hint = "unset a key of the file with an empty override, e.g. `model.preset=`"
-        return ValidationIssue(_named_key(path, message, given), f"[{key_path_text(path)}] {message}", hint)
+        return ValidationIssue(_named_key(path, message, tables), f"[{key_path_text(path)}] {message}", hint)
     names = tuple(part for part in path if isinstance(part, str))
     table = _find_table(".".join(names), root)
     if table is not None:
-        return ValidationIssue(path, _not_a_table_text(path, table, kind, given))
+        return ValidationIssue(path, _not_a_table_text(path, table, kind, tables))
     depth = _depth(names, root)
     key = schema_keys(root)[".".join(names[:depth])]
     path = path[: _key_length(path, depth)]
-    if kind == "missing" and _value(given, path) is _ABSENT:
+    if kind == "missing" and _value(tables, path) is _ABSENT:
         return ValidationIssue(
             path, f"{key_path_text(path)} is missing ({key.help}): it must be {key.allowed}"
         )
-    value = _value(given, path)
+    value = _value(tables, path)
     close = did_you_mean(str(value), key.choices) if isinstance(value, (str, bool)) else ""
     finite = ", and finite" if kind == "finite_number" else ""
     return ValidationIssue(
@@ -141,51 +146,55 @@ def _issue_from_pydantic(
     )
 
 
-def _named_key(path: KeyPath, message: str, given: dict[str, Any]) -> KeyPath:
+def _named_key(path: KeyPath, message: str, tables: dict[str, Any]) -> KeyPath:
     """Return the path of the first key in `path` that `message` names and the job sets; else `path`."""
-    named = ((*path, word) for word in re.findall(r"[a-z_]+", message))
-    return next((key for key in named if _value(given, key) is not _ABSENT), path)
+    candidates = ((*path, word) for word in re.findall(r"[a-z_]+", message))
+    return next((key for key in candidates if _value(tables, key) is not _ABSENT), path)
 
 
 def _unknown_key_text(path: KeyPath, root: type[Section]) -> str:
-    *holder, name = path
-    inside = ".".join(part for part in holder if isinstance(part, str))
+    *parent_path, name = path
+    table_path = ".".join(part for part in parent_path if isinstance(part, str))
     name = str(name)
-    if not inside:
-        homes = [table.header for table in schema_tables(root) if name in {key.name for key in table.keys}]
-        meant = did_you_mean(name, root.model_fields) or (f" It belongs in {homes[0]}." if homes else "")
-        return f"unknown section '{name}'.{meant}" + (
-            "" if meant else f" There are: {', '.join(root.model_fields)}."
+    if not table_path:
+        headers = [table.header for table in schema_tables(root) if name in {key.name for key in table.keys}]
+        suggestion = did_you_mean(name, root.model_fields) or (
+            f" It belongs in {headers[0]}." if headers else ""
         )
-    prefix = f"{key_path_text(tuple(holder))}."
+        return f"unknown section '{name}'.{suggestion}" + (
+            "" if suggestion else f" There are: {', '.join(root.model_fields)}."
+        )
+    prefix = f"{key_path_text(tuple(parent_path))}."
     if name in root.model_fields:
         return f"unknown key '{prefix}{name}'. [{name}] is a section of its own."
     former = KEYS if root is Job else {}
-    own = {old.rpartition(".")[2]: old for old in (*former, *schema_keys(root)) if _section(old) == inside}
+    own = {
+        old.rpartition(".")[2]: old for old in (*former, *schema_keys(root)) if _section(old) == table_path
+    }
     present = {key.name: key.path for key in reversed(schema_keys(root).values())}
     everywhere = {**{old.rpartition(".")[2]: old for old in former}, **present}
     if name not in present and (close := closest_match(name, own)) is not None:
-        key, here = own[close], f"{prefix}{close}"
+        key, table_matches = own[close], f"{prefix}{close}"
     elif (close := closest_match(name, everywhere, min_similarity=0.8)) is not None:
-        key = here = everywhere[close]
+        key = table_matches = everywhere[close]
     else:
         return f"unknown key '{prefix}{name}'."
-    meant = f"'{former[key]}', the new name of '{key}'" if key in former else f"'{here}'"
-    return f"unknown key '{prefix}{name}'. Did you mean {meant}?"
+    suggestion = f"'{former[key]}', the new name of '{key}'" if key in former else f"'{table_matches}'"
+    return f"unknown key '{prefix}{name}'. Did you mean {suggestion}?"
 
 
 def _section(path: str) -> str:
     return path.rpartition(".")[0]
 
 
-def _not_a_table_text(path: KeyPath, table: TableSchema, kind: str, given: dict[str, Any]) -> str:
-    value = _value(given, path)
+def _not_a_table_text(path: KeyPath, table: TableSchema, kind: str, tables: dict[str, Any]) -> str:
+    value = _value(tables, path)
     if kind == "missing" or value is _ABSENT:
         example = ' with, for example, preset = "gpt-10m"' if table.path == "model" else ""
         return f"the job has no {table.header} section; add one{example}"
-    auto = ' or "auto"' if table.path == "parallel" else ""
+    auto_text = ' or "auto"' if table.path == "parallel" else ""
     setting = f"{key_path_text(path)} = {value_text(value)}"
-    return f"{setting}: must be a table, {table.header} with its keys below it{auto}."
+    return f"{setting}: must be a table, {table.header} with its keys below it{auto_text}."
 
 
 def _find_table(path: str, root: type[Section]) -> TableSchema | None:
@@ -199,10 +208,10 @@ def _depth(names: tuple[str, ...], root: type[Section]) -> int:
 
 def _key_length(path: KeyPath, names: int) -> int:
     """Return the length of the prefix of `path` that holds `names` names: drops list positions in a value."""
-    seen = 0
+    name_count = 0
     for length, part in enumerate(path, 1):
-        seen += isinstance(part, str)
-        if seen == names:
+        name_count += isinstance(part, str)
+        if name_count == names:
             return length
     return len(path)
 
@@ -210,10 +219,10 @@ def _key_length(path: KeyPath, names: int) -> int:
 _ABSENT = object()
 
 
-def _value(given: Any, path: KeyPath) -> Any:
+def _value(value: Any, path: KeyPath) -> Any:
     for part in path:
         try:
-            given = given[part]
+            value = value[part]
         except (KeyError, IndexError, TypeError):
             return _ABSENT
-    return given
+    return value

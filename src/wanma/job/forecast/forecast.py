@@ -243,8 +243,8 @@ class Forecast:
     @cached_property
     def memory_bytes(self) -> int:
         """Memory on the device, in bytes."""
-        whole: int = sum(getattr(self, kind) for kind in MEMORY_KINDS)
-        return whole
+        total: int = sum(getattr(self, kind) for kind in MEMORY_KINDS)
+        return total
 
     @property
     def tensor_bytes(self) -> int:

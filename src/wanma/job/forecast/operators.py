@@ -108,9 +108,9 @@ class Operator:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Operator:
-        given = dict(value)
-        if given.get("matmul") is not None:
-            given["matmul"] = Matmul(**given["matmul"])
-        if given.get("attention") is not None:
-            given["attention"] = Attention(**given["attention"])
-        return cls(**given)
+        values = dict(value)
+        if values.get("matmul") is not None:
+            values["matmul"] = Matmul(**values["matmul"])
+        if values.get("attention") is not None:
+            values["attention"] = Attention(**values["attention"])
+        return cls(**values)

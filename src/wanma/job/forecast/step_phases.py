@@ -13,11 +13,11 @@ def forecast_phases(step: StepTime, plan: Plan) -> dict[str, float]:
     model. Data-parallel communication is a phase of its own only if it can be measured: on a GPU it overlaps
     with computation, and the ranks of a pipeline wait in it for each other.
     """
-    inside = step.compute + step.tensor + step.context + step.expert + step.moving + step.bubble
-    apart = separates_communication(plan)
+    step_seconds = step.compute + step.tensor + step.context + step.expert + step.moving + step.bubble
+    has_communication_phase = separates_communication(plan)
     return {
-        "forward_backward": inside if apart else inside + step.data,
-        **({"communication": step.data} if apart else {}),
+        "forward_backward": step_seconds if has_communication_phase else step_seconds + step.data,
+        **({"communication": step.data} if has_communication_phase else {}),
         "optimizer": step.optimizer,
         "data": step.loading,
         "checkpoint": step.checkpoint,
@@ -26,10 +26,10 @@ def forecast_phases(step: StepTime, plan: Plan) -> dict[str, float]:
 
 def comparable_phases(phases: dict[str, float], plan: Plan) -> dict[str, float]:
     """Return the recorder's seconds, merged into the phases of `forecast_phases`; validation is left out."""
-    told = {name: seconds for name, seconds in phases.items() if name != "validation"}
+    merged = {name: seconds for name, seconds in phases.items() if name != "validation"}
     if not separates_communication(plan):
-        told["forward_backward"] = told.get("forward_backward", 0.0) + told.pop("communication", 0.0)
-    return told
+        merged["forward_backward"] = merged.get("forward_backward", 0.0) + merged.pop("communication", 0.0)
+    return merged
 
 
 def separates_communication(plan: Plan) -> bool:

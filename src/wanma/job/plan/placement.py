@@ -40,26 +40,26 @@ class ReplicaPlacement:
     def __post_init__(self) -> None:
         if self.count < 1 or self.micro_batch < 1 or not self.places:
             raise ValueError(f"replicas need a count, a micro-batch and at least one stage: {self}")
-        if any(place.tp < 1 or place.blocks < 0 or place.node < 0 for place in self.places):
+        if any(stage.tp < 1 or stage.blocks < 0 or stage.node < 0 for stage in self.places):
             raise ValueError(f"a stage is some blocks on at least one device of a kind of machine: {self}")
 
     @property
     def device_count(self) -> int:
         """Devices of all replicas."""
-        return self.count * sum(place.tp for place in self.places)
+        return self.count * sum(stage.tp for stage in self.places)
 
     @property
     def stage_cuts(self) -> tuple[int, ...]:
         """First block of every stage but the first, as in `Plan.stage_cuts`."""
         cuts: list[int] = []
-        for place in self.places[:-1]:
-            cuts.append((cuts[-1] if cuts else 0) + place.blocks)
+        for stage in self.places[:-1]:
+            cuts.append((cuts[-1] if cuts else 0) + stage.blocks)
         return tuple(cuts)
 
     def device_count_on(self, node_group: int) -> int:
         """Return the number of devices on one node group."""
-        return self.count * sum(place.tp for place in self.places if place.node == node_group)
+        return self.count * sum(stage.tp for stage in self.places if stage.node == node_group)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> ReplicaPlacement:
-        return cls(**{**value, "places": tuple(StagePlacement(**place) for place in value["places"])})
+        return cls(**{**value, "places": tuple(StagePlacement(**stage) for stage in value["places"])})

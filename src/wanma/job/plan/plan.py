@@ -122,7 +122,7 @@ class Plan:
             )
         if self.placement:
             pp = max(len(replicas.places) for replicas in self.placement)
-            tp = max(place.tp for replicas in self.placement for place in replicas.places)
+            tp = max(stage.tp for replicas in self.placement for stage in replicas.places)
             count = sum(replicas.count for replicas in self.placement)
             if (pp, count, 1, 1, tp, 1) != (*(getattr(self, axis) for axis in MESH_DIMS), self.ep):
                 raise ValueError(
@@ -148,10 +148,10 @@ class Plan:
         if len(values) != len(self.__dict__):
             unknown = ", ".join(sorted(changes.keys() - self.__dict__.keys()))
             raise TypeError(f"a plan has no {unknown}")
-        changed = object.__new__(Plan)
-        changed.__dict__.update(values)
-        changed.__post_init__()
-        return changed
+        plan = object.__new__(Plan)
+        plan.__dict__.update(values)
+        plan.__post_init__()
+        return plan
 
     @property
     def world_size(self) -> int:
@@ -238,10 +238,14 @@ class Plan:
 
     def valid_ep_sizes(self) -> list[int]:
         """Return the sizes of `ep` that divide this plan's data-parallel dimensions."""
-        inner, outer = self.shard_group_size, self.replicate_group_size
-        within = [size for size in range(1, inner + 1) if inner % size == 0]
-        beyond = [inner * size for size in range(2, outer + 1) if outer % size == 0]
-        return within + beyond
+        shard_group_size, replicate_group_size = self.shard_group_size, self.replicate_group_size
+        shard_sizes = [size for size in range(1, shard_group_size + 1) if shard_group_size % size == 0]
+        replicate_sizes = [
+            shard_group_size * size
+            for size in range(2, replicate_group_size + 1)
+            if replicate_group_size % size == 0
+        ]
+        return shard_sizes + replicate_sizes
 
     @property
     def sequence_length_multiple(self) -> int:
@@ -308,14 +312,14 @@ class Plan:
         """Return the ranks of all sites that hold the same pipeline stages as `rank`."""
         first = rank % self.ranks_per_site // self.ranks_per_pipeline_rank * self.ranks_per_pipeline_rank
         return [
-            start + place
+            start + offset
             for start in range(first, self.world_size, self.ranks_per_site)
-            for place in range(self.ranks_per_pipeline_rank)
+            for offset in range(self.ranks_per_pipeline_rank)
         ]
 
     def data_parallel_rank(self, rank: int) -> int:
-        at = self.coordinates(rank)
-        return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
+        coordinates = self.coordinates(rank)
+        return coordinates["dp_replicate"] * self.dp_shard + coordinates["dp_shard"]
 
     def batch_rows(self, global_batch: int, data_parallel_rank: int) -> range:
         """Return the global batch's rows of a data-parallel rank: contiguous, its share to within one."""
@@ -368,13 +372,13 @@ class Plan:
 
     def micro_batches(self, global_batch: int, data_parallel_rank: int) -> list[range]:
         """Split the rows of a data rank into as many ranges as `counts` gives; the last ones may be empty."""
-        mine = self.batch_rows(global_batch, data_parallel_rank)
+        rows = self.batch_rows(global_batch, data_parallel_rank)
         if self.placement or self.has_uneven_micro_batch_counts:
-            count = max(math.ceil(len(mine) / self._micro_batch_of(data_parallel_rank)), 1)
+            count = max(math.ceil(len(rows) / self._micro_batch_of(data_parallel_rank)), 1)
         else:
             count = self.gradient_accumulation_steps(global_batch)
-        base, extra = divmod(len(mine), count)
-        runs, start = [], mine.start
+        base, extra = divmod(len(rows), count)
+        runs, start = [], rows.start
         for index in range(count):
             stop = start + base + (index < extra)
             runs.append(range(start, stop))
@@ -405,8 +409,8 @@ class Plan:
             ValueError: an unknown field.
         """
         value = _with_new_names(value)
-        known = {f.name for f in fields(cls)}
-        if unknown := set(value) - known:
+        field_names = {f.name for f in fields(cls)}
+        if unknown := set(value) - field_names:
             raise ValueError(f"unknown plan fields {sorted(unknown)}")
         tuples: dict[str, Any] = {
             key: tuple(value[key]) for key in ("stage_cuts", "approximate", "batch_shares") if key in value
@@ -427,16 +431,17 @@ class Plan:
         )
         if self.placement:
             axes = " + ".join(
-                f"{one.count} × {'-'.join(str(place.tp) for place in one.places)}" for one in self.placement
+                f"{replicas.count} × {'-'.join(str(stage.tp) for stage in replicas.places)}"
+                for replicas in self.placement
             )
         elif self.batch_shares:
             axes += ", uneven shares"
         ranks = "rank" if self.world_size == 1 else "ranks"
         sharded = "" if self.shard == "none" else f", {self.shard} sharded"
-        seldom = "" if self.synchronization is None else f", {self.synchronization}"
+        synchronization_text = "" if self.synchronization is None else f", {self.synchronization}"
         return (
             f"{self.world_size} {ranks} ({axes or 'one process'}){sharded}, {self.precision}, {self.device}"
-            f"{seldom}"
+            f"{synchronization_text}"
         )
 
 
@@ -450,14 +455,17 @@ def _with_new_names(value: dict[str, Any]) -> dict[str, Any]:
         ]
     if "approximate" in renamed:
         kinds = VALUES["parallel.synchronize"]
-        renamed["approximate"] = [kinds.get(one, one) for one in value["approximate"]]
+        renamed["approximate"] = [kinds.get(method, method) for method in value["approximate"]]
     return renamed
 
 
 def batch_share_offsets(batch_shares: Sequence[int], global_batch: int) -> list[int]:
     """Return the first row of every data rank, and the total number of rows."""
-    whole = sum(batch_shares)
-    return [global_batch * before // whole for before in accumulate(batch_shares, initial=0)]
+    total_shares = sum(batch_shares)
+    return [
+        global_batch * preceding_shares // total_shares
+        for preceding_shares in accumulate(batch_shares, initial=0)
+    ]
 
 
 def uniform_count_reason(plan: Plan) -> str | None:

@@ -65,11 +65,11 @@ class Synchronization:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Synchronization:
         """Build a synchronization from the JSON of a plan, also of an older release."""
-        given = {_RENAMED.get(name, name): one for name, one in value.items()}
+        values = {_RENAMED.get(name, name): value for name, value in value.items()}
         for name, key in _KEYS.items():
-            if name in given:
-                given[name] = VALUES[key].get(given[name], given[name])
-        return cls(**given)
+            if name in values:
+                values[name] = VALUES[key].get(values[name], values[name])
+        return cls(**values)
 
     def __post_init__(self) -> None:
         if min(self.sites, self.every, self.fragments) < 1:
@@ -98,11 +98,11 @@ class Synchronization:
         Each fragment is exchanged every so many steps, as far from the others as possible (Douillard et al.
         2025, section 2.2).
         """
-        since = step - self.synchronous_steps
-        if since < 1:
+        local_steps = step - self.synchronous_steps
+        if local_steps < 1:
             return []
         offsets = ((fragment, fragment * self.every // self.fragments) for fragment in range(self.fragments))
-        return [fragment for fragment, offset in offsets if (since + offset) % self.every == 0]
+        return [fragment for fragment, offset in offsets if (local_steps + offset) % self.every == 0]
 
     def assign_fragments(self, names: Iterable[str]) -> dict[str, int]:
         """Return the fragment of each parameter: units in turn, so that a fragment has some of every depth.
@@ -113,22 +113,22 @@ class Synchronization:
             names: names of all parameters of the model, in its order. A unit is a block, or the consecutive
                 parameters between blocks: the embedding, the head.
         """
-        found: dict[str, int] = {}
-        unit, before = -1, None
+        fragments: dict[str, int] = {}
+        unit, previous_block = -1, None
         for name in names:
             block = match[0] if (match := _BLOCK.match(name)) else ""
-            if block != before:
-                unit, before = unit + 1, block
-            found[name] = unit % self.fragments
-        return found
+            if block != previous_block:
+                unit, previous_block = unit + 1, block
+            fragments[name] = unit % self.fragments
+        return fragments
 
     def __str__(self) -> str:
         """Return a text such as 'diloco between 2 sites every 100 steps'."""
         sites = f"{self.sites} site" + ("s" if self.sites > 1 else "")
         if not self.has_local_weights:
-            late = f"{self.staleness} step" + ("" if self.staleness == 1 else "s")
-            return f"gradients of {sites} delayed by {late}"
+            delay_text = f"{self.staleness} step" + ("" if self.staleness == 1 else "s")
+            return f"gradients of {sites} delayed by {delay_text}"
         parts = f" in {self.fragments} fragments" if self.fragments > 1 else ""
-        beside = f", overlapped with {self.overlap_steps} steps" if self.overlap_steps else ""
-        after = f", after {self.synchronous_steps} synchronous steps" if self.synchronous_steps else ""
-        return f"{self.kind} between {sites} every {self.every} steps{parts}{beside}{after}"
+        overlap_text = f", overlapped with {self.overlap_steps} steps" if self.overlap_steps else ""
+        warmup_text = f", after {self.synchronous_steps} synchronous steps" if self.synchronous_steps else ""
+        return f"{self.kind} between {sites} every {self.every} steps{parts}{overlap_text}{warmup_text}"

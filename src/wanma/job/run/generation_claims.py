@@ -55,11 +55,11 @@ def create_claim(run: Path, claim: Claim) -> bool:
             _append(path, asdict(claim), os.O_CREAT | os.O_EXCL)
         except FileExistsError:
             # A file server may process the request twice: then the claim is this coordinator's own.
-            there = read_claim(run, claim.generation)
-            if there is None or there.coordinator != claim.coordinator:
+            existing = read_claim(run, claim.generation)
+            if existing is None or existing.coordinator != claim.coordinator:
                 return False
-        for older in _open_generations(run, claim.generation):
-            _append(_claim_path(run, older), {"followed_by": claim.generation})
+        for older_generation in _open_generations(run, claim.generation):
+            _append(_claim_path(run, older_generation), {"followed_by": claim.generation})
     except OSError as error:
         raise WanmaError(
             f"cannot claim generation {claim.generation} of the run in {path}: {error.strerror or error}",
@@ -74,13 +74,15 @@ def read_claim(run: Path, generation: int) -> Claim | None:
         lines = _claim_path(run, generation).read_bytes().splitlines()
     except FileNotFoundError:
         return None
-    said: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for line in lines:
         with contextlib.suppress(ValueError, TypeError):  # a line that is being written, or whose writer died
-            said.update({name: value for name, value in dict(json.loads(line)).items() if value is not None})
-    place, coordinator, host = (said.get(name, "") for name in ("place", "coordinator", "host"))
+            values.update(
+                {name: value for name, value in dict(json.loads(line)).items() if value is not None}
+            )
+    place, coordinator, host = (values.get(name, "") for name in ("place", "coordinator", "host"))
     return Claim(
-        generation, place, coordinator, host, said.get("node"), "followed_by" in said, said.get("ended")
+        generation, place, coordinator, host, values.get("node"), "followed_by" in values, values.get("ended")
     )
 
 
@@ -143,23 +145,23 @@ class GenerationFence:
         """Raise `WanmaError` if a newer generation exists, `OSError` if that cannot be read."""
         if not _is_closed(_claim_path(self.run, self.generation)):
             return
-        mine, theirs = read_claim(self.run, self.generation), newest_claim(self.run)
-        if mine is not None and mine.followed and theirs is not None:
+        own_claim, newest = read_claim(self.run, self.generation), newest_claim(self.run)
+        if own_claim is not None and own_claim.followed and newest is not None:
             raise WanmaError(
-                f"generation {self.generation} of this run was superseded by generation {theirs.generation} "
-                f"(coordinator {theirs.place}): this process stops writing to the run directory",
+                f"generation {self.generation} of this run was superseded by generation {newest.generation} "
+                f"(coordinator {newest.place}): this process stops writing to the run directory",
                 "wait: the run continues there, and this node rejoins when it reaches that address",
             )
 
 
-def _open_generations(run: Path, before: int) -> list[int]:
-    """Return the open claims below `before`, oldest first, so that a kill leaves none below a closed one."""
-    found: list[int] = []
-    for older in reversed([generation for generation in _generations(run) if generation < before]):
-        if _is_closed(_claim_path(run, older)):
+def _open_generations(run: Path, upper_bound: int) -> list[int]:
+    """Return the open claims below `upper_bound`, oldest first: a kill leaves none below a closed one."""
+    open_generations: list[int] = []
+    for generation in reversed([generation for generation in _generations(run) if generation < upper_bound]):
+        if _is_closed(_claim_path(run, generation)):
             break
-        found.insert(0, older)
-    return found
+        open_generations.insert(0, generation)
+    return open_generations
 
 
 def _is_closed(path: Path) -> bool:

@@ -102,11 +102,13 @@ class RunDirectory:
         Raises:
             WanmaError: the folder cannot be written to.
         """
-        there = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
-        if not there.is_dir():
-            raise self._unwritable(f"{there} is not a folder")
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise self._unwritable(f"no permission to write to {there}")
+        nearest_folder = next(
+            folder for folder in (self.path, *self.path.absolute().parents) if folder.exists()
+        )
+        if not nearest_folder.is_dir():
+            raise self._unwritable(f"{nearest_folder} is not a folder")
+        if not os.access(nearest_folder, os.W_OK | os.X_OK):
+            raise self._unwritable(f"no permission to write to {nearest_folder}")
 
     def _unwritable(self, cause: str) -> WanmaError:
         return WanmaError(
@@ -132,8 +134,8 @@ def list_runs(folder: Path) -> list[RunDirectory]:
     """List the runs below `folder`, newest first."""
     if not folder.is_dir():
         return []
-    found = [RunDirectory(path) for path in folder.iterdir() if is_run(path)]
-    return sorted(found, key=_start_time, reverse=True)
+    runs = [RunDirectory(path) for path in folder.iterdir() if is_run(path)]
+    return sorted(runs, key=_start_time, reverse=True)
 
 
 def is_run(path: Path) -> bool:

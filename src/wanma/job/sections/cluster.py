@@ -101,10 +101,10 @@ class ClusterSection(Section):
         nodes = value.get("nodes") if isinstance(value, dict) else None
         if (
             not isinstance(nodes, str)
-            or (found := re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*", nodes)) is None
+            or (match := re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*", nodes)) is None
         ):
             return value
-        return {**value, "min_nodes": int(found[1]), "nodes": int(found[2])}
+        return {**value, "min_nodes": int(match[1]), "nodes": int(match[2])}
 
     @model_validator(mode="after")
     def _check_nodes_and_rendezvous(self) -> ClusterSection:

@@ -51,10 +51,12 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _check_one_source(self) -> DataSection:
-        given = [k for k in ("text", "sources", "images", "factory") if getattr(self, k)]
-        if len(given) > 1:
-            raise ValueError(f"give only one of text, sources, images, factory (given: {', '.join(given)})")
+        given_sources = [k for k in ("text", "sources", "images", "factory") if getattr(self, k)]
+        if len(given_sources) > 1:
+            raise ValueError(
+                f"give only one of text, sources, images, factory (given: {', '.join(given_sources)})"
+            )
         names = [source.name for source in self.sources]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"names of sources must be unique (given twice: {', '.join(twice)})")
+        if duplicates := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"names of sources must be unique (given twice: {', '.join(duplicates)})")
         return self

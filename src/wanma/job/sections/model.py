@@ -135,9 +135,9 @@ class ModelSection(Section):
     @model_validator(mode="after")
     def _check_one_source(self) -> ModelSection:
         sources = ("preset", "family", "factory", "huggingface")
-        given = [k for k in sources if getattr(self, k) is not None]
-        if len(given) != 1:
+        given_sources = [k for k in sources if getattr(self, k) is not None]
+        if len(given_sources) != 1:
             raise ValueError(
-                f"give exactly one of {', '.join(sources)} (given: {', '.join(given) or 'none'})"
+                f"give exactly one of {', '.join(sources)} (given: {', '.join(given_sources) or 'none'})"
             )
         return self

@@ -37,8 +37,8 @@ class ObserveSection(Section):
 
     @model_validator(mode="after")
     def _check_run_name(self) -> ObserveSection:
-        if self.name is not None and (wrong := invalid_run_name_reason(self.name)) is not None:
-            raise ValueError(f"name {wrong}")
+        if self.name is not None and (reason := invalid_run_name_reason(self.name)) is not None:
+            raise ValueError(f"name {reason}")
         return self
 
 

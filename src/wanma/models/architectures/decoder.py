@@ -102,11 +102,11 @@ class Decoder(DecoderStateDictAdapter, nn.Module):
             tensor.normal_(0.0, deviation, generator=generator)
 
     def _check_weight_tying(self) -> None:
-        for kept, other in self.parallel_spec.tied_parameters:
+        for source, copy in self.parallel_spec.tied_parameters:
             if self.embedding is None or self.head is None or self.embedding.weight is self.head.weight:
                 continue
             raise RuntimeError(
-                f"{kept} and {other} are tied, but are no longer one parameter; call tie_parameters(model, "
+                f"{source} and {copy} are tied, but are no longer one parameter; call tie_parameters(model, "
                 "parallel_spec.tied_parameters) after replacing either"
             )
 
@@ -134,8 +134,10 @@ class Block(nn.Module):
         """Map (rows, sequence, hidden) to the same shape."""
         attended = self.attention_dropout(self.attention(self.attention_norm(hidden), rotary, mask))
         hidden = hidden + attended
-        fed: Tensor = self.feed_forward_dropout(self.feed_forward(self.feed_forward_norm(hidden)))
-        return hidden + fed
+        feed_forward_output: Tensor = self.feed_forward_dropout(
+            self.feed_forward(self.feed_forward_norm(hidden))
+        )
+        return hidden + feed_forward_output
 
 
 class Attention(nn.Module):
@@ -170,8 +172,8 @@ class Attention(nn.Module):
             apply_rotary_embedding(self.query_norm(query), rotary),
             apply_rotary_embedding(self.key_norm(key), rotary),
         )
-        joined: Tensor = self.output(self.core(query, key, value, mask).flatten(2))
-        return joined
+        output: Tensor = self.output(self.core(query, key, value, mask).flatten(2))
+        return output
 
 
 def decoder_parallel_spec(config: DecoderConfig) -> ParallelSpec:

@@ -148,8 +148,8 @@ def _stage(
     stride: int,
     group_size: int,
 ) -> nn.Sequential:
-    rest = [block(width * block.expansion, width, 1, group_size) for _ in range(count - 1)]
-    return nn.Sequential(block(channels, width, stride, group_size), *rest)
+    later_blocks = [block(width * block.expansion, width, 1, group_size) for _ in range(count - 1)]
+    return nn.Sequential(block(channels, width, stride, group_size), *later_blocks)
 
 
 def _shortcut(channels: int, out: int, stride: int, group_size: int) -> nn.Module:

@@ -35,8 +35,8 @@ def read_section_config(section: ModelSection) -> dict[str, Any]:
     reject_architecture_keys(section, "model.huggingface")
     config = read_config_file(Path(section.huggingface).expanduser(), "model.huggingface")
     # TOML has no null.
-    replaced = {key: None if value == "null" else value for key, value in section.arguments.items()}
-    return {**config, **replaced}
+    overrides = {key: None if value == "null" else value for key, value in section.arguments.items()}
+    return {**config, **overrides}
 
 
 def read_config_file(path: Path, key: str) -> dict[str, Any]:
@@ -90,8 +90,8 @@ def decoder_config_from_huggingface(config: Mapping[str, Any]) -> DecoderConfig 
     if kind not in _DECODER_FAMILIES or config.get("mlp_bias"):
         return None
     has_two_matrices = kind == "arcee"
-    default, known = ("relu2", _TANH_GELU_NAMES) if has_two_matrices else ("silu", ("silu",))
-    if config.get("hidden_act", default) not in known:
+    default, supported = ("relu2", _TANH_GELU_NAMES) if has_two_matrices else ("silu", ("silu",))
+    if config.get("hidden_act", default) not in supported:
         return None
     if kind != "qwen2" and config.get("attention_bias"):
         return None  # of the output projections too, where ours have none
@@ -144,10 +144,10 @@ def _expert_fields(config: Mapping[str, Any], dense_layers: int) -> dict[str, An
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of the rotary embedding in the form of `rope_parameters`, from any spelling."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = given.get("rope_type") or given.get("type") or "default"
-    theta = given.get("rope_theta") or config.get("rope_theta") or 10_000.0
-    return {**given, "rope_type": kind, "rope_theta": theta}
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    theta = parameters.get("rope_theta") or config.get("rope_theta") or 10_000.0
+    return {**parameters, "rope_type": kind, "rope_theta": theta}
 
 
 _DECODER_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "arcee")

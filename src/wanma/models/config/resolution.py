@@ -58,10 +58,10 @@ def input_kind(section: ModelSection) -> Literal["tokens", "images", "custom"]:
         return "tokens"
     if section.preset in VISION_PRESETS:
         return "images"
-    known = [*DECODER_PRESETS, *VISION_PRESETS]
+    presets = [*DECODER_PRESETS, *VISION_PRESETS]
     raise JobError(
-        f"model.preset = '{section.preset}' is unknown.{did_you_mean(section.preset, known)}",
-        f"use a known preset: {', '.join(known)}",
+        f"model.preset = '{section.preset}' is unknown.{did_you_mean(section.preset, presets)}",
+        f"use a known preset: {', '.join(presets)}",
     )
 
 
@@ -85,15 +85,21 @@ def resolve_decoder_config(section: ModelSection, vocabulary_size: int | None) -
             f"use a decoder preset: {', '.join(DECODER_PRESETS)}",
         )
     reject_inapplicable_keys(section, _VISION_KEYS, "a decoder")
-    given: dict[str, Any] = {
+    explicit_keys: dict[str, Any] = {
         key: getattr(section, key) for key in _DECODER_KEYS if getattr(section, key) is not None
     }
-    base = DECODER_PRESETS[section.preset] if section.preset is not None else _config_from_family(given)
-    if "heads" in given and "kv_heads" not in given and base.kv_heads == base.heads:
-        given["kv_heads"] = given["heads"]
-    if "vocabulary" not in given and section.preset not in PRETRAINED_PRESETS and vocabulary_size is not None:
-        given["vocabulary"] = -(-vocabulary_size // 64) * 64
-    dimensions = _apply_expert_keys(section, replace(base, **given))
+    base = (
+        DECODER_PRESETS[section.preset] if section.preset is not None else _config_from_family(explicit_keys)
+    )
+    if "heads" in explicit_keys and "kv_heads" not in explicit_keys and base.kv_heads == base.heads:
+        explicit_keys["kv_heads"] = explicit_keys["heads"]
+    if (
+        "vocabulary" not in explicit_keys
+        and section.preset not in PRETRAINED_PRESETS
+        and vocabulary_size is not None
+    ):
+        explicit_keys["vocabulary"] = -(-vocabulary_size // 64) * 64
+    dimensions = _apply_expert_keys(section, replace(base, **explicit_keys))
     _check_decoder_config(dimensions, vocabulary_size)
     return dimensions
 
@@ -160,8 +166,8 @@ def reject_inapplicable_keys(section: ModelSection, keys: tuple[str, ...], model
 def reject_architecture_keys(section: ModelSection, key: str = "model.factory") -> None:
     """Reject dimensions beside a model named by `key`, which takes `model.arguments` instead."""
     # A sample group also applies to a factory's model: its batch normalization is converted.
-    every = (*_DECODER_KEYS, *_EXPERT_KEYS, *_VISION_KEYS)
-    keys = tuple(key for key in every if key != "batch_norm_group")
+    architecture_keys = (*_DECODER_KEYS, *_EXPERT_KEYS, *_VISION_KEYS)
+    keys = tuple(key for key in architecture_keys if key != "batch_norm_group")
     reject_inapplicable_keys(section, keys, f"{key}; pass it in model.arguments")
 
 
@@ -183,20 +189,22 @@ def _apply_expert_keys(section: ModelSection, base: DecoderConfig) -> DecoderCon
     if base.experts == 0 and section.experts is None:
         reject_inapplicable_keys(section, _EXPERT_KEYS, "a decoder without experts (model.experts)")
         return base
-    given: dict[str, Any] = {
+    explicit_keys: dict[str, Any] = {
         key: value for key in _EXPERT_KEYS if (value := getattr(section, key)) is not None
     }
     if base.experts == 0:
-        base = replace(base, experts_per_token=min(2, given["experts"]), balance="bias", balance_rate=1e-3)
-    balance = given.get("balance", base.balance)
-    if balance == "none" and "balance_rate" in given:
+        base = replace(
+            base, experts_per_token=min(2, explicit_keys["experts"]), balance="bias", balance_rate=1e-3
+        )
+    balance = explicit_keys.get("balance", base.balance)
+    if balance == "none" and "balance_rate" in explicit_keys:
         raise JobError(
-            f"model.balance_rate = {given['balance_rate']} has no effect with model.balance = 'none'",
+            f"model.balance_rate = {explicit_keys['balance_rate']} has no effect with model.balance = 'none'",
             "set model.balance to 'bias' or 'loss', or remove model.balance_rate",
         )
     if balance != base.balance:
-        given.setdefault("balance_rate", _DEFAULT_BALANCE_RATES[balance])
-    dimensions = replace(base, **given)
+        explicit_keys.setdefault("balance_rate", _DEFAULT_BALANCE_RATES[balance])
+    dimensions = replace(base, **explicit_keys)
     _check_experts(dimensions)
     return dimensions
 
@@ -277,7 +285,7 @@ def _reconcile_with_data(key: str, explicit_value: int | None, data_value: int |
             f"model.{key} = {explicit_value}, but the data has {data_value}",
             f"remove model.{key} to use the value of the data",
         )
-    known = explicit_value if explicit_value is not None else data_value
-    if known is None:
+    value = explicit_value if explicit_value is not None else data_value
+    if value is None:
         raise JobError(f"model.{key} of the images is unknown", f"set model.{key}, or use data")
-    return known
+    return value

@@ -96,12 +96,12 @@ def build_causal_model(
     # A new class, as FSDP2 makes one: parameters keep their names, without a wrapper's prefix.
     model.__class__ = type(kind.__name__, (CausalTransformersModel, kind), {})
     assert isinstance(model, CausalTransformersModel)
-    adapted: CausalTransformersModel = model
-    adapted.mask = AttentionMask()
-    adapted.probe_result = probe_result
-    adapted.parallel_spec = derive_parallel_spec(model, probe_result)
-    tie_parameters(adapted, adapted.parallel_spec.tied_parameters)
-    return adapted
+    causal_model: CausalTransformersModel = model
+    causal_model.mask = AttentionMask()
+    causal_model.probe_result = probe_result
+    causal_model.parallel_spec = derive_parallel_spec(model, probe_result)
+    tie_parameters(causal_model, causal_model.parallel_spec.tied_parameters)
+    return causal_model
 
 
 class CausalTransformersModel(TransformersStateDictAdapter):
@@ -119,23 +119,23 @@ class CausalTransformersModel(TransformersStateDictAdapter):
     ) -> Tensor:
         """Compute the logits of the next token at every position; arguments as of `Decoder`."""
         self._check_weight_tying()
-        passage = self.stage_boundary
+        boundary = self.stage_boundary
         if self.probe_result.reads_tokens:
-            given = {"input_ids": tokens}
-        elif passage is None or passage.is_first:
-            given = {"inputs_embeds": cast(PreTrainedModel, self).get_input_embeddings()(tokens)}
+            inputs = {"input_ids": tokens}
+        elif boundary is None or boundary.is_first:
+            inputs = {"inputs_embeds": cast(PreTrainedModel, self).get_input_embeddings()(tokens)}
         else:
             # Modules before the blocks run too, on unused values.
-            passage.stage_input, given = tokens, {"inputs_embeds": torch.empty_like(tokens)}
+            boundary.stage_input, inputs = tokens, {"inputs_embeds": torch.empty_like(tokens)}
         if positions is not None and positions.ndim == 1:
             positions = positions.unsqueeze(0)
         if positions is not None and self.probe_result.first_position:
             positions = positions + self.probe_result.first_position
         output = super().forward(
-            **given, position_ids=positions, use_cache=False, **{MASK_KEYWORD: self.mask(documents)}
+            **inputs, position_ids=positions, use_cache=False, **{MASK_KEYWORD: self.mask(documents)}
         )
-        if passage is not None and not passage.is_last:
-            return passage.pop_output()
+        if boundary is not None and not boundary.is_last:
+            return boundary.pop_output()
         logits: Tensor = output.logits
         return logits
 
@@ -158,17 +158,19 @@ class CausalTransformersModel(TransformersStateDictAdapter):
             self.probe_result.block_output_count, is_first=is_first, is_last=is_last
         )
         keep_blocks(self.get_submodule(self.parallel_spec.blocks), held, self.stage_boundary)
-        absent = (() if is_first else self.parallel_spec.first_stage_modules) + (
+        absent_modules = (() if is_first else self.parallel_spec.first_stage_modules) + (
             () if is_last else self.parallel_spec.last_stage_modules
         )
-        for path in absent:
-            parent, _, child = path.rpartition(".")
-            holder, part = self.get_submodule(parent), self.get_submodule(path)
-            delattr(holder, child)
-            is_table = isinstance(part, nn.Embedding)
-            width = part.get_parameter("weight").shape[-1] if is_table else 0
+        for path in absent_modules:
+            parent_path, _, child = path.rpartition(".")
+            parent_module, part = self.get_submodule(parent_path), self.get_submodule(path)
+            delattr(parent_module, child)
+            is_embedding = isinstance(part, nn.Embedding)
+            width = part.get_parameter("weight").shape[-1] if is_embedding else 0
             setattr(
-                holder, child, placeholder_embedding(self.stage_boundary, width) if is_table else pass_through
+                parent_module,
+                child,
+                placeholder_embedding(self.stage_boundary, width) if is_embedding else pass_through,
             )
 
     def initialize_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
@@ -199,10 +201,10 @@ class CausalTransformersModel(TransformersStateDictAdapter):
                 module.get_buffer(name).copy_(value)
 
     def _check_weight_tying(self) -> None:
-        held = dict(self.named_parameters(remove_duplicate=False))
-        for kept, other in self.parallel_spec.tied_parameters:
-            if kept in held and other in held and held[kept] is not held[other]:
-                raise RuntimeError(f"{kept} and {other} are tied, but are no longer one parameter")
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        for source, target in self.parallel_spec.tied_parameters:
+            if source in parameters and target in parameters and parameters[source] is not parameters[target]:
+                raise RuntimeError(f"{source} and {target} are tied, but are no longer one parameter")
 
 
 def _build_adapted_model(config: PreTrainedConfig) -> PreTrainedModel:
@@ -246,11 +248,11 @@ def _initialize_by_transformers(
     model: PreTrainedModel, owner: nn.Module, name: str, kind: str, tensor: Tensor, generator: torch.Generator
 ) -> None:
     """Fill `tensor`, in place of a parameter of `owner`, by transformers' own rule."""
-    alike = _copy_without_parameters(owner)
-    alike._parameters[kind] = tensor.fill_(math.nan)  # type: ignore[assignment]  # a stand-in
+    clone = _copy_without_parameters(owner)
+    clone._parameters[kind] = tensor.fill_(math.nan)  # type: ignore[assignment]  # a stand-in
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(generator.initial_seed())
-        _innermost_model(model, name.rpartition(".")[0])._init_weights(alike)
+        _innermost_model(model, name.rpartition(".")[0])._init_weights(clone)
     if bool(tensor.isnan().any()):
         raise WanmaError(
             f"transformers does not initialize parameter {name} of {type(model).__name__}",
@@ -260,30 +262,30 @@ def _initialize_by_transformers(
 
 def _compute_buffers(model: PreTrainedModel, module: nn.Module, path: str) -> Mapping[str, Tensor]:
     """Compute the buffers of one module by transformers' rule; check that it ignores earlier values."""
-    made: list[dict[str, Tensor]] = []
-    for before in (0, 1):
-        alike = _copy_without_parameters(module)
-        alike._buffers = {
-            name: torch.full(buffer.shape, before, dtype=buffer.dtype)
+    computed_buffers: list[dict[str, Tensor]] = []
+    for fill_value in (0, 1):
+        clone = _copy_without_parameters(module)
+        clone._buffers = {
+            name: torch.full(buffer.shape, fill_value, dtype=buffer.dtype)
             for name, buffer in module._buffers.items()
             if buffer is not None
         }
-        _innermost_model(model, path)._init_weights(alike)
-        made.append(cast(dict[str, Tensor], alike._buffers))
-    for name, value in made[0].items():
-        if not torch.equal(value, made[1][name]):
+        _innermost_model(model, path)._init_weights(clone)
+        computed_buffers.append(cast(dict[str, Tensor], clone._buffers))
+    for name, value in computed_buffers[0].items():
+        if not torch.equal(value, computed_buffers[1][name]):
             raise WanmaError(
                 f"transformers does not initialize buffer {path}.{name} of {type(model).__name__}",
                 "pass the model as model.factory: it is then built on the CPU with its own initial values",
             )
-    return made[0]
+    return computed_buffers[0]
 
 
 def _innermost_model(model: PreTrainedModel, path: str) -> PreTrainedModel:
     """Return the innermost model around the module at `path`, whose rule transformers applies to it."""
     parts = path.split(".") if path else []
-    around = (model.get_submodule(".".join(parts[:length])) for length in range(len(parts), 0, -1))
-    return next((part for part in around if isinstance(part, PreTrainedModel)), model)
+    enclosing_modules = (model.get_submodule(".".join(parts[:length])) for length in range(len(parts), 0, -1))
+    return next((part for part in enclosing_modules if isinstance(part, PreTrainedModel)), model)
 
 
 def _copy_without_parameters(module: nn.Module) -> nn.Module:
@@ -292,12 +294,12 @@ def _copy_without_parameters(module: nn.Module) -> nn.Module:
     The parameters may be sharded over ranks, which would all have to take part. `copy` would have FSDP2 call
     its constructor.
     """
-    alike = object.__new__(type(module))
-    alike.__dict__.update(module.__dict__)
-    alike._parameters = {
+    clone = object.__new__(type(module))
+    clone.__dict__.update(module.__dict__)
+    clone._parameters = {
         name: torch.empty(0) if value is not None else None  # type: ignore[misc]  # only stand-ins
         for name, value in module._parameters.items()
     }
-    if isinstance(alike, nn.Embedding):
-        alike.padding_idx = None  # a tile does not know whether it holds that row
-    return alike
+    if isinstance(clone, nn.Embedding):
+        clone.padding_idx = None  # a tile does not know whether it holds that row
+    return clone

@@ -66,7 +66,7 @@ def derive_parallel_spec(model: PreTrainedModel, probe_result: ProbeResult) -> P
         mask_module="mask",
         attention_cores=cores.pop() if len(cores) == 1 else None,
         expert_modules=f"{mixtures.pop()}.experts" if len(mixtures) == 1 else None,
-        tied_parameters=tuple((kept, other) for other, kept in tied.items()),
+        tied_parameters=tuple((source, copy) for copy, source in tied.items()),
     )
 
 
@@ -89,8 +89,10 @@ def _derive_styles(model: PreTrainedModel, blocks: str) -> dict[str, TensorParal
     split = [path for path, role in roles.items() if role in ("column", "key_value")]
     if not split:
         return {}
-    inside = re.compile(rf"{re.escape(blocks)}\.\d+\.[^.]+")  # attention or feed-forward network of a block
-    gathered = {found[0] for path in split if (found := inside.match(path)) is not None}
+    submodule_pattern = re.compile(
+        rf"{re.escape(blocks)}\.\d+\.[^.]+"
+    )  # attention or feed-forward network of a block
+    gathered = {match[0] for path in split if (match := submodule_pattern.match(path)) is not None}
     if any(
         role == "norm" and f"{path}.".startswith(tuple(f"{g}." for g in gathered))
         for path, role in roles.items()
@@ -104,11 +106,11 @@ def _merge_into_patterns(
     styles: Mapping[str, TensorParallelStyle], paths: Iterable[str], blocks: str
 ) -> dict[str, TensorParallelStyle]:
     """Merge paths into one pattern for all blocks, where all blocks with such a module agree on its style."""
-    found: dict[str, set[TensorParallelStyle | None]] = {}
+    styles_by_pattern: dict[str, set[TensorParallelStyle | None]] = {}
     for path in paths:
-        found.setdefault(_pattern(path, blocks), set()).add(styles.get(path))
+        styles_by_pattern.setdefault(_pattern(path, blocks), set()).add(styles.get(path))
     return {
-        pattern if len(found[pattern := _pattern(path, blocks)]) == 1 else path: role
+        pattern if len(styles_by_pattern[pattern := _pattern(path, blocks)]) == 1 else path: role
         for path, role in styles.items()
     }
 

@@ -77,7 +77,7 @@ def probe(model: PreTrainedModel, blocks: str, sequence_length: int, *, keyed_dr
     Raises:
         JobError: its forward fails.
     """
-    were = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    requires_grad_before = {parameter: parameter.requires_grad for parameter in model.parameters()}
     modes = {module: module.training for module in model.modules()}
     mixtures = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
     try:
@@ -85,23 +85,28 @@ def probe(model: PreTrainedModel, blocks: str, sequence_length: int, *, keyed_dr
             mixture.forward = _identity_experts  # type: ignore[method-assign]  # theirs sorts tokens by their values
         model.requires_grad_(False)
         masks = _MaskProbe(sequence_length)
-        default, given = PositionLookupTracer(4 * sequence_length), PositionLookupTracer(4 * sequence_length)
+        default, shifted = (
+            PositionLookupTracer(4 * sequence_length),
+            PositionLookupTracer(4 * sequence_length),
+        )
         model.eval()
         with _replaced_attention(model, attention_forward):
-            by_tokens = reads_tokens(model, sequence_length, **{MASK_KEYWORD: None})
+            is_token_lookup = reads_tokens(model, sequence_length, **{MASK_KEYWORD: None})
         with _replaced_attention(model, masks.attend, masks.mask), default:
-            _run_masked(model, sequence_length, reads_tokens=by_tokens)
+            _run_masked(model, sequence_length, reads_tokens=is_token_lookup)
         model.train()
         for module in model.modules() if keyed_dropout else ():
             if isinstance(module, nn.Dropout):
                 module.eval()
         draws, order = _RandomDrawProbe(), _CallOrderProbe(model, blocks)
-        if by_tokens:
+        if is_token_lookup:
             order.split_obstacle = "it looks up tokens in more modules than its embedding"
-        with _replaced_attention(model, draws.attend), order.record_calls(), draws, given:
+        with _replaced_attention(model, draws.attend), order.record_calls(), draws, shifted:
             positions = torch.arange(sequence_length, device="meta").unsqueeze(0)
             try:
-                order.evaluate(*_run(model, sequence_length, reads_tokens=by_tokens, position_ids=positions))
+                order.evaluate(
+                    *_run(model, sequence_length, reads_tokens=is_token_lookup, position_ids=positions)
+                )
             except Exception:  # a random number may decide to skip a block
                 if draws.first_draw is None:
                     raise
@@ -117,14 +122,14 @@ def probe(model: PreTrainedModel, blocks: str, sequence_length: int, *, keyed_dr
     finally:
         for mixture in mixtures:
             del mixture.forward
-        for parameter, requires_grad in were.items():
+        for parameter, requires_grad in requires_grad_before.items():
             parameter.requires_grad_(requires_grad)
         for module, training in modes.items():
             module.training = training
     return ProbeResult(
         mask_difference=masks.difference,
         attention_window=masks.attention_window,
-        first_position=first_position(default, given),
+        first_position=first_position(default, shifted),
         max_sequence_length=max_sequence_length(default),
         is_causal=masks.is_causal,
         random_draw=draws.first_draw,
@@ -132,7 +137,7 @@ def probe(model: PreTrainedModel, blocks: str, sequence_length: int, *, keyed_dr
         last_stage_modules=_outermost(order.last_stage_modules),
         block_output_count=order.block_output_count,
         split_obstacle=order.split_obstacle,
-        reads_tokens=by_tokens,
+        reads_tokens=is_token_lookup,
     )
 
 
@@ -142,7 +147,7 @@ def _identity_experts(x: Tensor) -> Tensor:
 
 def _outermost(paths: list[str]) -> tuple[str, ...]:
     """Drop paths that lie within another path."""
-    return tuple(path for path in paths if not any(path.startswith(f"{other}.") for other in paths))
+    return tuple(path for path in paths if not any(path.startswith(f"{ancestor}.") for ancestor in paths))
 
 
 def _run_masked(model: PreTrainedModel, sequence_length: int, *, reads_tokens: bool) -> None:
@@ -151,9 +156,9 @@ def _run_masked(model: PreTrainedModel, sequence_length: int, *, reads_tokens: b
     Some families look for documents in positions unless there is a mask, others for padding in a mask: at
     values, which the meta device does not have.
     """
-    whole = torch.ones(1, sequence_length, dtype=torch.bool, device="meta")
+    mask = torch.ones(1, sequence_length, dtype=torch.bool, device="meta")
     try:
-        _run(model, sequence_length, reads_tokens=reads_tokens, attention_mask=whole)
+        _run(model, sequence_length, reads_tokens=reads_tokens, attention_mask=mask)
     except (RuntimeError, NotImplementedError) as first:
         try:
             _run(model, sequence_length, reads_tokens=reads_tokens)
@@ -167,19 +172,19 @@ def _run(
     """Run the forward; return the embeddings that went in, and the logits."""
     tokens = torch.zeros(1, sequence_length, dtype=torch.int64, device="meta")
     table = model.get_input_embeddings()
-    made: list[Tensor] = []
+    embeddings: list[Tensor] = []
 
     def cut(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:  # noqa: ARG001  # a hook's
-        made.append(output.detach().requires_grad_())
-        return made[0].clone()
+        embeddings.append(output.detach().requires_grad_())
+        return embeddings[0].clone()
 
     hook = table.register_forward_hook(cut)
     try:
-        given = {"input_ids": tokens} if reads_tokens else {"inputs_embeds": table(tokens)}
-        output = model(**given, use_cache=False, **keywords, **{MASK_KEYWORD: None})
+        inputs = {"input_ids": tokens} if reads_tokens else {"inputs_embeds": table(tokens)}
+        output = model(**inputs, use_cache=False, **keywords, **{MASK_KEYWORD: None})
     finally:
         hook.remove()
-    return made[0], output.logits
+    return embeddings[0], output.logits
 
 
 @contextmanager
@@ -190,7 +195,7 @@ def _replaced_attention(
     configs = {
         id(c): c for m in model.modules() if isinstance(c := getattr(m, "config", None), PreTrainedConfig)
     }
-    were = {key: config._attn_implementation for key, config in configs.items()}
+    implementations = {key: config._attn_implementation for key, config in configs.items()}
     AttentionInterface.register(_PROBED_ATTENTION, function)
     if mask is not None:
         AttentionMaskInterface.register(_PROBED_ATTENTION, mask)
@@ -200,7 +205,7 @@ def _replaced_attention(
         yield
     finally:
         for key, config in configs.items():
-            config._attn_implementation = were[key]
+            config._attn_implementation = implementations[key]
         for interface in (AttentionInterface, AttentionMaskInterface):
             interface._global_mapping.pop(_PROBED_ATTENTION, None)
 
@@ -220,9 +225,9 @@ class _MaskProbe:
 
     def mask(self, *, mask_function: Callable[..., Any], device: Any = None, **_: Any) -> Tensor:
         """Record the mask function and return a tensor that stands for the mask."""
-        stands = torch.empty(1, 1, self._length, self._length, dtype=torch.bool, device=device)
-        self._recorded_masks[id(stands)] = stands, _evaluate_mask(mask_function, self._length)
-        return stands
+        placeholder = torch.empty(1, 1, self._length, self._length, dtype=torch.bool, device=device)
+        self._recorded_masks[id(placeholder)] = placeholder, _evaluate_mask(mask_function, self._length)
+        return placeholder
 
     def attend(self, module: nn.Module, *arguments: Any, **keywords: Any) -> tuple[Tensor, None]:
         query, key, value, mask = (*arguments, *(keywords.pop("attention_mask", None),))[:4]
@@ -269,13 +274,15 @@ def _evaluate_mask(mask_function: Callable[..., Any], length: int) -> _MaskVisib
         1, 1, len(rows), length
     )[0, 0]
     causal = key[0, 0] <= query[0, 0]
-    ahead = bool((allowed & ~causal).any())
+    sees_later = bool((allowed & ~causal).any())
     if bool((allowed | ~causal).all()):
-        return _MaskVisibility(ahead, None)
-    every = torch.arange(length, device="cpu").reshape(1, 1, -1, 1)
-    sees_first = torch.as_tensor(mask_function(zero, zero, every, zero), device="cpu").expand(1, 1, length, 1)
+        return _MaskVisibility(sees_later, None)
+    all_queries = torch.arange(length, device="cpu").reshape(1, 1, -1, 1)
+    sees_first = torch.as_tensor(mask_function(zero, zero, all_queries, zero), device="cpu").expand(
+        1, 1, length, 1
+    )
     blind = (~sees_first.flatten()).nonzero()
-    return _MaskVisibility(ahead, int(blind[0]) if len(blind) else 1)
+    return _MaskVisibility(sees_later, int(blind[0]) if len(blind) else 1)
 
 
 class _RandomDrawProbe(TorchDispatchMode):
@@ -322,10 +329,10 @@ class _CallOrderProbe:
         container = self.model.get_submodule(self.blocks)
         with ExitStack() as stack:
             for number, block in enumerate(container.children()):
-                before = block.register_forward_pre_hook(self._block_pre_hook(number), with_kwargs=True)
-                after = block.register_forward_hook(self._block_hook(number), with_kwargs=True)
-                stack.callback(before.remove)
-                stack.callback(after.remove)
+                pre_hook = block.register_forward_pre_hook(self._block_pre_hook(number), with_kwargs=True)
+                hook = block.register_forward_hook(self._block_hook(number), with_kwargs=True)
+                stack.callback(pre_hook.remove)
+                stack.callback(hook.remove)
             for path, module in self._outer_modules():
                 stack.callback(module.register_forward_pre_hook(self._outer_hook(path)).remove)
             yield
@@ -364,8 +371,8 @@ class _CallOrderProbe:
             count = len(list(self.model.get_submodule(self.blocks).children()))
             if self._finished_blocks == 0:
                 self.first_stage_modules.append(path)
-                is_table = isinstance(module, nn.Embedding)
-                if not is_table and any(p.ndim > 1 for p in module.parameters(recurse=False)):
+                is_embedding = isinstance(module, nn.Embedding)
+                if not is_embedding and any(p.ndim > 1 for p in module.parameters(recurse=False)):
                     # Later stages run it on their inputs, whose width is that of the blocks.
                     self._set_obstacle(f"{path} changes the hidden size before its blocks")
             elif self._finished_blocks == count:
@@ -377,14 +384,16 @@ class _CallOrderProbe:
 
     def _block_pre_hook(self, block_index: int) -> Callable[..., None]:
         def note(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            hidden, others = _split_block_inputs(module, arguments, keywords)
+            hidden, other_inputs = _split_block_inputs(module, arguments, keywords)
             if block_index != self._finished_blocks:
                 self._set_obstacle(f"block {block_index} is not called exactly once and in order")
             elif self._passed_tensor is not None and hidden is not self._passed_tensor:
                 self._set_obstacle(
                     f"its model computes between block {block_index - 1} and block {block_index}"
                 )
-            elif any(isinstance(value, Tensor) and value.requires_grad for value in tree_leaves(others)):
+            elif any(
+                isinstance(value, Tensor) and value.requires_grad for value in tree_leaves(other_inputs)
+            ):
                 self._set_obstacle(
                     f"block {block_index} uses more than hidden states of the modules before the blocks"
                 )
@@ -395,8 +404,8 @@ class _CallOrderProbe:
         def cut(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
             is_tuple = isinstance(output, tuple)
             hidden = output[0] if is_tuple else output
-            given, _ = _split_block_inputs(module, arguments, keywords)
-            if not isinstance(hidden, Tensor) or given is None or hidden.shape != given.shape:
+            block_input, _ = _split_block_inputs(module, arguments, keywords)
+            if not isinstance(hidden, Tensor) or block_input is None or hidden.shape != block_input.shape:
                 self._set_obstacle(f"block {block_index} returns more than hidden states")
                 self._finished_blocks += 1
                 return None
@@ -433,7 +442,7 @@ def _depends_on(output: Tensor, inputs: list[Tensor]) -> bool:
     if not inputs or not output.requires_grad:
         return False
     # Later calls need the graph again.
-    found = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         output, inputs, torch.empty_like(output), retain_graph=True, allow_unused=True
     )
-    return any(gradient is not None for gradient in found)
+    return any(gradient is not None for gradient in gradients)

@@ -100,14 +100,14 @@ def attention_forward(
             "pass the model as model.factory: it supports data parallelism (dp_replicate, dp_shard)",
         )
     mask = keywords.pop(MASK_KEYWORD)
-    wants = sorted(
+    unsupported = sorted(
         k for k, v in keywords.items() if v is not None and v is not False and k not in _IGNORED_KEYWORDS
     )
-    if wants or attention_mask is not None or dropout > 0 or keywords.get("is_causal") is False:
-        wants += ["attention_mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
+    if unsupported or attention_mask is not None or dropout > 0 or keywords.get("is_causal") is False:
+        unsupported += ["attention_mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
         raise JobError(
             f"model.huggingface: {type(module).__name__} uses unsupported attention options: "
-            f"{', '.join(wants) or 'non-causal mask'}",
+            f"{', '.join(unsupported) or 'non-causal mask'}",
             "pass the model as model.factory: it supports data parallelism (dp_replicate, dp_shard)",
         )
     core = cast(DotProductAttention, module.core)
@@ -142,8 +142,8 @@ class UnfusedQKVAttention(nn.Module):
         attend_now: Any = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         dropout = self.dropout if self.training else 0.0
         attended, _ = attend_now(self, query, key, value, scaling=self.scaling, dropout=dropout, **keywords)
-        joined: Tensor = self.resid_dropout(self.c_proj(attended.flatten(2)))
-        return joined, None
+        output: Tensor = self.resid_dropout(self.c_proj(attended.flatten(2)))
+        return output, None
 
 
 def _moe_config(config: Any) -> DecoderConfig:

@@ -30,9 +30,9 @@ class StageBoundary:
 
     def pop_input(self) -> Tensor:
         """Return the stage's input, once."""
-        given, self.stage_input = self.stage_input, None
-        assert given is not None, "a stage's blocks are entered once"
-        return given
+        stage_input, self.stage_input = self.stage_input, None
+        assert stage_input is not None, "a stage's blocks are entered once"
+        return stage_input
 
     def store_output(self, hidden: Tensor) -> Tensor:
         """Store the stage's output; the modules after it get unused values."""
@@ -50,12 +50,12 @@ def keep_blocks(blocks: nn.Module, kept_blocks: range, stage_boundary: StageBoun
     """Keep the blocks in `kept_blocks` of a list, in their places; make the others pass on their input."""
     children = list(blocks.named_children())
     for number, (name, block) in enumerate(children):
-        enters = not stage_boundary.is_first and number == max(kept_blocks.start - 1, 0)
-        leaves = not stage_boundary.is_last and number == min(kept_blocks.stop, len(children) - 1)
+        is_entry = not stage_boundary.is_first and number == max(kept_blocks.start - 1, 0)
+        is_exit = not stage_boundary.is_last and number == min(kept_blocks.stop, len(children) - 1)
         if number not in kept_blocks:
-            setattr(blocks, name, _make_absent(block, stage_boundary, is_entry=enters, is_exit=leaves))
-        elif (enters and kept_blocks.start == 0) or (leaves and kept_blocks.stop == len(children)):
-            _make_edge(block, stage_boundary, is_entry=enters and kept_blocks.start == 0, is_exit=leaves)
+            setattr(blocks, name, _make_absent(block, stage_boundary, is_entry=is_entry, is_exit=is_exit))
+        elif (is_entry and kept_blocks.start == 0) or (is_exit and kept_blocks.stop == len(children)):
+            _make_edge(block, stage_boundary, is_entry=is_entry and kept_blocks.start == 0, is_exit=is_exit)
 
 
 class _StageEdgeBlock(nn.Module):
@@ -105,8 +105,8 @@ def _make_edge(
 ) -> None:
     # FSDP2 names its wrappers after it, and a class's own parameters have no wrapper's prefix.
     block.__class__ = type(type(block).__name__, (kind, type(block)), {})
-    edge: Any = block
-    edge._stage_boundary, edge._is_entry, edge._is_exit = stage_boundary, is_entry, is_exit
+    edge_block: Any = block
+    edge_block._stage_boundary, edge_block._is_entry, edge_block._is_exit = stage_boundary, is_entry, is_exit
 
 
 def _make_absent(
@@ -132,8 +132,8 @@ def placeholder_embedding(stage_boundary: StageBoundary, width: int) -> Callable
     """
 
     def zeros(*arguments: Any, **keywords: Any) -> Tensor:
-        numbers, given = pass_through(*arguments, **keywords), stage_boundary.stage_input
-        kind = given.dtype if given is not None else None
-        return torch.zeros((*[1] * numbers.ndim, width), dtype=kind, device=numbers.device)
+        numbers, stage_input = pass_through(*arguments, **keywords), stage_boundary.stage_input
+        dtype = stage_input.dtype if stage_input is not None else None
+        return torch.zeros((*[1] * numbers.ndim, width), dtype=dtype, device=numbers.device)
 
     return zeros

@@ -56,21 +56,21 @@ class PositionLookupTracer(TorchDispatchMode):
         return result
 
     def _is_traceable(self, func: Any, result: Tensor, args: Any, kwargs: Mapping[str, Any]) -> bool:
-        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        input_tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         return (
             result.numel() <= self._limit
             and torch.Tag.nondeterministic_seeded not in func.tags
-            and all(id(tensor) in self._values for tensor in given)
+            and all(id(tensor) in self._values for tensor in input_tensors)
             and "empty" not in str(func)
         )
 
-    def _traced_values(self, given: Any) -> Any:
+    def _traced_values(self, arguments: Any) -> Any:
         def known(value: Any) -> Any:
             if isinstance(value, Tensor):
                 return self._values[id(value)][1]
             return torch.device("cpu") if isinstance(value, torch.device) else value
 
-        return tree_map(known, given)
+        return tree_map(known, arguments)
 
 
 def first_position(without_positions: PositionLookupTracer, with_positions: PositionLookupTracer) -> int:
@@ -82,9 +82,9 @@ def first_position(without_positions: PositionLookupTracer, with_positions: Posi
     """
     for table, rows in without_positions.rows.items():
         if table in with_positions.rows and with_positions.rows[table].shape[-1] == rows.shape[-1]:
-            apart = (rows - with_positions.rows[table]).flatten()
-            if bool((apart == apart[0]).all()) and int(apart[0]) != 0:
-                return int(apart[0])
+            differences = (rows - with_positions.rows[table]).flatten()
+            if bool((differences == differences[0]).all()) and int(differences[0]) != 0:
+                return int(differences[0])
     return 0
 
 

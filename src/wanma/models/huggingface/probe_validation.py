@@ -38,26 +38,28 @@ def require_same_training(
     findings = _probe(model, sequence_length)
     kind, config = type(model).__name__, model.config
 
-    def solves(changed: Mapping[str, Any]) -> ProbeResult | None:
+    def probe_changed(overrides: Mapping[str, Any]) -> ProbeResult | None:
         """Return the findings of the model with other settings; None if it cannot be built."""
-        other = copy.deepcopy(config)
+        changed_config = copy.deepcopy(config)
         try:
-            for key, value in changed.items():
-                setattr(other, key, value)
+            for key, value in overrides.items():
+                setattr(changed_config, key, value)
             with torch.device("meta"):
-                return _probe(build_model(other), sequence_length)
+                return _probe(build_model(changed_config), sequence_length)
         except Exception:  # whatever a family says of settings that it does not know
             return None
 
     if not findings.is_causal:
-        tried = solves({"is_decoder": True}) if getattr(config, "is_decoder", None) is False else None
-        more = ""
-        if tried is not None and tried.is_causal:
-            more = ", or train this one as a decoder with model.arguments = {is_decoder = true}"
+        changed_findings = (
+            probe_changed({"is_decoder": True}) if getattr(config, "is_decoder", None) is False else None
+        )
+        alternative = ""
+        if changed_findings is not None and changed_findings.is_causal:
+            alternative = ", or train this one as a decoder with model.arguments = {is_decoder = true}"
         raise JobError(
             f"model.huggingface: {kind} is not a causal language model with its config: "
             f"{findings.mask_difference}",
-            f"use the config of a causal language model{more}",
+            f"use the config of a causal language model{alternative}",
         )
     if findings.max_sequence_length is not None:
         raise JobError(
@@ -66,19 +68,21 @@ def require_same_training(
             f"set data.sequence_length to at most {findings.max_sequence_length}",
         )
     if findings.attention_window is not None:
-        tried = solves({"sliding_window": None}) if getattr(config, "sliding_window", None) else None
-        more = ""
-        if tried is not None and tried.mask_difference is None:
-            more = ", or model.arguments = {sliding_window = 'null'}"
+        changed_findings = (
+            probe_changed({"sliding_window": None}) if getattr(config, "sliding_window", None) else None
+        )
+        alternative = ""
+        if changed_findings is not None and changed_findings.mask_difference is None:
+            alternative = ", or model.arguments = {sliding_window = 'null'}"
         window = getattr(config, "sliding_window", None)
-        told = f"its config has sliding_window = {window}" if window else findings.mask_difference
+        problem = f"its config has sliding_window = {window}" if window else findings.mask_difference
         raise JobError(
-            f"model.huggingface: {told}, but wanma's attention covers the whole sequence of "
+            f"model.huggingface: {problem}, but wanma's attention covers the whole sequence of "
             f"{sequence_length} tokens",
-            f"set data.sequence_length to at most {findings.attention_window}{more}",
+            f"set data.sequence_length to at most {findings.attention_window}{alternative}",
         )
     if findings.random_draw is not None:
-        _reject_random_draws(kind, config, findings.random_draw, solves)
+        _reject_random_draws(kind, config, findings.random_draw, probe_changed)
     return findings
 
 
@@ -92,7 +96,7 @@ def _reject_random_draws(
     kind: str,
     config: PreTrainedConfig,
     draws: str,
-    solves: Callable[[Mapping[str, Any]], ProbeResult | None],
+    probe_changed: Callable[[Mapping[str, Any]], ProbeResult | None],
 ) -> None:
     """Raise an error that names all settings that make a model draw by rank, and no others."""
     settings = {
@@ -100,22 +104,23 @@ def _reject_random_draws(
         for key, value in config.to_dict().items()
         if any(word in key for word in _RANDOM_SETTING_WORDS) and type(value) in (int, float) and value > 0
     }
-    off = dict.fromkeys(settings, 0.0)
-    tried = solves(off)
-    if tried is None or tried.random_draw is not None:
+    overrides = dict.fromkeys(settings, 0.0)
+    findings_without_draws = probe_changed(overrides)
+    if findings_without_draws is None or findings_without_draws.random_draw is not None:
         raise JobError(
             f"model.huggingface: {kind} draws random numbers in training ({draws}) that depend on the rank",
             "pass the model as model.factory",
         )
     for key in settings:
-        without = {other: value for other, value in off.items() if other != key}
-        found = solves(without)
-        if found is not None and found.random_draw is None:
-            off = without
-    told = ", ".join(f"{key} = {settings[key]!r}" for key in off)
-    remedy = ", ".join(f"{key} = 0.0" for key in off)
+        reduced = {name: value for name, value in overrides.items() if name != key}
+        findings = probe_changed(reduced)
+        if findings is not None and findings.random_draw is None:
+            overrides = reduced
+    settings_text = ", ".join(f"{key} = {settings[key]!r}" for key in overrides)
+    remedy = ", ".join(f"{key} = 0.0" for key in overrides)
     raise JobError(
-        f"model.huggingface: its config has {told}, with which {kind} draws random numbers that depend on "
+        f"model.huggingface: its config has {settings_text}, with which {kind} draws random numbers that "
+        "depend on "
         f"the rank ({draws})",
         f"set model.arguments = {{{remedy}}}",
     )

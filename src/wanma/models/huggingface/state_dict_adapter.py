@@ -39,12 +39,18 @@ class TransformersStateDictAdapter(nn.Module):
         if is_lora_parameter(name):
             return ()
         names = next((pair for pair in self.parallel_spec.tied_parameters if name in pair), (name,))
-        found = tuple(way for other in names for way in _mappings(other, shape, self.config.model_type))
+        mappings = tuple(
+            mapping for tied_name in names for mapping in _mappings(tied_name, shape, self.config.model_type)
+        )
         # Some checkpoints are of the model without its head: names lack the first part.
         prefix = f"{cast(PreTrainedModel, self).base_model_prefix}."
-        found += tuple(_strip_prefix(prefix, way) for way in found)
-        return found + tuple(
-            dict.fromkeys(self._apply_renamings(way) for way in found if self._apply_renamings(way) != way)
+        mappings += tuple(_strip_prefix(prefix, mapping) for mapping in mappings)
+        return mappings + tuple(
+            dict.fromkeys(
+                self._apply_renamings(mapping)
+                for mapping in mappings
+                if self._apply_renamings(mapping) != mapping
+            )
         )
 
     def _apply_renamings(self, mapping: TensorMapping) -> TensorMapping:
@@ -58,7 +64,7 @@ class TransformersStateDictAdapter(nn.Module):
         patterns = [*(cast(PreTrainedModel, self)._keys_to_ignore_on_load_unexpected or ())]
         if self.config.model_type == "gpt2":
             patterns.append(r"\.attn\.(masked_)?bias$")
-        tied = [other for _, other in self.parallel_spec.tied_parameters]
+        tied = [copy for _, copy in self.parallel_spec.tied_parameters]
         return (
             tensor in tied
             or tensor.endswith("rotary_emb.inv_freq")  # stored by old versions
@@ -66,14 +72,17 @@ class TransformersStateDictAdapter(nn.Module):
         )
 
     def config_mismatches(self, config: Mapping[str, Any]) -> list[str]:
-        here, theirs = _full_config(self.config), dict(config)
-        if theirs.get("model_type") == here["model_type"]:
+        own_config, other_config = _full_config(self.config), dict(config)
+        if other_config.get("model_type") == own_config["model_type"]:
             # Settings that a config leaves out are its family's defaults.
-            theirs = _full_config(type(self.config).from_dict(theirs))
+            other_config = _full_config(type(self.config).from_dict(other_config))
         return [
-            f"{key}: {here.get(key)} here, {theirs[key]} in its config.json"
-            for key in (*_ARCHITECTURE_KEYS, *sorted(key for key in theirs if _SCALE_KEY_PATTERN.search(key)))
-            if theirs.get(key) is not None and here.get(key) != theirs[key]
+            f"{key}: {own_config.get(key)} here, {other_config[key]} in its config.json"
+            for key in (
+                *_ARCHITECTURE_KEYS,
+                *sorted(key for key in other_config if _SCALE_KEY_PATTERN.search(key)),
+            )
+            if other_config.get(key) is not None and own_config.get(key) != other_config[key]
         ]
 
     def export_config(self, sequence_length: int) -> dict[str, Any]:  # noqa: ARG002  # its config says
@@ -104,8 +113,12 @@ _SCALE_KEY_PATTERN = re.compile("multiplier|(?<!rope_)scal|softcap|soft_cap")
 @cache
 def _renamings(class_name: str, family: str) -> tuple[Any, ...]:
     """Return transformers' renamings of whole tensors, reversed: from its own names to published ones."""
-    found = get_checkpoint_conversion_mapping(class_name) or get_checkpoint_conversion_mapping(family) or ()
-    return tuple(one.reverse_transform() for one in found if type(one) is WeightRenaming)
+    conversions = (
+        get_checkpoint_conversion_mapping(class_name) or get_checkpoint_conversion_mapping(family) or ()
+    )
+    return tuple(
+        conversion.reverse_transform() for conversion in conversions if type(conversion) is WeightRenaming
+    )
 
 
 def _class_name(model: nn.Module) -> str:
@@ -121,9 +134,9 @@ def _full_config(config: Any) -> dict[str, Any]:
 def _mappings(name: str, shape: Shape, family: str) -> list[TensorMapping]:
     if family == "gpt2":
         return [_gpt2_mapping(name, shape)]
-    found = re.fullmatch(r"(.+)\.mlp\.(router\.weight|experts\.(gate|up|down))", name)
-    if found is not None:
-        return map_moe_parameter(found[1], found[3], shape, family)
+    match = re.fullmatch(r"(.+)\.mlp\.(router\.weight|experts\.(gate|up|down))", name)
+    if match is not None:
+        return map_moe_parameter(match[1], match[3], shape, family)
     return [(map_tensor(name, shape),)]
 
 

@@ -49,8 +49,8 @@ class _TokenLookupMode(TorchDispatchMode):
     ) -> Any:
         del types
         result = func(*args, **(kwargs or {}))
-        given = (value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor))
-        if not any(id(tensor) in self._traced for tensor in given):
+        input_tensors = (value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor))
+        if not any(id(tensor) in self._traced for tensor in input_tensors):
             return result
         is_by_token = torch.Tag.pointwise in func.tags or func.is_view or func in _COPY_OPERATORS
         if func is torch.ops.aten.embedding.default:

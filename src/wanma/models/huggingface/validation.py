@@ -31,12 +31,12 @@ def validate_config(
     Raises:
         JobError: names the config's key, and what to write into model.arguments.
     """
-    needed = ("vocab_size", "num_attention_heads", "num_hidden_layers", "hidden_size")
-    for key in (*needed, "num_key_value_heads"):
+    required = ("vocab_size", "num_attention_heads", "num_hidden_layers", "hidden_size")
+    for key in (*required, "num_key_value_heads"):
         _reject_per_layer_value(config, key)
-    if lacks := [key for key in needed if not isinstance(getattr(config, key, None), int)]:
+    if missing := [key for key in required if not isinstance(getattr(config, key, None), int)]:
         raise JobError(
-            f"model.huggingface: a config of {config.model_type} has no {lacks[0]}",
+            f"model.huggingface: a config of {config.model_type} has no {missing[0]}",
             "use the config of the causal language model alone, without an encoder or images",
         )
     settings = config.to_dict()
@@ -92,22 +92,22 @@ def validate_model(model: PreTrainedModel) -> None:
         JobError: names the missing property.
     """
     kind = type(model).__name__
-    lacks = None
+    obstacle = None
     if not model._supports_attention_backend:
-        lacks = "it does not use the attention interface of transformers"
+        obstacle = "it does not use the attention interface of transformers"
     elif find_block_list(model) is None:
-        lacks = "it has no list of equal blocks"
+        obstacle = "it has no list of equal blocks"
     elif model.get_input_embeddings() is None or model.get_output_embeddings() is None:
-        lacks = "its embedding or its output layer is not found"
+        obstacle = "its embedding or its output layer is not found"
     elif not any(True for _ in find_attention_modules(model)):
-        lacks = "its attention modules are not found"
+        obstacle = "its attention modules are not found"
     elif any(_has_stacked_experts(module) for module in model.modules()) and not (
         model.config.model_type in TESTED_FAMILIES and model.config.hidden_act == "silu"
     ):
-        lacks = "its routed experts are not those of Mixtral or Qwen3-MoE"
-    if lacks:
+        obstacle = "its routed experts are not those of Mixtral or Qwen3-MoE"
+    if obstacle:
         raise JobError(
-            f"model.huggingface: {kind} is not supported: {lacks}",
+            f"model.huggingface: {kind} is not supported: {obstacle}",
             "pass the model as model.factory: it supports data parallelism (dp_replicate, dp_shard)",
         )
 
@@ -151,7 +151,8 @@ def _reject_per_layer_value(config: PreTrainedConfig, key: str) -> None:
         ) from error
 
 
-def _reject_key(key: str, value: Any, why: str, instead: str) -> None:
+def _reject_key(key: str, value: Any, reason: str, replacement: str) -> None:
     raise JobError(
-        f"model.huggingface: its config has {key} = {value!r}: {why}", f"set model.arguments = {{{instead}}}"
+        f"model.huggingface: its config has {key} = {value!r}: {reason}",
+        f"set model.arguments = {{{replacement}}}",
     )

@@ -53,9 +53,9 @@ class CallCounter:
         """True if the generator has been drawn from since it was last seeded here."""
         if self.is_reseeded:
             return False
-        fresh = torch.Generator().manual_seed(torch.default_generator.initial_seed())
+        reseeded = torch.Generator().manual_seed(torch.default_generator.initial_seed())
         # Not torch.equal, which fake tensors do not support.
-        return not np.array_equal(fresh.get_state().numpy(), torch.default_generator.get_state().numpy())
+        return not np.array_equal(reseeded.get_state().numpy(), torch.default_generator.get_state().numpy())
 
     @property
     def is_reseeded(self) -> bool:
@@ -68,9 +68,9 @@ class CallCounter:
         Raises:
             WanmaError: the call is a repeated one and cannot be told from others of the same module.
         """
-        at = torch.default_generator.initial_seed() - self._base  # as checkpointing restores it
-        if 0 <= at < len(self._recorded_calls) and self._recorded_calls[at][0] == name:
-            call = self._recorded_calls[at][1]
+        position = torch.default_generator.initial_seed() - self._base  # as checkpointing restores it
+        if 0 <= position < len(self._recorded_calls) and self._recorded_calls[position][0] == name:
+            call = self._recorded_calls[position][1]
         elif self.has_forward_ended:
             if self._counts[name] != 1:
                 raise WanmaError(
@@ -81,8 +81,8 @@ class CallCounter:
                 )
             return 0
         else:
-            at, call = len(self._recorded_calls), self._counts[name]
+            position, call = len(self._recorded_calls), self._counts[name]
             self._counts[name] += 1
             self._recorded_calls.append((name, call))
-        torch.default_generator.manual_seed(self._base + at + 1)
+        torch.default_generator.manual_seed(self._base + position + 1)
         return call

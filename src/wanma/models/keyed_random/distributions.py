@@ -43,13 +43,13 @@ def draw_uniform_int16(row_keys: Tensor, positions: Tensor | None, shape: torch.
         positions: (columns,) int64, indices of the columns if dim 1 holds only a part of them; None: all.
         shape: of the result.
     """
-    columns, rest = (shape[1], shape[2:].numel()) if len(shape) > 2 else (1, shape[1:].numel())
+    columns, features = (shape[1], shape[2:].numel()) if len(shape) > 2 else (1, shape[1:].numel())
     if positions is None or len(shape) <= 2:
         positions = torch.arange(columns, device=row_keys.device)
     keys = hash_int64(row_keys.unsqueeze(1) + positions * GOLDEN_GAMMA)  # (rows, columns)
-    quads = torch.arange(-(-rest // 4), device=keys.device) * GOLDEN_GAMMA
+    quads = torch.arange(-(-features // 4), device=keys.device) * GOLDEN_GAMMA
     hashes = hash_int64(keys.unsqueeze(2) + quads)  # (rows, columns, rest / 4)
-    return hashes.view(torch.int16)[..., :rest].reshape(shape)
+    return hashes.view(torch.int16)[..., :features].reshape(shape)
 
 
 def element_keys(row_keys: Tensor, count: int) -> Tensor:
@@ -65,16 +65,16 @@ def draw_uniform(keys: Tensor, dtype: torch.dtype) -> Tensor:
 
 def draw_normal(keys: Tensor, dtype: torch.dtype) -> Tensor:
     """Draw normal numbers of mean 0 and deviation 1 (Box and Muller 1958)."""
-    precise = _compute_dtype(dtype)
-    radius = (-2 * torch.log1p(-draw_uniform(keys, precise))).sqrt()
-    return (radius * torch.cos(2 * torch.pi * draw_uniform(hash_int64(keys + 1), precise))).to(dtype)
+    compute_dtype = _compute_dtype(dtype)
+    radius = (-2 * torch.log1p(-draw_uniform(keys, compute_dtype))).sqrt()
+    return (radius * torch.cos(2 * torch.pi * draw_uniform(hash_int64(keys + 1), compute_dtype))).to(dtype)
 
 
 def draw_exponential(keys: Tensor, dtype: torch.dtype) -> Tensor:
     """Draw exponential numbers of rate 1, never 0: their logarithm is finite, as with torch's own."""
-    precise = _compute_dtype(dtype)
-    draws = -torch.log1p(-draw_uniform(keys, precise))
-    return draws.clamp_(min=torch.finfo(precise).eps / 2).to(dtype)
+    compute_dtype = _compute_dtype(dtype)
+    draws = -torch.log1p(-draw_uniform(keys, compute_dtype))
+    return draws.clamp_(min=torch.finfo(compute_dtype).eps / 2).to(dtype)
 
 
 def draw_integers(keys: Tensor, low: int, high: int) -> Tensor:
@@ -95,9 +95,11 @@ def draw_categorical(keys: Tensor, weights: Tensor, count: int, replacement: boo
     if not replacement:
         # The first arrivals of an exponential race are a sample without replacement.
         return (weights / draw_exponential(keys, weights.dtype)).topk(count).indices
-    upto = weights.cumsum(-1)
-    found = torch.searchsorted(upto, draw_uniform(keys, weights.dtype) * upto[..., -1:], right=True)
-    return found.clamp_(max=weights.shape[-1] - 1)
+    cumulative = weights.cumsum(-1)
+    indices = torch.searchsorted(
+        cumulative, draw_uniform(keys, weights.dtype) * cumulative[..., -1:], right=True
+    )
+    return indices.clamp_(max=weights.shape[-1] - 1)
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -143,11 +143,11 @@ def bind_samples(
         positions: (columns,) int64, indices of the columns if this rank holds only a part of dim 1.
         call_counter: calls of this forward, if a backward inside may recompute parts of it.
     """
-    told = {
+    contexts = {
         module: module.build_sample_context(seed, sample_indices, positions)
         for module in _sample_dependent_modules(model)
     }
-    with _set_sample_contexts(told, call_counter):
+    with _set_sample_contexts(contexts, call_counter):
         yield
 
 
@@ -176,29 +176,29 @@ def replace_dropout(model: nn.Module) -> int:
     Returns:
         The number of changed modules.
     """
-    made: set[nn.Module] = set()
-    places = [
+    keyed_modules: set[nn.Module] = set()
+    locations = [
         (parent, name, f"{path}.{name}" if path else name)
         for path, parent in model.named_modules()
         # Not named_children(), which leaves out the second name of a module that has two.
         for name in parent._modules
     ]
-    for parent, name, path in places:
+    for parent, name, path in locations:
         child = parent._modules[name]
         if not isinstance(child, _DROPOUT_CLASSES) or child.p == 0:
             continue
-        if child in made:
+        if child in keyed_modules:
             # Each place draws masks of its own, whichever pipeline stage has it.
             child = copy.copy(child)
             setattr(parent, name, child)
         elif isinstance(child, KeyedDropout):
             continue
         _make_keyed(child, path)
-        made.add(child)
+        keyed_modules.add(child)
     if isinstance(model, _DROPOUT_CLASSES) and model.p != 0 and not isinstance(model, KeyedDropout):
         _make_keyed(model, type(model).__name__)
-        made.add(model)
-    return len(made)
+        keyed_modules.add(model)
+    return len(keyed_modules)
 
 
 def _make_keyed(module: nn.Module, path: str) -> None:
@@ -228,7 +228,7 @@ def find_unkeyed_random_modules(model: nn.Module) -> list[str]:
     Only torch's own modules and transformers' attention are found; other calls of `F.dropout` inside a user's
     forward cannot be seen from outside.
     """
-    found = []
+    names = []
     for name, module in model.named_modules():
         probability = 0.0
         if isinstance(module, KeyedDropout):
@@ -242,14 +242,14 @@ def find_unkeyed_random_modules(model: nn.Module) -> list[str]:
         elif type(module).__module__.startswith("transformers."):
             probability = _transformers_attention_dropout(module)
         if probability > 0:
-            found.append(name or type(module).__name__)
-    return found
+            names.append(name or type(module).__name__)
+    return names
 
 
 def _transformers_attention_dropout(module: nn.Module) -> float:
     """Return the dropout probability of transformers' attention, which draws without calling a module."""
-    given = (getattr(module, name, 0.0) for name in ("attention_dropout", "attn_dropout"))
-    return max(float(getattr(value, "p", value) or 0.0) for value in given)
+    values = (getattr(module, name, 0.0) for name in ("attention_dropout", "attn_dropout"))
+    return max(float(getattr(value, "p", value) or 0.0) for value in values)
 
 
 _DROPOUT_CLASSES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -263,16 +263,16 @@ def _sample_dependent_modules(model: nn.Module) -> list[SampleDependentModule]:
 def _set_sample_contexts(
     sample_contexts: Mapping[SampleDependentModule, Any], call_counter: CallCounter | None = None
 ) -> Iterator[None]:
-    before = {module: module.sample_context for module in sample_contexts}
+    previous_contexts = {module: module.sample_context for module in sample_contexts}
     dropouts = {module: module.call_counter for module in sample_contexts if isinstance(module, KeyedDropout)}
-    for module, announced in sample_contexts.items():
-        module.sample_context = announced
+    for module, context in sample_contexts.items():
+        module.sample_context = context
     for module in dropouts:
         module.call_counter = call_counter
     try:
         yield
     finally:
-        for module, announced in before.items():
-            module.sample_context = announced
-        for module, earlier in dropouts.items():
-            module.call_counter = earlier
+        for module, context in previous_contexts.items():
+            module.sample_context = context
+        for module, previous_counter in dropouts.items():
+            module.call_counter = previous_counter

@@ -120,8 +120,8 @@ class KeyedForward:
     def __enter__(self) -> KeyedForward:
         draws, calls = self._draws, self._call_counter
         self._call_counting.enter_context(calls)
-        announced = bind_samples(self._module, draws.seed, self._sample_indices, self._positions, calls)
-        self._sample_contexts.enter_context(announced)
+        bound_samples = bind_samples(self._module, draws.seed, self._sample_indices, self._positions, calls)
+        self._sample_contexts.enter_context(bound_samples)
         self._start_offset = _generator_offset(self._sample_indices.device)
         self._mode = draws.dispatch_mode(self._module, self._sample_indices, calls)
         if self._mode is not None:
@@ -158,18 +158,18 @@ class KeyedForward:
 
     def _unkeyed_draw_error(self) -> WanmaError:
         if self._mode is not None:
-            why, remedy = (
+            reason, remedy = (
                 "they are drawn in a compiled function",
                 "draw outside functions that torch.compile compiles",
             )
         elif self._draws.sees_operators:
-            why = "earlier forwards drew none"
+            reason = "earlier forwards drew none"
             remedy = "draw in the first forward too (multiply the result by 0 if it is not needed)"
         else:
-            why, remedy = "parallel.compile = true hides them", "set parallel.compile = false"
+            reason, remedy = "parallel.compile = true hides them", "set parallel.compile = false"
         return WanmaError(
             "the forward draws random numbers that depend on rank and micro-batch, because wanma cannot key "
-            f"them by sample: {why}",
+            f"them by sample: {reason}",
             f"{remedy}, or use random numbers only in nn.Dropout modules",
         )
 

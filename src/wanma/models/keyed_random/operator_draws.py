@@ -84,12 +84,12 @@ class KeyedDrawMode(TorchDispatchMode):
         tags = getattr(func, "tags", ())
         if _RANDOM_TAG not in tags and getattr(func, "name", str)() not in _UNTAGGED_OPERATORS:
             return func(*args, **kwargs)
-        given = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
-        given.update(zip((a.name for a in func._schema.arguments), args, strict=False))
-        given.update(kwargs)
-        if _draws_nothing(given):
+        arguments = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+        arguments.update(zip((a.name for a in func._schema.arguments), args, strict=False))
+        arguments.update(kwargs)
+        if _draws_nothing(arguments):
             return func(*args, **kwargs)
-        generator: torch.Generator | None = given.get("generator")
+        generator: torch.Generator | None = arguments.get("generator")
         if generator is not None:
             if generator.initial_seed() in self._drawn_seeds:
                 return func(*args, **kwargs)
@@ -98,11 +98,11 @@ class KeyedDrawMode(TorchDispatchMode):
             )
         if self._call_counter.is_reseeded:
             return self._accept_own_seed(func, func(*args, **kwargs))
-        answer = _OPERATOR_HANDLERS.get(func._schema.name.removeprefix("aten::"))
-        if answer is None or "out" in given or isinstance(given.get("high"), Tensor):
+        handler = _OPERATOR_HANDLERS.get(func._schema.name.removeprefix("aten::"))
+        if handler is None or "out" in arguments or isinstance(arguments.get("high"), Tensor):
             raise self._unkeyable_error(func, "that wanma cannot key by sample")
         self.draw_count += 1
-        return answer(self, func, given)
+        return handler(self, func, arguments)
 
     def draw_keys(self, func: Any, shape: torch.Size, device: torch.device) -> Tensor:
         """Return int64 keys of a draw of `shape`.
@@ -113,12 +113,12 @@ class KeyedDrawMode(TorchDispatchMode):
         call = self._call_counter.next_index(_DRAW_NAME)
         if self._is_per_step(func, shape, call):
             return torch.full(shape, self._step_key(call), dtype=torch.int64, device=device)
-        made = element_keys(
+        keys = element_keys(
             self._row_keys(call, device), math.prod(shape) // max(len(self._sample_indices), 1)
         )
         if self._has_samples_in_dim_1(shape):
-            return made.view(shape[1], shape[0], *shape[2:]).transpose(0, 1)
-        return made.view(shape)
+            return keys.view(shape[1], shape[0], *shape[2:]).transpose(0, 1)
+        return keys.view(shape)
 
     def draw_mask(self, func: Any, shape: torch.Size, p: float, device: torch.device) -> Tensor:
         """Draw bools of `shape`, true with probability `p`; cheaper than comparing uniform numbers."""
@@ -190,10 +190,10 @@ class KeyedDrawMode(TorchDispatchMode):
             and shape[1] == len(self._sample_indices)
         )
 
-    def _unkeyable_error(self, func: Any, why: str) -> WanmaError:
+    def _unkeyable_error(self, func: Any, reason: str) -> WanmaError:
         line = calling_frame_text()
         return WanmaError(
-            f"the forward draws random numbers {why} ({func}"
+            f"the forward draws random numbers {reason} ({func}"
             + (f"; {line})" if line else ")")
             + ": they depend on rank and micro-batch",
             "draw one row per sample (batch in dim 0) or one number per step (shape ()); draw all others "
@@ -218,13 +218,13 @@ _DrawFunction = Callable[[Tensor, dict[str, Any], torch.dtype], Tensor]
 def _handle_factory(draw: _DrawFunction, default: torch.dtype | None) -> OperatorHandler:
     """Answer a function that makes a tensor of a given size."""
 
-    def answer(mode: KeyedDrawMode, func: Any, given: dict[str, Any]) -> Tensor:
-        device = torch.device(given.get("device") or "cpu")
-        keys = mode.draw_keys(func, torch.Size(given["size"]), device)
-        dtype = given.get("dtype")  # the schema's own default is a number
+    def answer(mode: KeyedDrawMode, func: Any, arguments: dict[str, Any]) -> Tensor:
+        device = torch.device(arguments.get("device") or "cpu")
+        keys = mode.draw_keys(func, torch.Size(arguments["size"]), device)
+        dtype = arguments.get("dtype")  # the schema's own default is a number
         if not isinstance(dtype, torch.dtype):
             dtype = default or torch.get_default_dtype()
-        return draw(keys, given, dtype)
+        return draw(keys, arguments, dtype)
 
     return answer
 
@@ -232,10 +232,10 @@ def _handle_factory(draw: _DrawFunction, default: torch.dtype | None) -> Operato
 def _handle_like(draw: _DrawFunction) -> OperatorHandler:
     """Answer a function that makes a tensor like another."""
 
-    def answer(mode: KeyedDrawMode, func: Any, given: dict[str, Any]) -> Tensor:
-        other: Tensor = given["self"]
-        keys = mode.draw_keys(func, other.shape, torch.device(given.get("device") or other.device))
-        return draw(keys, given, given.get("dtype") or other.dtype)
+    def answer(mode: KeyedDrawMode, func: Any, arguments: dict[str, Any]) -> Tensor:
+        template: Tensor = arguments["self"]
+        keys = mode.draw_keys(func, template.shape, torch.device(arguments.get("device") or template.device))
+        return draw(keys, arguments, arguments.get("dtype") or template.dtype)
 
     return answer
 
@@ -243,9 +243,9 @@ def _handle_like(draw: _DrawFunction) -> OperatorHandler:
 def _handle_in_place(draw: _DrawFunction) -> OperatorHandler:
     """Answer a method that fills its tensor."""
 
-    def answer(mode: KeyedDrawMode, func: Any, given: dict[str, Any]) -> Tensor:
-        tensor: Tensor = given["self"]
-        return tensor.copy_(draw(mode.draw_keys(func, tensor.shape, tensor.device), given, tensor.dtype))
+    def answer(mode: KeyedDrawMode, func: Any, arguments: dict[str, Any]) -> Tensor:
+        tensor: Tensor = arguments["self"]
+        return tensor.copy_(draw(mode.draw_keys(func, tensor.shape, tensor.device), arguments, tensor.dtype))
 
     return answer
 
@@ -279,16 +279,18 @@ def _fill_bernoulli(mode: KeyedDrawMode, func: Any, arguments: dict[str, Any]) -
 def _draw_bernoulli(mode: KeyedDrawMode, func: Any, tensor: Tensor, p: Tensor | float) -> Tensor:
     if not isinstance(p, Tensor):
         return mode.draw_mask(func, tensor.shape, p, tensor.device)
-    precise = torch.promote_types(p.dtype, torch.float32)
-    return draw_uniform(mode.draw_keys(func, tensor.shape, tensor.device), precise) < p.to(precise)
+    compute_dtype = torch.promote_types(p.dtype, torch.float32)
+    return draw_uniform(mode.draw_keys(func, tensor.shape, tensor.device), compute_dtype) < p.to(
+        compute_dtype
+    )
 
 
 def _normal(mode: KeyedDrawMode, func: Any, arguments: dict[str, Any]) -> Tensor:
     mean, std = arguments["mean"], arguments["std"]
     tensors = [value for value in (mean, std) if isinstance(value, Tensor)]
     if not tensors:
-        made: Tensor = _handle_factory(_shifted_normal, None)(mode, func, arguments)
-        return made
+        draws: Tensor = _handle_factory(_shifted_normal, None)(mode, func, arguments)
+        return draws
     shape = torch.broadcast_shapes(*(value.shape for value in tensors))
     return _shifted_normal(mode.draw_keys(func, shape, tensors[0].device), arguments, tensors[0].dtype)
 
@@ -312,8 +314,8 @@ def _dropout(mode: KeyedDrawMode, func: Any, arguments: dict[str, Any]) -> tuple
     x: Tensor = arguments["self"] if "self" in arguments else arguments["input"]
     # `_fused_dropout` takes the keep probability.
     p = arguments["p"] if func._schema.name == "aten::_fused_dropout" else 1 - arguments["p"]
-    keeps = mode.draw_mask(func, x.shape, p, x.device)
-    return torch.where(keeps, x / p if p else x, 0.0), keeps
+    keep_mask = mode.draw_mask(func, x.shape, p, x.device)
+    return torch.where(keep_mask, x / p if p else x, 0.0), keep_mask
 
 
 def _rrelu(mode: KeyedDrawMode, func: Any, arguments: dict[str, Any]) -> Tensor:
@@ -332,11 +334,13 @@ _OPERATOR_HANDLERS: dict[str, OperatorHandler] = {
     "randn_like": _handle_like(lambda keys, _, dtype: draw_normal(keys, dtype)),
     "randint_like": _handle_like(_integers),
     "uniform_": _handle_in_place(
-        lambda keys, given, dtype: given["from"] + (given["to"] - given["from"]) * draw_uniform(keys, dtype)
+        lambda keys, arguments, dtype: (
+            arguments["from"] + (arguments["to"] - arguments["from"]) * draw_uniform(keys, dtype)
+        )
     ),
     "normal_": _handle_in_place(_shifted_normal),
     "exponential_": _handle_in_place(
-        lambda keys, given, dtype: draw_exponential(keys, dtype) / given["lambd"]
+        lambda keys, arguments, dtype: draw_exponential(keys, dtype) / arguments["lambd"]
     ),
     "random_": _handle_in_place(_random),
     "bernoulli": _bernoulli,

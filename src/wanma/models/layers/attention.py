@@ -23,8 +23,8 @@ class AttentionMask(nn.Module):
         """
         if documents is None:
             return None
-        same = documents.unsqueeze(2) == documents.unsqueeze(1)
-        return same.tril_().unsqueeze(1)
+        is_same_document = documents.unsqueeze(2) == documents.unsqueeze(1)
+        return is_same_document.tril_().unsqueeze(1)
 
 
 class DotProductAttention(nn.Module):

@@ -83,11 +83,11 @@ class GroupedBatchNorm(_BatchNorm):
         Raises:
             WanmaError: training with a number of rows that is no multiple of the group.
         """
-        precise = torch.promote_types(x.dtype, torch.float32)
-        weight = None if self.weight is None else self.weight.to(precise)
-        bias = None if self.bias is None else self.bias.to(precise)
+        compute_dtype = torch.promote_types(x.dtype, torch.float32)
+        weight = None if self.weight is None else self.weight.to(compute_dtype)
+        bias = None if self.bias is None else self.bias.to(compute_dtype)
         if not self.training:
-            mean, variance = self.running_mean.to(precise), self.running_var.to(precise)
+            mean, variance = self.running_mean.to(compute_dtype), self.running_var.to(compute_dtype)
             return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, self.eps)
         if x.shape[0] % self.group_size:
             raise WanmaError(
@@ -101,7 +101,7 @@ class GroupedBatchNorm(_BatchNorm):
         for samples in [x] if x.shape[0] == self.group_size else torch.split(x, self.group_size):
             # With momentum 1 torch's running statistics become this group's: the mean and, as in
             # nn.BatchNorm2d, the unbiased variance.
-            mean = torch.zeros(self.num_features, dtype=precise, device=x.device)
+            mean = torch.zeros(self.num_features, dtype=compute_dtype, device=x.device)
             variance = torch.zeros_like(mean)
             normalized.append(F.batch_norm(samples, mean, variance, weight, bias, True, 1.0, self.eps))
             means.append(mean)
@@ -137,14 +137,16 @@ class GroupedBatchNorm(_BatchNorm):
         """
         # All on the device: a check for groups would make the host wait for it.
         count = torch.as_tensor(group_count, device=self.running_mean.device)
-        moves = (count > 0).to(self.running_mean)
+        is_updated = (count > 0).to(self.running_mean)
         count = count.clamp(min=1)
-        self.num_batches_tracked += moves.to(torch.int64)
-        share = (
-            moves / self.num_batches_tracked.clamp(min=1) if self.momentum is None else moves * self.momentum
+        self.num_batches_tracked += is_updated.to(torch.int64)
+        momentum = (
+            is_updated / self.num_batches_tracked.clamp(min=1)
+            if self.momentum is None
+            else is_updated * self.momentum
         )
-        self.running_mean.lerp_((mean_sum / count).to(self.running_mean), share)
-        self.running_var.lerp_((variance_sum / count).to(self.running_var), share)
+        self.running_mean.lerp_((mean_sum / count).to(self.running_mean), momentum)
+        self.running_var.lerp_((variance_sum / count).to(self.running_var), momentum)
 
     def reset_buffers(self) -> None:
         """Set the running statistics to their initial values, after allocation without any."""
@@ -230,8 +232,12 @@ def _torch_class(kind: type[_BatchNorm]) -> type[_BatchNorm]:
 
 def _calls_torch_forward(kind: type[_BatchNorm]) -> bool:
     """Return True if every forward between `kind` and torch's own calls the next by `super()`."""
-    own = kind.__mro__[: kind.__mro__.index(_torch_class(kind))]
-    return all("super" in forward.__code__.co_names for base in own if (forward := vars(base).get("forward")))
+    user_classes = kind.__mro__[: kind.__mro__.index(_torch_class(kind))]
+    return all(
+        "super" in forward.__code__.co_names
+        for base in user_classes
+        if (forward := vars(base).get("forward"))
+    )
 
 
 @cache

@@ -31,8 +31,8 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (rows, sequence, hidden) to the same shape."""
-        weights, chosen = self.routing(self.router(x))
-        result: Tensor = self.experts(x, weights, chosen)
+        weights, expert_indices = self.routing(self.router(x))
+        result: Tensor = self.experts(x, weights, expert_indices)
         return result if self.shared is None else result + self.shared(x)
 
 
@@ -72,11 +72,11 @@ class Experts(nn.Module):
         order = flat.argsort(stable=True)
         if self.drops_tokens:
             order = order[: int(counts.sum())]
-        places = inverse_permutation(order, flat.numel()).view_as(expert_indices)
-        rows = permute_tokens(x, order, places)
-        row_weights = permute_tokens(weights.unsqueeze(-1), order, places.unsqueeze(-1))
+        positions = inverse_permutation(order, flat.numel()).view_as(expert_indices)
+        rows = permute_tokens(x, order, positions)
+        row_weights = permute_tokens(weights.unsqueeze(-1), order, positions.unsqueeze(-1))
         results: Tensor = self.core(rows, row_weights, counts, self.gate, self.up, self.down)
-        return unpermute_tokens(results, order, places)
+        return unpermute_tokens(results, order, positions)
 
 
 class GroupedFeedForward(nn.Module):
@@ -116,8 +116,11 @@ class GroupedFeedForward(nn.Module):
             *(rows.split(sizes), weights.split(sizes), gate.unbind(), up.unbind(), down.unbind()), strict=True
         )
         results = [
-            F.linear(weighted_swiglu(F.linear(mine, g), F.linear(mine, u), weight), d)
-            for mine, weight, g, u, d in parts
+            F.linear(
+                weighted_swiglu(F.linear(expert_rows, expert_gate), F.linear(expert_rows, expert_up), weight),
+                expert_down,
+            )
+            for expert_rows, weight, expert_gate, expert_up, expert_down in parts
         ]
         return torch.cat(results)
 
@@ -132,8 +135,8 @@ def counts_to_list(counts: Tensor, total: int) -> list[Any]:
     if not isinstance(counts, FakeTensor):
         return counts.tolist()
     parts = counts.shape[-1]
-    even = [total // parts + (part < total % parts) for part in range(parts)]
-    return even if counts.ndim == 1 else [even] * counts.shape[0]
+    even_shares = [total // parts + (part < total % parts) for part in range(parts)]
+    return even_shares if counts.ndim == 1 else [even_shares] * counts.shape[0]
 
 
 def weighted_swiglu(gate: Tensor, up: Tensor, weights: Tensor) -> Tensor:
@@ -153,8 +156,8 @@ def weighted_swiglu(gate: Tensor, up: Tensor, weights: Tensor) -> Tensor:
 
 def inverse_permutation(permutation: Tensor, size: int) -> Tensor:
     """Return the index in `permutation` of each number in [0, size); `len(order)` for absent numbers."""
-    places = torch.full((size,), len(permutation), dtype=permutation.dtype, device=permutation.device)
-    return places.scatter_(0, permutation, torch.arange(len(permutation), device=permutation.device))
+    positions = torch.full((size,), len(permutation), dtype=permutation.dtype, device=permutation.device)
+    return positions.scatter_(0, permutation, torch.arange(len(permutation), device=permutation.device))
 
 
 def permute_tokens(x: Tensor, expert_order: Tensor, inverse_order: Tensor) -> Tensor:
@@ -216,8 +219,8 @@ class _PermuteTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (places,) = ctx.saved_tensors
-        return _unpermute(gradient, places), None, None
+        (positions,) = ctx.saved_tensors
+        return _unpermute(gradient, positions), None, None
 
 
 class _UnpermuteTokens(torch.autograd.Function):
@@ -228,8 +231,8 @@ class _UnpermuteTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        order, places = ctx.saved_tensors
-        return _permute(gradient, order, places), None, None
+        order, positions = ctx.saved_tensors
+        return _permute(gradient, order, positions), None, None
 
 
 class _WeightedSwiGLU(torch.autograd.Function):
@@ -243,13 +246,13 @@ class _WeightedSwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         gate, up, weights = ctx.saved_tensors
-        precise = weights.dtype
-        gradient, wide = gradient.to(precise), gate.to(precise)
-        sigmoid = torch.sigmoid(wide)
-        silu = wide * sigmoid
-        to_weights = (gradient * silu * up).sum(-1, keepdim=True)
+        compute_dtype = weights.dtype
+        gradient, precise_gate = gradient.to(compute_dtype), gate.to(compute_dtype)
+        sigmoid = torch.sigmoid(precise_gate)
+        silu = precise_gate * sigmoid
+        weights_gradient = (gradient * silu * up).sum(-1, keepdim=True)
         weighted = gradient * weights
-        to_up = weighted * silu
+        up_gradient = weighted * silu
         # d SiLU(x) / dx = σ(x) · (1 + x · (1 − σ(x)))
-        to_gate = weighted.mul_(up).mul_(sigmoid + silu * (1 - sigmoid))
-        return to_gate.to(gate.dtype), to_up.to(up.dtype), to_weights
+        gate_gradient = weighted.mul_(up).mul_(sigmoid + silu * (1 - sigmoid))
+        return gate_gradient.to(gate.dtype), up_gradient.to(up.dtype), weights_gradient

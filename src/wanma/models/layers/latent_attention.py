@@ -45,17 +45,17 @@ class LatentAttention(nn.Module):
         # The number of heads follows from the projections: under tensor parallelism a rank has its share.
         query = self.query(self.query_latent_norm(self.query_latent(x)))
         query = query.unflatten(-1, (-1, self.head_dim + self.rope_head_dim))
-        plain_query, turned_query = query.split((self.head_dim, self.rope_head_dim), dim=-1)
-        query = torch.cat((plain_query, apply_rotary_embedding(turned_query, rotary)), dim=-1)
+        plain_query, rotary_query = query.split((self.head_dim, self.rope_head_dim), dim=-1)
+        query = torch.cat((plain_query, apply_rotary_embedding(rotary_query, rotary)), dim=-1)
 
         latent, shared_key = self.key_value_latent(x).split((self.latent_dim, self.rope_head_dim), dim=-1)
-        turned_key = apply_rotary_embedding(
+        rotary_key = apply_rotary_embedding(
             shared_key.unsqueeze(-2), rotary
         )  # (rows, sequence, 1, rope_head_dim)
         key_value = self.key_value(self.key_value_latent_norm(latent))
         key_value = key_value.unflatten(-1, (-1, self.head_dim + self.value_head_dim))
         plain_key, value = key_value.split((self.head_dim, self.value_head_dim), dim=-1)
-        key = torch.cat((plain_key, turned_key.expand(*plain_key.shape[:-1], -1)), dim=-1)
+        key = torch.cat((plain_key, rotary_key.expand(*plain_key.shape[:-1], -1)), dim=-1)
 
-        joined: Tensor = self.output(self.core(query, key, value, mask).flatten(2))
-        return joined
+        output: Tensor = self.output(self.core(query, key, value, mask).flatten(2))
+        return output

@@ -34,8 +34,8 @@ class LoRALinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., inputs) to (..., outputs), as the linear layer does."""
-        added = F.linear(F.linear(x, self.lora_a), self.lora_b)
-        result: Tensor = super().forward(x) + added * self.lora_scale
+        update = F.linear(F.linear(x, self.lora_a), self.lora_b)
+        result: Tensor = super().forward(x) + update * self.lora_scale
         return result
 
 
@@ -53,16 +53,16 @@ def apply_lora(model: nn.Module, section: ModelSection) -> nn.Module:
         # torch's own attention uses this layer's weight without calling it.
         if isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear)
     }
-    chosen = [path for path in layers if any(fnmatchcase(path, target) for target in section.lora_targets)]
-    _check_targets(section, list(layers), chosen)
+    targeted = [path for path in layers if any(fnmatchcase(path, target) for target in section.lora_targets)]
+    _check_targets(section, list(layers), targeted)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    for path in chosen:
+    for path in targeted:
         _apply_to_linear(path, layers[path], section)
     if hasattr(model, "initialize_parameter"):
-        inputs = {path: layers[path].in_features for path in chosen}
-        own: Any = model.initialize_parameter
-        setattr(model, "initialize_parameter", _LoRAInitializer(own, inputs))  # noqa: B010  # no parameter
+        inputs = {path: layers[path].in_features for path in targeted}
+        initializer: Any = model.initialize_parameter
+        setattr(model, "initialize_parameter", _LoRAInitializer(initializer, inputs))  # noqa: B010  # no parameter
     return model
 
 
@@ -90,16 +90,16 @@ def merge_lora(tensors: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]
         layer = name.rpartition(".")[0]
         if not is_lora_parameter(name):
             continue
-        needed = [f"{layer}.{part}" if layer else part for part in ("weight", _A, _B)]
-        if missing := [part for part in needed if part not in tensors]:
+        names = [f"{layer}.{part}" if layer else part for part in ("weight", _A, _B)]
+        if missing := [part for part in names if part not in tensors]:
             raise WanmaError(f"the adapter of '{layer}' cannot be merged: {missing[0]} is missing")
         if name.endswith(_B):
             continue
-        weight, a, b = (tensors[part] for part in needed)
-        wider = torch.promote_types(weight.dtype, a.dtype)
-        precise = torch.promote_types(wider, torch.float32)
-        change = b.to(precise) @ a.to(precise) * (alpha / a.shape[0])
-        merged[needed[0]] = (weight.to(precise) + change).to(wider)
+        weight, a, b = (tensors[part] for part in names)
+        result_dtype = torch.promote_types(weight.dtype, a.dtype)
+        compute_dtype = torch.promote_types(result_dtype, torch.float32)
+        update = b.to(compute_dtype) @ a.to(compute_dtype) * (alpha / a.shape[0])
+        merged[names[0]] = (weight.to(compute_dtype) + update).to(result_dtype)
     return merged
 
 
@@ -113,12 +113,12 @@ def _apply_to_linear(path: str, layer: nn.Linear, section: ModelSection) -> None
         )
     kind = type(layer)
     layer.__class__ = type(f"Adapted{kind.__name__}", (LoRALinear, kind), {})
-    new: Any = {"dtype": layer.weight.dtype, "device": layer.weight.device}
-    adapted: Any = layer
-    adapted.lora_scale = section.lora_alpha / rank
-    adapted.lora_a = nn.Parameter(torch.empty(rank, layer.in_features, **new))
-    adapted.lora_b = nn.Parameter(torch.zeros(layer.out_features, rank, **new))
-    _init_lora_a(adapted.lora_a, layer.in_features, None)
+    options: Any = {"dtype": layer.weight.dtype, "device": layer.weight.device}
+    lora_layer: Any = layer
+    lora_layer.lora_scale = section.lora_alpha / rank
+    lora_layer.lora_a = nn.Parameter(torch.empty(rank, layer.in_features, **options))
+    lora_layer.lora_b = nn.Parameter(torch.zeros(layer.out_features, rank, **options))
+    _init_lora_a(lora_layer.lora_a, layer.in_features, None)
 
 
 def _init_lora_a(tensor: Tensor, inputs: int, generator: torch.Generator | None) -> None:
@@ -143,18 +143,21 @@ class _LoRAInitializer:
             self._model_initializer(name, tensor, generator)
 
 
-def _check_targets(section: ModelSection, layers: list[str], chosen: list[str]) -> None:
+def _check_targets(section: ModelSection, layers: list[str], targeted: list[str]) -> None:
     """Reject user-given targets that match no layer, and default ones if none of them does."""
     default = ModelSection.model_fields["lora_targets"].get_default(call_default_factory=True)
     targets = section.lora_targets if section.lora_targets != default else []
-    useless = [t for t in targets if not any(fnmatchcase(path, t) for path in layers)]
-    if not useless and chosen:
+    unmatched = [t for t in targets if not any(fnmatchcase(path, t) for path in layers)]
+    if not unmatched and targeted:
         return
-    told = (
-        f"model.lora_targets = '{useless[0]}'" if useless else f"model.lora_targets = {default} (the default)"
+    target_text = (
+        f"model.lora_targets = '{unmatched[0]}'"
+        if unmatched
+        else f"model.lora_targets = {default} (the default)"
     )
     raise JobError(
-        f"{told} does not match any linear layer.{did_you_mean(useless[0], layers) if useless else ''}",
+        f"{target_text} does not match any linear "
+        f"layer.{did_you_mean(unmatched[0], layers) if unmatched else ''}",
         f"use names of linear layers such as {', '.join(_example_paths(layers))}"
         if layers
         else "remove model.lora_rank: the model has no linear layers",

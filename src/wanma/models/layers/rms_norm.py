@@ -31,8 +31,8 @@ class _FusedCPURMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         width = x.shape[-1]
-        precise = torch.promote_types(x.dtype, torch.float32)
-        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=precise).square_()
+        compute_dtype = torch.promote_types(x.dtype, torch.float32)
+        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=compute_dtype).square_()
         scale = squares.div_(width).add_(epsilon).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         return torch.mul(x, scale).mul_(weight).to(x.dtype)
@@ -40,20 +40,20 @@ class _FusedCPURMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
-        width, precise = x.shape[-1], scale.dtype
-        gradient, wide_weight = gradient.to(precise), weight.to(precise)
+        width, compute_dtype = x.shape[-1], scale.dtype
+        gradient, precise_weight = gradient.to(compute_dtype), weight.to(compute_dtype)
         # With a mean of zero, layer normalization's fused backward is ours except for the term through the
         # mean, r · mean(gradient · w), which it subtracts and we add back.
-        to_x, to_weight, _ = torch.ops.aten.native_layer_norm_backward(
+        x_gradient, weight_gradient, _ = torch.ops.aten.native_layer_norm_backward(
             gradient,
-            x.to(precise),
+            x.to(compute_dtype),
             [width],
             torch.zeros_like(scale),
             scale,
-            wide_weight,
+            precise_weight,
             None,
             [True, True, False],
         )
-        through_mean = torch.mv(gradient.reshape(-1, width), wide_weight).view_as(scale)
-        to_x.add_(through_mean.mul_(scale).div_(width))
-        return to_x.to(x.dtype), to_weight.to(weight.dtype), None
+        mean_term = torch.mv(gradient.reshape(-1, width), precise_weight).view_as(scale)
+        x_gradient.add_(mean_term.mul_(scale).div_(width))
+        return x_gradient.to(x.dtype), weight_gradient.to(weight.dtype), None

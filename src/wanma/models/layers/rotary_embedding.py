@@ -33,9 +33,9 @@ def compute_rotary_frequencies(
         theta: base of the frequencies.
         dtype: of the hidden states; angles have at least fp32.
     """
-    precise = torch.promote_types(dtype, torch.float32)
-    exponents = torch.arange(0, width, 2, dtype=precise, device=positions.device) / width
-    angles = positions.to(precise).unsqueeze(-1) * theta**-exponents
+    compute_dtype = torch.promote_types(dtype, torch.float32)
+    exponents = torch.arange(0, width, 2, dtype=compute_dtype, device=positions.device) / width
+    angles = positions.to(compute_dtype).unsqueeze(-1) * theta**-exponents
     return RotaryFrequencies(angles)
 
 
@@ -51,7 +51,7 @@ def apply_rotary_embedding(x: Tensor, rotary: RotaryFrequencies) -> Tensor:
         # Inductor fuses real arithmetic only; in eager mode one complex product is three times faster.
         even, odd = pairs.unbind(-1)
         cosine, sine = rotary.cosine_sine.unbind(-1)
-        turned = torch.stack((even * cosine - odd * sine, even * sine + odd * cosine), dim=-1)
+        rotated = torch.stack((even * cosine - odd * sine, even * sine + odd * cosine), dim=-1)
     else:
-        turned = torch.view_as_real(torch.view_as_complex(pairs) * rotary.complex_factors)
-    return turned.flatten(-2).to(x.dtype)
+        rotated = torch.view_as_real(torch.view_as_complex(pairs) * rotary.complex_factors)
+    return rotated.flatten(-2).to(x.dtype)

@@ -86,16 +86,16 @@ class TopKRouter(SampleDependentModule):
         """
         shape = self.config
         scores = logits.softmax(-1) if shape.router == "softmax" else logits.sigmoid()
-        chosen = self._select_experts(scores.detach())
-        weights = scores.gather(-1, chosen)
+        expert_indices = self._select_experts(scores.detach())
+        weights = scores.gather(-1, expert_indices)
         if shape.normalize_routing_weights:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         weights = weights * shape.routing_scale
         if self.training and torch.is_grad_enabled():
-            weights = self._attach_balancing_loss(weights, scores, chosen)
+            weights = self._attach_balancing_loss(weights, scores, expert_indices)
         if self.training and shape.capacity_factor > 0:
-            chosen = self._drop_over_capacity(chosen)
-        return weights, chosen
+            expert_indices = self._drop_over_capacity(expert_indices)
+        return weights, expert_indices
 
     # ---------------------------------------------------------------- statistics of a step
 
@@ -160,10 +160,10 @@ class TopKRouter(SampleDependentModule):
             scores = scores + self.bias
         if shape.expert_groups > 1:
             grouped = scores.unflatten(-1, (shape.expert_groups, -1))
-            best = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
-            groups = best.topk(shape.expert_groups_per_token, dim=-1).indices
-            closed = torch.ones_like(best, dtype=torch.bool).scatter_(-1, groups, False)
-            scores = grouped.masked_fill(closed.unsqueeze(-1), -math.inf).flatten(-2)
+            group_scores = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
+            groups = group_scores.topk(shape.expert_groups_per_token, dim=-1).indices
+            is_excluded = torch.ones_like(group_scores, dtype=torch.bool).scatter_(-1, groups, False)
+            scores = grouped.masked_fill(is_excluded.unsqueeze(-1), -math.inf).flatten(-2)
         return scores.topk(shape.experts_per_token, dim=-1).indices
 
     def _attach_balancing_loss(self, weights: Tensor, scores: Tensor, expert_indices: Tensor) -> Tensor:
@@ -172,10 +172,10 @@ class TopKRouter(SampleDependentModule):
         loss = None
         if self.config.balance == "loss":
             loss = self._balancing_loss(scores, counts)
-        noted: Tensor = _BalancingLossAutograd.apply(
+        weights_with_loss: Tensor = _BalancingLossAutograd.apply(
             weights, loss, counts.sum(0), self, self.auxiliary_loss_scale
         )  # type: ignore[no-untyped-call]
-        return noted
+        return weights_with_loss
 
     def _counts(self, expert_indices: Tensor) -> Tensor:
         """Count each row's choices of each expert, (rows, experts); zero for padding rows."""
@@ -202,9 +202,9 @@ class TopKRouter(SampleDependentModule):
         shape = self.config
         probabilities = scores / scores.sum(-1, keepdim=True) if shape.router == "sigmoid" else scores
         sums = self._group_samples(probabilities.sum(1)).sum(1)  # (groups, experts)
-        chosen = self.parts.all_reduce(self._group_samples(counts).sum(1))  # likewise, of all tokens
-        choices = chosen.sum(-1).clamp(min=1)  # tokens · experts_per_token
-        losses = shape.experts * (chosen.to(sums.dtype) * sums).sum(-1) / choices
+        expert_counts = self.parts.all_reduce(self._group_samples(counts).sum(1))  # likewise, of all tokens
+        choice_counts = expert_counts.sum(-1).clamp(min=1)  # tokens · experts_per_token
+        losses = shape.experts * (expert_counts.to(sums.dtype) * sums).sum(-1) / choice_counts
         return shape.balance_rate * losses.sum()
 
     def _group_samples(self, rows: Tensor) -> Tensor:
@@ -222,19 +222,19 @@ class TopKRouter(SampleDependentModule):
     def _drop_over_capacity(self, expert_indices: Tensor) -> Tensor:
         """Return the choices, with those beyond an expert's capacity replaced by none."""
         shape = self.config
-        whole = self.parts.gather_sequence(
+        sequence_indices = self.parts.gather_sequence(
             expert_indices
         )  # (rows, whole sequence, experts_per_token), by position
-        groups = self._group_samples(whole).flatten(1, 2)  # (groups, tokens, experts_per_token)
+        groups = self._group_samples(sequence_indices).flatten(1, 2)  # (groups, tokens, experts_per_token)
         tokens = groups.shape[1]
-        room = math.ceil(shape.capacity_factor * tokens * shape.experts_per_token / shape.experts)
-        picked = torch.zeros(
+        capacity = math.ceil(shape.capacity_factor * tokens * shape.experts_per_token / shape.experts)
+        assignments = torch.zeros(
             len(groups), tokens, shape.experts, dtype=torch.int32, device=expert_indices.device
         )
-        picked.scatter_(-1, groups, 1)
-        place = picked.cumsum(1, dtype=torch.int32).gather(-1, groups)
-        kept = (place <= room).view_as(whole)
-        return expert_indices.masked_fill(~self.parts.slice_sequence(kept), shape.experts)
+        assignments.scatter_(-1, groups, 1)
+        queue_position = assignments.cumsum(1, dtype=torch.int32).gather(-1, groups)
+        is_within_capacity = (queue_position <= capacity).view_as(sequence_indices)
+        return expert_indices.masked_fill(~self.parts.slice_sequence(is_within_capacity), shape.experts)
 
 
 class SampleReduction(nn.Module):
@@ -252,7 +252,7 @@ class SampleReduction(nn.Module):
         return x
 
     def slice_sequence(self, x: Tensor) -> Tensor:
-        """Return this rank's part of a result of `whole`."""
+        """Return this rank's part of a result of `gather_sequence`."""
         return x
 
 
@@ -281,10 +281,12 @@ class _BalancingLossAutograd(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         routing, loss = ctx.routing, ctx.loss
-        noted = torch.zeros((), dtype=torch.float64, device=gradient.device) if loss is None else loss
+        loss_value = torch.zeros((), dtype=torch.float64, device=gradient.device) if loss is None else loss
         routing._load = ctx.load if routing._load is None else routing._load + ctx.load
-        held = routing._balancing_loss_sum
-        routing._balancing_loss_sum = noted.double() if held is None else held + noted
+        previous_sum = routing._balancing_loss_sum
+        routing._balancing_loss_sum = (
+            loss_value.double() if previous_sum is None else previous_sum + loss_value
+        )
         return gradient, None if loss is None else torch.full_like(loss, ctx.factor), None, None, None
 
 
@@ -297,12 +299,12 @@ class _Float32Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        precise = torch.promote_types(x.dtype, torch.float32)
-        return F.linear(x.to(precise), weight.to(precise))
+        compute_dtype = torch.promote_types(x.dtype, torch.float32)
+        return F.linear(x.to(compute_dtype), weight.to(compute_dtype))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        to_x = gradient @ weight.to(gradient.dtype)
-        to_weight = gradient.flatten(0, -2).T @ x.flatten(0, -2).to(gradient.dtype)
-        return to_x.to(x.dtype), to_weight.to(weight.dtype)
+        x_gradient = gradient @ weight.to(gradient.dtype)
+        weight_gradient = gradient.flatten(0, -2).T @ x.flatten(0, -2).to(gradient.dtype)
+        return x_gradient.to(x.dtype), weight_gradient.to(weight.dtype)

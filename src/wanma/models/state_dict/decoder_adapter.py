@@ -27,35 +27,41 @@ class DecoderStateDictAdapter:
         if is_lora_parameter(name):
             return ()
         family = _family(self.config)
-        block, ours = _split_block_name(name)
+        block, own_name = _split_block_name(name)
         if block is None:
-            tied = self.config.tie_embeddings and ours in ("embedding.weight", "head.weight")
-            names = self.tied_tensors[0] if tied else (_OUTER_NAMES[ours],)
+            tied = self.config.tie_embeddings and own_name in ("embedding.weight", "head.weight")
+            names = self.tied_tensors[0] if tied else (_OUTER_NAMES[own_name],)
             return tuple((map_tensor(tensor, shape),) for tensor in names)
-        routed = re.fullmatch(r"feed_forward\.(router\.weight|experts\.(gate|up|down))", ours)
+        routed = re.fullmatch(r"feed_forward\.(router\.weight|experts\.(gate|up|down))", own_name)
         if routed is not None:
             return tuple(map_moe_parameter(f"model.layers.{block}", routed[2], shape, family))
-        module, _, kind = ours.rpartition(".")
-        turned = self.config.head_dim if module in _ROTARY_MODULES else None
-        return ((map_tensor(f"model.layers.{block}.{_BLOCK_NAMES[module]}.{kind}", shape, head_dim=turned),),)
+        module, _, kind = own_name.rpartition(".")
+        rotary_head_dim = self.config.head_dim if module in _ROTARY_MODULES else None
+        return (
+            (
+                map_tensor(
+                    f"model.layers.{block}.{_BLOCK_NAMES[module]}.{kind}", shape, head_dim=rotary_head_dim
+                ),
+            ),
+        )
 
     def is_ignored_tensor(self, tensor: str) -> bool:
-        tied = {other for _, other in self.tied_tensors}
+        tied = {copy for _, copy in self.tied_tensors}
         return tensor in tied or tensor.endswith("rotary_emb.inv_freq")  # stored by old versions
 
     def config_mismatches(self, config: Mapping[str, Any]) -> list[str]:
-        theirs = decoder_config_from_huggingface(config)
-        if theirs is None:
+        other_config = decoder_config_from_huggingface(config)
+        if other_config is None:
             kind = config["model_type"]
             return [
                 f"its config.json (model_type {kind!r}) describes an architecture that differs from wanma's "
                 "decoder"
             ]
-        ours, published = _architecture_fields(self.config), _architecture_fields(theirs)
+        own_fields, other_fields = _architecture_fields(self.config), _architecture_fields(other_config)
         differences = [
-            f"{key}: {ours[key]} here, {published[key]} in its config.json"
-            for key in published
-            if ours[key] != published[key]
+            f"{key}: {own_fields[key]} here, {other_fields[key]} in its config.json"
+            for key in other_fields
+            if own_fields[key] != other_fields[key]
         ]
         if config.get("sliding_window") and config.get(
             "use_sliding_window", "qwen" not in config["model_type"]
@@ -114,7 +120,7 @@ def _family(config: DecoderConfig) -> str:
         and (config.router, config.routing_scale, config.expert_groups) == ("softmax", 1, 1)
     )
     is_mixtral = config.normalize_routing_weights and config.dense_layers == 0
-    gated: dict[tuple[bool, bool, bool], str | None] = {
+    gated_families: dict[tuple[bool, bool, bool], str | None] = {
         (False, False, False): "llama",
         (True, False, False): "qwen2",
         (False, True, False): "qwen3",
@@ -122,20 +128,20 @@ def _family(config: DecoderConfig) -> str:
         (False, False, True): "mixtral" if is_mixtral else None,
     }
     # Arcee's network has two matrices, and its config names the function between them.
-    kinds = gated if config.activation_function == "swiglu" else {(False, False, False): "arcee"}
-    found = kinds.get((config.attention_bias, config.qk_norm, config.experts > 0))
-    if not is_plain or found is None:
+    families = gated_families if config.activation_function == "swiglu" else {(False, False, False): "arcee"}
+    family = families.get((config.attention_bias, config.qk_norm, config.experts > 0))
+    if not is_plain or family is None:
         raise WanmaError(
             "no supported Hugging Face family has the architecture of this decoder (supported: {', "
             "'.join(_ARCHITECTURE_CLASSES)})",
             "use the weights in wanma's own checkpoints",
         )
-    return found
+    return family
 
 
 def _split_block_name(name: str) -> tuple[str | None, str]:
-    found = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
-    return (found[1], found[2]) if found is not None else (None, name)
+    match = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
+    return (match[1], match[2]) if match is not None else (None, name)
 
 
 _ARCHITECTURE_CLASSES = {

@@ -23,10 +23,10 @@ class ModuleStateDictAdapter:
         self._first = {name for name, _ in model.named_parameters()}
         # Files hold a shared parameter under one of its names, or under several.
         self._names_by_identity: dict[int, list[str]] = {}
-        by_name = dict(model.named_parameters(remove_duplicate=False))
-        for name, parameter in by_name.items():
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        for name, parameter in parameters.items():
             self._names_by_identity.setdefault(id(parameter), []).append(name)
-        self._names = {name: self._names_by_identity[id(parameter)] for name, parameter in by_name.items()}
+        self._names = {name: self._names_by_identity[id(parameter)] for name, parameter in parameters.items()}
         self._buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
 
     def tensor_mappings(self, name: str, shape: Shape) -> tuple[TensorMapping, ...]:
@@ -34,7 +34,7 @@ class ModuleStateDictAdapter:
         if is_lora_parameter(name):
             return ()
         start = (0,) * len(shape)
-        return tuple((TensorSlice(other, 0, shape, start),) for other in self._names.get(name, [name]))
+        return tuple((TensorSlice(own_name, 0, shape, start),) for own_name in self._names.get(name, [name]))
 
     def is_ignored_tensor(self, tensor: str) -> bool:
         """Return True for further names of a shared parameter, and for buffers, which are filled by name."""

@@ -56,8 +56,10 @@ class TensorSlice:
             start = offset[0] // self.head_dim * self.head_dim
             stop = -(-(offset[0] + shape[0]) // self.head_dim) * self.head_dim
             offset, shape = (start, *offset[1:]), (stop - start, *shape[1:])
-        moved = (at + base for at, base in zip(self._to_tensor_dims(offset), self.offset, strict=True))
-        return tuple(moved), self._to_tensor_dims(shape)
+        absolute_offset = (
+            position + base for position, base in zip(self._to_tensor_dims(offset), self.offset, strict=True)
+        )
+        return tuple(absolute_offset), self._to_tensor_dims(shape)
 
     def from_huggingface(self, offset: Shape, shape: Shape, region: Tensor) -> Tensor:
         """Convert a `region` that was read to the box of the slice."""
@@ -88,8 +90,8 @@ class TensorSlice:
     def _huggingface_rows(self, rows: Tensor) -> Tensor:
         """Return the rows in the published tensor of the slice's rows `rows`."""
         assert self.head_dim is not None
-        head, inside = rows // self.head_dim, rows % self.head_dim
-        return head * self.head_dim + inside % 2 * (self.head_dim // 2) + inside // 2
+        head, head_row = rows // self.head_dim, rows % self.head_dim
+        return head * self.head_dim + head_row % 2 * (self.head_dim // 2) + head_row // 2
 
 
 TensorMapping = tuple[TensorSlice, ...]
@@ -185,7 +187,7 @@ def tensor_shapes(mappings: Iterable[TensorMapping]) -> dict[str, Shape]:
     """Return the shapes of the published tensors that the slices of several parameters cover together."""
     shapes: dict[str, Shape] = {}
     for piece in (piece for pieces in mappings for piece in pieces):
-        ends = tuple(at + size for at, size in zip(piece.offset, piece.tensor_shape, strict=True))
+        ends = tuple(start + size for start, size in zip(piece.offset, piece.tensor_shape, strict=True))
         shapes[piece.tensor_name] = tuple(map(max, ends, shapes.get(piece.tensor_name, ends)))
     return shapes
 

@@ -57,12 +57,12 @@ def tie_parameters(model: nn.Module, tied_parameters: tuple[tuple[str, str], ...
 
     Needed again after anything that replaces parameters one module at a time.
     """
-    for kept, other in tied_parameters:
-        source, _, source_name = kept.rpartition(".")
-        target, _, target_name = other.rpartition(".")
-        present = dict(model.named_modules(remove_duplicate=False))
-        if source in present and target in present:
-            setattr(present[target], target_name, getattr(present[source], source_name))
+    for source_path, target_path in tied_parameters:
+        source, _, source_name = source_path.rpartition(".")
+        target, _, target_name = target_path.rpartition(".")
+        modules = dict(model.named_modules(remove_duplicate=False))
+        if source in modules and target in modules:
+            setattr(modules[target], target_name, getattr(modules[source], source_name))
 
 
 def find_block_container(model: nn.Module) -> str | None:
@@ -76,7 +76,7 @@ def find_block_container(model: nn.Module) -> str | None:
     """
     from torch import nn
 
-    best, most = None, 0
+    best, best_size = None, 0
     for path, module in model.named_modules():
         if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
             continue
@@ -84,6 +84,6 @@ def find_block_container(model: nn.Module) -> str | None:
         if len(children) < 2 or len({type(child) for child in children}) > 1:
             continue
         size = sum(parameter.numel() for parameter in module.parameters())
-        if size > most:
-            best, most = path, size
+        if size > best_size:
+            best, best_size = path, size
     return best

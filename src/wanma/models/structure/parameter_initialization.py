@@ -72,24 +72,29 @@ def draw_initial_shard(
     draw = cast(ParameterInitializer, model).initialize_parameter
     part = torch.empty(tuple(box_shape), dtype=dtype, device="cpu")
     tile = tile_shape(shape)
-    touched = [
-        range(start // step, -(-(start + length) // step))
-        for start, length, step in zip(box_offset, box_shape, tile, strict=True)
+    tile_ranges = [
+        range(box_start // tile_size, -(-(box_start + length) // tile_size))
+        for box_start, length, tile_size in zip(box_offset, box_shape, tile, strict=True)
     ]
-    for index in itertools.product(*touched):
-        corner = [at * step for at, step in zip(index, tile, strict=True)]
-        extent = [min(step, whole - at) for step, whole, at in zip(tile, shape, corner, strict=True)]
+    for index in itertools.product(*tile_ranges):
+        tile_start = [start * tile_size for start, tile_size in zip(index, tile, strict=True)]
+        tile_extent = [
+            min(tile_size, full_size - start)
+            for tile_size, full_size, start in zip(tile, shape, tile_start, strict=True)
+        ]
         key = ",".join(map(str, index))
         generator = torch.Generator(device="cpu").manual_seed(stable_hash(f"{seed}:{name}:{key}"))
-        value = torch.empty(extent, dtype=torch.float32, device="cpu")
+        value = torch.empty(tile_extent, dtype=torch.float32, device="cpu")
         with torch.no_grad():
             draw(name, value, generator)
-        inside, outside = [], []
-        for at, length, start, count in zip(corner, extent, box_offset, box_shape, strict=True):
-            first, last = max(at, start), min(at + length, start + count)
-            inside.append(slice(first - at, last - at))
-            outside.append(slice(first - start, last - start))
-        part[tuple(outside)] = value[tuple(inside)].to(dtype)
+        tile_slices, part_slices = [], []
+        for start, length, box_start, count in zip(
+            tile_start, tile_extent, box_offset, box_shape, strict=True
+        ):
+            first, last = max(start, box_start), min(start + length, box_start + count)
+            tile_slices.append(slice(first - start, last - start))
+            part_slices.append(slice(first - box_start, last - box_start))
+        part[tuple(part_slices)] = value[tuple(tile_slices)].to(dtype)
     return part
 
 
@@ -99,11 +104,13 @@ def tile_shape(shape: Sequence[int]) -> tuple[int, ...]:
         return ()
     if len(shape) == 1:
         return (_TILE_ELEMENTS,)
-    rest = math.prod(shape[2:])
-    across = min(shape[1], max(math.isqrt(_TILE_ELEMENTS), 1), max(_TILE_ELEMENTS // max(rest, 1), 1))
+    inner_elements = math.prod(shape[2:])
+    columns = min(
+        shape[1], max(math.isqrt(_TILE_ELEMENTS), 1), max(_TILE_ELEMENTS // max(inner_elements, 1), 1)
+    )
     return (
-        max(_TILE_ELEMENTS // max(across * rest, 1), 1),
-        max(across, 1),
+        max(_TILE_ELEMENTS // max(columns * inner_elements, 1), 1),
+        max(columns, 1),
         *(max(dim, 1) for dim in shape[2:]),
     )
 

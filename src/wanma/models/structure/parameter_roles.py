@@ -83,18 +83,18 @@ def is_frozen(name: str, groups: Iterable[ParameterGroupSection]) -> bool:
 
 def find_output_layers(model: nn.Module) -> list[nn.Module]:
     """Return the layers that compute a model's output, several if it has heads for several tasks."""
-    own = _declared_output_layer(model)
-    if own is not None:
-        return [own]
-    inside = (_declared_output_layer(module) for module in model.modules())
-    return [*_last_linear_layers(model), *(layer for layer in inside if layer is not None)]
+    output_layer = _declared_output_layer(model)
+    if output_layer is not None:
+        return [output_layer]
+    nested_layers = (_declared_output_layer(module) for module in model.modules())
+    return [*_last_linear_layers(model), *(layer for layer in nested_layers if layer is not None)]
 
 
 def _declared_output_layer(module: nn.Module) -> nn.Module | None:
     """Return the output layer that a transformers model declares; None: none."""
-    told: Any = getattr(module, "get_output_embeddings", None)
-    found = told() if callable(told) else None
-    return found if isinstance(found, nn.Module) else None
+    getter: Any = getattr(module, "get_output_embeddings", None)
+    layer = getter() if callable(getter) else None
+    return layer if isinstance(layer, nn.Module) else None
 
 
 def _role(module: nn.Module, name: str, parameter: nn.Parameter) -> ParameterRole:
@@ -114,8 +114,8 @@ def _role(module: nn.Module, name: str, parameter: nn.Parameter) -> ParameterRol
 def _combine_roles(roles: list[ParameterRole]) -> ParameterRole:
     """Combine the roles of a parameter that several modules own: tied to a table it is no hidden matrix."""
     hidden = {role.is_hidden_matrix for role in roles}
-    known = False if False in hidden else (None if None in hidden else True)
-    return ParameterRole(all(role.has_weight_decay for role in roles), known, roles[0].is_matrix)
+    is_hidden_matrix = False if False in hidden else (None if None in hidden else True)
+    return ParameterRole(all(role.has_weight_decay for role in roles), is_hidden_matrix, roles[0].is_matrix)
 
 
 def _is_kind_of(module: nn.Module, classes: tuple[type[nn.Module], ...], class_name: re.Pattern[str]) -> bool:
@@ -126,18 +126,20 @@ def _is_kind_of(module: nn.Module, classes: tuple[type[nn.Module], ...], class_n
 
 def _last_linear_layers(model: nn.Module) -> list[nn.Module]:
     """Return the linear layer that a model registers last, and its neighbours that are heads like it."""
-    inside = {id(m) for block in find_repeated_blocks(model) for m in block.modules() if m is not block}
+    block_module_ids = {
+        id(m) for block in find_repeated_blocks(model) for m in block.modules() if m is not block
+    }
     layers = list(_matmul_layers(model))
-    if not layers or not isinstance(layers[-1][1], nn.Linear) or id(layers[-1][1]) in inside:
+    if not layers or not isinstance(layers[-1][1], nn.Linear) or id(layers[-1][1]) in block_module_ids:
         return []
     parent, last = layers[-1]
     heads: list[nn.Module] = [last]
     if parent is not model and not isinstance(parent, (nn.ModuleList, nn.ModuleDict)):
         return heads
-    for other, layer in reversed(layers[:-1]):
+    for other_parent, layer in reversed(layers[:-1]):
         # A layer whose outputs the next one cannot take, with the same inputs, is a separate head.
         is_head = (
-            other is parent
+            other_parent is parent
             and isinstance(layer, nn.Linear)
             and layer.in_features == last.in_features
             and (isinstance(parent, nn.ModuleDict) or layer.out_features != last.in_features)

@@ -38,28 +38,30 @@ def find_repeated_blocks(model: nn.Module) -> list[nn.Module]:
 def find_shared_parameters(model: nn.Module, blocks: Iterable[nn.Module]) -> set[int]:
     """Return the ids of the parameters that one of `blocks` has in common with the rest of the model."""
     blocks = list(blocks)
-    inside = Counter(id(p) for block in blocks for p in set(block.parameters()))
+    block_counts = Counter(id(p) for block in blocks for p in set(block.parameters()))
     members = {id(module) for block in blocks for module in block.modules()}
-    rest = (module for module in model.modules() if id(module) not in members)
-    outside = {id(p) for module in rest for p in module.parameters(recurse=False)}
-    return {key for key, count in inside.items() if count > 1 or key in outside}
+    outer_modules = (module for module in model.modules() if id(module) not in members)
+    outer_ids = {id(p) for module in outer_modules for p in module.parameters(recurse=False)}
+    return {key for key, count in block_counts.items() if count > 1 or key in outer_ids}
 
 
 def _block_lists(module: nn.Module) -> list[_Blocks]:
     """Return the lists of blocks in `module`, from the outermost on."""
-    inside = list(chain.from_iterable(_block_lists(child) for child in module.children()))
+    nested_lists = list(chain.from_iterable(_block_lists(child) for child in module.children()))
     if not isinstance(module, (*_CONTAINER_CLASSES, nn.Sequential)):
-        return inside
+        return nested_lists
     children = list(module.children())
     members = [child for child in children if any(True for _ in child.parameters())]
     # A sequence of a layer, an activation and a layer is one block.
     kinds = {_module_type(child) for child in (children if isinstance(module, nn.Sequential) else members)}
     if len(members) < 2 or len(kinds) > 1:
-        return inside
-    _, most = Counter(tuple(p.shape for p in member.parameters()) for member in members).most_common(1)[0]
-    of_inside = _parameter_count(chain.from_iterable(inside))
-    if 2 * most <= len(members) and 2 * of_inside > _parameter_count(members):
-        return inside
+        return nested_lists
+    _, largest_class = Counter(tuple(p.shape for p in member.parameters()) for member in members).most_common(
+        1
+    )[0]
+    nested_parameters = _parameter_count(chain.from_iterable(nested_lists))
+    if 2 * largest_class <= len(members) and 2 * nested_parameters > _parameter_count(members):
+        return nested_lists
     return [list(chain.from_iterable(_callable_modules(member) for member in members))]
 
 

@@ -51,11 +51,12 @@ def forward_error(
         lines.append(f"    in {inner}")
     if line := user_frame_text(error, allow_library=False):
         lines.append(f"    at {line}")
-    given = [describe_value(value) for value in inputs]
-    given += [f"{name}={describe_value(value)}" for name, value in keywords.items()]
+    arguments = [describe_value(value) for value in inputs]
+    arguments += [f"{name}={describe_value(value)}" for name, value in keywords.items()]
     return ForwardError(
         "\n".join(lines),
-        f"{type(model).__name__} was called with {', '.join(given) or 'nothing'}; correct the model or the "
+        f"{type(model).__name__} was called with {', '.join(arguments) or 'nothing'}; correct the model or "
+        "the "
         "samples. The full traceback is in the log of the rank",
     )
 
@@ -102,13 +103,13 @@ def _truncate(message: str) -> str:
 def _innermost_failing_module(traceback: TracebackType | None, model: nn.Module) -> str | None:
     """Return name and description of the innermost module whose forward raised."""
     names = {id(module): name for name, module in model.named_modules()}
-    found = None
+    description = None
     while traceback is not None:
         module = traceback.tb_frame.f_locals.get("self")
         if isinstance(module, nn.Module) and names.get(id(module)):
-            found = f"{names[id(module)]}: {_format_module(module)}"
+            description = f"{names[id(module)]}: {_format_module(module)}"
         traceback = traceback.tb_next
-    return found
+    return description
 
 
 def _format_module(module: nn.Module) -> str:

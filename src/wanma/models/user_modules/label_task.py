@@ -52,20 +52,20 @@ def find_label_task(model: nn.Module) -> LabelTask | None:
     Raises:
         JobError: its class has a loss that is not known here, or one that couples samples.
     """
-    own = unwrap_peft_model(model)
-    if not is_transformers_model(own):
+    base_model = unwrap_peft_model(model)
+    if not is_transformers_model(base_model):
         return None
-    kind = _class_with_forward(own)
+    kind = _class_with_forward(base_model)
     name = kind.__name__
     if not kind.__module__.startswith("transformers."):
         raise _unknown_loss_error(name, f"{name} has a custom forward")
-    config: Any = own.config
+    config: Any = base_model.config
     parts = (config, getattr(config, "text_config", None))
     if any(getattr(part, "output_router_logits", False) for part in parts):
         raise _unknown_loss_error(
             name, "output_router_logits adds a balancing loss that couples the samples of a micro-batch"
         )
-    task = _determine_task(own, kind)
+    task = _determine_task(base_model, kind)
     if task is None:
         raise _unknown_loss_error(name, f"{name} computes a loss that is not supported")
     return task
@@ -106,17 +106,19 @@ def _determine_task(model: Any, kind: type) -> LabelTask | None:
     task: LabelTask | None
     if "self.loss_function(" in source:
         # A class without a type has the loss of causal models; asking for it would warn.
-        by_default = model.loss_type is None and not hasattr(model, "_loss_function")
-        task = "causal" if by_default else _TASK_BY_LOSS.get(model.loss_function.__name__)
+        has_default_loss = model.loss_type is None and not hasattr(model, "_loss_function")
+        task = "causal" if has_default_loss else _TASK_BY_LOSS.get(model.loss_function.__name__)
         if decodes and task in ("causal", "classes"):
             return "sequence_to_sequence" if task == "classes" and _shifts_labels(model, source) else None
         return task
     from transformers.models.auto import modeling_auto
 
-    names = {one.__name__ for one in kind.__mro__}
+    names = {entry.__name__ for entry in kind.__mro__}
     for registry, task in _TASK_BY_REGISTRY:
-        known = getattr(modeling_auto, f"MODEL_FOR_{registry}_MAPPING_NAMES", {}).values()
-        if names & {name for one in known for name in ([one] if isinstance(one, str) else one)}:
+        listed_names = getattr(modeling_auto, f"MODEL_FOR_{registry}_MAPPING_NAMES", {}).values()
+        if names & {
+            name for entry in listed_names for name in ([entry] if isinstance(entry, str) else entry)
+        }:
             if task == "sequence_to_sequence" and not _shifts_labels(model, source):
                 return None
             return task
@@ -133,9 +135,9 @@ def _class_with_forward(model: nn.Module) -> type:
     return next(kind for kind in type(model).__mro__ if "forward" in vars(kind))
 
 
-def _unknown_loss_error(name: str, why: str) -> JobError:
+def _unknown_loss_error(name: str, reason: str) -> JobError:
     return JobError(
-        f"the meaning of the labels follows from the loss inside {name}, which wanma cannot use: {why}",
+        f"the meaning of the labels follows from the loss inside {name}, which wanma cannot use: {reason}",
         "pass a loss function (loss= of wanma.train, model.loss of a job): (output, targets) -> one loss per "
         "target, with the output of the model without labels",
     )

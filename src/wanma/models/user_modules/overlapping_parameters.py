@@ -16,17 +16,18 @@ def reject_overlapping_parameters(model: nn.Module) -> None:
     Raises:
         JobError: it names both.
     """
-    by_storage: dict[int, list[tuple[str, Tensor]]] = {}
+    tensors_by_storage: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
         if is_plain and not tensor.is_meta and tensor.numel() > 0:
-            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
-    for held in by_storage.values():
-        for (one, first), (other, second) in combinations(held, 2):
+            tensors_by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
+    for storage_tensors in tensors_by_storage.values():
+        for (first_name, first), (second_name, second) in combinations(storage_tensors, 2):
             is_trained = isinstance(first, nn.Parameter) or isinstance(second, nn.Parameter)
             if is_trained and _overlap(first, second):
                 raise JobError(
-                    f"{type(model).__name__}: {one} and {other} share memory, but are two parameters, which "
+                    f"{type(model).__name__}: {first_name} and {second_name} share memory, but are two "
+                    "parameters, which "
                     "training would update separately",
                     "assign one nn.Parameter to both modules (b.weight = a.weight, without .data), or clone "
                     "one of them",
@@ -41,9 +42,9 @@ def _overlap(first: Tensor, second: Tensor) -> bool:
     if end <= begin or stop <= start:
         return False
     elements = first.untyped_storage().nbytes() // first.itemsize
-    taken = torch.zeros(elements, dtype=torch.bool)
-    taken.as_strided(first.shape, first.stride(), first.storage_offset()).fill_(True)
-    return bool(taken.as_strided(second.shape, second.stride(), second.storage_offset()).any())
+    is_used = torch.zeros(elements, dtype=torch.bool)
+    is_used.as_strided(first.shape, first.stride(), first.storage_offset()).fill_(True)
+    return bool(is_used.as_strided(second.shape, second.stride(), second.storage_offset()).any())
 
 
 def _storage_span(tensor: Tensor) -> tuple[int, int]:

@@ -22,33 +22,33 @@ class ParameterHooks:
 
     def take_from(self, parameter: nn.Parameter) -> None:
         """Take over the hooks of a parameter that backward does not reach."""
-        held: Any = parameter
-        if held._backward_hooks:
-            self.gradient_hooks.append(held._backward_hooks)
-            held._backward_hooks = None
-        if held._post_accumulate_grad_hooks:
-            self.post_accumulate_hooks.append(held._post_accumulate_grad_hooks)
-            held._post_accumulate_grad_hooks = None
+        untyped: Any = parameter
+        if untyped._backward_hooks:
+            self.gradient_hooks.append(untyped._backward_hooks)
+            untyped._backward_hooks = None
+        if untyped._post_accumulate_grad_hooks:
+            self.post_accumulate_hooks.append(untyped._post_accumulate_grad_hooks)
+            untyped._post_accumulate_grad_hooks = None
 
     def __bool__(self) -> bool:
         return any(map(len, (*self.gradient_hooks, *self.post_accumulate_hooks)))
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
-    held: Any = parameter
-    return bool(held._backward_hooks or held._post_accumulate_grad_hooks)
+    untyped: Any = parameter
+    return bool(untyped._backward_hooks or untyped._post_accumulate_grad_hooks)
 
 
 def collect_hooks(model: nn.Module) -> dict[str, tuple[list[Hook], list[Hook]]]:
     """Return the hooks by parameter name, in a form that `register_hooks` accepts in another process."""
-    found = {}
+    hooks = {}
     for name, parameter in model.named_parameters():
-        held: Any = parameter
+        untyped: Any = parameter
         if has_hooks(parameter):
-            kinds = held._backward_hooks, held._post_accumulate_grad_hooks
-            before, after = ([*(kind or {}).values()] for kind in kinds)
-            found[name] = before, after
-    return found
+            kinds = untyped._backward_hooks, untyped._post_accumulate_grad_hooks
+            gradient_hooks, post_hooks = ([*(kind or {}).values()] for kind in kinds)
+            hooks[name] = gradient_hooks, post_hooks
+    return hooks
 
 
 def register_hooks(model: nn.Module, hooks: Mapping[str, tuple[list[Hook], list[Hook]]]) -> None:

@@ -31,8 +31,8 @@ def dumps_by_value(value: Any) -> bytes:
 
 
 def _new_empty_module(kind: type[nn.Module]) -> nn.Module:
-    made: nn.Module = kind.__new__(kind)
-    return made
+    module: nn.Module = kind.__new__(kind)
+    return module
 
 
 def _restore_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
@@ -44,5 +44,5 @@ def _restore_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
         # torch makes the class and the property from a stand-in tensor; then its parametrizations are put in.
         module.register_parameter(name, nn.Parameter(torch.zeros(1)))
         parametrize.register_parametrization(module, name, nn.Identity(), unsafe=True)
-        made: Any = module.parametrizations
-        made[name] = parametrizations
+        parametrized: Any = module.parametrizations
+        parametrized[name] = parametrizations

@@ -11,5 +11,7 @@ MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 def is_user_object(value: object) -> bool:
     """Return True if a user-written class defines the object's attributes."""
-    own = [kind for kind in type(value).__mro__ if kind.__module__.split(".")[0] not in _FRAMEWORK_PACKAGES]
-    return bool(own) and hasattr(value, "__dict__")
+    user_classes = [
+        kind for kind in type(value).__mro__ if kind.__module__.split(".")[0] not in _FRAMEWORK_PACKAGES
+    ]
+    return bool(user_classes) and hasattr(value, "__dict__")

@@ -39,8 +39,8 @@ def validate_module(model: object) -> None:
                 "pass the uncompiled module, and set parallel.compile = true to compile its blocks with "
                 "torch.compile",
             )
-        own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-        for parameter, tensor in own:
+        own_tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        for parameter, tensor in own_tensors:
             full_name = f"{path}.{parameter}" if path else parameter
             if is_lazy(tensor):
                 raise JobError(

@@ -17,9 +17,9 @@ def fake_tensor_mode() -> Iterator[FakeTensorMode]:
 
     Failures are reported by their exception alone: torch's log would repeat them.
     """
-    before, _LOG.disabled = _LOG.disabled, True
+    was_disabled, _LOG.disabled = _LOG.disabled, True
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             yield mode
     finally:
-        _LOG.disabled = before
+        _LOG.disabled = was_disabled

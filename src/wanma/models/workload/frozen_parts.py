@@ -30,7 +30,7 @@ def apply_freezing_to_workload(
     )
     owners = [number for number, layer in enumerate(workload.layers) for _ in range(layer.count)]
     """Index of the workload's layer, for the embedding, each block and the head."""
-    held: list[dict[str, tuple[int, ...]]] = [{} for _ in owners]
+    parameters_by_block: list[dict[str, tuple[int, ...]]] = [{} for _ in owners]
     has_seen_blocks = False
     for name, size in parameter_shapes.items():
         index = (
@@ -39,17 +39,24 @@ def apply_freezing_to_workload(
             else ""
         )
         has_seen_blocks |= index.isdecimal()
-        place = first + int(index) if index.isdecimal() else (-1 if has_seen_blocks else 0)
-        held[place][name] = size
-    trained = [sum(_numel(size) for name, size in one.items() if not is_frozen(name)) for one in held]
-    reached = next((number for number, elements in enumerate(trained) if elements), len(trained))
+        block = first + int(index) if index.isdecimal() else (-1 if has_seen_blocks else 0)
+        parameters_by_block[block][name] = size
+    trained = [
+        sum(_numel(size) for name, size in block_parameters.items() if not is_frozen(name))
+        for block_parameters in parameters_by_block
+    ]
+    first_trained = next((number for number, elements in enumerate(trained) if elements), len(trained))
     tokens = workload.tokens_per_sample
     layers = []
     for number, layer in enumerate(workload.layers):
-        places = [place for place, owner in enumerate(owners) if owner == number]
-        adapters = {name: size for name, size in held[places[0]].items() if name.endswith((_A, _B))}
-        layers.append(_apply_to_layer(layer, [trained[place] for place in places], adapters, tokens))
-        layers[-1] = replace(layers[-1], layers_without_backward=sum(place < reached for place in places))
+        blocks = [block for block, owner in enumerate(owners) if owner == number]
+        adapters = {
+            name: size for name, size in parameters_by_block[blocks[0]].items() if name.endswith((_A, _B))
+        }
+        layers.append(_apply_to_layer(layer, [trained[block] for block in blocks], adapters, tokens))
+        layers[-1] = replace(
+            layers[-1], layers_without_backward=sum(block < first_trained for block in blocks)
+        )
     return replace(workload, layers=tuple(layers))
 
 
@@ -58,39 +65,39 @@ def _apply_to_layer(
 ) -> LayerWorkload:
     parameters = layer.parameters + sum(map(_numel, adapters.values()))
     mean = sum(trained) / layer.count
-    is_whole = all(elements == parameters for elements in trained)
+    is_fully_trained = all(elements == parameters for elements in trained)
     pairs = [(adapters[name], adapters[name.replace(_A, _B)]) for name in adapters if name.endswith(_A)]
     return replace(
         layer,
         parameters=parameters,
-        trainable_parameters=None if is_whole else int(mean) if mean == int(mean) else mean,
-        operators=tuple(one for a, b in pairs for one in _lora_operators(a[1], a[0], b[0], tokens)),
+        trainable_parameters=None if is_fully_trained else int(mean) if mean == int(mean) else mean,
+        operators=tuple(operator for a, b in pairs for operator in _lora_operators(a[1], a[0], b[0], tokens)),
     )
 
 
 def _numel(size: tuple[int, ...]) -> int:
-    found = 1
+    elements = 1
     for extent in size:
-        found *= extent
-    return found
+        elements *= extent
+    return elements
 
 
 def _lora_operators(inputs: int, rank: int, outputs: int, tokens: int) -> list[Operator]:
     """Return an adapter's operators (`lora.LoRALinear.forward`) beside its layer, forward and backward."""
 
-    def product(phase: str, m: int, n: int, k: int, grows: str) -> Operator:
-        whole = {"m": m * n + m * k, "k": m * k + k * n}[grows]
-        fixed = {"m": n * k, "k": m * n}[grows]
-        sized = Matmul(m, n, k, batch_dimension=grows)  # type: ignore[arg-type]  # "m" or "k"
-        return Operator("product", phase, 1, float(whole), float(fixed), sized)  # type: ignore[arg-type]
+    def product(phase: str, m: int, n: int, k: int, batch_dimension: str) -> Operator:
+        sample_elements = {"m": m * n + m * k, "k": m * k + k * n}[batch_dimension]
+        fixed_elements = {"m": n * k, "k": m * n}[batch_dimension]
+        matmul = Matmul(m, n, k, batch_dimension=batch_dimension)  # type: ignore[arg-type]  # "m" or "k"
+        return Operator("product", phase, 1, float(sample_elements), float(fixed_elements), matmul)  # type: ignore[arg-type]
 
-    def stream(phase: str, elements: int, kernels: int, when: str) -> Operator:
+    def stream(phase: str, elements: int, kernels: int, execution_mode: str) -> Operator:
         return Operator(
             "elementwise",
             phase,  # type: ignore[arg-type]  # "forward" or "inputs"
             kernels,
             float(tokens * elements),
-            execution_mode=when,  # type: ignore[arg-type]  # "eager" or "compiled"
+            execution_mode=execution_mode,  # type: ignore[arg-type]  # "eager" or "compiled"
         )
 
     return [

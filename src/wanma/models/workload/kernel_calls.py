@@ -66,9 +66,9 @@ def list_kernel_calls(
         return []
     reads = inputs
     if operator in _WRITE_ONLY_OPERATORS:
-        reads = tuple(tensor for tensor in inputs if all(tensor is not other for other in mutated))
-    kind, kernels, passes = _operator_kind(operator)
-    return [KernelCall(kind, reads, mutated or outputs, kernels, passes)]
+        reads = tuple(tensor for tensor in inputs if all(tensor is not written for written in mutated))
+    kind, kernel_count, input_passes = _operator_kind(operator)
+    return [KernelCall(kind, reads, mutated or outputs, kernel_count, input_passes)]
 
 
 def _written_tensors(operator: Any, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -116,25 +116,25 @@ def _convolution(arguments: Sequence[Any], _: dict[str, Any], result: Any) -> li
 
 def _convolution_backward(arguments: Sequence[Any], _: dict[str, Any], result: Any) -> list[KernelCall]:
     gradient, images, weight = arguments[:3]
-    transposed, groups, (of_inputs, of_weights, of_bias) = arguments[7], arguments[9], arguments[10]
+    transposed, groups, (needs_input, needs_weight, needs_bias) = arguments[7], arguments[9], arguments[10]
     m, n, k, count = _forward_product(images, weight, gradient, transposed, groups)
-    found = []
-    if of_inputs:
+    calls = []
+    if needs_input:
         # Again as many products, of one row for each pixel of the input.
         pixels = float(images.shape[0] * math.prod(images.shape[2:]))
         channels = images.shape[1] / groups
         product = (pixels, channels, m * n * k / (pixels * channels), count)
-        found.append(
+        calls.append(
             KernelCall("convolution", (gradient, weight), (result[0],), phase="inputs", matmul=product)
         )
-    if of_weights:
+    if needs_weight:
         product = (k, n, m, count)
-        found.append(
+        calls.append(
             KernelCall("convolution", (gradient, images), (result[1],), phase="weights", matmul=product)
         )
-    if of_bias:
-        found.append(KernelCall("reduction", (gradient,), (result[2],), phase="weights"))
-    return found
+    if needs_bias:
+        calls.append(KernelCall("reduction", (gradient,), (result[2],), phase="weights"))
+    return calls
 
 
 def _forward_product(
@@ -169,8 +169,8 @@ def _attention_backward(arguments: Sequence[Any], _: dict[str, Any], result: Any
 def _lookup(arguments: Sequence[Any], _: dict[str, Any], result: Any) -> list[KernelCall]:
     """Return the kernel of embeddings and bags of them: it reads only the requested rows of the table."""
     table, indices = arguments[:2]
-    found = result[0] if isinstance(result, tuple) else result
-    return [KernelCall("lookup", (indices,), (found,), gathered_rows=(indices, float(table.shape[-1]), 1.0))]
+    output = result[0] if isinstance(result, tuple) else result
+    return [KernelCall("lookup", (indices,), (output,), gathered_rows=(indices, float(table.shape[-1]), 1.0))]
 
 
 _SORT_KERNELS = 8

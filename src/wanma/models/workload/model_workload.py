@@ -77,7 +77,9 @@ def build_section_workload(
         from wanma.models.workload.frozen_parts import apply_freezing_to_workload
 
         with torch.device("meta"):
-            sizes = {name: tuple(one.shape) for name, one in spec.build_module().named_parameters()}
+            sizes = {
+                name: tuple(parameter.shape) for name, parameter in spec.build_module().named_parameters()
+            }
         path = spec.require_parallel_spec("model").blocks
         return apply_freezing_to_workload(
             compute_decoder_workload(dimensions, sequence_length), sizes, path or "", frozen
@@ -135,22 +137,24 @@ def compute_decoder_workload(config: DecoderConfig, sequence_length: int, causal
     scores = sequence_length * sequence_length * (0.5 if causal else 1.0)
 
     def blocks(numbers: range, *, experts: bool) -> LayerWorkload:
-        halves = (attention_cost(config), feed_forward_cost(config, has_experts=experts))
-        kept = sum(half.saved_elements for half in halves) + (hidden if config.dropout > 0 else 0)
-        products = [width for half in halves for width in half.matmul_widths]
-        costly = sum(half.always_saved_elements for half in halves) + sum(products[::2])
+        sublayers = (attention_cost(config), feed_forward_cost(config, has_experts=experts))
+        saved_elements = sum(sublayer.saved_elements for sublayer in sublayers) + (
+            hidden if config.dropout > 0 else 0
+        )
+        products = [width for sublayer in sublayers for width in sublayer.matmul_widths]
+        costly = sum(sublayer.always_saved_elements for sublayer in sublayers) + sum(products[::2])
         name = "layers" if len(numbers) == config.layers else f"layers.{numbers[0]}-{numbers[-1]}"
         return LayerWorkload(
             name,
             len(numbers),
-            sum(half.parameters for half in halves),
-            2.0 * sequence_length * sum(half.multiply_adds for half in halves)
-            + 2.0 * scores * sum(half.score_multiply_adds for half in halves),
-            float(sequence_length * kept),
+            sum(sublayer.parameters for sublayer in sublayers),
+            2.0 * sequence_length * sum(sublayer.multiply_adds for sublayer in sublayers)
+            + 2.0 * scores * sum(sublayer.score_multiply_adds for sublayer in sublayers),
+            float(sequence_length * saved_elements),
             float(sequence_length * hidden),
             float(sequence_length * costly),
-            expert_parameters=sum(half.expert_parameters for half in halves),
-            inactive_expert_parameters=sum(half.inactive_expert_parameters for half in halves),
+            expert_parameters=sum(sublayer.expert_parameters for sublayer in sublayers),
+            inactive_expert_parameters=sum(sublayer.inactive_expert_parameters for sublayer in sublayers),
             is_block=True,
         )
 

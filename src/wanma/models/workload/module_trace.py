@@ -55,9 +55,9 @@ def trace_workload(
     name = type(module).__name__ if isinstance(module, nn.Module) else "the module"
     try:
         with fake_tensor_mode():
-            shadow = _copy_without_storage(module) if isinstance(module, nn.Module) else module()
-            name = type(shadow).__name__
-            run = _TracedRun(shadow, (*example_inputs, *keywords.values()), options)
+            fake_module = _copy_without_storage(module) if isinstance(module, nn.Module) else module()
+            name = type(fake_module).__name__
+            run = _TracedRun(fake_module, (*example_inputs, *keywords.values()), options)
             outputs = run.forward(example_inputs, keywords)
             run.backward(outputs)
     except WanmaError:
@@ -109,8 +109,8 @@ class _TracedRun:
 
     def forward(self, inputs: Sequence[Tensor], keywords: Mapping[str, Tensor]) -> list[Tensor]:
         """Run the forward; return its outputs that have a gradient."""
-        given = [self._scale_example(tensor) for tensor in inputs]
-        named = {key: self._scale_example(tensor) for key, tensor in keywords.items()}
+        positional = [self._scale_example(tensor) for tensor in inputs]
+        keyword_tensors = {key: self._scale_example(tensor) for key, tensor in keywords.items()}
         samples = torch.zeros(self.scale.samples, dtype=torch.int64)
         precision = self.options.precision
         cast = (
@@ -128,14 +128,14 @@ class _TracedRun:
             saving,
             self.trace,
         ):
-            outputs = self.module(*given, **named)
+            outputs = self.module(*positional, **keyword_tensors)
         self._enter_module("")
-        found = [
+        output_tensors = [
             leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()
         ]
-        self.outputs_per_sample = sum(tensor.numel() for tensor in found) / self.scale.samples
-        self._record_outputs(found)
-        return [tensor for tensor in found if tensor.requires_grad]
+        self.outputs_per_sample = sum(tensor.numel() for tensor in output_tensors) / self.scale.samples
+        self._record_outputs(output_tensors)
+        return [tensor for tensor in output_tensors if tensor.requires_grad]
 
     def backward(self, outputs: list[Tensor]) -> None:
         if not outputs:
@@ -153,7 +153,7 @@ class _TracedRun:
             if call.is_saved_by_selective_recompute:
                 costly[call.module_path] += sum(piece.elements_per_sample for piece in call.writes)
         counted: set[int] = set()
-        found = []
+        costs = []
         sparse = _sparse_gradient_parameters(self.module)
         for name, part, is_block in [*self.traced_modules, ("", self.module, False)]:
             # Parameters that an earlier line has counted are not counted again.
@@ -162,7 +162,7 @@ class _TracedRun:
             }
             counted.update(new)
             trained = sum(p.numel() for key, p in new.items() if p.requires_grad and key not in sparse)
-            found.append(
+            costs.append(
                 _ModuleCost(
                     name,
                     type(part),
@@ -175,7 +175,7 @@ class _TracedRun:
                     costly[name],
                 )
             )
-        return found
+        return costs
 
     def _scale_example(self, example: Tensor) -> Tensor:
         """Make a tensor like `example` with more rows, by the scale's prime."""
@@ -242,7 +242,7 @@ class _ModuleCost:
 
     @property
     def flops_per_sample(self) -> float:
-        return sum(one.flops_per_sample for one in self.operators if one.phase == "forward")
+        return sum(operator.flops_per_sample for operator in self.operators if operator.phase == "forward")
 
     @property
     def is_layer(self) -> bool:
@@ -252,7 +252,7 @@ class _ModuleCost:
 
 def _merge_equal_modules(module_costs: list[_ModuleCost], model_name: str) -> Iterator[LayerWorkload]:
     """Merge equal neighbours into one layer; the largest of their saved elements counts for each."""
-    *units, outside = module_costs
+    *units, remainder = module_costs
     units = [unit for unit in units if unit.is_layer]
 
     def likeness(line: _ModuleCost) -> tuple[object, ...]:
@@ -261,20 +261,20 @@ def _merge_equal_modules(module_costs: list[_ModuleCost], model_name: str) -> It
         return container, line.kind, line.is_block, *sizes
 
     for (container, *_), group in groupby(units, key=likeness):
-        same = list(group)
-        first, last = same[0], same[-1]
+        equal_units = list(group)
+        first, last = equal_units[0], equal_units[-1]
         name = first.name
-        if len(same) > 1:
+        if len(equal_units) > 1:
             name = str(container) or f"{name}-{last.name}"
         # The last one is the most typical: the first may prepare what they share.
-        yield _make_layer(last, name, len(same), max(line.saved_elements for line in same))
-    if outside.is_layer:
-        yield _make_layer(outside, model_name, 1, outside.saved_elements)
+        yield _make_layer(last, name, len(equal_units), max(line.saved_elements for line in equal_units))
+    if remainder.is_layer:
+        yield _make_layer(remainder, model_name, 1, remainder.saved_elements)
 
 
 def _make_layer(module_cost: _ModuleCost, name: str, count: int, saved_elements: float) -> LayerWorkload:
     is_frozen = module_cost.parameters > 0 and module_cost.trained_parameters == 0
-    is_unreached = is_frozen and all(one.phase == "forward" for one in module_cost.operators)
+    is_unreached = is_frozen and all(operator.phase == "forward" for operator in module_cost.operators)
     return LayerWorkload(
         name,
         count,
@@ -302,26 +302,28 @@ def _traced_modules(
     """
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        holds = any(block.startswith(f"{path}.") for block in blocks)
-        if path not in blocks and (holds or isinstance(child, (nn.ModuleList, nn.ModuleDict))):
+        contains_block = any(block.startswith(f"{path}.") for block in blocks)
+        if path not in blocks and (contains_block or isinstance(child, (nn.ModuleList, nn.ModuleDict))):
             yield from _traced_modules(child, blocks, f"{path}.")
         else:
             yield path, child, path in blocks
 
 
-def _block_names(shadow: nn.Module, reading: TraceOptions) -> Collection[str]:
-    if reading.blocks is not None:
-        return reading.blocks
-    found = {id(block) for block in find_repeated_blocks(shadow)}
-    return {name for name, module in shadow.named_modules() if id(module) in found}
+def _block_names(fake_module: nn.Module, options: TraceOptions) -> Collection[str]:
+    if options.blocks is not None:
+        return options.blocks
+    block_ids = {id(block) for block in find_repeated_blocks(fake_module)}
+    return {name for name, module in fake_module.named_modules() if id(module) in block_ids}
 
 
-def _choose_scaling(shadow: nn.Module, examples: Sequence[Tensor], reading: TraceOptions) -> SampleScaling:
-    tensors = [*shadow.parameters(), *shadow.buffers()]
+def _choose_scaling(
+    fake_module: nn.Module, examples: Sequence[Tensor], options: TraceOptions
+) -> SampleScaling:
+    tensors = [*fake_module.parameters(), *fake_module.buffers()]
     sizes = [size for tensor in tensors for size in tensor.shape]
     sizes += [size for tensor in examples for size in tensor.shape]
     floating = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
-    dtype = reading.precision or (floating.dtype if floating is not None else torch.float32)
+    dtype = options.precision or (floating.dtype if floating is not None else torch.float32)
     return SampleScaling.choose(sizes, examples[0].shape[0], dtype.itemsize)
 
 
@@ -345,11 +347,11 @@ def _without_mkldnn() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(enabled)
 
 
-def _sparse_gradient_parameters(shadow: nn.Module) -> set[int]:
+def _sparse_gradient_parameters(fake_module: nn.Module) -> set[int]:
     """Return the ids of the parameters whose gradients are sparse."""
     return {
         id(module.weight)
-        for module in shadow.modules()
+        for module in fake_module.modules()
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
     }
 
@@ -358,8 +360,8 @@ def _copy_without_storage(module: nn.Module) -> nn.Module:
     """Copy a module with every tensor replaced by one of its shape; call it inside a fake mode."""
     copies: dict[int, Any] = {}
     for parameter in module.parameters():
-        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
-        copies[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+        data = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+        copies[id(parameter)] = nn.Parameter(data, parameter.requires_grad)
     for part in module.modules():
         # Buffers, and tensors that a module holds as plain attributes.
         for tensor in tree_leaves([list(part.buffers(recurse=False)), _attributes(part)]):
@@ -369,5 +371,5 @@ def _copy_without_storage(module: nn.Module) -> nn.Module:
 
 
 def _attributes(part: nn.Module) -> list[Any]:
-    own = ("_parameters", "_buffers", "_modules")
-    return [value for name, value in vars(part).items() if name not in own]
+    registries = ("_parameters", "_buffers", "_modules")
+    return [value for name, value in vars(part).items() if name not in registries]

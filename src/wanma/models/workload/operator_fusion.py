@@ -23,15 +23,17 @@ def group_operators(
         calls: traced calls in order.
         saved_storages: storages that outlive the pass that wrote them, such as tensors saved for backward.
     """
-    found: defaultdict[str, list[Operator]] = defaultdict(list)
+    operators_by_unit: defaultdict[str, list[Operator]] = defaultdict(list)
     for call in calls:
-        found[call.module_path].append(_operator(call, "eager" if call.kind in _FUSIBLE_KINDS else "always"))
+        operators_by_unit[call.module_path].append(
+            _operator(call, "eager" if call.kind in _FUSIBLE_KINDS else "always")
+        )
     for unit, operator in _fuse_operators(calls, saved_storages):
-        found[unit].append(operator)
-    return {unit: tuple(_merge_equal(operators)) for unit, operators in found.items()}
+        operators_by_unit[unit].append(operator)
+    return {unit: tuple(_merge_equal(operators)) for unit, operators in operators_by_unit.items()}
 
 
-def _operator(call: OperatorCall, when: ExecutionMode) -> Operator:
+def _operator(call: OperatorCall, execution_mode: ExecutionMode) -> Operator:
     per_sample, fixed = call.count_elements()
     return Operator(
         call.kind,
@@ -43,21 +45,21 @@ def _operator(call: OperatorCall, when: ExecutionMode) -> Operator:
         call.attention,
         call.embedding_row_elements,
         call.is_saved_by_selective_recompute,
-        when,
+        execution_mode,
     )
 
 
 def _merge_equal(operators: list[Operator]) -> Iterator[Operator]:
     """Merge equal operators into one, in the order of their first."""
     first: dict[Operator, Operator] = {}
-    for one in operators:
-        key = replace(one, kernel_count=0, elements_per_sample=0.0, fixed_elements=0.0)
-        have = first.get(key, key)
+    for operator in operators:
+        key = replace(operator, kernel_count=0, elements_per_sample=0.0, fixed_elements=0.0)
+        merged = first.get(key, key)
         first[key] = replace(
-            have,
-            kernel_count=have.kernel_count + one.kernel_count,
-            elements_per_sample=have.elements_per_sample + one.elements_per_sample,
-            fixed_elements=have.fixed_elements + one.fixed_elements,
+            merged,
+            kernel_count=merged.kernel_count + operator.kernel_count,
+            elements_per_sample=merged.elements_per_sample + operator.elements_per_sample,
+            fixed_elements=merged.fixed_elements + operator.fixed_elements,
         )
     yield from first.values()
 
@@ -89,9 +91,9 @@ def _fuse_operators(
     last = {
         piece.storage: number for number, call in enumerate(calls) for piece in (*call.reads, *call.writes)
     }
-    numbered = enumerate(calls)
+    numbered_calls = enumerate(calls)
     for (unit, phase, is_fused), group in groupby(
-        numbered, key=lambda pair: (pair[1].module_path, pair[1].phase, pair[1].kind in _FUSIBLE_KINDS)
+        numbered_calls, key=lambda pair: (pair[1].module_path, pair[1].phase, pair[1].kind in _FUSIBLE_KINDS)
     ):
         if not is_fused:
             continue
@@ -99,20 +101,20 @@ def _fuse_operators(
         for number, call in group:
             region.add(call)
             end = number
-        out = [
+        outputs = [
             piece
             for storage, piece in region.writes.items()
             if last[storage] > end or storage in saved_storages
         ]
-        moved = [*region.reads.values(), *region.repeated_reads, *out]
+        transfers = [*region.reads.values(), *region.repeated_reads, *outputs]
         yield (
             unit,
             Operator(
                 "elementwise",
                 phase,
                 region.kernel_count,
-                sum(piece.elements_per_sample for piece in moved),
-                sum(piece.fixed_elements for piece in moved),
+                sum(piece.elements_per_sample for piece in transfers),
+                sum(piece.fixed_elements for piece in transfers),
                 execution_mode="compiled",
             ),
         )

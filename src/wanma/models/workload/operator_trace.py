@@ -35,9 +35,9 @@ class SampleScaling:
     @classmethod
     def choose(cls, model_sizes: Iterable[int], rows: int, element_bytes: int) -> SampleScaling:
         """Choose a prime that divides none of `model_sizes`; the trace has `rows` times as many samples."""
-        taken = {size for size in model_sizes if size}
+        used_sizes = {size for size in model_sizes if size}
         candidate = 1009
-        while any(size % candidate == 0 for size in taken) or not _is_prime(candidate):
+        while any(size % candidate == 0 for size in used_sizes) or not _is_prime(candidate):
             candidate += 2
         return cls(candidate, candidate * rows, element_bytes)
 
@@ -53,22 +53,22 @@ class SampleScaling:
             WanmaError: they grow with the square of the samples.
         """
         sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
-        growing = sum(map(self.scales_with_samples, sizes))
-        if growing > 1:
+        batch_dims = sum(map(self.scales_with_samples, sizes))
+        if batch_dims > 1:
             raise WanmaError(
                 f"a tensor of shape {tuple(tensor.shape)} grows with the square of the number of samples",
                 "do not compare samples with each other: the planner varies the micro-batch size",
             )
         elements = math.prod(sizes) * tensor.element_size() / self.element_bytes
-        return (elements / self.samples, 0.0) if growing else (0.0, elements)
+        return (elements / self.samples, 0.0) if batch_dims else (0.0, elements)
 
     def scale_matmul(self, m: float, n: float, k: float, count: float) -> Matmul:
         sizes = {"m": m, "n": n, "k": k, "count": count}
-        growing = [name for name, size in sizes.items() if self.scales_with_samples(size)]
-        if not growing:
+        batch_dims = [name for name, size in sizes.items() if self.scales_with_samples(size)]
+        if not batch_dims:
             return Matmul(m, n, k, count)
-        sizes[growing[0]] /= self.samples
-        return Matmul(**sizes, batch_dimension=growing[0])  # type: ignore[arg-type]  # one of its own names
+        sizes[batch_dims[0]] /= self.samples
+        return Matmul(**sizes, batch_dimension=batch_dims[0])  # type: ignore[arg-type]  # one of its own names
 
     def scale_attention(self, call: AttentionShape) -> Attention:
         (batch, heads, queries, width), (_, kv_heads, keys, _) = call.query, call.key
@@ -125,7 +125,7 @@ class OperatorTrace(TorchDispatchMode):
         self.is_backward = False
         self._module_path = ""
         self._recompute_policy = SelectiveRecomputePolicy()
-        self._held_storages: list[torch.UntypedStorage] = []
+        self._referenced_storages: list[torch.UntypedStorage] = []
         """Storages kept alive, so that no storage's identity is reused.
 
         Not the tensors: autograd copies a gradient unless nothing else holds it.
@@ -149,7 +149,7 @@ class OperatorTrace(TorchDispatchMode):
             return result
         is_kept = not self.is_backward and self._recompute_policy.must_save(func)
         for work in list_kernel_calls(func, args, kwargs or {}, result):
-            self._held_storages += [tensor.untyped_storage() for tensor in (*work.reads, *work.writes)]
+            self._referenced_storages += [tensor.untyped_storage() for tensor in (*work.reads, *work.writes)]
             self.calls.append(self._record_call(work, is_kept))
         return result
 
@@ -167,10 +167,10 @@ class OperatorTrace(TorchDispatchMode):
         if kernel_call.gathered_rows is not None:
             indices, width, times = kernel_call.gathered_rows
             rows = indices.numel() * width * times
-            growing = self.scaling.scales_with_samples(indices.numel())
+            scales = self.scaling.scales_with_samples(indices.numel())
             reads.append(
                 StorageAccess(None, rows / self.scaling.samples, 0.0)
-                if growing
+                if scales
                 else StorageAccess(None, 0.0, rows)
             )
         return OperatorCall(

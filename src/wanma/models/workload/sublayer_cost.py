@@ -24,11 +24,11 @@ class SublayerCost:
     expert_parameters: int = 0
     """Number of parameters of routed experts, included in `parameters`."""
     inactive_expert_parameters: int = 0
-    """Number of parameters of experts that a token is not routed to, included in `experts`."""
+    """Number of parameters of experts that a token is not routed to, included in `expert_parameters`."""
     score_multiply_adds: int = 0
     """Number of multiply-adds per pair of tokens in attention."""
     always_saved_elements: int = 0
-    """Elements that selective recompute saves beside every second product, included in `kept`."""
+    """Elements that selective recompute saves beside every second product, included in `saved_elements`."""
 
 
 def attention_cost(config: DecoderConfig) -> SublayerCost:
@@ -49,17 +49,17 @@ def attention_cost(config: DecoderConfig) -> SublayerCost:
     query, key = heads * config.head_dim, kv_heads * config.head_dim
     matrices = hidden * (2 * query + 2 * key)
     parameters = matrices + hidden
-    kept = 2 * hidden + 2 * query + 2 * key + heads + 1
+    saved_elements = 2 * hidden + 2 * query + 2 * key + heads + 1
     if config.attention_bias:
         parameters += query + 2 * key
     if config.qk_norm:
         parameters += 2 * config.head_dim
-        kept += query + key + heads + kv_heads
+        saved_elements += query + key + heads + kv_heads
     return SublayerCost(
         parameters,
         (query, key, key, hidden),
         matrices,
-        kept,
+        saved_elements,
         score_multiply_adds=2 * query,
         always_saved_elements=query + heads,
     )
@@ -84,24 +84,27 @@ def feed_forward_cost(config: DecoderConfig, *, has_experts: bool) -> SublayerCo
     """
     hidden = config.hidden
     if not has_experts:
-        wide = config.feed_forward
-        into = config.feed_forward_matrices - 1
-        matrices = (into + 1) * hidden * wide
+        inner_width = config.feed_forward
+        input_matrices = config.feed_forward_matrices - 1
+        matrices = (input_matrices + 1) * hidden * inner_width
         return SublayerCost(
-            matrices + hidden, (*[wide] * into, hidden), matrices, 2 * hidden + 2 * into * wide + 1
+            matrices + hidden,
+            (*[inner_width] * input_matrices, hidden),
+            matrices,
+            2 * hidden + 2 * input_matrices * inner_width + 1,
         )
     count, choices, width = config.experts, config.experts_per_token, config.expert_width
     shared = config.shared_experts * width
-    one = 3 * hidden * width
+    expert_parameters = 3 * hidden * width
     always_used = hidden * count + 3 * hidden * shared
     products = (count, choices * width, choices * width, choices * hidden)
     return SublayerCost(
-        hidden + always_used + count * one,
+        hidden + always_used + count * expert_parameters,
         (*products, shared, shared, hidden) if shared else products,
-        always_used + choices * one,
+        always_used + choices * expert_parameters,
         2 * hidden + 1 + choices * (hidden + 3 * width + 1) + 2 * count + 4 * shared,
-        expert_parameters=count * one,
-        inactive_expert_parameters=(count - choices) * one,
+        expert_parameters=count * expert_parameters,
+        inactive_expert_parameters=(count - choices) * expert_parameters,
     )
 
 
@@ -119,17 +122,19 @@ def _latent_attention_cost(config: DecoderConfig) -> SublayerCost:
     """
     hidden, heads = config.hidden, config.heads
     query_rank, rank = config.query_rank, config.key_value_rank
-    plain, turned, value = config.head_dim, config.rope_head_dim, config.value_head_dim
-    products = (query_rank, heads * (plain + turned), rank + turned, heads * (plain + value), hidden)
+    plain, rotary, value = config.head_dim, config.rope_head_dim, config.value_head_dim
+    products = (query_rank, heads * (plain + rotary), rank + rotary, heads * (plain + value), hidden)
     inputs = (hidden, query_rank, hidden, rank, heads * value)
-    matrices = sum(into * out for into, out in zip(inputs, products, strict=True))
-    kept = 2 * hidden + 2 * query_rank + 2 * rank + turned + 3
-    kept += 2 * heads * (plain + turned) + heads * (plain + value) + heads * (value + 1)
+    matrices = sum(
+        input_width * output_width for input_width, output_width in zip(inputs, products, strict=True)
+    )
+    saved_elements = 2 * hidden + 2 * query_rank + 2 * rank + rotary + 3
+    saved_elements += 2 * heads * (plain + rotary) + heads * (plain + value) + heads * (value + 1)
     return SublayerCost(
         matrices + hidden + query_rank + rank,
         products,
         matrices,
-        kept,
-        score_multiply_adds=heads * (plain + turned + value),
+        saved_elements,
+        score_multiply_adds=heads * (plain + rotary + value),
         always_saved_elements=heads * (value + 1),
     )

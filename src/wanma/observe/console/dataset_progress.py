@@ -44,10 +44,10 @@ def _bar_progress(stream: TextIO) -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=Console(file=stream), transient=True) as bar:
         tasks: list[TaskID] = []
 
-        def advance(done: int, total: int) -> None:
+        def advance(processed: int, total: int) -> None:
             if not tasks:
                 tasks.append(bar.add_task("", total=total))
-            bar.update(tasks[0], completed=done, total=total)
+            bar.update(tasks[0], completed=processed, total=total)
 
         yield advance
 
@@ -55,11 +55,15 @@ def _bar_progress(stream: TextIO) -> Iterator[Callable[[int, int], None]]:
 def _line_progress(stream: TextIO) -> Callable[[int, int], None]:
     last: float | None = None
 
-    def advance(done: int, total: int) -> None:
+    def advance(processed: int, total: int) -> None:
         nonlocal last
         now = time.monotonic()
         if last is None or now - last > LINE_INTERVAL_SECONDS:
-            print(f"building token files: {bytes_text(done)} of {bytes_text(total)}", file=stream, flush=True)
+            print(
+                f"building token files: {bytes_text(processed)} of {bytes_text(total)}",
+                file=stream,
+                flush=True,
+            )
             last = now
 
     return advance

@@ -58,9 +58,9 @@ class FaultTolerantStream:
             return
         self.flush()
         if self._is_broken:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
+            null_descriptor = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null_descriptor, self._stream.fileno())
+            os.close(null_descriptor)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -143,12 +143,14 @@ class _WriteQueue:
             return self._pending_bytes <= MAX_PENDING_BYTES // 2
         if not self._pending_bytes or self._pending_bytes + size <= MAX_PENDING_BYTES:
             return True
-        began = time.monotonic()
-        if began - self._window_start > 1.0:
-            self._window_start, self._waited_seconds = began, 0.0
-        left = max(MAX_WRITE_WAIT_SECONDS - self._waited_seconds, 0.0)
-        has_room = self._changed.wait_for(lambda: self._pending_bytes + size <= MAX_PENDING_BYTES, left)
-        self._waited_seconds += time.monotonic() - began
+        start = time.monotonic()
+        if start - self._window_start > 1.0:
+            self._window_start, self._waited_seconds = start, 0.0
+        remaining_seconds = max(MAX_WRITE_WAIT_SECONDS - self._waited_seconds, 0.0)
+        has_room = self._changed.wait_for(
+            lambda: self._pending_bytes + size <= MAX_PENDING_BYTES, remaining_seconds
+        )
+        self._waited_seconds += time.monotonic() - start
         return has_room
 
     def _report_dropped(self) -> None:

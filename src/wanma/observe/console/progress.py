@@ -112,20 +112,20 @@ class RunProgress:
         if self.last_step_event is None:
             return None
         first = self._window[0]
-        passed = self.last_step_event["step"] - first["step"]
-        pace = (
-            (self.last_step_event["time"] - first["time"]) / passed
-            if passed > 0
+        finished_steps = self.last_step_event["step"] - first["step"]
+        seconds_per_step = (
+            (self.last_step_event["time"] - first["time"]) / finished_steps
+            if finished_steps > 0
             else self.last_step_event["step_seconds"]
         )
-        return max(self.steps - self.step, 0) * float(pace)
+        return max(self.steps - self.step, 0) * float(seconds_per_step)
 
     def exposed_communication_share(self) -> float | None:
         """Return rank 0's exposed communication as a share of the last steps' time; None if unknown."""
-        known = [event for event in self._window if event.get("exposed_communication_seconds")]
-        seconds = sum(event["step_seconds"] for event in known)
+        step_events = [event for event in self._window if event.get("exposed_communication_seconds")]
+        seconds = sum(event["step_seconds"] for event in step_events)
         return (
-            sum(sum(event["exposed_communication_seconds"].values()) for event in known) / seconds
+            sum(sum(event["exposed_communication_seconds"].values()) for event in step_events) / seconds
             if seconds
             else None
         )
@@ -150,13 +150,13 @@ class RunProgress:
 
 def validation_text(event: Event) -> str:
     """Return a text such as 'validation loss 3.214, perplexity 24.87 (step 100)'."""
-    named = [
+    values = [
         f"{key} {number_text(event[key])}" for key in ("loss", "perplexity") if event.get(key) is not None
     ]
     if event.get("accuracy") is not None:
-        named.append(f"accuracy {percent_text(event['accuracy'])}")
-    named += [f"{name} {number_text(value)}" for name, value in event.get("metrics", {}).items()]
-    return f"validation {', '.join(named)} (step {event['step']:,})"
+        values.append(f"accuracy {percent_text(event['accuracy'])}")
+    values += [f"{name} {number_text(value)}" for name, value in event.get("metrics", {}).items()]
+    return f"validation {', '.join(values)} (step {event['step']:,})"
 
 
 RECOVERY_SOURCE_TEXTS = {
@@ -171,10 +171,10 @@ def recovery_text(event: Event) -> str:
     repeated = int(event["repeated_steps"])
     cost = "no step is repeated" if not repeated else f"{count_text(repeated, 'step')} repeated"
     source = RECOVERY_SOURCE_TEXTS.get(event["source"])
-    where = f"from {source} of step {event['step']:,}" if source is not None else "from the beginning"
+    restart_text = f"from {source} of step {event['step']:,}" if source is not None else "from the beginning"
     if event["source"] == "partner":
-        where += " (lost node: from its partner)"
-    text = f"recovered from: {event['failure']}\n  resumed {where}, {cost}"
+        restart_text += " (lost node: from its partner)"
+    text = f"recovered from: {event['failure']}\n  resumed {restart_text}, {cost}"
     text += f"; {event['seconds']:.2f} s from the failure to the next finished step"
     if event["attempt"] > 1:
         text += f" (attempt {event['attempt']})"
@@ -183,15 +183,17 @@ def recovery_text(event: Event) -> str:
 
 def resize_event_text(event: Event) -> str:
     """Return 'resized: 4 of at most 8 nodes (2 before): ...' with the time that the resize took."""
-    took = f"{event['seconds']:.2f} s from the last step before the resize to the first after it"
-    what = resize_text(event["change"]) if event.get("change") else "resized: nodes and plan unchanged"
-    return f"{what}\n  resumed after step {event['step']:,}; {took}"
+    duration = f"{event['seconds']:.2f} s from the last step before the resize to the first after it"
+    change_text = resize_text(event["change"]) if event.get("change") else "resized: nodes and plan unchanged"
+    return f"{change_text}\n  resumed after step {event['step']:,}; {duration}"
 
 
 def resize_text(resize: dict[str, Any]) -> str:
     """Return 'resized: 3 of at most 4 nodes (4 before): PLAN -> PLAN' with the reason."""
-    machines, before, most = (resize[key] for key in ("machines", "machines_before", "most_machines"))
-    text = f"resized: {machines} of at most {most} nodes ({before} before)"
+    machines, previous_machines, max_machines = (
+        resize[key] for key in ("machines", "machines_before", "most_machines")
+    )
+    text = f"resized: {machines} of at most {max_machines} nodes ({previous_machines} before)"
     if resize["plan"] != resize["plan_before"]:
         text += f": {resize['plan_before']} -> {resize['plan']}"
     return f"{text}\n  {resize['reason']}"

@@ -33,10 +33,10 @@ def resident_memory(status: Path = STATUS_FILE) -> ResidentMemory:
         resident = psutil.Process().memory_info().rss
         return ResidentMemory(resident, resident)
     fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
-    resident, peak, in_memory = (
+    resident, peak, shared_memory = (
         int(fields.get(key, "0").split()[0]) * 1024 for key in ("VmRSS", "VmHWM", "RssShmem")
     )
-    return ResidentMemory(resident - in_memory, peak - in_memory)
+    return ResidentMemory(resident - shared_memory, peak - shared_memory)
 
 
 def reset_peak_memory(device: str = "cpu") -> None:

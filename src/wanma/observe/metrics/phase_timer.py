@@ -44,8 +44,8 @@ class PhaseTimer:
         An open phase keeps running, and its time so far is included.
         """
         self._attribute_elapsed()
-        taken, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
-        return taken
+        phase_seconds, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+        return phase_seconds
 
     def _enter(self, name: str) -> None:
         self._attribute_elapsed()

@@ -95,8 +95,10 @@ def to_json_line(record: dict[str, Any]) -> bytes:
     try:
         text = json.dumps(record, ensure_ascii=False, allow_nan=False)
     except ValueError:
-        named: dict[str, str] = {}
-        text = json.dumps({**_replace_non_finite(record, "", named), "non_finite": named}, ensure_ascii=False)
+        non_finite: dict[str, str] = {}
+        text = json.dumps(
+            {**_replace_non_finite(record, "", non_finite), "non_finite": non_finite}, ensure_ascii=False
+        )
     return text.encode() + b"\n"
 
 
@@ -128,9 +130,9 @@ def drop_steps(run: RunDirectory, first_step: int) -> None:
         if end == size:
             return
         file.seek(end)
-        dropped = file.read()
+        records = file.read()
     with contextlib.suppress(OSError):  # no room; the steps are repeated anyway
-        _dropped_steps_file(run).write_bytes(dropped)
+        _dropped_steps_file(run).write_bytes(records)
     os.truncate(metrics, end)
 
 
@@ -140,20 +142,20 @@ def restore_steps(run: RunDirectory, last_step: int) -> None:
     Raises:
         OSError: a file cannot be read or written.
     """
-    dropped = _dropped_steps_file(run)
-    if not dropped.exists():
+    dropped_file = _dropped_steps_file(run)
+    if not dropped_file.exists():
         return
     newest = last_record(run.metrics)
-    known = newest["step"] if newest is not None else 0
-    lines = [line for line in dropped.read_bytes().splitlines() if isinstance(_parse_record(line), dict)]
+    last_recorded_step = newest["step"] if newest is not None else 0
+    lines = [line for line in dropped_file.read_bytes().splitlines() if isinstance(_parse_record(line), dict)]
     file = AppendFile(run.metrics)
     try:
         for line in lines:
-            if known < _parse_record(line)["step"] <= last_step:
+            if last_recorded_step < _parse_record(line)["step"] <= last_step:
                 file.write(line + b"\n")
     finally:
         file.close()
-    dropped.unlink()
+    dropped_file.unlink()
 
 
 def _dropped_steps_file(run: RunDirectory) -> Path:
@@ -209,8 +211,8 @@ def _line_start(file: Any, end: int) -> int:
     while stop > 0:
         start = max(0, stop - BLOCK_BYTES)
         file.seek(start)
-        found = file.read(stop - start).rfind(b"\n")
-        if found >= 0:
-            return int(start + found + 1)
+        newline = file.read(stop - start).rfind(b"\n")
+        if newline >= 0:
+            return int(start + newline + 1)
         stop = start
     return 0

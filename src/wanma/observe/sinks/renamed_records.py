@@ -30,8 +30,8 @@ def with_new_names(record: dict[str, Any]) -> dict[str, Any]:
     kind = record.get("kind")
     if kind is None:
         renamed = {METRICS.get(name, name): value for name, value in record.items()}
-        if isinstance(bad := record.get("non_finite"), dict):
-            renamed["non_finite"] = {_metric(name): value for name, value in bad.items()}
+        if isinstance(non_finite := record.get("non_finite"), dict):
+            renamed["non_finite"] = {_metric(name): value for name, value in non_finite.items()}
         return renamed
     kind = KINDS.get(kind, kind)
     fields = FIELDS.get(kind, {})
@@ -40,5 +40,5 @@ def with_new_names(record: dict[str, Any]) -> dict[str, Any]:
 
 def _metric(path: str) -> str:
     """Return the path of a number, such as 'waited.data', under the names of today."""
-    name, dot, rest = path.partition(".")
-    return f"{METRICS.get(name, name)}{dot}{rest}"
+    name, dot, subpath = path.partition(".")
+    return f"{METRICS.get(name, name)}{dot}{subpath}"

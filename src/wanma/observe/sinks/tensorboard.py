@@ -57,8 +57,8 @@ class TensorBoardSink:
             self._writer = self._records.RecordWriter(AppendFile(path))
             self._write_record(self._events.Event(wall_time=now, file_version="brain.Event:2"))
             if first_step > 1:
-                started = self._events.SessionLog(status=self._events.SessionLog.START)
-                self._write_record(self._events.Event(wall_time=now, step=first_step, session_log=started))
+                start_log = self._events.SessionLog(status=self._events.SessionLog.START)
+                self._write_record(self._events.Event(wall_time=now, step=first_step, session_log=start_log))
         except OSError as error:
             raise WanmaError(
                 f"cannot write {path}: {error.strerror or error}",
@@ -87,16 +87,16 @@ class TensorBoardSink:
 def to_scalars(event: Event) -> dict[str, float]:
     """Return the scalars of an event by their TensorBoard tag; empty for most kinds."""
     if event["kind"] == "step":
-        named = {tag: event.get(key) for key, tag in STEP_TAGS.items()}
+        values = {tag: event.get(key) for key, tag in STEP_TAGS.items()}
         for group in ("phases", "exposed_communication_seconds", "communication_seconds", "layer_grad_norms"):
-            named |= {f"{group}/{name}": seconds for name, seconds in event.get(group, {}).items()}
+            values |= {f"{group}/{name}": seconds for name, seconds in event.get(group, {}).items()}
     elif event["kind"] == "validation":
-        named = {
+        values = {
             f"validation/{key}": value
             for key, value in event.items()
             if key not in ("step", "time") and isinstance(value, int | float)
         }
-        named |= {f"validation/{name}": value for name, value in event.get("metrics", {}).items()}
+        values |= {f"validation/{name}": value for name, value in event.get("metrics", {}).items()}
     else:
         return {}
-    return {tag: float(value) for tag, value in named.items() if value is not None}
+    return {tag: float(value) for tag, value in values.items() if value is not None}

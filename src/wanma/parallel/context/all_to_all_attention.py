@@ -63,25 +63,25 @@ def _gather_sequence(tensors: list[Tensor], group: dist.ProcessGroup) -> list[Te
     """
     ranks = group.size()
     widths = [x.shape[-1] for x in tensors]
-    for_each = [
+    outgoing = [
         # (rows, local sequence, ranks, features) -> (ranks, rows, local sequence, features)
         x.unflatten(2, (ranks, -1)).flatten(3).movedim(2, 0)
         for x in tensors
     ]
-    features = [x.shape[-1] for x in for_each]
-    from_each = _all_to_all(torch.cat(for_each, dim=-1), group)
-    whole = from_each.movedim(0, 1).flatten(1, 2)  # (rows, sequence, features)
-    parts = whole.split(features, dim=-1)
+    features = [x.shape[-1] for x in outgoing]
+    incoming = _all_to_all(torch.cat(outgoing, dim=-1), group)
+    full_sequence = incoming.movedim(0, 1).flatten(1, 2)  # (rows, sequence, features)
+    parts = full_sequence.split(features, dim=-1)
     return [part.unflatten(-1, (-1, width)) for part, width in zip(parts, widths, strict=True)]
 
 
 def _scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Exchange (rows, sequence, heads / ranks, width) for (rows, local sequence, heads, width)."""
     ranks = group.size()
-    for_each = x.unflatten(1, (ranks, -1)).movedim(
+    outgoing = x.unflatten(1, (ranks, -1)).movedim(
         1, 0
     )  # (ranks, rows, local sequence, heads / ranks, width)
-    return _all_to_all(for_each, group).movedim(0, 2).flatten(2, 3)
+    return _all_to_all(outgoing, group).movedim(0, 2).flatten(2, 3)
 
 
 def _all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -112,5 +112,5 @@ def _timed_all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _run_all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     # The functional form is one that torch.compile can trace, and whose result selective recompute keeps.
-    received: Tensor = functional.wait_tensor(functional.all_to_all_single(x.contiguous(), None, None, group))
-    return received
+    output: Tensor = functional.wait_tensor(functional.all_to_all_single(x.contiguous(), None, None, group))
+    return output

@@ -82,30 +82,30 @@ def compute_block_attention_backward(
     query, key, value, output, gradient = (
         _pad_width(x, width) for x in (query, key, value, output, gradient)
     )
-    of_query: list[Tensor] = []
-    of_key = of_value = None
+    query_gradients: list[Tensor] = []
+    key_gradient = value_gradient = None
     for tile in _tiles(query, key, visibility, kernel):
         share = kernel.backward(
             _select_inputs(query, key, value, tile, scale),
             _ForwardResult(output[:, :, tile.queries], log_sum_exp[:, :, tile.queries]),
             gradient[:, :, tile.queries],
         )
-        of_query.append(share[0])
+        query_gradients.append(share[0])
         if tile.covers_all_queries:
-            of_key, of_value = share[1:]
+            key_gradient, value_gradient = share[1:]
             break
-        if of_key is None or of_value is None:
-            precise = torch.promote_types(query.dtype, torch.float32)
-            of_key = torch.zeros_like(key, dtype=precise)
-            of_value = torch.zeros_like(value, dtype=precise)
-        of_key[:, :, tile.keys] += share[1]
-        of_value[:, :, tile.keys] += share[2]
-    assert of_key is not None
-    assert of_value is not None
+        if key_gradient is None or value_gradient is None:
+            compute_dtype = torch.promote_types(query.dtype, torch.float32)
+            key_gradient = torch.zeros_like(key, dtype=compute_dtype)
+            value_gradient = torch.zeros_like(value, dtype=compute_dtype)
+        key_gradient[:, :, tile.keys] += share[1]
+        value_gradient[:, :, tile.keys] += share[2]
+    assert key_gradient is not None
+    assert value_gradient is not None
     return (
-        _concatenate_queries(of_query)[..., : widths[0]],
-        of_key[..., : widths[0]],
-        of_value[..., : widths[1]],
+        _concatenate_queries(query_gradients)[..., : widths[0]],
+        key_gradient[..., : widths[0]],
+        value_gradient[..., : widths[1]],
     )
 
 
@@ -196,22 +196,22 @@ def _tiles(query: Tensor, key: Tensor, visibility: BlockVisibility, kernel: _Ker
     size = min(max(TILE_ELEMENTS // of_one_query, 1), queries)
     for start in range(0, queries, size):
         stop = min(start + size, queries)
-        seen = min(stop, keys) if visibility.causal else keys
-        mask = _mask(visibility, start, stop, seen, query.device)
-        yield _Tile(slice(start, stop), slice(0, seen), size == queries, False, mask)
+        visible_keys = min(stop, keys) if visibility.causal else keys
+        mask = _mask(visibility, start, stop, visible_keys, query.device)
+        yield _Tile(slice(start, stop), slice(0, visible_keys), size == queries, False, mask)
 
 
 def _mask(
-    visibility: BlockVisibility, start: int, stop: int, seen: int, device: torch.device
+    visibility: BlockVisibility, start: int, stop: int, visible_keys: int, device: torch.device
 ) -> Tensor | None:
     mask = None
     if visibility.causal:
-        places = torch.arange(stop, device=device)
-        mask = (places[start:, None] >= places[:seen]).view(1, 1, stop - start, seen)
+        positions = torch.arange(stop, device=device)
+        mask = (positions[start:, None] >= positions[:visible_keys]).view(1, 1, stop - start, visible_keys)
     if visibility.document_ids is not None:
-        of_queries, of_keys = visibility.document_ids
-        same = (of_queries[:, start:stop, None] == of_keys[:, None, :seen]).unsqueeze(1)
-        mask = same if mask is None else same.logical_and_(mask)
+        query_ids, key_ids = visibility.document_ids
+        is_same_document = (query_ids[:, start:stop, None] == key_ids[:, None, :visible_keys]).unsqueeze(1)
+        mask = is_same_document if mask is None else is_same_document.logical_and_(mask)
     return mask
 
 
@@ -320,40 +320,42 @@ def _plain_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     query, key = inputs.query, inputs.key
     scores = _scores(inputs)
-    precise, heads = scores.dtype, key.shape[1]
+    compute_dtype, heads = scores.dtype, key.shape[1]
     weights = scores.sub_(_fold(result.log_sum_exp.unsqueeze(-1), heads)).exp_()
-    of_output = _fold(gradient.to(precise), heads)
-    of_value = weights.transpose(-1, -2) @ of_output
-    row_sums = (of_output * _fold(result.output.to(precise), heads)).sum(dim=-1, keepdim=True)
-    of_scores = of_output @ inputs.value.to(precise).transpose(-1, -2)
-    of_scores = of_scores.sub_(row_sums).mul_(weights).mul_(inputs.scale)
-    of_query = of_scores @ key.to(precise)
-    of_key = of_scores.transpose(-1, -2) @ _fold(query.to(precise), heads)
-    return _unfold(of_query, query), of_key, of_value
+    output_gradient = _fold(gradient.to(compute_dtype), heads)
+    value_gradient = weights.transpose(-1, -2) @ output_gradient
+    row_sums = (output_gradient * _fold(result.output.to(compute_dtype), heads)).sum(dim=-1, keepdim=True)
+    score_gradient = output_gradient @ inputs.value.to(compute_dtype).transpose(-1, -2)
+    score_gradient = score_gradient.sub_(row_sums).mul_(weights).mul_(inputs.scale)
+    query_gradient = score_gradient @ key.to(compute_dtype)
+    key_gradient = score_gradient.transpose(-1, -2) @ _fold(query.to(compute_dtype), heads)
+    return _unfold(query_gradient, query), key_gradient, value_gradient
 
 
 def _scores(inputs: _KernelInputs) -> Tensor:
     """Return masked scores (rows, key/value heads, heads of each × queries, keys), in at least fp32."""
     query, key = inputs.query, inputs.key
     heads, queries = key.shape[1], query.shape[2]
-    precise = torch.promote_types(query.dtype, torch.float32)
-    scores = (_fold(query.to(precise), heads) @ key.to(precise).transpose(-1, -2)).mul_(inputs.scale)
+    compute_dtype = torch.promote_types(query.dtype, torch.float32)
+    scores = (_fold(query.to(compute_dtype), heads) @ key.to(compute_dtype).transpose(-1, -2)).mul_(
+        inputs.scale
+    )
     if inputs.mask is not None:
-        by_head = scores.unflatten(2, (-1, queries))
-        by_head.masked_fill_(~inputs.mask.unsqueeze(2), -torch.inf)
+        scores_by_head = scores.unflatten(2, (-1, queries))
+        scores_by_head.masked_fill_(~inputs.mask.unsqueeze(2), -torch.inf)
     return scores
 
 
 def _fold(x: Tensor, heads: int) -> Tensor:
     """Reshape (rows, all heads, queries, width) to (rows, heads, heads of each × queries, width)."""
-    folded: Tensor = x.unflatten(1, (heads, -1)).flatten(2, 3)
-    return folded
+    result: Tensor = x.unflatten(1, (heads, -1)).flatten(2, 3)
+    return result
 
 
 def _unfold(x: Tensor, query: Tensor) -> Tensor:
     """Undo `_fold`: reshape to the heads and queries of `query`."""
-    unfolded: Tensor = x.unflatten(2, (-1, query.shape[2])).flatten(1, 2)
-    return unfolded
+    result: Tensor = x.unflatten(2, (-1, query.shape[2])).flatten(1, 2)
+    return result
 
 
 _PLAIN = _Kernel(_plain_forward, _plain_backward, is_flash=False)

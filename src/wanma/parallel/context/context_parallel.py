@@ -52,8 +52,8 @@ def apply_context_parallel(
             )
     if parallel_spec.mask_module is not None:
         mask = model.get_submodule(parallel_spec.mask_module)
-        whole = mask if plan.cp_method == "all_to_all" else None
-        model.set_submodule(parallel_spec.mask_module, GatheredDocumentMask(group, whole))
+        full_mask = mask if plan.cp_method == "all_to_all" else None
+        model.set_submodule(parallel_spec.mask_module, GatheredDocumentMask(group, full_mask))
 
 
 class GatheredDocumentMask(nn.Module):

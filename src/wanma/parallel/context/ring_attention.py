@@ -59,25 +59,25 @@ def _forward(
     """Return the output, and the log-sum-exp of all scores (rows, heads, local sequence)."""
     ring = _Ring(group)
     queries = query.transpose(1, 2)  # (rows, heads, local sequence, head_dim)
-    precise = torch.promote_types(query.dtype, torch.float32)
+    compute_dtype = torch.promote_types(query.dtype, torch.float32)
     output = log_sum = queries.new_empty(0)
-    travelling = _KeyValueBuffer.of(key, value)
+    key_value = _KeyValueBuffer.of(key, value)
     for step in range(ring.size):
-        arriving = ring.send_to_next(travelling.data, _KEY_VALUE_TAG) if step < ring.size - 1 else None
+        receive = ring.send_to_next(key_value.data, _KEY_VALUE_TAG) if step < ring.size - 1 else None
         block = _visible_block(ring, step, query.shape[1], document_ids)
         block_output, block_log_sum = compute_block_attention(
             queries[:, :, block.queries],
-            travelling.key[:, :, block.keys],
-            travelling.value[:, :, block.keys],
+            key_value.key[:, :, block.keys],
+            key_value.value[:, :, block.keys],
             block.visibility,
             scale,
         )
         if step == 0:
-            output, log_sum = block_output.to(precise), block_log_sum.contiguous()
+            output, log_sum = block_output.to(compute_dtype), block_log_sum.contiguous()
         else:
             _merge(output[:, :, block.queries], log_sum[:, :, block.queries], block_output, block_log_sum)
-        if arriving is not None:
-            travelling = travelling.like(arriving.wait())
+        if receive is not None:
+            key_value = key_value.like(receive.wait())
     return output.transpose(1, 2).to(query.dtype).contiguous(), log_sum
 
 
@@ -94,41 +94,45 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value from the gradient of the output."""
     ring = _Ring(group)
-    precise = torch.promote_types(query.dtype, torch.float32)
+    compute_dtype = torch.promote_types(query.dtype, torch.float32)
     queries, outputs = query.transpose(1, 2), attended.transpose(1, 2)
     gradients = gradient.contiguous().transpose(1, 2)
-    of_query = torch.zeros_like(queries, dtype=precise)
-    travelling = _KeyValueBuffer.of(key, value)
+    query_gradient = torch.zeros_like(queries, dtype=compute_dtype)
+    key_value = _KeyValueBuffer.of(key, value)
     # Gradients of a rank's keys and values travel one round behind them: each rank adds its share, and the
     # last one hands them to the rank that they belong to.
-    sums = _KeyValueBuffer.of(torch.zeros_like(key, dtype=precise), torch.zeros_like(value, dtype=precise))
-    returning: _PendingReceive | None = None
+    sums = _KeyValueBuffer.of(
+        torch.zeros_like(key, dtype=compute_dtype), torch.zeros_like(value, dtype=compute_dtype)
+    )
+    gradient_receive: _PendingReceive | None = None
     for step in range(ring.size):
-        arriving = ring.send_to_next(travelling.data, _KEY_VALUE_TAG) if step < ring.size - 1 else None
+        receive = ring.send_to_next(key_value.data, _KEY_VALUE_TAG) if step < ring.size - 1 else None
         block = _visible_block(ring, step, query.shape[1], document_ids)
-        of_queries, of_keys, of_values = compute_block_attention_backward(
+        query_share, key_share, value_share = compute_block_attention_backward(
             gradients[:, :, block.queries],
             queries[:, :, block.queries],
-            travelling.key[:, :, block.keys],
-            travelling.value[:, :, block.keys],
+            key_value.key[:, :, block.keys],
+            key_value.value[:, :, block.keys],
             outputs[:, :, block.queries],
             log_sum_exp[:, :, block.queries],
             block.visibility,
             scale,
         )
-        of_query[:, :, block.queries] += of_queries
-        if returning is not None:
-            sums = sums.like(returning.wait())
-        sums.key[:, :, block.keys] += of_keys
-        sums.value[:, :, block.keys] += of_values
-        returning = ring.send_to_next(sums.data, _GRADIENT_TAG)
-        if arriving is not None:
-            travelling = travelling.like(arriving.wait())
-    assert returning is not None
-    sums = sums.like(returning.wait())
+        query_gradient[:, :, block.queries] += query_share
+        if gradient_receive is not None:
+            sums = sums.like(gradient_receive.wait())
+        sums.key[:, :, block.keys] += key_share
+        sums.value[:, :, block.keys] += value_share
+        gradient_receive = ring.send_to_next(sums.data, _GRADIENT_TAG)
+        if receive is not None:
+            key_value = key_value.like(receive.wait())
+    assert gradient_receive is not None
+    sums = sums.like(gradient_receive.wait())
     # Copies: an operator's results may not share memory.
-    of_key, of_value = (part.transpose(1, 2).to(query.dtype, copy=True) for part in (sums.key, sums.value))
-    return of_query.transpose(1, 2).to(query.dtype).contiguous(), of_key, of_value
+    key_gradient, value_gradient = (
+        part.transpose(1, 2).to(query.dtype, copy=True) for part in (sums.key, sums.value)
+    )
+    return query_gradient.transpose(1, 2).to(query.dtype).contiguous(), key_gradient, value_gradient
 
 
 @dataclass(frozen=True)
@@ -143,13 +147,13 @@ class _Block:
 def _visible_block(ring: _Ring, step: int, length: int, document_ids: Tensor | None) -> _Block:
     """Return the part of this rank's queries and of the keys received in round `step` that see each other."""
     source = (ring.rank - step) % ring.size
-    whole, front, back = slice(0, length), slice(0, length // 2), slice(length // 2, length)
-    queries = back if source > ring.rank else whole
-    keys = front if source < ring.rank else whole
+    full_range, first_half, second_half = slice(0, length), slice(0, length // 2), slice(length // 2, length)
+    queries = second_half if source > ring.rank else full_range
+    keys = first_half if source < ring.rank else full_range
     pair = None
     if document_ids is not None:
-        by_rank = document_ids.unflatten(1, (ring.size, length))
-        pair = by_rank[:, ring.rank, queries], by_rank[:, source, keys]
+        ids_by_rank = document_ids.unflatten(1, (ring.size, length))
+        pair = ids_by_rank[:, ring.rank, queries], ids_by_rank[:, source, keys]
     return _Block(queries, keys, BlockVisibility(causal=step == 0, document_ids=pair))
 
 
@@ -184,8 +188,8 @@ class _KeyValueBuffer:
 
     @classmethod
     def _view(cls, data: Tensor, key: torch.Size, value: torch.Size) -> _KeyValueBuffer:
-        of_key, of_value = data.split([key.numel(), value.numel()])
-        return cls(data, of_key.view(key).transpose(1, 2), of_value.view(value).transpose(1, 2))
+        key_data, value_data = data.split([key.numel(), value.numel()])
+        return cls(data, key_data.view(key).transpose(1, 2), value_data.view(value).transpose(1, 2))
 
 
 _KEY_VALUE_TAG, _GRADIENT_TAG = 0, 1
@@ -205,11 +209,11 @@ class _Ring:
         Point to point under Gloo as under NCCL: both go on while the blocks are computed.
         """
         receive_buffer, transfer = torch.empty_like(tensor), AsyncTransfer("context")
-        following, preceding = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        next_rank, previous_rank = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         works = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, tensor, group=self._group, tag=tag, group_peer=following),
-                dist.P2POp(dist.irecv, receive_buffer, group=self._group, tag=tag, group_peer=preceding),
+                dist.P2POp(dist.isend, tensor, group=self._group, tag=tag, group_peer=next_rank),
+                dist.P2POp(dist.irecv, receive_buffer, group=self._group, tag=tag, group_peer=previous_rank),
             ]
         )
         return _PendingReceive(tensor, receive_buffer, works, transfer)
@@ -258,9 +262,9 @@ _ring_attention_backward = torch.library.custom_op(
 @_ring_attention.register_fake
 def _shapes(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG001
     rows, length, heads, _width = query.shape
-    precise = torch.promote_types(query.dtype, torch.float32)
+    compute_dtype = torch.promote_types(query.dtype, torch.float32)
     attended = query.new_empty(rows, length, heads, value.shape[-1])
-    return attended, query.new_empty(rows, heads, length, dtype=precise)
+    return attended, query.new_empty(rows, heads, length, dtype=compute_dtype)
 
 
 @_ring_attention_backward.register_fake
@@ -289,15 +293,15 @@ def ring_message_bytes(operator: Any, arguments: tuple[Any, ...]) -> tuple[str, 
     """
     if operator is RING_ATTENTION_OPERATOR:
         _, key, value, _, _, group = arguments
-        returning = 0
+        gradient_bytes = 0
     elif operator is torch.ops.wanma.ring_attention_backward.default:
         _, _, key, value, *_, group = arguments
-        returning = (key.numel() + value.numel()) * max(key.element_size(), 4)
+        gradient_bytes = (key.numel() + value.numel()) * max(key.element_size(), 4)
     else:
         return "", []
     ranks = _resolve_group(group).size()
-    travelling = (key.numel() + value.numel()) * key.element_size()
-    return group, [travelling] * (ranks - 1) + ([returning] * ranks if returning else [])
+    key_value_bytes = (key.numel() + value.numel()) * key.element_size()
+    return group, [key_value_bytes] * (ranks - 1) + ([gradient_bytes] * ranks if gradient_bytes else [])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -42,11 +42,11 @@ def residual_positions(batch: Batch, plan: Plan, rank: int) -> Tensor | None:
     """
     if plan.cp == 1 and not plan.sequence_parallel:
         return None
-    at = plan.coordinates(rank)
+    coordinates = plan.coordinates(rank)
     positions = context_rank_positions(
-        _checked_sequence_length(batch, plan), plan.cp_method, plan.cp, at["cp"]
+        _checked_sequence_length(batch, plan), plan.cp_method, plan.cp, coordinates["cp"]
     )
-    return positions.chunk(plan.tp)[at["tp"]] if plan.sequence_parallel else positions
+    return positions.chunk(plan.tp)[coordinates["tp"]] if plan.sequence_parallel else positions
 
 
 def shard_sequence(batch: Batch, parallel_mesh: ParallelMesh) -> Batch:
@@ -62,15 +62,15 @@ def shard_sequence(batch: Batch, parallel_mesh: ParallelMesh) -> Batch:
     if plan.cp == 1 and not plan.sequence_parallel:
         return batch
     length = _checked_sequence_length(batch, plan)
-    mine = context_rank_positions(length, plan.cp_method, plan.cp, parallel_mesh.coordinate("cp")).to(
+    positions = context_rank_positions(length, plan.cp_method, plan.cp, parallel_mesh.coordinate("cp")).to(
         batch.samples.device
     )
 
     def part(tensor: Tensor) -> Tensor:
-        return tensor[:, mine] if plan.cp > 1 and _is_sequence(tensor, length) else tensor
+        return tensor[:, positions] if plan.cp > 1 and _is_sequence(tensor, length) else tensor
 
     keywords = {name: part(tensor) for name, tensor in batch.keywords.items()}
-    keywords.setdefault("positions", mine.expand(batch.rows, -1))
+    keywords.setdefault("positions", positions.expand(batch.rows, -1))
     return replace(
         batch,
         inputs=tuple(part(tensor) for tensor in batch.inputs),
@@ -96,8 +96,8 @@ def _checked_sequence_length(batch: Batch, plan: Plan) -> int:
             f"{key}: samples of {length} positions cannot be split evenly",
             f"use a sequence length that is a multiple of {unit}, or fewer ranks",
         )
-    given = {**{f"input {n}": tensor for n, tensor in enumerate(batch.inputs)}, **batch.keywords}
-    for name, tensor in given.items():
+    model_inputs = {**{f"input {n}": tensor for n, tensor in enumerate(batch.inputs)}, **batch.keywords}
+    for name, tensor in model_inputs.items():
         if plan.cp > 1 and length in tensor.shape[2:]:
             raise WanmaError(
                 f"{key}: {name} has the shape {tuple(tensor.shape[1:])} per sample and seems to relate "

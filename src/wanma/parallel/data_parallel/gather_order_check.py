@@ -114,22 +114,24 @@ class GatherOrderCheck:
     def _compare(self, number: int, group: dist.ProcessGroup) -> Callable[[], None]:
         if self._plan.device != "cpu" and (self.steps >= _CHECKED_STEPS or not _has_cpu(group)):
             return _no_check
-        mine, me = torch.tensor([number]), group.rank()
-        found = [mine if rank == me else torch.empty_like(mine) for rank in range(group.size())]
-        others = [rank for rank in range(group.size()) if rank != me]
-        works = [group.recv([found[rank]], rank, _TAG) for rank in others]
-        works += [group.send([mine], rank, _TAG) for rank in others]
+        own_number, rank = torch.tensor([number]), group.rank()
+        unit_numbers = [
+            own_number if peer == rank else torch.empty_like(own_number) for peer in range(group.size())
+        ]
+        other_ranks = [peer for peer in range(group.size()) if peer != rank]
+        works = [group.recv([unit_numbers[peer]], peer, _TAG) for peer in other_ranks]
+        works += [group.send([own_number], peer, _TAG) for peer in other_ranks]
 
         def check() -> None:
             for work in works:
                 work.wait()
-            if is_fake(mine):  # a dry run has no other ranks
+            if is_fake(own_number):  # a dry run has no other ranks
                 return
-            numbers = [int(one) for one in found]
-            other = next((rank for rank in others if numbers[rank] != number), None)
-            if other is None:
+            numbers = [int(unit_number) for unit_number in unit_numbers]
+            other_rank = next((peer for peer in other_ranks if numbers[peer] != number), None)
+            if other_rank is None:
                 return
-            first, second = sorted((me, other))
+            first, second = sorted((rank, other_rank))
             ranks = dist.get_process_group_ranks(group)
             raise self._order_error(
                 f"rank {ranks[first]} {self._describe_action(numbers[first])} while "
@@ -141,11 +143,12 @@ class GatherOrderCheck:
     def _describe_action(self, number: int) -> str:
         return f"gathers {self._names[number]}" if number < len(self._names) else "has finished its gathers"
 
-    def _order_error(self, what: str) -> AllRanksError:
-        out = "gradients" if self._plan.device == "cpu" else "none"
+    def _order_error(self, problem: str) -> AllRanksError:
+        alternative = "gradients" if self._plan.device == "cpu" else "none"
         return AllRanksError(
-            f"parallel.shard = '{self._plan.shard}': {what}, but a gather needs all ranks",
-            f"set parallel.shard = '{out}', or use the same modules in the same order for every batch: "
+            f"parallel.shard = '{self._plan.shard}': {problem}, but a gather needs all ranks",
+            f"set parallel.shard = '{alternative}', or use the same modules in the same order for every "
+            "batch: "
             "the modules that the model uses depend on the samples",
         )
 

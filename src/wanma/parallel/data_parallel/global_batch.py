@@ -42,8 +42,8 @@ def global_batch(x: Tensor) -> Tensor:
         JobError: the layout does not have the global batch in memory at once, or not whole samples.
         WanmaError: `x` has another number of rows than the batch, or the run is between two batches.
     """
-    here = _process.rows
-    return x if here is None and _is_alone(x) else _rows().gather(x)
+    rows = _process.rows
+    return x if rows is None and _is_alone(x) else _rows().gather(x)
 
 
 def global_rows(x: Tensor) -> Tensor:
@@ -59,8 +59,8 @@ def global_rows(x: Tensor) -> Tensor:
         JobError: the layout does not have the global batch in memory at once, or not whole samples.
         WanmaError: `x` has another number of rows than the batch, or the run is between two batches.
     """
-    here = _process.rows
-    return torch.arange(len(x), device=x.device) if here is None and _is_alone(x) else _rows().indices(x)
+    rows = _process.rows
+    return torch.arange(len(x), device=x.device) if rows is None and _is_alone(x) else _rows().indices(x)
 
 
 class GlobalBatchRows(Protocol):
@@ -73,11 +73,11 @@ class GlobalBatchRows(Protocol):
 @contextmanager
 def provide_global_batch(rows: GlobalBatchRows) -> Iterator[None]:
     """Make `rows` the global batch of `global_batch` and `global_rows`, within the context."""
-    before, _process.rows = _process.rows, rows
+    previous_rows, _process.rows = _process.rows, rows
     try:
         yield
     finally:
-        _process.rows = before
+        _process.rows = previous_rows
 
 
 class GlobalBatchGatherer:
@@ -111,9 +111,9 @@ class GlobalBatchGatherer:
                 samples.
         """
         self.is_used = True
-        if refusal := _gather_obstacle(plan, max(samples, self._max_samples)):
-            reason, way_out = refusal
-            raise JobError(f"wanma.global_batch cannot gather the global batch: {reason}", way_out)
+        if obstacle := _gather_obstacle(plan, max(samples, self._max_samples)):
+            reason, hint = obstacle
+            raise JobError(f"wanma.global_batch cannot gather the global batch: {reason}", hint)
 
     def all_gather_rows(self, own: Tensor, sizes: list[int]) -> Tensor:
         """Return the rows of all data ranks, one after the other.
@@ -228,13 +228,13 @@ def _data_group(parallel_mesh: ParallelMesh) -> dist.ProcessGroup:
     during backward, in another order.
     """
     plan = parallel_mesh.plan
-    mine: dist.ProcessGroup | None = None
+    own_group: dist.ProcessGroup | None = None
     for first in range(plan.tp):
         group = dist.new_group(list(range(first, plan.world_size, plan.tp)))
         if parallel_mesh.coordinate("tp") == first:
-            mine = group
-    assert mine is not None
-    return mine
+            own_group = group
+    assert own_group is not None
+    return own_group
 
 
 @dataclass(frozen=True)
@@ -247,32 +247,32 @@ class _RowExchange:
 
     def gather(self, own: Tensor) -> Tensor:
         """Gather (own rows, ...) of every rank to (all rows, ...)."""
-        ranks, most = len(self.sizes), max(self.sizes)
+        ranks, max_rows = len(self.sizes), max(self.sizes)
         flat = own.detach().reshape(len(own), math.prod(own.shape[1:])).contiguous()
-        as_bytes = _padded(flat, most).view(torch.uint8)  # which every backend knows
-        parts = as_bytes.new_empty((ranks * most, as_bytes.shape[1]))
+        byte_rows = _padded(flat, max_rows).view(torch.uint8)  # which every backend knows
+        parts = byte_rows.new_empty((ranks * max_rows, byte_rows.shape[1]))
         with self.parallel_mesh.communication_timer.time_blocking_transfer("data"):
-            all_gather(parts, as_bytes, group=self.group)
-        whole = parts.view(own.dtype)
-        if min(self.sizes) < most:
-            pieces = whole.split(most)
-            whole = torch.cat([piece[:size] for piece, size in zip(pieces, self.sizes, strict=True)])
-        return whole.view(sum(self.sizes), *own.shape[1:])
+            all_gather(parts, byte_rows, group=self.group)
+        gathered = parts.view(own.dtype)
+        if min(self.sizes) < max_rows:
+            pieces = gathered.split(max_rows)
+            gathered = torch.cat([piece[:size] for piece, size in zip(pieces, self.sizes, strict=True)])
+        return gathered.view(sum(self.sizes), *own.shape[1:])
 
     def reduce_scatter(self, whole: Tensor) -> Tensor:
         """Reduce (all rows, ...) to (own rows, ...), summed over the ranks: the transpose of `gather`."""
         dtype = _SUMMED_AS.get(whole.dtype, whole.dtype)
         pieces = whole.detach().reshape(len(whole), -1).to(dtype).split(self.sizes)
-        most, size = max(self.sizes), self.sizes[self.parallel_mesh.data_rank]
-        parts = torch.cat([_padded(piece, most) for piece in pieces])
+        max_rows, size = max(self.sizes), self.sizes[self.parallel_mesh.data_rank]
+        parts = torch.cat([_padded(piece, max_rows) for piece in pieces])
         if dtype.is_complex:
             parts = torch.view_as_real(parts).flatten(1)
-        own = parts.new_empty((most, parts.shape[1]))
+        own_rows = parts.new_empty((max_rows, parts.shape[1]))
         with self.parallel_mesh.communication_timer.time_blocking_transfer("data"):
-            reduce_scatter(own, parts, group=self.group)
+            reduce_scatter(own_rows, parts, group=self.group)
         if dtype.is_complex:
-            own = torch.view_as_complex(own.unflatten(1, (-1, 2)))
-        return own[:size].to(whole.dtype).view(size, *whole.shape[1:])
+            own_rows = torch.view_as_complex(own_rows.unflatten(1, (-1, 2)))
+        return own_rows[:size].to(whole.dtype).view(size, *whole.shape[1:])
 
 
 class _AllGatherRows(torch.autograd.Function):
@@ -299,6 +299,6 @@ class _ReduceScatterRows(torch.autograd.Function):
         return _AllGatherRows.apply(gradient, ctx.exchange), None  # type: ignore[no-untyped-call]  # torch's
 
 
-def _padded(rows: Tensor, most: int) -> Tensor:
-    missing = most - len(rows)
+def _padded(rows: Tensor, row_count: int) -> Tensor:
+    missing = row_count - len(rows)
     return rows if missing == 0 else torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])

@@ -93,14 +93,16 @@ class UnitReducer:
         """
         self._is_open = True  # torch's pipelines begin none
         self._end_micro_batch()
-        told = self._exchange_unit_facts()
-        late = [unit for unit, tells in zip(self._units, told, strict=True) if tells.is_pending]
-        for unit in late:
+        unit_facts = self._exchange_unit_facts()
+        pending_units = [
+            unit for unit, facts in zip(self._units, unit_facts, strict=True) if facts.is_pending
+        ]
+        for unit in pending_units:
             self._reduce(unit)
-        if not self._has_order or not set(late).issubset(self._reduction_order):
-            self._adopt_order(told)
-        for unit, tells in zip(self._units, told, strict=True):
-            unit.end_step(tells.had_gradient)
+        if not self._has_order or not set(pending_units).issubset(self._reduction_order):
+            self._adopt_order(unit_facts)
+        for unit, facts in zip(self._units, unit_facts, strict=True):
+            unit.end_step(facts.had_gradient)
             self._gathered_copies[unit].end_step()
 
     def check_weights_unchanged(self) -> None:
@@ -128,21 +130,23 @@ class UnitReducer:
             AllRanksError: a rank is about to gather a unit.
         """
         self.synchronize_gathers()
-        place = (
-            {unit: at for at, unit in enumerate(self._backward_order, start=1)} if self._is_first_rank else {}
+        positions = (
+            {unit: position for position, unit in enumerate(self._backward_order, start=1)}
+            if self._is_first_rank
+            else {}
         )
         self._backward_order = []
-        mine = [
+        own_numbers = [
             number
             for unit in self._units
             for number in (
                 float(unit.has_gradient()),
-                float(place.get(unit, 0)),
+                float(positions.get(unit, 0)),
                 *map(float, unit.gradient_flags()),
             )
         ]
         hashed = self.gather_order_check.hash if self.gather_order_check is not None else 0
-        numbers = torch.tensor([hashed, hashed**2, *mine], dtype=torch.float64, device=self._device)
+        numbers = torch.tensor([hashed, hashed**2, *own_numbers], dtype=torch.float64, device=self._device)
         if self._shard_group is not None:
             with self._communication_timer.time_blocking_transfer("data"):
                 dist.all_reduce(numbers, group=self._shard_group)
@@ -152,30 +156,34 @@ class UnitReducer:
             with self._communication_timer.time_blocking_transfer("data"):
                 dist.all_reduce(numbers, group=self._replica_group)
         # In a dry run tensors have no values, and all ranks have what one has.
-        differs, _, *told = [0, 0, *mine] if is_fake(numbers) or numbers.is_meta else numbers.tolist()
+        differs, _, *summed_numbers = (
+            [0, 0, *own_numbers] if is_fake(numbers) or numbers.is_meta else numbers.tolist()
+        )
         if self.gather_order_check is not None:
             self.gather_order_check.end_step(differs > 0)
-        given = iter(told)
+        number_iterator = iter(summed_numbers)
         return [
             _UnitFacts(
-                next(given) > 0, int(next(given)), [had > 0 for had in islice(given, len(unit.had_gradient))]
+                next(number_iterator) > 0,
+                int(next(number_iterator)),
+                [flag > 0 for flag in islice(number_iterator, len(unit.had_gradient))],
             )
             for unit in self._units
         ]
 
     def _adopt_order(self, unit_facts: Sequence[_UnitFacts]) -> None:
         """Adopt the first rank's order in the first step; later append units that were never used before."""
-        place = {unit: tells.position for unit, tells in zip(self._units, unit_facts, strict=True)}
-        used = {
+        positions = {unit: facts.position for unit, facts in zip(self._units, unit_facts, strict=True)}
+        used_units = {
             unit
-            for unit, tells in zip(self._units, unit_facts, strict=True)
-            if tells.is_pending or any(tells.had_gradient)
+            for unit, facts in zip(self._units, unit_facts, strict=True)
+            if facts.is_pending or any(facts.had_gradient)
         }
         if not self._has_order:
-            self._reduction_order.sort(key=lambda unit: place[unit] or len(place) + 1)
-            self._reduction_order = [unit for unit in self._reduction_order if unit in used]
+            self._reduction_order.sort(key=lambda unit: positions[unit] or len(positions) + 1)
+            self._reduction_order = [unit for unit in self._reduction_order if unit in used_units]
         self._reduction_order += [
-            unit for unit in self._units if unit in used and unit not in self._reduction_order
+            unit for unit in self._units if unit in used_units and unit not in self._reduction_order
         ]
         self._has_order = True
 
@@ -183,9 +191,9 @@ class UnitReducer:
         # A recomputed forward does not count: torch._C has the only test for one, which FSDP2 uses too.
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             unit.forwards += 1
-        found = forward(*arguments)
+        result = forward(*arguments)
         self._gathered_copies[unit].record_versions()
-        return found
+        return result
 
     def _post_forward(self, unit: _Unit, forward: Any, *arguments: Any) -> Any:
         self._gathered_copies[unit].check_values()
@@ -193,7 +201,7 @@ class UnitReducer:
         if not self.reshards or not torch.is_grad_enabled():
             return output
         # A change in place of a view would take FSDP2's hook away, which gathers the unit for its backward.
-        return tree_map_only(Tensor, lambda one: one.clone() if one._is_view() else one, output)
+        return tree_map_only(Tensor, lambda tensor: tensor.clone() if tensor._is_view() else tensor, output)
 
     def _post_backward(self, unit: _Unit, *_: Any) -> None:
         """Note that backward has passed a use of `unit`; FSDP2 also calls it at the end, for each unit."""
@@ -250,7 +258,7 @@ class _Unit:
 
     def __init__(self, module: FSDPModule, group: Any) -> None:
         self._module, self.group = module, group
-        self._idle, self._fsdp_post_backward = group._training_state, group.post_backward
+        self._idle_state, self._fsdp_post_backward = group._training_state, group.post_backward
         self.had_gradient = [False] * len(group.fsdp_params)
         """Parameters that had a gradient in this step, on this rank."""
         self.end_micro_batch()
@@ -271,17 +279,20 @@ class _Unit:
     def gradient_flags(self) -> list[bool]:
         """Return a flag by parameter: this rank has had a gradient in this step, reduced or not."""
         shards = zip(self.had_gradient, self.group.fsdp_params, strict=True)
-        return [had or (_is_trained(shard) and _gradient(shard) is not None) for had, shard in shards]
+        return [
+            had_gradient or (_is_trained(shard) and _gradient(shard) is not None)
+            for had_gradient, shard in shards
+        ]
 
     def accumulate(self, *, reshard: bool) -> None:
         """Accumulate unsharded gradients without a reduction."""
         group = self.group
         if not all(hasattr(shard, "_unsharded_param") for shard in group.fsdp_params):
             return  # it has never been used
-        were = group.reduce_grads, group.reshard_after_backward
-        group.reduce_grads, group.reshard_after_backward = False, reshard and were[1]
+        saved_settings = group.reduce_grads, group.reshard_after_backward
+        group.reduce_grads, group.reshard_after_backward = False, reshard and saved_settings[1]
         self._fsdp_post_backward()
-        group.reduce_grads, group.reshard_after_backward = were
+        group.reduce_grads, group.reshard_after_backward = saved_settings
 
     def reduce(self) -> None:
         """Sum the gradients of all trained parameters over the ranks; all ranks of the unit call it."""
@@ -310,7 +321,7 @@ class _Unit:
         """
         if self.group.device.type != "cpu":
             self.group.finalize_backward()  # waits for what was reduced after FSDP2 has
-        self.group._training_state = self._idle
+        self.group._training_state = self._idle_state
         if self.group.reshard_after_backward:
             self.group.reshard()
         for shard, is_real in zip(self.group.fsdp_params, had_gradient, strict=True):

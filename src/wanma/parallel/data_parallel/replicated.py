@@ -77,19 +77,21 @@ class Replicated:
         self._parameters = replicate_parameters(
             model, parallel_mesh, selected, permanently_frozen=permanently_frozen
         )
-        self._change_check = ForwardChangeCheck([held.full_name for held in self._parameters])
-        self._specs = [_gradient_spec(index, held) for index, held in enumerate(self._parameters)]
+        self._change_check = ForwardChangeCheck([parameter.full_name for parameter in self._parameters])
+        self._specs = [_gradient_spec(index, parameter) for index, parameter in enumerate(self._parameters)]
         self._bucket_layout: tuple[list[GradientSpec], list[Bucket]] = [], []
         self._compression = compression if parallel_mesh.parameter_mesh["replicate"].size() > 1 else None
         if self._compression is not None:
             self._replica_group = parallel_mesh.parameter_mesh["replicate"].get_group()
-            for held, size in zip(self._parameters, self._specs, strict=True):
-                slot = replicated_layout(held.full_name, partial(getattr, held, "state"), tuple(size.shape))
+            for parameter, size in zip(self._parameters, self._specs, strict=True):
+                slot = replicated_layout(
+                    parameter.full_name, partial(getattr, parameter, "state"), tuple(size.shape)
+                )
                 self._compression.register(slot)
         self._is_bound_for_compute = self._has_changed = False
         # Outside what is compiled, as FSDP2's are.
-        before = torch.compiler.disable(self._before_forward)
-        model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        pre_hook = torch.compiler.disable(self._before_forward)
+        model.register_forward_pre_hook(pre_hook, prepend=True, with_kwargs=True)
 
     def begin_micro_batch(self, is_last: bool) -> None:
         """Begin a micro-batch; the backward of the step's last one completes the gradients."""
@@ -113,20 +115,24 @@ class Replicated:
         """
         self._stale_parameter_check.check()
         self._has_changed = self._change_check.end_step()
-        for held in self._parameters:
-            held.adopt_data()
+        for parameter in self._parameters:
+            parameter.adopt_data()
         gradients = self._reduce_over_dp(self._reduce_over_tp())
         self.reshard()
         for index, gradient in gradients.items():
-            held = self._parameters[index]
+            parameter = self._parameters[index]
             if self.gradient_divisor != 1:
                 gradient.div_(self.gradient_divisor)
-            state: Any = held.state
+            state: Any = parameter.state
             state.grad = wrap_local(gradient, state.device_mesh, state.placements, like=state)
 
     def forward_parameters(self) -> Iterator[Tensor]:
         """Yield the tensors beside the module's parameters that are or were its parameters."""
-        yield from (held.compute_parameter for held in self._parameters if held.compute_parameter is not None)
+        yield from (
+            parameter.compute_parameter
+            for parameter in self._parameters
+            if parameter.compute_parameter is not None
+        )
         yield from self._stale_parameter_check.original_parameters()
 
     def synchronize_gathers(self) -> None:
@@ -142,9 +148,9 @@ class Replicated:
         """Make the state the module's parameters again."""
         if self._is_bound_for_compute:
             self._is_bound_for_compute = False
-            for held in self._parameters:
-                held.install(held.state)
-                held.adopt_requires_grad()
+            for parameter in self._parameters:
+                parameter.install(parameter.state)
+                parameter.adopt_requires_grad()
 
     def _before_forward(
         self,
@@ -154,10 +160,14 @@ class Replicated:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not self._is_bound_for_compute:
             self._is_bound_for_compute = True
-            for index, held in enumerate(self._parameters):
-                held.install(held.prepare_compute_parameter(_gradient_hook(self, index)))
+            for index, parameter in enumerate(self._parameters):
+                parameter.install(parameter.prepare_compute_parameter(_gradient_hook(self, index)))
             self._change_check.begin_step(
-                [held.compute_parameter for held in self._parameters if held.compute_parameter is not None]
+                [
+                    parameter.compute_parameter
+                    for parameter in self._parameters
+                    if parameter.compute_parameter is not None
+                ]
             )
         if self._input_dtype is None:
             return arguments, keywords
@@ -205,20 +215,22 @@ class Replicated:
 
     def _reduce_over_tp(self) -> dict[int, Tensor]:
         """Take the remaining gradients as plain tensors, partial ones summed over the tensor ranks."""
-        taken = {index: held.pop_gradient() for index, held in enumerate(self._parameters)}
-        gradients = {index: gradient for index, gradient in taken.items() if gradient is not None}
-        plain = {index: local_tensor(gradient).contiguous() for index, gradient in gradients.items()}
-        owed = [index for index, gradient in gradients.items() if is_partial(gradient)]
-        for dtype in dict.fromkeys(plain[index].dtype for index in owed):
+        popped = {index: parameter.pop_gradient() for index, parameter in enumerate(self._parameters)}
+        gradients = {index: gradient for index, gradient in popped.items() if gradient is not None}
+        local_gradients = {
+            index: local_tensor(gradient).contiguous() for index, gradient in gradients.items()
+        }
+        partial_indices = [index for index, gradient in gradients.items() if is_partial(gradient)]
+        for dtype in dict.fromkeys(local_gradients[index].dtype for index in partial_indices):
             assert self._tp_group is not None
-            members = [index for index in owed if plain[index].dtype == dtype]
-            flat = torch.cat([plain[index].view(-1) for index in members])
+            members = [index for index in partial_indices if local_gradients[index].dtype == dtype]
+            flat = torch.cat([local_gradients[index].view(-1) for index in members])
             with self.communication_timer.time_blocking_transfer("tensor"):
                 dist.all_reduce(flat, group=self._tp_group)
-            parts = flat.split([plain[index].numel() for index in members])
+            parts = flat.split([local_gradients[index].numel() for index in members])
             for index, part in zip(members, parts, strict=True):
-                plain[index] = part.view_as(plain[index])
-        return plain
+                local_gradients[index] = part.view_as(local_gradients[index])
+        return local_gradients
 
     def _reduce_over_dp(self, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
         """Return the sums of the gradients over the data ranks; none where no rank has one.
@@ -265,13 +277,13 @@ def find_replicated_parameters(model: nn.Module) -> set[nn.Parameter]:
     for parameter in model.parameters():
         if parameter.requires_grad:
             sizes[parameter.dtype] += parameter.numel()
-    usual = max(sizes, key=lambda dtype: sizes[dtype], default=None)
+    main_dtype = max(sizes, key=lambda dtype: sizes[dtype], default=None)
     return {
         parameter
         for parameter in model.parameters()
         if parameter.ndim == 0
         or parameter.numel() == 0
-        or (parameter.requires_grad and parameter.dtype != usual)
+        or (parameter.requires_grad and parameter.dtype != main_dtype)
     }
 
 
@@ -280,15 +292,15 @@ def _gradient_hook(replicated: Replicated, index: int) -> Callable[[Tensor], Non
 
     It does not keep `replicated` alive, as a parameter's hook otherwise would.
     """
-    listener = weakref.ref(replicated)
+    reference = weakref.ref(replicated)
 
     def on_gradient(_parameter: Tensor) -> None:
-        if (found := listener()) is not None:
-            found._mark_ready(index)
+        if (target := reference()) is not None:
+            target._mark_ready(index)
 
     return on_gradient
 
 
-def _gradient_spec(index: int, held: ReplicatedParameter) -> GradientSpec:
-    local = local_tensor(held.state)
-    return GradientSpec(index, local.shape, local.dtype, held.is_complete_in_backward)
+def _gradient_spec(index: int, parameter: ReplicatedParameter) -> GradientSpec:
+    local = local_tensor(parameter.state)
+    return GradientSpec(index, local.shape, local.dtype, parameter.is_complete_in_backward)

@@ -100,45 +100,53 @@ def apply_data_parallel(
             compression=compression,
             permanently_frozen=permanently_frozen,
         )
-    strays, frozen = StaleParameterCheck(model), None
-    divides = _divides_by_replicas(plan)
-    divisor = plan.replicate_group_size if divides else 1
+    stale_check, frozen = StaleParameterCheck(model), None
+    divides_by_replicas = _divides_by_replicas(plan)
+    divisor = plan.replicate_group_size if divides_by_replicas else 1
     scalars = _replicate_unshardable(
         model, plan, parallel_mesh, communication_timer, divisor, permanently_frozen
     )
-    if once := find_gather_free_weights(
+    if gather_free := find_gather_free_weights(
         model, plan, parallel_mesh, PRECISION_DTYPES[plan.precision], permanently_frozen
     ):
-        frozen = FrozenWeights(model, parallel_mesh, once)
-    whole = find_replicated_parameters(model) | (frozen.parameters if frozen is not None else set())
+        frozen = FrozenWeights(model, parallel_mesh, gather_free)
+    unsharded = find_replicated_parameters(model) | (frozen.parameters if frozen is not None else set())
     policy, root_policy = _precision_policies(plan, full_precision_output=full_precision_output)
-    blocks = _communication_units(model, blocks, plan, whole)
-    of_experts = {id(parameter) for module in experts for parameter in module.parameters()}
+    blocks = _communication_units(model, blocks, plan, unsharded)
+    expert_ids = {id(parameter) for module in experts for parameter in module.parameters()}
     if plan.ep > 1:
-        _shard_experts(experts, of_experts, plan, parallel_mesh, policy, whole)
+        _shard_experts(experts, expert_ids, plan, parallel_mesh, policy, unsharded)
     placement = (
-        partial(_shard_placement, expert_parameter_ids=of_experts, shards=plan.shard_group_size)
-        if of_experts
+        partial(_shard_placement, expert_parameter_ids=expert_ids, shards=plan.shard_group_size)
+        if expert_ids
         else None
     )
     shard = partial(
         fully_shard,
         mesh=parallel_mesh.hsdp_mesh,
         offload_policy=fsdp_offload_policy(plan),
-        ignored_params=whole,
+        ignored_params=unsharded,
         shard_placement_fn=placement,
     )
     for block in blocks:
         shard(block, mp_policy=policy, reshard_after_forward=plan.reshards_after_forward)
     shard(model, mp_policy=root_policy, reshard_after_forward=False)
-    _prepare_units(model, experts, plan, parallel_mesh, communication_timer, compression, divides=divides)
+    _prepare_units(
+        model,
+        experts,
+        plan,
+        parallel_mesh,
+        communication_timer,
+        compression,
+        divides_by_replicas=divides_by_replicas,
+    )
     assert isinstance(model, FSDPModule)
     return Sharded(
         model,
         plan,
         communication_timer,
         divisor,
-        strays,
+        stale_check,
         scalars,
         frozen,
         UnitReducer(model, parallel_mesh, communication_timer),
@@ -203,7 +211,7 @@ def _shard_experts(
     plan: Plan,
     parallel_mesh: ParallelMesh,
     policy: MixedPrecisionPolicy,
-    whole: set[nn.Parameter],
+    unsharded: set[nn.Parameter],
 ) -> None:
     """Make units of modules of experts, on the mesh that `ep` splits."""
     # Experts get their input from the block, in its precision.
@@ -214,7 +222,7 @@ def _shard_experts(
             mesh=parallel_mesh.expert_hsdp_mesh,
             mp_policy=expert_policy,
             offload_policy=fsdp_offload_policy(plan),
-            ignored_params=whole,
+            ignored_params=unsharded,
             reshard_after_forward=plan.reshards_after_forward,
             shard_placement_fn=partial(
                 _shard_placement,
@@ -234,19 +242,19 @@ def _prepare_units(
     communication_timer: CommunicationTimer,
     compression: GradientCompression | None,
     *,
-    divides: bool,
+    divides_by_replicas: bool,
 ) -> None:
     """Set how every FSDP2 unit of `model` gathers and reduces."""
     names = parameter_names_by_id(model)
-    spread = {id(module) for module in experts} if plan.ep > 1 else set()
+    expert_modules = {id(module) for module in experts} if plan.ep > 1 else set()
     for unit in fsdp_units(model):
-        mesh = parallel_mesh.expert_hsdp_mesh if id(unit) in spread else parallel_mesh.hsdp_mesh
+        mesh = parallel_mesh.expert_hsdp_mesh if id(unit) in expert_modules else parallel_mesh.hsdp_mesh
         unit.set_force_sum_reduction_for_comms(True)
         if plan.device == "cpu":
             _set_cpu_collectives(unit, communication_timer, mesh, prefetch=plan.overlap)
         if compression is not None:
             compress_fsdp_unit(unit, compression, names)
-        if not divides:
+        if not divides_by_replicas:
             unit.set_gradient_divide_factor(1.0)
 
 
@@ -283,9 +291,9 @@ class Sharded:
         """
         if self.shared_memory_weights is not None:
             self.shared_memory_weights.begin_micro_batch(is_last)
-        at_end = self.plan.shard in ("none", "optimizer") or self.plan.pp > 1
-        self.unit_reducer.begin_micro_batch(reduces=is_last or not at_end)
-        if at_end:
+        reduces_at_end = self.plan.shard in ("none", "optimizer") or self.plan.pp > 1
+        self.unit_reducer.begin_micro_batch(reduces=is_last or not reduces_at_end)
+        if reduces_at_end:
             self.model.set_requires_gradient_sync(is_last)
         else:
             self.model.set_requires_all_reduce(is_last)
@@ -299,9 +307,9 @@ class Sharded:
 
         It takes no memory, and modules may read each other's weights.
         """
-        found = [fsdp_param_group(unit) for unit in fsdp_units(self.model)]
+        groups = [fsdp_param_group(unit) for unit in fsdp_units(self.model)]
         if self.shared_memory_weights is not None and all(
-            is_in_shared_memory(group) for group in found if group is not None
+            is_in_shared_memory(group) for group in groups if group is not None
         ):
             self.unit_reducer.reshards = False
             self.model.set_reshard_after_forward(False)
@@ -408,9 +416,9 @@ def _shard_placement(parameter: nn.Parameter, expert_parameter_ids: set[int], sh
         return None
     placements = parameter.placements if isinstance(parameter, DTensor) else ()
     split = {placement.dim for placement in placements if isinstance(placement, Shard)}
-    held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    whole = (dim for dim in range(1, parameter.ndim) if dim not in split)
-    return Shard(next((dim for dim in (0, *whole) if held.shape[dim] % shards == 0), 0))
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    unsplit_dims = (dim for dim in range(1, parameter.ndim) if dim not in split)
+    return Shard(next((dim for dim in (0, *unsplit_dims) if local.shape[dim] % shards == 0), 0))
 
 
 def _set_cpu_collectives(

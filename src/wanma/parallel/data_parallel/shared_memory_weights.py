@@ -110,18 +110,18 @@ def share_weights_in_memory(
             shards.setdefault(group, []).append((name, shard))
     if not shards:
         return None
-    weights, common = SharedMemoryWeights(tuple(shards), communication_timer), set()
-    for group, of_group in shards.items():
-        parts = [(shard._sharded_param_data.numel(), _compute_dtype(shard)) for _, shard in of_group]
-        for (name, shard), found in zip(of_group, group.allocate_shared(parts), strict=True):
-            if found is not None:
-                weights.parameters.append(SharedMemoryParameter(name, shard, *found))
-                common.add(id(shard))
+    weights, shared_ids = SharedMemoryWeights(tuple(shards), communication_timer), set()
+    for group, group_shards in shards.items():
+        parts = [(shard._sharded_param_data.numel(), _compute_dtype(shard)) for _, shard in group_shards]
+        for (name, shard), shared_views in zip(group_shards, group.allocate_shared(parts), strict=True):
+            if shared_views is not None:
+                weights.parameters.append(SharedMemoryParameter(name, shard, *shared_views))
+                shared_ids.add(id(shard))
     for unit in fsdp_units(model):
-        if (of_unit := fsdp_param_group(unit)) is not None:
-            is_all = common.issuperset(id(shard) for shard in of_unit.fsdp_params)
+        if (unit_group := fsdp_param_group(unit)) is not None:
+            is_fully_shared = shared_ids.issuperset(id(shard) for shard in unit_group.fsdp_params)
             unit.set_custom_all_gather(
-                _SharedMemoryGather(weights, None if is_all else of_unit._all_gather_comm)
+                _SharedMemoryGather(weights, None if is_fully_shared else unit_group._all_gather_comm)
             )
 
     def keep(*_: Any) -> None:
@@ -222,11 +222,11 @@ class SharedMemoryParameter:
                     "convert the model before it is prepared; train.precision sets the precision of "
                     "computation",
                 )
-            mine = self._own_part[: local.numel()].view(local.size())
-            if mine.data_ptr() != local.data_ptr():
-                mine.copy_(local)
-            shard._sharded_param_data, shard.sharded_param._local_tensor = self._own_part, mine
-            local = mine
+            own_part = self._own_part[: local.numel()].view(local.size())
+            if own_part.data_ptr() != local.data_ptr():
+                own_part.copy_(local)
+            shard._sharded_param_data, shard.sharded_param._local_tensor = self._own_part, own_part
+            local = own_part
         local.fsdp_pre_all_gather, local.fsdp_post_all_gather = self._pre_all_gather, self._post_all_gather
         shard._init_extensions()
 
@@ -248,9 +248,9 @@ class SharedMemoryParameter:
         Raises:
             WanmaError: a module has changed a weight in its forward.
         """
-        noted, self._checksum = self._checksum, None
+        previous_checksum, self._checksum = self._checksum, None
         if self._full_tensor._version != self._version or (
-            noted is not None and checksum(self._own_part) != noted
+            previous_checksum is not None and checksum(self._own_part) != previous_checksum
         ):
             raise lost_change_error(self._name, on_cpu=True)
 
@@ -299,5 +299,5 @@ def _is_dim0_sharded(shard: Any) -> bool:
 
 
 def _compute_dtype(shard: Any) -> torch.dtype:
-    own: torch.dtype = shard.sharded_param.dtype
-    return (shard.mp_policy.param_dtype or own) if own.is_floating_point else own
+    dtype: torch.dtype = shard.sharded_param.dtype
+    return (shard.mp_policy.param_dtype or dtype) if dtype.is_floating_point else dtype

@@ -83,10 +83,10 @@ def _distribute_experts(module: Experts, parallel_mesh: ParallelMesh) -> None:
     else:
         mesh = parallel_mesh.dim_mesh("tp")
     for name, dim in (("gate", 1), ("up", 1), ("down", 2)):
-        whole = module.get_parameter(name)
+        parameter = module.get_parameter(name)
         placements = [Shard(0), Shard(dim)][-mesh.ndim :]
-        split = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(split, requires_grad=whole.requires_grad))
+        split = distribute_tensor(parameter, mesh, placements, src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(split, requires_grad=parameter.requires_grad))
     use_local_parameters(module, dict.fromkeys(("gate", "up", "down"), local_shard))
     if plan.tp > 1:
         residual: Placement = Shard(1) if plan.sequence_parallel else Replicate()
@@ -99,11 +99,12 @@ def _reduce_over_tensor_ranks(module: nn.Module, mesh: DeviceMesh, residual_plac
     """Put `Experts`, whose matrices the ranks of `mesh` share, between their parts of the residual stream."""
     forward = module.forward
 
-    def summed(x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        x, weights, chosen = (
-            redistribute_local(part, mesh, residual_placement, Replicate()) for part in (x, weights, chosen)
+    def summed(x: Tensor, weights: Tensor, expert_indices: Tensor) -> Tensor:
+        x, weights, expert_indices = (
+            redistribute_local(part, mesh, residual_placement, Replicate())
+            for part in (x, weights, expert_indices)
         )
-        return redistribute_local(forward(x, weights, chosen), mesh, Partial(), residual_placement)
+        return redistribute_local(forward(x, weights, expert_indices), mesh, Partial(), residual_placement)
 
     module.forward = summed
 
@@ -126,27 +127,31 @@ class TokenDispatcher(nn.Module):
     def forward(self, rows: Tensor, weights: Tensor, counts: Tensor, *matrices: Tensor) -> Tensor:
         """Compute `GroupedFeedForward`; `counts` are of all experts, `matrices` of this rank's."""
         ranks = self._group.size()
-        going = counts.view(ranks, -1)  # (ranks, experts of each)
-        coming = all_to_all_single(going, None, None, self._group)  # (ranks, experts here)
+        send_counts = counts.view(ranks, -1)  # (ranks, experts of each)
+        receive_counts = all_to_all_single(send_counts, None, None, self._group)  # (ranks, experts here)
         # Both at once: the host waits for a GPU here.
-        sent, received = counts_to_list(torch.stack([going.sum(1), coming.sum(1)]), len(rows))
-        rows = all_to_all_single_autograd(rows, received, sent, self._group)
-        weights = all_to_all_single_autograd(weights, received, sent, self._group)
+        sent_rows, received_rows = counts_to_list(
+            torch.stack([send_counts.sum(1), receive_counts.sum(1)]), len(rows)
+        )
+        rows = all_to_all_single_autograd(rows, received_rows, sent_rows, self._group)
+        weights = all_to_all_single_autograd(weights, received_rows, sent_rows, self._group)
 
         # From the ranks' order to the experts'.
-        experts = torch.arange(coming.shape[1], device=counts.device).repeat(ranks)
-        order = experts.repeat_interleave(coming.flatten(), output_size=sum(received)).argsort(stable=True)
-        places = inverse_permutation(order, len(order)).unsqueeze(1)
+        experts = torch.arange(receive_counts.shape[1], device=counts.device).repeat(ranks)
+        order = experts.repeat_interleave(receive_counts.flatten(), output_size=sum(received_rows)).argsort(
+            stable=True
+        )
+        positions = inverse_permutation(order, len(order)).unsqueeze(1)
         results = self.core(
-            permute_tokens(rows, order, places),
-            permute_tokens(weights, order, places),
-            coming.sum(0),
+            permute_tokens(rows, order, positions),
+            permute_tokens(weights, order, positions),
+            receive_counts.sum(0),
             *matrices,
         )
-        back: Tensor = all_to_all_single_autograd(
-            unpermute_tokens(results, order, places), sent, received, self._group
+        output: Tensor = all_to_all_single_autograd(
+            unpermute_tokens(results, order, positions), sent_rows, received_rows, self._group
         )
-        return back
+        return output
 
 
 class ShardedSampleReduction(SampleReduction):
@@ -184,10 +189,10 @@ class ShardedSampleReduction(SampleReduction):
     def slice_sequence(self, x: Tensor) -> Tensor:
         """Return this rank's part of a tensor that `gather_sequence` gathered."""
         if self._cp_group is not None:
-            mine = self._gathered_positions(x.shape[1] // self._context_ranks, x.device).chunk(
+            positions_by_rank = self._gathered_positions(x.shape[1] // self._context_ranks, x.device).chunk(
                 self._context_ranks
             )
-            x = x[:, mine[self._context_rank]]
+            x = x[:, positions_by_rank[self._context_rank]]
         if self._tp_group is not None:
             x = x.chunk(self._tp_group.size(), dim=1)[self._tp_group.rank()]
         return x
@@ -195,8 +200,10 @@ class ShardedSampleReduction(SampleReduction):
     def _gathered_positions(self, local: int, device: torch.device) -> Tensor:
         """Return the positions that the context ranks hold, one rank after the other."""
         ranks, length = self._context_ranks, local * self._context_ranks
-        held = [context_rank_positions(length, self._cp_method, ranks, rank) for rank in range(ranks)]
-        return torch.cat(held).to(device)
+        positions_by_rank = [
+            context_rank_positions(length, self._cp_method, ranks, rank) for rank in range(ranks)
+        ]
+        return torch.cat(positions_by_rank).to(device)
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -159,7 +159,7 @@ class GradientCompression:
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Return the kept tensors in place: 'error.NAME' (ranks, *shape of the parameter), and 'q.NAME'."""
-        kept: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for layout in self._layouts.values():
             if (
                 self._compression_of(layout) not in ERROR_FEEDBACK_METHODS
@@ -168,10 +168,10 @@ class GradientCompression:
                 continue
             memory = self._get_error_feedback(layout, self._device)
             if memory.residual is not None:
-                kept[f"{ERROR_KIND}.{layout.name}"] = _error_dtensor(layout, memory.residual)
+                tensors[f"{ERROR_KIND}.{layout.name}"] = _error_dtensor(layout, memory.residual)
             if memory.power_sgd_q is not None:
-                kept[f"{POWER_SGD_Q_KIND}.{layout.name}"] = _q_dtensor(layout, memory.power_sgd_q)
-        return kept
+                tensors[f"{POWER_SGD_Q_KIND}.{layout.name}"] = _q_dtensor(layout, memory.power_sgd_q)
+        return tensors
 
     def error_norm(self) -> float:
         """Return the norm of this rank's error feedback, in units of the mean loss's gradients."""
@@ -193,7 +193,7 @@ class GradientCompression:
         self, buckets: Iterable[NamedGradients], group: dist.ProcessGroup
     ) -> Iterator[CollectiveSteps[int]]:
         for bucket in buckets:
-            by_method: defaultdict[Compression, list[BucketTensor]] = defaultdict(list)
+            tensors_by_method: defaultdict[Compression, list[BucketTensor]] = defaultdict(list)
             for name, values, result in bucket:
                 layout = self._layouts[name]
                 kind = self._compression_of(layout)
@@ -202,9 +202,9 @@ class GradientCompression:
                     if kind in ERROR_FEEDBACK_METHODS
                     else None
                 )
-                by_method[kind].append(BucketTensor(values, result, layout.matrix_columns, memory))
+                tensors_by_method[kind].append(BucketTensor(values, result, layout.matrix_columns, memory))
             is_scattered = bucket[0][2] is not None
-            for kind, pieces in by_method.items():
+            for kind, pieces in tensors_by_method.items():
                 method = self._method(kind)
                 if is_scattered:
                     self._uncompressed_bytes += compute_uncompressed_bytes(pieces, group.size(), scatter=True)
@@ -215,11 +215,11 @@ class GradientCompression:
                     )
                     yield from method.all_reduce(pieces, group)
                 else:
-                    by_nodes = HierarchicalCompressor(
+                    compressor = HierarchicalCompressor(
                         method, self._node_groups, splits_tensors=not COMPRESSION_TRAITS[kind].is_low_rank
                     )
-                    self._uncompressed_bytes += by_nodes.compute_uncompressed_bytes(pieces)
-                    yield from by_nodes.all_reduce(pieces)
+                    self._uncompressed_bytes += compressor.compute_uncompressed_bytes(pieces)
+                    yield from compressor.all_reduce(pieces)
 
     def _compression_of(self, layout: GradientLayout) -> Compression:
         kind = self._plan.compression_for_parameter(layout.name)
@@ -297,11 +297,11 @@ def _error_dtensor(layout: GradientLayout, error: Tensor) -> Tensor:
     shifted = tuple(map(_prepend_dim, placements[2:]))
     if layout.is_reduce_scattered:
         # Each rank of the shards holds a full one; only the other mesh dimensions split it.
-        over: tuple[Placement, ...] = (Replicate(), Shard(0), *shifted)
+        dtensor_placements: tuple[Placement, ...] = (Replicate(), Shard(0), *shifted)
         sizes = _global_sizes(layout.shape, mesh, placements)
-        return _from_local(local, mesh, over, (mesh.size(1), *sizes))
-    over = (Shard(0), _prepend_dim(placements[1]), *shifted)
-    return _from_local(local, mesh, over, (mesh.size(0), *state.shape))
+        return _from_local(local, mesh, dtensor_placements, (mesh.size(1), *sizes))
+    dtensor_placements = (Shard(0), _prepend_dim(placements[1]), *shifted)
+    return _from_local(local, mesh, dtensor_placements, (mesh.size(0), *state.shape))
 
 
 def _q_dtensor(layout: GradientLayout, q: Tensor) -> Tensor:
@@ -309,10 +309,10 @@ def _q_dtensor(layout: GradientLayout, q: Tensor) -> Tensor:
     state = layout.get_parameter()
     assert isinstance(state, DTensor)
     mesh = state.device_mesh
-    own = [dim for dim in range(mesh.ndim) if dim > 1 or (dim == 1 and not layout.is_reduce_scattered)]
-    over = tuple(Shard(0) if axis in own else Replicate() for axis in range(mesh.ndim))
-    sets = math.prod(mesh.size(axis) for axis in own)
-    return _from_local(q[None], mesh, over, (sets, *q.shape))
+    split_axes = [dim for dim in range(mesh.ndim) if dim > 1 or (dim == 1 and not layout.is_reduce_scattered)]
+    dtensor_placements = tuple(Shard(0) if axis in split_axes else Replicate() for axis in range(mesh.ndim))
+    set_count = math.prod(mesh.size(axis) for axis in split_axes)
+    return _from_local(q[None], mesh, dtensor_placements, (set_count, *q.shape))
 
 
 def _global_sizes(

@@ -33,13 +33,13 @@ class GradientHooks:
         self._plan = plan
         self._hooks: dict[str, ParameterHooks] = {}
         # By object: a hook is called once for a parameter that two modules name.
-        taken: dict[nn.Parameter, ParameterHooks] = {}
+        adopted: dict[nn.Parameter, ParameterHooks] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            if parameter in taken:
-                self._hooks[name] = taken[parameter]
+            if parameter in adopted:
+                self._hooks[name] = adopted[parameter]
             elif has_hooks(parameter):
                 self._adopt(name, parameter)
-                taken[parameter] = self._hooks[name]
+                adopted[parameter] = self._hooks[name]
 
     def collect(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Adopt the hooks that have been registered on the state's parameters since the last call.
@@ -75,14 +75,14 @@ class GradientHooks:
             gradient = _full_tensor(parameter.grad, device) * gradient_multiplier
             for hook in _all(hooks.gradient_hooks):
                 with torch.enable_grad():
-                    changed = hook(gradient)
-                gradient = gradient if changed is None else changed
+                    replacement = hook(gradient)
+                gradient = gradient if replacement is None else replacement
             if any(hooks.post_accumulate_hooks):
-                left = _run_after_gradient_hooks(name, _full_tensor(parameter, device), gradient, hooks)
-                if left is None:
+                remaining = _run_after_gradient_hooks(name, _full_tensor(parameter, device), gradient, hooks)
+                if remaining is None:
                     parameter.grad = None
                     continue
-                gradient = left
+                gradient = remaining
             _store_gradient(name, gradient / gradient_multiplier, parameter.grad)
 
     def _adopt(self, name: str, parameter: nn.Parameter) -> None:
@@ -104,17 +104,17 @@ def _run_after_gradient_hooks(
     name: str, value: Tensor, gradient: Tensor, hooks: ParameterHooks
 ) -> Tensor | None:
     """Return the gradient that hooks on a parameter leave it with."""
-    shown = nn.Parameter(value.clone())
-    shown.grad = gradient
+    stand_in = nn.Parameter(value.clone())
+    stand_in.grad = gradient
     for hook in _all(hooks.post_accumulate_hooks):
-        hook(shown)
-    if not torch.equal(shown, value):
+        hook(stand_in)
+    if not torch.equal(stand_in, value):
         raise WanmaError(
             f"a gradient hook on {name} changes the parameter itself, but the change does not reach "
             "the trained state",
             "change only the gradient in the hook: train.optimizer updates the weights",
         )
-    return shown.grad
+    return stand_in.grad
 
 
 def _full_tensor(tensor: Tensor, device: torch.device) -> Tensor:
@@ -133,15 +133,15 @@ def _full_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     return placed.full_tensor()
 
 
-def _store_gradient(name: str, whole: Tensor, gradient: Tensor) -> None:
-    if whole.shape != gradient.shape:
+def _store_gradient(name: str, full_gradient: Tensor, gradient: Tensor) -> None:
+    if full_gradient.shape != gradient.shape:
         raise WanmaError(
-            f"a gradient hook on {name} returned shape {tuple(whole.shape)} for a gradient of shape "
+            f"a gradient hook on {name} returned shape {tuple(full_gradient.shape)} for a gradient of shape "
             f"{tuple(gradient.shape)}",
             "return a gradient of the parameter's shape",
         )
     if isinstance(gradient, DTensor):
-        whole = local_tensor(
-            distribute_tensor(whole, gradient.device_mesh, gradient.placements, src_data_rank=None)
+        full_gradient = local_tensor(
+            distribute_tensor(full_gradient, gradient.device_mesh, gradient.placements, src_data_rank=None)
         )
-    local_tensor(gradient).copy_(whole)
+    local_tensor(gradient).copy_(full_gradient)

@@ -20,7 +20,7 @@ def local_squared_norm(gradients: Iterable[Tensor], plan: Plan) -> Tensor:
     Returns:
         float64 scalar on the gradients' device.
     """
-    by_copies: dict[int, list[Tensor]] = defaultdict(list)
+    gradients_by_copies: dict[int, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         shards = 1
         if isinstance(gradient, DTensor):
@@ -29,9 +29,9 @@ def local_squared_norm(gradients: Iterable[Tensor], plan: Plan) -> Tensor:
                     shards *= size
             gradient = gradient.to_local()
         copies = plan.ranks_per_pipeline_rank // shards
-        by_copies[copies].append(gradient)
+        gradients_by_copies[copies].append(gradient)
     total = torch.zeros((), dtype=torch.float64)
-    for copies, tensors in by_copies.items():
+    for copies, tensors in gradients_by_copies.items():
         norms = torch.stack(torch._foreach_norm(tensors)).double()
         total = total.to(norms.device) + norms.square().sum() / copies
     return total

@@ -61,16 +61,16 @@ def assign_buckets(specs: Sequence[GradientSpec], bucket_bytes: int) -> list[Buc
 
 def _fill_buckets(specs: Iterable[GradientSpec], bucket_bytes: int) -> Iterable[Bucket]:
     run: list[GradientSpec] = []
-    held = 0
+    run_bytes = 0
     for size in specs:
         if size.nbytes >= bucket_bytes and run:
             yield Bucket(tuple(run))
-            run, held = [], 0
+            run, run_bytes = [], 0
         run.append(size)
-        held += size.nbytes
-        if held >= bucket_bytes:
+        run_bytes += size.nbytes
+        if run_bytes >= bucket_bytes:
             yield Bucket(tuple(run))
-            run, held = [], 0
+            run, run_bytes = [], 0
     if run:
         yield Bucket(tuple(run))
 
@@ -106,13 +106,15 @@ class GradientReducer:
         self._flatten_bucket = flatten_bucket
         self._communication_timer = communication_timer
         self._bucket_index = {
-            size.parameter_index: at for at, bucket in enumerate(bucket_layout) for size in bucket.specs
+            size.parameter_index: bucket_index
+            for bucket_index, bucket in enumerate(bucket_layout)
+            for size in bucket.specs
         }
         self._missing = [{size.parameter_index for size in bucket.specs} for bucket in bucket_layout]
         self._next_bucket = 0
         self._pending: list[PendingAllReduce] = []
         self._sums: dict[int, Tensor] = {}
-        self._present: set[int] = set()
+        self._parameters_with_gradient: set[int] = set()
         """Parameters of which this rank had a gradient."""
         self.any_flag = False
         """Result of `finalize`: some rank passed `flag`."""
@@ -125,10 +127,10 @@ class GradientReducer:
         Only the last micro-batch's gradients count. A bucket of which this rank lacks a gradient holds up
         those behind it until `finalize`.
         """
-        at = self._bucket_index.get(parameter_index)
-        if at is None or at < self._next_bucket:
+        bucket_index = self._bucket_index.get(parameter_index)
+        if bucket_index is None or bucket_index < self._next_bucket:
             return  # it is not trained; or comes a second time, which `finalize` will find
-        self._missing[at].discard(parameter_index)
+        self._missing[bucket_index].discard(parameter_index)
         self._poll()
         while self._next_bucket < len(self._bucket_layout) and not self._missing[self._next_bucket]:
             if not self._bucket_layout[self._next_bucket].is_complete_in_backward:
@@ -150,54 +152,58 @@ class GradientReducer:
         """
         if not self._bucket_layout:
             return {}
-        began = time.perf_counter()
-        self._communication_timer.begin_transfer("data", began)
-        early, self._pop_gradient = self._next_bucket, pop_gradient
+        start = time.perf_counter()
+        self._communication_timer.begin_transfer("data", start)
+        started_buckets, self._pop_gradient = self._next_bucket, pop_gradient
         while self._next_bucket < len(self._bucket_layout):
             self._begin_next()
-        late = self._pop_late_gradients(early)
+        late_gradients = self._pop_late_gradients(started_buckets)
         sizes = [size for bucket in self._bucket_layout for size in bucket.specs]
-        told = [float(size.parameter_index in self._present) for size in sizes]
-        told += [float(size.parameter_index in late) for size in sizes]
-        told.append(float(flag))
-        ranks = torch.tensor(told, device=self._device)
+        own_flags = [float(size.parameter_index in self._parameters_with_gradient) for size in sizes]
+        own_flags += [float(size.parameter_index in late_gradients) for size in sizes]
+        own_flags.append(float(flag))
+        ranks = torch.tensor(own_flags, device=self._device)
         self._start_bucket(ranks)
         self._wait()
         # In a dry run tensors have no values, and all ranks have what one has.
-        numbers = told if is_fake(ranks) else ranks.tolist()
-        has, had_late = numbers[: len(sizes)], numbers[len(sizes) : -1]
+        numbers = own_flags if is_fake(ranks) else ranks.tolist()
+        gradient_counts, late_counts = numbers[: len(sizes)], numbers[len(sizes) : -1]
         self.any_flag = numbers[-1] > 0
         sums = {
             size.parameter_index: self._sums[size.parameter_index]
-            for size, number in zip(sizes, has, strict=True)
+            for size, number in zip(sizes, gradient_counts, strict=True)
             if number
         }
-        again = [size for size, number in zip(sizes, had_late, strict=True) if number]
-        self.has_late_gradients = bool(again)
-        for size in again:
-            more = late.get(size.parameter_index)
-            more = torch.zeros(size.shape, dtype=size.dtype, device=self._device) if more is None else more
-            self._start_bucket(more)
+        late_specs = [size for size, number in zip(sizes, late_counts, strict=True) if number]
+        self.has_late_gradients = bool(late_specs)
+        for size in late_specs:
+            late_gradient = late_gradients.get(size.parameter_index)
+            late_gradient = (
+                torch.zeros(size.shape, dtype=size.dtype, device=self._device)
+                if late_gradient is None
+                else late_gradient
+            )
+            self._start_bucket(late_gradient)
             self._wait()
-            sums[size.parameter_index] += more
-        ended = time.perf_counter()
-        self._communication_timer.end_transfer("data", ended)
-        self._communication_timer.add_exposed("data", ended - began)
+            sums[size.parameter_index] += late_gradient
+        end = time.perf_counter()
+        self._communication_timer.end_transfer("data", end)
+        self._communication_timer.add_exposed("data", end - start)
         return sums
 
-    def _pop_late_gradients(self, early: int) -> dict[int, Tensor]:
-        """Return gradients made after those of their bucket were taken, of the first `early` buckets.
+    def _pop_late_gradients(self, started_buckets: int) -> dict[int, Tensor]:
+        """Return gradients made after those of their bucket were taken, among the first `started_buckets`.
 
         A backward may come to a parameter twice, in a reentrant checkpoint or because a user's loop calls it
         twice; nothing says so beforehand.
         """
-        found = {}
-        for bucket in self._bucket_layout[:early]:
+        gradients = {}
+        for bucket in self._bucket_layout[:started_buckets]:
             for size in bucket.specs:
                 gradient = self._pop_gradient(size.parameter_index)
                 if gradient is not None:
-                    found[size.parameter_index] = gradient
-        return found
+                    gradients[size.parameter_index] = gradient
+        return gradients
 
     def _begin_next(self) -> None:
         sizes = self._bucket_layout[self._next_bucket].specs
@@ -208,7 +214,7 @@ class GradientReducer:
             if gradient is None:
                 gradient = torch.zeros(size.shape, dtype=size.dtype, device=self._device)
             else:
-                self._present.add(size.parameter_index)
+                self._parameters_with_gradient.add(size.parameter_index)
             gradients.append(gradient)
         if len(sizes) == 1:
             self._sums[sizes[0].parameter_index] = gradients[0]

@@ -71,8 +71,8 @@ def build_node_groups(parallel_mesh: ParallelMesh) -> NodeGroups | None:
     """
     if not parallel_mesh.plan.hierarchical:
         return None
-    within: dist.ProcessGroup | None = None
-    between: dist.ProcessGroup | None = None
+    intra_node: dist.ProcessGroup | None = None
+    inter_node: dist.ProcessGroup | None = None
     for members in _replica_ranks(parallel_mesh.plan):
         nodes = [
             [members[index] for index in node]
@@ -80,24 +80,24 @@ def build_node_groups(parallel_mesh: ParallelMesh) -> NodeGroups | None:
         ]
         for node in nodes:
             group = dist.new_group(node)
-            within = group if parallel_mesh.rank in node else within
-        for apart in zip(*nodes, strict=True):  # equally many on each node, by the plan
-            group = dist.new_group(list(apart))
-            between = group if parallel_mesh.rank in apart else between
-    assert within is not None
-    assert between is not None
-    return NodeGroups(within, between)
+            intra_node = group if parallel_mesh.rank in node else intra_node
+        for peers in zip(*nodes, strict=True):  # equally many on each node, by the plan
+            group = dist.new_group(list(peers))
+            inter_node = group if parallel_mesh.rank in peers else inter_node
+    assert intra_node is not None
+    assert inter_node is not None
+    return NodeGroups(intra_node, inter_node)
 
 
 def _new_replica_group(parallel_mesh: ParallelMesh) -> dist.ProcessGroup:
     """Create the group of the replicas of this rank's part; torch wants every rank to make every group."""
-    mine: dist.ProcessGroup | None = None
+    own_group: dist.ProcessGroup | None = None
     for members in _replica_ranks(parallel_mesh.plan):
         group = dist.new_group(members)
         if parallel_mesh.rank in members:
-            mine = group
-    assert mine is not None
-    return mine
+            own_group = group
+    assert own_group is not None
+    return own_group
 
 
 def _replica_ranks(plan: Plan) -> list[list[int]]:
@@ -105,5 +105,5 @@ def _replica_ranks(plan: Plan) -> list[list[int]]:
     ranks = torch.arange(plan.world_size).view(
         plan.sites, plan.pp, plan.replicate_group_size, plan.shard_group_size, plan.tp
     )
-    found: list[list[int]] = ranks.movedim(2, -1).flatten(0, -2).tolist()
-    return found
+    groups: list[list[int]] = ranks.movedim(2, -1).flatten(0, -2).tolist()
+    return groups

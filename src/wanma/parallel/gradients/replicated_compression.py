@@ -38,25 +38,29 @@ def all_reduce_compressed(
     sizes = [size for bucket in bucket_layout for size in bucket.specs]
     if not sizes:
         return {}
-    device = next((one.device for one in gradients.values()), torch.device("cpu"))
+    device = next((index.device for index in gradients.values()), torch.device("cpu"))
     with communication_timer.time_blocking_transfer("data"):
-        has = torch.tensor([float(size.parameter_index in gradients) for size in sizes], device=device)
-        dist.all_reduce(has, group=group)
+        gradient_counts = torch.tensor(
+            [float(size.parameter_index in gradients) for size in sizes], device=device
+        )
+        dist.all_reduce(gradient_counts, group=group)
         # In a dry run tensors have no values, and all ranks have what one has.
-        ranks = [1.0] * len(sizes) if is_fake(has) else has.tolist()
+        ranks = [1.0] * len(sizes) if is_fake(gradient_counts) else gradient_counts.tolist()
         sums: dict[int, Tensor] = {}
         for size, number in zip(sizes, ranks, strict=True):
             if number:
-                own = gradients.get(size.parameter_index)
-                if own is None:
-                    own = torch.zeros(size.shape, dtype=size.dtype, device=device)
-                sums[size.parameter_index] = own
-        together = (
+                gradient = gradients.get(size.parameter_index)
+                if gradient is None:
+                    gradient = torch.zeros(size.shape, dtype=size.dtype, device=device)
+                sums[size.parameter_index] = gradient
+        indices_by_bucket = (
             [size.parameter_index for size in bucket.specs if size.parameter_index in sums]
             for bucket in bucket_layout
         )
         buckets = (
-            [(names[one], sums[one].view(1, -1), None) for one in found] for found in together if found
+            [(names[index], sums[index].view(1, -1), None) for index in indices]
+            for indices in indices_by_bucket
+            if indices
         )
         compression.reduce(buckets, group)
     return sums

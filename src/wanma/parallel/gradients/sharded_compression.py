@@ -53,13 +53,16 @@ def compress_fsdp_unit(
     shards, replicas = group.mesh_info.shard_mesh_size, group.mesh_info.replicate_mesh_size
     parameters: list[Any] = group.fsdp_params
     if replicas > 1:
-        layouts = [_hsdp_layout(one, names[id(one.sharded_param)]) for one in parameters]
+        layouts = [_hsdp_layout(parameter, names[id(parameter.sharded_param)]) for parameter in parameters]
         info = group.mesh_info
         info.replicate_process_group = CompressedReplicaGroup(
             info.replicate_process_group, compression, layouts
         )
     elif shards > 1:
-        layouts = [_reduce_scatter_layout(one, names[id(one.sharded_param)], shards) for one in parameters]
+        layouts = [
+            _reduce_scatter_layout(parameter, names[id(parameter.sharded_param)], shards)
+            for parameter in parameters
+        ]
         inner: ReduceScatter = group._reduce_scatter_comm
         unit.set_custom_reduce_scatter(CompressedReduceScatter(compression, layouts, inner))
     else:
@@ -160,8 +163,8 @@ def _buffer_slices(layouts: Sequence[GradientLayout], width: int) -> list[tuple[
 
 def _hsdp_layout(parameter: Any, name: str) -> GradientLayout:
     """Return the layout of this rank's shard of a parameter, which all its replicas hold alike."""
-    padded = tuple(parameter.padded_sharded_param_size)
-    layout = replicated_layout(name, partial(_module_parameter, parameter), padded)
+    padded_shape = tuple(parameter.padded_sharded_param_size)
+    layout = replicated_layout(name, partial(_module_parameter, parameter), padded_shape)
     return GradientLayout(
         name,
         layout.get_parameter,
@@ -177,13 +180,13 @@ def _reduce_scatter_layout(parameter: Any, name: str, shards: int) -> GradientLa
 
     One that is cut along another dim than the first comes with its parts below each other.
     """
-    padded = tuple(parameter.padded_sharded_param_size)
-    whole = tuple(parameter._orig_size)
+    padded_shape = tuple(parameter.padded_sharded_param_size)
+    full_shape = tuple(parameter._orig_size)
     if parameter.fsdp_placement.dim != 0:
-        whole = (shards * padded[0], *padded[1:])
-    length = math.prod(padded)
-    columns = max(math.prod(padded[1:]), 1)
-    return GradientLayout(name, partial(_module_parameter, parameter), shards, length, columns, whole)
+        full_shape = (shards * padded_shape[0], *padded_shape[1:])
+    length = math.prod(padded_shape)
+    columns = max(math.prod(padded_shape[1:]), 1)
+    return GradientLayout(name, partial(_module_parameter, parameter), shards, length, columns, full_shape)
 
 
 def _module_parameter(parameter: Any) -> Tensor:
@@ -192,10 +195,10 @@ def _module_parameter(parameter: Any) -> Tensor:
     `materialize_parameters` has put another there than FSDP2 was given, which finds it before the first
     forward.
     """
-    held: Tensor = parameter.sharded_param
+    module_parameter: Tensor = parameter.sharded_param
     if parameter.sharded_state is ShardedState.SHARDED:
-        held = getattr(parameter._module_info.module, parameter._module_info.param_name)
-    return held
+        module_parameter = getattr(parameter._module_info.module, parameter._module_info.param_name)
+    return module_parameter
 
 
 def parameter_names_by_id(model: nn.Module) -> dict[int, str]:

@@ -60,9 +60,9 @@ class DiskPool:
         self.reserved_bytes = 0
         """Bytes reserved on disk."""
         self._files: list[mmap.mmap] = []
-        self._used = 0
+        self._used_bytes = 0
         """Bytes of the last file that are in use."""
-        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._free_blocks: defaultdict[int, list[Tensor]] = defaultdict(list)
 
     def __enter__(self) -> DiskPool:
         return self
@@ -71,7 +71,7 @@ class DiskPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Remove the folder if it is empty; the files go with the last tensor that lies in them."""
-        self._free.clear()
+        self._free_blocks.clear()
         self._files.clear()
         with contextlib.suppress(OSError):  # another rank still uses it, or it was never used
             self.folder.rmdir()
@@ -82,13 +82,15 @@ class DiskPool:
         Raises:
             WanmaError: the disk is full, or the folder cannot be written to.
         """
-        pages = max(-(-size // _PAGE), 1) * _PAGE
-        if not self._files or self._used + pages > len(self._files[-1]):
+        allocated_bytes = max(-(-size // _PAGE), 1) * _PAGE
+        if not self._files or self._used_bytes + allocated_bytes > len(self._files[-1]):
             self._files.append(
-                self._map_file(max(pages, min(max(self.reserved_bytes, _FIRST_BYTES), _LARGEST_BYTES)))
+                self._map_file(
+                    max(allocated_bytes, min(max(self.reserved_bytes, _FIRST_BYTES), _LARGEST_BYTES))
+                )
             )
-            self._used = 0
-        start, self._used = self._used, self._used + pages
+            self._used_bytes = 0
+        start, self._used_bytes = self._used_bytes, self._used_bytes + allocated_bytes
         return torch.frombuffer(self._files[-1], dtype=torch.uint8, count=max(size, 1), offset=start)[:size]
 
     def empty_like(self, tensor: Tensor) -> Tensor:
@@ -98,11 +100,11 @@ class DiskPool:
 
     def acquire(self, size: int) -> Tensor:
         """Allocate `size` bytes until `release`: (size,) uint8."""
-        free = self._free[size]
-        return free.pop() if free else self.allocate(size)
+        free_blocks = self._free_blocks[size]
+        return free_blocks.pop() if free_blocks else self.allocate(size)
 
     def release(self, tensor: Tensor) -> None:
-        self._free[tensor.numel()].append(tensor)
+        self._free_blocks[tensor.numel()].append(tensor)
 
     def release_pages(self) -> None:
         """Release the memory of the files' pages, whose content the files keep.
@@ -124,7 +126,7 @@ class DiskPool:
                     os.posix_fallocate(file.fileno(), 0, size)
                 else:
                     file.truncate(size)
-                mapped = mmap.mmap(file.fileno(), size)
+                mapping = mmap.mmap(file.fileno(), size)
         except OSError as error:
             raise WanmaError(
                 f"cannot offload {bytes_text(size)} to {self.folder}, which already holds "
@@ -132,4 +134,4 @@ class DiskPool:
                 "free space, set cluster.scratch to a folder on another disk, or offload less to disk",
             ) from error
         self.reserved_bytes += size
-        return mapped
+        return mapping

@@ -61,12 +61,12 @@ def apply_parameter_offload(
         for shard in group.fsdp_params if group is not None else ():
             # FSDP2 gathers the padded shard, of which the parameter is a view.
             parameter: Any = shard.sharded_param
-            moved = disk_pool.empty_like(shard._sharded_param_data)
-            moved.copy_(shard._sharded_param_data)
-            whole = moved.view(shard.padded_sharded_param_size)
+            offloaded = disk_pool.empty_like(shard._sharded_param_data)
+            offloaded.copy_(shard._sharded_param_data)
+            padded_shard = offloaded.view(shard.padded_sharded_param_size)
             dim = shard.fsdp_placement.dim
-            shard._sharded_param_data = moved
-            parameter._local_tensor = whole.narrow(dim, 0, parameter._local_tensor.size(dim))
+            shard._sharded_param_data = offloaded
+            parameter._local_tensor = padded_shard.narrow(dim, 0, parameter._local_tensor.size(dim))
         disk_pool.release_pages()
     _release_pages_after_blocks(blocks, disk_pool)
 
@@ -79,12 +79,12 @@ def apply_activation_offload(blocks: Iterable[nn.Module], plan: Plan, disk_pool:
     if plan.offload_activations == "none":
         return
     if plan.offload_activations == "host":
-        luggage = _ActivationOffloader(HostTarget())
+        offloader = _ActivationOffloader(HostTarget())
     else:
         assert disk_pool is not None
-        luggage = _ActivationOffloader(DiskTarget(disk_pool))
+        offloader = _ActivationOffloader(DiskTarget(disk_pool))
     for block in blocks:
-        block.forward = _with_offload(block, block.forward, luggage)
+        block.forward = _with_offload(block, block.forward, offloader)
 
 
 def _release_pages_after_blocks(blocks: Iterable[nn.Module], disk_pool: DiskPool) -> None:
@@ -108,15 +108,15 @@ def _with_offload(
     def run(*arguments: Any, **keywords: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*arguments, **keywords)
-        journey = offloader.begin_block({_storage_id(t) for t in (*block.parameters(), *block.buffers())})
-        with saved_tensors_hooks(journey.pack, journey.unpack):
+        activations = offloader.begin_block({_storage_id(t) for t in (*block.parameters(), *block.buffers())})
+        with saved_tensors_hooks(activations.pack, activations.unpack):
             output = forward(*arguments, **keywords)
         offloader.target.release_staging()
         return output
 
     # torch.compile cannot trace hooks on saved tensors; it compiles the forward inside of them.
-    outside: Callable[..., Any] = torch.compiler.disable(run, recursive=False)
-    return outside
+    uncompiled: Callable[..., Any] = torch.compiler.disable(run, recursive=False)
+    return uncompiled
 
 
 class _ActivationOffloader:
@@ -127,17 +127,17 @@ class _ActivationOffloader:
         self._storages: weakref.WeakValueDictionary[tuple[int, int], OffloadedStorage] = (
             weakref.WeakValueDictionary()
         )
-        self._last: weakref.ref[_BlockActivations] | None = None
+        self._last_activations: weakref.ref[_BlockActivations] | None = None
 
-    def begin_block(self, excluded: set[int]) -> _BlockActivations:
+    def begin_block(self, excluded_storages: set[int]) -> _BlockActivations:
         """Begin one run of one block.
 
         Args:
             excluded: identities of storages that are not sent, those of parameters.
         """
-        journey = _BlockActivations(self, excluded, self._last)
-        self._last = weakref.ref(journey)
-        return journey
+        activations = _BlockActivations(self, excluded_storages, self._last_activations)
+        self._last_activations = weakref.ref(activations)
+        return activations
 
     def storage_of(self, tensor: Tensor) -> OffloadedStorage:
         # A storage that was written to since has another version.
@@ -154,10 +154,14 @@ class _BlockActivations:
     def __init__(
         self,
         offloader: _ActivationOffloader,
-        excluded: set[int],
+        excluded_storages: set[int],
         previous_block: weakref.ref[_BlockActivations] | None,
     ) -> None:
-        self._offloader, self._excluded, self._previous_block = offloader, excluded, previous_block
+        self._offloader, self._excluded_storages, self._previous_block = (
+            offloader,
+            excluded_storages,
+            previous_block,
+        )
         self._storages: weakref.WeakSet[OffloadedStorage] = weakref.WeakSet()
         self._is_in_backward = False
 
@@ -169,18 +173,18 @@ class _BlockActivations:
         self._storages.add(offloaded)
         return _OffloadedTensor(offloaded, local, tensor)
 
-    def unpack(self, kept: Tensor | _OffloadedTensor) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
+    def unpack(self, packed: Tensor | _OffloadedTensor) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
         if not self._is_in_backward:
             # Backward has reached this block: all of it is wanted now, and then the block before.
             self._is_in_backward = True
             self._offloader.target.release_staging()
             self.prefetch()
-            before = self._previous_block() if self._previous_block is not None else None
-            if before is not None:
-                before.prefetch()
-        return kept.restore()
+            previous = self._previous_block() if self._previous_block is not None else None
+            if previous is not None:
+                previous.prefetch()
+        return packed.restore()
 
     def prefetch(self) -> None:
         for offloaded in self._storages:
@@ -193,7 +197,7 @@ class _BlockActivations:
             and local.numel() * local.element_size() > MIN_OFFLOAD_BYTES
             and not (local.is_conj() or local.is_neg() or local.is_inference())
             and (local.device.type == "cuda" or isinstance(self._offloader.target, DiskTarget))
-            and _storage_id(local) not in self._excluded
+            and _storage_id(local) not in self._excluded_storages
         )
 
 

@@ -43,19 +43,19 @@ class DiskTarget(OffloadTarget):
         self._disk_pool = disk_pool
 
     def offload(self, content: Tensor) -> OffloadHandle:
-        place = self._disk_pool.acquire(content.numel())
-        place.copy_(content)
-        sent = _DiskHandle(place, content.device)
-        weakref.finalize(sent, self._disk_pool.release, place).atexit = False
-        return sent
+        block = self._disk_pool.acquire(content.numel())
+        block.copy_(content)
+        handle = _DiskHandle(block, content.device)
+        weakref.finalize(handle, self._disk_pool.release, block).atexit = False
+        return handle
 
     def release_staging(self) -> None:
         self._disk_pool.release_pages()
 
 
 class _DiskHandle(OffloadHandle):
-    def __init__(self, place: Tensor, device: torch.device) -> None:
-        self._place, self._device = place, device
+    def __init__(self, block: Tensor, device: torch.device) -> None:
+        self._block, self._device = block, device
 
     def prefetch(self) -> None:
         pass  # the kernel reads ahead
@@ -63,7 +63,7 @@ class _DiskHandle(OffloadHandle):
     def reload(self) -> Tensor:
         # A copy also on a CPU: the place is used again as soon as autograd is done with its node, but what
         # its formula has returned may still be a view of what it was given.
-        return torch.empty_like(self._place, device=self._device).copy_(self._place)
+        return torch.empty_like(self._block, device=self._device).copy_(self._place)
 
 
 class HostTarget(OffloadTarget):
@@ -74,39 +74,39 @@ class HostTarget(OffloadTarget):
 
     def offload(self, content: Tensor) -> OffloadHandle:
         # torch's allocator of pinned memory keeps and reuses it.
-        place = torch.empty(content.shape, dtype=content.dtype, pin_memory=True)
+        host_copy = torch.empty(content.shape, dtype=content.dtype, pin_memory=True)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            place.copy_(content, non_blocking=True)
+            host_copy.copy_(content, non_blocking=True)
         content.record_stream(self._stream)  # so that its memory is not reused before it has been read
-        return _HostHandle(place, content.device, self._stream)
+        return _HostHandle(host_copy, content.device, self._stream)
 
     def release_staging(self) -> None:
         pass
 
 
 class _HostHandle(OffloadHandle):
-    def __init__(self, place: Tensor, device: torch.device, stream: torch.cuda.Stream) -> None:
-        self._place, self._device, self._stream = place, device, stream
+    def __init__(self, host_copy: Tensor, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self._host_copy, self._device, self._stream = host_copy, device, stream
         self._prefetched: tuple[Tensor, torch.cuda.Event] | None = None
 
     def prefetch(self) -> None:
         if self._prefetched is not None:
             return
-        fresh = torch.empty(self._place.shape, dtype=self._place.dtype, device=self._device)
+        device_copy = torch.empty(self._host_copy.shape, dtype=self._host_copy.dtype, device=self._device)
         # The memory may be what earlier work on the current stream still reads.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            fresh.copy_(self._place, non_blocking=True)
-        fresh.record_stream(self._stream)
-        self._prefetched = fresh, self._stream.record_event()
+            device_copy.copy_(self._host_copy, non_blocking=True)
+        device_copy.record_stream(self._stream)
+        self._prefetched = device_copy, self._stream.record_event()
 
     def reload(self) -> Tensor:
         self.prefetch()
         assert self._prefetched is not None
-        fresh, arrived = self._prefetched
-        torch.cuda.current_stream().wait_event(arrived)
-        return fresh
+        device_copy, event = self._prefetched
+        torch.cuda.current_stream().wait_event(event)
+        return device_copy
 
 
 class OffloadedStorage:

@@ -57,7 +57,7 @@ def _with_recompute(
     forward: Callable[..., Any], contexts: Callable[[], _Contexts] | None, block: nn.Module
 ) -> Callable[..., Any]:
     name = type(block).__name__
-    with_buffers = [
+    buffer_owners = [
         (path, module)
         for path, module in block.named_modules()
         if module._buffers and not type(module).__module__.startswith("wanma.")
@@ -68,21 +68,21 @@ def _with_recompute(
     # torch.compile takes a function here, but no functools.partial, and does not know torch's own default
     # where it comes as an argument.
     def run(*arguments: Any, **keywords: Any) -> Any:
-        watches = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        before = _versions(arguments) if watches else []
-        buffers = _buffer_versions(with_buffers) if watches else {}
-        function = attributes.wrap_forward(forward) if watches else forward
+        is_checked = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        input_versions = _versions(arguments) if is_checked else []
+        buffers = _buffer_versions(buffer_owners) if is_checked else {}
+        function = attributes.wrap_forward(forward) if is_checked else forward
         if contexts is None:
             output = checkpoint(function, *arguments, use_reentrant=False, **keywords)
         else:
             output = checkpoint(function, *arguments, use_reentrant=False, context_fn=contexts, **keywords)
-        if watches and _versions(arguments) != before:
+        if is_checked and _versions(arguments) != input_versions:
             raise JobError(
                 f"{name} changes its input in place, so recompute in backward would start from the "
                 "changed input",
                 "build it with inplace=False, or set parallel.recompute = 'none'",
             )
-        for path, version in _buffer_versions(with_buffers).items() if watches else ():
+        for path, version in _buffer_versions(buffer_owners).items() if is_checked else ():
             if buffers.get(path) != version:
                 raise JobError(
                     f"{name} changes its buffer {path} in its forward pass, so recompute in backward "
@@ -123,15 +123,17 @@ def _recompute_contexts(block: nn.Module, is_selective: bool) -> Callable[[], _C
         if get_proxy_mode() is not None:
             # torch.compile wants nothing but modes that say what is kept. The second run is part of the
             # graph that it makes, and so are the samples that dropout was told.
-            keep, take = create_selective_checkpoint_contexts(
+            save_mode, recompute_mode = create_selective_checkpoint_contexts(
                 _SaveCostlyPolicy(SelectiveRecomputePolicy() if is_selective else None)
             )
-            return keep, take
-        first, again = keyed()
+            return save_mode, recompute_mode
+        forward_context, recompute_context = keyed()
         if not is_selective:
-            return first, again
-        keep, take = create_selective_checkpoint_contexts(_SaveCostlyPolicy(SelectiveRecomputePolicy()))
-        return _nest(first, keep), _nest(again, take)
+            return forward_context, recompute_context
+        save_mode, recompute_mode = create_selective_checkpoint_contexts(
+            _SaveCostlyPolicy(SelectiveRecomputePolicy())
+        )
+        return _nest(forward_context, save_mode), _nest(recompute_context, recompute_mode)
 
     return contexts
 
@@ -162,21 +164,21 @@ def _outside_selective_mode(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _SaveCostlyPolicy:
-    """Policy of selective recompute: keep the results of costly operators, or none without `costly`."""
+    """Policy of selective recompute: keep the results of costly operators, or none without a policy."""
 
-    def __init__(self, costly: SelectiveRecomputePolicy | None) -> None:
-        self._costly = costly
-        self._costly_again = SelectiveRecomputePolicy()
+    def __init__(self, policy: SelectiveRecomputePolicy | None) -> None:
+        self._forward_policy = policy
+        self._recompute_policy = SelectiveRecomputePolicy()
         """Counter for the second run, in which torch 2.11 asks again."""
 
     def __call__(self, context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        costly = self._costly_again if context.is_recompute else self._costly
-        keeps = (
-            self._costly is not None
-            and costly is not None
-            and (costly.must_save(operator) or operator is RING_ATTENTION_OPERATOR)
+        policy = self._recompute_policy if context.is_recompute else self._forward_policy
+        must_save = (
+            self._forward_policy is not None
+            and policy is not None
+            and (policy.must_save(operator) or operator is RING_ATTENTION_OPERATOR)
         )
-        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if must_save else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @contextmanager

@@ -63,10 +63,10 @@ class RecomputedAttributeCheck:
             if name not in MODULE_ATTRIBUTES
         }
 
-    def _compare(self, left: dict[str, Any]) -> None:
-        now = self._values()
-        for name in dict.fromkeys((*left, *now)):
-            if name not in now or name not in left or not _same(left[name], now[name]):
+    def _compare(self, recorded: dict[str, Any]) -> None:
+        recomputed = self._values()
+        for name in dict.fromkeys((*recorded, *recomputed)):
+            if name not in recomputed or name not in recorded or not _same(recorded[name], recomputed[name]):
                 raise JobError(
                     f"{self._name} changes its attribute {name} in its forward pass, so recompute in "
                     "backward changes it twice",
@@ -86,13 +86,13 @@ def _value(value: Any, depth: int) -> Any:
     if depth == 0:
         return None
     if isinstance(value, list | tuple | deque):
-        return [len(value), *(_value(one, depth - 1) for one in list(value)[-_ITEMS:])]
+        return [len(value), *(_value(item, depth - 1) for item in list(value)[-_ITEMS:])]
     if isinstance(value, dict):
-        return {str(key): _value(one, depth - 1) for key, one in value.items()}
+        return {str(key): _value(item, depth - 1) for key, item in value.items()}
     if isinstance(value, set | frozenset):
         return len(value)
     if is_user_object(value) and not isinstance(value, nn.Module):
-        return {name: _value(one, depth - 1) for name, one in vars(value).items()}
+        return {name: _value(item, depth - 1) for name, item in vars(value).items()}
     return None
 
 
@@ -101,17 +101,17 @@ def _digest(tensor: Tensor) -> Any:
         return None
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    precise = tensor.detach().double()
-    size = float(precise.abs().sum())
+    values = tensor.detach().double()
+    size = float(values.abs().sum())
     # Relative to the size: a difference that rounding has left in a sum is none.
-    return [str(tuple(tensor.shape)), size, size + float(precise.sum())]
+    return [str(tuple(tensor.shape)), size, size + float(values.sum())]
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=_TOLERANCE, abs_tol=1e-12) or one != one or other != other
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    return bool(one == other)
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, float) and isinstance(right, float):
+        return math.isclose(left, right, rel_tol=_TOLERANCE, abs_tol=1e-12) or left != left or right != right
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) == len(right) and all(map(_same, left, right))
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+    return bool(left == right)

@@ -30,16 +30,16 @@ def select_backend(worker: WorkerContext, device: torch.device, collectives: Col
         return "cpu:gloo,cuda:nccl"
     if collectives == "gloo" or worker.world_size == 1:
         return "gloo"
-    found = load_collectives_library()
+    library = load_collectives_library()
     required = collectives == "shared_memory"
-    if required and found.path is None:
+    if required and library.path is None:
         raise WanmaError(
-            f"parallel.collectives = 'shared_memory' is not available: {found.failure_reason}",
+            f"parallel.collectives = 'shared_memory' is not available: {library.failure_reason}",
             GLOO_FALLBACK_HINT,
         )
     # A rank without the library joins the meeting all the same, so that the others learn of it.
     return register_backend(
-        SharedMemoryOptions(found.path, found.failure_reason, required, worker.local_world_size)
+        SharedMemoryOptions(library.path, library.failure_reason, required, worker.local_world_size)
     )
 
 
@@ -48,12 +48,12 @@ def load_collectives_library() -> NativeLibrary:
 
     Compiling takes about four seconds, once for this user and processor.
     """
-    found = build_and_check_library(COLLECTIVES_SOURCE)
-    if found.path is not None and not load_library(found.path).wanma_has_float16():
+    library = build_and_check_library(COLLECTIVES_SOURCE)
+    if library.path is not None and not load_library(library.path).wanma_has_float16():
         return NativeLibrary(
             None, f"{find_cpp_compiler()} does not support 16-bit floats (g++ 12 or later does)"
         )
-    return found
+    return library
 
 
 def log_backend(worker: WorkerContext, collectives: CollectiveTransport) -> None:

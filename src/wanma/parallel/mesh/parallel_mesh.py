@@ -152,9 +152,11 @@ def build_mesh(
         # dimension of one rank gets a fake group, as in torchtitan. So does the sites' in all views but the
         # first: nothing is sent by it. Without sites the first name is not needed.
         names = names[-len(sizes) :]
-        silent = ("state_site", "expert_site")
-        alone = [name for name, size in zip(names, sizes, strict=True) if size == 1 or name in silent]
-        backends: dict[str, Any] = dict.fromkeys(alone, "fake") if saves_groups else {}
+        unused_dims = ("state_site", "expert_site")
+        fake_dims = [
+            name for name, size in zip(names, sizes, strict=True) if size == 1 or name in unused_dims
+        ]
+        backends: dict[str, Any] = dict.fromkeys(fake_dims, "fake") if saves_groups else {}
         if plan.sites > 1 and "site" in names and dist.get_backend() != "fake":  # of a dry run
             # A group of its own even where it is the world: what is under way for steps must not hold up what
             # the world tells each other at each of them.
@@ -162,10 +164,10 @@ def build_mesh(
         return root._unflatten(0, sizes, names, backends or None)
 
     sites = () if plan.synchronization is None else (plan.sites,)
-    within = {axis: getattr(plan, axis) for axis in MESH_DIMS} | {
+    dim_sizes = {axis: getattr(plan, axis) for axis in MESH_DIMS} | {
         "dp_replicate": plan.dp_replicate // plan.sites
     }
-    axes = seen_as((*sites, *within.values()), ("site", *MESH_DIMS))
+    axes = seen_as((*sites, *dim_sizes.values()), ("site", *MESH_DIMS))
     state = seen_as(
         (*sites, plan.pp, plan.replicate_group_size, plan.shard_group_size, plan.tp),
         ("state_site", "stage", "replicate", "shard", "state_tp"),

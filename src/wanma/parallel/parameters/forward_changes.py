@@ -101,7 +101,7 @@ class ForwardChangeCheck:
     def begin_micro_batch(self) -> None:
         if self._micro_batches == 1:
             self._after_first = {
-                index: as_integer_bits(self._tensors[index]).clone() for index in self._changed()
+                index: as_integer_bits(self._tensors[index]).clone() for index in self._changed_indices()
             }
         self._micro_batches += 1
 
@@ -116,9 +116,9 @@ class ForwardChangeCheck:
         """
         if self._steps < CHECKED_FIRST_STEPS:
             for name, tensor in zip(self._names, self._tensors, strict=bool(self._tensors)):
-                _require_no_hooks(name, tensor, own=1)
-        changed = self._changed()
-        for index in changed if self._micro_batches != 1 else ():
+                _require_no_hooks(name, tensor, own_hooks=1)
+        changed_indices = self._changed_indices()
+        for index in changed_indices if self._micro_batches != 1 else ():
             first = self._after_first.get(index)
             if first is None or not torch.equal(first, as_integer_bits(self._tensors[index])):
                 raise JobError(
@@ -129,7 +129,7 @@ class ForwardChangeCheck:
                 )
         self._steps += 1
         self._micro_batches, self._after_first = 0, {}
-        return bool(changed)
+        return bool(changed_indices)
 
     def compare_replicas(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Compare the weights of replicas, after some rank's have changed; every data rank calls it.
@@ -137,18 +137,18 @@ class ForwardChangeCheck:
         Raises:
             AllRanksError: the weights of another replica have changed otherwise.
         """
-        mine = [int(checksum(tensor)) for tensor in self._tensors]
+        own_checksums = [int(checksum(tensor)) for tensor in self._tensors]
         for group in groups:
-            found = [mine] * group.size()
-            dist.all_gather_object(found, mine, group=group)
-            for name, sums in zip(self._names, zip(*found, strict=True), strict=True):
+            checksums_by_rank = [own_checksums] * group.size()
+            dist.all_gather_object(checksums_by_rank, own_checksums, group=group)
+            for name, sums in zip(self._names, zip(*checksums_by_rank, strict=True), strict=True):
                 if len(set(sums)) > 1:
                     raise AllRanksError(
                         f"{name} was modified in a forward pass, and the replicas now differ",
                         f"{_BETWEEN_STEPS}, and unset max_norm of nn.Embedding",
                     )
 
-    def _changed(self) -> list[int]:
+    def _changed_indices(self) -> list[int]:
         return [
             index
             for index, (tensor, version) in enumerate(zip(self._tensors, self._versions, strict=True))
@@ -193,13 +193,13 @@ class GatheredCopyCheck:
             local = shard.sharded_param._local_tensor
             if has_no_data(shard.unsharded_param):
                 continue
-            whole, dim = local_tensor(shard.unsharded_param), shard.fsdp_placement.dim
+            full_weight, dim = local_tensor(shard.unsharded_param), shard.fsdp_placement.dim
             if hasattr(local, "fsdp_pre_all_gather"):  # a part of the whole, unless that has been replaced
-                if self._addresses and whole.data_ptr() != self._addresses[index]:
+                if self._addresses and full_weight.data_ptr() != self._addresses[index]:
                     raise self._lost_change_error(name)
                 continue
-            own = whole.narrow(dim, _shard_start(shard, whole.shape[dim]), local.shape[dim])
-            if not torch.equal(as_integer_bits(own), as_integer_bits(local.to(own))):
+            own_part = full_weight.narrow(dim, _shard_start(shard, full_weight.shape[dim]), local.shape[dim])
+            if not torch.equal(as_integer_bits(own_part), as_integer_bits(local.to(own_part))):
                 raise self._lost_change_error(name)
 
     def end_step(self) -> None:
@@ -221,7 +221,7 @@ class GatheredCopyCheck:
         return lost_change_error(name, on_cpu=self._group.device.type == "cpu")
 
 
-def _require_no_hooks(name: str, computing: Any, own: int = 0) -> None:
+def _require_no_hooks(name: str, computing: Any, own_hooks: int = 0) -> None:
     """Refuse hooks on a tensor that computes: they would see one micro-batch's gradient.
 
     Args:
@@ -229,7 +229,7 @@ def _require_no_hooks(name: str, computing: Any, own: int = 0) -> None:
         computing: tensor that computes.
         own: number of wanma's own hooks on it.
     """
-    if computing._backward_hooks or len(computing._post_accumulate_grad_hooks or ()) > own:
+    if computing._backward_hooks or len(computing._post_accumulate_grad_hooks or ()) > own_hooks:
         raise JobError(
             f"{name}: a forward pass registers a hook on this parameter, but the hook would get the "
             "gradient of one micro-batch on one rank",

@@ -28,15 +28,15 @@ def freeze_permanently(model: nn.Module, is_frozen: Any) -> frozenset[str]:
         model: module before it is split.
         is_frozen: function that says for a name whether the job freezes it.
     """
-    fixed = set()
+    frozen = set()
     for name, parameter in model.named_parameters():
         if is_frozen(name):
             parameter.requires_grad_(False)
         is_low = parameter.dtype in LOW_PRECISION_DTYPES and not parameter.requires_grad
         if is_frozen(name) or is_low or not (parameter.is_floating_point() or parameter.is_complex()):
-            fixed.add(parameter)
-    everything = model.named_parameters(remove_duplicate=False)
-    return frozenset(name for name, parameter in everything if parameter in fixed)
+            frozen.add(parameter)
+    named_parameters = model.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, parameter in named_parameters if parameter in frozen)
 
 
 def raise_frozen_released(name: str, parameter: torch.Tensor) -> None:
@@ -100,7 +100,7 @@ class _ShardFlag:
 
     def __init__(self, shard: Any, name: str, is_permanently_frozen: bool) -> None:
         self._shard, self._name, self._is_permanently_frozen = shard, name, is_permanently_frozen
-        self._last: bool = shard.sharded_param.requires_grad
+        self._last_requires_grad: bool = shard.sharded_param.requires_grad
 
     @property
     def is_trained(self) -> bool:
@@ -108,13 +108,13 @@ class _ShardFlag:
 
     def adopt_after_forward(self) -> None:
         """Adopt the flag of the gathered tensor, after a forward."""
-        self._last = self._shard._unsharded_param.requires_grad
-        self._set_trained(self._last)
+        self._last_requires_grad = self._shard._unsharded_param.requires_grad
+        self._set_trained(self._last_requires_grad)
 
     def adopt_late_change(self) -> None:
-        whole = getattr(self._shard, "_unsharded_param", None)
-        if whole is not None and whole.requires_grad != self._last:
-            self._set_trained(whole.requires_grad)
+        unsharded = getattr(self._shard, "_unsharded_param", None)
+        if unsharded is not None and unsharded.requires_grad != self._last_requires_grad:
+            self._set_trained(unsharded.requires_grad)
 
     def _set_trained(self, is_trained: bool) -> None:
         state = self._shard.sharded_param

@@ -110,7 +110,7 @@ class FrozenWeights:
 
     @property
     def parameters(self) -> set[nn.Parameter]:
-        return {held.state for held in self._parameters}
+        return {parameter.state for parameter in self._parameters}
 
     def end_step(self) -> None:
         """Check the weights after the last backward of a step, and make the state the parameters again.
@@ -131,48 +131,58 @@ class FrozenWeights:
         """
         if not self._is_bound_for_compute:
             return
-        sums = [checksum(_compute_parameter(held)) for held in self._parameters] if self._checksums else []
-        changed = [bool(now != then) for now, then in zip(sums, self._checksums, strict=True)]
-        changed = changed or [False] * len(self._parameters)
-        for held, place, has_changed in zip(
-            self._parameters, self._versions_and_addresses, changed, strict=True
+        checksums = (
+            [checksum(_compute_parameter(parameter)) for parameter in self._parameters]
+            if self._checksums
+            else []
+        )
+        changed_flags = [
+            bool(current != recorded) for current, recorded in zip(checksums, self._checksums, strict=True)
+        ]
+        changed_flags = changed_flags or [False] * len(self._parameters)
+        for parameter, version_and_address, has_changed in zip(
+            self._parameters, self._versions_and_addresses, changed_flags, strict=True
         ):
-            if has_changed or _version_and_address(held) != place:
-                raise lost_change_error(held.full_name, on_cpu=self._on_cpu)
+            if has_changed or _version_and_address(parameter) != version_and_address:
+                raise lost_change_error(parameter.full_name, on_cpu=self._on_cpu)
 
     def forward_parameters(self) -> Iterator[Tensor]:
         """Yield the tensors that compute, as in `Sharded.forward_parameters`."""
-        yield from (held.compute_parameter for held in self._parameters if held.compute_parameter is not None)
+        yield from (
+            parameter.compute_parameter
+            for parameter in self._parameters
+            if parameter.compute_parameter is not None
+        )
 
     def reshard(self) -> None:
         """Make the state the module's parameters again."""
         if self._is_bound_for_compute:
             self._is_bound_for_compute = False
-            for held in self._parameters:
-                held.install(held.state)
-                held.adopt_requires_grad()
+            for parameter in self._parameters:
+                parameter.install(parameter.state)
+                parameter.adopt_requires_grad()
 
     def _before_forward(self, *_: Any) -> None:
         if self._is_bound_for_compute:
             return
         self._is_bound_for_compute = True
-        for held in self._parameters:
-            if held.state.requires_grad:
-                raise_frozen_released(held.full_name, held.state)
-            held.install(held.prepare_compute_parameter())
-        self._versions_and_addresses = [_version_and_address(held) for held in self._parameters]
-        weights = [_compute_parameter(held) for held in self._parameters]
+        for parameter in self._parameters:
+            if parameter.state.requires_grad:
+                raise_frozen_released(parameter.full_name, parameter.state)
+            parameter.install(parameter.prepare_compute_parameter())
+        self._versions_and_addresses = [_version_and_address(parameter) for parameter in self._parameters]
+        weights = [_compute_parameter(parameter) for parameter in self._parameters]
         compares = is_checked_step(self._steps) and not any(map(has_no_data, weights))
         self._checksums = [checksum(weight) for weight in weights] if compares else []
 
 
-def _compute_parameter(held: ReplicatedParameter) -> nn.Parameter:
-    assert held.compute_parameter is not None
-    return held.compute_parameter
+def _compute_parameter(parameter: ReplicatedParameter) -> nn.Parameter:
+    assert parameter.compute_parameter is not None
+    return parameter.compute_parameter
 
 
-def _version_and_address(held: ReplicatedParameter) -> tuple[int, int]:
-    computing = _compute_parameter(held)
+def _version_and_address(parameter: ReplicatedParameter) -> tuple[int, int]:
+    computing = _compute_parameter(parameter)
     address = 0 if has_no_data(computing) else local_tensor(computing).data_ptr()
     return computing._version, address
 

@@ -33,28 +33,28 @@ def replicate_parameters(
         selected: parameters to hold; None: all.
         permanently_frozen: names of parameters that are frozen for good.
     """
-    everywhere = (Replicate(), Replicate())
-    held: dict[nn.Parameter, ReplicatedParameter] = {}
+    replicated = (Replicate(), Replicate())
+    replicated_by_parameter: dict[nn.Parameter, ReplicatedParameter] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is None or (selected is not None and parameter not in selected):
                 continue
-            if parameter not in held:
+            if parameter not in replicated_by_parameter:
                 if isinstance(parameter, DTensor):
                     ranks = parameter.device_mesh, tuple(parameter.placements)
-                    mesh, placements = _full_mesh(parameter, parallel_mesh), (*everywhere, *ranks[1])
+                    mesh, placements = _full_mesh(parameter, parallel_mesh), (*replicated, *ranks[1])
                 else:
-                    ranks, mesh, placements = None, parallel_mesh.hsdp_mesh, everywhere
+                    ranks, mesh, placements = None, parallel_mesh.hsdp_mesh, replicated
                 state = wrap_local(local_tensor(parameter), mesh, placements, like=parameter)
                 full_name = f"{path}.{name}" if path else name
-                own = nn.Parameter(state, parameter.requires_grad)
-                held[parameter] = ReplicatedParameter(
-                    full_name, own, ranks, is_permanently_frozen=full_name in permanently_frozen
+                state_parameter = nn.Parameter(state, parameter.requires_grad)
+                replicated_by_parameter[parameter] = ReplicatedParameter(
+                    full_name, state_parameter, ranks, is_permanently_frozen=full_name in permanently_frozen
                 )
-            held[parameter].owners.append((module, name))
-    for one in held.values():
-        one.install(one.state)
-    return list(held.values())
+            replicated_by_parameter[parameter].owners.append((module, name))
+    for entry in replicated_by_parameter.values():
+        entry.install(entry.state)
+    return list(replicated_by_parameter.values())
 
 
 def is_expert_parameter(parameter: Tensor) -> bool:
@@ -89,7 +89,9 @@ class ReplicatedParameter:
     @property
     def is_complete_in_backward(self) -> bool:
         """True if the gradient is complete once backward has made it: no sum over tensor ranks is due."""
-        return self.tensor_placement is None or all(place.is_shard() for place in self.tensor_placement[1])
+        return self.tensor_placement is None or all(
+            placement.is_shard() for placement in self.tensor_placement[1]
+        )
 
     def install(self, parameter: nn.Parameter) -> None:
         """Set `parameter` in the modules under their names."""
@@ -143,9 +145,9 @@ class ReplicatedParameter:
         """Copy data that a forward pass has assigned to the tensor that computes into the state."""
         if self.compute_parameter is None:
             return
-        given, local = local_tensor(self.compute_parameter), local_tensor(self.state)
-        if given.data_ptr() != local.data_ptr() and given.shape == local.shape:
-            local.copy_(given)
+        assigned, local = local_tensor(self.compute_parameter), local_tensor(self.state)
+        if assigned.data_ptr() != local.data_ptr() and assigned.shape == local.shape:
+            local.copy_(assigned)
 
     def pop_gradient(self) -> Tensor | None:
         """Take this rank's gradient from the tensor that computes: placed as the parameter, or partial."""

@@ -27,7 +27,11 @@ class StaleParameterCheck:
 
     def original_parameters(self) -> Iterator[Tensor]:
         """Yield the first parameters that still exist."""
-        yield from (parameter for _, one, _ in self._original_parameters if (parameter := one()) is not None)
+        yield from (
+            parameter
+            for _, reference, _ in self._original_parameters
+            if (parameter := reference()) is not None
+        )
 
     def check(self) -> None:
         """Check the first parameters after a backward.
@@ -36,10 +40,12 @@ class StaleParameterCheck:
             JobError: one of them has got a gradient, or has been frozen or released.
         """
         # Most are gone with the first step.
-        self._original_parameters = [one for one in self._original_parameters if one[1]() is not None]
-        for name, given, was_trained in self._original_parameters:
-            parameter = given()
-            if parameter is not None and parameter.requires_grad != was_trained:
+        self._original_parameters = [
+            original for original in self._original_parameters if original[1]() is not None
+        ]
+        for name, reference, required_grad in self._original_parameters:
+            parameter = reference()
+            if parameter is not None and parameter.requires_grad != required_grad:
                 raise JobError(
                     f"{name}: requires_grad was set on an old reference to this parameter, which has no "
                     "effect on the model",

@@ -108,14 +108,17 @@ class PipelineRunner:
                 the schedule cannot take its backward apart.
         """
         self._set_step_inputs(positions, loss)
-        schedule = self._schedule(batch, micro_batches, trains=True)
+        schedule = self._schedule(batch, micro_batches, is_training=True)
         try:
             with self._bubble_timer.measure_bubble():
                 total = self._run_schedule(schedule.step, batch)
         except RuntimeError as error:
             if _CHANGED_MEANWHILE in f"{error} {error.__cause__}":
                 raise self._in_place_change_error() from error
-            reason = next((why for text, why in _SPLIT_BACKWARD_ERRORS.items() if text in str(error)), None)
+            reason = next(
+                (unsupported for text, unsupported in _SPLIT_BACKWARD_ERRORS.items() if text in str(error)),
+                None,
+            )
             if self._plan.schedule not in SPLIT_BACKWARD or reason is None:
                 raise
             raise WanmaError(
@@ -136,7 +139,7 @@ class PipelineRunner:
         self._compute_timer.is_enabled = False
         try:
             with torch.no_grad():
-                return self._run_schedule(self._schedule(batch, micro_batches, trains=False).eval, batch)
+                return self._run_schedule(self._schedule(batch, micro_batches, is_training=False).eval, batch)
         finally:
             self._compute_timer.is_enabled = True
 
@@ -157,28 +160,30 @@ class PipelineRunner:
 
     def _set_step_inputs(self, positions: Tensor | None, loss: MicroBatchLoss) -> None:
         self._loss = loss
-        for announcer in self._sample_hooks.values():
-            announcer.positions = positions
+        for sample_hook in self._sample_hooks.values():
+            sample_hook.positions = positions
 
-    def _schedule(self, batch: Batch, count: int, *, trains: bool) -> Any:
+    def _schedule(self, batch: Batch, count: int, *, is_training: bool) -> Any:
         """Return torch's schedule for `count` micro-batches of this shape, with stages and buffers."""
         shape = (count, batch.rows // count, *batch.inputs[0].shape[1:])
-        known, schedule = self._schedules.get(trains, (None, None))
-        if known == shape:
+        known_shape, schedule = self._schedules.get(is_training, (None, None))
+        if known_shape == shape:
             return schedule
         if shape[1:] not in self._stage_activations:
             self._stage_activations[shape[1:]] = self._infer_activations(batch, batch.rows // count)
         stages = [self._stage(number, self._stage_activations[shape[1:]]) for number in self._model_parts]
         schedule = (
-            self._training_schedule(stages, count) if trains else self._evaluation_schedule(stages, count)
+            self._training_schedule(stages, count)
+            if is_training
+            else self._evaluation_schedule(stages, count)
         )
-        self._schedules[trains] = shape, schedule
+        self._schedules[is_training] = shape, schedule
         return schedule
 
     def _training_schedule(self, stages: list[TimedPipelineStage], count: int) -> Any:
         kind: Any = SCHEDULES[self._plan.schedule]
-        mine = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
-        return kind(mine, n_microbatches=count, loss_fn=self._timed_loss, scale_grads=False)
+        stage_argument = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
+        return kind(stage_argument, n_microbatches=count, loss_fn=self._timed_loss, scale_grads=False)
 
     def _evaluation_schedule(self, stages: list[TimedPipelineStage], count: int) -> Any:
         """Return a schedule for any number of micro-batches, without its backward.
@@ -216,49 +221,55 @@ class PipelineRunner:
         uninitialized memory.
         """
         keywords = {name: tensor[:rows] for name, tensor in batch.keywords.items()}
-        given = batch.inputs[0][:rows].clone()  # which a stage may change
-        found = [_StageActivation(tuple(given.shape), given.dtype, requires_grad=False)]
+        stage_input = batch.inputs[0][:rows].clone()  # which a stage may change
+        activations = [_StageActivation(tuple(stage_input.shape), stage_input.dtype, requires_grad=False)]
         for number in range(self._plan.stage_count):
-            told: list[Any] = [None]
+            results: list[Any] = [None]
             failure: Exception | None = None
             if number in self._model_parts:
                 if number > 0:
-                    given = torch.zeros(
-                        found[-1].shape, dtype=found[-1].dtype, device=self._parallel_mesh.device
+                    stage_input = torch.zeros(
+                        activations[-1].shape, dtype=activations[-1].dtype, device=self._parallel_mesh.device
                     )
-                announced = {**keywords, SAMPLE_INDICES_KEYWORD: batch.samples[:rows]}
+                stage_keywords = {**keywords, SAMPLE_INDICES_KEYWORD: batch.samples[:rows]}
                 try:
-                    told = [self._infer_activation_after(number, given, announced, found[-1])]
+                    results = [
+                        self._infer_activation_after(number, stage_input, stage_keywords, activations[-1])
+                    ]
                 except Exception as error:  # the other ranks wait for its result
-                    failure, told = error, [f"stage {number} of the pipeline: {error}"]
-            holder = next(
+                    failure, results = error, [f"stage {number} of the pipeline: {error}"]
+            source_rank = next(
                 rank for rank in range(self._plan.pp) if number in self._plan.stages_of_pipeline_rank(rank)
             )
             dist.broadcast_object_list(
-                told,
-                src=dist.get_global_rank(self._group, holder),
+                results,
+                src=dist.get_global_rank(self._group, source_rank),
                 group=self._group,
                 device=torch.device("cpu"),
             )
             if failure is not None:
                 raise failure
-            if isinstance(told[0], str):
-                raise RuntimeError(told[0])
-            found += told
-        return found
+            if isinstance(results[0], str):
+                raise RuntimeError(results[0])
+            activations += results
+        return activations
 
     def _infer_activation_after(
-        self, number: int, given: Tensor, keywords: dict[str, Tensor], before: _StageActivation
+        self,
+        number: int,
+        stage_input: Tensor,
+        keywords: dict[str, Tensor],
+        input_activation: _StageActivation,
     ) -> _StageActivation:
         part = self._model_parts[number]
-        were = {module: module.training for module in part.modules()}
+        training_modes = {module: module.training for module in part.modules()}
         try:
-            version = given._version
-            output = part.eval()(given, **keywords)
-            self._sample_hooks[number].modifies_input |= given._version != version
+            version = stage_input._version
+            output = part.eval()(stage_input, **keywords)
+            self._sample_hooks[number].modifies_input |= stage_input._version != version
         finally:
-            part.train(were[part])  # modules may do more there than note the mode
-            for module, training in were.items():
+            part.train(training_modes[part])  # modules may do more there than note the mode
+            for module, training in training_modes.items():
                 module.training = training
         self._data_parallel[number].reshard()
         if not isinstance(output, Tensor):
@@ -269,9 +280,9 @@ class PipelineRunner:
             )
         # A backward that is taken apart finds weights only on the way from a stage's output to its input, so
         # that an input must have a gradient even if all before it is frozen.
-        trains = self._plan.schedule in SPLIT_BACKWARD or before.requires_grad
-        trains = trains or any(parameter.requires_grad for parameter in part.parameters())
-        return _StageActivation(tuple(output.shape), output.dtype, trains)
+        requires_grad = self._plan.schedule in SPLIT_BACKWARD or input_activation.requires_grad
+        requires_grad = requires_grad or any(parameter.requires_grad for parameter in part.parameters())
+        return _StageActivation(tuple(output.shape), output.dtype, requires_grad)
 
     def _run_schedule(self, step: Callable[..., Any], batch: Batch) -> Tensor:
         losses: list[Tensor] = []
@@ -341,7 +352,7 @@ class _SampleKeyHook:
         forward = self._random_draws.forward(module, samples, self.positions)
         self._forward = self._key_scope.enter_context(forward)
         if self.modifies_input:
-            arguments = tuple(one.clone() if isinstance(one, Tensor) else one for one in arguments)
+            arguments = tuple(value.clone() if isinstance(value, Tensor) else value for value in arguments)
         return arguments, keywords
 
     def _end(self, module: nn.Module, arguments: Any, output: Any) -> Any:  # noqa: ARG002  # a hook's

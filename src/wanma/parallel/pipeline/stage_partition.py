@@ -75,25 +75,25 @@ def extract_stage(model: nn.Module, parallel_spec: ParallelSpec, plan: Plan, sta
         bool(parallel_spec.first_stage_modules),
         bool(parallel_spec.last_stage_modules),
     ):
-        given = f", stage cuts {list(plan.stage_cuts)}" if plan.stage_cuts else ""
+        cuts_text = f", stage cuts {list(plan.stage_cuts)}" if plan.stage_cuts else ""
         raise JobError(
-            f"parallel.pp = {plan.pp} with {plan.virtual_stages} stages per rank{given}: {reason}",
+            f"parallel.pp = {plan.pp} with {plan.virtual_stages} stages per rank{cuts_text}: {reason}",
             f"{type(model).__name__} has {len(names)} blocks; use fewer stages (pp × virtual_stages), or "
             "unset parallel.stage_cuts",
         )
     bounds = (0, *cuts, len(names))
-    held = range(bounds[stage], bounds[stage + 1])
+    block_range = range(bounds[stage], bounds[stage + 1])
     if isinstance(model, Stageable):
-        model.keep_stage(held, is_first=stage == 0, is_last=stage == plan.stage_count - 1)
+        model.keep_stage(block_range, is_first=stage == 0, is_last=stage == plan.stage_count - 1)
         absent_tensors.check_stage(model, f"parallel.pp = {plan.pp}")
         return model
     for number, name in enumerate(names):
-        if number not in held:
+        if number not in block_range:
             delattr(blocks, name)  # `del` of a sequence would renumber the others
-    absent = (parallel_spec.first_stage_modules if stage > 0 else ()) + (
+    absent_modules = (parallel_spec.first_stage_modules if stage > 0 else ()) + (
         parallel_spec.last_stage_modules if stage < plan.stage_count - 1 else ()
     )
-    for path in absent:
+    for path in absent_modules:
         parent, _, child = path.rpartition(".")
         setattr(model.get_submodule(parent), child, None)  # the model's forward tests the attribute for None
     absent_tensors.check_stage(model, f"parallel.pp = {plan.pp}")
@@ -112,8 +112,8 @@ class _TensorReferences:
     """Parameters and buffers of the full model, of which a stage is about to lose most."""
 
     def __init__(self, model: nn.Module) -> None:
-        named = (*model.named_parameters(), *model.named_buffers())
-        self._tensors = [(name, weakref.ref(tensor)) for name, tensor in named]
+        named_tensors = (*model.named_parameters(), *model.named_buffers())
+        self._tensors = [(name, weakref.ref(tensor)) for name, tensor in named_tensors]
 
     def check_stage(self, stage: nn.Module, key: str) -> None:
         """Check a stage after the cut.
@@ -122,34 +122,34 @@ class _TensorReferences:
             JobError: another object than a module still refers to a tensor of another stage, which would
                 not be trained.
         """
-        kept = {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())}
-        if self._dangling_names(kept):
+        stage_ids = {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())}
+        if self._dangling_names(stage_ids):
             gc.collect()  # removed modules may be in reference cycles
-        if held := self._dangling_names(kept):
+        if dangling := self._dangling_names(stage_ids):
             raise JobError(
-                f"{key}: a part of the model holds a reference to {held[0]} of another stage, in a list "
+                f"{key}: a part of the model holds a reference to {dangling[0]} of another stage, in a list "
                 "or another object, and would compute with an untrained copy",
                 "set parallel.pp = 1, or use in each part only its own parameters",
             )
 
-    def _dangling_names(self, kept: set[int]) -> list[str]:
-        found = ((name, reference()) for name, reference in self._tensors)
-        return [name for name, tensor in found if tensor is not None and id(tensor) not in kept]
+    def _dangling_names(self, stage_ids: set[int]) -> list[str]:
+        live_tensors = ((name, reference()) for name, reference in self._tensors)
+        return [name for name, tensor in live_tensors if tensor is not None and id(tensor) not in stage_ids]
 
 
 def _require_unshared_parameters(model: nn.Module, key: str) -> None:
     """Refuse children that share a parameter: a cut between them would train it as two."""
-    seen: dict[int, str] = {}
-    named: list[tuple[str, torch.Tensor]] = [
+    first_names: dict[int, str] = {}
+    named_tensors: list[tuple[str, torch.Tensor]] = [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ]
-    for name, tensor in named:
-        other = seen.setdefault(id(tensor), name)
-        if other.partition(".")[0] != name.partition(".")[0]:
+    for name, tensor in named_tensors:
+        first_name = first_names.setdefault(id(tensor), name)
+        if first_name.partition(".")[0] != name.partition(".")[0]:
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             raise JobError(
-                f"{key}: {other} and {name} are one {kind}, but different stages cannot share it",
+                f"{key}: {first_name} and {name} are one {kind}, but different stages cannot share it",
                 f"set parallel.pp = 1, or use a separate {kind} for each",
             )
 
@@ -176,8 +176,8 @@ def _require_no_hooks(model: nn.Module, blocks: str, key: str) -> None:
 
 def _cuts_by_parameters(blocks: nn.Module, parallel_spec: ParallelSpec, plan: Plan) -> tuple[int, ...]:
     """Return cuts balanced by parameters, for models of unknown FLOPs; empty for too few blocks."""
-    held = [block for block in blocks._modules.values() if block is not None]
-    sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in held]
+    block_list = [block for block in blocks._modules.values() if block is not None]
+    sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in block_list]
     first, last = (
         0.0 if parallel_spec.first_stage_modules else None,
         0.0 if parallel_spec.last_stage_modules else None,

@@ -94,8 +94,10 @@ def find_tied_weights(
     if plan.pp == 1 or not tied_names:
         return TiedWeights((), None)
     group = None if plan.is_v_shaped else _first_last_stage_group(plan, parallel_mesh)
-    here = {name: parameter for part in model_parts for name, parameter in part.named_parameters()}
-    ties = tuple(TiedWeight(kept, copy, here.get(kept), here.get(copy)) for kept, copy in tied_names)
+    parameters = {name: parameter for part in model_parts for name, parameter in part.named_parameters()}
+    ties = tuple(
+        TiedWeight(source, copy, parameters.get(source), parameters.get(copy)) for source, copy in tied_names
+    )
     return TiedWeights(
         tuple(tie for tie in ties if tie.parameter is not None or tie.copy_parameter is not None), group
     )
@@ -111,7 +113,7 @@ def tied_names_between_ends(parallel_spec: ParallelSpec) -> tuple[tuple[str, str
         return any(name.startswith(f"{path}.") for path in parallel_spec.last_stage_modules)
 
     return tuple(
-        (kept, copy) for kept, copy in parallel_spec.tied_parameters if is_last(kept) != is_last(copy)
+        (source, copy) for source, copy in parallel_spec.tied_parameters if is_last(source) != is_last(copy)
     )
 
 
@@ -120,11 +122,11 @@ def _first_last_stage_group(plan: Plan, parallel_mesh: ParallelMesh) -> dist.Pro
 
     torch wants every rank to make every group.
     """
-    mine = None
-    firsts = [rank for rank in range(plan.world_size) if plan.coordinates(rank)["pp"] == 0]
-    for first in firsts:
+    own_group = None
+    first_ranks = [rank for rank in range(plan.world_size) if plan.coordinates(rank)["pp"] == 0]
+    for first in first_ranks:
         ranks = [first, first + (plan.pp - 1) * plan.ranks_per_pipeline_rank]
         group = dist.new_group(ranks)
         if parallel_mesh.rank in ranks:
-            mine = group
-    return mine
+            own_group = group
+    return own_group

@@ -24,26 +24,26 @@ class BubbleTimer:
     def __init__(self, communication_timer: CommunicationTimer) -> None:
         self._communication_timer = communication_timer
         self._seconds = 0.0
-        self._depth, self._began = 0, 0.0
+        self._depth, self._start = 0, 0.0
 
     def __enter__(self) -> None:
         if self._depth == 0:
-            self._began = time.perf_counter()
+            self._start = time.perf_counter()
         self._depth += 1
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self._seconds += time.perf_counter() - self._began
+            self._seconds += time.perf_counter() - self._start
 
     @contextmanager
     def measure_bubble(self) -> Iterator[None]:
         """Record the wait for other stages, around a complete schedule."""
         self._seconds, self._depth = 0.0, 0
-        began = time.perf_counter()
+        start = time.perf_counter()
         yield
         self._communication_timer.add_blocking_transfer(
-            "pipeline", max(time.perf_counter() - began - self._seconds, 0.0)
+            "pipeline", max(time.perf_counter() - start - self._seconds, 0.0)
         )
 
 

@@ -15,13 +15,13 @@ def apply_autocast(model: nn.Module, dtype: torch.dtype, device: torch.device) -
     FSDP2 casts parameters and inputs to `dtype`; a buffer or a constant in fp32 would turn activations
     back to fp32, which the next layer's parameters then could not multiply.
     """
-    running = ExitStack()
+    exit_stack = ExitStack()
 
     def enter(*_: Any) -> None:
-        running.enter_context(torch.autocast(device.type, dtype=dtype))
+        exit_stack.enter_context(torch.autocast(device.type, dtype=dtype))
 
     def leave(*_: Any) -> None:
-        running.close()
+        exit_stack.close()
 
     model.register_forward_pre_hook(enter)
     model.register_forward_hook(leave, always_call=True)

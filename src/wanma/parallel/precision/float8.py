@@ -43,15 +43,15 @@ def apply_float8(blocks: list[nn.Module], plan: Plan, *, emulate: bool = False) 
         _require_capability()
     from torchao.float8 import convert_to_float8_training
 
-    suits = _linear_filter(plan)
-    if not any(suits(module, name) for block in blocks for name, module in block.named_modules()):
+    is_supported = _linear_filter(plan)
+    if not any(is_supported(module, name) for block in blocks for name, module in block.named_modules()):
         raise JobError(
             f"train.fp8: no linear layer of the blocks has both dims a multiple of {MATRIX_DIM_MULTIPLE} "
             "on every rank",
             "unset train.fp8, or choose other dimensions",
         )
     for block in blocks:
-        convert_to_float8_training(block, config=config, module_filter_fn=suits)
+        convert_to_float8_training(block, config=config, module_filter_fn=is_supported)
 
 
 def _config(plan: Plan, emulate: bool) -> Float8LinearConfig:

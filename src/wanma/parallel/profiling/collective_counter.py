@@ -65,8 +65,8 @@ class CollectiveCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         ring, messages = ring_message_bytes(func, args)
         for size in messages:
-            for way in ("send", "receive"):
-                self.counts[CollectiveCall(way, _ranks([ring]), size)] += 1
+            for direction in ("send", "receive"):
+                self.counts[CollectiveCall(direction, _ranks([ring]), size)] += 1
         kind = _KINDS.get(func._schema.name.partition("::")[2]) if func.namespace in _NAMESPACES else None
         if kind is not None:
             leaves = tree_leaves((args, kwargs))

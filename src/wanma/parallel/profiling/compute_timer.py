@@ -42,8 +42,8 @@ class ComputeTimer:
         self._per_micro_batch = per_micro_batch or device == "cuda"
         self._device, self._get_waited_seconds = device, get_waited_seconds
         self._seconds = 0.0
-        self._began: tuple[float, float] | None = None
-        self._queued: list[tuple[Any, Any]] = []
+        self._start: tuple[float, float] | None = None
+        self._event_pairs: list[tuple[Any, Any]] = []
         self._event: Any = None
 
     @contextmanager
@@ -68,7 +68,7 @@ class ComputeTimer:
             self._event = torch.cuda.Event(enable_timing=True)
             self._event.record()
         else:
-            self._began = (time.perf_counter(), self._get_waited_seconds())
+            self._start = (time.perf_counter(), self._get_waited_seconds())
 
     def stop(self, *, is_forward: bool) -> None:
         """Stop the timer: the forward or backward has ended, or on a GPU is queued."""
@@ -78,18 +78,18 @@ class ComputeTimer:
             if self._event is not None and is_forward:
                 end: Any = torch.cuda.Event(enable_timing=True)
                 end.record()
-                self._queued.append((self._event, end))
+                self._event_pairs.append((self._event, end))
             self._event = None
-        elif self._began is not None:
-            began, waited = self._began
-            self._seconds += max(time.perf_counter() - began - (self._get_waited_seconds() - waited), 0.0)
-            self._began = None
+        elif self._start is not None:
+            start, start_wait = self._start
+            self._seconds += max(time.perf_counter() - start - (self._get_waited_seconds() - start_wait), 0.0)
+            self._start = None
 
     def pop_seconds(self) -> float:
         """Return the seconds since the last call; on a GPU, call it when all that was queued has ended."""
         if self._device == "cuda":
-            queued, self._queued = self._queued, []
-            forwards: float = sum(begin.elapsed_time(end) for begin, end in queued)
+            event_pairs, self._event_pairs = self._event_pairs, []
+            forwards: float = sum(begin.elapsed_time(end) for begin, end in event_pairs)
             return STEP_TO_FORWARD_RATIO * forwards / 1e3  # from milliseconds
         seconds, self._seconds = self._seconds, 0.0
         return seconds

@@ -28,9 +28,9 @@ ForwardWrapper = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 def distribute_parameters(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement]) -> None:
     """Make `module`'s own parameters DTensors on `mesh`; every rank has the full values, or none yet."""
     for name, placement in placements.items():
-        whole = module.get_parameter(name)
-        split = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(split, requires_grad=whole.requires_grad))
+        parameter = module.get_parameter(name)
+        split = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(split, requires_grad=parameter.requires_grad))
 
 
 def use_local_parameters(
@@ -40,15 +40,15 @@ def use_local_parameters(
     forward = type(module).forward
 
     def local_forward(x: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-        whole = dict(module._parameters)
+        dtensors = dict(module._parameters)
         for name, part in local_tensors.items():
-            module._parameters[name] = part(whole[name])  # type: ignore[arg-type,assignment]  # as torch.func's
+            module._parameters[name] = part(dtensors[name])  # type: ignore[arg-type,assignment]  # as torch.func's
         try:
             if wrapper is None:
                 return forward(module, x, *arguments, **keywords)  # type: ignore[no-any-return]
-            return wrapper(lambda given: forward(module, given, *arguments, **keywords), x)
+            return wrapper(lambda forward_input: forward(module, forward_input, *arguments, **keywords), x)
         finally:
-            module._parameters.update(whole)
+            module._parameters.update(dtensors)
 
     module.forward = local_forward
 
@@ -84,9 +84,9 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, source: Placement, target: Placement, ranks: int, group: str) -> Tensor:
         is_sum = isinstance(source, Partial)
-        from_gradient = Partial() if isinstance(target, Replicate) and not is_sum else target
-        to_gradient = Replicate() if is_sum else source
-        ctx.way_back = from_gradient, to_gradient, ranks, group
+        gradient_source = Partial() if isinstance(target, Replicate) and not is_sum else target
+        gradient_target = Replicate() if is_sum else source
+        ctx.way_back = gradient_source, gradient_target, ranks, group
         return _timed_collective(x, source, target, ranks, group)
 
     @staticmethod
@@ -108,19 +108,19 @@ def _timed_collective(x: Tensor, source: Placement, target: Placement, ranks: in
 
 def _run_collective(x: Tensor, source: Placement, target: Placement, ranks: int, group: str) -> Tensor:
     collectives = torch.ops._c10d_functional
-    moved: Tensor
+    output: Tensor
     if isinstance(source, Shard) and isinstance(target, Replicate):
         gathered = collectives.all_gather_into_tensor(x.contiguous(), ranks, group)
         by_rank = collectives.wait_tensor(gathered).unflatten(0, (ranks, x.shape[0]))
-        moved = by_rank.movedim(0, source.dim).flatten(source.dim, source.dim + 1)
+        output = by_rank.movedim(0, source.dim).flatten(source.dim, source.dim + 1)
     elif isinstance(source, Partial) and isinstance(target, Replicate):
-        moved = collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group))
+        output = collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group))
     elif isinstance(source, Partial) and isinstance(target, Shard):
         by_rank = x.unflatten(target.dim, (ranks, -1)).movedim(target.dim, 0).flatten(0, 1)
-        moved = collectives.wait_tensor(collectives.reduce_scatter_tensor(by_rank, "sum", ranks, group))
+        output = collectives.wait_tensor(collectives.reduce_scatter_tensor(by_rank, "sum", ranks, group))
     else:
         raise ValueError(f"redistribution from {source} to {target} is not supported")
-    return moved
+    return output
 
 
 def as_last_dim_shard(x: Tensor, mesh: DeviceMesh) -> DTensor:

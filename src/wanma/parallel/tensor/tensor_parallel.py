@@ -80,11 +80,15 @@ def local_kv_heads(heads: int, kv_heads: int, ranks: int, rank: int) -> list[int
     Each comes once where every one serves the same number of the rank's query heads, in their order; else
     there is one for every query head, some of them several times.
     """
-    mine = range(rank * heads // ranks, (rank + 1) * heads // ranks)
-    looked_at = [query * kv_heads // heads for query in mine]
-    distinct = sorted(set(looked_at))
-    serves = len(looked_at) // len(distinct)
-    return distinct if looked_at == [head for head in distinct for _ in range(serves)] else looked_at
+    query_heads = range(rank * heads // ranks, (rank + 1) * heads // ranks)
+    kv_head_by_query = [query * kv_heads // heads for query in query_heads]
+    distinct_heads = sorted(set(kv_head_by_query))
+    queries_per_head = len(kv_head_by_query) // len(distinct_heads)
+    return (
+        distinct_heads
+        if kv_head_by_query == [head for head in distinct_heads for _ in range(queries_per_head)]
+        else kv_head_by_query
+    )
 
 
 @dataclass(frozen=True)
@@ -161,20 +165,24 @@ def _apply_key_value(module: nn.Module, tensor_group: _TensorGroup) -> None:
 
 def _rows_of_heads(parameter: DTensor, kv_heads: int, heads: list[int]) -> Tensor:
     """Return the rows of a replicated projection that belong to the heads `heads`."""
-    by_head = replicated_with_partial_gradient(parameter).unflatten(0, (kv_heads, -1))
-    return torch.cat([by_head[head] for head in heads])
+    rows_by_head = replicated_with_partial_gradient(parameter).unflatten(0, (kv_heads, -1))
+    return torch.cat([rows_by_head[head] for head in heads])
 
 
 def _apply_rowwise(module: nn.Module, tensor_group: _TensorGroup) -> None:
     names = _parameter_names(module)
-    by_inputs = ("weight", *_LORA_DOWN)
+    input_sharded = ("weight", *_LORA_DOWN)
     distribute_parameters(
-        module, tensor_group.mesh, {name: Shard(1) if name in by_inputs else Replicate() for name in names}
+        module,
+        tensor_group.mesh,
+        {name: Shard(1) if name in input_sharded else Replicate() for name in names},
     )
     # One rank alone adds the bias, for the outputs are summed.
-    added: LocalTensorFunction = replicated_with_partial_gradient if tensor_group.rank == 0 else _zero_term
+    bias_function: LocalTensorFunction = (
+        replicated_with_partial_gradient if tensor_group.rank == 0 else _zero_term
+    )
     parts: dict[str, LocalTensorFunction] = {
-        name: local_shard if name in by_inputs else added for name in names
+        name: local_shard if name in input_sharded else bias_function for name in names
     }
     parts |= {name: replicated_with_partial_gradient for name in names if name in _LORA_UP}
     use_local_parameters(module, parts, lambda forward, x: tensor_group.reduce(forward(x)))
@@ -187,11 +195,11 @@ def _zero_term(parameter: DTensor) -> Tensor:
 
 def _apply_vocabulary_parallel(module: nn.Module, tensor_group: _TensorGroup) -> None:
     embedding = cast(nn.Embedding, module)
-    held = embedding.num_embeddings // tensor_group.size
-    start = tensor_group.rank * held
+    local_rows = embedding.num_embeddings // tensor_group.size
+    start = tensor_group.rank * local_rows
     if embedding.padding_idx is not None:
-        here = 0 <= embedding.padding_idx - start < held
-        embedding.padding_idx = embedding.padding_idx - start if here else None
+        is_local = 0 <= embedding.padding_idx - start < local_rows
+        embedding.padding_idx = embedding.padding_idx - start if is_local else None
     distribute_parameters(module, tensor_group.mesh, {"weight": Shard(0)})
 
     def look_up(forward: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
@@ -203,10 +211,10 @@ def _apply_vocabulary_parallel(module: nn.Module, tensor_group: _TensorGroup) ->
                 "parallel.sequence_parallel = "
                 "false",
             )
-        mine = tokens - start
-        is_here = (mine >= 0) & (mine < held)
-        found = forward(torch.where(is_here, mine, 0))
-        return tensor_group.reduce(torch.where(is_here.unsqueeze(-1), found, 0.0))
+        local_tokens = tokens - start
+        is_own_token = (local_tokens >= 0) & (local_tokens < local_rows)
+        vectors = forward(torch.where(is_own_token, local_tokens, 0))
+        return tensor_group.reduce(torch.where(is_own_token.unsqueeze(-1), vectors, 0.0))
 
     use_local_parameters(module, {"weight": local_shard}, look_up)
 
