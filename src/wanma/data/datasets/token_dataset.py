@@ -103,10 +103,10 @@ class TokenDataset(BatchedDataset):
     def _train_batch(self, sample_indices: IndexArray) -> Batch:
         sources, indices = self._mixture.locate_samples(sample_indices)
         for source in np.unique(sources):
-            is_of_source = sources == source
+            source_mask = sources == source
             epoch_size = self._train[source].sequence_count
-            indices[is_of_source] = shuffle_indices(
-                indices[is_of_source], epoch_size, self.seed, "source", int(source)
+            indices[source_mask] = shuffle_indices(
+                indices[source_mask], epoch_size, self.seed, "source", int(source)
             )
         return self._read(self._train, sources, indices, sample_indices)
 
@@ -125,10 +125,10 @@ class TokenDataset(BatchedDataset):
         rows = np.empty((len(sample_indices), self._sequence_length + 1), np.int64)
         segment_starts = np.zeros(rows.shape, bool)
         for source in np.unique(sources):
-            is_of_source = sources == source
-            rows[is_of_source] = streams[source].read(indices[is_of_source])
+            source_mask = sources == source
+            rows[source_mask] = streams[source].read(indices[source_mask])
             if self._document_masks:
-                segment_starts[is_of_source] = streams[source].segment_starts(indices[is_of_source])
+                segment_starts[source_mask] = streams[source].segment_starts(indices[source_mask])
         keywords = {}
         targets = rows[:, 1:].copy()
         if self._document_masks:

@@ -34,8 +34,8 @@ def shuffle_indices(stream_positions: IndexArray, epoch_size: int, *key: int | s
     epochs, positions = np.divmod(stream_positions, epoch_size)
     indices = np.empty_like(positions)
     for epoch in np.unique(epochs):
-        is_of_epoch = epochs == epoch
-        indices[is_of_epoch] = permute_indices(positions[is_of_epoch], epoch_size, *key, int(epoch))
+        epoch_mask = epochs == epoch
+        indices[epoch_mask] = permute_indices(positions[epoch_mask], epoch_size, *key, int(epoch))
     return indices
 
 

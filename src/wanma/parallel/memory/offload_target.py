@@ -63,7 +63,7 @@ class _DiskHandle(OffloadHandle):
     def reload(self) -> Tensor:
         # A copy also on a CPU: the place is used again as soon as autograd is done with its node, but what
         # its formula has returned may still be a view of what it was given.
-        return torch.empty_like(self._block, device=self._device).copy_(self._place)
+        return torch.empty_like(self._block, device=self._device).copy_(self._block)
 
 
 class HostTarget(OffloadTarget):
