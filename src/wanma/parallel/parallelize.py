@@ -196,13 +196,13 @@ def parallelize(
     """
     module = _build_module(spec, plan, seed)
     reject_overlapping_parameters(module)
-    frozen_names = freeze_permanently(module, spec.is_frozen)
+    frozen = freeze_permanently(module, spec.is_frozen)
     _require_fp32_weights(module, spec)
     _require_dense_gradients(module, spec)
     _require_layout_independence(module, spec, plan)
     _make_contiguous(module)
     names = tuple(name for name, _ in module.named_parameters())
-    trainable = tuple(name for name in names if name not in frozen_names)
+    trainable = tuple(name for name in names if name not in frozen)
     roles = find_parameter_roles(module)
     statistics_modules = find_step_statistics_modules(module)
     hooks = GradientHooks(module, plan)
@@ -214,14 +214,7 @@ def parallelize(
     compression = build_compression(parallel_mesh, seed)
     data_parallel = tuple(
         _parallelize_part(
-            part,
-            spec,
-            plan,
-            parallel_mesh,
-            parallel_mesh.communication_timer,
-            disk_pool,
-            compression,
-            frozen_names,
+            part, spec, plan, parallel_mesh, parallel_mesh.communication_timer, disk_pool, compression, frozen
         )
         for part in parts
     )
@@ -232,12 +225,10 @@ def parallelize(
         parallel_mesh,
     )
     # Waits of the process for other tensor, context and expert ranks.
-    functional_wait = (
-        get_functional_wait_time() if max(plan.tp, plan.cp, plan.ep) > 1 else FunctionalWaitTime()
-    )
+    waits = get_functional_wait_time() if max(plan.tp, plan.cp, plan.ep) > 1 else FunctionalWaitTime()
     clock = ComputeTimer(
         parallel_mesh.device.type,
-        lambda: parallel_mesh.communication_timer.exposed_seconds + functional_wait.seconds,
+        lambda: parallel_mesh.communication_timer.exposed_seconds + waits.seconds,
         per_micro_batch=plan.pp > 1,
     )
     draws = _build_random_draws(spec, module, plan, seed)

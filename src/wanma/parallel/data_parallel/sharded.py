@@ -101,8 +101,8 @@ def apply_data_parallel(
             permanently_frozen=permanently_frozen,
         )
     stale_check, frozen = StaleParameterCheck(model), None
-    divides_by_replicas = _divides_by_replicas(plan)
-    divisor = plan.replicate_group_size if divides_by_replicas else 1
+    averages = _divides_by_replicas(plan)
+    divisor = plan.replicate_group_size if averages else 1
     scalars = _replicate_unshardable(
         model, plan, parallel_mesh, communication_timer, divisor, permanently_frozen
     )
@@ -131,15 +131,7 @@ def apply_data_parallel(
     for block in blocks:
         shard(block, mp_policy=policy, reshard_after_forward=plan.reshards_after_forward)
     shard(model, mp_policy=root_policy, reshard_after_forward=False)
-    _prepare_units(
-        model,
-        experts,
-        plan,
-        parallel_mesh,
-        communication_timer,
-        compression,
-        divides_by_replicas=divides_by_replicas,
-    )
+    _prepare_units(model, experts, plan, parallel_mesh, communication_timer, compression, averages=averages)
     assert isinstance(model, FSDPModule)
     return Sharded(
         model,
@@ -242,7 +234,7 @@ def _prepare_units(
     communication_timer: CommunicationTimer,
     compression: GradientCompression | None,
     *,
-    divides_by_replicas: bool,
+    averages: bool,
 ) -> None:
     """Set how every FSDP2 unit of `model` gathers and reduces."""
     names = parameter_names_by_id(model)
@@ -254,7 +246,7 @@ def _prepare_units(
             _set_cpu_collectives(unit, communication_timer, mesh, prefetch=plan.overlap)
         if compression is not None:
             compress_fsdp_unit(unit, compression, names)
-        if not divides_by_replicas:
+        if not averages:
             unit.set_gradient_divide_factor(1.0)
 
 
