@@ -83,12 +83,14 @@ def plan(
         planned = plan_for_job(job, machines, workload, dimensions, calibration)
         assert planned.forecast is not None, "there is a workload"
         return [(planned.plan, planned.forecast)]
-    found = search_plans(job, machines, workload, dimensions, calibration, world_sizes=worlds, keep=keep)
-    if not found.candidates:
-        raise no_plan_error(job, machines, workload, dimensions, found, worlds)
+    search_result = search_plans(
+        job, machines, workload, dimensions, calibration, world_sizes=worlds, keep=keep
+    )
+    if not search_result.candidates:
+        raise no_plan_error(job, machines, workload, dimensions, search_result, worlds)
     return [
-        (one.plan, _with_forecast_only_reason(one.forecast, one.unsupported_reason))
-        for one in found.candidates
+        (candidate.plan, _with_forecast_only_reason(candidate.forecast, candidate.unsupported_reason))
+        for candidate in search_result.candidates
     ]
 
 

@@ -102,7 +102,7 @@ class Loaded:
         if isinstance(prompt, str):
             return "".join(self._stream(prompt, tokens, rule))
         rules = (replace(rule, seed=seed + number) for number in range(len(prompt)))
-        return ["".join(self._stream(one, tokens, rule)) for one, rule in zip(prompt, rules, strict=True)]
+        return ["".join(self._stream(text, tokens, rule)) for text, rule in zip(prompt, rules, strict=True)]
 
     def stream(
         self,
@@ -162,18 +162,18 @@ def load(
     path = find_valid(run.checkpoints, step, on_message)
     saved, state = CheckpointReader(path), read_training_state(path)
     tokenizer = _tokenizer(run, job)
-    made = model if model is not None else _build_model(job, run, saved, state, tokenizer)
+    loaded_model = model if model is not None else _build_model(job, run, saved, state, tokenizer)
     weights = _CheckpointWeights(saved, averaged, job)
-    weights.fill(made, run)
-    made.eval()
-    return Loaded(made.to(device), tokenizer, job, int(state["step"]), path, weights.averaged)
+    weights.fill(loaded_model, run)
+    loaded_model.eval()
+    return Loaded(loaded_model.to(device), tokenizer, job, int(state["step"]), path, weights.averaged)
 
 
 def _tokenizer(run: RunDirectory, job: Job) -> Tokenizer | None:
     """Return the tokenizer that the run stores; None for a user's own dataset, which holds tokens."""
-    kept = run.path / "tokenizer"
-    if kept.is_dir():
-        return load_tokenizer(kept)
+    folder = run.path / "tokenizer"
+    if folder.is_dir():
+        return load_tokenizer(folder)
     return load_tokenizer(job.data.tokenizer) if job.data.text or job.data.sources else None
 
 
@@ -234,10 +234,10 @@ def _custom_model(job: Job, run: RunDirectory, state: Mapping[str, Any]) -> nn.M
                 "not recorded",
                 way_out,
             )
-    made = build_user_model(job.model, job.train.seed)
+    model = build_user_model(job.model, job.train.seed)
     if was_object:
-        _require_same_code(made, run, state, way_out)
-    return made
+        _require_same_code(model, run, state, way_out)
+    return model
 
 
 def _parameter_names(factory: Any) -> list[str] | None:
@@ -303,30 +303,34 @@ class _CheckpointWeights:
         from wanma.models.layers.lora import is_lora_parameter
 
         persistent = model.state_dict(keep_vars=True)
-        held: dict[str, Tensor] = dict(model.named_parameters())
-        held |= {name: tensor for name, tensor in model.named_buffers() if name in persistent}
-        added = {n for n in self._names if self._alpha is not None and is_lora_parameter(n) and n not in held}
-        differences = [f"{name}: not in the checkpoint" for name in held if name not in self._names]
+        targets: dict[str, Tensor] = dict(model.named_parameters())
+        targets |= {name: tensor for name, tensor in model.named_buffers() if name in persistent}
+        added = {
+            n for n in self._names if self._alpha is not None and is_lora_parameter(n) and n not in targets
+        }
+        differences = [f"{name}: not in the checkpoint" for name in targets if name not in self._names]
         differences += [
-            f"{name}: only in the checkpoint" for name in self._names if name not in {*held, *added}
+            f"{name}: only in the checkpoint" for name in self._names if name not in {*targets, *added}
         ]
-        for name, tensor in held.items():
+        for name, tensor in targets.items():
             saved = self._reader.tensors.get(self._names.get(name, ""))
             if saved is not None and isinstance(tensor, torch.nn.Parameter) and saved.shape != tensor.shape:
                 differences.append(
                     f"{name}: shape {tuple(tensor.shape)} here, {saved.shape} in the checkpoint"
                 )
         if differences:
-            more = [f"and {len(differences) - _MAX_NAMED} more"] if len(differences) > _MAX_NAMED else []
+            omitted_line = (
+                [f"and {len(differences) - _MAX_NAMED} more"] if len(differences) > _MAX_NAMED else []
+            )
             raise WanmaError(
                 f"{self._reader.name} is not a checkpoint of this model; first differences:\n    "
-                + "\n    ".join([*differences[:_MAX_NAMED], *more]),
+                + "\n    ".join([*differences[:_MAX_NAMED], *omitted_line]),
                 f"restore the {run.job} of the run, or give its module (model=)",
             )
         # A user's own module has no mapping to the names of published weights.
         start = self._start_from if hasattr(model, "tensor_mappings") else None
         with torch.no_grad(), open_start_weights(model, start) as unrounded:
-            for name, tensor in held.items():
+            for name, tensor in targets.items():
                 value = self._read(name, added, tensor.dtype, unrounded)
                 if tensor.shape == value.shape and tensor.dtype == value.dtype:
                     tensor.copy_(value)
@@ -346,8 +350,8 @@ class _CheckpointWeights:
 
         weight = self._reader.read(self._names[name])
         if weight.is_floating_point() and torch.promote_types(weight.dtype, dtype) != weight.dtype:
-            whole = Box((0,) * weight.ndim, tuple(weight.shape))
-            weight = unrounded.read_unrounded(name, weight, whole, tuple(weight.shape))
+            full_box = Box((0,) * weight.ndim, tuple(weight.shape))
+            weight = unrounded.read_unrounded(name, weight, full_box, tuple(weight.shape))
             weight = weight.to(torch.promote_types(weight.dtype, dtype))
         layer, dot, kind = name.rpartition(".")
         halves = {part: f"{layer}{dot}{part}" for part in ("lora_a", "lora_b")}
@@ -355,5 +359,5 @@ class _CheckpointWeights:
             return weight
         from wanma.models.layers.lora import merge_lora
 
-        adapter = {part: self._reader.read(self._names[half]) for part, half in halves.items()}
+        adapter = {part: self._reader.read(self._names[lora_name]) for part, lora_name in halves.items()}
         return merge_lora({"weight": weight, **adapter}, self._alpha)["weight"]

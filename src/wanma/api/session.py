@@ -113,34 +113,38 @@ def session(
     objects = check_user_optimizer(job, optimizer, schedule)
     input_kind(job.model)  # refuses a preset that does not exist
     require_fixed_nodes(job, "a loop in wanma.session")
-    worker, given = current_worker_context.get(), launch_cluster_section.get()
-    launched = ClusterSection(**given) if given is not None else None
-    late: list[str] = []
+    worker, section = current_worker_context.get(), launch_cluster_section.get()
+    launched = ClusterSection(**section) if section is not None else None
+    warnings: list[str] = []
     if worker is not None:
-        late = _ignored_setting_warnings(job, launched, run_directory, worker)
+        warnings = _ignored_setting_warnings(job, launched, run_directory, worker)
     if launched is not None:
         job = _with_launch_keys(job, launched)
     start = initial_layout(job, custom_model=True)
     planned = complete_run_plan(job, start, None)
     prepared = PreparedJob(start.cluster, planned, None, peak_flops_per_second(planned.plan, start.cluster))
-    place = read_torchrun_variables() if worker is None else None
-    if place is not None:
-        job = _with_launcher_nodes(job, place)
+    launcher_rank = read_torchrun_variables() if worker is None else None
+    if launcher_rank is not None:
+        job = _with_launcher_nodes(job, launcher_rank)
     with (
         _enter_supervised_session(worker)
         if worker is not None
-        else _open_unsupervised(job, run_directory, place) as rank
+        else _open_unsupervised(job, run_directory, launcher_rank) as rank
     ):
         if launched is not None and rank.rank == 0:
-            told = {"kind": SESSION_EVENT, "steps": job.train.steps, "observe": job.observe.model_dump()}
-            rank.supervisor_client.send_event(told)
-        for text in late:
+            start_event = {
+                "kind": SESSION_EVENT,
+                "steps": job.train.steps,
+                "observe": job.observe.model_dump(),
+            }
+            rank.supervisor_client.send_event(start_event)
+        for text in warnings:
             _send_message(rank, text, "warning")
         with (
-            with_callbacks(callbacks, job, rank) as heard,
-            _open_session(job, prepared, heard, objects) as made,
+            with_callbacks(callbacks, job, rank) as monitored_rank,
+            _open_session(job, prepared, monitored_rank, objects) as opened_session,
         ):
-            yield made
+            yield opened_session
 
 
 @contextmanager
@@ -180,7 +184,7 @@ def _open_session(
     configure_numerics(job, plan)
     with open_mesh(worker, plan, hang_timeout_seconds(job), job.parallel.collectives) as grid:
         peak = prepared.peak_flops_per_second
-        made = Session(
+        session = Session(
             job, plan, worker, grid, peak_flops_per_second=peak, on_start=on_start, user_objects=objects
         )
         if worker.rank == 0:
@@ -188,8 +192,8 @@ def _open_session(
                 _send_message(worker, note, "info")
             if not run.job.exists():
                 write_run_files(run, job, prepared, sys.argv, reads_text=reads_text)
-        with made:
-            yield made
+        with session:
+            yield session
 
 
 @contextmanager
@@ -207,7 +211,7 @@ def _open_unsupervised(
         yield _torchrun_worker_context(launcher_rank, run, NullSupervisorClient())
         return
     with lock_run(run), open_console(run, job.observe, job.train.steps) as console:
-        earlier = count_events(run)
+        earlier_events = count_events(run)
         failure: str | None = None
         try:
             control = NullSupervisorClient(console.write)
@@ -221,7 +225,7 @@ def _open_unsupervised(
             failure = str(error) if isinstance(error, WanmaError) else plain
             raise
         finally:
-            record_run_end(run, failure, console.write, earlier)
+            record_run_end(run, failure, console.write, earlier_events)
 
 
 def _torchrun_worker_context(
@@ -230,14 +234,14 @@ def _torchrun_worker_context(
     """Return the worker context of a rank that another launcher, such as torchrun, has started."""
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch exports them so
 
-    given = TCPStore(
+    launcher_store = TCPStore(
         launcher_rank.store_host,
         launcher_rank.store_port,
         is_master=launcher_rank.serves_store,
         multi_tenant=True,
     )
-    opened = given.add(f"wanma/{launcher_rank.restart_count}/opened/{launcher_rank.rank}", 1)
-    store = PrefixStore(f"wanma/{launcher_rank.restart_count}/{opened}", given)
+    opened = launcher_store.add(f"wanma/{launcher_rank.restart_count}/opened/{launcher_rank.rank}", 1)
+    store = PrefixStore(f"wanma/{launcher_rank.restart_count}/{opened}", launcher_store)
     if launcher_rank.rank == 0:
         store.set("generation", str(os.getpid()))
         text = (
@@ -268,27 +272,27 @@ def _with_launcher_nodes(job: Job, launcher_rank: TorchrunProcess) -> Job:
 
 def _with_launch_keys(job: Job, launched: ClusterSection) -> Job:
     """Return `job` with the cluster keys of `wanma launch`."""
-    given = {key: getattr(launched, key) for key in {*LAUNCH_KEYS, *launched.model_fields_set}}
-    return job.model_copy(update={"cluster": job.cluster.model_copy(update=given)})
+    launch_keys = {key: getattr(launched, key) for key in {*LAUNCH_KEYS, *launched.model_fields_set}}
+    return job.model_copy(update={"cluster": job.cluster.model_copy(update=launch_keys)})
 
 
 def _ignored_setting_warnings(
     job: Job, launched: ClusterSection | None, run_directory: Path | str | None, worker: WorkerContext
 ) -> list[str]:
     """Return texts on settings of the script that only the command that started it could have applied."""
-    told = []
+    warnings = []
     if run_directory is not None and Path(run_directory).absolute() != worker.run_directory:
-        told.append(
+        warnings.append(
             f"run_directory = '{run_directory}' is ignored: the run directory is {worker.run_directory}; "
             "choose it with wanma launch --run-dir DIR"
         )
     for key in sorted(job.cluster.model_fields_set & set(LAUNCH_KEYS)) if launched is not None else ():
-        if (wanted := getattr(job.cluster, key)) != getattr(launched, key):
-            told.append(
-                f"cluster.{key} = {wanted!r} in the script has no effect after launch; "
-                f"set it with wanma launch --set cluster.{key}={wanted}"
+        if (setting := getattr(job.cluster, key)) != getattr(launched, key):
+            warnings.append(
+                f"cluster.{key} = {setting!r} in the script has no effect after launch; "
+                f"set it with wanma launch --set cluster.{key}={setting}"
             )
-    return told
+    return warnings
 
 
 def _send_message(worker: WorkerContext, text: str, level: str) -> None:

@@ -130,8 +130,8 @@ def train(
 
 def _require_no_rank() -> None:
     """Refuse a process that is a rank: each would start ranks, and all would train in one run directory."""
-    worker, place = current_worker_context.get(), read_torchrun_variables()
-    known = worker or place
+    worker, launcher_rank = current_worker_context.get(), read_torchrun_variables()
+    known = worker or launcher_rank
     if known is not None:
         starter = "`wanma launch`" if worker is not None else "torchrun or a similar launcher"
         raise JobError(

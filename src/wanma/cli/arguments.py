@@ -104,8 +104,10 @@ def resolve_checkpoint_location(name: str | None, runs: Path) -> str:
     if name is not None and "://" in name:
         return name
     if name is not None:
-        holds = next(Path(name).glob("step-*"), None) is not None or (Path(name) / "manifest.json").is_file()
-        if holds or Path(name).name.startswith("step-"):
+        has_checkpoint = (
+            next(Path(name).glob("step-*"), None) is not None or (Path(name) / "manifest.json").is_file()
+        )
+        if has_checkpoint or Path(name).name.startswith("step-"):
             return name
         if Path(name).is_dir() and not (Path(name) / "job.toml").is_file():
             raise WanmaError(

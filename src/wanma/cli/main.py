@@ -37,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except Exception as error:
         if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
-            where = error.filename or "the output of this command"
-            _print_error(f"{error.strerror}: {where}", "free some space on its disk")
+            target = error.filename or "the output of this command"
+            _print_error(f"{error.strerror}: {target}", "free some space on its disk")
             return EXIT_FAILED
         traceback.print_exc()
         _print_error(
@@ -69,9 +69,9 @@ def _print_any_character() -> None:
 
 def _discard_output() -> None:
     """Discard buffered output that has no reader or no room; Python would fail on it at exit."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())
+    os.close(devnull)
 
 
 def _print_error(message: str, hint: str) -> None:

@@ -46,8 +46,8 @@ def terminal_width() -> int | None:
     """Return the columns of the terminal, or COLUMNS; None if neither is known."""
     if sys.stdout.isatty():
         return shutil.get_terminal_size().columns
-    given = os.environ.get("COLUMNS", "")
-    return int(given) if given.isdecimal() and int(given) > 0 else None
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if columns.isdecimal() and int(columns) > 0 else None
 
 
 def wrap_text(text: str, width: int) -> str:
@@ -62,8 +62,8 @@ def wrap_text(text: str, width: int) -> str:
 def _wrap_line(line: str, width: int) -> str:
     if len(line) <= width:
         return line
-    found = _LABEL.match(line)
-    label = found.end() if found is not None else 0
+    match = _LABEL.match(line)
+    label = match.end() if match is not None else 0
     content = line.lstrip()
     start = len(line) - len(content)
     indent = label if label <= min(_MAX_INDENT, width // 2) else start + 2

@@ -95,35 +95,37 @@ def parse(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
     names = {module.__name__.rpartition(".")[2] for module in COMMANDS}
     if arguments and not arguments[0].startswith("-") and arguments[0] not in names:
         raise _unknown_command(arguments[0], names)
-    # argparse accepts one block of positionals: later ones are returned as `rest`.
-    parsed, rest = parser.parse_known_args(arguments)
-    if rest:
-        wrong = [text for text in rest if text.startswith("-") or not hasattr(parsed, "overrides")]
-        if wrong:
-            raise _unknown_argument(wrong[0], parsed, parser)
-        parsed.overrides = [*parsed.overrides, *rest]
+    # argparse accepts one block of positionals: later ones are returned as `unparsed`.
+    parsed, unparsed = parser.parse_known_args(arguments)
+    if unparsed:
+        unknown = [text for text in unparsed if text.startswith("-") or not hasattr(parsed, "overrides")]
+        if unknown:
+            raise _unknown_argument(unknown[0], parsed, parser)
+        parsed.overrides = [*parsed.overrides, *unparsed]
     parsed.command_line = ["wanma", *arguments]
     return parsed
 
 
-def _unknown_command(word: str, names: set[str]) -> JobError:
-    if word.endswith((".toml", ".yaml", ".yml")):
-        return JobError(f"'{word}' is not a command.", f"to train it: wanma train {word}")
+def _unknown_command(name: str, names: set[str]) -> JobError:
+    if name.endswith((".toml", ".yaml", ".yml")):
+        return JobError(f"'{name}' is not a command.", f"to train it: wanma train {name}")
     return JobError(
-        f"unknown command '{word}'.{did_you_mean(word, names)}", "see the commands with `wanma --help`"
+        f"unknown command '{name}'.{did_you_mean(name, names)}", "see the commands with `wanma --help`"
     )
 
 
-def _unknown_argument(word: str, parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> JobError:
+def _unknown_argument(argument: str, parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> JobError:
     for name in (parsed.command, getattr(parsed, "action", None)):
         parser = _command_parser(parser, name)
     prog = parser.prog
     hint = f"see `{prog} --help`"
-    if not word.startswith("-"):
-        return JobError(f"{prog}: unexpected argument '{word}'", hint)
-    name = word.partition("=")[0]
+    if not argument.startswith("-"):
+        return JobError(f"{prog}: unexpected argument '{argument}'", hint)
+    name = argument.partition("=")[0]
     if "." in name:
-        return JobError(f"{prog}: unknown option {word}", "write overrides without dashes: train.steps=500")
+        return JobError(
+            f"{prog}: unknown option {argument}", "write overrides without dashes: train.steps=500"
+        )
     options = parser._option_string_actions
     return JobError(f"{prog}: unknown option {name}.{did_you_mean(name, options)}", hint)
 

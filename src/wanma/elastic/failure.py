@@ -72,8 +72,8 @@ class Failure:
     @property
     def summary(self) -> str:
         """Rank and node that failed, and the cause, in one line."""
-        place = f" (node {self.node_rank}, {self.hostname})" if self.node_rank is not None else ""
-        return f"rank {self.rank}{place} failed: {self.cause}" if self.rank is not None else self.cause
+        node_text = f" (node {self.node_rank}, {self.hostname})" if self.node_rank is not None else ""
+        return f"rank {self.rank}{node_text} failed: {self.cause}" if self.rank is not None else self.cause
 
     def text(self) -> str:
         """Format the message for the user: rank, cause, traceback, log and remedy."""
@@ -194,15 +194,15 @@ def format_sigkill_hint(oom_kills_before: int | None, oom_kills_now: int | None,
 
 def is_secondary_error(error: BaseException) -> bool:
     """Return True if the exception, or its cause, is one that a collective raises when a peer has died."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
+    while current is not None and id(current) not in visited:
+        visited.add(id(current))
         if {kind.__name__ for kind in type(current).__mro__} & _COLLECTIVE_ERRORS:
             return True
         if isinstance(current, RuntimeError | WanmaError):
             text = str(current).lower()
-            if any(word in text for word in _COLLECTIVE_WORDS):
+            if any(phrase in text for phrase in _COLLECTIVE_WORDS):
                 return True
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
     return False
@@ -216,21 +216,21 @@ def shorten_message(message: str) -> str:
     if len(message) <= MAX_MESSAGE_CHARACTERS:
         return message
     lines = [line for line in message.splitlines() if line.strip()]
-    first, rest = lines[:_SHORTENED_LINES], lines[_SHORTENED_LINES:]
-    first += [line for line in rest if "error" in line.lower()][:_SHORTENED_LINES]
-    shown = [
+    kept_lines, other_lines = lines[:_SHORTENED_LINES], lines[_SHORTENED_LINES:]
+    kept_lines += [line for line in other_lines if "error" in line.lower()][:_SHORTENED_LINES]
+    shortened = [
         line if len(line) <= _SHORTENED_LINE_CHARACTERS else f"{line[:_SHORTENED_LINE_CHARACTERS]} ..."
-        for line in first
+        for line in kept_lines
     ]
-    return "\n".join([*shown, f"... ({len(message):,} characters in total: see the log)"])
+    return "\n".join([*shortened, f"... ({len(message):,} characters in total: see the log)"])
 
 
 def _traceback(error: BaseException) -> str:
     text = "".join(traceback.format_exception(error))
     current: BaseException | None = error
-    seen: set[int] = set()
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
+    visited: set[int] = set()
+    while current is not None and id(current) not in visited:
+        visited.add(id(current))
         text = text.replace(message, shorten_message(message)) if (message := str(current)) else text
         current = current.__cause__ or current.__context__
     return text

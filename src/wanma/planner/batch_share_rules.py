@@ -21,11 +21,13 @@ def check_job_shares(job: Job) -> None:
         JobError: names the keys.
     """
     parallel = job.parallel
-    given = [("batch_share_schedule", f"[{list(move)}]", move[1]) for move in parallel.batch_share_schedule]
+    settings = [
+        ("batch_share_schedule", f"[{list(move)}]", move[1]) for move in parallel.batch_share_schedule
+    ]
     if parallel.batch_shares:
-        given.insert(0, ("batch_shares", str(parallel.batch_shares), parallel.batch_shares))
+        settings.insert(0, ("batch_shares", str(parallel.batch_shares), parallel.batch_shares))
     ranks = parallel.dp_replicate * parallel.dp_shard
-    for name, written, shares in given:
+    for name, written, shares in settings:
         key = f"parallel.{name} = {written}"
         if parallel.auto:
             raise JobError(

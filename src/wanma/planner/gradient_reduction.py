@@ -44,8 +44,8 @@ def with_gradient_reduction(job: Job, plan: Plan, hardware: HardwareModel | None
     hierarchical = why_not is None and parallel.hierarchical is not False
     plan = replace(plan, hierarchical=hierarchical)
     if hierarchical and parallel.hierarchical == "auto" and hardware is not None:
-        by_machines, at_once = _hierarchical_and_ring_seconds(plan, hardware)
-        plan = replace(plan, hierarchical=by_machines < at_once)
+        by_machines, ring = _hierarchical_and_ring_seconds(plan, hardware)
+        plan = replace(plan, hierarchical=by_machines < ring)
     return replace(plan, bucket_bytes=choose_bucket_bytes(job, plan, hardware))
 
 
@@ -70,10 +70,10 @@ def gradient_reduction_reasons(plan: Plan, hardware: HardwareModel) -> list[str]
     """Return sentences that explain the choice of hierarchical all-reduce; empty where there is no choice."""
     if not plan.hierarchical or hardware.unknown:
         return []
-    by_machines, at_once = map(duration_text, _hierarchical_and_ring_seconds(plan, hardware))
+    hierarchical, ring = map(duration_text, _hierarchical_and_ring_seconds(plan, hardware))
     size = bytes_text(DEFAULT_BUCKET_BYTES)
-    other = "in one step over all replicas" if plan.compression_methods else "as one ring"
-    return [f"hierarchical all-reduce: {size} in {by_machines}, against {at_once} {other}"]
+    alternative = "in one step over all replicas" if plan.compression_methods else "as one ring"
+    return [f"hierarchical all-reduce: {size} in {hierarchical}, against {ring} {alternative}"]
 
 
 def check_buckets(job: Job, plan: Plan) -> None:
@@ -106,12 +106,12 @@ def hierarchical_unavailable_reason(plan: Plan, node_count: int) -> str | None:
         return "all ranks are on one node (cluster.nodes = 1)"
     if plan.placement or plan.world_size % node_count:
         return "the ranks of the nodes differ"
-    of_groups = [Counter(ranks) for ranks in _nodes_of_replicas(plan, plan.world_size // node_count)]
-    if plan.compression_methods and any(len(set(counts.values())) > 1 for counts in of_groups):
+    ranks_by_node = [Counter(ranks) for ranks in _nodes_of_replicas(plan, plan.world_size // node_count)]
+    if plan.compression_methods and any(len(set(counts.values())) > 1 for counts in ranks_by_node):
         return "compressed gradients (parallel.compression) need equally many replicas on each node"
-    if all(len(counts) == 1 for counts in of_groups):
+    if all(len(counts) == 1 for counts in ranks_by_node):
         return "all replicas of each model part are on one node"
-    if all(max(counts.values()) == 1 for counts in of_groups):
+    if all(max(counts.values()) == 1 for counts in ranks_by_node):
         return "each node has one of the replicas, so there is nothing to reduce within a node"
     return None
 
@@ -163,10 +163,10 @@ def _replica_group(plan: Plan) -> RankGroup:
 
 def _nodes_of_replicas(plan: Plan, ranks_per_node: int) -> list[list[int]]:
     """Return the node number of each rank, for each group of ranks that all-reduce together."""
-    apart = plan.tp * plan.shard_group_size
-    stage = plan.replicate_group_size * apart
+    stride = plan.tp * plan.shard_group_size
+    stage = plan.replicate_group_size * stride
     return [
-        [(first + member * apart) // ranks_per_node for member in range(plan.replicate_group_size)]
+        [(first + member * stride) // ranks_per_node for member in range(plan.replicate_group_size)]
         for start in range(0, plan.world_size, stage)
-        for first in range(start, start + apart)
+        for first in range(start, start + stride)
     ]

@@ -47,10 +47,10 @@ def no_plan_error(
         world_sizes: world sizes that were searched, in ranks.
     """
     if search_result.candidates:
-        one = search_result.candidates[0]
+        candidate = search_result.candidates[0]
         return JobError(
-            f"no plan of this job is supported on {cluster}; the best forecast is that of {one.plan}: "
-            f"{one.unsupported_reason}",
+            f"no plan of this job is supported on {cluster}; the best forecast is that of {candidate.plan}: "
+            f"{candidate.unsupported_reason}",
             "run `wanma plan` for the forecasts of such plans",
         )
     if search_result.smallest is not None:
@@ -59,8 +59,8 @@ def no_plan_error(
         check_fixed_settings(job, cluster, dimensions, world_sizes)
     except JobError as error:
         return error
-    if not_whole := _sample_group_error(job, cluster, workload, dimensions, world_sizes):
-        return not_whole
+    if group_error := _sample_group_error(job, cluster, workload, dimensions, world_sizes):
+        return group_error
     opening = [
         key
         for key in fixed_parallel_keys(job)
@@ -83,20 +83,20 @@ def model_too_large_error(
 ) -> JobError:
     """Return the error for a model that needs more memory than any plan leaves it."""
     (node,) = homogeneous_cluster(job, cluster).nodes
-    here = smallest.plan.world_size // node.count if not node.devices else 1
-    problem = build_problem(job, cluster, workload, dimensions, ranks=max(here, 1))
-    needed = smallest.forecast.memory_bytes
+    ranks_per_node = smallest.plan.world_size // node.count if not node.devices else 1
+    problem = build_problem(job, cluster, workload, dimensions, ranks=max(ranks_per_node, 1))
+    needed_bytes = smallest.forecast.memory_bytes
     message = (
         f"the model does not fit on {cluster}: the plan with the lowest memory, {smallest.plan}, needs "
-        f"{bytes_text(needed)} per rank; the limit is {bytes_text(problem.memory_limit_bytes)} "
-        f"({bytes_text(needed - problem.memory_limit_bytes)} over): "
+        f"{bytes_text(needed_bytes)} per rank; the limit is {bytes_text(problem.memory_limit_bytes)} "
+        f"({bytes_text(needed_bytes - problem.memory_limit_bytes)} over): "
         f"{largest_memory_kinds_text(smallest.forecast)}"
     )
-    ways = [f"set {change}" for change in fitting_changes(problem, smallest.plan, keep=1)]
-    if (enough := minimum_cluster(job, cluster, workload, dimensions)) is not None:
-        ways.append(f"or use {enough}" if ways else f"use {enough}")
+    remedies = [f"set {change}" for change in fitting_changes(problem, smallest.plan, keep=1)]
+    if (sufficient := minimum_cluster(job, cluster, workload, dimensions)) is not None:
+        remedies.append(f"or use {sufficient}" if remedies else f"use {sufficient}")
     return JobError(
-        message, "; ".join(ways) or "use devices with more memory: no number of these nodes is enough"
+        message, "; ".join(remedies) or "use devices with more memory: no number of these nodes is enough"
     )
 
 
@@ -108,11 +108,11 @@ def plan_too_large_error(
     Args:
         rule_reason: reason why a rule made the plan instead of the job; None for the job's own plan.
     """
-    why = f" (default plan: {rule_reason})" if rule_reason is not None else ""
+    origin = f" (default plan: {rule_reason})" if rule_reason is not None else ""
     changes = [str(change) for change in fitting_changes(problem, plan, keep=3)]
     search = "" if problem.job.parallel.auto else "set parallel = 'auto', "
     return JobError(
-        f"the plan does not fit{why}: a rank needs about {bytes_text(forecast.memory_bytes)}, the limit "
+        f"the plan does not fit{origin}: a rank needs about {bytes_text(forecast.memory_bytes)}, the limit "
         f"is {bytes_text(problem.memory_limit_bytes)}: {largest_memory_kinds_text(forecast)}",
         f"set {'; or '.join(changes)}"
         if changes
@@ -130,10 +130,13 @@ def check_fixed_settings(
         JobError: names the keys.
     """
     sizes = {axis: getattr(job.parallel, axis) for axis in MESH_DIMS if axis in job.parallel.model_fields_set}
-    taken, keys = math.prod(sizes.values()), " × ".join(f"parallel.{axis} = {n}" for axis, n in sizes.items())
-    if taken > max(world_sizes):
+    fixed_ranks, keys = (
+        math.prod(sizes.values()),
+        " × ".join(f"parallel.{axis} = {n}" for axis, n in sizes.items()),
+    )
+    if fixed_ranks > max(world_sizes):
         raise JobError(
-            f"{keys} needs {count_text(taken, 'rank')}; {cluster} has room for {max(world_sizes)}",
+            f"{keys} needs {count_text(fixed_ranks, 'rank')}; {cluster} has room for {max(world_sizes)}",
             "lower these sizes, or plan for more nodes",
         )
     if dimensions is not None:
@@ -141,9 +144,9 @@ def check_fixed_settings(
             Plan(**sizes, ep=job.parallel.ep, cp_method=job.parallel.cp_method), dimensions
         )
         _check_pipeline_and_sharding(job, dimensions.layers)
-    if all(world % taken for world in world_sizes):
+    if all(world % fixed_ranks for world in world_sizes):
         raise JobError(
-            f"{keys} needs a multiple of {count_text(taken, 'rank')}; no world size of {cluster} is "
+            f"{keys} needs a multiple of {count_text(fixed_ranks, 'rank')}; no world size of {cluster} is "
             f"one: {', '.join(map(str, world_sizes[:8]))}",
             f"use sizes with a product that divides {max(world_sizes)}",
         )
@@ -162,7 +165,7 @@ def _check_pipeline_and_sharding(job: Job, blocks: int) -> None:
     Raises:
         JobError: names the keys.
     """
-    parallel, said = job.parallel, job.parallel.model_fields_set
+    parallel, set_fields = job.parallel, job.parallel.model_fields_set
     recompute = "none" if parallel.recompute == "auto" else parallel.recompute
     virtual = parallel.virtual_stages or DEFAULT_VIRTUAL_STAGES[parallel.schedule]
     plan = Plan(
@@ -176,9 +179,9 @@ def _check_pipeline_and_sharding(job: Job, blocks: int) -> None:
         stage_cuts=tuple(parallel.stage_cuts),
     )
     check_shards(plan)
-    if plan.pp > 1 and "schedule" in said:
+    if plan.pp > 1 and "schedule" in set_fields:
         check_schedule(plan)
-    if parallel.stage_cuts and {"pp", "schedule"} <= said:
+    if parallel.stage_cuts and {"pp", "schedule"} <= set_fields:
         check_stage_cuts(job, plan, blocks)
     elif reason := invalid_cuts_reason(
         plan.stage_cuts, blocks, len(plan.stage_cuts) + 1, has_pre_block=True, has_post_block=True
@@ -191,8 +194,8 @@ def _check_pipeline_and_sharding(job: Job, blocks: int) -> None:
 def without_key(job: Job, key: str) -> Job:
     """Return the job with `key` of [parallel] left open."""
     section = job.parallel
-    kept = section.model_dump(exclude_unset=True, exclude={key})
-    return job.model_copy(update={"parallel": type(section).model_validate(kept)})
+    fields = section.model_dump(exclude_unset=True, exclude={key})
+    return job.model_copy(update={"parallel": type(section).model_validate(fields)})
 
 
 def has_plans(
@@ -223,8 +226,8 @@ def _sample_group_error(
         or next(enumerate_plans(replace(space, sample_group_size=1), None), None) is None
     ):
         return None
-    said = job.parallel.model_fields_set
-    sizes = {axis: getattr(job.parallel, axis) for axis in ("dp_replicate", "dp_shard") if axis in said}
+    set_fields = job.parallel.model_fields_set
+    sizes = {axis: getattr(job.parallel, axis) for axis in ("dp_replicate", "dp_shard") if axis in set_fields}
     return sample_group_of(job, dimensions, workload).split_error(job, Plan(**sizes))
 
 

@@ -55,13 +55,13 @@ def minimum_memory_plan(problem: PlanningProblem, cluster: Cluster) -> Plan | No
 
 def minimum_memory_space(space: SearchSpace, job: Job) -> SearchSpace:
     """Restrict a search space to the plans that need the least memory."""
-    said = job.parallel.model_fields_set
-    whole = tuple(option for option in space.recompute if option[0] == "full") or space.recompute
+    set_fields = job.parallel.model_fields_set
+    full = tuple(option for option in space.recompute if option[0] == "full") or space.recompute
     return replace(
         space,
         micro_batch=space.micro_batch or (space.sample_group_size,),
-        recompute=tuple((kind, share or 1.0) for kind, share in whole),
-        schedules=space.schedules if "schedule" in said else (("1f1b", 1),),
+        recompute=tuple((kind, share or 1.0) for kind, share in full),
+        schedules=space.schedules if "schedule" in set_fields else (("1f1b", 1),),
         shard=space.shard if job.parallel.shard else ("none", "parameters"),
     )
 

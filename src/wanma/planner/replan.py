@@ -116,23 +116,25 @@ def replan(
     if remaining_steps < 1:
         raise ValueError(f"steps_left = {remaining_steps}: no step is left to plan for")
     machines = available_cluster.node_count
-    seldom = current_plan.synchronization is not None  # searches have no sites: use all nodes
+    has_sites = current_plan.synchronization is not None  # searches have no sites: use all nodes
     job = (
         _job_on_nodes(problem.job, machines)
-        if seldom
+        if has_sites
         else _job_with_open_layout(problem.job, current_plan, machines)
     )
     # A run that continues keeps its number of ranks per node.
-    each = max(math.ceil(current_plan.world_size / problem.cluster.node_count), 1)
-    now = build_problem(job, available_cluster, problem.workload, problem.dimensions, calibration, ranks=each)
-    obstacle = _infeasible_reason(now, current_plan, each)
-    worlds = None if problem.job.parallel.auto else [each * machines]
+    ranks_per_node = max(math.ceil(current_plan.world_size / problem.cluster.node_count), 1)
+    now = build_problem(
+        job, available_cluster, problem.workload, problem.dimensions, calibration, ranks=ranks_per_node
+    )
+    obstacle = _infeasible_reason(now, current_plan, ranks_per_node)
+    worlds = None if problem.job.parallel.auto else [ranks_per_node * machines]
     try:
         is_untimed = worlds and time_search_unavailable_reason(
             job, available_cluster, problem.workload, problem.dimensions, calibration
         )
-        if seldom or is_untimed:
-            job = _job_with_max_replicas(problem.job, current_plan, machines, each)
+        if has_sites or is_untimed:
+            job = _job_with_max_replicas(problem.job, current_plan, machines, ranks_per_node)
         planned = plan_for_job(
             job, available_cluster, problem.workload, problem.dimensions, calibration, world_sizes=worlds
         )
@@ -151,8 +153,8 @@ def replan(
         state_bytes_per_second=state_bytes_per_second,
     )
     if obstacle is not None:
-        told = f"re-plan to {best}: {obstacle}; {_cost_text(cost)}"
-        return ReplanResult(True, best, expected, cost, math.inf, told)
+        reason = f"re-plan to {best}: {obstacle}; {_cost_text(cost)}"
+        return ReplanResult(True, best, expected, cost, math.inf, reason)
     return _change_if_faster(now, current_plan, planned, cost, remaining_steps, step_seconds)
 
 
@@ -173,15 +175,15 @@ def _change_if_faster(
     if times is None:
         reason = "no step-time forecast for these nodes, so the gain is unknown"
         return _keep_plan(problem, current_plan, reason)
-    old, new, sure = times
+    old, new, reservation = times
     saved = remaining_steps * (old - new)
-    told = f"{duration_text(old)} per step now, {duration_text(new)}{sure} under {best}"
+    comparison = f"{duration_text(old)} per step now, {duration_text(new)}{reservation} under {best}"
     if saved <= 0:
-        return _keep_plan(problem, current_plan, f"no plan is faster ({told})")
-    told = f"{told}: {remaining_steps:,} steps save {duration_text(saved)}; {_cost_text(cost)}"
+        return _keep_plan(problem, current_plan, f"no plan is faster ({comparison})")
+    comparison = f"{comparison}: {remaining_steps:,} steps save {duration_text(saved)}; {_cost_text(cost)}"
     if saved < 2 * cost.seconds:
-        return _keep_plan(problem, current_plan, told)
-    return ReplanResult(True, best, expected, cost, saved - cost.seconds, f"re-plan: {told}")
+        return _keep_plan(problem, current_plan, comparison)
+    return ReplanResult(True, best, expected, cost, saved - cost.seconds, f"re-plan: {comparison}")
 
 
 def _step_times(
@@ -193,16 +195,16 @@ def _step_times(
 ) -> tuple[float, float, str] | None:
     """Return a step's seconds under the running plan and the best one, and a reservation; None: unknown."""
     if current is not None and expected is not None:
-        old, new, sure = current.seconds, expected.seconds, ""
+        old, new, reservation = current.seconds, expected.seconds, ""
         if step_seconds is not None:
             old, new = step_seconds, step_seconds * new / old
     elif step_seconds is not None:
         # Rates are unknown, but the job asks for all nodes: assume linear scaling.
         old, new = step_seconds, step_seconds * current_plan.world_size / best.world_size
-        sure = " at best"
+        reservation = " at best"
     else:
         return None
-    return old, new, sure
+    return old, new, reservation
 
 
 def replan_cost(
@@ -232,23 +234,23 @@ def replan_cost(
 def _job_with_open_layout(job: Job, current_plan: Plan, node_count: int) -> Job:
     """Return the job with the settings open that a re-plan on `node_count` nodes may change."""
     parallel = job.parallel
-    kept = parallel.model_dump(exclude_unset=parallel.auto, exclude=set(DATA_PARALLEL_KEYS) | {"auto"})
+    fields = parallel.model_dump(exclude_unset=parallel.auto, exclude=set(DATA_PARALLEL_KEYS) | {"auto"})
     if not parallel.auto:
         # The state may now be sharded where one rank had all of it, and conversely.
-        kept["shard"] = parallel.shard if current_plan.shard != "none" else None
-        kept["virtual_stages"] = current_plan.virtual_stages
+        fields["shard"] = parallel.shard if current_plan.shard != "none" else None
+        fields["virtual_stages"] = current_plan.virtual_stages
     # The choice for the former nodes need not suit these.
-    kept |= {"hierarchical": _reopened_hierarchical(parallel), "bucket_bytes": None}
-    section = ParallelSection.model_validate({**kept, "auto": True})
+    fields |= {"hierarchical": _reopened_hierarchical(parallel), "bucket_bytes": None}
+    section = ParallelSection.model_validate({**fields, "auto": True})
     return _job_on_nodes(job, node_count).model_copy(update={"parallel": section})
 
 
 def _job_on_nodes(job: Job, node_count: int) -> Job:
     """Return the job on `node_count` nodes."""
-    where = job.cluster.model_copy(
+    section = job.cluster.model_copy(
         update={"nodes": node_count, "rendezvous": job.cluster.rendezvous or "replanned:1", "node_rank": None}
     )
-    return job.model_copy(update={"cluster": where})
+    return job.model_copy(update={"cluster": section})
 
 
 def _job_with_max_replicas(job: Job, current_plan: Plan, node_count: int, ranks_per_node: int) -> Job:
@@ -261,14 +263,14 @@ def _job_with_max_replicas(job: Job, current_plan: Plan, node_count: int, ranks_
     Raises:
         JobError: the ranks that compute one sample together do not divide those that there is room for.
     """
-    ranks, together = ranks_per_node * node_count, current_plan.pp * current_plan.cp * current_plan.tp
-    if ranks % together:
+    ranks, ranks_per_sample = ranks_per_node * node_count, current_plan.pp * current_plan.cp * current_plan.tp
+    if ranks % ranks_per_sample:
         raise JobError(
-            f"{ranks} ranks on {node_count} nodes are not a multiple of the {together} ranks of one "
+            f"{ranks} ranks on {node_count} nodes are not a multiple of the {ranks_per_sample} ranks of one "
             f"replica (pp {current_plan.pp} × cp {current_plan.cp} × tp {current_plan.tp})",
             "choose smaller sizes in [parallel], or parallel = 'auto' after `wanma cluster --calibrate`",
         )
-    data = ranks // together
+    data = ranks // ranks_per_sample
     replicas = data if current_plan.dp_shard == 1 else math.gcd(current_plan.dp_replicate, data)
     if current_plan.synchronization is not None:
         replicas = _replicas_of_sites(current_plan, data)
@@ -293,10 +295,10 @@ def _replicas_of_sites(current_plan: Plan, data_ranks: int) -> int:
     Raises:
         JobError: the data ranks do not make whole sites.
     """
-    of_site = current_plan.data_parallel_size // current_plan.sites
-    if data_ranks % of_site:
+    ranks_per_site = current_plan.data_parallel_size // current_plan.sites
+    if data_ranks % ranks_per_site:
         raise JobError(
-            f"{data_ranks} data ranks do not form complete sites of {of_site} data ranks each "
+            f"{data_ranks} data ranks do not form complete sites of {ranks_per_site} data ranks each "
             "(parallel.synchronize)",
             "restore the missing nodes, or choose smaller sizes in [parallel]",
         )
@@ -310,16 +312,16 @@ def _reopened_hierarchical(parallel: ParallelSection) -> Literal["auto", False]:
 def _infeasible_reason(problem: PlanningProblem, current_plan: Plan, ranks_per_node: int) -> str | None:
     """Return the reason why the run cannot continue under its plan, or None."""
     (node,) = problem.cluster.nodes
-    most = node.count * (min(len(node.devices), ranks_per_node) if node.devices else ranks_per_node)
+    max_ranks = node.count * (min(len(node.devices), ranks_per_node) if node.devices else ranks_per_node)
     if current_plan.device != select_device_type(problem.job, problem.cluster):
         device = select_device_type(problem.job, problem.cluster)
         return f"the plan is for {current_plan.device}, and these nodes compute on {device}"
-    if current_plan.world_size > most:
-        return f"the plan has {current_plan.world_size} ranks, and there is room for {most}"
-    needed = forecast_plan(problem, current_plan).memory_bytes
-    if needed > problem.memory_limit_bytes:
+    if current_plan.world_size > max_ranks:
+        return f"the plan has {current_plan.world_size} ranks, and there is room for {max_ranks}"
+    memory = forecast_plan(problem, current_plan).memory_bytes
+    if memory > problem.memory_limit_bytes:
         return (
-            f"a rank needs {bytes_text(needed)} there, the limit is {bytes_text(problem.memory_limit_bytes)}"
+            f"a rank needs {bytes_text(memory)} there, the limit is {bytes_text(problem.memory_limit_bytes)}"
         )
     return None
 

@@ -46,13 +46,13 @@ class SearchTask(NamedTuple):
 
 def run_searches(tasks: Sequence[SearchTask]) -> list[SearchResult]:
     """Run the searches, and return their results in the order of the tasks."""
-    found: dict[int, SearchResult] = {}
+    results: dict[int, SearchResult] = {}
     if needs_second_process(tasks) and usable_cores() > 1:
         longest_first = sorted(range(len(tasks)), key=lambda number: -tasks[number].grids)
         with _queue(longest_first) as queue, _second_process(tasks, queue) as receive:
-            found = {number: tasks[number].run() for number in _taken(queue)}
-            found.update(receive(min(len(tasks), _MOST_QUEUED) - len(found)))
-    return [found[number] if number in found else task.run() for number, task in enumerate(tasks)]
+            results = {number: tasks[number].run() for number in _taken(queue)}
+            results.update(receive(min(len(tasks), _MOST_QUEUED) - len(results)))
+    return [results[number] if number in results else task.run() for number, task in enumerate(tasks)]
 
 
 def needs_second_process(tasks: Sequence[SearchTask]) -> bool:
@@ -113,34 +113,34 @@ def _second_process(
     """
     from multiprocessing.connection import Pipe  # only here: most commands search in one process
 
-    mine, theirs = Pipe()
+    connection, child_end = Pipe()
     process = None
     # Without an interpreter `sys.executable` is empty, or the frozen program itself.
     if sys.executable and not getattr(sys, "frozen", False):
         with suppress(OSError):
             process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _PROGRAM, str(queue), *sys.path],
-                stdin=theirs.fileno(),
+                stdin=child_end.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[queue],
             )
-    theirs.close()
+    child_end.close()
 
     def receive(number: int) -> dict[int, SearchResult]:
-        found: dict[int, SearchResult] = {}
+        results: dict[int, SearchResult] = {}
         with suppress(EOFError, OSError):  # the process ended early
-            while len(found) < number and mine.poll(_LONGEST_SECONDS):
-                found.update([mine.recv()])
-        return found
+            while len(results) < number and connection.poll(_LONGEST_SECONDS):
+                results.update([connection.recv()])
+        return results
 
     try:
         if process is not None:
             with suppress(OSError):  # as above
-                mine.send(tasks)
+                connection.send(tasks)
         yield receive
     finally:
-        mine.close()
+        connection.close()
         if process is not None:
             process.kill()
             process.wait()

@@ -44,16 +44,16 @@ def exposed_communication(report: Report) -> list[ExposedCommunication]:
 
     Warm-up steps are left out where there are others.
     """
-    promised, found = forecast_step_of(report), []
+    step_forecast, communication = forecast_step_of(report), []
     for kind, (name, field) in COMMUNICATION_KINDS.items():
-        waited, under_way = (
+        waited, total = (
             _median(report, f"{group}.{kind}")
             for group in ("exposed_communication_seconds", "communication_seconds")
         )
-        if waited is not None and under_way is not None:
-            forecast = getattr(promised, field) if promised is not None else None
-            found.append(ExposedCommunication(name, waited, under_way, forecast))
-    return sorted(found, key=lambda one: -one.exposed_seconds)
+        if waited is not None and total is not None:
+            forecast = getattr(step_forecast, field) if step_forecast is not None else None
+            communication.append(ExposedCommunication(name, waited, total, forecast))
+    return sorted(communication, key=lambda part: -part.exposed_seconds)
 
 
 def exposed_communication_text(communication: ExposedCommunication) -> str:
@@ -61,10 +61,10 @@ def exposed_communication_text(communication: ExposedCommunication) -> str:
 
     Example: 'data parallel 0.12 s of 1.10 s (11 %; forecast 0.10 s)'.
     """
-    told = "" if communication.forecast is None else f"; forecast {duration_text(communication.forecast)}"
+    note = "" if communication.forecast is None else f"; forecast {duration_text(communication.forecast)}"
     return (
         f"{communication.name} {duration_text(communication.exposed_seconds)} of "
-        f"{duration_text(communication.total_seconds)} ({100 * communication.exposed_share:.0f} %{told})"
+        f"{duration_text(communication.total_seconds)} ({100 * communication.exposed_share:.0f} %{note})"
     )
 
 

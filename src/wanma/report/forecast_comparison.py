@@ -52,8 +52,8 @@ class ForecastComparison:
     def texts(self) -> tuple[str, str, str]:
         """Return (forecast, measured, deviation) as text."""
         write = bytes_text if self.name.startswith(MEMORY) else duration_text
-        apart = f"{100 * self.relative_error:+.0f} %" if self.forecast else "–"
-        return write(self.forecast), write(self.measured), apart
+        deviation = f"{100 * self.relative_error:+.0f} %" if self.forecast else "–"
+        return write(self.forecast), write(self.measured), deviation
 
 
 def forecast_comparisons(report: Report) -> list[ForecastComparison]:
@@ -63,13 +63,13 @@ def forecast_comparisons(report: Report) -> list[ForecastComparison]:
 
 def phase_medians(report: Report) -> dict[str, float]:
     """Return the median seconds of each phase without warm-up steps; the mean for saving, which is rare."""
-    found = {}
+    medians = {}
     for key, column in report.steps.items():
         name = key.removeprefix("phases.")
         values = [value for value in column[first_measured_row(report) :] if math.isfinite(value)]
         if name != key and values:
-            found[name] = (fmean if name == "checkpoint" else median)(values)
-    return found
+            medians[name] = (fmean if name == "checkpoint" else median)(values)
+    return medians
 
 
 def median_step_seconds(report: Report) -> float | None:
@@ -91,10 +91,10 @@ def peak_memory_bytes(report: Report) -> tuple[int, int] | None:
 
     It is rank 0's recorded peak where no log has one; None where nothing is recorded.
     """
-    found = rank_memory_bytes(report.run)
-    if found:
-        rank = max(found, key=lambda rank: found[rank])
-        return found[rank], rank
+    peaks = rank_memory_bytes(report.run)
+    if peaks:
+        rank = max(peaks, key=lambda rank: peaks[rank])
+        return peaks[rank], rank
     highest = report.highest("memory_bytes")
     return None if highest is None else (int(highest), 0)
 
@@ -104,23 +104,25 @@ def rank_memory_comparisons(report: Report) -> list[ForecastComparison]:
 
     The forecast is that of the rank's stages in a pipeline, else that of the largest rank.
     """
-    plan, whole = _plan(report), report.forecast
+    plan, forecast = _plan(report), report.forecast
     key = _memory_key(report)
-    stages = whole.get("pipeline_ranks") or []
-    if plan is None or not whole.get(key) or (plan.pp > 1 and len(stages) != plan.pp):
+    stages = forecast.get("pipeline_ranks") or []
+    if plan is None or not forecast.get(key) or (plan.pp > 1 and len(stages) != plan.pp):
         return []
-    found = []
+    comparisons = []
     for rank, measured in sorted(rank_memory_bytes(report.run).items()):
         if rank >= plan.world_size:
             continue
-        of_rank = stages[plan.coordinates(rank)["pp"]] if plan.pp > 1 else whole
-        found.append(ForecastComparison(f"{MEMORY} of rank {rank}", float(of_rank[key]), float(measured)))
-    return found
+        rank_forecast = stages[plan.coordinates(rank)["pp"]] if plan.pp > 1 else forecast
+        comparisons.append(
+            ForecastComparison(f"{MEMORY} of rank {rank}", float(rank_forecast[key]), float(measured))
+        )
+    return comparisons
 
 
 def rank_memory_bytes(run: RunDirectory) -> dict[int, int]:
     """Return the peak memory in bytes by rank, of the ranks with a local log."""
-    found = {}
+    peak_by_rank = {}
     for path in run.rank_log(0).parent.glob("rank-*.log"):
         number = path.stem.removeprefix("rank-")
         try:
@@ -130,15 +132,15 @@ def rank_memory_bytes(run: RunDirectory) -> dict[int, int]:
         except OSError:
             continue  # unreadable logs are skipped; the report lists logs elsewhere
         if peaks and number.isdigit():
-            found[int(number)] = int(peaks[-1])
-    return found
+            peak_by_rank[int(number)] = int(peaks[-1])
+    return peak_by_rank
 
 
 def forecast_step_of(report: Report) -> StepTime | None:
     """Return the forecast of the step; None where there is none, or another version wrote it."""
-    told = report.forecast.get("step")
+    values = report.forecast.get("step")
     try:
-        return StepTime(**told) if isinstance(told, dict) else None
+        return StepTime(**values) if isinstance(values, dict) else None
     except TypeError:
         return None
 
@@ -150,61 +152,68 @@ def forecast_comparison_sentence(report: Report) -> str:
     """
     promises = forecast_comparisons(report)
     texts = []
-    for one in promises:
-        if one.name not in (STEP, MEMORY):
+    for comparison in promises:
+        if comparison.name not in (STEP, MEMORY):
             continue
-        forecast, measured, apart = one.texts
-        why = ""
-        if one.name == STEP:
-            why = _step_error_text(
-                one, [other for other in promises if other.name not in (STEP, MEMORY)], report
+        forecast, measured, deviation = comparison.texts
+        cause = ""
+        if comparison.name == STEP:
+            cause = _step_error_text(
+                comparison,
+                [phase for phase in promises if phase.name not in (STEP, MEMORY)],
+                report,
             )
-        texts.append(f"{one.name} {measured} / {forecast} ({apart}{why})")
+        texts.append(f"{comparison.name} {measured} / {forecast} ({deviation}{cause})")
     return ", ".join(texts)
 
 
 def _step_error_text(step: ForecastComparison, phases: list[ForecastComparison], report: Report) -> str:
     """Return the forecast's uncertainty, and the phase that deviates most in the step's direction."""
-    promised = forecast_step_of(report)
-    sure = promised.uncertainty if promised is not None else 0.0
-    apart = step.measured - step.forecast
-    if abs(step.relative_error) <= sure or not phases:
-        return f", within the 90 % interval of ±{100 * sure:.0f} %" if sure else ""
-    most = max(phases, key=lambda one: (one.measured - one.forecast) * math.copysign(1.0, apart))
-    missed = most.measured - most.forecast
-    name = most.name.replace("_", " and ")
-    sign = "+" if missed > 0 else "−"
+    step_forecast = forecast_step_of(report)
+    uncertainty = step_forecast.uncertainty if step_forecast is not None else 0.0
+    deviation = step.measured - step.forecast
+    if abs(step.relative_error) <= uncertainty or not phases:
+        return f", within the 90 % interval of ±{100 * uncertainty:.0f} %" if uncertainty else ""
+    worst_phase = max(
+        phases, key=lambda phase: (phase.measured - phase.forecast) * math.copysign(1.0, deviation)
+    )
+    phase_error = worst_phase.measured - worst_phase.forecast
+    name = worst_phase.name.replace("_", " and ")
+    sign = "+" if phase_error > 0 else "−"
     return (
-        f", outside the 90 % interval of ±{100 * sure:.0f} %; largest error: {name} "
-        f"{sign}{duration_text(abs(missed))}"
+        f", outside the 90 % interval of ±{100 * uncertainty:.0f} %; largest error: {name} "
+        f"{sign}{duration_text(abs(phase_error))}"
     )
 
 
 def _step(report: Report) -> list[ForecastComparison]:
-    promised, measured = forecast_step_of(report), median_step_seconds(report)
+    step_forecast, measured = forecast_step_of(report), median_step_seconds(report)
     plan = _plan(report)
-    if promised is None or measured is None or plan is None:
+    if step_forecast is None or measured is None or plan is None:
         return []
-    forecast, found = forecast_phases(promised, plan), comparable_phases(phase_medians(report), plan)
+    forecast, measured_phases = (
+        forecast_phases(step_forecast, plan),
+        comparable_phases(phase_medians(report), plan),
+    )
     phases = [
-        ForecastComparison(name, forecast.get(name, 0.0), found.get(name, 0.0))
-        for name in dict.fromkeys([*forecast, *found])
-        if forecast.get(name) or found.get(name)
+        ForecastComparison(name, forecast.get(name, 0.0), measured_phases.get(name, 0.0))
+        for name in dict.fromkeys([*forecast, *measured_phases])
+        if forecast.get(name) or measured_phases.get(name)
     ]
-    phases.sort(key=lambda one: -max(one.forecast, one.measured))
-    rest = max(measured - sum(one.measured for one in phases), 0.0)
+    phases.sort(key=lambda phase: -max(phase.forecast, phase.measured))
+    unattributed = max(measured - sum(phase.measured for phase in phases), 0.0)
     return [
-        ForecastComparison(STEP, promised.seconds, measured),
+        ForecastComparison(STEP, step_forecast.seconds, measured),
         *phases,
-        ForecastComparison(UNATTRIBUTED, 0.0, rest),
+        ForecastComparison(UNATTRIBUTED, 0.0, unattributed),
     ]
 
 
 def _memory(report: Report) -> list[ForecastComparison]:
-    promised, peak = report.forecast.get(_memory_key(report)), peak_memory_bytes(report)
-    if not promised or peak is None:
+    forecast, peak = report.forecast.get(_memory_key(report)), peak_memory_bytes(report)
+    if not forecast or peak is None:
         return []
-    return [ForecastComparison(MEMORY, float(promised), float(peak[0]))]
+    return [ForecastComparison(MEMORY, float(forecast), float(peak[0]))]
 
 
 def _memory_key(report: Report) -> str:

@@ -135,10 +135,12 @@ def _comparison(report: Report) -> str:
 
 def _step_comparison(report: Report) -> str:
     """Render the forecast and measured time of a step by phase."""
-    lines = [one for one in forecast_comparisons(report) if one.name != MEMORY]
+    lines = [comparison for comparison in forecast_comparisons(report) if comparison.name != MEMORY]
     if not lines:
         return ""
-    rows = "".join(table_row(escape(one.name.replace("_", " and ")), *one.texts) for one in lines)
+    rows = "".join(
+        table_row(escape(comparison.name.replace("_", " and ")), *comparison.texts) for comparison in lines
+    )
     heads = "".join(f"<th>{head}</th>" for head in ("", "forecast", "measured", ""))
     return card(
         "Step time: forecast and measured",
@@ -185,11 +187,12 @@ def _ranks(report: Report) -> str:
         return ""
     heads = "".join(f"<th>{head}</th>" for head in ("", "forecast", "measured", ""))
     rows = "".join(
-        table_row(one.name.removeprefix(f"{MEMORY} of "), *one.texts) for one in ranks[:MAX_SHOWN_RANKS]
+        table_row(comparison.name.removeprefix(f"{MEMORY} of "), *comparison.texts)
+        for comparison in ranks[:MAX_SHOWN_RANKS]
     )
-    rest = len(ranks) - MAX_SHOWN_RANKS
-    more = f"<p class=note>and {rest} more ranks</p>" if rest > 0 else ""
-    return f"<table><tr>{heads}</tr>{rows}</table>{more}"
+    hidden_count = len(ranks) - MAX_SHOWN_RANKS
+    note = f"<p class=note>and {hidden_count} more ranks</p>" if hidden_count > 0 else ""
+    return f"<table><tr>{heads}</tr>{rows}</table>{note}"
 
 
 def _phases(report: Report) -> str:
@@ -221,13 +224,13 @@ def _exposed(report: Report) -> str:
     heads = "".join(f"<th>{head}</th>" for head in ("", "forecast", "exposed", "total", ""))
     rows = "".join(
         table_row(
-            escape(one.name),
-            "–" if one.forecast is None else duration_text(one.forecast),
-            duration_text(one.exposed_seconds),
-            duration_text(one.total_seconds),
-            f"{100 * one.exposed_share:.0f} %",
+            escape(kind.name),
+            "–" if kind.forecast is None else duration_text(kind.forecast),
+            duration_text(kind.exposed_seconds),
+            duration_text(kind.total_seconds),
+            f"{100 * kind.exposed_share:.0f} %",
         )
-        for one in kinds
+        for kind in kinds
     )
     return card("Communication of a median step, rank 0", f"<table><tr>{heads}</tr>{rows}</table>")
 

@@ -14,7 +14,7 @@ from wanma.report.run_report import Report
 
 def run_charts(report: Report) -> list[Chart]:
     """Return the charts of a report that has steps, without charts that have no number."""
-    every = [
+    charts = [
         _loss(report),
         _throughput(report),
         _phases(report),
@@ -25,7 +25,7 @@ def run_charts(report: Report) -> list[Chart]:
         Chart("GPU utilization", [_column(report, "gpu_utilization", "busy", 1)], "", percent_text, _percent),
         Chart("GPU power", [_column(report, "gpu_power_watts", "power", 2)], "W"),
     ]
-    shown = [chart for chart in every if any(math.isfinite(y) for line in chart.series for y in line.ys)]
+    shown = [chart for chart in charts if any(math.isfinite(y) for line in chart.series for y in line.ys)]
     if shown and sum(not chart.wide for chart in shown) % 2:  # two charts in a row; a last odd one is wide
         shown[-1] = replace(shown[-1], wide=True)
     return shown
@@ -44,13 +44,13 @@ def _loss(report: Report) -> Chart:
             Series("validation", 2, steps, [float(event["loss"]) for event in known], marks_all_points=True)
         )
     resumes = [("resume", event.get("step", 0) + 0.5) for event in report.starts if event.get("step", 0) > 0]
-    bad = [("bad", float(step)) for step in report.non_finite]
+    non_finite_steps = [("bad", float(step)) for step in report.non_finite]
     notes = []
     if resumes:
         notes.append("Dashed: the run resumed from a checkpoint.")
-    if bad:
+    if non_finite_steps:
         notes.append(
-            f"Red: {count_text(len(bad), 'step')} with a NaN or infinite number, "
+            f"Red: {count_text(len(non_finite_steps), 'step')} with a NaN or infinite number, "
             f"the first at {report.non_finite[0]:,}."
         )
     return Chart(
@@ -59,7 +59,7 @@ def _loss(report: Report) -> Chart:
         wide=True,
         from_zero=False,
         offers_log_scale=True,
-        vertical_lines=[*resumes, *bad[:200]],
+        vertical_lines=[*resumes, *non_finite_steps[:200]],
         note=" ".join(notes),
     )
 

@@ -150,8 +150,8 @@ class Report:
         begins = [event["time"] for event in self.starts]
         total = 0.0
         for begin, end in zip(begins, [*begins[1:], math.inf], strict=True):
-            inside = [stamp for stamp in stamps if begin <= stamp < end]
-            total += inside[-1] - begin if inside else 0.0
+            own_stamps = [stamp for stamp in stamps if begin <= stamp < end]
+            total += own_stamps[-1] - begin if own_stamps else 0.0
         return total
 
 
@@ -239,16 +239,19 @@ def _of_current_history(events: list[Event]) -> tuple[tuple[Event, ...], tuple[E
 
     A start from step S overrules events after step S that were recorded before it.
     """
-    kept: dict[str, dict[int, Event]] = {"validation": {}, "checkpoint": {}}
+    records: dict[str, dict[int, Event]] = {"validation": {}, "checkpoint": {}}
     for event in events:
         kind = event["kind"]
         if kind == "start":
             done = event.get("step", 0)
-            kept = {name: {s: e for s, e in found.items() if s <= done} for name, found in kept.items()}
-        elif kind in kept and "step" in event:
-            kept[kind][event["step"]] = event
+            records = {
+                name: {s: e for s, e in by_step.items() if s <= done} for name, by_step in records.items()
+            }
+        elif kind in records and "step" in event:
+            records[kind][event["step"]] = event
     validations, checkpoints = (
-        tuple(found[step] for step in sorted(found)) for found in (kept["validation"], kept["checkpoint"])
+        tuple(by_step[step] for step in sorted(by_step))
+        for by_step in (records["validation"], records["checkpoint"])
     )
     return validations, checkpoints
 
@@ -291,16 +294,16 @@ def _records(path: Path, problems: list[str], last_bytes: int | None = None) -> 
     except OSError as error:
         problems.append(f"{path.name}: {error.strerror or error}")
         return []
-    whole = lines[1 if start else 0 : -1]
-    needed = {"step"} if path.name == "metrics.jsonl" else {"kind", "time"}
+    complete_lines = lines[1 if start else 0 : -1]
+    required_keys = {"step"} if path.name == "metrics.jsonl" else {"kind", "time"}
     records, damaged = [], 0
-    for line in whole:
+    for line in complete_lines:
         try:
             record = json.loads(line)
         except ValueError:
             damaged += 1
             continue
-        if isinstance(record, dict) and needed <= record.keys():
+        if isinstance(record, dict) and required_keys <= record.keys():
             records.append(record_with_new_names(record))
         else:
             damaged += 1

@@ -79,22 +79,22 @@ def read_script_run(run: RunDirectory) -> ScriptRun | None:
 
 def script_summary(script: ScriptRun) -> str:
     """Return the summary of a script's run: plain text of some ten lines."""
-    took = duration_text(script.seconds)
+    duration = duration_text(script.seconds)
     sentences = {
-        "running": f"Running for {took}.",
-        "finished": f"Finished after {took}.",
-        "interrupted": f"Stopped on request after {took}.",
-        "failed": f"Failed after {took}.",
-        "crashed": f"Crashed {took} after its start.",
+        "running": f"Running for {duration}.",
+        "finished": f"Finished after {duration}.",
+        "interrupted": f"Stopped on request after {duration}.",
+        "failed": f"Failed after {duration}.",
+        "crashed": f"Crashed {duration} after its start.",
     }
-    where = "" if script.nodes == 1 else f" on {count_text(script.nodes, 'node')}"
+    nodes_text = "" if script.nodes == 1 else f" on {count_text(script.nodes, 'node')}"
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(script.started))
     code = "–" if script.exit_code is None else str(script.exit_code)
     lines = [
         f"{script.run.name}: {sentences[script.state]}",
         f"  {script.run.path}",
         f"  script     {shlex.join([script.script, *script.arguments])}",
-        f"  ranks      {script.ranks}{where}",
+        f"  ranks      {script.ranks}{nodes_text}",
         f"  started    {started}",
         f"  restarts   {script.restarts}",
         f"  exit code  {code}",
@@ -116,5 +116,5 @@ def _state(value: dict[str, Any]) -> RunState:
     code = value["exit_code"]
     if code is not None:
         return "finished" if code == 0 else "interrupted" if not value["failure"] else "failed"
-    here = value["host"] == socket.gethostname()
-    return "running" if not here or is_process_alive(value["process"]) else "crashed"
+    is_local = value["host"] == socket.gethostname()
+    return "running" if not is_local or is_process_alive(value["process"]) else "crashed"

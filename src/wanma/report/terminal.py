@@ -56,8 +56,8 @@ def run_summary(report: Report) -> str:
         tiles = key_figures(report)
         width = max(len(tile.label) for tile in tiles)
         for tile in tiles:
-            aside = f"  ({tile.note})" if tile.note else ""
-            lines.append(f"  {tile.label:<{width}}  {tile.value}{aside}")
+            note = f"  ({tile.note})" if tile.note else ""
+            lines.append(f"  {tile.label:<{width}}  {tile.value}{note}")
         lines += _phase_lines(report) + _forecast_lines(report)
     else:
         lines += [
@@ -69,7 +69,10 @@ def run_summary(report: Report) -> str:
     if report.recoveries:
         lines += [
             "",
-            *(textwrap.indent(event_text(one), "  ") for one in report.recoveries[-MAX_SHOWN_MESSAGES:]),
+            *(
+                textwrap.indent(event_text(recovery), "  ")
+                for recovery in report.recoveries[-MAX_SHOWN_MESSAGES:]
+            ),
         ]
     if report.failed_start:
         lines += [
@@ -77,9 +80,12 @@ def run_summary(report: Report) -> str:
             f"  {FAILED_START_TEXT}:",
             *(f"    {line}" for line in report.failed_start.splitlines()),
         ]
-    told = [event for event in report.events if event.get("level") in ("warning", "error")]
-    if told:
-        lines += ["", *(f"  {event['level']}: {event_text(event)}" for event in told[-MAX_SHOWN_MESSAGES:])]
+    messages = [event for event in report.events if event.get("level") in ("warning", "error")]
+    if messages:
+        lines += [
+            "",
+            *(f"  {event['level']}: {event_text(event)}" for event in messages[-MAX_SHOWN_MESSAGES:]),
+        ]
     lines += [f"  could not be read: {problem}" for problem in report.problems]
     return "\n".join(lines)
 
@@ -125,7 +131,7 @@ def _phase_lines(report: Report) -> list[str]:
     parts = ", ".join(f"{share.name} {100 * share.seconds / total:.0f} %" for share in shares)
     if not shares:
         return []
-    waited = ", ".join(exposed_communication_text(one) for one in exposed_communication(report))
+    waited = ", ".join(exposed_communication_text(part) for part in exposed_communication(report))
     return [f"  time: {parts}", *([f"  exposed communication, median step: {waited}"] if waited else [])]
 
 
@@ -133,18 +139,18 @@ def _rank_lines(report: Report) -> list[str]:
     ranks = rank_memory_comparisons(report)
     if len(ranks) < 2:
         return []
-    told = []
-    for one in ranks[:MAX_SHOWN_RANKS]:
-        forecast, measured, apart = one.texts
-        told.append(f"{one.name.removeprefix('memory of ')} {measured} / {forecast} ({apart})")
-    rest = f" and {len(ranks) - MAX_SHOWN_RANKS} more" if len(ranks) > MAX_SHOWN_RANKS else ""
-    return [f"  memory by rank, measured / forecast: {', '.join(told)}{rest}"]
+    texts = []
+    for comparison in ranks[:MAX_SHOWN_RANKS]:
+        forecast, measured, deviation = comparison.texts
+        texts.append(f"{comparison.name.removeprefix('memory of ')} {measured} / {forecast} ({deviation})")
+    more = f" and {len(ranks) - MAX_SHOWN_RANKS} more" if len(ranks) > MAX_SHOWN_RANKS else ""
+    return [f"  memory by rank, measured / forecast: {', '.join(texts)}{more}"]
 
 
 def _forecast_lines(report: Report) -> list[str]:
     """Return lines on deviations from the forecast, or the forecast alone where nothing was measured."""
-    if told := forecast_comparison_sentence(report):
-        return [f"  measured / forecast: {told}", *_rank_lines(report)]
+    if sentence := forecast_comparison_sentence(report):
+        return [f"  measured / forecast: {sentence}", *_rank_lines(report)]
     if not report.forecast.get("memory_bytes"):
         return []
     parts = ", ".join(

@@ -84,9 +84,9 @@ def correct_calibration(run: RunDirectory, path: Path | None = None) -> Correcti
 
     before = calibration.corrections_for(device)
     after, lessons = update_corrections(before, plan, corrected, observed)
-    kept = save_calibration(calibration.with_corrections(device, after), path)
-    until_now, from_now = (_step_seconds(corrected(one)) for one in (before, after))
-    return CorrectionResult(run, device, after, lessons, seconds, until_now, from_now, kept)
+    saved_path = save_calibration(calibration.with_corrections(device, after), path)
+    until_now, from_now = (_step_seconds(corrected(factors)) for factors in (before, after))
+    return CorrectionResult(run, device, after, lessons, seconds, until_now, from_now, saved_path)
 
 
 def corrections_table(result: CorrectionResult) -> RenderableType:
@@ -107,7 +107,7 @@ def corrections_table(result: CorrectionResult) -> RenderableType:
             f"{lesson.before:.2f}",
             f"{lesson.after:.2f}",
         )
-    apart = [
+    errors = [
         seconds / result.measured_seconds - 1 for seconds in (result.before_seconds, result.after_seconds)
     ]
     return Group(
@@ -115,8 +115,8 @@ def corrections_table(result: CorrectionResult) -> RenderableType:
         table,
         Text(
             f"\nStep time: measured {duration_text(result.measured_seconds)}, forecast "
-            f"{duration_text(result.before_seconds)} ({apart[0]:+.0%}), corrected forecast "
-            f"{duration_text(result.after_seconds)} ({apart[1]:+.0%})."
+            f"{duration_text(result.before_seconds)} ({errors[0]:+.0%}), corrected forecast "
+            f"{duration_text(result.after_seconds)} ({errors[1]:+.0%})."
         ),
         Text(f"Saved to {result.path}", style="dim"),
     )
@@ -124,10 +124,10 @@ def corrections_table(result: CorrectionResult) -> RenderableType:
 
 def _read_plan_and_cluster(report: Report) -> tuple[Plan, Cluster]:
     try:
-        told = report.cluster
-        if not report.plan or not told:
+        cluster = report.cluster
+        if not report.plan or not cluster:
             raise ValueError("it is empty")
-        return Plan.from_json(report.plan), Cluster.from_json(told)
+        return Plan.from_json(report.plan), Cluster.from_json(cluster)
     except (ValueError, TypeError, KeyError) as error:
         raise WanmaError(
             f"{report.run.plan} does not contain the plan and cluster of the run: {error}",
@@ -146,15 +146,17 @@ def _forecast(run: RunDirectory, plan: Plan, cluster: Cluster, calibration: Cali
         )
     ranks = max(plan.world_size // cluster.node_count, 1)
     problem = build_problem(job, cluster, workload, job_dimensions(job), calibration, ranks=ranks)
-    found = forecast_plan(problem, plan)
-    if found.step is None:
-        why = problem.hardware.unknown or (found.reasons[-1] if found.reasons else "its rates are unknown")
+    forecast = forecast_plan(problem, plan)
+    if forecast.step is None:
+        obstacle = problem.hardware.unknown or (
+            forecast.reasons[-1] if forecast.reasons else "its rates are unknown"
+        )
         raise WanmaError(
-            f"a step of {run.path} cannot be forecast: {why}",
+            f"a step of {run.path} cannot be forecast: {obstacle}",
             "measure this node with `wanma cluster --calibrate`",
             EXIT_USAGE,
         )
-    return found
+    return forecast
 
 
 def _device(cluster: Cluster, plan: Plan, calibration: Calibration) -> str:

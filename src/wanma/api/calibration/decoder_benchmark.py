@@ -76,9 +76,9 @@ def _make_micro_batch(worker: WorkerContext, plan: Plan) -> Callable[[], object]
 
 def _time_run(run: Callable[[], object], threads_per_core: float, seconds: float) -> float:
     """Return the seconds of one run on this rank; all ranks run equally often, because they wait in it."""
-    everyone = dist.group.WORLD
-    assert everyone is not None
-    ranks = everyone.size()
+    group = dist.group.WORLD
+    assert group is not None
+    ranks = group.size()
     clock = time.perf_counter if threads_per_core <= 1 else time.process_time
 
     def repeat(times: int) -> float:
@@ -88,5 +88,5 @@ def _time_run(run: Callable[[], object], threads_per_core: float, seconds: float
         return (clock() - began) * max(threads_per_core, 1.0) / times
 
     run()  # warm-up: the first run allocates buffers
-    once = sum_over_ranks([repeat(1)], everyone)[0] / ranks
-    return repeat(max(1, int(seconds / max(once, 1e-9))))
+    single_seconds = sum_over_ranks([repeat(1)], group)[0] / ranks
+    return repeat(max(1, int(seconds / max(single_seconds, 1e-9))))

@@ -105,25 +105,28 @@ def calibrate(
     """
     (node,) = discover_node().nodes
     counts = rank_counts(node, ranks)
-    each = seconds / len(counts)
-    if each < MIN_SECONDS_PER_RANK_COUNT:
+    count_seconds = seconds / len(counts)
+    if count_seconds < MIN_SECONDS_PER_RANK_COUNT:
         raise JobError(
-            f"--seconds {seconds:g} leaves {each:.1f} s for each of {len(counts)} rank counts",
+            f"--seconds {seconds:g} leaves {count_seconds:.1f} s for each of {len(counts)} rank counts",
             f"give at least {MIN_SECONDS_PER_RANK_COUNT * len(counts):g} s, or fewer --ranks",
         )
-    kept = load_calibration(output)  # before the work, so that a damaged file is reported at once
-    passes = min(max(int(each / MIN_PASS_SECONDS), 1), MAX_PASSES) if len(counts) > 1 else 1
+    calibration = load_calibration(output)  # before the work, so that a damaged file is reported at once
+    passes = min(max(int(count_seconds / MIN_PASS_SECONDS), 1), MAX_PASSES) if len(counts) > 1 else 1
     plans = [baseline_plan(node, count) for count in counts]
-    found: list[list[CalibrationPass]] = [[] for _ in plans]
+    passes_by_plan: list[list[CalibrationPass]] = [[] for _ in plans]
     for turn in range(passes):
         for number, plan in enumerate(plans):
-            each_has = f" of {plan.threads_per_rank} threads" if plan.device == "cpu" else ""
-            of_several = f", pass {turn + 1} of {passes}" if passes > 1 else ""
-            what = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
-            progress(f"measuring {what}{each_has}{of_several}")
-            found[number].append(_run_pass(node, plan, each / passes))
-    measured = [_fit_machine(node, plan, minimum_times(of)) for plan, of in zip(plans, found, strict=True)]
-    return measured, save_calibration(kept.with_devices(*measured), output)
+            threads_text = f" of {plan.threads_per_rank} threads" if plan.device == "cpu" else ""
+            pass_text = f", pass {turn + 1} of {passes}" if passes > 1 else ""
+            ranks_text = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
+            progress(f"measuring {ranks_text}{threads_text}{pass_text}")
+            passes_by_plan[number].append(_run_pass(node, plan, count_seconds / passes))
+    measured = [
+        _fit_machine(node, plan, minimum_times(plan_passes))
+        for plan, plan_passes in zip(plans, passes_by_plan, strict=True)
+    ]
+    return measured, save_calibration(calibration.with_devices(*measured), output)
 
 
 def calibrate_worker(worker: WorkerContext, payload: bytes) -> None:
@@ -145,10 +148,10 @@ def calibrate_worker(worker: WorkerContext, payload: bytes) -> None:
     worker.supervisor_client.report_progress(0, "joining")
     with open_mesh(worker, plan, request.seconds + SETUP_TIMEOUT_SECONDS) as grid:
         worker.supervisor_client.report_progress(0, "measuring")
-        everyone = dist.group.WORLD
-        assert everyone is not None  # the grid has joined it
-        found = run_microbenchmarks(
-            everyone,
+        group = dist.group.WORLD
+        assert group is not None  # the grid has joined it
+        measurements = run_microbenchmarks(
+            group,
             grid.device,
             PRECISIONS[plan.device],
             request.seconds,
@@ -160,8 +163,10 @@ def calibrate_worker(worker: WorkerContext, payload: bytes) -> None:
         if grid.device.type == "cuda":
             processors = torch.cuda.get_device_properties(grid.device).multi_processor_count
         if worker.rank == 0:
-            points = [[point.operator, point.shape, point.seconds, point.precision] for point in found.points]
-            result = {"points": points, "disturbed": found.disturbed_points, "processors": processors}
+            points = [
+                [point.operator, point.shape, point.seconds, point.precision] for point in measurements.points
+            ]
+            result = {"points": points, "disturbed": measurements.disturbed_points, "processors": processors}
             (worker.run_directory / RESULT_FILE).write_text(json.dumps(result))
 
 
@@ -182,25 +187,27 @@ def calibration_table(measured: Iterable[DeviceCalibration]) -> RenderableType:
         "disk GB/s",
     ):
         table.add_column(name, justify="left" if name in ("device", "TFLOP/s") else "right")
-    for one in measured:
-        machine, chip = one.machine, one.machine.chip
+    for measurement in measured:
+        machine, chip = measurement.machine, measurement.machine.chip
         rates = [
             f"{name} {chip.peak_flops_per_second[name] * curve.attainable / 1e12:.3g}"
             for name, curve in chip.products.items()
-            if any(point.precision == name for point in one.points)
+            if any(point.precision == name for point in measurement.points)
         ]
         link = machine.links[-1]
         operator = max(machine.dispatch_seconds, chip.launch_seconds) + machine.program.kernel_seconds
         table.add_row(
-            one.device,
-            str(one.ranks),
-            str(one.threads or "–"),
+            measurement.device,
+            str(measurement.ranks),
+            str(measurement.threads or "–"),
             ", ".join(rates),
             f"{chip.bandwidth_bytes_per_second * chip.bandwidth_share / 1e9:.3g}",
             f"{operator * 1e6:.3g}",
-            f"{link.bandwidth_bytes_per_second / 1e9:.3g}" if one.ranks > 1 else "–",
-            f"{link.latency_seconds * 1e6:.3g}" if one.ranks > 1 else "–",
-            f"{one.ranks * machine.host.disk_bytes_per_second / 1e9:.3g}" if not machine.host.doubt else "–",
+            f"{link.bandwidth_bytes_per_second / 1e9:.3g}" if measurement.ranks > 1 else "–",
+            f"{link.latency_seconds * 1e6:.3g}" if measurement.ranks > 1 else "–",
+            f"{measurement.ranks * machine.host.disk_bytes_per_second / 1e9:.3g}"
+            if not machine.host.doubt
+            else "–",
         )
     return table
 
@@ -208,19 +215,21 @@ def calibration_table(measured: Iterable[DeviceCalibration]) -> RenderableType:
 def minimum_times(passes: Sequence[CalibrationPass]) -> CalibrationPass:
     """Return the minimum of each point over several passes, because others only slow a node down."""
     points = tuple(
-        min(of_one, key=lambda point: point.seconds)
-        for of_one in zip(*(found.points for found in passes), strict=True)
+        min(point_passes, key=lambda point: point.seconds)
+        for point_passes in zip(*(calibration_pass.points for calibration_pass in passes), strict=True)
     )
     return replace(
-        passes[0], points=points, contended_measurements=min(found.contended_measurements for found in passes)
+        passes[0],
+        points=points,
+        contended_measurements=min(calibration_pass.contended_measurements for calibration_pass in passes),
     )
 
 
 def _run_pass(node: NodeGroup, plan: Plan, seconds: float) -> CalibrationPass:
     ranks = plan.world_size
     # Run directories are below the working directory, so the benchmark measures its disk.
-    here = Path.cwd() if os.access(Path.cwd(), os.W_OK) else None
-    request = CalibrationRequest(plan, seconds, _threads_per_core(node, plan), here)
+    working_folder = Path.cwd() if os.access(Path.cwd(), os.W_OK) else None
+    request = CalibrationRequest(plan, seconds, _threads_per_core(node, plan), working_folder)
     with tempfile.TemporaryDirectory(prefix="wanma-calibrate-") as folder:
         outcome = run_local(
             LaunchConfig(
@@ -236,12 +245,12 @@ def _run_pass(node: NodeGroup, plan: Plan, seconds: float) -> CalibrationPass:
             lambda _event: None,
         )
         if outcome.exit_code != 0:
-            what = outcome.failure_text or f"was stopped (exit code {outcome.exit_code})"
-            raise WanmaError(f"measuring {ranks} ranks: {what}", exit_code=outcome.exit_code)
+            failure = outcome.failure_text or f"was stopped (exit code {outcome.exit_code})"
+            raise WanmaError(f"measuring {ranks} ranks: {failure}", exit_code=outcome.exit_code)
         result = json.loads((Path(folder) / RESULT_FILE).read_text())
     points = tuple(
-        BenchmarkPoint(operator, tuple(shape), taken, precision)
-        for operator, shape, taken, precision in result["points"]
+        BenchmarkPoint(operator, tuple(shape), seconds, precision)
+        for operator, shape, seconds, precision in result["points"]
     )
     return CalibrationPass(points, result["disturbed"], result["processors"])
 

@@ -86,10 +86,10 @@ def export(
     if checkpoint is not None:
         require_valid(checkpoint)
     path = checkpoint or find_valid(run.checkpoints, step, on_message)
-    kept = run.path / "tokenizer"
+    run_copy = run.path / "tokenizer"
     # A user's own dataset holds tokens: the job's tokenizer was not used by the run.
-    reads_text = kept.is_dir() or bool(job.data.text or job.data.sources)
-    tokenizer = load_tokenizer(kept if kept.is_dir() else job.data.tokenizer) if reads_text else None
+    reads_text = run_copy.is_dir() or bool(job.data.text or job.data.sources)
+    tokenizer = load_tokenizer(run_copy if run_copy.is_dir() else job.data.tokenizer) if reads_text else None
     vocabulary = tokenizer.vocabulary_size if tokenizer is not None else None
     length = job.data.sequence_length
     spec = resolve_model_spec(
@@ -105,24 +105,24 @@ def export(
     saved = CheckpointReader(path)
     averaged = any(name.startswith("average.") for name in saved.tensors)
     holders = _slices_by_tensor(model, saved)
-    shapes = tensor_shapes([tuple(piece for _, piece in held) for held in holders.values()])
+    shapes = tensor_shapes([tuple(piece for _, piece in tensor_slices) for tensor_slices in holders.values()])
     kinds = {
-        name: PRECISIONS[precision] if precision else _export_dtype(saved, held)
-        for name, held in holders.items()
+        name: PRECISIONS[precision] if precision else _export_dtype(saved, tensor_slices)
+        for name, tensor_slices in holders.items()
     }
     config = cast("StateDictAdapter", model).export_config(length)
     config["dtype"] = _TORCH_DTYPE_NAMES[next(iter(kinds.values()))]
-    others = _other_files(config, tokenizer if kept.is_dir() else None)
+    other_files = _other_files(config, tokenizer if run_copy.is_dir() else None)
     with open_start_weights(model, job.checkpoint.start_from) as start:
         weights = _TensorAssembler(saved, holders, job.model.lora_alpha, start)
         write_huggingface_weights(
             folder,
             {name: (kinds[name], shape) for name, shape in shapes.items()},
             lambda name: weights.assemble(name, shapes[name], DTYPES[kinds[name]]),
-            others,
+            other_files,
             file_bytes,
         )
-    made_tokenizer = kept.is_dir() and isinstance(tokenizer, BytesTokenizer)
+    made_tokenizer = run_copy.is_dir() and isinstance(tokenizer, BytesTokenizer)
     return ExportResult(folder, path, len(shapes), averaged, made_tokenizer, len(weights.rounded))
 
 
@@ -167,26 +167,26 @@ class _TensorAssembler:
 
         from wanma.checkpoint.format.manifest import Box
 
-        whole = torch.empty(shape, dtype=dtype)
+        full_tensor = torch.empty(shape, dtype=dtype)
         for name, piece in self.slices_by_tensor[tensor]:
             part = self._read_box(
                 name, Box((piece.first_row, *(0 for _ in piece.shape[1:])), piece.shape), dtype
             )
             part = self._merge_lora(name, part)
             ends = (at + size for at, size in zip(piece.offset, piece.tensor_shape, strict=True))
-            whole[tuple(map(slice, piece.offset, ends))] = piece.to_huggingface(part).to(dtype)
-        return whole
+            full_tensor[tuple(map(slice, piece.offset, ends))] = piece.to_huggingface(part).to(dtype)
+        return full_tensor
 
     def _read_box(self, name: str, box: Box, dtype: Any) -> Tensor:
         part = self.reader.read(name, box)
         if self.reader.tensors[name].dtype not in _HALF_DTYPES or _widest_dtype(self.reader) in _HALF_DTYPES:
             return part
-        found = self.start_weights.read_unrounded(
+        unrounded = self.start_weights.read_unrounded(
             name.removeprefix("model."), part, box, self.reader.tensors[name].shape
         )
-        if found is part and dtype.itemsize > part.dtype.itemsize:
+        if unrounded is part and dtype.itemsize > part.dtype.itemsize:
             self.rounded.add(name)
-        return found
+        return unrounded
 
     def _merge_lora(self, name: str, weight: Tensor) -> Tensor:
         """Return the weight, with the adapter of its layer merged if there is one."""
@@ -196,7 +196,9 @@ class _TensorAssembler:
             return weight
         from wanma.models.layers.lora import merge_lora
 
-        read = {part: self.reader.read(_saved_name(self.reader, own)) for part, own in halves.items()}
+        read = {
+            part: self.reader.read(_saved_name(self.reader, half_name)) for part, half_name in halves.items()
+        }
         return merge_lora({"weight": weight, **read}, self.lora_alpha)["weight"]
 
 
@@ -210,15 +212,15 @@ def _slices_by_tensor(model: nn.Module, reader: CheckpointReader) -> _SlicesByTe
         alternatives = cast("StateDictAdapter", model).tensor_mappings(name, tuple(parameter.shape))
         if not alternatives:
             raise WanmaError(f"parameter {name} has no counterpart in the Hugging Face format")
-        own = _saved_name(reader, name)
-        entry = reader.tensors.get(own)
+        saved_name = _saved_name(reader, name)
+        entry = reader.tensors.get(saved_name)
         if entry is None or entry.shape != tuple(parameter.shape):
             raise WanmaError(
                 f"{reader.name} is not a checkpoint of the model in job.toml: {name}",
                 "restore the job.toml of the run",
             )
         for piece in alternatives[0]:
-            holders.setdefault(piece.tensor_name, []).append((own, piece))
+            holders.setdefault(piece.tensor_name, []).append((saved_name, piece))
     return holders
 
 
@@ -232,11 +234,11 @@ def _saved_name(reader: CheckpointReader, parameter: str) -> str:
 
 
 def _export_dtype(reader: CheckpointReader, slices: list[tuple[str, TensorSlice]]) -> str:
-    own = reader.tensors[slices[0][0]].dtype
-    return _widest_dtype(reader) if own in _HALF_DTYPES else own
+    saved_dtype = reader.tensors[slices[0][0]].dtype
+    return _widest_dtype(reader) if saved_dtype in _HALF_DTYPES else saved_dtype
 
 
 def _widest_dtype(reader: CheckpointReader) -> str:
     """Return the dtype with the most bits among the weights, which is that of the trained ones."""
-    found = {entry.dtype for name, entry in reader.tensors.items() if name.startswith("model.")}
-    return next((dtype for dtype in _TORCH_DTYPE_NAMES if dtype in found), "F32")
+    dtypes = {entry.dtype for name, entry in reader.tensors.items() if name.startswith("model.")}
+    return next((dtype for dtype in _TORCH_DTYPE_NAMES if dtype in dtypes), "F32")

@@ -54,8 +54,8 @@ class SamplingRule:
         chances = torch.softmax(logits, dim=-1)
         if self.top_p < 1:
             ordered, order = chances.sort(descending=True, stable=True)
-            beyond = ordered.cumsum(0) - ordered >= self.top_p  # the likeliest token always stays
-            chances = chances.index_fill(0, order[beyond], 0.0)
+            is_beyond_top_p = ordered.cumsum(0) - ordered >= self.top_p  # the likeliest token always stays
+            chances = chances.index_fill(0, order[is_beyond_top_p], 0.0)
         return int(torch.multinomial(chances, 1, generator=generator))
 
 
@@ -93,5 +93,5 @@ def generate_continuation(
             continue
         yield text[len(shown) :]
         shown = text
-    if rest := tokenizer.decode(written)[len(shown) :]:
-        yield rest
+    if tail := tokenizer.decode(written)[len(shown) :]:
+        yield tail

@@ -164,19 +164,23 @@ def _convert_to_safetensors(
     from wanma.checkpoint.conversion.huggingface_weights import write_huggingface_weights
 
     require_valid(path)
-    names = {
+    saved_names = {
         name.removeprefix(prefix): name
         for prefix in reversed(_WEIGHT_PREFIXES)
         for name in dtypes
         if name.startswith(prefix)
     }
-    if not names:
+    if not saved_names:
         raise WanmaError(f"{path} contains no weights", "give a checkpoint of a training run")
-    tensors = {short: (dtypes[name], reader.tensors[name].shape) for short, name in names.items()}
+    tensors = {
+        parameter: (dtypes[name], reader.tensors[name].shape) for parameter, name in saved_names.items()
+    }
     write_huggingface_weights(
         folder,
         tensors,
-        lambda short: cast_tensor(short, reader.read(names[short]), dtypes[names[short]]),
+        lambda parameter: cast_tensor(
+            parameter, reader.read(saved_names[parameter]), dtypes[saved_names[parameter]]
+        ),
         {},
         FILE_BYTES,
     )

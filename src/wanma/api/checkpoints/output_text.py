@@ -104,9 +104,9 @@ def comparison_tables(
         limit: maximum tensors in each list; None: all.
     """
     parts: list[Text | Table] = []
-    for names, where in ((difference.only_a, "A"), (difference.only_b, "B")):
+    for names, label in ((difference.only_a, "A"), (difference.only_b, "B")):
         if names:
-            parts.append(Text(f"only in {where}: {_names_text(names, limit)}"))
+            parts.append(Text(f"only in {label}: {_names_text(names, limit)}"))
     if difference.tensors:
         parts.append(_tensor_table(difference.tensors, limit))
     parts.append(
@@ -136,15 +136,15 @@ def comparison_json(difference: CheckpointDifference) -> dict[str, Any]:
         "equal": difference.equal_tensors,
         "tensors": [
             {
-                "name": one.name,
-                "dtypes": list(one.dtypes),
-                "shapes": [list(shape) for shape in one.shapes],
-                "differing": one.unequal_elements,
-                "non_finite": one.non_finite_elements,
-                "largest": one.max_absolute_difference,
-                "relative": one.relative_norm,
+                "name": tensor.name,
+                "dtypes": list(tensor.dtypes),
+                "shapes": [list(shape) for shape in tensor.shapes],
+                "differing": tensor.unequal_elements,
+                "non_finite": tensor.non_finite_elements,
+                "largest": tensor.max_absolute_difference,
+                "relative": tensor.relative_norm,
             }
-            for one in difference.tensors
+            for tensor in difference.tensors
         ],
         "state": {key: [a, b] for key, a, b in difference.state_differences},
         "ranks": list(difference.ranks_with_different_state),
@@ -158,17 +158,17 @@ def _tensor_table(tensors: Sequence[TensorDifference], limit: int | None) -> Tab
     for name in ("differing", "largest", "relative"):
         table.add_column(name, justify="right", no_wrap=True)
     ordered = sorted(tensors, key=_sort_key)
-    for one in ordered[:limit]:
-        same_shape = one.shapes[0] == one.shapes[1]
+    for tensor in ordered[:limit]:
+        same_shape = tensor.shapes[0] == tensor.shapes[1]
         table.add_row(
-            Text(one.name),
-            _kind_text(one),
-            f"{one.unequal_elements:,}"
-            + (f" ({one.non_finite_elements:,} not finite)" if one.non_finite_elements else "")
+            Text(tensor.name),
+            _kind_text(tensor),
+            f"{tensor.unequal_elements:,}"
+            + (f" ({tensor.non_finite_elements:,} not finite)" if tensor.non_finite_elements else "")
             if same_shape
             else MISSING_TEXT,
-            number_text(one.max_absolute_difference) if same_shape else MISSING_TEXT,
-            number_text(one.relative_norm),
+            number_text(tensor.max_absolute_difference) if same_shape else MISSING_TEXT,
+            number_text(tensor.relative_norm),
         )
     if limit is not None and len(ordered) > limit:
         table.add_row(Text(f"and {len(ordered) - limit:,} more", "dim"))

@@ -44,11 +44,11 @@ class UnroundedWeights:
             shape: shape of the full parameter.
         """
         try:
-            found = self._read(name, box, shape)
+            unrounded = self._read(name, box, shape)
         except WanmaError:
-            found = None  # the source was damaged since the run began
-        if found is not None and torch.equal(found.to(rounded.dtype), rounded):
-            return found
+            unrounded = None  # the source was damaged since the run began
+        if unrounded is not None and torch.equal(unrounded.to(rounded.dtype), rounded):
+            return unrounded
         self.unresolved.add(name)
         return rounded
 
@@ -63,13 +63,15 @@ class UnroundedWeights:
         pieces = select_mapping(self._model.tensor_mappings(name, shape), self._source.files)
         if pieces is None:
             return None
-        for tensor, least in tensor_shapes([pieces]).items():  # a fused tensor may hold more
-            held = self._source.shape(tensor)
-            if len(held) != len(least) or any(has < needs for has, needs in zip(held, least, strict=True)):
+        for tensor, min_shape in tensor_shapes([pieces]).items():  # a fused tensor may hold more
+            file_shape = self._source.shape(tensor)
+            if len(file_shape) != len(min_shape) or any(
+                size < min_size for size, min_size in zip(file_shape, min_shape, strict=True)
+            ):
                 return None
-        found = torch.empty(box.shape)
-        load_shard(found, box, pieces, self._source)
-        return found
+        values = torch.empty(box.shape)
+        load_shard(values, box, pieces, self._source)
+        return values
 
 
 @contextmanager

@@ -111,7 +111,7 @@ def launch_script(
     run.create()
     with lock_run(run) if section.nodes == 1 else nullcontext(), _ScriptConsole(run, shown_ranks) as console:
         record = ScriptRecord(run, program.script, program.arguments, ranks, section.nodes)
-        earlier = count_events(run)
+        earlier_events = count_events(run)
         try:
             outcome = run_local(
                 _launch(run, program, ranks, section), record.with_restart_records(console.write)
@@ -127,15 +127,15 @@ def launch_script(
         if failure is not None:
             console.write({"kind": "message", "level": "error", "text": failure})
         if run.job.exists():  # a session was opened here: this is a training
-            record_run_end(run, failure, console.write, earlier)
+            record_run_end(run, failure, console.write, earlier_events)
     return exit_code
 
 
 def _launch(run: RunDirectory, program: Program, ranks: int, section: ClusterSection) -> LaunchConfig:
     cluster = discover_node()
-    is_ours = program.imports_wanma()
+    uses_wanma = program.imports_wanma()
     has_gpu = section.device != "cpu" and any(node.devices for node in cluster.nodes)
-    threads = section.threads_per_rank or (0 if is_ours else _omp_num_threads())
+    threads = section.threads_per_rank or (0 if uses_wanma else _omp_num_threads())
     threads = threads or max(cluster.nodes[0].cores // ranks, 1)
     plan = Plan(
         dp_replicate=ranks * section.nodes,
@@ -153,18 +153,18 @@ def _launch(run: RunDirectory, program: Program, ranks: int, section: ClusterSec
         "local_rank_option": program.local_rank_option,
         "cluster": section.model_dump(mode="json", exclude_unset=True),
         "run_id": f"{program.name}-{os.getpid() if section.nodes == 1 else agreed}",
-        "max_restarts": section.max_restarts if is_ours else silent_retries,
+        "max_restarts": section.max_restarts if uses_wanma else silent_retries,
         # The supervisor sets this variable for the fork server only.
         "unset": [] if "OPENBLAS_NUM_THREADS" in os.environ else ["OPENBLAS_NUM_THREADS"],
     }
     allocator = (
-        section.host_allocator if is_ours or "host_allocator" in section.model_fields_set else "system"
+        section.host_allocator if uses_wanma or "host_allocator" in section.model_fields_set else "system"
     )
     return LaunchConfig(
         run_directory=run.path.absolute(),
         entry="wanma.api.launch.script_worker:run_script_worker",
         payload=json.dumps(order).encode(),
-        preload_modules=PRELOAD if is_ours else ("wanma.api.launch.script_worker",),
+        preload_modules=PRELOAD if uses_wanma else ("wanma.api.launch.script_worker",),
         ranks_per_node=ranks,
         threads_per_rank=threads,
         nodes=section.nodes,
@@ -194,10 +194,20 @@ def _omp_num_threads() -> int:
 
 def _launch_fingerprint(program: Program, ranks: int, section: ClusterSection) -> str:
     """Return the hash that all nodes of one launch must share, wherever the script is on each."""
-    own = {"node_rank": None, "network_interface": None, "topology_address": None, "threads_per_rank": None}
-    placeless = section.model_copy(update=own)
-    together = [list(program.arguments), program.local_rank_option, ranks, placeless.model_dump(mode="json")]
-    content = program.content() + json.dumps(together, sort_keys=True).encode()
+    node_settings = {
+        "node_rank": None,
+        "network_interface": None,
+        "topology_address": None,
+        "threads_per_rank": None,
+    }
+    common_section = section.model_copy(update=node_settings)
+    fingerprint_values = [
+        list(program.arguments),
+        program.local_rank_option,
+        ranks,
+        common_section.model_dump(mode="json"),
+    ]
+    content = program.content() + json.dumps(fingerprint_values, sort_keys=True).encode()
     return hashlib.sha256(content).hexdigest()[:16]
 
 

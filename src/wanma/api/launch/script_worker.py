@@ -48,8 +48,8 @@ def run_script_worker(worker: WorkerContext, payload: bytes) -> None:
     except SystemExit as leaving:
         if leaving.code not in (None, 0) and not _is_requested_stop(worker, leaving):
             code = leaving.code if isinstance(leaving.code, int) else 1
-            why = f"exit code {code}" if isinstance(leaving.code, int) else str(leaving.code)
-            raise ScriptExitError(f"{_script_name(order)} exited: {why}", code) from leaving
+            exit_text = f"exit code {code}" if isinstance(leaving.code, int) else str(leaving.code)
+            raise ScriptExitError(f"{_script_name(order)} exited: {exit_text}", code) from leaving
     except BaseException as error:
         if not _is_requested_stop(worker, error):
             raise

@@ -39,11 +39,13 @@ def step_figure(timeline: Timeline) -> str:
     shown = evenly_spread_indices(pp, MAX_SHOWN_RANKS)
     rows: list[GanttRow] = []
     for rank in shown:
-        mine = [span for span in timeline.spans if span.rank == rank]
+        rank_spans = [span for span in timeline.spans if span.rank == rank]
         rows.append(
-            GanttRow(_rank_name(rank, plan), [*_intervals(mine, "compute"), *_exposed_intervals(mine)])
+            GanttRow(
+                _rank_name(rank, plan), [*_intervals(rank_spans, "compute"), *_exposed_intervals(rank_spans)]
+            )
         )
-        if exchanged := list(_intervals(mine, "exchange")):
+        if exchanged := list(_intervals(rank_spans, "exchange")):
             rows.append(GanttRow("", exchanged, is_secondary=True))
     kinds = {span.kind for span in timeline.spans}
     legend: list[tuple[str, int]] = [(kind, SPAN_COLORS[kind]) for kind in SPAN_COLORS if kind in kinds]
@@ -97,16 +99,16 @@ def pareto_chart(search_result: SearchResult, memory_limit_bytes: float | None) 
     Args:
         memory_limit_bytes: memory in bytes that a plan may fill.
     """
-    front = sorted(search_result.pareto_front, key=lambda one: one.seconds)
+    front = sorted(search_result.pareto_front, key=lambda candidate: candidate.seconds)
     farthest = 2 * front[-1].seconds
-    others = [
-        one
-        for one in search_result.candidates
-        if one not in search_result.pareto_front and one.seconds <= farthest
+    other_plans = [
+        candidate
+        for candidate in search_result.candidates
+        if candidate not in search_result.pareto_front and candidate.seconds <= farthest
     ]
     lines = [_plan_points("front", 1, front, is_joined=True)]
-    if others:
-        lines.append(_plan_points("other plans", 7, others, is_joined=False))
+    if other_plans:
+        lines.append(_plan_points("other plans", 7, other_plans, is_joined=False))
     xs = [x for line in lines for x in line.xs]
     largest = max(y for line in lines for y in line.ys)
     is_near = memory_limit_bytes is not None and largest > memory_limit_bytes / 3
@@ -134,8 +136,11 @@ def _tick_text(seconds: float) -> str:
 
 
 def _plan_points(name: str, colour: int, plans: Iterable[Candidate], *, is_joined: bool) -> Series:
-    ordered = sorted(plans, key=lambda one: one.seconds)
-    xs, ys = [one.seconds for one in ordered], [float(one.memory_bytes) for one in ordered]
+    ordered = sorted(plans, key=lambda candidate: candidate.seconds)
+    xs, ys = (
+        [candidate.seconds for candidate in ordered],
+        [float(candidate.memory_bytes) for candidate in ordered],
+    )
     return Series(name, colour, xs, ys, marks_all_points=True, draws_line=is_joined)
 
 
@@ -148,9 +153,9 @@ def scale_charts(points: Sequence[ScalingPoint], workload: Workload | None) -> l
     ]
     if not timed:
         return []
-    xs, rates, shares = ([one[column] for one in timed] for column in range(3))
+    xs, rates, shares = ([entry[column] for entry in timed] for column in range(3))
     unit = throughput_unit(workload)
-    drawn = (
+    charts = (
         Chart("Throughput", [Series(unit, 3, xs, rates, marks_all_points=True)], unit),
         Chart(
             "Efficiency",
@@ -168,5 +173,5 @@ def scale_charts(points: Sequence[ScalingPoint], workload: Workload | None) -> l
             x_is_log=len(xs) > 1,
             tooltip_text=lambda bucket: f"{bucket.center:,.0f} devices",
         )
-        for chart in drawn
+        for chart in charts
     ]

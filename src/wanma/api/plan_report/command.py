@@ -81,7 +81,7 @@ def _rank_dry_run(job: Job, plan: Plan, rank: int) -> RenderableType:
     sizes.add_row("bytes of parameters", bytes_text(built.parameter_bytes))
     sizes.add_row("gradients", bytes_text(built.gradient_bytes))
     sizes.add_row("activations per micro-batch", bytes_text(built.activation_bytes))
-    moved = Table(
+    collectives = Table(
         "collective",
         "mesh dimension",
         "ranks",
@@ -92,7 +92,7 @@ def _rank_dry_run(job: Job, plan: Plan, rank: int) -> RenderableType:
         header_style="dim",
     )
     for collective, count in built.collectives:
-        moved.add_row(
+        collectives.add_row(
             collective.operation,
             _mesh_dim_of(collective, plan, rank),
             ranks_text(collective.group_ranks),
@@ -100,7 +100,7 @@ def _rank_dry_run(job: Job, plan: Plan, rank: int) -> RenderableType:
             bytes_text(collective.tensor_bytes),
         )
     head = f"Rank {rank}, built in {built.seconds:.1f} s; one step of {built.micro_batches} micro-batches"
-    return Group(Text(head, style="bold"), sizes, Text(), moved)
+    return Group(Text(head, style="bold"), sizes, Text(), collectives)
 
 
 def _mesh_dim_of(collective: CollectiveCall, plan: Plan, rank: int) -> str:
@@ -115,6 +115,11 @@ def _mesh_dim_of(collective: CollectiveCall, plan: Plan, rank: int) -> str:
             return axis
     if len(ranks) == plan.world_size:
         return "all"
-    here = plan.coordinates(rank)
-    varying = {axis for other in ranks for axis, at in plan.coordinates(other).items() if at != here[axis]}
+    coordinates = plan.coordinates(rank)
+    varying = {
+        axis
+        for peer in ranks
+        for axis, coordinate in plan.coordinates(peer).items()
+        if coordinate != coordinates[axis]
+    }
     return " × ".join(axis for axis in MESH_DIMS if axis in varying)

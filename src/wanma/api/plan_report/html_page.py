@@ -69,9 +69,9 @@ def report_html(report: PlanAnalysis, title: str) -> str:
 
 def _header(study: Study, title: str) -> str:
     plan = study.plan_result.plan
-    only = study.unsupported_reason
-    note = f'<p class="problem">Not supported: {escape(only)}</p>' if only is not None else ""
-    state = "" if only is None else ' <span class="state interrupted">forecast only</span>'
+    obstacle = study.unsupported_reason
+    note = f'<p class="problem">Not supported: {escape(obstacle)}</p>' if obstacle is not None else ""
+    state = "" if obstacle is None else ' <span class="state interrupted">forecast only</span>'
     return (
         f"<header><h1>{escape(title)}{state}</h1><p>{escape(mesh_text(plan))}, "
         f"{escape(settings_text(plan))}</p>"
@@ -84,32 +84,32 @@ def _key_figures(study: Study) -> str:
     forecast, workload = study.plan_result.forecast, study.workload
     if forecast is None:
         return ""
-    found: list[KeyFigure] = []
+    figures: list[KeyFigure] = []
     if (step := forecast.step) is not None:
         interval = f"± {step.uncertainty:.0%} (90 %)" if step.uncertainty else ""
-        found.append(KeyFigure("step", duration_text(step.seconds), interval))
-        found.append(
+        figures.append(KeyFigure("step", duration_text(step.seconds), interval))
+        figures.append(
             KeyFigure(
                 "throughput", throughput_text(throughput(forecast, workload)), throughput_unit(workload)
             )
         )
-        found.append(KeyFigure("MFU", percent_text(forecast.model_flops_utilisation), "of the peak"))
+        figures.append(KeyFigure("MFU", percent_text(forecast.model_flops_utilisation), "of the peak"))
     limit = study.problem.memory_limit_bytes if study.problem is not None else None
-    found.append(
+    figures.append(
         KeyFigure("memory", memory_text(forecast), f"of {bytes_text(limit)}" if limit is not None else "")
     )
     if (run := forecast.run) is not None:
-        found.append(
+        figures.append(
             KeyFigure("complete run", duration_text(run.seconds), f"{study.job.train.steps:,} steps")
         )
         if run.energy_joules is not None:
-            found.append(KeyFigure("energy", energy_text(run.energy_joules), "at the wall"))
+            figures.append(KeyFigure("energy", energy_text(run.energy_joules), "at the wall"))
         if run.price is not None:
-            found.append(KeyFigure("price", number_text(run.price)))
+            figures.append(KeyFigure("price", number_text(run.price)))
         if useful := goodput_text(forecast):
             share, _, causes = useful.partition(" ")[2].partition(": ")
-            found.append(KeyFigure("goodput", share, causes))
-    return key_figure_tiles(found)
+            figures.append(KeyFigure("goodput", share, causes))
+    return key_figure_tiles(figures)
 
 
 def _device_shares_table(study: Study) -> str:
@@ -159,57 +159,66 @@ def _memory_card(study: Study, forecast: Forecast) -> str:
     )
     body = bar((f"c{MEMORY_COLOURS[field]}", size / full) for field, _, size in parts)
     body += bar_caption(f"of the limit of {bytes_text(limit)}", memory_text(forecast))
-    waiting = "".join(
-        table_row(escape(f"offloaded to {place}"), bytes_text(size))
-        for place in ("host", "disk")
-        if (size := getattr(forecast, f"{place}_bytes"))
+    host_rows = "".join(
+        table_row(escape(f"offloaded to {target}"), bytes_text(size))
+        for target in ("host", "disk")
+        if (size := getattr(forecast, f"{target}_bytes"))
     )
     if copies := in_memory_checkpoint_text(forecast, study.plan_result.plan, study.cluster):
-        waiting += table_row(f"in-memory checkpoints, {escape(copies)}", bytes_text(forecast.snapshots_bytes))
-    told = pipeline_memory_text(forecast)
-    note = f'<p class="note">Memory by pipeline rank: {escape(told)}</p>' if told else ""
-    return card("Memory of the largest rank", f"{body}<table>{rows}{waiting}</table>{note}")
+        host_rows += table_row(
+            f"in-memory checkpoints, {escape(copies)}", bytes_text(forecast.snapshots_bytes)
+        )
+    text = pipeline_memory_text(forecast)
+    note = f'<p class="note">Memory by pipeline rank: {escape(text)}</p>' if text else ""
+    return card("Memory of the largest rank", f"{body}<table>{rows}{host_rows}</table>{note}")
 
 
 # ---------------------------------------------------------------- other plans
 
 
-def _search_section(study: Study, found: SearchResult) -> Iterator[str]:
-    shown, others = split_by_support(found, MAX_SHOWN_PLANS)
-    body = "".join(_plan_row(number, one, study) for number, one in enumerate(shown, 1))
-    if others:
+def _search_section(study: Study, search_result: SearchResult) -> Iterator[str]:
+    shown, unsupported = split_by_support(search_result, MAX_SHOWN_PLANS)
+    body = "".join(_plan_row(number, candidate, study) for number, candidate in enumerate(shown, 1))
+    if unsupported:
         body += f'<tr><th colspan="7">{escape(UNSUPPORTED_PLANS_TITLE)}</th></tr>'
-        body += "".join(_plan_row(number, one, study) for number, one in enumerate(others, len(shown) + 1))
+        body += "".join(
+            _plan_row(number, candidate, study)
+            for number, candidate in enumerate(unsupported, len(shown) + 1)
+        )
     numbers = ("step", throughput_unit(study.workload), "MFU", "memory")
     head = table_header(("", "plan", *numbers, "step time by kind"), numbers)
-    seen = [one.forecast.step for one in (*shown, *others) if one.forecast.step is not None]
+    steps = [
+        candidate.forecast.step for candidate in (*shown, *unsupported) if candidate.forecast.step is not None
+    ]
     legend = "".join(
         legend_entry(kind.name, kind.colour)
         for kind in TIME_KINDS
-        if any(getattr(step, kind.field) for step in seen)
+        if any(getattr(step, kind.field) for step in steps)
     )
-    note = f"{count_text(found.plan_count, 'plan')}, in {duration_text(found.seconds)}."
-    beside = study.best_comparison
-    told = f"<p class=told><b>The job's own plan: {escape(beside.sentence)}</b></p>" if beside else ""
+    note = f"{count_text(search_result.plan_count, 'plan')}, in {duration_text(search_result.seconds)}."
+    comparison = study.best_comparison
+    comparison_html = (
+        f"<p class=told><b>The job's own plan: {escape(comparison.sentence)}</b></p>" if comparison else ""
+    )
     yield (
-        f'<section class="card plans"><h2>Best plans</h2>{told}<p class="note">{note} '
+        f'<section class="card plans"><h2>Best plans</h2>{comparison_html}<p class="note">{note} '
         f'<span class="legend">{legend}</span></p><table>{head}{body}</table></section>'
     )
-    if len(found.pareto_front) > 1:
+    if len(search_result.pareto_front) > 1:
         limit = study.problem.memory_limit_bytes if study.problem is not None else None
-        chart = chart_figure(pareto_chart(found, limit))
+        chart = chart_figure(pareto_chart(search_result, limit))
         yield f'<section class="charts">{chart}</section>'
 
 
 def _plan_row(number: int, candidate: Candidate, study: Study) -> str:
     step = candidate.forecast.step
     shares = time_shares(step) if step is not None else []
-    ours = ' class="ours"' if candidate.plan == study.plan_result.plan else ""
-    told = "".join(
+    row_class = ' class="ours"' if candidate.plan == study.plan_result.plan else ""
+    notes = "".join(
         f'<br><span class="aside">{escape(line)}</span>'
         for line in share_lines(candidate.plan, study.cluster)
     )
-    only = (
+    support_note = (
         f"<br><em>unsupported: {escape(candidate.unsupported_reason)}</em>"
         if candidate.unsupported_reason
         else ""
@@ -223,11 +232,11 @@ def _plan_row(number: int, candidate: Candidate, study: Study) -> str:
             memory_text(candidate.forecast),
         )
     )
-    drawn = bar((f"c{kind.colour}", share) for kind, _, share in shares)
+    shares_bar = bar((f"c{kind.colour}", share) for kind, _, share in shares)
     return (
-        f'<tr{ours}><td class="n">{number}</td><td>{escape(mesh_text(candidate.plan))}<br>'
-        f'<span class="aside">{escape(settings_text(candidate.plan))}</span>{told}{only}</td>{cells}'
-        f'<td class="share">{drawn}</td></tr>'
+        f'<tr{row_class}><td class="n">{number}</td><td>{escape(mesh_text(candidate.plan))}<br>'
+        f'<span class="aside">{escape(settings_text(candidate.plan))}</span>{notes}{support_note}</td>{cells}'
+        f'<td class="share">{shares_bar}</td></tr>'
     )
 
 
@@ -235,19 +244,22 @@ def _plan_row(number: int, candidate: Candidate, study: Study) -> str:
 
 
 def _why_not_section(why: WhyAnswer) -> str:
-    answer = why.comparison
-    body = f"<p>{escape(why.sentence if answer is None else answer.headline)}</p>"
-    if answer is not None:
-        body += f'<p class="note">{escape(mesh_text(answer.plan))}, {escape(settings_text(answer.plan))}</p>'
+    comparison = why.comparison
+    body = f"<p>{escape(why.sentence if comparison is None else comparison.headline)}</p>"
+    if comparison is not None:
+        plan = comparison.plan
+        body += f'<p class="note">{escape(mesh_text(plan))}, {escape(settings_text(plan))}</p>'
         rows = "".join(
             table_row(
-                escape(one.cause or one.description), one.description, _signed_duration_text(one.seconds)
+                escape(difference.cause or difference.description),
+                difference.description,
+                _signed_duration_text(difference.seconds),
             )
-            for one in answer.differences
+            for difference in comparison.differences
         )
         rows += "".join(
-            table_row(escape(str(way)), memory_text(way.forecast), _slowdown_text(way.slowdown))
-            for way in answer.remedies
+            table_row(escape(str(remedy)), memory_text(remedy.forecast), _slowdown_text(remedy.slowdown))
+            for remedy in comparison.remedies
         )
         body += f"<table>{rows}</table>" if rows else ""
     return f'<section class="plans">{card(f"Why not {why.question}?", body)}</section>'
@@ -287,5 +299,5 @@ def _scaling_row(point: ScalingPoint, workload: Workload | None) -> str:
             percent_text(point.efficiency),
             f"{mesh_text(point.best.plan)}, {settings_text(point.best.plan)}",
         ]
-    told = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-    return f'<tr><td class="n">{point.device_count:,}</td>{told}</tr>'
+    cells_html = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+    return f'<tr><td class="n">{point.device_count:,}</td>{cells_html}</tr>'

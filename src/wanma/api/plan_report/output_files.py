@@ -34,9 +34,9 @@ def write_trace(report: PlanAnalysis, path: Path) -> None:
             EXIT_USAGE,
         )
     if report.timeline is None:
-        because = f": {report.study.time_unavailable_reason}" if report.study.time_unavailable_reason else ""
+        reason = f": {report.study.time_unavailable_reason}" if report.study.time_unavailable_reason else ""
         raise WanmaError(
-            f"--trace {path}: the plan has no step time forecast{because}",
+            f"--trace {path}: the plan has no step time forecast{reason}",
             "plan for devices of the catalogue (`wanma cluster --devices`)",
             EXIT_USAGE,
         )

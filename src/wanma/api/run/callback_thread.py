@@ -48,9 +48,9 @@ class CallbackThread:
         """
         if not self._callbacks:
             return None
-        if (found := _to_callback_event(event, self._run)) is not None:
-            self._step, self._has_begun = found[1].step, True
-            self._queue.put(found)
+        if (callback_event := _to_callback_event(event, self._run)) is not None:
+            self._step, self._has_begun = callback_event[1].step, True
+            self._queue.put(callback_event)
         stop, self._stop_reason = self._stop_reason, ""
         return stop or None
 
@@ -84,16 +84,18 @@ class CallbackThread:
 
     def _run_callbacks(self) -> None:
         failed: set[int] = set()
-        while (waiting := self._queue.get()) is not None:
-            method, record = waiting
+        while (entry := self._queue.get()) is not None:
+            method, record = entry
             for number, callback in enumerate(self._callbacks):
                 if number in failed:
                     continue
                 name = f"{type(callback).__name__}.{method}"
                 try:
                     getattr(callback, method)(record)
-                except StopTraining as asked:
-                    self._stop_reason = f"callback {name}" + (f": {asked.reason}" if asked.reason else "")
+                except StopTraining as stop_request:
+                    self._stop_reason = f"callback {name}" + (
+                        f": {stop_request.reason}" if stop_request.reason else ""
+                    )
                 except Exception as error:  # whatever the user's code raises
                     failed.add(number)
                     line = user_frame_text(error)
@@ -112,25 +114,27 @@ def check_callbacks(callbacks: object, source: str = "callbacks") -> list[Callba
     Raises:
         JobError: `callbacks` is no sequence of `Callback` objects.
     """
-    given: list[Any] = list(callbacks) if isinstance(callbacks, Iterable) else [callbacks]
-    for one in given:
-        if not isinstance(one, Callback):
-            said = (
-                f"the class {one.__name__}" if isinstance(one, type) else f"an object of {type(one).__name__}"
+    checked: list[Any] = list(callbacks) if isinstance(callbacks, Iterable) else [callbacks]
+    for callback in checked:
+        if not isinstance(callback, Callback):
+            type_text = (
+                f"the class {callback.__name__}"
+                if isinstance(callback, type)
+                else f"an object of {type(callback).__name__}"
             )
             raise JobError(
-                f"{source}: {said} is not a wanma.Callback",
+                f"{source}: {type_text} is not a wanma.Callback",
                 "give objects of subclasses of wanma.Callback",
             )
         known = [name for name in vars(Callback) if name.startswith("on_")]
-        for name in dir(type(one)):
+        for name in dir(type(callback)):
             if name.startswith("on_") and name not in known:
                 raise JobError(
-                    f"{source}: {type(one).__name__}.{name} is not a callback method."
+                    f"{source}: {type(callback).__name__}.{name} is not a callback method."
                     f"{did_you_mean(name, known)}",
                     f"use {', '.join(known)}, or a name that does not begin with on_",
                 )
-    return given
+    return checked
 
 
 def load_callbacks(paths: Sequence[str]) -> list[Callback]:
@@ -139,15 +143,15 @@ def load_callbacks(paths: Sequence[str]) -> list[Callback]:
     Raises:
         JobError: one cannot be imported or made, or is no callback.
     """
-    made: list[Callback] = []
+    loaded: list[Callback] = []
     for path in paths:
-        found = import_object(path, "observe.callbacks")
+        target = import_object(path, "observe.callbacks")
         try:
-            one = found() if callable(found) and not isinstance(found, Callback) else found
+            result = target() if callable(target) and not isinstance(target, Callback) else target
         except Exception as error:  # whatever the user's code raises
             raise JobError(f"observe.callbacks: '{path}' failed: {type(error).__name__}: {error}") from error
-        made += check_callbacks([one], f"observe.callbacks = '{path}'")
-    return made
+        loaded += check_callbacks([result], f"observe.callbacks = '{path}'")
+    return loaded
 
 
 def _to_callback_event(event: Event, run: RunDirectory) -> tuple[str, Any] | None:
@@ -168,8 +172,10 @@ def _to_callback_event(event: Event, run: RunDirectory) -> tuple[str, Any] | Non
                 event.get("layer_grad_norms", {}),
             )
         case "validation":
-            usual = {name: event[name] for name in _BUILT_IN_METRICS if event.get(name) is not None}
-            metrics = {**usual, **event.get("metrics", {})}
+            built_in_metrics = {
+                name: event[name] for name in _BUILT_IN_METRICS if event.get(name) is not None
+            }
+            metrics = {**built_in_metrics, **event.get("metrics", {})}
             return "on_validation", ValidationEnd(event["step"], event["loss"], metrics)
         case "checkpoint":
             path = run.checkpoints / step_folder_name(event["step"])

@@ -94,14 +94,14 @@ def train_job(
         run.create()
         with lock_run(run) if job.cluster.nodes == 1 else contextlib.nullcontext():
             launch = _launch(run, job, prepared, user_objects or {})
-            earlier = count_events(run)
-            told = [*job_change_notes(run, job), *plan_notes(job, prepared.plan_result)]
+            earlier_events = count_events(run)
+            notes = [*job_change_notes(run, job), *plan_notes(job, prepared.plan_result)]
             is_new = not run.job.exists()
             reads_text = "data" not in (user_objects or {}) and not (job.data.factory or job.data.images)
             if is_new:
                 write_run_files(run, job, prepared, command_line or [], reads_text=reads_text)
             with open_console(run, job.observe, job.train.steps) as console, called:
-                for note in told:
+                for note in notes:
                     console.write({"kind": "message", "level": "info", "text": note})
 
                 planned: Event = {}
@@ -128,7 +128,7 @@ def train_job(
                 failure, exit_code = _end_callbacks(outcome, called)
                 if failure is not None and on_failure is None:
                     console.write({"kind": "message", "level": "error", "text": failure})
-                record_run_end(run, failure, console.write, earlier)
+                record_run_end(run, failure, console.write, earlier_events)
             if failure is not None and on_failure is not None:
                 on_failure(failure)
             return exit_code
@@ -172,11 +172,11 @@ def dry_run(job: Job, run_directory: Path | None = None) -> RenderableType:
         start = initial_layout(job)
         with show_dataset_progress(is_quiet=False) as progress:
             prepared = prepare_job(job, start, progress=progress, read_custom_model=True)
-        told = preflight(job, prepared.plan)
+        preflight_result = preflight(job, prepared.plan)
     except WanmaError as error:
         error.exit_code = EXIT_USAGE  # nothing was started, so it is a usage error
         raise
-    return render_dry_run(job, prepared, told)
+    return render_dry_run(job, prepared, preflight_result)
 
 
 def _launch(run: RunDirectory, job: Job, prepared: PreparedJob, user_objects: dict[str, Any]) -> LaunchConfig:
@@ -255,8 +255,12 @@ def _launch_fingerprint(job: Job, plan: Plan) -> str:
     Each node plans for itself. Nodes with unequal memory may choose other micro-batches, and their ranks
     would wait for each other in collectives that the others never enter.
     """
-    own = {"node_rank": None, "network_interface": None, "topology_address": None}
-    placeless = job.model_copy(update={"cluster": job.cluster.model_copy(update=own)})
-    together = {**plan.to_json(), "threads_per_rank": 0, "compile": False}  # each machine's own affair
-    plans = hashlib.sha256(json.dumps(together, sort_keys=True).encode()).hexdigest()[:16]
-    return f"{job_hash(placeless)}-{plans}"
+    node_settings = {"node_rank": None, "network_interface": None, "topology_address": None}
+    common_job = job.model_copy(update={"cluster": job.cluster.model_copy(update=node_settings)})
+    fingerprint_values = {
+        **plan.to_json(),
+        "threads_per_rank": 0,
+        "compile": False,
+    }  # each machine's own affair
+    plans = hashlib.sha256(json.dumps(fingerprint_values, sort_keys=True).encode()).hexdigest()[:16]
+    return f"{job_hash(common_job)}-{plans}"

@@ -45,34 +45,38 @@ class JobReplanner:
 
     def replan(self, request: ReplanRequest) -> ReplanDecision:
         """Decide on a plan, as `Replanner.replan`: for all present nodes if there is one, else for fewer."""
-        most = self.job.cluster.nodes
-        running, used = request.current_plan or self.plan, request.current_nodes or most
-        here = request.available_nodes
-        if here == used or (here > used and request.step_seconds is None):
-            return ReplanDecision(running, used, "the plan is unchanged")
+        max_nodes = self.job.cluster.nodes
+        running, current_nodes = request.current_plan or self.plan, request.current_nodes or max_nodes
+        available = request.available_nodes
+        if available == current_nodes or (available > current_nodes and request.step_seconds is None):
+            return ReplanDecision(running, current_nodes, "the plan is unchanged")
         reasons = []
-        for machines in range(here, self._min_nodes(here, used) - 1, -1):
+        for machines in range(available, self._min_nodes(available, current_nodes) - 1, -1):
             try:
-                found = self._replan_for(running, used, machines, request)
+                result = self._replan_for(running, current_nodes, machines, request)
             except JobError as error:
                 reasons.append(f"{count_text(machines, 'node')}: {error.message}")
                 continue
-            if found.is_change:
-                return ReplanDecision(found.plan, machines, found.reason, found.forecast.to_json())
-            reasons.append(f"{count_text(machines, 'node')}: {found.reason}")
-        why = "\n  ".join(reasons)
-        return ReplanDecision(running, used, why) if here > used else ReplanDecision(None, 0, why)
+            if result.is_change:
+                return ReplanDecision(result.plan, machines, result.reason, result.forecast.to_json())
+            reasons.append(f"{count_text(machines, 'node')}: {result.reason}")
+        reason = "\n  ".join(reasons)
+        return (
+            ReplanDecision(running, current_nodes, reason)
+            if available > current_nodes
+            else ReplanDecision(None, 0, reason)
+        )
 
     def make_launch_config(self, current: LaunchConfig, plan: Plan, nodes: int) -> LaunchConfig:
         """Return the launch under another plan, as `Replanner.make_launch_config`."""
         job = self._job_with_nodes(nodes)
-        here = plan.world_size // nodes
-        threads = job.cluster.threads_per_rank or max(self.cluster.nodes[0].cores // here, 1)
+        ranks_per_node = plan.world_size // nodes
+        threads = job.cluster.threads_per_rank or max(self.cluster.nodes[0].cores // ranks_per_node, 1)
         plan = replace(plan, threads_per_rank=threads)  # each machine's own affair
         return replace(
             current,
             payload=self.payload(job, plan, peak_flops_per_second(plan, self.cluster)),
-            ranks_per_node=here,
+            ranks_per_node=ranks_per_node,
             threads_per_rank=threads,
             worker_environment=make_worker_environment(job.cluster, plan),
         )
@@ -93,18 +97,18 @@ class JobReplanner:
             calibration,
             ranks=max(current_plan.world_size // current_nodes, 1),
         )
-        there = self._cluster_with_nodes(nodes)
-        found = replan(
+        target_cluster = self._cluster_with_nodes(nodes)
+        result = replan(
             before,
             current_plan,
-            there,
+            target_cluster,
             max(self.job.train.steps - situation.last_finished_step, 1),
             calibration=calibration,
             restart_seconds=situation.startup_seconds,
             step_seconds=situation.step_seconds,
         )
-        check_supported(self._job_with_nodes(nodes), found.plan, there)
-        return found
+        check_supported(self._job_with_nodes(nodes), result.plan, target_cluster)
+        return result
 
     def _job_with_nodes(self, nodes: int) -> Job:
         section = self.job.cluster.model_copy(update={"nodes": nodes, "min_nodes": None, "node_rank": None})

@@ -14,11 +14,11 @@ def check_user_optimizer(job: Job, optimizer: Any, schedule: Any) -> dict[str, A
     Raises:
         JobError: one is no optimizer factory or no schedule, or the job names one too.
     """
-    for key, given, names in (
+    for key, user_object, names in (
         ("optimizer", optimizer, ("optimizer", "optimizer_factory")),
         ("schedule", schedule, ("schedule", "schedule_factory")),
     ):
-        if given is not None and (named := job.train.model_fields_set.intersection(names)):
+        if user_object is not None and (named := job.train.model_fields_set.intersection(names)):
             raise JobError(f"{key}= and train.{named.pop()} of the job are both set", "remove one of them")
     objects = {"optimizer": optimizer, "schedule": schedule}
     objects = {name: value for name, value in objects.items() if value is not None}

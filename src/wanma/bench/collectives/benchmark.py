@@ -97,7 +97,7 @@ def bench_collectives(
     device = "cuda" if node.devices and uses_gpus else "cpu"
     from wanma.bench.collectives.worker import known_algorithms  # imports torch
 
-    asked = BenchmarkSelection(
+    selection = BenchmarkSelection(
         parse_sizes(sizes),
         select_algorithms(collectives, algorithms, known_algorithms(device)),
         select_dtypes(dtypes),
@@ -114,9 +114,9 @@ def bench_collectives(
         )
     else:
         counts = rank_counts(node, ranks, min_ranks=2, uses_gpus=uses_gpus)
-    _check_memory(asked, max(counts), device)
+    _check_memory(selection, max(counts), device)
     # The calibration is read first, so that a damaged one is reported at once.
-    bench = _BenchmarkContext(node, section, asked, seconds, load_calibration())
+    bench = _BenchmarkContext(node, section, selection, seconds, load_calibration())
     return [sweep for count in counts if (sweep := _run_benchmark(bench, count, progress)) is not None]
 
 
@@ -143,12 +143,12 @@ def parse_benchmark_cluster(overrides: Sequence[str]) -> ClusterSection:
 
 
 def _check_memory(selection: BenchmarkSelection, ranks: int, device: str) -> None:
-    needed, usable = MAX_BUFFERS_PER_RANK * selection.sizes[-1] * ranks, usable_memory_bytes()
-    if device == "cpu" and needed > usable:
+    required_bytes, usable = MAX_BUFFERS_PER_RANK * selection.sizes[-1] * ranks, usable_memory_bytes()
+    if device == "cpu" and required_bytes > usable:
         raise JobError(
             f"{ranks} ranks with up to {MAX_BUFFERS_PER_RANK} buffers of {bytes_text(selection.sizes[-1])} "
             "need "
-            f"{bytes_text(needed)}, and this node has {bytes_text(usable)}",
+            f"{bytes_text(required_bytes)}, and this node has {bytes_text(usable)}",
             "give smaller --sizes, or fewer --ranks",
         )
 
@@ -194,8 +194,8 @@ def _run_benchmark(
         )
         outcome = run_local(launch, _ProgressPrinter(plan.world_size, progress).on_event)
         if outcome.exit_code != 0:
-            what = outcome.failure_text or f"was stopped (exit code {outcome.exit_code})"
-            raise WanmaError(f"measuring {plan.world_size} ranks: {what}", exit_code=outcome.exit_code)
+            failure = outcome.failure_text or f"was stopped (exit code {outcome.exit_code})"
+            raise WanmaError(f"measuring {plan.world_size} ranks: {failure}", exit_code=outcome.exit_code)
         written = Path(folder) / RESULT_FILE
         return (
             _collective_results(json.loads(written.read_text()), context, plan) if written.exists() else None
@@ -204,7 +204,7 @@ def _run_benchmark(
 
 def _launch_fingerprint(context: _BenchmarkContext, ranks: int) -> str:
     """Return the hash that all nodes of one measurement must share."""
-    together = repr(
+    fingerprint_text = repr(
         (
             context.selection,
             ranks,
@@ -213,7 +213,7 @@ def _launch_fingerprint(context: _BenchmarkContext, ranks: int) -> str:
             context.cluster_section.device,
         )
     )
-    return hashlib.sha256(together.encode()).hexdigest()[:16]
+    return hashlib.sha256(fingerprint_text.encode()).hexdigest()[:16]
 
 
 def _collective_results(result: dict[str, Any], context: _BenchmarkContext, plan: Plan) -> CollectiveResults:
@@ -222,8 +222,10 @@ def _collective_results(result: dict[str, Any], context: _BenchmarkContext, plan
     ranks, on_cpu = plan.world_size, plan.device == "cpu"
     machine = None
     if nodes == 1:
-        seen = node if not on_cpu else replace(node, devices=())
-        machine = build_hardware_model(Cluster((seen,)), calibration=context.calibration, ranks=ranks)
+        measured_node = node if not on_cpu else replace(node, devices=())
+        machine = build_hardware_model(
+            Cluster((measured_node,)), calibration=context.calibration, ranks=ranks
+        )
     timings = tuple(
         CollectiveTiming(
             collective,

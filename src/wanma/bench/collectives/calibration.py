@@ -45,14 +45,14 @@ def save_to_calibration(results: Iterable[CollectiveResults], path: Path | None 
         WanmaError: the device was not calibrated with so many ranks, so that there is nothing to add to; or
             all-reduces of fp32 by the backend are missing; or the file cannot be used.
     """
-    kept = load_calibration(path)
-    merged = [_merge_into_calibration(kept, sweep) for sweep in results]
-    return save_calibration(kept.with_devices(*merged), path)
+    calibration = load_calibration(path)
+    merged = [_merge_into_calibration(calibration, sweep) for sweep in results]
+    return save_calibration(calibration.with_devices(*merged), path)
 
 
 def _merge_into_calibration(calibration: Calibration, results: CollectiveResults) -> DeviceCalibration:
     key = (results.device, results.ranks, results.threads)
-    before = next((one for one in calibration.devices if one.key == key), None)
+    before = next((device for device in calibration.devices if device.key == key), None)
     if before is None:
         raise WanmaError(
             f"not saved: {results.device} with {results.ranks} ranks has no calibration, and bandwidths "
@@ -71,7 +71,9 @@ def _merge_into_calibration(calibration: Calibration, results: CollectiveResults
 
 
 def _calibration_points(results: CollectiveResults) -> Iterator[BenchmarkPoint]:
-    for one in results.timings:
-        if one.dtype == "fp32":
-            for operator in calibration_operators(one.collective, one.algorithm, on_cpu=results.threads > 0):
-                yield BenchmarkPoint(operator, (one.ranks, one.size_bytes), one.seconds)
+    for timing in results.timings:
+        if timing.dtype == "fp32":
+            for operator in calibration_operators(
+                timing.collective, timing.algorithm, on_cpu=results.threads > 0
+            ):
+                yield BenchmarkPoint(operator, (timing.ranks, timing.size_bytes), timing.seconds)

@@ -24,37 +24,49 @@ def results_page(results: Iterable[CollectiveResults]) -> str:
     """Return the complete page as HTML."""
     parts = [f"<header><h1>Collectives</h1><p>{DEFINITIONS}</p></header>"]
     for sweep in results:
-        told = f"{sweep.machine}, {sweep.date}. Limit: {sweep.limit}."
-        parts.append(card(sweep.title, f'<p class="note">{escape(told)}</p>'))
+        note = f"{sweep.machine}, {sweep.date}. Limit: {sweep.limit}."
+        parts.append(card(sweep.title, f'<p class="note">{escape(note)}</p>'))
         parts.append(f'<section class="charts">{"".join(map(chart_figure, charts(sweep)))}</section>')
     return document("Collectives", parts)
 
 
 def charts(results: CollectiveResults) -> list[Chart]:
     """Return two charts, bandwidth and time, for each collective and precision."""
-    drawn = []
-    for (collective, dtype), group in groupby(results.timings, key=lambda one: (one.collective, one.dtype)):
-        drawn += _bandwidth_and_time_charts(f"{collective}, {dtype}", list(group))
-    return drawn
+    result = []
+    for (collective, dtype), group in groupby(
+        results.timings, key=lambda timing: (timing.collective, timing.dtype)
+    ):
+        result += _bandwidth_and_time_charts(f"{collective}, {dtype}", list(group))
+    return result
 
 
 def _bandwidth_and_time_charts(title: str, timings: Sequence[CollectiveTiming]) -> list[Chart]:
-    names = tuple(dict.fromkeys(one.algorithm for one in timings))
+    names = tuple(dict.fromkeys(timing.algorithm for timing in timings))
     rates, times = [], []
     for number, name in enumerate(names):
-        own = [one for one in timings if one.algorithm == name]
-        xs = [float(one.size_bytes) for one in own]
+        own_timings = [timing for timing in timings if timing.algorithm == name]
+        xs = [float(timing.size_bytes) for timing in own_timings]
         colour = number % COLOR_COUNT + 1
         rates.append(
-            Series(name, colour, xs, [one.bus_bandwidth / 1e9 for one in own], marks_all_points=True)
+            Series(
+                name,
+                colour,
+                xs,
+                [timing.bus_bandwidth / 1e9 for timing in own_timings],
+                marks_all_points=True,
+            )
         )
-        times.append(Series(name, colour, xs, [one.seconds for one in own], marks_all_points=True))
-    own = [one for one in timings if one.algorithm == names[0]]
-    xs = [float(one.size_bytes) for one in own]
-    rates.append(Series("limit", LIMIT_COLOR, xs, [one.link_bytes_per_second / 1e9 for one in own]))
+        times.append(
+            Series(name, colour, xs, [timing.seconds for timing in own_timings], marks_all_points=True)
+        )
+    own_timings = [timing for timing in timings if timing.algorithm == names[0]]
+    xs = [float(timing.size_bytes) for timing in own_timings]
+    rates.append(
+        Series("limit", LIMIT_COLOR, xs, [timing.link_bytes_per_second / 1e9 for timing in own_timings])
+    )
     return [
         Chart(
-            f"{title}: {what}",
+            f"{title}: {quantity}",
             lines,
             unit,
             text,
@@ -64,7 +76,7 @@ def _bandwidth_and_time_charts(title: str, timings: Sequence[CollectiveTiming]) 
             x_is_log=len(xs) > 1,
             tooltip_text=lambda bucket: bytes_text(bucket.center),
         )
-        for what, lines, unit, text in (
+        for quantity, lines, unit, text in (
             ("bus bandwidth", rates, "GB/s", lambda rate: f"{rate:.3g} GB/s"),
             ("time", times, "s", duration_text),
         )

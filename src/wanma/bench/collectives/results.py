@@ -55,7 +55,7 @@ class CollectiveResults:
         return f"{self.ranks} ranks{nodes}, {self.backend}"
 
     def to_json(self) -> dict[str, Any]:
-        rows = [dict(zip(CSV_COLUMNS, _row(one), strict=True)) for one in self.timings]
+        rows = [dict(zip(CSV_COLUMNS, _row(timing), strict=True)) for timing in self.timings]
         return {**asdict(self), "timings": rows}
 
 
@@ -65,7 +65,7 @@ def to_csv(results: Iterable[CollectiveResults]) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(CSV_COLUMNS)
     for sweep in results:
-        writer.writerows(_row(one) for one in sweep.timings)
+        writer.writerows(_row(timing) for timing in sweep.timings)
     return text.getvalue()
 
 

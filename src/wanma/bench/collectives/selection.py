@@ -38,24 +38,25 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     Raises:
         JobError: the text has another form, or a size is out of bounds.
     """
-    found: set[int] = set()
+    all_sizes: set[int] = set()
     for part in text.split(","):
         first, dots, last = part.partition("..")
         sizes = [_parse_size(first, text), _parse_size(last, text)] if dots else [_parse_size(first, text)]
         if sizes[0] > sizes[-1]:
             raise JobError(f"--sizes {text}: the range {part} must rise", f"write {last}..{first}")
-        found.update(sizes)
+        all_sizes.update(sizes)
         size = sizes[0]
         while (size := size * SIZE_STEP_FACTOR) < sizes[-1]:
-            found.add(size)
-    return tuple(sorted(found))
+            all_sizes.add(size)
+    return tuple(sorted(all_sizes))
 
 
-def _parse_size(word: str, text: str) -> int:
-    match = _SIZE.fullmatch(word.strip())
+def _parse_size(size_text: str, text: str) -> int:
+    match = _SIZE.fullmatch(size_text.strip())
     if match is None:
         raise JobError(
-            f"--sizes {text}: '{word}' is not a size", "write sizes as 1K, 4M, 1G, or a range as 1K..256M"
+            f"--sizes {text}: '{size_text}' is not a size",
+            "write sizes as 1K, 4M, 1G, or a range as 1K..256M",
         )
     size = int(match[1]) * _UNITS[match[2].upper()]
     if not 1 <= size <= MAX_SIZE_BYTES:
@@ -75,18 +76,18 @@ def select_algorithms(
     names = tuple(dict.fromkeys(name for _, name in known))
     _check_names("--collectives", collectives, tuple(BUS_FACTORS))
     _check_names("--algorithms", algorithms, names)
-    asked = tuple(
+    selected = tuple(
         (collective, name)
         for collective, name in known
         if (not collectives or collective in collectives) and (not algorithms or name in algorithms)
     )
-    if not asked:
-        has = [name for collective, name in known if collective in collectives]
+    if not selected:
+        available = [name for collective, name in known if collective in collectives]
         raise JobError(
             f"{', '.join(collectives)}: {', '.join(algorithms)} is not available",
-            f"choose from {', '.join(dict.fromkeys(has))}",
+            f"choose from {', '.join(dict.fromkeys(available))}",
         )
-    return asked
+    return selected
 
 
 def select_dtypes(names: Sequence[str]) -> tuple[str, ...]:

@@ -26,7 +26,9 @@ def _result_tables(results: CollectiveResults) -> Iterator[RenderableType]:
 
     yield Text(f"{results.title}: {results.machine}", style="bold")
     yield Text(f"limit: {results.limit}", style="dim")
-    for (collective, dtype), group in groupby(results.timings, key=lambda one: (one.collective, one.dtype)):
+    for (collective, dtype), group in groupby(
+        results.timings, key=lambda timing: (timing.collective, timing.dtype)
+    ):
         yield Text(f"\n{collective}, {dtype}", style="bold")
         yield _timings_table(list(group))
     if results.disturbed:
@@ -50,19 +52,19 @@ def _timings_table(timings: Sequence[CollectiveTiming]) -> RenderableType:
     table.add_column("algorithm", no_wrap=True)
     for name in ("µs", "forecast", "GB/s", "limit", "share"):
         table.add_column(name, justify="right", no_wrap=True)
-    for size in sorted({one.size_bytes for one in timings}):
-        rows = [one for one in timings if one.size_bytes == size]
-        best = min(rows, key=lambda one: one.seconds)
-        for one in rows:
-            forecast = "" if one.forecast_seconds is None else f"{1e6 * one.forecast_seconds:,.0f}"
+    for size in sorted({timing.size_bytes for timing in timings}):
+        rows = [timing for timing in timings if timing.size_bytes == size]
+        best = min(rows, key=lambda timing: timing.seconds)
+        for timing in rows:
+            forecast = "" if timing.forecast_seconds is None else f"{1e6 * timing.forecast_seconds:,.0f}"
             table.add_row(
-                bytes_text(size) if one is rows[0] else "",
-                one.algorithm.replace("_", " "),
-                f"{1e6 * one.seconds:,.0f}",
+                bytes_text(size) if timing is rows[0] else "",
+                timing.algorithm.replace("_", " "),
+                f"{1e6 * timing.seconds:,.0f}",
                 forecast,
-                f"{one.bus_bandwidth / 1e9:.3g}",
-                f"{one.link_bytes_per_second / 1e9:.3g}",
-                f"{one.link_utilization:.0%}",
-                style="bold" if one is best and len(rows) > 1 else "",
+                f"{timing.bus_bandwidth / 1e9:.3g}",
+                f"{timing.link_bytes_per_second / 1e9:.3g}",
+                f"{timing.link_utilization:.0%}",
+                style="bold" if timing is best and len(rows) > 1 else "",
             )
     return table

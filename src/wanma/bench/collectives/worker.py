@@ -53,11 +53,11 @@ class CollectiveBenchmarkRequest:
 
 def known_algorithms(device: str) -> Iterator[tuple[str, str]]:
     """Yield (collective, algorithm) for all that can be measured on 'cpu' or 'cuda'."""
-    for collective, others in ALGORITHMS.items():
+    for collective, algorithms in ALGORITHMS.items():
         yield collective, BACKEND_ALGORITHM
         if device == "cpu" and collective in _BACKEND_ONLY_COLLECTIVES:
             yield collective, DIRECT
-        for name in others:
+        for name in algorithms:
             yield collective, name
 
 
@@ -76,24 +76,24 @@ def benchmark_collectives_worker(worker: WorkerContext, payload: bytes) -> None:
         limits, limit = _bandwidth_limit_cases(request, group, grid.device)
         cases = [*limits, *_collective_cases(request, group, grid.device)]
 
-        def told(number: int) -> None:
+        def report_case(number: int) -> None:
             worker.supervisor_client.report_progress(number, "measuring")
             if worker.rank == 0:
                 worker.supervisor_client.send_event({"kind": ROUND_EVENT, "number": number})
 
-        taken = measure_round_robin(
-            cases, request.seconds, group, node_count=request.node_count, report_progress=told
+        timings = measure_round_robin(
+            cases, request.seconds, group, node_count=request.node_count, report_progress=report_case
         )
         if worker.rank == 0:
             result = {
                 "backend": dist.get_backend(group),
                 "limit": limit,
-                "limits": [one.seconds for one in taken[: len(limits)]],
+                "limits": [timing.seconds for timing in timings[: len(limits)]],
                 "timings": [
-                    _timing_row(*both)
-                    for both in zip(cases[len(limits) :], taken[len(limits) :], strict=True)
+                    _timing_row(*case_and_timing)
+                    for case_and_timing in zip(cases[len(limits) :], timings[len(limits) :], strict=True)
                 ],
-                "disturbed": sum(one.is_disturbed for one in taken),
+                "disturbed": sum(timing.is_disturbed for timing in timings),
             }
             (worker.run_directory / RESULT_FILE).write_text(json.dumps(result))
 
@@ -126,11 +126,11 @@ def _timing_row(case: _CollectiveCase, measurement: MeasuredTime) -> list[object
 def _collective_cases(
     request: CollectiveBenchmarkRequest, group: dist.ProcessGroup, device: torch.device
 ) -> Iterator[_CollectiveCase]:
-    asked, here = request.selection, group.size() // request.node_count
-    nodes = [range(first, first + here) for first in range(0, group.size(), here)]
-    for dtype, (collective, algorithm) in product(asked.dtypes, asked.algorithms):
+    selection, node_size = request.selection, group.size() // request.node_count
+    nodes = [range(first, first + node_size) for first in range(0, group.size(), node_size)]
+    for dtype, (collective, algorithm) in product(selection.dtypes, selection.algorithms):
         measured, by = _measurement_name(collective, algorithm, device)
-        for number, size in enumerate(asked.sizes):
+        for number, size in enumerate(selection.sizes):
             measure = partial(_time_collective, measured, by, size, DTYPES[dtype], group, device, nodes)
             rounded = round_up_bytes(size, group.size(), DTYPES[dtype])
             yield _CollectiveCase(measure, collective, algorithm, dtype, number, rounded)
@@ -183,20 +183,20 @@ def _bandwidth_limit_cases(
         ]
         return copies, "copies within memory, all ranks at once"
     ranks = request.plan.world_size
-    here = ranks // request.node_count if request.node_count > 1 else 1
+    node_size = ranks // request.node_count if request.node_count > 1 else 1
     # Ranks with the same local rank form a ring; all ranks create all rings, in the same order.
-    rings = [dist.new_group(list(range(first, ranks, here))) for first in range(here)]
-    mine = rings[group.rank() % here]
-    assert mine is not None
+    rings = [dist.new_group(list(range(first, ranks, node_size))) for first in range(node_size)]
+    ring = rings[group.rank() % node_size]
+    assert ring is not None
 
     def measure(size: int, seconds: float) -> float:
-        took = measure_collective("send", size, mine, device, seconds)
+        local_seconds = measure_collective("send", size, ring, device, seconds)
         # The rings ran side by side: together they moved one message per rank.
-        mean = sum_over_ranks([took], group)[0] / ranks
-        return mean / here
+        mean = sum_over_ranks([local_seconds], group)[0] / ranks
+        return mean / node_size
 
     streams = [_CollectiveCase(partial(measure, size)) for size in request.selection.sizes]
-    what = (
+    description = (
         "between two nodes, all their ranks" if request.node_count > 1 else "from each rank to the next, all"
     )
-    return streams, f"messages {what} at once"
+    return streams, f"messages {description} at once"

@@ -22,47 +22,55 @@ Bandwidths are bus bandwidths by the definitions of nccl-tests; the limit is mea
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("bench", help="measure the collectives of one or several nodes")
     actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
-    found = actions.add_parser(
+    collectives = actions.add_parser(
         "collectives", help="time and bandwidth by collective, algorithm and size", epilog=_EXAMPLES
     )
-    found.add_argument(
+    collectives.add_argument(
         "--ranks",
         metavar="N,N",
         type=parse_integers,
         help="numbers of ranks, on one node; default: 2, 4 ... to its GPUs or cores",
     )
-    found.add_argument(
+    collectives.add_argument(
         "--sizes", metavar="SIZES", help="message sizes, such as 1K..64M or 4K,1M; default: 1K..256M"
     )
-    found.add_argument(
+    collectives.add_argument(
         "--collectives", metavar="NAME,NAME", type=_parse_names, default=[], help="collectives; default: all"
     )
-    found.add_argument(
+    collectives.add_argument(
         "--algorithms",
         metavar="NAME,NAME",
         type=_parse_names,
         default=[],
         help="algorithms, such as backend,ring; default: all",
     )
-    found.add_argument(
+    collectives.add_argument(
         "--dtypes", metavar="NAME,NAME", type=_parse_names, default=[], help="data types; default: fp32"
     )
-    found.add_argument("--seconds", metavar="N", type=float, help="seconds per number of ranks; default: 60")
-    found.add_argument("--out", metavar="DIR", type=Path, help="folder for results as JSON, CSV and HTML")
-    found.add_argument("--save", action="store_true", help="save the results for forecasts of this node")
-    found.add_argument("--nodes", metavar="N", help="nodes; run the same command on each (cluster.nodes)")
-    found.add_argument(
+    collectives.add_argument(
+        "--seconds", metavar="N", type=float, help="seconds per number of ranks; default: 60"
+    )
+    collectives.add_argument(
+        "--out", metavar="DIR", type=Path, help="folder for results as JSON, CSV and HTML"
+    )
+    collectives.add_argument(
+        "--save", action="store_true", help="save the results for forecasts of this node"
+    )
+    collectives.add_argument(
+        "--nodes", metavar="N", help="nodes; run the same command on each (cluster.nodes)"
+    )
+    collectives.add_argument(
         "--rendezvous", metavar="HOST:PORT", help="rendezvous address of the nodes (cluster.rendezvous)"
     )
-    found.add_argument("--node-rank", metavar="R", help="rank of this node (cluster.node_rank)")
-    found.add_argument(
+    collectives.add_argument("--node-rank", metavar="R", help="rank of this node (cluster.node_rank)")
+    collectives.add_argument(
         "--set",
         metavar="KEY=VALUE",
         action="append",
         default=[],
         help="override of a [cluster] key; repeatable",
     )
-    found.set_defaults(run=run)
+    collectives.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -37,41 +37,43 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
 
-    found = _add_action(actions, "list", "list checkpoints, newest first", _list)
-    _add_location_argument(found, "place", "?")
-    _add_json_option(found)
+    list_parser = _add_action(actions, "list", "list checkpoints, newest first", _list)
+    _add_location_argument(list_parser, "place", "?")
+    _add_json_option(list_parser)
 
-    verified = _add_action(
+    verify_parser = _add_action(
         actions, "verify", "read every byte and report all defects; exit code 1 if any", _verify
     )
-    _add_location_argument(verified, "place", "?")
-    _add_json_option(verified)
+    _add_location_argument(verify_parser, "place", "?")
+    _add_json_option(verify_parser)
 
-    compared = _add_action(actions, "diff", "compare two checkpoints; exit code 1 if they differ", _diff)
-    _add_location_argument(compared, "a")
-    _add_location_argument(compared, "b")
-    compared.add_argument(
+    diff_parser = _add_action(actions, "diff", "compare two checkpoints; exit code 1 if they differ", _diff)
+    _add_location_argument(diff_parser, "a")
+    _add_location_argument(diff_parser, "b")
+    diff_parser.add_argument(
         "--all", action="store_true", help="show all tensors; default: the 20 with the largest differences"
     )
-    _add_json_option(compared)
+    _add_json_option(diff_parser)
 
-    converted = _add_action(
+    convert_parser = _add_action(
         actions, "convert", "write a checkpoint in another format; the source is not changed", _convert
     )
-    _add_location_argument(converted, "place")
-    converted.add_argument("to", metavar="OUT", type=Path, help="output folder")
-    converted.add_argument(
+    _add_location_argument(convert_parser, "place")
+    convert_parser.add_argument("to", metavar="OUT", type=Path, help="output folder")
+    convert_parser.add_argument(
         "--format",
         choices=["checkpoint", "safetensors", "huggingface"],
         default="checkpoint",
         help="checkpoint: wanma's format (default); safetensors: weights under the model's names; "
         "huggingface: as written by wanma export",
     )
-    converted.add_argument(
+    convert_parser.add_argument(
         "--precision", choices=["fp32", "bf16", "fp16"], help="precision of the weights; default: unchanged"
     )
-    converted.add_argument("--files", metavar="N", type=int, help="data files of the checkpoint; default: 1")
-    converted.add_argument("--weights", action="store_true", help="omit the optimizer state")
+    convert_parser.add_argument(
+        "--files", metavar="N", type=int, help="data files of the checkpoint; default: 1"
+    )
+    convert_parser.add_argument("--weights", action="store_true", help="omit the optimizer state")
 
 
 def _add_action(
@@ -84,12 +86,15 @@ def _add_action(
 
 
 def _add_location_argument(parser: argparse.ArgumentParser, name: str, nargs: str | None = None) -> None:
-    about = "a run, a checkpoint folder, a folder of checkpoints, or a URL"
+    description = "a run, a checkpoint folder, a folder of checkpoints, or a URL"
     metavar = "PLACE" if name == "place" else name.upper()
-    place = parser.add_argument(
-        name, metavar=metavar, nargs=nargs, help=f"{about}; default: the newest run" if nargs else about
+    argument = parser.add_argument(
+        name,
+        metavar=metavar,
+        nargs=nargs,
+        help=f"{description}; default: the newest run" if nargs else description,
     )
-    set_completer(place, complete_checkpoint_locations)
+    set_completer(argument, complete_checkpoint_locations)
 
 
 def _add_json_option(parser: argparse.ArgumentParser) -> None:
@@ -97,53 +102,55 @@ def _add_json_option(parser: argparse.ArgumentParser) -> None:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    place = resolve_checkpoint_location(arguments.place, arguments.runs)
+    location = resolve_checkpoint_location(arguments.place, arguments.runs)
     from wanma.api.checkpoints.operations import inventory
     from wanma.api.checkpoints.output_text import inventory_json, inventory_table
     from wanma.cli.output import print_content
 
-    entries = inventory(place)
+    entries = inventory(location)
     if arguments.json:
         print(json.dumps(inventory_json(entries), indent=2))
     elif not entries:
-        print(f"no checkpoints in {place} yet")
+        print(f"no checkpoints in {location} yet")
     else:
-        print(place)
+        print(location)
         print_content(inventory_table(entries))
         print("Only file sizes were checked; `wanma checkpoint verify` reads every byte.")
     return 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    place = resolve_checkpoint_location(arguments.place, arguments.runs)
+    location = resolve_checkpoint_location(arguments.place, arguments.runs)
     from wanma.api.checkpoints.operations import scan_checkpoints
     from wanma.api.checkpoints.output_text import scan_json, scan_text
     from wanma.cli.output import print_content
 
-    found = []
-    for one in scan_checkpoints(place):
-        found.append(one)
+    scans = []
+    for scan in scan_checkpoints(location):
+        scans.append(scan)
         if not arguments.json:
-            print_content(scan_text(one))
+            print_content(scan_text(scan))
     if arguments.json:
-        print(json.dumps([scan_json(one) for one in found], indent=2))
-    return 0 if all(one.is_valid for one in found) else EXIT_FAILED
+        print(json.dumps([scan_json(scan) for scan in scans], indent=2))
+    return 0 if all(scan.is_valid for scan in scans) else EXIT_FAILED
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    places = [resolve_checkpoint_location(place, arguments.runs) for place in (arguments.a, arguments.b)]
+    locations = [
+        resolve_checkpoint_location(location, arguments.runs) for location in (arguments.a, arguments.b)
+    ]
     from wanma.api.checkpoints.operations import compare_newest
     from wanma.api.checkpoints.output_text import MAX_SHOWN_TENSORS, comparison_json, comparison_tables
     from wanma.cli.output import print_content, print_warning
 
-    a, b, found = compare_newest(places[0], places[1], print_warning)
+    a, b, comparison = compare_newest(locations[0], locations[1], print_warning)
     if arguments.json:
-        print(json.dumps({"a": str(a), "b": str(b), **comparison_json(found)}, indent=2))
+        print(json.dumps({"a": str(a), "b": str(b), **comparison_json(comparison)}, indent=2))
     else:
         print(f"A: {a}\nB: {b}")
-        for part in comparison_tables(found, None if arguments.all else MAX_SHOWN_TENSORS):
+        for part in comparison_tables(comparison, None if arguments.all else MAX_SHOWN_TENSORS):
             print_content(part)
-    return 0 if found.is_empty else EXIT_FAILED
+    return 0 if comparison.is_empty else EXIT_FAILED
 
 
 def _convert(arguments: argparse.Namespace) -> int:
@@ -154,13 +161,13 @@ def _convert(arguments: argparse.Namespace) -> int:
             f"{option} needs --format checkpoint",
             f"remove {option}: {form} stores weights only, in its own files",
         )
-    place = resolve_checkpoint_location(arguments.place, arguments.runs)
+    location = resolve_checkpoint_location(arguments.place, arguments.runs)
     from wanma.api.checkpoints.operations import convert
     from wanma.cli.output import print_warning
     from wanma.observe.units import bytes_text, count_text
 
     done = convert(
-        place,
+        location,
         arguments.to,
         form,
         precision=arguments.precision,

@@ -25,10 +25,10 @@ examples:
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("cluster", help="show or calibrate a cluster", epilog=_EXAMPLES)
-    where = parser.add_argument(
+    argument = parser.add_argument(
         "where", metavar="CLUSTER", nargs="?", help="cluster file, or one line; default: this node"
     )
-    set_completer(where, complete_job_files)
+    set_completer(argument, complete_job_files)
     parser.add_argument("--devices", action="store_true", help="list the device catalogue")
     parser.add_argument(
         "--calibrate", action="store_true", help="measure this node, and save the result for forecasts"
@@ -85,8 +85,8 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         progress=lambda text: print(text, file=sys.stderr, flush=True),
     )
     print_content(calibration_table(measured))
-    if disturbed := sum(one.disturbed for one in measured):
-        total = sum(len(one.points) for one in measured)
+    if disturbed := sum(measurement.disturbed for measurement in measured):
+        total = sum(len(measurement.points) for measurement in measured)
         print(
             f"{disturbed} of {total} measurements ran while other processes used the CPU; "
             "repeat on an idle node."
@@ -115,7 +115,10 @@ def _catalogue_table() -> Table:
         table.add_column(name, justify="left" if name in ("device", "link") else "right")
     for kind in CATALOGUE:
         peak = kind.peak_flops_per_second
-        rates = [f"{peak[one] / 1e12:,.4g}" if one in peak else "–" for one in ("bf16", "fp16", "fp8")]
+        rates = [
+            f"{peak[precision] / 1e12:,.4g}" if precision in peak else "–"
+            for precision in ("bf16", "fp16", "fp8")
+        ]
         bandwidth = kind.bandwidth_bytes_per_second
         table.add_row(
             kind.name,

@@ -25,10 +25,10 @@ def run(arguments: argparse.Namespace) -> int:
     findings = run_checks(arguments.runs)
     table = Table.grid(padding=(0, 2))
     for finding in findings:
-        style, word = _STYLES[finding.status]
-        told = Text(finding.text)
+        style, label = _STYLES[finding.status]
+        description = Text(finding.text)
         if finding.remedy:
-            told.append(f"\n{finding.remedy}", style="bold" if finding.status != "ok" else "dim")
-        table.add_row(Text(word, style=style), Text(finding.name), told)
+            description.append(f"\n{finding.remedy}", style="bold" if finding.status != "ok" else "dim")
+        table.add_row(Text(label, style=style), Text(finding.name), description)
     print_content(table)
     return 0

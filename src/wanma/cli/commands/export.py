@@ -33,8 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
     done = export(
         chosen, arguments.to, step=arguments.step, precision=arguments.precision, on_message=print_warning
     )
-    which = "averaged weights" if done.is_averaged else "weights"
-    print(f"{done.folder}: {done.tensors} tensors, the {which} of {done.checkpoint.name}")
+    kind = "averaged weights" if done.is_averaged else "weights"
+    print(f"{done.folder}: {done.tensors} tensors, the {kind} of {done.checkpoint.name}")
     if done.has_byte_tokenizer:
         print(
             "the run read bytes and has no tokenizer file: tokenizer.json was generated; "

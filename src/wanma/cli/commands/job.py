@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("job", help="list the keys of the job file with their defaults")
-    about = parser.add_argument(
+    argument = parser.add_argument(
         "about", metavar="SECTION", nargs="?", help="only this section or key: train, train.precision"
     )
-    set_completer(about, _complete_key_names)
+    set_completer(argument, _complete_key_names)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--toml", action="store_true", help="print a commented job file to start from")
     form.add_argument("--markdown", action="store_true", help="print the page docs/reference/job-file.md")

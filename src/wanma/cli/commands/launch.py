@@ -80,10 +80,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--use-env", "--use_env", action="store_true", help="pass the local rank by variables only (default)"
     )
     parser.add_argument("script", metavar="SCRIPT", help="Python file")
-    rest = parser.add_argument(
+    arguments = parser.add_argument(
         "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="arguments of the script"
     )
-    rest.required = False  # argparse would list it among what is missing
+    arguments.required = False  # argparse would list it among what is missing
     parser.set_defaults(run=run)
 
 

@@ -43,10 +43,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--device", metavar="NAME", help="device of the catalogue, e.g. 'H100 SXM'; as many as ranks"
     )
-    where = parser.add_argument(
+    argument = parser.add_argument(
         "--cluster", metavar="FILE", help="cluster file, or a line such as '8x8 H100 SXM, 4x100G'"
     )
-    set_completer(where, complete_job_files)
+    set_completer(argument, complete_job_files)
     parser.add_argument(
         "--learn", metavar="RUN", type=Path, help="instead of JOB: correct later forecasts by this run"
     )

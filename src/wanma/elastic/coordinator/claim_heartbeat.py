@@ -49,20 +49,20 @@ class ClaimHeartbeat:
         self._newest: Claim | None = None
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
-        self._done = threading.Event()
+        self._stop_event = threading.Event()
         loop.watch(self._reader, self._handle_newer_claim, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._heartbeat_loop, name="wanma-beacon", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop; the thread may still wait for a disk, but does nothing any more."""
-        self._done.set()
+        self._stop_event.set()
         self._loop.unwatch(self._reader)
         self._reader.close()
 
     def _heartbeat_loop(self) -> None:
         failing = False
-        while not self._done.wait(self._interval_seconds):
+        while not self._stop_event.wait(self._interval_seconds):
             try:
                 newest = generation_claims.newest_claim(self._run_directory)
                 # The coordinator may be about to claim the next number, so `newest_generation` alone does not

@@ -155,13 +155,13 @@ class Coordinator:
 
     def handle_member_loss(self, member_id: int, reason: str, now: float) -> None:
         """Process the loss of a peer's connection."""
-        gone = self._members.pop(member_id, None)
-        if gone is None or self.has_ended or (gone.is_finished and self._state == "running"):
+        member = self._members.pop(member_id, None)
+        if member is None or self.has_ended or (member.is_finished and self._state == "running"):
             return
-        if gone.node_rank < 0:
+        if member.node_rank < 0:
             self._handle_standby_loss(now)
             return
-        self._last_node_loss = gone.make_loss(reason)
+        self._last_node_loss = member.make_loss(reason)
         if self._state == "meeting":
             self._return_to_rendezvous(now)
         elif self._flush_round is not None:
@@ -215,9 +215,9 @@ class Coordinator:
 
     def _readmit(self, member: Member, previous: PreviousMembership) -> None:
         """Return its node rank to a node of the newest generation, unless taken; its checkpoints count."""
-        taken = {other.node_rank for other in self._members.values()}
+        assigned_ranks = {peer.node_rank for peer in self._members.values()}
         if previous.generation != self._last_started_generation or not restore_node_rank(
-            member, previous, self._local_world_sizes, taken
+            member, previous, self._local_world_sizes, assigned_ranks
         ):
             return
         self._expected_survivors.discard(previous.node_rank)
@@ -247,10 +247,10 @@ class Coordinator:
     def _check_admission(self, request: JoinRequest) -> Refusal | None:
         is_full = self._is_admission_closed or len(self._members) == self._nodes
         config = self._config
-        taken = [
-            (self._reserved_node_rank(other), other.join_request.hostname) for other in self._members.values()
+        members = [
+            (self._reserved_node_rank(peer), peer.join_request.hostname) for peer in self._members.values()
         ]
-        return check_admission(request, self._nodes, config.endpoint, config.job_hash, taken, is_full)
+        return check_admission(request, self._nodes, config.endpoint, config.job_hash, members, is_full)
 
     def _reserved_node_rank(self, member: Member) -> int | None:
         """Return the node rank that no other node may ask for."""
@@ -268,9 +268,9 @@ class Coordinator:
         self._stragglers = StragglerDetector(self._config.straggler_factor)
         self._local_world_sizes = self._compute_local_world_sizes(by_node)
         plan, forecast = self._plan_and_forecast()
-        begun = GenerationStart(self.generation, self._recovery, self._local_world_sizes, plan, forecast)
-        for identity, peer, start in begun.make_start_commands(by_node):
-            self._send(identity, start)
+        start = GenerationStart(self.generation, self._recovery, self._local_world_sizes, plan, forecast)
+        for identity, peer, command in start.make_start_commands(by_node):
+            self._send(identity, command)
             if self._exit_code and not peer.has_run:
                 self._send(identity, DrainCommand(self._exit_code))
             peer.has_run = True
@@ -296,17 +296,17 @@ class Coordinator:
         if self._exit_code:  # asked to stop: no start is waited for
             self._end_without_ranks(now)
             return
-        why = self._last_node_loss or self._last_failure
-        assert why is not None
+        loss = self._last_node_loss or self._last_failure
+        assert loss is not None
         self._deadline = now + self._config.start_timeout_seconds
         missing = max(self._required_nodes - len(self._members), 1)
-        self._broadcast(Notice(missing_nodes_text(why, missing, self._config.start_timeout_seconds)))
+        self._broadcast(Notice(missing_nodes_text(loss, missing, self._config.start_timeout_seconds)))
 
     def _handle_rendezvous_timeout(self, now: float) -> None:
         """End the run, as too few nodes joined in time."""
-        if (why := self._last_node_loss or self._last_failure) is not None:
-            hint = f"no replacement joined within {self._config.start_timeout_seconds:.0f} s; {why.hint}"
-            self._end_with_failure(replace(why, hint=hint, exit_code=EXIT_FAILED), now)
+        if (loss := self._last_node_loss or self._last_failure) is not None:
+            hint = f"no replacement joined within {self._config.start_timeout_seconds:.0f} s; {loss.hint}"
+            self._end_with_failure(replace(loss, hint=hint, exit_code=EXIT_FAILED), now)
             return
         hosts = [peer.join_request.hostname for peer in self._members.values()]
         failure = make_rendezvous_timeout(
@@ -354,13 +354,13 @@ class Coordinator:
 
     def _handle_completion(self, member_id: int) -> None:
         self._members[member_id].is_finished = True
-        if all(other.is_finished for other in self._members_with_ranks()) and self._secondary_failure is None:
+        if all(peer.is_finished for peer in self._members_with_ranks()) and self._secondary_failure is None:
             self._end(CompletionNotice(self._exit_code))
 
     def _handle_hang_alarm(self, member_id: int, alarm: HangAlarm, now: float) -> None:
         """Inquire the ranks once all nodes are silent: one may wait for another that works."""
         self._members[member_id].is_hung = True
-        silent = all(other.is_silent for other in self._members_with_ranks())
+        silent = all(peer.is_silent for peer in self._members_with_ranks())
         if self._hang_report_collector is None and silent:
             self._hang_report_collector = HangReportCollector(alarm)
             self._deadline = now + STATUS_TIMEOUT_SECONDS
@@ -399,32 +399,32 @@ class Coordinator:
 
     def _proceed_when_terminated(self, now: float) -> None:
         """Give up, or start again, once no rank lives and the needed nodes have joined."""
-        here = self._members_with_ranks()
+        members = self._members_with_ranks()
         if self._state != "halting" or self._expected_survivors:
             return
-        if any(peer.termination is None for peer in here):
+        if any(peer.termination is None for peer in members):
             return
         if self._is_failed and self._last_failure is not None:
             self._end_with_failure(self._last_failure, now)
         elif self._kill_deadline is not None:
             self._start_flush(AbortCommand(self._exit_code), self._kill_deadline, now)
         else:
-            self._decide_restart(self._evict_unhealthy(here), now)
+            self._decide_restart(self._evict_unhealthy(members), now)
 
     def _decide_restart(self, members: list[Member], now: float) -> None:
         """Decide whether another attempt is due, and from which state."""
-        stood_at = 0
+        last_step = 0
         for peer in members:
             assert peer.termination is not None
             self._restart_policy.record_progress(peer.termination.last_finished_step)
-            stood_at = max(stood_at, peer.termination.step_at_termination)
+            last_step = max(last_step, peer.termination.step_at_termination)
         if self._last_failure is not None:
             if self._last_failure.failed_health_check and self._restart_policy.last_finished_step is None:
                 # No step has been finished: as at the first start.
                 self._prepare_next_generation(members, now)
                 return
             self._last_failure = self._restart_policy.record_failure(self._last_failure)
-            if (ending := self._restart_policy.consume_attempt(self._last_failure, stood_at)) is not None:
+            if (ending := self._restart_policy.consume_attempt(self._last_failure, last_step)) is not None:
                 self._end_with_failure(ending, now)
                 return
         self._select_restore_point()

@@ -196,12 +196,12 @@ class CoordinatorServer:
         self._has_ended = False
         """True if the coordinator has nothing more to say: the run has ended, or goes on elsewhere."""
         newest = claim or generation_claims.newest_claim(launch.run_directory)
-        held = newest.generation if newest is not None else 0
+        generation = newest.generation if newest is not None else 0
         self._claim_heartbeat = ClaimHeartbeat(
             loop,
             launch.run_directory,
             self.coordinator_id,
-            held,
+            generation,
             min(CLAIM_HEARTBEAT_SECONDS, launch.heartbeat_timeout_seconds / 4),
             self._handle_superseded,
         )
@@ -212,7 +212,7 @@ class CoordinatorServer:
             loop,
             self._send,
             self._claim_generation,
-            held - 1 if claim is not None else held,
+            generation - 1 if claim is not None else generation,
             inherited_run,
         )
         loop.watch(listener, self._accept, selectors.EVENT_READ)
@@ -223,7 +223,8 @@ class CoordinatorServer:
         self._stop_accepting()
         patience = time.monotonic() + (LINGER_SECONDS if linger else 0)
         self._loop.run_until(
-            lambda: not any(one.is_authenticated for one in self._connections.values()), patience
+            lambda: not any(connection.is_authenticated for connection in self._connections.values()),
+            patience,
         )
         for visitor in self._connections.values():
             visitor.connection.close()
@@ -235,8 +236,8 @@ class CoordinatorServer:
         self._claim_heartbeat.close()
         self._loop.unwatch(self._listener)
         self._listener.close()
-        for guest in self._clients.values():
-            self._stop_probing(guest)
+        for client in self._clients.values():
+            self._stop_probing(client)
 
     # Claims --------------------------------------------------------------------------------------
 
@@ -252,8 +253,8 @@ class CoordinatorServer:
         while not generation_claims.create_claim(
             run, Claim(generation, self._endpoint.text, self.coordinator_id, get_hostname())
         ):
-            there = generation_claims.read_claim(run, generation)
-            if there is None or there.place:
+            claim = generation_claims.read_claim(run, generation)
+            if claim is None or claim.place:
                 return None  # the claim heartbeat sees the other's claim soon
             generation += 1
         self._claim_heartbeat.newest_generation, self._claim_heartbeat.owns_claim = generation, True
@@ -266,9 +267,9 @@ class CoordinatorServer:
         logger.warning(
             "the coordinator of the run is now at %s (generation %d)", claim.place, claim.generation
         )
-        moved = RedirectCommand(claim.generation, claim.place, claim.coordinator, claim.host, claim.node)
-        for guest in list(self._clients.values()):
-            guest.channel.send(moved)
+        redirect = RedirectCommand(claim.generation, claim.place, claim.coordinator, claim.host, claim.node)
+        for client in list(self._clients.values()):
+            client.channel.send(redirect)
         self._stop_accepting()
 
     # Supervisors ---------------------------------------------------------------------------------
@@ -295,15 +296,15 @@ class CoordinatorServer:
 
     def _handle_message(self, connection_id: int, message: Message) -> None:
         visitor = self._connections[connection_id]
-        guest = visitor.client
-        if guest is not None:
-            guest.last_heard = time.monotonic()
+        client = visitor.client
+        if client is not None:
+            client.last_heard = time.monotonic()
             if isinstance(message, Heartbeat):
-                guest.channel.acknowledge(message.received_count)
+                client.channel.acknowledge(message.received_count)
             elif not self._has_ended:
                 if isinstance(message, JoinRequest):
-                    guest.join_request = message
-                self._driver.receive(guest.member_id, message)
+                    client.join_request = message
+                self._driver.receive(client.member_id, message)
         elif visitor.is_authenticated and isinstance(message, ChannelRequest):
             self._attach(connection_id, visitor, message)
         elif not isinstance(message, AuthenticationResponse) or visitor.is_authenticated:
@@ -314,36 +315,36 @@ class CoordinatorServer:
             self._reject(connection_id, "it has a different shared secret")
         else:
             visitor.is_authenticated = True
-            mine = compute_proof(self._secret, "coordinator", visitor.challenge, message.nonce)
-            visitor.connection.send(AuthenticationConfirmation(mine))
-            theirs, ours = derive_signing_keys(self._secret, visitor.challenge, message.nonce)
-            visitor.connection.framer.enable_signing(ours, theirs)
+            proof = compute_proof(self._secret, "coordinator", visitor.challenge, message.nonce)
+            visitor.connection.send(AuthenticationConfirmation(proof))
+            receive_key, send_key = derive_signing_keys(self._secret, visitor.challenge, message.nonce)
+            visitor.connection.framer.enable_signing(send_key, receive_key)
 
     def _attach(
         self, connection_id: int, client_connection: _ClientConnection, request: ChannelRequest
     ) -> None:
         """Attach a supervisor's new connection to its session."""
-        guest = self._clients.get(request.channel_id)
-        known = guest is not None
-        if guest is None:
-            guest = _Client(connection_id, client_connection.address, time.monotonic())
-            self._clients[request.channel_id] = guest
-        self._stop_probing(guest)
-        guest.address, guest.last_heard = client_connection.address, time.monotonic()
-        for other, older in list(self._connections.items()):
-            if older.client is guest:
-                del self._connections[other]
-        client_connection.client = guest
-        guest.channel.detach()
+        client = self._clients.get(request.channel_id)
+        known = client is not None
+        if client is None:
+            client = _Client(connection_id, client_connection.address, time.monotonic())
+            self._clients[request.channel_id] = client
+        self._stop_probing(client)
+        client.address, client.last_heard = client_connection.address, time.monotonic()
+        for connection_key, older in list(self._connections.items()):
+            if older.client is client:
+                del self._connections[connection_key]
+        client_connection.client = client
+        client.channel.detach()
         client_connection.connection.send(
-            ChannelReply(self.coordinator_id, known, guest.channel.received_count)
+            ChannelReply(self.coordinator_id, known, client.channel.received_count)
         )
-        guest.channel.attach(client_connection.connection, request.received_count if known else 0)
+        client.channel.attach(client_connection.connection, request.received_count if known else 0)
 
     def _send(self, member_id: int, message: Message) -> None:
-        for guest in self._clients.values():
-            if guest.member_id == member_id:
-                guest.channel.send(message)
+        for client in self._clients.values():
+            if client.member_id == member_id:
+                client.channel.send(message)
                 break
         # An `AbortCommand` may be for one node alone, which is excluded or leaves by itself.
         if (
@@ -372,14 +373,14 @@ class CoordinatorServer:
     def _handle_disconnect(self, connection_id: int, reason: str) -> None:
         """Process the end of a connection, which may be a fault of the network."""
         visitor = self._connections.pop(connection_id, None)
-        if visitor is None or (guest := visitor.client) is None:
+        if visitor is None or (client := visitor.client) is None:
             return
-        guest.channel.detach()
-        if guest.join_request is None or not guest.join_request.liveness_port:
-            self._drop_client(guest, reason)
+        client.channel.detach()
+        if client.join_request is None or not client.join_request.liveness_port:
+            self._drop_client(client, reason)
         elif not self._has_ended:
-            place = make_endpoint(guest.address, guest.join_request.liveness_port)
-            guest.probe = LivenessProbe(self._loop, place, lambda: self._drop_client(guest, reason))
+            endpoint = make_endpoint(client.address, client.join_request.liveness_port)
+            client.probe = LivenessProbe(self._loop, endpoint, lambda: self._drop_client(client, reason))
 
     def _drop_client(self, client: _Client, reason: str) -> None:
         self._stop_probing(client)
@@ -387,7 +388,7 @@ class CoordinatorServer:
             if visitor.client is client:
                 visitor.connection.close()
                 del self._connections[number]
-        self._clients = {name: one for name, one in self._clients.items() if one is not client}
+        self._clients = {name: entry for name, entry in self._clients.items() if entry is not client}
         if not self._has_ended:
             self._driver.handle_member_loss(client.member_id, reason)
 
@@ -400,12 +401,12 @@ class CoordinatorServer:
     def _send_heartbeats(self) -> None:
         """Send heartbeats, and notice silent supervisors."""
         now = time.monotonic()
-        for guest in list(self._clients.values()):
-            silence = now - guest.last_heard
+        for client in list(self._clients.values()):
+            silence = now - client.last_heard
             if silence > self._launch.heartbeat_timeout_seconds:
-                self._drop_client(guest, f"no heartbeat for {silence:.0f} s")
-            elif guest.channel.connection is not None:
-                guest.channel.connection.send(Heartbeat(guest.channel.received_count))
+                self._drop_client(client, f"no heartbeat for {silence:.0f} s")
+            elif client.channel.connection is not None:
+                client.channel.connection.send(Heartbeat(client.channel.received_count))
         for number, visitor in list(self._connections.items()):
             if visitor.client is None and now - visitor.accepted_at > HANDSHAKE_TIMEOUT_SECONDS:
                 self._reject(number, "it did not authenticate in time")

@@ -172,9 +172,9 @@ class ElasticCoordinator(Coordinator):
 
     def _try_start(self, now: float) -> None:
         """Continue as soon as enough nodes have joined; before the first start, wait a little for more."""
-        here = len(self._members)
-        is_enough = here >= self._min_nodes
-        if here == self._nodes or (is_enough and self._last_started_generation > 0):
+        node_count = len(self._members)
+        is_enough = node_count >= self._min_nodes
+        if node_count == self._nodes or (is_enough and self._last_started_generation > 0):
             self._is_replanning, self._deadline = True, None
             self._request_replan()
         elif is_enough and not self._is_last_call:
@@ -247,22 +247,25 @@ class ElasticCoordinator(Coordinator):
         assert self._replan_decision is not None
         order = sort_by_preference(self._members, self._nodes)
         halted = {identity: self._members[identity].termination for identity in order}
-        held = {
-            identity: word.in_memory_shards if word is not None else () for identity, word in halted.items()
+        shards_by_node = {
+            identity: termination.in_memory_shards if termination is not None else ()
+            for identity, termination in halted.items()
         }
         world_size = sum(self._local_world_sizes)
         chosen = sort_by_topology(
-            select_nodes_with_state(held, self._replan_decision.nodes, world_size), self._members
+            select_nodes_with_state(shards_by_node, self._replan_decision.nodes, world_size), self._members
         )
         for peer in self._members.values():
             peer.node_rank = -1
         for number, identity in enumerate(chosen):
             self._members[identity].node_rank = number
         if self._recovery is not None and self._recovery.checkpoint_id is not None:
-            there = find_newest_complete_checkpoint(
-                [one for identity in chosen for one in held[identity]], world_size
+            checkpoint_id = find_newest_complete_checkpoint(
+                [shard for identity in chosen for shard in shards_by_node[identity]], world_size
             )
-            self._recovery = replace(self._recovery, checkpoint_id=there or self._recovery.checkpoint_id)
+            self._recovery = replace(
+                self._recovery, checkpoint_id=checkpoint_id or self._recovery.checkpoint_id
+            )
         return [(identity, self._members[identity]) for identity in chosen]
 
     def _compute_local_world_sizes(self, by_node: list[tuple[int, Member]]) -> tuple[int, ...]:
@@ -277,9 +280,9 @@ class ElasticCoordinator(Coordinator):
 
     def _handle_no_plan(self, decision: ReplanDecision, now: float) -> None:
         """Wait for more nodes, as no plan fits these; end the run if there can be no more."""
-        here = len(self._members)
-        self._last_node_loss = Failure(f"no plan fits the joined nodes ({here}): {decision.reason}")
-        if here == self._nodes and self._kill_deadline is None:
+        node_count = len(self._members)
+        self._last_node_loss = Failure(f"no plan fits the joined nodes ({node_count}): {decision.reason}")
+        if node_count == self._nodes and self._kill_deadline is None:
             self._end_with_failure(self._last_node_loss, now)
         else:
             self._is_replanning = self._is_last_call = False
@@ -341,7 +344,7 @@ class ElasticCoordinator(Coordinator):
 
     def _handle_suspend_report(self, member_id: int, now: float) -> None:
         self._members[member_id].is_suspended = True
-        if all(other.is_suspended for other in self._members_with_ranks()):
+        if all(member.is_suspended for member in self._members_with_ranks()):
             self._terminate_ranks(None, now)
 
     def _terminate_ranks(self, failure: Failure | None, now: float, report: str = "") -> None:

@@ -41,7 +41,8 @@ def topology_sort_key(topology_address: str) -> TopologySortKey:
     """
     parts = re.split(r"[/.]", topology_address) if topology_address else []
     return not topology_address, tuple(
-        tuple(int(word) if word.isdecimal() else word for word in re.split(r"(\d+)", part)) for part in parts
+        tuple(int(token) if token.isdecimal() else token for token in re.split(r"(\d+)", part))
+        for part in parts
     )
 
 
@@ -57,8 +58,8 @@ def assign_node_ranks(members: Collection[Member], nodes: int) -> None:
             peer.node_rank = peer.join_request.node_rank
     free = iter(sorted(set(range(nodes)) - {peer.node_rank for peer in members}))
     for peer in sorted(
-        (one for one in members if one.node_rank < 0),
-        key=lambda one: topology_sort_key(one.join_request.topology_address),
+        (member for member in members if member.node_rank < 0),
+        key=lambda member: topology_sort_key(member.join_request.topology_address),
     ):
         peer.node_rank = next(free)
 

@@ -24,7 +24,7 @@ def replan_in_thread(
     An error in the planner is raised in the loop.
     """
     answers: list[ReplanDecision | Exception] = []
-    mine, theirs = socket.socketpair()
+    receiver, sender = socket.socketpair()
 
     def think() -> None:
         try:
@@ -34,15 +34,15 @@ def replan_in_thread(
             answers.append(ReplanDecision(None, 0, reason))
         except Exception as error:  # the loop raises it
             answers.append(error)
-        theirs.close()
+        sender.close()
 
     def answered(_events: int) -> None:
-        loop.unwatch(mine)
-        mine.close()
+        loop.unwatch(receiver)
+        receiver.close()
         (answer,) = answers
         if isinstance(answer, Exception):
             raise answer
         on_decision(answer)
 
-    loop.watch(mine, answered, selectors.EVENT_READ)
+    loop.watch(receiver, answered, selectors.EVENT_READ)
     threading.Thread(target=think, daemon=True, name="wanma-planner").start()

@@ -65,9 +65,11 @@ def find_restore_point(members: Sequence[Member], world_size: int) -> InMemoryCh
         members: nodes that had ranks in the newest generation.
         world_size: of that generation.
     """
-    held = [shard for member in members for shard in member.in_memory_shards]
-    own = (rank for member in members for rank in member.ranks)
-    return find_newest_complete_checkpoint(held, world_size) or find_newest_checkpoint_of_ranks(own, held)
+    shards = [shard for member in members for shard in member.in_memory_shards]
+    ranks = (rank for member in members for rank in member.ranks)
+    return find_newest_complete_checkpoint(shards, world_size) or find_newest_checkpoint_of_ranks(
+        ranks, shards
+    )
 
 
 def make_flush_round(
@@ -112,8 +114,8 @@ def make_termination_timeout(
         timeout_seconds: time that was waited.
         termination_reason: reason why the ranks had to be ended.
     """
-    late = [member.label for member in members if member.termination is None]
-    cause = f"the ranks on {', '.join(late)} did not exit within {timeout_seconds:.0f} s of SIGKILL"
+    unreported = [member.label for member in members if member.termination is None]
+    cause = f"the ranks on {', '.join(unreported)} did not exit within {timeout_seconds:.0f} s of SIGKILL"
     hint = (
         "a process blocked in a disk or driver call cannot be killed: inspect that node with `ps` "
         f"and `dmesg`, and restart the blocked device or service; reason for the kill: {termination_reason}"

@@ -77,14 +77,14 @@ def drain_text(
 
 def straggler_text(report: StragglerReport) -> str:
     """Return the notice of a straggler: rank, phase, ratio to its peers, and its own minimum."""
-    who = f"rank {report.rank} ({report.host}, local rank {report.local_rank})"
+    rank = f"rank {report.rank} ({report.host}, local rank {report.local_rank})"
     if not report.is_slow:
         return (
-            f"{who} is no longer a straggler: {report.ratio:.2f} times its peers' work time over the last "
+            f"{rank} is no longer a straggler: {report.ratio:.2f} times its peers' work time over the last "
             f"{report.steps} steps"
         )
     return (
-        f"{who} is a straggler: {report.ratio:.1f} times its peers' work time over the last {report.steps} "
+        f"{rank} is a straggler: {report.ratio:.1f} times its peers' work time over the last {report.steps} "
         f"steps, mainly in {report.phase}\n  work time per step: {duration_text(report.seconds)}; median of "
         f"its peers: {duration_text(report.peers_seconds)}; its own minimum: "
         f"{duration_text(report.best_seconds)}"

@@ -33,12 +33,12 @@ def format_hang_report(
     """
     groups = sorted(_groups(statuses), key=lambda group: (len(group), bool(group[0].current_collective)))
     several = len({standing.node_rank for standing in statuses}) > 1
-    odd = [group for group in groups if _is_outlier(group, groups[-1])]
+    outliers = [group for group in groups if _is_outlier(group, groups[-1])]
     lines = [
         f"no rank reported progress for {silent_seconds:.0f} s ({timeout_setting})"
-        f"{_outlier_sentence(odd, groups)}"
+        f"{_outlier_sentence(outliers, groups)}"
     ]
-    lines += [f"  {_describe(group, group in odd, several)}" for group in groups]
+    lines += [f"  {_describe(group, group in outliers, several)}" for group in groups]
     summary = "\n".join(lines)
     details = [summary, ""]
     for group in groups:
@@ -46,13 +46,13 @@ def format_hang_report(
         details += [f"    {frame}" for frame in group[0].stack] or [
             "    no stack: the process did not respond"
         ]
-        for one in group:
-            step = "no step yet" if one.step is None else f"step {one.step}"
+        for status in group:
+            step = "no step yet" if status.step is None else f"step {status.step}"
             details.append(
-                f"  rank {one.rank}: node {one.node_rank} ({one.hostname}), {step}, "
-                f"{one.phase or 'no phase'}, "
-                f"silent for {one.silent_seconds:.1f} s, {one.process_state or 'process alive'}, "
-                f"collective: {one.current_collective or 'none'}{_recent_collectives(one)}"
+                f"  rank {status.rank}: node {status.node_rank} ({status.hostname}), {step}, "
+                f"{status.phase or 'no phase'}, "
+                f"silent for {status.silent_seconds:.1f} s, {status.process_state or 'process alive'}, "
+                f"collective: {status.current_collective or 'none'}{_recent_collectives(status)}"
             )
         details.append("")
     return summary, "\n".join(details)
@@ -79,12 +79,17 @@ def parse_stack_dump(dump: str, main_thread: int) -> tuple[str, ...]:
             frames = stacks[identity] = []
         elif match := _FRAME.match(line):
             frames.append(f"{match[1]}:{match[2]} in {match[3]}")
-    found = stacks.get(main_thread, stacks.get(current, []))
+    main_frames = stacks.get(main_thread, stacks.get(current, []))
     # Below the entry function are only the supervisor's own frames, the same in every rank.
-    ours = (
-        depth for depth, frame in enumerate(found) if "/wanma/elastic/workers/worker_process.py:" in frame
+    own_depths = (
+        depth
+        for depth, frame in enumerate(main_frames)
+        if "/wanma/elastic/workers/worker_process.py:" in frame
     )
-    return (*_data_loader_frames(found, stacks), *(found[: next(ours, len(found))] or found))
+    return (
+        *_data_loader_frames(main_frames, stacks),
+        *(main_frames[: next(own_depths, len(main_frames))] or main_frames),
+    )
 
 
 def _data_loader_frames(main_stack: Sequence[str], stacks: Mapping[int, Sequence[str]]) -> tuple[str, ...]:
@@ -104,7 +109,7 @@ def _is_loader(frame: str, function: str) -> bool:
 
 def _groups(statuses: Sequence[RankStatus]) -> list[list[RankStatus]]:
     groups: defaultdict[object, list[RankStatus]] = defaultdict(list)
-    for standing in sorted(statuses, key=lambda one: one.rank):
+    for standing in sorted(statuses, key=lambda status: status.rank):
         groups[standing.stack, standing.phase, standing.current_collective, standing.process_state].append(
             standing
         )
@@ -113,60 +118,60 @@ def _groups(statuses: Sequence[RankStatus]) -> list[list[RankStatus]]:
 
 def _is_outlier(group: list[RankStatus], largest: list[RankStatus]) -> bool:
     """Return True for a group smaller than the largest, or outside of that one's collective."""
-    mine, theirs = group[0].current_collective, largest[0].current_collective
-    if mine and mine == theirs:
+    collective, majority_collective = group[0].current_collective, largest[0].current_collective
+    if collective and collective == majority_collective:
         return False
-    return len(group) < len(largest) or (bool(theirs) and not mine)
+    return len(group) < len(largest) or (bool(majority_collective) and not collective)
 
 
 def _outlier_sentence(outliers: list[list[RankStatus]], groups: list[list[RankStatus]]) -> str:
     """Format outliers: ': rank 5 is in data loading (data.py:81) while 7 other ranks wait in all_reduce'."""
     if not outliers:
         return ""
-    told = [_short_description(group) for group in outliers[:_MAX_NAMED_OUTLIERS]]
-    told += [f"{len(outliers) - _MAX_NAMED_OUTLIERS} more groups of ranks are elsewhere"] * (
+    descriptions = [_short_description(group) for group in outliers[:_MAX_NAMED_OUTLIERS]]
+    descriptions += [f"{len(outliers) - _MAX_NAMED_OUTLIERS} more groups of ranks are elsewhere"] * (
         len(outliers) > _MAX_NAMED_OUTLIERS
     )
     count = sum(len(group) for group in groups if group not in outliers)
-    others = f"{count} other rank{'s' if count > 1 else ''}"
+    peers = f"{count} other rank{'s' if count > 1 else ''}"
     first = groups[-1][0]
     if first.current_collective:
-        what = f"wait{'' if count > 1 else 's'} in {first.current_collective}"
+        activity = f"wait{'' if count > 1 else 's'} in {first.current_collective}"
     else:
-        what = f"{'are' if count > 1 else 'is'} in {_activity(first)}"
-    return f": {', '.join(told)} while {others} {what}"
+        activity = f"{'are' if count > 1 else 'is'} in {_activity(first)}"
+    return f": {', '.join(descriptions)} while {peers} {activity}"
 
 
 def _short_description(group: list[RankStatus]) -> str:
     first, several = group[0], len(group) > 1
     if first.process_state:
-        what = f"{'are' if several else 'is'} {first.process_state}"
+        activity = f"{'are' if several else 'is'} {first.process_state}"
     elif first.current_collective:
-        what = f"wait{'' if several else 's'} in {first.current_collective}"
+        activity = f"wait{'' if several else 's'} in {first.current_collective}"
     else:
-        what = f"{'are' if several else 'is'} in {_activity(first)}"
+        activity = f"{'are' if several else 'is'} in {_activity(first)}"
         if first.stack:
-            what += f" ({_user_frame(first.stack).partition(' in ')[0].rpartition('/')[2]})"
-    return f"{_ranks(group)} {what}"
+            activity += f" ({_user_frame(first.stack).partition(' in ')[0].rpartition('/')[2]})"
+    return f"{_ranks(group)} {activity}"
 
 
-def _activity(one: RankStatus) -> str:
-    return _ACTIVITY_BY_PHASE.get(one.phase, one.phase) or "its start"
+def _activity(status: RankStatus) -> str:
+    return _ACTIVITY_BY_PHASE.get(status.phase, status.phase) or "its start"
 
 
-def _recent_collectives(one: RankStatus) -> str:
-    return f", before that: {', '.join(one.recent_collectives)}" if one.recent_collectives else ""
+def _recent_collectives(status: RankStatus) -> str:
+    return f", before that: {', '.join(status.recent_collectives)}" if status.recent_collectives else ""
 
 
 def _describe(group: list[RankStatus], is_outlier: bool, names_nodes: bool) -> str:
     """Describe a group in one line; name its nodes if the ranks are on `names_nodes`."""
     first = group[0]
-    silence = max(one.silent_seconds for one in group)
-    have = "has" if len(group) == 1 else "have"
-    where = f"{have} been in {_activity(first)}" if first.phase else f"{have} sent no report"
+    silence = max(status.silent_seconds for status in group)
+    verb = "has" if len(group) == 1 else "have"
+    state = f"{verb} been in {_activity(first)}" if first.phase else f"{verb} sent no report"
     if first.step is not None:
-        where += f" of step {first.step}"
-    text = f"{_ranks(group)}{_nodes(group) if names_nodes else ''} {where} for {silence:.0f} s"
+        state += f" of step {first.step}"
+    text = f"{_ranks(group)}{_nodes(group) if names_nodes else ''} {state} for {silence:.0f} s"
     if first.process_state:
         text += f", the process is {first.process_state}"
     if first.current_collective:
@@ -188,12 +193,12 @@ def _user_frame(stack: tuple[str, ...]) -> str:
 
 def _ranks(group: list[RankStatus]) -> str:
     """Format ranks: 'rank 3', 'ranks 0-2, 5'."""
-    return f"rank{'s' if len(group) > 1 else ''} {_format_ranges([one.rank for one in group])}"
+    return f"rank{'s' if len(group) > 1 else ''} {_format_ranges([status.rank for status in group])}"
 
 
 def _nodes(group: list[RankStatus]) -> str:
     """Format nodes: ' (node 1, HOST)', ' (nodes 0-2, 5)'."""
-    hosts = {one.node_rank: one.hostname for one in group}
+    hosts = {status.node_rank: status.hostname for status in group}
     if len(hosts) == 1:
         return "".join(f" (node {node}, {host})" for node, host in hosts.items())
     return f" (nodes {_format_ranges(sorted(hosts))})"
@@ -224,7 +229,7 @@ class HangReportCollector:
 
     def make_report(self) -> tuple[Failure, str]:
         """Return the failure, and its report, from the status collected so far."""
-        standings = [one for node in self._statuses_by_member.values() for one in node]
+        standings = [status for node in self._statuses_by_member.values() for status in node]
         summary, report = format_hang_report(
             standings, self._alarm.silent_seconds, self._alarm.timeout_setting
         )

@@ -64,20 +64,20 @@ class StragglerDetector:
         steps = {rank: work.steps - self._window_start[rank].steps for rank, work in self._newest.items()}
         if now - self._window_start_time < WINDOW_SECONDS or min(steps.values()) < WINDOW_STEPS:
             return []
-        took = {
+        window_times = {
             rank: _window_work_time(self._window_start[rank], work, steps[rank])
             for rank, work in self._newest.items()
         }
         step_seconds = (now - self._window_start_time) / max(steps.values())
-        found = self._find_changes(took, steps, step_seconds)
+        reports = self._find_changes(window_times, steps, step_seconds)
         self._window_start, self._window_start_time = dict(self._newest), now
-        return found
+        return reports
 
     def _find_changes(
         self, window_times: Mapping[int, WindowWorkTime], steps: Mapping[int, int], step_seconds: float
     ) -> list[StragglerReport]:
         verdicts = []
-        for rank, mine in window_times.items():
+        for rank, work_time in window_times.items():
             group = self._newest[rank].peer_group
             peers = [
                 window_times[peer]
@@ -86,17 +86,26 @@ class StragglerDetector:
             ]
             if not peers:
                 continue
-            usual = median(peer.seconds for peer in peers)
-            ratio = mine.seconds / max(usual, 1e-9)
-            one = self._history_by_rank.setdefault(rank, _RankHistory())
-            matters = mine.seconds - usual >= MIN_LOST_STEP_FRACTION * step_seconds
-            bar = 1 + (self._factor - 1) / 2 if one.is_straggler else self._factor
-            changes = one.add_window(mine, is_above_threshold=ratio >= bar and matters, steps=steps[rank])
+            median_seconds = median(peer.seconds for peer in peers)
+            ratio = work_time.seconds / max(median_seconds, 1e-9)
+            history = self._history_by_rank.setdefault(rank, _RankHistory())
+            matters = work_time.seconds - median_seconds >= MIN_LOST_STEP_FRACTION * step_seconds
+            bar = 1 + (self._factor - 1) / 2 if history.is_straggler else self._factor
+            changes = history.add_window(
+                work_time, is_above_threshold=ratio >= bar and matters, steps=steps[rank]
+            )
             if changes:
-                phase = _worst_phase(mine, peers)
+                phase = _worst_phase(work_time, peers)
                 verdicts.append(
                     StragglerReport(
-                        rank, one.is_straggler, phase, ratio, mine.seconds, usual, one.best_seconds, one.steps
+                        rank,
+                        history.is_straggler,
+                        phase,
+                        ratio,
+                        work_time.seconds,
+                        median_seconds,
+                        history.best_seconds,
+                        history.steps,
                     )
                 )
         return verdicts
@@ -133,9 +142,9 @@ def _window_work_time(before: RankWorkTime, after: RankWorkTime, steps: int) -> 
     )
 
 
-def _worst_phase(mine: WindowWorkTime, peers: Iterable[WindowWorkTime]) -> str:
+def _worst_phase(work_time: WindowWorkTime, peers: Iterable[WindowWorkTime]) -> str:
     """Return the phase in which a rank loses most against its peers."""
-    others = list(peers)
-    data = mine.data_seconds - median(peer.data_seconds for peer in others)
-    compute = mine.compute_seconds - median(peer.compute_seconds for peer in others)
+    peer_times = list(peers)
+    data = work_time.data_seconds - median(peer.data_seconds for peer in peer_times)
+    compute = work_time.compute_seconds - median(peer.compute_seconds for peer in peer_times)
     return "waiting for data" if data > compute else "forward and backward"

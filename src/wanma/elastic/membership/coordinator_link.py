@@ -57,10 +57,12 @@ def open_coordinator_link(
             "give --rendezvous HOST:PORT (cluster.rendezvous) with an address of one of the nodes",
             exit_code=2,
         )
-    place = resolve_endpoint(launch.rendezvous)
-    find_route_to(place.address[0], launch.network_interface)  # a wrong interface is refused before any wait
-    secret = load_rendezvous_secret(place.is_loopback, environment)
-    return TcpLink(launch, place, secret, loop, make_join_request, on_message, on_lost)
+    endpoint = resolve_endpoint(launch.rendezvous)
+    find_route_to(
+        endpoint.address[0], launch.network_interface
+    )  # a wrong interface is refused before any wait
+    secret = load_rendezvous_secret(endpoint.is_loopback, environment)
+    return TcpLink(launch, endpoint, secret, loop, make_join_request, on_message, on_lost)
 
 
 class InProcessLink:

@@ -180,7 +180,7 @@ class TcpLink:
         try:
             return resolve_endpoint(text)
         except WanmaError as error:
-            known = [place for place in (self._endpoint, self._rendezvous) if place.text == text]
+            known = [endpoint for endpoint in (self._endpoint, self._rendezvous) if endpoint.text == text]
             if not known:
                 raise
             logger.warning("%s; using the previous address", error)
@@ -220,8 +220,8 @@ class TcpLink:
             self._connection_attempt.cancel()
             self._connection_attempt = None
 
-    def _retry_later(self, again: Callable[[], None]) -> None:
-        self._loop.call_later(self._retry_seconds, again)
+    def _retry_later(self, retry: Callable[[], None]) -> None:
+        self._loop.call_later(self._retry_seconds, retry)
         self._retry_seconds = min(self._retry_seconds * 2, 1.0)
 
     def _make_channel_request(self) -> ChannelRequest:
@@ -284,13 +284,13 @@ class TcpLink:
     def _handle_attempt_failure(self, failure: ConnectionFailure) -> None:
         self._connection_attempt = None
         logger.info("%s: %s; trying again", self._endpoint.text, failure.reason)
-        gone = failure.kind in ("refused", "stranger", "denied")
+        is_refused = failure.kind in ("refused", "stranger", "denied")
         if self._state == "seeking":
             self._handle_search_failure(failure)
         elif self._state == "orphaned":
             assert self._takeover is not None
-            self._takeover.report_failure(is_dead=gone)
-        elif gone and self._state != "closed":
+            self._takeover.report_failure(is_dead=is_refused)
+        elif is_refused and self._state != "closed":
             self._handle_coordinator_loss("its process has ended", is_dead=True)
         elif self._state == "cut":
             self._retry_later(self._reconnect)

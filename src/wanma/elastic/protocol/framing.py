@@ -201,39 +201,39 @@ def _field_hints(kind: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in fields(kind)}
 
 
-def _from_json(hint: Any, value: Any, where: str) -> Any:
+def _from_json(hint: Any, value: Any, location: str) -> Any:
     """Convert `value` to the type of `hint`: dataclass, tuple, dict, union with None, or plain type."""
     origin = typing.get_origin(hint)
     if origin in (Union, types.UnionType):
-        wanted = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
-        return None if value is None else _from_json(wanted[0], value, where)
+        kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
+        return None if value is None else _from_json(kinds[0], value, location)
     if origin is tuple:
         if not isinstance(value, list):
-            raise ProtocolError(f"{where} is not a list")
-        return tuple(_from_json(typing.get_args(hint)[0], item, where) for item in value)
+            raise ProtocolError(f"{location} is not a list")
+        return tuple(_from_json(typing.get_args(hint)[0], item, location) for item in value)
     if origin is dict:
         inner = typing.get_args(hint)[1]
         if not isinstance(value, dict):
-            raise ProtocolError(f"{where} is not an object")
-        return value if inner is Any else {k: _from_json(inner, v, where) for k, v in value.items()}
+            raise ProtocolError(f"{location} is not an object")
+        return value if inner is Any else {k: _from_json(inner, v, location) for k, v in value.items()}
     if is_dataclass(hint):
-        return _dataclass_from_json(typing.cast(type, hint), value, where)
+        return _dataclass_from_json(typing.cast(type, hint), value, location)
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
-        raise ProtocolError(f"{where} is not {hint.__name__}")
+        raise ProtocolError(f"{location} is not {hint.__name__}")
     return value
 
 
-def _dataclass_from_json(kind: type, value: Any, where: str) -> Any:
+def _dataclass_from_json(kind: type, value: Any, location: str) -> Any:
     if not isinstance(value, dict):
-        raise ProtocolError(f"{where} is not an object")
+        raise ProtocolError(f"{location} is not an object")
     hints = _field_hints(kind)
     if unknown := set(value) - set(hints):
-        raise ProtocolError(f"{where} has unknown fields {sorted(unknown)}")
+        raise ProtocolError(f"{location} has unknown fields {sorted(unknown)}")
     try:
-        return kind(**{name: _from_json(hints[name], value[name], f"{where}.{name}") for name in value})
+        return kind(**{name: _from_json(hints[name], value[name], f"{location}.{name}") for name in value})
     except TypeError as error:
-        raise ProtocolError(f"{where} lacks a field: {error}") from error
+        raise ProtocolError(f"{location} lacks a field: {error}") from error
     except OverflowError as error:
-        raise ProtocolError(f"{where} has a number out of range") from error
+        raise ProtocolError(f"{location} has a number out of range") from error

@@ -25,15 +25,15 @@ def load_rendezvous_secret(is_loopback: bool, environment: Mapping[str, str]) ->
     Raises:
         WanmaError: there is no secret, it is too short, or the file is accessible to other users.
     """
-    given = environment.get(SECRET_VARIABLE, "")
-    if given:
-        if len(given) < _MIN_CHARACTERS:
+    secret = environment.get(SECRET_VARIABLE, "")
+    if secret:
+        if len(secret) < _MIN_CHARACTERS:
             raise WanmaError(
                 f"{SECRET_VARIABLE} is shorter than {_MIN_CHARACTERS} characters, so it could be guessed",
                 f"generate one with `openssl rand -hex 16` and export it as {SECRET_VARIABLE} on every node",
                 EXIT_USAGE,
             )
-        return given.encode(errors="surrogateescape")
+        return secret.encode(errors="surrogateescape")
     if not is_loopback:
         raise WanmaError(
             f"{SECRET_VARIABLE} is not set: nodes need a shared secret to connect over a network",

@@ -113,15 +113,17 @@ def assign_flush(
         The newest complete in-memory checkpoint; its number of ranks; and for each node that writes any, the
         ranks it writes: its own if it can, else those whose copies it holds. None: no checkpoint is complete.
     """
-    everything = [image for _, held in nodes.values() for image in held]
-    moment = find_newest_complete_checkpoint(everything, world_size, by_step=by_step)
+    all_shards = [shard for _, shards in nodes.values() for shard in shards]
+    moment = find_newest_complete_checkpoint(all_shards, world_size, by_step=by_step)
     if moment is None:
         return None
-    ranks = range(next(one.world_size or world_size for one in everything if one.checkpoint_id == moment))
+    ranks = range(
+        next(shard.world_size or world_size for shard in all_shards if shard.checkpoint_id == moment)
+    )
     writers: dict[int, int] = {}
-    for node, (own, held) in nodes.items():
-        for image in held:
-            if image.checkpoint_id == moment and (image.rank in own or image.rank not in writers):
-                writers[image.rank] = node
+    for node, (own_ranks, shards) in nodes.items():
+        for shard in shards:
+            if shard.checkpoint_id == moment and (shard.rank in own_ranks or shard.rank not in writers):
+                writers[shard.rank] = node
     shares = {node: tuple(rank for rank in ranks if writers[rank] == node) for node in nodes}
     return moment, len(ranks), {node: share for node, share in shares.items() if share}

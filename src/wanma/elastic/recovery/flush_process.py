@@ -61,7 +61,7 @@ class FlushProcess:
 
     def __init__(self, task: FlushTask, loop: EventLoop, on_end: Callable[[FlushReport], None]) -> None:
         self._loop, self._on_end = loop, on_end
-        self._socket, theirs = socket.socketpair()
+        self._socket, child_socket = socket.socketpair()
         self._output = os.memfd_create("wanma-rescue-output", os.MFD_CLOEXEC)
         self._report = b""
         self._process = subprocess.Popen(
@@ -70,17 +70,17 @@ class FlushProcess:
                 "-P",
                 "-m",
                 "wanma.elastic.recovery.flush_process",
-                str(theirs.fileno()),
+                str(child_socket.fileno()),
                 str(os.getpid()),
                 json.dumps(asdict(task)),
             ],
-            pass_fds=(theirs.fileno(),),
+            pass_fds=(child_socket.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=self._output,
             start_new_session=True,
         )
-        theirs.close()
+        child_socket.close()
         loop.watch(self._socket, self._read_report, selectors.EVENT_READ)
 
     def _read_report(self, _events: int) -> None:
@@ -94,8 +94,8 @@ class FlushProcess:
             self._on_end(FlushReport(**json.loads(self._report)))
             return
         printed = os.pread(self._output, 4096, max(0, os.fstat(self._output).st_size - 4096))
-        how = f"the flush process {_exit_text(code)}"
-        text = f"{how}\n{printed.decode(errors='replace')}".strip()
+        exit_text = f"the flush process {_exit_text(code)}"
+        text = f"{exit_text}\n{printed.decode(errors='replace')}".strip()
         self._on_end(FlushReport("", text, retry_method="again"))  # the in-memory checkpoints are still there
 
     def close(self) -> None:
@@ -111,21 +111,23 @@ class FlushProcess:
 def run_flush(task: FlushTask) -> FlushReport:
     """Write this node's part; the node that commits the checkpoint also uploads it and records the end."""
     run = RunDirectory(Path(task.run_directory))
-    images = {int(rank): path for rank, path in task.memory_file_paths.items()}
+    memory_files = {int(rank): path for rank, path in task.memory_file_paths.items()}
     began = time.monotonic()
     before = [path for _, path in list_committed(run.checkpoints)]
     for name in task.abandoned_saves:
-        remove_failed_flush(run.checkpoints, name, images)
+        remove_failed_flush(run.checkpoints, name, memory_files)
     try:
         if task.writes_partial_checkpoint:
-            return FlushReport(_write_partial_checkpoint(run, images))
-        path = flush_with_fallback(run.checkpoints, images, task.world_size, task.save_name, task.deadline)
+            return FlushReport(_write_partial_checkpoint(run, memory_files))
+        path = flush_with_fallback(
+            run.checkpoints, memory_files, task.world_size, task.save_name, task.deadline
+        )
         if path is None or (task.is_run_failed and path in before):
             return FlushReport("")
         manifest = read_manifest(path)
     except WanmaError as error:
         # Each of several nodes may only know that another one failed: all are asked for their parts.
-        is_shared = len(images) < task.world_size and not task.writes_partial_checkpoint
+        is_shared = len(memory_files) < task.world_size and not task.writes_partial_checkpoint
         return FlushReport("", f"{error}", "apart" if is_shared else "")
     except OSError as error:
         return FlushReport("", f"{run.path}: {error.strerror or error}")

@@ -64,19 +64,19 @@ class FlushRound:
         if self._assignment is None or not self._is_due:
             return {}
         self._is_due = False
-        image, world_size, shares = self._assignment
+        checkpoint_id, world_size, shares = self._assignment
         is_last_word = self._end_command.failure is not None
         return {
             name: FlushCommand(
-                image,
-                mine,
+                checkpoint_id,
+                ranks,
                 world_size,
                 self.deadline - now,
                 is_last_word,
                 self._attempt,
                 self._writes_partial_checkpoints,
             )
-            for name, mine in shares.items()
+            for name, ranks in shares.items()
         }
 
     def add_report(self, member_id: int, report: FlushReport) -> None:
@@ -154,8 +154,8 @@ class FlushRound:
 
     @property
     def _resume_hint(self) -> str:
-        where = " on the same nodes" if self._writes_partial_checkpoints else ""
-        return f"rerun the same command{where} to resume from it"
+        nodes_text = " on the same nodes" if self._writes_partial_checkpoints else ""
+        return f"rerun the same command{nodes_text} to resume from it"
 
     def _drain_summary(self, texts: str) -> str:
         if self.error:

@@ -58,14 +58,14 @@ class InMemoryCheckpointFiles:
             backed_up_ranks: ranks of another node whose in-memory checkpoints this one keeps.
             restore: in-memory checkpoint that the new ranks restore, which stays wherever it is.
         """
-        needed = ranks + len(backed_up_ranks)
-        while len(self._pairs) < needed:
+        pair_count = ranks + len(backed_up_ranks)
+        while len(self._pairs) < pair_count:
             self._pairs.append(_new_pair())
-        for pair in self._pairs[needed:]:
-            if not any(_holds_checkpoint(one, restore) for one in pair):
+        for pair in self._pairs[pair_count:]:
+            if not any(_holds_checkpoint(descriptor, restore) for descriptor in pair):
                 self._pairs.remove(pair)
                 _close(pair)
-        self._backup_pair_by_rank = {guest: ranks + index for index, guest in enumerate(backed_up_ranks)}
+        self._backup_pair_by_rank = {rank: ranks + index for index, rank in enumerate(backed_up_ranks)}
 
     def list_complete_shards(self) -> tuple[InMemoryCheckpointShard, ...]:
         """Return the complete in-memory checkpoints, of this node's ranks and of guests."""
@@ -84,20 +84,20 @@ class InMemoryCheckpointFiles:
         self, rank: int, local_world_sizes: Sequence[int], restore: InMemoryCheckpointId | None
     ) -> dict[str, tuple[str, ...]]:
         """Return the guests of `rank` → their paths, in the order of `get_write_paths`."""
-        guests = backed_up_ranks(rank, local_world_sizes)
+        ranks = backed_up_ranks(rank, local_world_sizes)
         return {
-            str(guest): _write_order(self._pairs[self._backup_pair_by_rank[guest]], restore)
-            for guest in guests
+            str(backed_up_rank): _write_order(self._pairs[self._backup_pair_by_rank[backed_up_rank]], restore)
+            for backed_up_rank in ranks
         }
 
     def get_restore_paths(self, restore: InMemoryCheckpointId | None) -> dict[str, tuple[str, ...]]:
         """Return rank → paths of its files of that in-memory checkpoint."""
-        found: dict[str, tuple[str, ...]] = {}
+        paths: dict[str, tuple[str, ...]] = {}
         for descriptor in self._descriptors():
             head = _read_complete_header(descriptor)
             if head is not None and _checkpoint_id(head) == restore:
-                found[str(head.rank)] = (*found.get(str(head.rank), ()), _path(descriptor))
-        return found
+                paths[str(head.rank)] = (*paths.get(str(head.rank), ()), _path(descriptor))
+        return paths
 
     def measure_checkpoint_bytes(self) -> int:
         """Return the bytes of one in-memory checkpoint of this node; 0: some rank has none yet."""
@@ -112,7 +112,7 @@ class InMemoryCheckpointFiles:
             _close(pair)
 
     def _descriptors(self) -> Iterator[int]:
-        return (one for pair in self._pairs for one in pair)
+        return (descriptor for pair in self._pairs for descriptor in pair)
 
 
 def _new_pair() -> tuple[int, ...]:

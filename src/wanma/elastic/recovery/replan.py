@@ -60,15 +60,15 @@ def select_nodes_with_state(
         count: number of nodes to choose.
         world_size: of the newest generation.
     """
-    everything = find_newest_complete_checkpoint(
-        [one for images in shards_by_node.values() for one in images], world_size
+    newest = find_newest_complete_checkpoint(
+        [shard for shards in shards_by_node.values() for shard in shards], world_size
     )
     first = tuple(shards_by_node)[:count]
-    if everything is None:
+    if newest is None:
         return first
     for chosen in islice(combinations(shards_by_node, count), _MAX_TRIED_SELECTIONS):
-        images = [one for machine in chosen for one in shards_by_node[machine]]
-        if find_newest_complete_checkpoint(images, world_size) == everything:
+        shards = [shard for machine in chosen for shard in shards_by_node[machine]]
+        if find_newest_complete_checkpoint(shards, world_size) == newest:
             return chosen
     return first
 

@@ -65,12 +65,16 @@ class RestartPolicy:
             self.retried_steps += (failure.retry_step,)
         self._outlier_counts.update(failure.outlier_ranks)
         times = {
-            who: self._outlier_counts[who] for who in failure.outlier_ranks if self._outlier_counts[who] > 1
+            rank: self._outlier_counts[rank]
+            for rank in failure.outlier_ranks
+            if self._outlier_counts[rank] > 1
         }
         if not times:
             return failure
-        again = [f"{who} for the {_ordinal(count)} time" for who, count in times.items()]
-        return replace(failure, cause=f"{failure.cause}; {', '.join(again)}: suspect the hardware there")
+        repetitions = [f"{rank} for the {_ordinal(count)} time" for rank, count in times.items()]
+        return replace(
+            failure, cause=f"{failure.cause}; {', '.join(repetitions)}: suspect the hardware there"
+        )
 
     def consume_attempt(self, failure: Failure, step_at_termination: int = 0) -> Failure | None:
         """Return `failure` if it ends the run; None if another attempt is due, which is then counted.
@@ -95,10 +99,10 @@ class RestartPolicy:
         if self.attempt >= limit:
             if self.attempt == 0:
                 return failure
-            beyond = "" if self.last_finished_step is None else f" beyond step {self.last_finished_step}"
+            step_text = "" if self.last_finished_step is None else f" beyond step {self.last_finished_step}"
             restarts = "1 restart" if self.attempt == 1 else f"{self.attempt} restarts"
-            tried = f"{restarts} completed no step{beyond} (cluster.max_restarts = {limit})"
-            return _with_hint(failure, tried)
+            attempts_text = f"{restarts} completed no step{step_text} (cluster.max_restarts = {limit})"
+            return _with_hint(failure, attempts_text)
         self.attempt += 1
         return None
 
@@ -154,11 +158,11 @@ def find_newest_checkpoint_of_ranks(
 ) -> InMemoryCheckpointId | None:
     """Return the newest in-memory checkpoint that all of `ranks` have; later generations are newer."""
     moments: dict[int, set[InMemoryCheckpointId]] = {rank: set() for rank in ranks}
-    for one in shards:
-        if one.rank in moments:
-            moments[one.rank].add(one.checkpoint_id)
+    for shard in shards:
+        if shard.rank in moments:
+            moments[shard.rank].add(shard.checkpoint_id)
     common = set.intersection(*moments.values()) if moments else set()
-    return max(common, key=lambda image: (image.generation, image.step), default=None)
+    return max(common, key=lambda checkpoint: (checkpoint.generation, checkpoint.step), default=None)
 
 
 def find_newest_complete_checkpoint(
@@ -172,12 +176,12 @@ def find_newest_complete_checkpoint(
         by_step: True if the latest step is the newest; else the latest generation is.
     """
     owners: dict[tuple[InMemoryCheckpointId, int], set[int]] = {}
-    for one in shards:
-        owners.setdefault((one.checkpoint_id, one.world_size or world_size), set()).add(one.rank)
-    whole = [image for (image, ranks), found in owners.items() if found >= set(range(ranks))]
+    for shard in shards:
+        owners.setdefault((shard.checkpoint_id, shard.world_size or world_size), set()).add(shard.rank)
+    complete = [checkpoint for (checkpoint, ranks), holders in owners.items() if holders >= set(range(ranks))]
     if by_step:
-        return max(whole, key=lambda image: (image.step, image.generation), default=None)
-    return max(whole, key=lambda image: (image.generation, image.step), default=None)
+        return max(complete, key=lambda checkpoint: (checkpoint.step, checkpoint.generation), default=None)
+    return max(complete, key=lambda checkpoint: (checkpoint.generation, checkpoint.step), default=None)
 
 
 def _ordinal(count: int) -> str:

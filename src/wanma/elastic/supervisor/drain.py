@@ -71,14 +71,14 @@ class DrainController:
         """Process a stop command, and return True if it brings a new deadline."""
         if command.grace_seconds is None:
             return False
-        until = time.monotonic() + command.grace_seconds
+        deadline = time.monotonic() + command.grace_seconds
         if (
-            self.kill_deadline is not None and until >= self.kill_deadline - 1.0
+            self.kill_deadline is not None and deadline >= self.kill_deadline - 1.0
         ):  # each node's own order, about the same
             return False
-        self.kill_deadline = until
+        self.kill_deadline = deadline
         self._loop.call_later(
-            compute_drain_end(until) - time.monotonic(), lambda: self._handle_kill_deadline(until)
+            compute_drain_end(deadline) - time.monotonic(), lambda: self._handle_kill_deadline(deadline)
         )
         if self._worker_group is not None:
             self._check_deadline(self._worker_group)
@@ -87,7 +87,7 @@ class DrainController:
     def start_flush(self, command: FlushCommand, generation: int) -> None:
         """Flush the in-memory checkpoints that the command names; the answer goes to the coordinator."""
         assert self._memory_files is not None
-        found = self._memory_files.get_restore_paths(command.checkpoint_id)
+        paths = self._memory_files.get_restore_paths(command.checkpoint_id)
         if self._flush_process is not None:
             self._flush_process.close()
         names = [f"{generation}-rescue-{number}" for number in range(1, command.attempt + 1)]
@@ -100,7 +100,7 @@ class DrainController:
         self._flush_process = FlushProcess(
             FlushTask(
                 run_directory=str(self._launch.run_directory),
-                memory_file_paths={str(rank): found[str(rank)][0] for rank in command.assigned_ranks},
+                memory_file_paths={str(rank): paths[str(rank)][0] for rank in command.assigned_ranks},
                 world_size=command.world_size,
                 save_name=names[-1],
                 abandoned_saves=tuple(names[:-1]),

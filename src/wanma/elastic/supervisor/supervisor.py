@@ -131,7 +131,7 @@ class Supervisor:
             launch,
             loop,
             self._memory_files,
-            lambda word: self._link.send(word),
+            lambda message: self._link.send(message),
             lambda text: self._notify(text, level="warning"),
             self._handle_drain_timeout,
         )
@@ -153,8 +153,8 @@ class Supervisor:
             self._coordinator_lost,
         )
         if self._launch.nodes > 1:
-            few = f"{self._launch.min_nodes} to " if self._launch.replanner is not None else ""
-            self._notify(f"rendezvous of {few}{self._launch.nodes} nodes at {self._launch.rendezvous}")
+            min_nodes = f"{self._launch.min_nodes} to " if self._launch.replanner is not None else ""
+            self._notify(f"rendezvous of {min_nodes}{self._launch.nodes} nodes at {self._launch.rendezvous}")
         try:
             self._loop.run_until(
                 lambda: self._ending is not None and (not self._worker_group or self._worker_group.has_exited)
@@ -204,12 +204,12 @@ class Supervisor:
                 pass
             case StartCommand():
                 self._handle_start_command(message)
-            case DrainCommand(exit_code, seconds, what):
+            case DrainCommand(exit_code, seconds, reason):
                 if self._drain.begin(message) or not self._drain_exit_code:
                     in_steps = self._worker_group is None or not self._worker_group.is_outside_session
-                    here = bool(self._signal_times) or what == self._drain_reason
+                    is_local = bool(self._signal_times) or reason == self._drain_reason
                     self._notify(
-                        notices.drain_text(exit_code, here, what, seconds, stops_after_step=in_steps)
+                        notices.drain_text(exit_code, is_local, reason, seconds, stops_after_step=in_steps)
                     )
                 self._drain_exit_code = exit_code
                 if self._worker_group is not None:
@@ -244,8 +244,8 @@ class Supervisor:
             if message.first_rank > 0 or silent:
                 self._notify(notices.restart_text(recovery), level="warning")
         if first and self._launch.nodes > 1:
-            way = format_route(self._route, os.environ)
-            text = notices.node_joined_text(self._launch, message, self._link.endpoint, way)
+            route = format_route(self._route, os.environ)
+            text = notices.node_joined_text(self._launch, message, self._link.endpoint, route)
             self._on_event({"kind": "joined", "text": text, "shows_the_run": message.first_rank == 0})
         self._start_workers_when_ready()
 
@@ -313,13 +313,13 @@ class Supervisor:
     def _report_termination(self) -> None:
         if self._is_terminating and (self._worker_group is None or self._worker_group.has_exited):
             self._is_terminating = False
-            reached, stood_at = (
+            reached, last_step = (
                 self._worker_group.progress_at_termination if self._worker_group is not None else (None, 0)
             )
-            images = self._memory_files.list_complete_shards() if self._memory_files is not None else ()
+            shards = self._memory_files.list_complete_shards() if self._memory_files is not None else ()
             self._link.send(
                 TerminationReport(
-                    self._bind_store_port(), reached, images, self._failure_clock.unix_seconds, stood_at
+                    self._bind_store_port(), reached, shards, self._failure_clock.unix_seconds, last_step
                 )
             )
 
@@ -327,17 +327,17 @@ class Supervisor:
 
     def _handle_signal(self, number: int) -> None:
         """Request a drain at the first signal; leave at once at the second, or at Ctrl-C after SIGTERM."""
-        again = number in self._signal_times or (
+        is_second = number in self._signal_times or (
             number == signal.SIGINT and signal.SIGTERM in self._signal_times
         )
         age = time.monotonic() - self._signal_times.setdefault(number, time.monotonic())
-        repeated = number in (signal.SIGUSR1, signal.SIGHUP) or (
+        may_repeat = number in (signal.SIGUSR1, signal.SIGHUP) or (
             number == signal.SIGTERM and age < SIGNAL_REPEAT_SECONDS
         )
-        if self._ending is not None or (again and repeated):
+        if self._ending is not None or (is_second and may_repeat):
             return
         exit_code = SIGINT_EXIT_CODE if number == signal.SIGINT else self._launch.requeue_exit_code
-        if not again and self._worker_group is not None:
+        if not is_second and self._worker_group is not None:
             seconds = self._launch.grace_seconds if number == signal.SIGTERM else None
             self._link.send(DrainRequest(exit_code, seconds, STOP_SIGNALS[signal.Signals(number)]))
         else:
@@ -391,11 +391,11 @@ class Supervisor:
         """Restart the fork server, or end; its workers are killed by the kernel, their children here."""
         self._is_preloaded = False
         if self._ending is None:
-            how, hint = self._fork_server.describe_exit()
+            end, hint = self._fork_server.describe_exit()
             number = self._start.node_rank if self._start is not None else None
-            place = self._hostname if number is None else f"node {number} ({self._hostname})"
+            node_text = self._hostname if number is None else f"node {number} ({self._hostname})"
             failure = Failure(
-                f"the fork server of {place} {how}", node_rank=number, hostname=self._hostname, hint=hint
+                f"the fork server of {node_text} {end}", node_rank=number, hostname=self._hostname, hint=hint
             )
             self._report_failure(failure)
             if self._launch.max_restarts and self._worker_group is not None:
@@ -459,9 +459,9 @@ class Supervisor:
     def _handle_worker_message(self, worker: WorkerHandle, message: Message) -> None:
         match message:
             case EventReport(event):
-                if what := self._on_event(event):
-                    self._drain_reason = what
-                    self._link.send(DrainRequest(SIGINT_EXIT_CODE, None, what))
+                if reason := self._on_event(event):
+                    self._drain_reason = reason
+                    self._link.send(DrainRequest(SIGINT_EXIT_CODE, None, reason))
             case FailureReport(failure):
                 worker.has_reported_end = True
                 self._report_failure(failure)

@@ -82,15 +82,15 @@ class WorkerGroup:
             file.write(launch.payload)
         recovery = start.recovery
         restore = recovery.checkpoint_id if recovery is not None else None
-        found = (
+        restore_paths = (
             memory_files.get_restore_paths(restore)
             if memory_files is not None and restore is not None
             else {}
         )
         if memory_files is not None:
-            mine = range(start.first_rank, start.first_rank + launch.ranks_per_node)
-            guests = [guest for rank in mine for guest in backed_up_ranks(rank, start.local_world_sizes)]
-            memory_files.allocate(launch.ranks_per_node, sorted(guests), restore)
+            own_ranks = range(start.first_rank, start.first_rank + launch.ranks_per_node)
+            backups = [peer for rank in own_ranks for peer in backed_up_ranks(rank, start.local_world_sizes)]
+            memory_files.allocate(launch.ranks_per_node, sorted(backups), restore)
         restart = _make_restart(recovery, failed_at) if recovery is not None else None
         for local_rank in range(launch.ranks_per_node):
             number = start.first_rank + local_rank
@@ -110,7 +110,7 @@ class WorkerGroup:
                 memory_file_paths=memory_files.get_write_paths(local_rank, restore)
                 if memory_files is not None
                 else (),
-                restore_paths=found,
+                restore_paths=restore_paths,
                 restore_step=restore.step if restore is not None else None,
                 backup_paths=memory_files.get_backup_paths(number, start.local_world_sizes, restore)
                 if memory_files is not None
@@ -220,8 +220,8 @@ class WorkerGroup:
 
         Its own `os._exit(0)` counts as done, and so does any end after it was asked to stop.
         """
-        asked = self._is_draining and self._is_outside_session(worker)
-        if self._launch.is_script and not worker.has_reported_end and (exit_code == 0 or asked):
+        was_stopped = self._is_draining and self._is_outside_session(worker)
+        if self._launch.is_script and not worker.has_reported_end and (exit_code == 0 or was_stopped):
             worker.is_finished = worker.has_reported_end = True
         if self._output is not None:
             self._output.flush()

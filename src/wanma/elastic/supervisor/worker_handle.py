@@ -36,11 +36,15 @@ class WorkerHandle:
         self.has_reported_end = False
         """True if it has reported the end of its work, good or bad."""
         self.collective_state = CollectiveStateReport("")
-        mine, self.child_socket = socket.socketpair()
+        parent_socket, self.child_socket = socket.socketpair()
         self.stack_file = os.memfd_create("wanma-stacks", os.MFD_CLOEXEC)
         # The fork server reports its end, so a closed channel as such means nothing.
         self.connection = Connection(
-            loop, mine, f"rank {spec.rank}", lambda message: on_message(self, message), lambda _reason: None
+            loop,
+            parent_socket,
+            f"rank {spec.rank}",
+            lambda message: on_message(self, message),
+            lambda _reason: None,
         )
         self.connection.framer.generation = spec.generation
 

@@ -32,27 +32,27 @@ def resolve_endpoint(rendezvous: str) -> Endpoint:
     """
     host, _, port = rendezvous.rpartition(":")
     try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except (OSError, ValueError) as error:
         raise WanmaError(
             f"cluster.rendezvous = {rendezvous!r} cannot be resolved: {error}",
             "give HOST:PORT with the name or address of one node, e.g. 10.0.0.1:29500",
             EXIT_USAGE,
         ) from error
-    family, _, _, _, address = found[0]
-    given = str(address[0])
-    if host == socket.gethostname() and ipaddress.ip_address(given).is_loopback:
+    family, _, _, _, address = addresses[0]
+    host_address = str(address[0])
+    if host == socket.gethostname() and ipaddress.ip_address(host_address).is_loopback:
         # Debian gives a host's own name 127.0.1.1, where the others do not reach it.
-        given = next((way.address for way in default_routes()), given)
-        family = socket.AF_INET6 if ":" in given else socket.AF_INET
-    place = Endpoint(rendezvous, family, (given, int(address[1])))
-    if ipaddress.ip_address(place.address[0]).is_unspecified:
+        host_address = next((route.address for route in default_routes()), host_address)
+        family = socket.AF_INET6 if ":" in host_address else socket.AF_INET
+    endpoint = Endpoint(rendezvous, family, (host_address, int(address[1])))
+    if ipaddress.ip_address(endpoint.address[0]).is_unspecified:
         raise WanmaError(
             f"cluster.rendezvous = {rendezvous!r} is the wildcard address, not that of one node",
             "give the address of the node that runs the coordinator, e.g. 10.0.0.1:29500",
             EXIT_USAGE,
         )
-    return place
+    return endpoint
 
 
 def make_endpoint(host: str, port: int) -> Endpoint:

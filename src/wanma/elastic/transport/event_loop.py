@@ -47,8 +47,8 @@ class EventLoop:
                     callback()
             if done():
                 break
-            until = min(self._timers[0][0] if self._timers else float("inf"), deadline)
-            timeout = None if until == float("inf") else max(0.0, until - time.monotonic())
+            wake_time = min(self._timers[0][0] if self._timers else float("inf"), deadline)
+            timeout = None if wake_time == float("inf") else max(0.0, wake_time - time.monotonic())
             for key, events in self._selector.select(timeout):
                 # An earlier callback of this round may have closed a later one's socket.
                 if isinstance(key.fileobj, socket.socket) and self._is_watched(key.fileobj):
@@ -87,13 +87,13 @@ class EventLoop:
         self._wakeup = (reader, writer)
         self._old_wakeup = signal.set_wakeup_fd(writer.fileno())
 
-        def nothing(_number: int, _frame: FrameType | None) -> None:
+        def ignore(_number: int, _frame: FrameType | None) -> None:
             """Replace the signal's default action; the wake-up byte carries the signal."""
 
         for number in numbers:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue
-            self._signals[number] = signal.signal(number, nothing)
+            self._signals[number] = signal.signal(number, ignore)
 
         def received(_events: int) -> None:
             for number in reader.recv(64):

@@ -122,10 +122,10 @@ class ConnectionAttempt:
                 self._challenge = message
                 answer = compute_proof(self._secret, "supervisor", message, self._nonce)
                 self._connection.send(AuthenticationResponse(self._nonce, answer))
-            case AuthenticationConfirmation(given) if (
+            case AuthenticationConfirmation(proof) if (
                 self._challenge is not None and not self._is_authenticated
             ):
-                if not verify_proof(given, self._secret, "coordinator", self._challenge, self._nonce):
+                if not verify_proof(proof, self._secret, "coordinator", self._challenge, self._nonce):
                     self._fail("stranger", "it has a different shared secret")
                     return
                 self._connection.framer.enable_signing(

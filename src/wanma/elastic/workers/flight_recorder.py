@@ -21,14 +21,14 @@ def read_collective_state() -> CollectiveStateReport:
     Of several collectives in flight the oldest one counts: those behind it only wait for their turn.
     Point-to-point messages (pipeline stages) are not in Gloo's record.
     """
-    ended, under_way = _read_shared_memory_groups()
+    ended, in_flight = _read_shared_memory_groups()
     native = sys.modules.get("torch._C._distributed_c10d")
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(native, name, None)
         entries = json.loads(dump() or b"{}").get("entries", []) if dump is not None else []
         if entries:
-            return merge_records(entries, ended, under_way)
-    return merge_records([], ended, under_way)
+            return merge_records(entries, ended, in_flight)
+    return merge_records([], ended, in_flight)
 
 
 def merge_records(
@@ -37,13 +37,13 @@ def merge_records(
     shared_memory_in_flight: Sequence[_TimedText] = (),
 ) -> CollectiveStateReport:
     """Merge the recorder's entries, oldest first, with the collectives over shared memory."""
-    under_way = [_timed_text(entry) for entry in entries if not entry["retired"]]
+    in_flight = [_timed_text(entry) for entry in entries if not entry["retired"]]
     done = [_timed_text(entry) for entry in entries if entry["retired"]]
     # Sorting by start time is stable: entries without a time keep their order.
-    under_way = sorted([*under_way, *shared_memory_in_flight], key=itemgetter(0))
+    in_flight = sorted([*in_flight, *shared_memory_in_flight], key=itemgetter(0))
     done = sorted([*done, *shared_memory_ended], key=itemgetter(0))
     return CollectiveStateReport(
-        under_way[0][1] if under_way else "", tuple(text for _, text in done[-_MAX_RECENT:])
+        in_flight[0][1] if in_flight else "", tuple(text for _, text in done[-_MAX_RECENT:])
     )
 
 
@@ -58,12 +58,12 @@ def _read_shared_memory_groups() -> tuple[list[_TimedText], list[_TimedText]]:
     if distributed is None or groups is None:
         return [], []
     ended: list[_TimedText] = []
-    under_way: list[_TimedText] = []
+    in_flight: list[_TimedText] = []
     for group in list(distributed._world.pg_map):
         if isinstance(group, groups.SharedMemoryProcessGroup):
-            for timed, records in zip((ended, under_way), group.read_flight_records(), strict=True):
+            for timed, records in zip((ended, in_flight), group.read_flight_records(), strict=True):
                 timed += [(record.enqueued_unix_nanoseconds, record.text) for record in records]
-    return ended, under_way
+    return ended, in_flight
 
 
 def _timed_text(entry: dict[str, Any]) -> _TimedText:
@@ -72,7 +72,7 @@ def _timed_text(entry: dict[str, Any]) -> _TimedText:
 
 def _name(entry: dict[str, Any]) -> str:
     """Format a collective: 'all_reduce #17 of group default_pg'."""
-    what = str(entry["profiling_name"]).rpartition(":")[2]
+    collective = str(entry["profiling_name"]).rpartition(":")[2]
     number = entry["p2p_seq_id"] if entry.get("is_p2p") else entry["collective_seq_id"]
     described, words = entry["process_group"][-1], entry["process_group"][0]
-    return f"{what} #{number} of group {words if described == 'undefined' else described}"
+    return f"{collective} #{number} of group {words if described == 'undefined' else described}"

@@ -146,8 +146,10 @@ class ForkServer:
         self._kill_store_server()
         if find_fork_hazard({self._control.fileno(), *descriptors}):
             module = "wanma.elastic.workers.store_server"
-            words = [str(word) for word in (os.getpid(), *descriptors, command.host, command.port)]
-            process = subprocess.Popen([sys.executable, "-P", "-m", module, *words], pass_fds=descriptors)
+            arguments = [
+                str(argument) for argument in (os.getpid(), *descriptors, command.host, command.port)
+            ]
+            process = subprocess.Popen([sys.executable, "-P", "-m", module, *arguments], pass_fds=descriptors)
             process.returncode = 0  # as for a rank
             self._store_pid = process.pid
         elif (pid := self._fork_child()) == 0:
@@ -192,10 +194,10 @@ class ForkServer:
 
     def _reap(self, options: int) -> None:
         while self._ranks:
-            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | options)
-            if ended is None:
+            child = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | options)
+            if child is None:
                 return
-            pid = ended.si_pid
+            pid = child.si_pid
             if pid in self._ranks:
                 # Kill its children, too, while the zombie still holds its process id.
                 with contextlib.suppress(ProcessLookupError):

@@ -56,7 +56,7 @@ class ForkServerHandle:
             WanmaError: this is not Linux.
         """
         require_linux()
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        parent_socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         output = os.memfd_create("wanma-fork-server-output", os.MFD_CLOEXEC)
         # numpy's OpenBLAS starts its threads at import, and a process with threads must not fork.
         inherited = {"OPENBLAS_NUM_THREADS": "1", **os.environ, **(environment or {})}
@@ -67,18 +67,18 @@ class ForkServerHandle:
                 "-P",
                 "-m",
                 "wanma.elastic.workers.fork_server",
-                str(theirs.fileno()),
+                str(child_socket.fileno()),
                 str(os.getpid()),
             ],
             env=inherited,
-            pass_fds=(theirs.fileno(),),
+            pass_fds=(child_socket.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             start_new_session=True,
         )
-        theirs.close()
-        node = cls(process, mine, output)
+        child_socket.close()
+        node = cls(process, parent_socket, output)
         node.send(PreloadCommand(tuple(preload_modules), tuple(sys.path)))
         return node
 
@@ -111,11 +111,11 @@ class ForkServerHandle:
     def describe_exit(self) -> tuple[str, str]:
         """Return the end of the fork server with the end of its output, and a hint."""
         code = self._process.wait()
-        how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
+        exit_text = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
         size = os.fstat(self._output).st_size
         printed = os.pread(self._output, 4096, max(0, size - 4096)).decode(errors="replace").strip()
         hint = self.explain_sigkill() if -code == signal.SIGKILL else ""
-        return f"{how}\n{printed}" if printed else how, hint
+        return f"{exit_text}\n{printed}" if printed else exit_text, hint
 
     def explain_sigkill(self) -> str:
         """Return the hint for a process of this node that was killed by SIGKILL."""

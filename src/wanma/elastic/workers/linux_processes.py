@@ -71,9 +71,9 @@ def find_fork_hazard(own_sockets: Collection[int]) -> str:
     """
     if (threads := len(list(Path("/proc/self/task").iterdir()))) > 1:
         names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-        which = f" ({', '.join(names)})" if names else " (of a native library)"
-        others = "1 other thread" if threads == 2 else f"{threads - 1} other threads"
-        return f"{others}{which} still run{'s' if threads == 2 else ''} after the imports"
+        names_text = f" ({', '.join(names)})" if names else " (of a native library)"
+        thread_text = "1 other thread" if threads == 2 else f"{threads - 1} other threads"
+        return f"{thread_text}{names_text} still run{'s' if threads == 2 else ''} after the imports"
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "an import created a CUDA context"

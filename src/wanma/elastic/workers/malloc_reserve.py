@@ -40,11 +40,11 @@ def reserve_small_blocks(tunables: str) -> int:
     allocate, free = library.malloc, library.free
     allocate.argtypes, allocate.restype = [ctypes.c_size_t], ctypes.c_void_p
     free.argtypes, free.restype = [ctypes.c_void_p], None
-    places = []
+    addresses = []
     for size in SMALL_BLOCK_BYTES:
         for _ in range(BLOCKS_PER_SIZE):
-            places.append(allocate(size))
+            addresses.append(allocate(size))
             allocate(_SEPARATOR_BYTES)
-    for place in places:
-        free(place)
-    return len(places)
+    for address in addresses:
+        free(address)
+    return len(addresses)

@@ -142,10 +142,10 @@ class ProgressWriter:
 
     def __init__(self, memory: mmap.mmap, offset: int) -> None:
         self._memory, self._offset = memory, offset
-        self._calls = self._changes = 0
+        self._calls = self._step_changes = 0
         self._step: int | None = None
-        self._done = _NO_STEP
-        self._done_at = 0
+        self._finished_step = _NO_STEP
+        self._finished_at = 0
         self._is_draining = False
         self._steps = 0
         self._data_seconds = self._compute_seconds = 0.0
@@ -166,7 +166,7 @@ class ProgressWriter:
         )
 
     def report_finished_step(self, step: int) -> None:
-        self._done, self._done_at = step, time.monotonic_ns()
+        self._finished_step, self._finished_at = step, time.monotonic_ns()
         self.report_progress(step, "step done")
 
     def report_drain(self, step: int) -> None:
@@ -176,16 +176,16 @@ class ProgressWriter:
     def report_progress(self, step: int, phase: str) -> None:
         self._calls += 1
         if step != self._step:
-            self._changes += self._step is not None
+            self._step_changes += self._step is not None
             self._step = step
         _SLOT.pack_into(
             self._memory,
             self._offset,
             self._calls,
             step,
-            self._changes,
-            self._done,
-            self._done_at,
+            self._step_changes,
+            self._finished_step,
+            self._finished_at,
             time.monotonic_ns(),
             threading.get_ident(),
             self._is_draining,

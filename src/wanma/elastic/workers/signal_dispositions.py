@@ -61,8 +61,8 @@ def stop_signals_ignored() -> Iterator[None]:
 
 
 def _has_default_handlers() -> bool:
-    usual = (signal.default_int_handler, signal.SIG_DFL)
-    return tuple(map(signal.getsignal, (signal.SIGINT, signal.SIGTERM))) == usual
+    defaults = (signal.default_int_handler, signal.SIG_DFL)
+    return tuple(map(signal.getsignal, (signal.SIGINT, signal.SIGTERM))) == defaults
 
 
 def _restore_sigterm_in_child() -> None:

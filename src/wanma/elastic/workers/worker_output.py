@@ -108,45 +108,45 @@ class _LogReader:
         self._file = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         os.lseek(self._file, 0, os.SEEK_END)
         self._pending = b""
-        self._since = time.monotonic()
+        self._pending_since = time.monotonic()
         """Time at which the pending line began, or was shown last."""
-        self._shown = b""
+        self._shown_text = b""
         self._is_after_exception = False
         """True if the traceback of the rank's end follows."""
 
     def count_chunks(self) -> int:
         """Return the number of calls of `read` that cover the present content."""
-        left = os.fstat(self._file).st_size - os.lseek(self._file, 0, os.SEEK_CUR)
-        return -(-left // CHUNK_BYTES)
+        unread_bytes = os.fstat(self._file).st_size - os.lseek(self._file, 0, os.SEEK_CUR)
+        return -(-unread_bytes // CHUNK_BYTES)
 
     def read(self) -> None:
         """Read new content, at most one chunk."""
         data = os.read(self._file, CHUNK_BYTES)
         if data and not self._pending:
-            self._since = time.monotonic()
+            self._pending_since = time.monotonic()
         self._pending += data
 
     def lines(self) -> list[str]:
         """Return the whole lines that were read, without wanma's own marks."""
-        *whole, self._pending = self._pending.split(b"\n")
+        *complete, self._pending = self._pending.split(b"\n")
         if len(self._pending) > MAX_LINE_BYTES:
-            whole.append(self._pending)
+            complete.append(self._pending)
             self._pending = b""
-        if whole:
-            self._since, self._shown = time.monotonic(), b""
-        return [text for line in whole if (text := self._text(line)) is not None]
+        if complete:
+            self._pending_since, self._shown_text = time.monotonic(), b""
+        return [text for line in complete if (text := self._text(line)) is not None]
 
     def partial_line(self) -> list[str]:
         """Return the unfinished line, unless it was shown before."""
-        self._since = time.monotonic()
-        if self._pending == self._shown:
+        self._pending_since = time.monotonic()
+        if self._pending == self._shown_text:
             return []
-        self._shown = self._pending
+        self._shown_text = self._pending
         text = self._text(self._pending)
         return [text] if text else []
 
     def is_partial_line_due(self, now: float) -> bool:
-        return bool(self._pending) and now - self._since > PARTIAL_LINE_SECONDS
+        return bool(self._pending) and now - self._pending_since > PARTIAL_LINE_SECONDS
 
     def close(self) -> None:
         os.close(self._file)

@@ -150,9 +150,9 @@ def _memory_files(spec: WorkerSpec) -> MemoryFilePaths | None:
     if not spec.memory_file_paths:
         return None
     one, other = spec.memory_file_paths
-    found = {int(rank): paths for rank, paths in spec.restore_paths.items()}
-    guests = {int(rank): paths for rank, paths in spec.backup_paths.items()}
-    return MemoryFilePaths((one, other), found, spec.restore_step, guests)
+    restore_paths = {int(rank): paths for rank, paths in spec.restore_paths.items()}
+    backup_paths = {int(rank): paths for rank, paths in spec.backup_paths.items()}
+    return MemoryFilePaths((one, other), restore_paths, spec.restore_step, backup_paths)
 
 
 def _failure(spec: WorkerSpec, error: BaseException, log: Path) -> Failure:
@@ -164,8 +164,8 @@ def _failure(spec: WorkerSpec, error: BaseException, log: Path) -> Failure:
 
 def _strip_own_frames(trace: TracebackType | None) -> TracebackType | None:
     """Return the frames below the entry function of a script, or of other code that runs here."""
-    ours = (__file__, "/wanma/api/launch/script_worker.py", "<frozen runpy>", "/runpy.py")
-    while trace is not None and trace.tb_frame.f_code.co_filename.endswith(ours):
+    own_files = (__file__, "/wanma/api/launch/script_worker.py", "<frozen runpy>", "/runpy.py")
+    while trace is not None and trace.tb_frame.f_code.co_filename.endswith(own_files):
         trace = trace.tb_next
     return trace
 

@@ -102,11 +102,11 @@ def _forecast_and_measured(
         raise ValueError("a forecast without a step's time cannot be compared with one")
     expected = forecast_phases(step, plan)
     measured = comparable_phases(dict(observed.phases), plan)
-    found: dict[str, tuple[float, float]] = {}
+    pairs: dict[str, tuple[float, float]] = {}
 
     def compare(kind: str, phase: str) -> None:
         if expected.get(phase, 0.0) > MIN_STEP_SHARE * step.seconds and measured.get(phase, 0.0) > 0:
-            found[kind] = expected[phase], measured[phase]
+            pairs[kind] = expected[phase], measured[phase]
 
     # With offload a miss may be the copy's or the compute's beside it: no factor may absorb it.
     if plan.offload_parameters == plan.offload_activations == "none":
@@ -114,13 +114,13 @@ def _forecast_and_measured(
     compare("communication", "communication")
     if plan.offload_parameters == plan.offload_optimizer == "none":
         compare("optimizer", "optimizer")
-    inside = expected["forward_backward"] - step.compute - step.bubble
-    if "compute" in found and inside > MAX_COMMUNICATION_SHARE * expected["forward_backward"]:
+    hidden = expected["forward_backward"] - step.compute - step.bubble
+    if "compute" in pairs and hidden > MAX_COMMUNICATION_SHARE * expected["forward_backward"]:
         # Both are measured together, so that both get the same factor.
-        found.setdefault("communication", found["compute"])
+        pairs.setdefault("communication", pairs["compute"])
     if (unused := _fragmentation_bytes(plan, forecast, observed)) is not None:
-        found["unused"] = unused
-    return found
+        pairs["unused"] = unused
+    return pairs
 
 
 def _fragmentation_bytes(

@@ -154,10 +154,10 @@ def _with_matmul_curves(
     chip: DeviceModel, points: Sequence[BenchmarkPoint], is_peak_known: bool
 ) -> DeviceModel:
     """Return `chip` with a curve for every measured precision; the others keep theirs."""
-    for name, own in _by_precision(points, "product"):
+    for name, own_points in _by_precision(points, "product"):
         peaks = dict(chip.peak_flops_per_second)
         if not is_peak_known:
-            peaks[name] = max(2.0 * math.prod(point.shape) / point.seconds for point in own)
+            peaks[name] = max(2.0 * math.prod(point.shape) / point.seconds for point in own_points)
         elif name not in peaks:
             continue  # no share can be stated without a peak
         chip = replace(chip, peak_flops_per_second=peaks)
@@ -170,7 +170,9 @@ def _with_matmul_curves(
             return matmul_seconds(tried, m, n, k, name)
 
         chip = _best_fit(
-            itertools.starmap(with_curve, itertools.product(SHARE_GRID, TILE_OVERHEAD_GRID)), seconds, own
+            itertools.starmap(with_curve, itertools.product(SHARE_GRID, TILE_OVERHEAD_GRID)),
+            seconds,
+            own_points,
         )
     return chip
 
@@ -187,9 +189,9 @@ def _with_attention_curves(chip: DeviceModel, points: Sequence[BenchmarkPoint]) 
 
         def seconds(tried: DeviceModel, point: BenchmarkPoint, name: str = name) -> float:
             sequences, length, heads, width = point.shape
-            back = point.operator == "attention_backward"
+            is_backward = point.operator == "attention_backward"
             return attention_seconds(
-                tried, sequences, length, length, heads, width, backward=back, precision=name
+                tried, sequences, length, length, heads, width, backward=is_backward, precision=name
             )
 
         curves = (
@@ -197,8 +199,8 @@ def _with_attention_curves(chip: DeviceModel, points: Sequence[BenchmarkPoint]) 
             for share, fill in itertools.product(SHARE_GRID, TILE_OVERHEAD_GRID)
         )
         chip = _best_fit(map(with_curve, curves), seconds, forward)
-        found = chip.attention_in[name]
-        tries = (with_curve(replace(found, backward=0.02 * step), chip) for step in range(1, 101))
+        attention = chip.attention_in[name]
+        tries = (with_curve(replace(attention, backward=0.02 * step), chip) for step in range(1, 101))
         chip = _best_fit(tries, seconds, backward)
     return chip
 
@@ -216,11 +218,11 @@ def _with_links(hardware: HardwareModel, points: Sequence[BenchmarkPoint], ranks
         raise WanmaError(f"the measurements of {hardware.chip.name} lack all_reduce", "measure again")
     base = _fit_link(hardware, by_name.pop("all_reduce"), ranks, HALF_RATE_GRID)
     factors = {}
-    for name, own in by_name.items():
-        if own:
-            found = _fit_link(hardware, own, ranks, (base.ramp_bytes,))
-            latency = found.latency_seconds / base.latency_seconds
-            factors[name] = latency, base.bandwidth_bytes_per_second / found.bandwidth_bytes_per_second
+    for name, own_points in by_name.items():
+        if own_points:
+            fitted = _fit_link(hardware, own_points, ranks, (base.ramp_bytes,))
+            latency = fitted.latency_seconds / base.latency_seconds
+            factors[name] = latency, base.bandwidth_bytes_per_second / fitted.bandwidth_bytes_per_second
     return replace(hardware, links=(base,), collective_factors=factors)
 
 
@@ -263,9 +265,9 @@ _COLLECTIVES: dict[str, Callable[[HardwareModel, RankGroup, float], float]] = {
 
 def _by_precision(points: Sequence[BenchmarkPoint], operator: str) -> list[tuple[str, list[BenchmarkPoint]]]:
     """Return the points of one operator, grouped by precision."""
-    own = [point for point in points if point.operator == operator]
-    names = dict.fromkeys(point.precision for point in own)
-    return [(name, [point for point in own if point.precision == name]) for name in names]
+    selected = [point for point in points if point.operator == operator]
+    names = dict.fromkeys(point.precision for point in selected)
+    return [(name, [point for point in selected if point.precision == name]) for name in names]
 
 
 def _best_fit(

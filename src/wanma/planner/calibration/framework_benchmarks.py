@@ -37,13 +37,13 @@ _FIELDS: Mapping[BenchmarkKind, str] = {
 
 def benchmark_plans(ranks: int) -> dict[BenchmarkKind, Plan]:
     """Return the plans that `ranks` of a CPU measure together, with micro-batches of one sequence."""
-    found = {_BASELINE: _plan(dp_replicate=ranks)}
+    plans = {_BASELINE: _plan(dp_replicate=ranks)}
     if ranks > 1:
         if ranks % 2 == 0:
-            found["blocks_tensor"] = _plan(tp=2, dp_replicate=ranks // 2, sequence_parallel=True)
-        found["blocks_gradients"] = _plan(dp_shard=ranks, shard="gradients")
-        found["blocks_parameters"] = _plan(dp_shard=ranks, shard="parameters")
-    return found
+            plans["blocks_tensor"] = _plan(tp=2, dp_replicate=ranks // 2, sequence_parallel=True)
+        plans["blocks_gradients"] = _plan(dp_shard=ranks, shard="gradients")
+        plans["blocks_parameters"] = _plan(dp_shard=ranks, shard="parameters")
+    return plans
 
 
 def _plan(**settings: object) -> Plan:
@@ -57,21 +57,21 @@ def fit_framework_overhead(hardware: HardwareModel, points: Sequence[BenchmarkPo
         hardware: hardware model with its other curves and links fitted; its framework overhead does not
             count.
     """
-    taken = {point.operator: (point.shape[0], point.seconds) for point in points}
-    if _BASELINE not in taken:
+    measured = {point.operator: (point.shape[0], point.seconds) for point in points}
+    if _BASELINE not in measured:
         return FrameworkOverhead()
-    ranks, seconds = taken[_BASELINE]
-    ways = benchmark_plans(ranks)
-    without = micro_batch_seconds(replace(hardware, program=FrameworkOverhead()), ways[_BASELINE])
-    of_each = micro_batch_seconds(
-        replace(hardware, program=FrameworkOverhead(kernel_seconds=1.0)), ways[_BASELINE]
+    ranks, seconds = measured[_BASELINE]
+    plans = benchmark_plans(ranks)
+    kernel_free = micro_batch_seconds(replace(hardware, program=FrameworkOverhead()), plans[_BASELINE])
+    per_kernel = micro_batch_seconds(
+        replace(hardware, program=FrameworkOverhead(kernel_seconds=1.0)), plans[_BASELINE]
     )
-    program = FrameworkOverhead(kernel_seconds=max(seconds - without, 0.0) / (of_each - without))
+    program = FrameworkOverhead(kernel_seconds=max(seconds - kernel_free, 0.0) / (per_kernel - kernel_free))
     extra = {
-        name: max(taken[operator][1] - micro_batch_seconds(replace(hardware, program=program), plan), 0.0)
+        name: max(measured[operator][1] - micro_batch_seconds(replace(hardware, program=program), plan), 0.0)
         / BLOCKS
-        for operator, plan in ways.items()
-        if (name := _FIELDS.get(operator)) is not None and operator in taken
+        for operator, plan in plans.items()
+        if (name := _FIELDS.get(operator)) is not None and operator in measured
     }
     return replace(program, **extra)
 

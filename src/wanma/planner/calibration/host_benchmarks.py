@@ -83,8 +83,8 @@ def _allocate_and_free(trim: Callable[[int], int]) -> Callable[[], object]:
     import torch
 
     def run() -> None:
-        made = [torch.ones(COPIED_BYTES // 32) for _ in range(ALLOCATED_TENSORS)]
-        made.clear()
+        tensors = [torch.ones(COPIED_BYTES // 32) for _ in range(ALLOCATED_TENSORS)]
+        tensors.clear()
         trim(0)
 
     return run
@@ -95,8 +95,8 @@ def _to_host(device: torch.device) -> Callable[[], object]:
     import torch
 
     content = torch.ones(COPIED_BYTES, dtype=torch.uint8, device=device)
-    place = torch.empty(COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
-    return lambda: place.copy_(content, non_blocking=True)
+    buffer = torch.empty(COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
+    return lambda: buffer.copy_(content, non_blocking=True)
 
 
 def _stream() -> Callable[[], object]:
@@ -114,15 +114,15 @@ def _file(folder: Path, *, writes: bool) -> Callable[[], object]:
     with tempfile.TemporaryFile(dir=folder) as file:
         file.truncate(COPIED_BYTES)
         mapped = mmap.mmap(file.fileno(), COPIED_BYTES)
-    place = torch.frombuffer(mapped, dtype=torch.uint8)
+    buffer = torch.frombuffer(mapped, dtype=torch.uint8)
     content = torch.ones(COPIED_BYTES, dtype=torch.uint8)
-    place.copy_(content)
+    buffer.copy_(content)
 
     def run() -> None:
         if writes:
-            place.copy_(content)
+            buffer.copy_(content)
         else:
-            content.copy_(place)
+            content.copy_(buffer)
         mapped.madvise(mmap.MADV_DONTNEED)
 
     return run

@@ -26,15 +26,17 @@ def rank_counts(
         JobError: a rank count is too small, or larger than the node's number of GPUs.
     """
     gpus = len(node.devices) if uses_gpus else 0
-    most = gpus or node.cores
+    max_ranks = gpus or node.cores
     if requested:
         if min(requested) < min_ranks:
             words = "one rank" if min_ranks == 1 else f"{min_ranks} ranks"
             raise JobError(f"--ranks {min(requested)}: a calibration needs at least {words}")
-        if gpus and max(requested) > most:
-            raise JobError(f"--ranks {max(requested)}: this node has {most} GPUs", f"give at most {most}")
+        if gpus and max(requested) > max_ranks:
+            raise JobError(
+                f"--ranks {max(requested)}: this node has {max_ranks} GPUs", f"give at most {max_ranks}"
+            )
         return sorted(set(requested))
-    return [1 << power for power in range(most.bit_length()) if 1 << power >= min_ranks] or [min_ranks]
+    return [1 << power for power in range(max_ranks.bit_length()) if 1 << power >= min_ranks] or [min_ranks]
 
 
 def baseline_plan(node: NodeGroup, ranks: int, node_count: int = 1, *, uses_gpus: bool = True) -> Plan:

@@ -103,12 +103,12 @@ def run_microbenchmarks(
             BenchmarkCase(operator, shape, "", _timed_run(device, 1.0, make))
             for operator, shape, make in host_benchmark_cases(device, folder)
         ]
-    taken = measure_round_robin(cases, seconds, group)
+    times = measure_round_robin(cases, seconds, group)
     points = tuple(
-        BenchmarkPoint(case.operator, case.shape, one.seconds, case.precision)
-        for case, one in zip(cases, taken, strict=True)
+        BenchmarkPoint(case.operator, case.shape, time.seconds, case.precision)
+        for case, time in zip(cases, times, strict=True)
     )
-    return BenchmarkResults(points, sum(one.is_disturbed for one in taken))
+    return BenchmarkResults(points, sum(time.is_disturbed for time in times))
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,8 @@ def _cases(
         noise = torch.randn(3 * largest, device=device).to(DTYPES[name])
         for shape in products:
             yield from _matmul_cases(noise, shape, name, timed)
-        for of_attention in attentions:
-            yield from _attention_cases(device, of_attention, name, timed)
+        for attention in attentions:
+            yield from _attention_cases(device, attention, name, timed)
     for elements in streams:
         yield BenchmarkCase("stream", (2 * 4 * elements,), "", timed(partial(_stream, device, elements)))
     yield BenchmarkCase("dispatch", (DISPATCH_KERNELS,), "", timed(partial(_dispatch, device)))
@@ -177,8 +177,10 @@ def _attention_cases(
     """Yield the cases of causal attention, forward and backward."""
 
     def parts() -> list[Tensor]:
-        made = (torch.randn(shape, device=device, dtype=DTYPES[name], requires_grad=True) for _ in range(3))
-        return [part.transpose(1, 2) for part in made]
+        tensors = (
+            torch.randn(shape, device=device, dtype=DTYPES[name], requires_grad=True) for _ in range(3)
+        )
+        return [part.transpose(1, 2) for part in tensors]
 
     def forward() -> Callable[[], object]:
         query, key, value = parts()

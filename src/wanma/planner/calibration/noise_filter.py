@@ -36,17 +36,17 @@ class ClassifiedRound:
 
 def classify_rounds(rounds: Sequence[Round]) -> list[ClassifiedRound]:
     """Return verdicts for consecutive rounds; each is as quiet as the stretch of time that contains it."""
-    found: list[ClassifiedRound] = []
+    classified: list[ClassifiedRound] = []
     for stretch in _windows(rounds):
-        others = sum(one.total_cpu_seconds - one.own_cpu_seconds for one in stretch)
-        is_quiet = others <= MAX_FOREIGN_CPUS * sum(one.wall_seconds for one in stretch)
-        found += (ClassifiedRound(one.seconds, is_quiet) for one in stretch)
-    return found
+        foreign_seconds = sum(measured.total_cpu_seconds - measured.own_cpu_seconds for measured in stretch)
+        is_quiet = foreign_seconds <= MAX_FOREIGN_CPUS * sum(measured.wall_seconds for measured in stretch)
+        classified += (ClassifiedRound(measured.seconds, is_quiet) for measured in stretch)
+    return classified
 
 
 def has_enough_quiet_rounds(rounds: Sequence[ClassifiedRound]) -> bool:
     """Return whether enough rounds of a point were quiet."""
-    return sum(one.is_quiet for one in rounds) >= MIN_QUIET_ROUNDS
+    return sum(measured.is_quiet for measured in rounds) >= MIN_QUIET_ROUNDS
 
 
 def quiet_quartile_seconds(rounds: Sequence[ClassifiedRound]) -> float:
@@ -54,16 +54,18 @@ def quiet_quartile_seconds(rounds: Sequence[ClassifiedRound]) -> float:
 
     It lies below the median, because an unnoticed disturbance can only have made a round longer.
     """
-    counted = [one for one in rounds if one.is_quiet] if has_enough_quiet_rounds(rounds) else rounds
-    times = sorted(one.seconds for one in counted)
+    counted = (
+        [measured for measured in rounds if measured.is_quiet] if has_enough_quiet_rounds(rounds) else rounds
+    )
+    times = sorted(measured.seconds for measured in counted)
     return times[(len(times) - 1) // 4]
 
 
 def _windows(rounds: Sequence[Round]) -> Iterator[list[Round]]:
     """Yield groups of consecutive rounds, each but the last at least `QUIET_WINDOW_SECONDS` long."""
     stretch: list[Round] = []
-    for one in rounds:
-        stretch.append(one)
+    for measured in rounds:
+        stretch.append(measured)
         if sum(part.wall_seconds for part in stretch) >= QUIET_WINDOW_SECONDS:
             yield stretch
             stretch = []

@@ -59,21 +59,22 @@ def measure_round_robin(
         node_count: number of nodes of the ranks, with as many ranks on each.
         report_progress: callback that gets the number of each round, from 1, as it begins.
     """
-    each = seconds / MIN_ROUNDS / max(len(cases), 1)
-    found: list[list[ClassifiedRound]] = [[] for _ in cases]
+    case_seconds = seconds / MIN_ROUNDS / max(len(cases), 1)
+    rounds_by_case: list[list[ClassifiedRound]] = [[] for _ in cases]
     began, is_over = time.monotonic(), False
     for number in range(MAX_ROUNDS):
-        if number >= MIN_ROUNDS and (is_over or all(map(has_enough_quiet_rounds, found))):
+        if number >= MIN_ROUNDS and (is_over or all(map(has_enough_quiet_rounds, rounds_by_case))):
             break
         report_progress(number + 1)
-        taken = classify_rounds(
-            _reduce_rounds([_round(case, each, group) for case in cases], group, node_count)
+        classified = classify_rounds(
+            _reduce_rounds([_round(case, case_seconds, group) for case in cases], group, node_count)
         )
         is_over = bool(sum_over_ranks([float(time.monotonic() - began > 2 * seconds)], group)[0])
-        for rounds, one in zip(found, taken, strict=True):
-            rounds.append(one)
+        for rounds, classified_round in zip(rounds_by_case, classified, strict=True):
+            rounds.append(classified_round)
     return [
-        MeasuredTime(quiet_quartile_seconds(rounds), not has_enough_quiet_rounds(rounds)) for rounds in found
+        MeasuredTime(quiet_quartile_seconds(rounds), not has_enough_quiet_rounds(rounds))
+        for rounds in rounds_by_case
     ]
 
 
@@ -87,12 +88,12 @@ def sum_over_ranks(numbers: list[float], group: dist.ProcessGroup) -> list[float
 
 def _round(case: MeasurableCase, seconds: float, group: dist.ProcessGroup) -> list[float]:
     """Return [seconds of one run, CPU seconds of this process, of all programs, wall seconds]."""
-    wall, own, busy = time.monotonic(), time.process_time(), busy_cpu_seconds()
+    wall_start, own_start, busy_start = time.monotonic(), time.process_time(), busy_cpu_seconds()
     sum_over_ranks([0.0], group)  # when it is back, all ranks have come
-    took = case.measure(seconds)
+    run_seconds = case.measure(seconds)
     after = busy_cpu_seconds()
-    others = after - busy if after is not None and busy is not None else 0.0
-    return [took, time.process_time() - own, others, time.monotonic() - wall]
+    foreign_seconds = after - busy_start if after is not None and busy_start is not None else 0.0
+    return [run_seconds, time.process_time() - own_start, foreign_seconds, time.monotonic() - wall_start]
 
 
 def _reduce_rounds(rows: list[list[float]], group: dist.ProcessGroup, node_count: int) -> list[Round]:

@@ -66,7 +66,7 @@ class DataParallelCost:
         self.overlaps_compute = plan.device != "cpu"
         """True if collectives run beside compute; those of a CPU run on the cores that compute."""
         self.overlaps_gradient_reduction = overlaps_gradient_reduction(plan, hardware)
-        self._of_blocks: dict[float, tuple[float, float]] = {}
+        self._seconds_by_size: dict[float, tuple[float, float]] = {}
         """Cache of (gather, reduce) seconds of one block, by its parameters."""
 
     def exposed_per_micro_batch(
@@ -92,21 +92,21 @@ class DataParallelCost:
 
     def _block_seconds(self, parameters: float) -> tuple[float, float]:
         """Return (gather, reduce) seconds of one block, including buffer copies on a CPU."""
-        if parameters not in self._of_blocks:
-            self._of_blocks[parameters] = self._exchange_seconds(parameters)
-        return self._of_blocks[parameters]
+        if parameters not in self._seconds_by_size:
+            self._seconds_by_size[parameters] = self._exchange_seconds(parameters)
+        return self._seconds_by_size[parameters]
 
     def _exchange_seconds(self, parameters: float) -> tuple[float, float]:
         reduces = self.reduces_per_block and self.shards.size > 1
         if not reduces and self.plan.offload_parameters == "none":
             return 0.0, 0.0
-        whole, gather, reduce = parameters / self.plan.tp, 0.0, 0.0
+        unsharded, gather, reduce = parameters / self.plan.tp, 0.0, 0.0
         if self.reshards_after_forward and not self.has_shared_memory_weights:
-            gather = all_gather_seconds(self.hardware, self.shards, whole * self.weight_bytes)
-            gather += 0.0 if self.overlaps_compute else self._copy_out_seconds(whole)
+            gather = all_gather_seconds(self.hardware, self.shards, unsharded * self.weight_bytes)
+            gather += 0.0 if self.overlaps_compute else self._copy_out_seconds(unsharded)
         if reduces:
-            reduce = self._reduce_scatter_seconds(whole)
-            reduce += 0.0 if self.overlaps_compute else self._copy_in_seconds(whole)
+            reduce = self._reduce_scatter_seconds(unsharded)
+            reduce += 0.0 if self.overlaps_compute else self._copy_in_seconds(unsharded)
         return gather, reduce
 
     def exposed_offload_seconds(
@@ -129,20 +129,29 @@ class DataParallelCost:
         copies = self._offload_transfers(parameters, activation_bytes if is_block else 0.0, micro_batches)
         if not self.overlaps_compute:
             weights = parameters / self.plan.tp * self.weight_bytes
-            again = reallocated_bytes(self.plan, weights, activation_bytes, micro_batches, is_block=is_block)
-            ahead, back = (asked / self.hardware.host.fresh_bytes_per_second for asked in again)
-            return (
-                ahead + copies.weights + copies.activations_out,
-                back + copies.weights + copies.activations_in,
+            reallocated = reallocated_bytes(
+                self.plan, weights, activation_bytes, micro_batches, is_block=is_block
             )
-        out, back, waited = copies.activations_out, copies.activations_in, 0.0
+            added_forward, added_backward = (
+                allocated / self.hardware.host.fresh_bytes_per_second for allocated in reallocated
+            )
+            return (
+                added_forward + copies.weights + copies.activations_out,
+                added_backward + copies.weights + copies.activations_in,
+            )
+        stored, fetched, waited = copies.activations_out, copies.activations_in, 0.0
         if self.plan.offload_activations == "disk":
-            out, back, waited = 0.0, 0.0, 1.0
-        ahead = exposed_seconds(gather + copies.weights + out, forward) - exposed_seconds(gather, forward)
+            stored, fetched, waited = 0.0, 0.0, 1.0
+        added_forward = exposed_seconds(gather + copies.weights + stored, forward) - exposed_seconds(
+            gather, forward
+        )
         exchanged = gather + reduce
-        late = exposed_seconds(exchanged + copies.weights + copies.gradients + back, backward)
-        late -= exposed_seconds(exchanged, backward)
-        return ahead + waited * copies.activations_out, late + waited * copies.activations_in
+        added_backward = exposed_seconds(exchanged + copies.weights + copies.gradients + fetched, backward)
+        added_backward -= exposed_seconds(exchanged, backward)
+        return (
+            added_forward + waited * copies.activations_out,
+            added_backward + waited * copies.activations_in,
+        )
 
     def _offload_transfers(
         self, parameters: float, activation_bytes: float, micro_batches: int
@@ -157,12 +166,12 @@ class DataParallelCost:
             if self.reduces_per_block
             else 0.0
         )
-        place = plan.offload_activations
+        target = plan.offload_activations
         return OffloadTransfers(
             weights,
             gradients / micro_batches,
-            transfer_seconds(machine, plan, place, activation_bytes, from_device=True),
-            transfer_seconds(machine, plan, place, activation_bytes, from_device=False),
+            transfer_seconds(machine, plan, target, activation_bytes, from_device=True),
+            transfer_seconds(machine, plan, target, activation_bytes, from_device=False),
         )
 
     def _copy_out_seconds(self, unsharded_elements: float) -> float:
@@ -172,8 +181,8 @@ class DataParallelCost:
         computing.
         """
         parts = unsharded_elements / self.shards.size
-        moved = parts * (4.0 + self.weight_bytes) + unsharded_elements * 2 * self.weight_bytes
-        return memory_bound_seconds(self.hardware.chip, moved, 2)
+        traffic = parts * (4.0 + self.weight_bytes) + unsharded_elements * 2 * self.weight_bytes
+        return memory_bound_seconds(self.hardware.chip, traffic, 2)
 
     def _reduce_scatter_seconds(self, unsharded_elements: float) -> float:
         """Return the seconds of the reduce-scatter of gradients over shards.
@@ -187,10 +196,10 @@ class DataParallelCost:
 
     def _copy_in_seconds(self, unsharded_elements: float) -> float:
         """Return the seconds of copying gradients into the buffer that is reduced."""
-        moved = (
+        traffic = (
             unsharded_elements * self.trainable_share * (self.weight_bytes + self.framework.gradient_bytes)
         )
-        return memory_bound_seconds(self.hardware.chip, moved, 1 if moved else 0)
+        return memory_bound_seconds(self.hardware.chip, traffic, 1 if traffic else 0)
 
     def casting_seconds(self, parameters: float) -> float:
         """Return the seconds, per forward, of casting a block's master weights to compute precision.
@@ -199,10 +208,10 @@ class DataParallelCost:
 
         Sharded weights are cast before they are gathered: each rank casts its shard.
         """
-        whole = parameters * self.cast_share / self.plan.tp
+        cast = parameters * self.cast_share / self.plan.tp
         if self.framework.weight_storage == "copies" or self.plan.shard != "none" or self.weight_bytes >= 4.0:
             return 0.0
-        return memory_bound_seconds(self.hardware.chip, whole * (4.0 + self.weight_bytes)) if whole else 0.0
+        return memory_bound_seconds(self.hardware.chip, cast * (4.0 + self.weight_bytes)) if cast else 0.0
 
     def accumulation_seconds(self, parameters: float, micro_batches: int) -> float:
         """Return the seconds, per micro-batch, of adding a block's gradients to earlier ones.
@@ -213,21 +222,24 @@ class DataParallelCost:
         software = self.framework
         if not parameters or not self.trainable_share:
             return 0.0
-        fresh, kept = ELEMENT_BYTES[self.plan.precision], float(software.accumulation_bytes)
-        whole = parameters * self.trainable_share / self.plan.tp
+        computed, accumulated = ELEMENT_BYTES[self.plan.precision], float(software.accumulation_bytes)
+        gradients = parameters * self.trainable_share / self.plan.tp
         if self.reduces_per_block:
-            whole /= self.shards.size  # each block's gradients are reduced first
+            gradients /= self.shards.size  # each block's gradients are reduced first
         added = (micro_batches - 1) / micro_batches
         if self.reduces_per_block and updates_on_cpu(self.plan):
-            return added * host_accumulation_seconds(self.hardware, self.plan, whole)
+            return added * host_accumulation_seconds(self.hardware, self.plan, gradients)
         if software.fuses_gradient_accumulation:
             # Bytes beyond the result that every product writes; half hides behind other tiles' products.
-            moved, kernels = added * 0.5 * (2 * kept - 2.0), 0
+            traffic, kernels = added * 0.5 * (2 * accumulated - 2.0), 0
         elif software.weight_storage == "copies":
-            moved, kernels = added * (fresh + 2 * kept), 1
+            traffic, kernels = added * (computed + 2 * accumulated), 1
         else:
-            moved, kernels = (fresh + kept) * (fresh != kept) + added * 3 * kept, 2
-        return memory_bound_seconds(self.hardware.chip, whole * moved, kernels)
+            traffic, kernels = (
+                (computed + accumulated) * (computed != accumulated) + added * 3 * accumulated,
+                2,
+            )
+        return memory_bound_seconds(self.hardware.chip, gradients * traffic, kernels)
 
     def _algorithm(self) -> Algorithm | None:
         """Return the algorithm of the replicas' all-reduce; None: the fastest, as NCCL chooses.
@@ -243,12 +255,12 @@ class DataParallelCost:
 
         A rank holds its part of the experts, which fewer ranks replicate: as many bytes are transferred.
         """
-        whole = parameters / self.plan.tp
-        mine = whole * self.trainable_share / self.shards.size
-        reduce = self.gradient_collectives.all_reduce(self.replicas, mine, self._algorithm())
+        unsharded = parameters / self.plan.tp
+        sharded = unsharded * self.trainable_share / self.shards.size
+        reduce = self.gradient_collectives.all_reduce(self.replicas, sharded, self._algorithm())
         rounding = 0.0
         if self.has_shared_memory_weights and self.weight_bytes < 4.0:
-            parts = whole * self.cast_share / self.shards.size
+            parts = unsharded * self.cast_share / self.shards.size
             rounding = memory_bound_seconds(self.hardware.chip, parts * (4.0 + self.weight_bytes))
         if self.reduces_per_block and self.reshards_after_forward:
             return reduce, rounding  # everything else is exchanged block by block
@@ -256,18 +268,18 @@ class DataParallelCost:
         if self.has_shared_memory_weights:
             gather = rounding
         elif not self.reshards_after_forward:
-            moved = whole * self.cast_share
-            changed = 0.0 if self.framework.frozen_base_weights else moved * self.weight_bytes
+            cast_elements = unsharded * self.cast_share
+            changed = 0.0 if self.framework.frozen_base_weights else cast_elements * self.weight_bytes
             gather = all_gather_seconds(self.hardware, self.shards, changed)
-            gather += weight_transfer_seconds(self.hardware, self.plan, whole / self.shards.size)
-            gather += self._copy_out_seconds(moved) if copies else 0.0
+            gather += weight_transfer_seconds(self.hardware, self.plan, unsharded / self.shards.size)
+            gather += self._copy_out_seconds(cast_elements) if copies else 0.0
         if self.reduces_per_block:
             return reduce, gather
-        reduce += self._reduce_scatter_seconds(whole)
+        reduce += self._reduce_scatter_seconds(unsharded)
         reduce += gradient_transfer_seconds(
-            self.hardware, self.plan, whole * self.trainable_share / self.shards.size
+            self.hardware, self.plan, unsharded * self.trainable_share / self.shards.size
         )
-        return reduce + self._copy_in_seconds(whole) if copies else reduce, gather
+        return reduce + self._copy_in_seconds(unsharded) if copies else reduce, gather
 
 
 def overlaps_gradient_reduction(plan: Plan, hardware: HardwareModel) -> bool:
@@ -301,8 +313,8 @@ def data_parallel_key(plan: Plan) -> tuple[object, ...]:
     by_block = (plan.shard, plan.shard_group_size) if exchanges else None
     # These decide whether the ranks of a node share the model states.
     on_machines = (plan.tp, plan.world_size) if exchanges and plan.device == "cpu" else None
-    away = (plan.offload_parameters, plan.offload_optimizer, plan.offload_activations)
-    return plan.shard == "none", by_block, on_machines, away
+    offload = (plan.offload_parameters, plan.offload_optimizer, plan.offload_activations)
+    return plan.shard == "none", by_block, on_machines, offload
 
 
 def exposed_seconds(communication: float, compute: float) -> float:

@@ -114,10 +114,10 @@ def _block_parameters(
 ) -> float:
     """Return the parameters of one block, before `tp`, on one rank of `ep`."""
     attention = attention_cost(dimensions).parameters
-    half = feed_forward_cost(dimensions, has_experts=experts)
-    dense = half.parameters - half.expert_parameters
+    feed_forward = feed_forward_cost(dimensions, has_experts=experts)
+    dense = feed_forward.parameters - feed_forward.expert_parameters
     # Counts are before `tp`; the factor undoes its division for experts that it does not split.
-    experts_here = half.expert_parameters / plan.ep * (1 if framework.splits_experts else plan.tp)
+    experts_here = feed_forward.expert_parameters / plan.ep * (1 if framework.splits_experts else plan.tp)
     return attention + dense + experts_here
 
 
@@ -132,10 +132,10 @@ def decoder_stage_send_seconds(
     if plan.pp == 1:
         return 0.0
     element = ELEMENT_BYTES[plan.precision]
-    whole = plan.micro_batch * sequence_length / plan.cp * dimensions.hidden * element
-    seconds = send_seconds(hardware, plan.ranks_per_pipeline_rank, whole / plan.tp)
+    output_bytes = plan.micro_batch * sequence_length / plan.cp * dimensions.hidden * element
+    seconds = send_seconds(hardware, plan.ranks_per_pipeline_rank, output_bytes / plan.tp)
     return (
         seconds
         if plan.sequence_parallel
-        else seconds + all_gather_seconds(hardware, RankGroup(plan.tp), whole)
+        else seconds + all_gather_seconds(hardware, RankGroup(plan.tp), output_bytes)
     )

@@ -117,8 +117,8 @@ class FrameworkTraits:
             return False, False
         if self.shared_memory_nodes == 1:
             return True, True
-        on_each, group = plan.world_size // self.shared_memory_nodes, plan.shard_group_size * plan.tp
-        return (group <= on_each and on_each % group == 0), False
+        ranks_per_node, group = plan.world_size // self.shared_memory_nodes, plan.shard_group_size * plan.tp
+        return (group <= ranks_per_node and ranks_per_node % group == 0), False
 
     def has_shared_memory_weights(self, plan: Plan) -> bool:
         """Return whether ranks that shard weights compute with one common copy of them."""
@@ -196,14 +196,14 @@ def block_cost(
         _feed_forward(add, dimensions.feed_forward, dimensions, plan, framework, tokens, precision)
 
     activation = tokens * hidden * ELEMENT_BYTES[plan.precision]
-    one = _tensor_parallel_seconds(hardware, plan, activation) * (1 - framework.tensor_overlap)
+    exchange_seconds = _tensor_parallel_seconds(hardware, plan, activation) * (1 - framework.tensor_overlap)
     # Two exchanges forward and two backward (Shoeybi et al. 2020, section 3); with sequence parallelism
     # each is a gather and a scatter, which together move as much (Korthikanti et al. 2022, section 4.2.2).
     return replace(
         add.layer_cost(),
-        tensor_forward=2 * one,
-        tensor_backward=2 * one,
-        tensor_recompute=2 * one if full else 0.0,
+        tensor_forward=2 * exchange_seconds,
+        tensor_backward=2 * exchange_seconds,
+        tensor_recompute=2 * exchange_seconds if full else 0.0,
         context_forward=context,
         context_backward=2 * context,
         expert_forward=expert,
@@ -251,10 +251,10 @@ def _attention(
     full, selective = plan.recompute == "full", plan.recompute == "selective"
     second = full or (selective and framework.selective_recompute == "products")
     if dimensions.uses_latent_attention:
-        plain, turned, value = dimensions.head_dim, dimensions.rope_head_dim, dimensions.value_head_dim
+        plain, rotary_width, value = dimensions.head_dim, dimensions.rope_head_dim, dimensions.value_head_dim
         rank, query_rank = dimensions.key_value_rank, dimensions.query_rank
-        width = plain + turned
-        add.add_matmul(tokens, query_rank + rank + turned, hidden, precision, is_recomputed=full)
+        width = plain + rotary_width
+        add.add_matmul(tokens, query_rank + rank + rotary_width, hidden, precision, is_recomputed=full)
         add.add_matmul(tokens, heads * width, query_rank, precision, is_recomputed=second)
         add.add_matmul(tokens, heads * (plain + value), rank, precision, is_recomputed=full)
         add.add_matmul(tokens, hidden, heads * value, precision, is_recomputed=second)
@@ -340,13 +340,13 @@ def _feed_forward(
     tokens: float,
     precision: str,
 ) -> None:
-    wide = width / plan.tp
+    rank_width = width / plan.tp
     full = plan.recompute == "full"
-    half = full or (plan.recompute == "selective" and framework.selective_recompute == "products")
-    into = dimensions.feed_forward_matrices - 1
-    add.add_matmul(tokens, into * wide, dimensions.hidden, precision, is_recomputed=full)
-    add.add_matmul(tokens, dimensions.hidden, wide, precision, is_recomputed=half)
-    _activation(add, tokens * wide, dimensions, framework, is_recomputed=half)
+    recomputes_down = full or (plan.recompute == "selective" and framework.selective_recompute == "products")
+    inputs = dimensions.feed_forward_matrices - 1
+    add.add_matmul(tokens, inputs * rank_width, dimensions.hidden, precision, is_recomputed=full)
+    add.add_matmul(tokens, dimensions.hidden, rank_width, precision, is_recomputed=recomputes_down)
+    _activation(add, tokens * rank_width, dimensions, framework, is_recomputed=recomputes_down)
 
 
 def _activation(
@@ -359,11 +359,11 @@ def _activation(
 ) -> None:
     """Add the activation function: SiLU of one half times the other, or GELU, in GPT after a bias."""
     if dimensions.activation_function == "gelu":
-        alone = (4.0, 6.0, 1)
+        plain = (4.0, 6.0, 1)
         if add.is_eager_on_cpu:
-            alone = (*(CPU_GELU_16_BITS if add.precision_scale == 1.0 else CPU_GELU), 1)
+            plain = (*(CPU_GELU_16_BITS if add.precision_scale == 1.0 else CPU_GELU), 1)
         with_bias = framework.architecture == "gpt" and not framework.fuses_pointwise
-        add.add_memory_bound(elements, *((8.0, 10.0, 2) if with_bias else alone), is_recomputed=is_recomputed)
+        add.add_memory_bound(elements, *((8.0, 10.0, 2) if with_bias else plain), is_recomputed=is_recomputed)
     elif add.is_eager_on_cpu:
         add.add_memory_bound(elements, *CPU_SWIGLU, 2, is_recomputed=is_recomputed)
     else:
@@ -386,26 +386,26 @@ def _experts(
     """Add router, experts and shared experts; return the token exchange under `ep` in forward, in seconds."""
     hidden, choices = dimensions.hidden, dimensions.experts_per_token
     full = plan.recompute == "full"
-    again = full or (plan.recompute == "selective" and framework.selective_recompute == "products")
+    is_recomputed = full or (plan.recompute == "selective" and framework.selective_recompute == "products")
     local = max(dimensions.experts // plan.ep, 1)
     parts = plan.tp if framework.splits_experts else 1
     routed = tokens * parts / plan.tp
     rows = routed * choices
-    wide = dimensions.expert_width / parts
+    rank_width = dimensions.expert_width / parts
     add.add_matmul(routed, dimensions.experts, hidden, plan.precision, is_recomputed=full)
-    add.add_memory_bound(routed * dimensions.experts, 24.0, 24.0, 8, is_recomputed=again)
+    add.add_memory_bound(routed * dimensions.experts, 24.0, 24.0, 8, is_recomputed=is_recomputed)
     # Tokens are put into the order of their experts, and back, on both sides of the exchange.
     # Where a token is sent to a rank only once, the exchange itself does so on one side.
     sides = 8.0 if plan.ep > 1 and not framework.deduplicates_dispatch else 4.0
     add.add_memory_bound(rows * hidden, sides, sides, 4, is_recomputed=full)
     add.add_memory_bound(rows * hidden, 6.0, 6.0, 2, is_recomputed=full)
-    add.add_matmul(rows / local, 2 * wide, hidden, precision, count=local, is_recomputed=full)
-    add.add_matmul(rows / local, hidden, wide, precision, count=local, is_recomputed=again)
+    add.add_matmul(rows / local, 2 * rank_width, hidden, precision, count=local, is_recomputed=full)
+    add.add_matmul(rows / local, hidden, rank_width, precision, count=local, is_recomputed=is_recomputed)
     if not framework.fuses_experts:
         # For two products, each expert's input, weight and gradient are cast on their own, along both sides.
         extra = 2 * (local - 1) * (6 if ELEMENT_BYTES[precision] < 2 else 1)
         add.add_kernels(extra, 2 * extra, extra if full else 0)
-    _activation(add, rows * wide, dimensions, framework, is_recomputed=again)
+    _activation(add, rows * rank_width, dimensions, framework, is_recomputed=is_recomputed)
     if dimensions.shared_experts:
         _feed_forward(
             add,
@@ -437,14 +437,19 @@ def head_cost(
     logits = dimensions.vocabulary / plan.tp
     add.add_memory_bound(tokens * dimensions.hidden, 4.0, 8.0, 2)
     add.add_matmul(tokens, logits, dimensions.hidden, plan.precision)
-    moved = (framework.loss_bytes / 2, framework.loss_bytes / 2)
+    loss_bytes = (framework.loss_bytes / 2, framework.loss_bytes / 2)
     if plan.device == "cpu":
-        moved = CPU_LOSS_16_BITS if ELEMENT_BYTES[plan.precision] == 2 else CPU_LOSS
-    ahead, back = (one / add.precision_scale for one in moved)  # these bytes are in 32 bits already
-    add.add_memory_bound(tokens * logits, ahead, back, 6)
-    one = _tensor_parallel_seconds(hardware, plan, tokens * dimensions.hidden * ELEMENT_BYTES[plan.precision])
+        loss_bytes = CPU_LOSS_16_BITS if ELEMENT_BYTES[plan.precision] == 2 else CPU_LOSS
+    forward_bytes, backward_bytes = (
+        size / add.precision_scale
+        for size in loss_bytes  # these bytes are in 32 bits already
+    )
+    add.add_memory_bound(tokens * logits, forward_bytes, backward_bytes, 6)
+    exchange_seconds = _tensor_parallel_seconds(
+        hardware, plan, tokens * dimensions.hidden * ELEMENT_BYTES[plan.precision]
+    )
     sums = 3 * all_reduce_seconds(hardware, RankGroup(plan.tp), tokens * 4)
-    return replace(add.layer_cost(), tensor_forward=sums, tensor_backward=one)
+    return replace(add.layer_cost(), tensor_forward=sums, tensor_backward=exchange_seconds)
 
 
 def embedding_cost(

@@ -67,19 +67,19 @@ def _cost_with_frozen_parts(
     cost: LayerCost, layer: LayerWorkload, plan: Plan, hardware: HardwareModel, framework: FrameworkTraits
 ) -> LayerCost:
     """Return `cost` without frozen products and with adapters, averaged over the layer's `count`."""
-    own = layer.trainable_share
+    trained_share = layer.trainable_share
     adapters = LayerCost()
     if layer.operators:
         adapters = operators_cost(layer, plan, hardware, framework)
-        own = 0.0  # only the adapters are trained
-    reached = layer.backward_share
-    changed = {name: reached * getattr(cost, name) for name in _BACKWARD_FIELDS}
+        trained_share = 0.0  # only the adapters are trained
+    backward_share = layer.backward_share
+    changed = {name: backward_share * getattr(cost, name) for name in _BACKWARD_FIELDS}
     cost = replace(
         cost,
         **changed,
-        backward_weight=own * cost.backward_weight,
-        kernels_backward=round(reached * cost.kernels_backward),
-        kernels_recompute=round(reached * cost.kernels_recompute),
+        backward_weight=trained_share * cost.backward_weight,
+        kernels_backward=round(backward_share * cost.kernels_backward),
+        kernels_recompute=round(backward_share * cost.kernels_recompute),
     )
-    names = [one.name for one in fields(cost)]
+    names = [field.name for field in fields(cost)]
     return LayerCost(**{name: getattr(cost, name) + getattr(adapters, name) for name in names})

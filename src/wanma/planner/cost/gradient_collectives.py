@@ -59,22 +59,25 @@ class GradientCollectives:
             return 0.0
         if kind == "none":
             return all_reduce_seconds(machine, group, elements * self.uncompressed_element_bytes, algorithm)
-        inside = group.members_within(machine.links[0], machine.device_count)
-        by_machines = algorithm == "hierarchical" and 1 < inside < group.size
+        local_size = group.members_within(machine.links[0], machine.device_count)
+        by_machines = algorithm == "hierarchical" and 1 < local_size < group.size
         splits_by_node = by_machines and not COMPRESSION_TRAITS[kind].is_low_rank
         is_chunked = COMPRESSION_COSTS[kind].exchange == "all_to_all_and_all_gather" or splits_by_node
         parts = self._message_count(elements, is_chunked=is_chunked)
         if not by_machines:
             return self._overlapped_seconds(kind, group, elements, parts)
-        within, whole = RankGroup(inside, group.stride), elements * self.uncompressed_element_bytes
-        between = RankGroup(-(-group.size // inside), group.stride * inside)
-        scattered = reduce_scatter_seconds(machine, within, whole)
-        gathered = all_gather_seconds(machine, within, whole)
+        inner_group, total_bytes = (
+            RankGroup(local_size, group.stride),
+            elements * self.uncompressed_element_bytes,
+        )
+        outer_group = RankGroup(-(-group.size // local_size), group.stride * local_size)
+        scattered = reduce_scatter_seconds(machine, inner_group, total_bytes)
+        gathered = all_gather_seconds(machine, inner_group, total_bytes)
         filled = memory_bound_seconds(
             machine.chip, elements * HIERARCHICAL_TRAFFIC_BYTES, HIERARCHICAL_KERNELS
         )
         return self._overlapped_seconds(
-            kind, between, elements / inside, parts, scattered + gathered + filled
+            kind, outer_group, elements / local_size, parts, scattered + gathered + filled
         )
 
     def _transfer_seconds(self, kind: Compression, group: RankGroup, elements: float) -> float:
@@ -98,12 +101,17 @@ class GradientCollectives:
         """
         if self.plan.device != "cpu" or self.plan.shard not in ("none", "optimizer"):
             return 1
-        together = (
+        message_elements = (
             self.plan.bucket_bytes / self.uncompressed_element_bytes
             if self.plan.computes_on_master_weights
             else elements
         )
-        return max(math.ceil(elements / (min(MAX_SLICE_ELEMENTS, together) if is_chunked else together)), 1)
+        return max(
+            math.ceil(
+                elements / (min(MAX_SLICE_ELEMENTS, message_elements) if is_chunked else message_elements)
+            ),
+            1,
+        )
 
     def _overlapped_seconds(
         self,
@@ -122,11 +130,11 @@ class GradientCollectives:
             compute_seconds: seconds of computing, summed over all parts.
         """
         first = self._transfer_seconds(kind, group, 1.0)
-        rest = messages * (self._transfer_seconds(kind, group, elements / messages) - first)
+        transfer = messages * (self._transfer_seconds(kind, group, elements / messages) - first)
         computing = messages * self._codec_seconds(kind, elements / messages) + compute_seconds
         if not leaves_innermost_level(self.hardware, group):
-            return messages * first + rest + computing
-        travelling = max(messages / MAX_IN_FLIGHT, 1.0) * first + rest
+            return messages * first + transfer + computing
+        travelling = max(messages / MAX_IN_FLIGHT, 1.0) * first + transfer
         return max(travelling, computing) + min(travelling, computing) / messages
 
     def reduce_scatter(self, group: RankGroup, elements: float, *, compressed: bool) -> float:
@@ -159,10 +167,10 @@ class GradientCollectives:
     def _codec_seconds(self, kind: Compression, elements: float) -> float:
         """Return the seconds that the method computes on the device for so many elements."""
         cost = COMPRESSION_COSTS[kind]
-        moved = cost.traffic_bytes
+        traffic = cost.traffic_bytes
         if self.plan.device == "cpu" and cost.cpu_traffic_bytes is not None:
-            moved = cost.cpu_traffic_bytes
-        return memory_bound_seconds(self.hardware.chip, elements * moved, cost.kernels)
+            traffic = cost.cpu_traffic_bytes
+        return memory_bound_seconds(self.hardware.chip, elements * traffic, cost.kernels)
 
 
 def error_feedback_bytes(plan: Plan, unsharded_elements: float, sharded_elements: float) -> float:
@@ -191,12 +199,12 @@ def reduction_sent_bytes(plan: Plan, unsharded_elements: float) -> tuple[float, 
         if scatters
         else (plan.replicate_group_size, unsharded_elements / plan.shard_group_size)
     )
-    of_each = (ranks - 1) / ranks * elements  # once; an all-reduce sends it twice
-    plain = (1 if scatters else 2) * 4.0 * of_each
+    sent_elements = (ranks - 1) / ranks * elements  # once; an all-reduce sends it twice
+    plain = (1 if scatters else 2) * 4.0 * sent_elements
     if plan.compression == "none":
         return plain, plain
     cost = COMPRESSION_COSTS[plan.compression]
-    message_bytes = cost.message_element_bytes(plan) * of_each
+    message_bytes = cost.message_element_bytes(plan) * sent_elements
     match cost.exchange:
         case "all_gather":
             return (message_bytes if scatters else ranks * message_bytes), plain

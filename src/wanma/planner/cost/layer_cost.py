@@ -110,7 +110,7 @@ class CostAccumulator:
 
     def add_kernels(self, *kernels: int) -> None:
         """Add the numbers of kernels that the host launches in forward, in backward, and in recompute."""
-        self.kernels = [have + more for have, more in zip(self.kernels, kernels, strict=True)]
+        self.kernels = [count + added for count, added in zip(self.kernels, kernels, strict=True)]
 
     def layer_cost(self) -> LayerCost:
         return LayerCost(

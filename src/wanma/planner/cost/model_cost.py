@@ -59,41 +59,41 @@ def model_cost_key(plan: Plan) -> tuple[object, ...]:
 def block_counts_of_stages(model_cost: ModelCost, plan: Plan) -> list[tuple[int, ...]]:
     """Return the number of blocks of each group in every stage."""
     ends = list(accumulate(kind.block_count for kind in model_cost.blocks))
-    found, start = [], 0
+    counts, start = [], 0
     for size in blocks_of_stages(ends[-1] if ends else 0, plan):
         stop = start + size
-        found.append(
+        counts.append(
             tuple(
                 max(min(stop, end) - max(start, end - kind.block_count), 0)
                 for kind, end in zip(model_cost.blocks, ends, strict=True)
             )
         )
         start = stop
-    return found
+    return counts
 
 
 def build_stages(model_cost: ModelCost, plan: Plan) -> list[StageLayers]:
     """Return the plan's stages in the order of the model; equal ones are one object."""
     stages: dict[object, StageLayers] = {}
-    found = []
+    result = []
     for number, counts in enumerate(block_counts_of_stages(model_cost, plan)):
         key = (counts, number == 0, number == plan.stage_count - 1)
         if key not in stages:
             stages[key] = _stage(model_cost, plan, *key)
-        found.append(stages[key])
-    return found
+        result.append(stages[key])
+    return result
 
 
 def _stage(
     model_cost: ModelCost, plan: Plan, counts: tuple[int, ...], is_first: bool, is_last: bool
 ) -> StageLayers:
     """Return the stage that holds `counts` blocks of each group."""
-    held = [(kind, count) for kind, count in zip(model_cost.blocks, counts, strict=True) if count]
+    kinds = [(kind, count) for kind, count in zip(model_cost.blocks, counts, strict=True) if count]
     ends = (*(model_cost.pre_block if is_first else ()), *(model_cost.post_block if is_last else ()))
     total = sum(counts)
     return StageLayers(
-        tuple((kind.cost, count, kind.parameters) for kind, count in held),
+        tuple((kind.cost, count, kind.parameters) for kind, count in kinds),
         len(plan.recomputed_blocks(total)) / total if total else 0.0,
         tuple((end.cost, end.parameters) for end in ends),
-        sum(count * kind.parameters for kind, count in held) + sum(end.parameters for end in ends),
+        sum(count * kind.parameters for kind, count in kinds) + sum(end.parameters for end in ends),
     )

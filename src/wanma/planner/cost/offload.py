@@ -35,7 +35,7 @@ class OffloadTransfers(NamedTuple):
 def uses_offload(plan: Plan) -> bool:
     """Return whether the plan offloads anything."""
     places = (plan.offload_parameters, plan.offload_optimizer, plan.offload_activations)
-    return any(place != "none" for place in places)
+    return any(target != "none" for target in places)
 
 
 def reshards_after_forward(plan: Plan) -> bool:
@@ -88,9 +88,9 @@ def gradient_transfer_seconds(hardware: HardwareModel, plan: Plan, sharded_eleme
     Their weights are offloaded there. Gradients stay in host memory, also where weights are offloaded to
     disk.
     """
-    place: Offload = "host" if updates_on_cpu(plan) else "none"
+    target: Offload = "host" if updates_on_cpu(plan) else "none"
     return transfer_seconds(
-        hardware, plan, place, sharded_elements * master_weight_bytes(plan), from_device=True
+        hardware, plan, target, sharded_elements * master_weight_bytes(plan), from_device=True
     )
 
 
@@ -143,12 +143,12 @@ def reallocated_bytes(
     if not returns_freed_memory(plan):
         return 0.0, 0.0
     if plan.offload_activations == "disk" and is_block:  # made, then read from their file with gradients
-        ahead, back = activation_bytes, 2 * activation_bytes
+        forward, backward = activation_bytes, 2 * activation_bytes
     elif plan.offload_parameters == "disk" or plan.offload_activations == "disk":
-        ahead, back = activation_bytes, 0.0
+        forward, backward = activation_bytes, 0.0
     else:
-        ahead, back = activation_bytes / micro_batches, 0.0
+        forward, backward = activation_bytes / micro_batches, 0.0
     if plan.offload_parameters == "disk":
-        ahead += GATHERED_COPIES * weight_bytes
-        back += (GATHERED_COPIES + 1) * weight_bytes  # with their gradients
-    return ahead, back
+        forward += GATHERED_COPIES * weight_bytes
+        backward += (GATHERED_COPIES + 1) * weight_bytes  # with their gradients
+    return forward, backward

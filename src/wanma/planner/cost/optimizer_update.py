@@ -42,8 +42,8 @@ def optimizer_cost_of(
     decays = train.weight_decay > 0
     if train.optimizer == "sgd":
         # Not fused: the decay makes new gradients, momentum is scaled and then added to, the weights change.
-        moved = 12 * decays + 20 * (train.momentum > 0) + 12
-        return OptimizerCost(COMMON_UPDATE_BYTES + moved)
+        state_bytes = 12 * decays + 20 * (train.momentum > 0) + 12
+        return OptimizerCost(COMMON_UPDATE_BYTES + state_bytes)
     if train.optimizer == "adafactor":
         # Norms of the weights, of rows, of columns and of the update (4 each); the estimate is written (4),
         # divided, bounded, inverted (8 each) and multiplied by gradients (12); the weights change (12).
@@ -82,6 +82,6 @@ def _matrices(workload: Workload, dimensions: DecoderConfig | None) -> Iterator[
         return
     hidden, width = dimensions.hidden, dimensions.head_dim
     queries, keys = dimensions.heads * width, dimensions.kv_heads * width
-    wide = [queries, keys, keys, queries, *[dimensions.feed_forward] * dimensions.feed_forward_matrices]
-    for side in wide:
+    sides = [queries, keys, keys, queries, *[dimensions.feed_forward] * dimensions.feed_forward_matrices]
+    for side in sides:
         yield float(min(side, hidden)), float(max(side, hidden))

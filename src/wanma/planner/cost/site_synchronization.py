@@ -61,16 +61,20 @@ def site_exchange(
     sent = site_sent_bytes(plan, framework, parameters, trainable_share)
     status_seconds = all_reduce_seconds(hardware, sites, _STATUS_BYTES)
     if not synchronization.has_local_weights:
-        beside = min(synchronization.staleness, 1)  # more may be in flight, but each step sends as much again
-        return SiteExchange(sent, all_reduce_seconds(hardware, sites, sent), 1.0, beside, 0.0, status_seconds)
+        overlap_steps = min(
+            synchronization.staleness, 1
+        )  # more may be in flight, but each step sends as much again
+        return SiteExchange(
+            sent, all_reduce_seconds(hardware, sites, sent), 1.0, overlap_steps, 0.0, status_seconds
+        )
     if synchronization.compression == "none":
         seconds = all_reduce_seconds(hardware, sites, sent)
     else:
         seconds = all_gather_seconds(hardware, sites, sent * plan.sites)
     # Pseudo-gradient written, read and rounded; outer weights, momentum and the site's weights read and
     # written.
-    moved = exchanged * 4.0 * (3 + 2 + (2 if synchronization.momentum else 0) + 2)
-    update = memory_bound_seconds(hardware.chip, moved) / synchronization.every
+    traffic = exchanged * 4.0 * (3 + 2 + (2 if synchronization.momentum else 0) + 2)
+    update = memory_bound_seconds(hardware.chip, traffic) / synchronization.every
     return SiteExchange(
         sent,
         seconds,

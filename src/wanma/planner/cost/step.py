@@ -93,9 +93,9 @@ class StepComponents:
         """
         if not self.is_overlapped:
             return self.reduce_seconds, self.gather_seconds
-        mine = [self.costs[stage] for stage in self.plan.stages_of_pipeline_rank(slowest_rank)]
-        forward = sum(cost.forward for cost in mine)
-        backward = sum(cost.seconds - cost.forward for cost in mine)
+        rank_costs = [self.costs[stage] for stage in self.plan.stages_of_pipeline_rank(slowest_rank)]
+        forward = sum(cost.forward for cost in rank_costs)
+        backward = sum(cost.seconds - cost.forward for cost in rank_costs)
         return exposed_seconds(self.reduce_seconds, backward), exposed_seconds(self.gather_seconds, forward)
 
 
@@ -216,14 +216,14 @@ def optimizer_seconds(
         plan.tp * plan.shard_group_size * plan.replicate_group_size,
     ):
         seconds += all_gather_seconds(hardware, RankGroup(ranks), exchanged)
-    moved = (
+    transfer = (
         optimizer_state_transfer_seconds(hardware, plan, updated, framework.optimizer_state_bytes)
         if uses_offload(plan)
         else 0.0
     )
     if returns_freed_memory(plan):  # gradients, whose memory was returned to the kernel
-        moved += updated * master_weight_bytes(plan) / hardware.host.fresh_bytes_per_second
-    return seconds * hardware.optimizer_factor + moved
+        transfer += updated * master_weight_bytes(plan) / hardware.host.fresh_bytes_per_second
+    return seconds * hardware.optimizer_factor + transfer
 
 
 def assemble_step_time(
@@ -231,7 +231,7 @@ def assemble_step_time(
 ) -> StepTime:
     """Return the step's time: the pipeline's schedule is simulated, and the components are added to it."""
     plan = components.plan
-    played = simulate(
+    simulated = simulate(
         plan.schedule,
         components.costs,
         plan.pp,
@@ -239,22 +239,24 @@ def assemble_step_time(
         components.stage_send_seconds,
         components.in_flight,
     )
-    busiest = max(range(plan.pp), key=lambda rank: played.compute_seconds[rank])
-    mine = [
+    busiest = max(range(plan.pp), key=lambda rank: simulated.compute_seconds[rank])
+    rank_kinds = [
         part[stage]
         for stage in plan.stages_of_pipeline_rank(busiest)
         for part in (components.forward, components.backward)
     ]
-    by_kind = {name: components.micro_batches * sum(kind[name] for kind in mine) for name in _KINDS}
+    by_kind = {name: components.micro_batches * sum(kind[name] for kind in rank_kinds) for name in _KINDS}
     exchanged = sum(components.exposed_reduce_gather_seconds(busiest))
-    waiting = 2 * plan.virtual_stages * components.micro_batches * components.blocking_send_seconds
-    seconds, bubble = played.seconds, played.bubble_seconds + waiting
+    blocked = 2 * plan.virtual_stages * components.micro_batches * components.blocking_send_seconds
+    seconds, bubble = simulated.seconds, simulated.bubble_seconds + blocked
     if components.threads_per_core > 1:
         # Ranks that wait leave their cores to the others: a step takes at least all the work on all cores,
         # and at least its critical path with cores to itself.
-        seconds = max(played.seconds / components.threads_per_core, fmean(played.compute_seconds))
+        seconds = max(simulated.seconds / components.threads_per_core, fmean(simulated.compute_seconds))
         mine_seconds = sum(by_kind.values())
-        by_kind = {name: min(1.0, seconds / mine_seconds) * one for name, one in by_kind.items()}
+        by_kind = {
+            name: min(1.0, seconds / mine_seconds) * kind_seconds for name, kind_seconds in by_kind.items()
+        }
         bubble = seconds - sum(by_kind.values())
     if components.site_exchange is not None:
         exchanged += components.site_exchange.exposed_seconds(
@@ -305,11 +307,13 @@ def stage_cost(
     parts = [(part, count, size, stage.recompute_share, True) for part, count, size in stage.blocks]
     parts += [(part, 1, size, 0.0, False) for part, size in stage.end_layers]
     for part, count, size, share, is_block in parts:
-        ahead = _dispatch_bound_seconds(part.forward, part.kernels_forward, hardware, framework)
-        again = share * _dispatch_bound_seconds(part.recompute, part.kernels_recompute, hardware, framework)
-        both = part.backward_input + part.backward_weight
-        back = _dispatch_bound_seconds(both, part.kernels_backward, hardware, framework)
-        scale = back / both if both else 1.0
+        forward_seconds = _dispatch_bound_seconds(part.forward, part.kernels_forward, hardware, framework)
+        recompute_seconds = share * _dispatch_bound_seconds(
+            part.recompute, part.kernels_recompute, hardware, framework
+        )
+        backward_sum = part.backward_input + part.backward_weight
+        backward_seconds = _dispatch_bound_seconds(backward_sum, part.kernels_backward, hardware, framework)
+        scale = backward_seconds / backward_sum if backward_sum else 1.0
         beside_tensor = hardware.program.tensor_seconds if plan.tp > 1 and is_block else 0.0
         tensor_forward = part.tensor_forward + FORWARD_OVERHEAD_SHARE * beside_tensor
         tensor_backward = part.tensor_backward + (1 - FORWARD_OVERHEAD_SHARE) * beside_tensor
@@ -318,34 +322,34 @@ def stage_cost(
             tensor_again += share * FORWARD_OVERHEAD_SHARE * beside_tensor
         expert_forward, expert_backward = part.expert_forward, part.expert_backward
         if framework.expert_overlap:
-            expert_forward = exposed_seconds(expert_forward, ahead)
-            expert_backward = exposed_seconds(expert_backward, back)
+            expert_forward = exposed_seconds(expert_forward, forward_seconds)
+            expert_backward = exposed_seconds(expert_backward, backward_seconds)
         gathered_forward, gathered_backward = data.exposed_per_micro_batch(
-            size, ahead + tensor_forward, again + back + tensor_backward
+            size, forward_seconds + tensor_forward, recompute_seconds + backward_seconds + tensor_backward
         )
         if is_block:
             beside_data = data.framework_overhead_seconds()
             gathered_forward += FORWARD_OVERHEAD_SHARE * beside_data
             gathered_backward += (1 - FORWARD_OVERHEAD_SHARE) * beside_data
         if moves:
-            kept = (1 - share) * part.activation_bytes + share * part.recomputed_activation_bytes
+            saved_bytes = (1 - share) * part.activation_bytes + share * part.recomputed_activation_bytes
             moved_forward, moved_backward = data.exposed_offload_seconds(
                 size,
-                kept,
-                ahead + tensor_forward,
-                again + back + tensor_backward,
+                saved_bytes,
+                forward_seconds + tensor_forward,
+                recompute_seconds + backward_seconds + tensor_backward,
                 micro_batches,
                 is_block=is_block,
             )
             ahead_kinds["moving"] += count * moved_forward
             back_kinds["moving"] += count * moved_backward
-        ahead_kinds["compute"] += count * (ahead + data.casting_seconds(size))
+        ahead_kinds["compute"] += count * (forward_seconds + data.casting_seconds(size))
         ahead_kinds["tensor"] += count * tensor_forward
         ahead_kinds["context"] += count * part.context_forward
         ahead_kinds["expert"] += count * expert_forward
         ahead_kinds["data"] += count * gathered_forward
         adding = data.accumulation_seconds(size, micro_batches)
-        back_kinds["compute"] += count * (again + back + adding)
+        back_kinds["compute"] += count * (recompute_seconds + backward_seconds + adding)
         back_kinds["tensor"] += count * (tensor_backward + tensor_again)
         back_kinds["context"] += count * part.context_backward
         back_kinds["expert"] += count * expert_backward

@@ -114,7 +114,7 @@ def embedding_table_reasons(workload: Workload, step: StepTime) -> tuple[str, ..
     tables = sum(
         layer.count * layer.parameters * layer.trainable_share
         for layer in workload.layers
-        if any(one.kind == "lookup" and one.phase == "forward" for one in layer.operators)
+        if any(operator.kind == "lookup" and operator.phase == "forward" for operator in layer.operators)
     )
     share = step.optimizer / step.seconds
     if share < _REPORTED_SHARE or 2 * tables < workload.parameters:
@@ -192,25 +192,27 @@ class _LayerTimer:
             return self._matmul_seconds(operator, operator.matmul, elements)
         if operator.attention is not None:
             return operator.kernel_count * self._attention_seconds(operator, operator.attention)
-        moved = elements * ELEMENT_BYTES[self.plan.precision]
+        traffic = elements * ELEMENT_BYTES[self.plan.precision]
         if operator.embedding_row_elements is not None:
             row = operator.embedding_row_elements * ELEMENT_BYTES[self.plan.precision]
-            moved *= max(1.0, MIN_MEMORY_ACCESS_BYTES / row)
+            traffic *= max(1.0, MIN_MEMORY_ACCESS_BYTES / row)
         # Between split products each rank has a part of the sequence, or of the width.
         shared = self.tp if self.plan.sequence_parallel else 1
-        return memory_bound_seconds(self.chip, moved / shared, operator.kernel_count)
+        return memory_bound_seconds(self.chip, traffic / shared, operator.kernel_count)
 
     def _matmul_seconds(self, operator: Operator, product: Matmul, elements: float) -> float:
         """Return the seconds of an operator that is a product or a convolution."""
         sized = product.for_micro_batch(self.samples)
         precision = self._precision(operator)
-        moved = elements / operator.kernel_count
+        kernel_elements = elements / operator.kernel_count
         m, n, k, count = sized.m, sized.n / self.tp, sized.k, max(sized.count, 1.0)
         if count > 1 and operator.kind == "convolution" and min(n, k) < _MIN_TENSOR_CORE_DIMENSION:
             # Each channel on its own: too narrow to be multiplied by blocks, it streams.
-            return operator.kernel_count * memory_bound_seconds(self.chip, moved * ELEMENT_BYTES[precision])
+            return operator.kernel_count * memory_bound_seconds(
+                self.chip, kernel_elements * ELEMENT_BYTES[precision]
+            )
         # Where a product has fewer tiles than there are multiprocessors, its sums are cut into parts.
-        one = min(
+        kernel_seconds = min(
             matmul_seconds(
                 self.chip,
                 m,
@@ -218,20 +220,20 @@ class _LayerTimer:
                 k / parts,
                 precision,
                 round(count * parts),
-                moved_elements=moved + (2.0 * parts * m * n * count if parts > 1 else 0.0),
+                moved_elements=kernel_elements + (2.0 * parts * m * n * count if parts > 1 else 0.0),
             )
             for parts in _SPLIT_K_FACTORS
             if parts == 1 or k / parts >= _MIN_SPLIT_K
         )
-        turned = 0.0
+        layout_seconds = 0.0
         if (
             operator.kind == "convolution"
             and precision in _TENSOR_CORE_PRECISIONS
             and not self.framework.channels_last
         ):
             both_ways = 2 * operator.elements_per_sample * self.samples * ELEMENT_BYTES[precision]
-            turned = memory_bound_seconds(self.chip, both_ways, 3 * operator.kernel_count)
-        return operator.kernel_count * one + turned
+            layout_seconds = memory_bound_seconds(self.chip, both_ways, 3 * operator.kernel_count)
+        return operator.kernel_count * kernel_seconds + layout_seconds
 
     def _precision(self, operator: Operator) -> str:
         """Return the precision of a product: the plan's, unless a library chooses its own."""
@@ -269,26 +271,26 @@ def _with_communication(
     cost: LayerCost, layer: LayerWorkload, plan: Plan, hardware: HardwareModel
 ) -> LayerCost:
     """Return `cost` with a block's communication under `tp` and `cp`, as `block_cost` has it."""
-    moved = (layer.full_recompute_elements_per_sample or 0.0) * plan.micro_batch / plan.cp
-    moved *= ELEMENT_BYTES[plan.precision]
+    input_bytes = (layer.full_recompute_elements_per_sample or 0.0) * plan.micro_batch / plan.cp
+    input_bytes *= ELEMENT_BYTES[plan.precision]
     if plan.tp > 1:
         group = RankGroup(plan.tp)
-        one = (
-            2 * all_gather_seconds(hardware, group, moved)
+        exchange_seconds = (
+            2 * all_gather_seconds(hardware, group, input_bytes)
             if plan.sequence_parallel
-            else all_reduce_seconds(hardware, group, moved)
+            else all_reduce_seconds(hardware, group, input_bytes)
         )
         cost = replace(
             cost,
-            tensor_forward=2 * one,
-            tensor_backward=2 * one,
-            tensor_recompute=2 * one if plan.recompute == "full" else 0.0,
+            tensor_forward=2 * exchange_seconds,
+            tensor_backward=2 * exchange_seconds,
+            tensor_recompute=2 * exchange_seconds if plan.recompute == "full" else 0.0,
         )
     if plan.cp > 1:
         context = sum(
-            one.kernel_count * _context_seconds(one.attention, plan, hardware)
-            for one in layer.operators
-            if one.attention is not None and one.phase == "forward"
+            operator.kernel_count * _context_seconds(operator.attention, plan, hardware)
+            for operator in layer.operators
+            if operator.attention is not None and operator.phase == "forward"
         )
         cost = replace(cost, context_forward=context, context_backward=2 * context)
     return cost
@@ -318,8 +320,10 @@ def _loss_cost(
 ) -> LayerCost:
     """Return the cost of the loss: cross entropy, or another function, over the outputs."""
     outputs = (workload.output_elements_per_sample or 0.0) * plan.micro_batch / plan.cp / plan.tp
-    half = memory_bound_seconds(hardware.chip, outputs * framework.loss_bytes / 2, _LOSS_KERNELS)
-    return LayerCost(half, half, kernels_forward=_LOSS_KERNELS, kernels_backward=_LOSS_KERNELS)
+    pass_seconds = memory_bound_seconds(hardware.chip, outputs * framework.loss_bytes / 2, _LOSS_KERNELS)
+    return LayerCost(
+        pass_seconds, pass_seconds, kernels_forward=_LOSS_KERNELS, kernels_backward=_LOSS_KERNELS
+    )
 
 
 def module_stage_send_seconds(workload: Workload, plan: Plan, hardware: HardwareModel) -> float:
@@ -330,10 +334,10 @@ def module_stage_send_seconds(workload: Workload, plan: Plan, hardware: Hardware
         (layer.full_recompute_elements_per_sample or 0.0 for layer in workload.layers if layer.is_block),
         default=0.0,
     )
-    whole = plan.micro_batch / plan.cp * widest * ELEMENT_BYTES[plan.precision]
-    seconds = send_seconds(hardware, plan.ranks_per_pipeline_rank, whole / plan.tp)
+    output_bytes = plan.micro_batch / plan.cp * widest * ELEMENT_BYTES[plan.precision]
+    seconds = send_seconds(hardware, plan.ranks_per_pipeline_rank, output_bytes / plan.tp)
     return (
         seconds
         if plan.sequence_parallel
-        else seconds + all_gather_seconds(hardware, RankGroup(plan.tp), whole)
+        else seconds + all_gather_seconds(hardware, RankGroup(plan.tp), output_bytes)
     )

@@ -37,22 +37,22 @@ def fitting_changes(problem: PlanningProblem, plan: Plan, *, keep: int = 5) -> l
         return []
     plan = replace(plan, batch_shares=())
 
-    def fits(other: Plan) -> bool:
-        needed = forecast_plan_memory(problem, other)
+    def fits(changed_plan: Plan) -> bool:
+        memory = forecast_plan_memory(problem, changed_plan)
         if (
-            needed.memory_bytes > problem.memory_limit_bytes
-            or invalid_plan_reason(problem, other) is not None
+            memory.memory_bytes > problem.memory_limit_bytes
+            or invalid_plan_reason(problem, changed_plan) is not None
         ):
             return False
-        return host_memory_overflow_reason(problem, other, needed) is None
+        return host_memory_overflow_reason(problem, changed_plan, memory) is None
 
     before = forecast_plan(problem, plan)
-    found: dict[Plan, PlanChange] = {}
+    changes: dict[Plan, PlanChange] = {}
     for options in (_single_changes, _change_pairs):
-        for other in _first_fitting_of_each(options(problem, plan), fits):
-            if other not in found:
-                found[other] = _forecast_change(problem, plan, before, other)
-        ranked = sorted(found.values(), key=_cost_order)
+        for changed_plan in _first_fitting_of_each(options(problem, plan), fits):
+            if changed_plan not in changes:
+                changes[changed_plan] = _forecast_change(problem, plan, before, changed_plan)
+        ranked = sorted(changes.values(), key=_cost_order)
         if ranked and (ranked[0].slowdown or 0.0) <= ACCEPTABLE_SLOWDOWN and ranked[0].slowdown is not None:
             break
     return ranked[:keep]
@@ -64,13 +64,17 @@ def memory_saving_changes(problem: PlanningProblem, plan: Plan, *, keep: int = 5
         return []
     plan = replace(plan, batch_shares=())
     before = forecast_plan(problem, plan)
-    found = []
+    changes = []
     for options in _single_changes(problem, plan):
-        possible = [other for other in options if invalid_plan_reason(problem, other) is None]
+        possible = [
+            changed_plan for changed_plan in options if invalid_plan_reason(problem, changed_plan) is None
+        ]
         if possible:
-            least = min(possible, key=lambda other: forecast_plan_memory(problem, other).memory_bytes)
-            found.append(_forecast_change(problem, plan, before, least))
-    helpful = [change for change in found if change.saved_bytes > 0]
+            smallest = min(
+                possible, key=lambda changed_plan: forecast_plan_memory(problem, changed_plan).memory_bytes
+            )
+            changes.append(_forecast_change(problem, plan, before, smallest))
+    helpful = [change for change in changes if change.saved_bytes > 0]
     return sorted(helpful, key=lambda change: -change.saved_bytes)[:keep]
 
 
@@ -82,12 +86,12 @@ def _single_changes(problem: PlanningProblem, plan: Plan) -> Iterator[Iterable[P
 def _change_pairs(problem: PlanningProblem, plan: Plan) -> Iterator[Iterable[Plan]]:
     """Yield, for every two families, the plans with a change of each, smallest changes first."""
     for first, second in itertools.combinations(change_families(problem).values(), 2):
-        both = [
-            (number + further, other)
-            for number, half in enumerate(first(plan))
-            for further, other in enumerate(second(half))
+        changed = [
+            (number + further, changed_plan)
+            for number, first_change in enumerate(first(plan))
+            for further, changed_plan in enumerate(second(first_change))
         ]
-        yield [other for _, other in sorted(both, key=lambda pair: pair[0])]
+        yield [changed_plan for _, changed_plan in sorted(changed, key=lambda pair: pair[0])]
 
 
 def _first_fitting_of_each(options: Iterable[Iterable[Plan]], fits: Fits) -> Iterator[Plan]:
@@ -100,15 +104,15 @@ def _first_fitting_of_each(options: Iterable[Iterable[Plan]], fits: Fits) -> Ite
 def _forecast_change(
     problem: PlanningProblem, before: Plan, forecast_before: Forecast, after: Plan
 ) -> PlanChange:
-    then = forecast_plan(problem, after)
+    forecast_after = forecast_plan(problem, after)
     slowdown = None
-    if forecast_before.step is not None and then.step is not None:
-        slowdown = then.step.seconds / forecast_before.step.seconds - 1.0
+    if forecast_before.step is not None and forecast_after.step is not None:
+        slowdown = forecast_after.step.seconds / forecast_before.step.seconds - 1.0
     return PlanChange(
         changed_settings(before, after),
         after,
-        then,
-        forecast_before.memory_bytes - then.memory_bytes,
+        forecast_after,
+        forecast_before.memory_bytes - forecast_after.memory_bytes,
         slowdown,
     )
 

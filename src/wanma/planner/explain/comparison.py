@@ -70,7 +70,7 @@ class PlanComparison:
     def sentence(self) -> str:
         """Return the headline with the largest causes."""
         sign = {"slower": 1, "faster": -1}.get(self.verdict, 0)
-        causes = [str(one) for one in self.differences if sign * one.seconds > 0]
+        causes = [str(difference) for difference in self.differences if sign * difference.seconds > 0]
         return f"{self.headline}: {'; '.join(causes[:3])}" if causes else self.headline
 
 
@@ -87,20 +87,22 @@ def compare_plans(
     """
     if not plan.placement and (reason := invalid_plan_reason(problem, plan)):
         return PlanComparison(plan, "invalid", f"invalid: {reason}")
-    needed = known_forecast or forecast_plan(problem, plan)
-    if needed.memory_bytes > problem.memory_limit_bytes:
-        ways = tuple(fitting_changes(problem, plan, keep=3) or memory_saving_changes(problem, plan, keep=3))
+    forecast = known_forecast or forecast_plan(problem, plan)
+    if forecast.memory_bytes > problem.memory_limit_bytes:
+        remedies = tuple(
+            fitting_changes(problem, plan, keep=3) or memory_saving_changes(problem, plan, keep=3)
+        )
         return PlanComparison(
-            plan, "does not fit", _too_large_text(problem, plan, needed, ways), needed, (), ways
+            plan, "does not fit", _too_large_text(problem, plan, forecast, remedies), forecast, (), remedies
         )
     reason = unsupported_reason(problem.job, plan, problem.cluster)
     if reason is not None and (best is None or best.unsupported_reason != reason):
-        return PlanComparison(plan, "unsupported", f"unsupported: {reason}", needed)
-    if needed.step is None or best is None or best.forecast.step is None:
-        return PlanComparison(plan, "no time forecast", "fits; no step-time forecast", needed)
-    verdict, headline = _time_verdict(needed.step, best.forecast.step)
-    differences = tuple(_differences(problem, plan, needed.step, best.plan, best.forecast.step))
-    return PlanComparison(plan, verdict, headline, needed, differences)
+        return PlanComparison(plan, "unsupported", f"unsupported: {reason}", forecast)
+    if forecast.step is None or best is None or best.forecast.step is None:
+        return PlanComparison(plan, "no time forecast", "fits; no step-time forecast", forecast)
+    verdict, headline = _time_verdict(forecast.step, best.forecast.step)
+    differences = tuple(_differences(problem, plan, forecast.step, best.plan, best.forecast.step))
+    return PlanComparison(plan, verdict, headline, forecast, differences)
 
 
 def _too_large_text(
@@ -118,10 +120,10 @@ def _too_large_text(
         f"{bytes_text(problem.memory_limit_bytes)}",
         f"largest: {largest} {bytes_text(kinds[largest])}",
     ]
-    for way in remedies[:1]:
-        is_enough = way.forecast.memory_bytes <= problem.memory_limit_bytes
-        enough = ", which is enough" if is_enough else ", which is not enough"
-        sentences.append(f"{way} would save {bytes_text(way.saved_bytes)}{enough}")
+    for remedy in remedies[:1]:
+        is_enough = remedy.forecast.memory_bytes <= problem.memory_limit_bytes
+        effect = ", which is enough" if is_enough else ", which is not enough"
+        sentences.append(f"{remedy} would save {bytes_text(remedy.saved_bytes)}{effect}")
     return "; ".join(sentences)
 
 
@@ -148,19 +150,23 @@ def _time_verdict(step: StepTime, best: StepTime) -> tuple[Verdict, str]:
 def _differences(
     problem: PlanningProblem, plan: Plan, step: StepTime, best_plan: Plan, best: StepTime
 ) -> list[TimeDifference]:
-    found = []
-    for kind, (what, cause) in _KINDS.items():
+    differences = []
+    for kind, (describe, cause) in _KINDS.items():
         seconds = getattr(step, kind) - getattr(best, kind)
         if abs(seconds) >= MIN_NAMED_SHARE * best.seconds:
             # A loss has its cause in this plan's settings, a gain in those of the best plan.
             if seconds > 0:
-                found.append(TimeDifference(kind, seconds, cause(problem, plan, best_plan), what(plan)))
-            else:
-                why = cause(problem, best_plan, plan)
-                found.append(
-                    TimeDifference(kind, seconds, f"best plan: {why}" if why else "", what(best_plan))
+                differences.append(
+                    TimeDifference(kind, seconds, cause(problem, plan, best_plan), describe(plan))
                 )
-    return sorted(found, key=lambda one: -one.seconds)
+            else:
+                best_cause = cause(problem, best_plan, plan)
+                differences.append(
+                    TimeDifference(
+                        kind, seconds, f"best plan: {best_cause}" if best_cause else "", describe(best_plan)
+                    )
+                )
+    return sorted(differences, key=lambda difference: -difference.seconds)
 
 
 def _crosses_nodes(problem: PlanningProblem, size: int, stride: int) -> bool:
@@ -172,8 +178,8 @@ def _crosses_nodes(problem: PlanningProblem, size: int, stride: int) -> bool:
 def _mesh_dimension_text(problem: PlanningProblem, name: str, size: int, stride: int) -> str:
     if size == 1:
         return ""
-    where = " crosses nodes" if _crosses_nodes(problem, size, stride) else ""
-    return f"{name} {size}{where}"
+    crossing = " crosses nodes" if _crosses_nodes(problem, size, stride) else ""
+    return f"{name} {size}{crossing}"
 
 
 def _tensor_parallel_cause(problem: PlanningProblem, plan: Plan, _other: Plan) -> str:
@@ -205,8 +211,8 @@ def _compression_text(plan: Plan) -> str:
 def _offload_cause(_problem: PlanningProblem, plan: Plan, other: Plan) -> str:
     kinds = ("parameters", "optimizer", "activations")
     keys = [f"offload_{kind}" for kind in kinds]
-    unlike = [key for key in keys if getattr(plan, key) != getattr(other, key)]
-    return ", ".join(f"{key} {getattr(plan, key)}" for key in unlike)
+    different = [key for key in keys if getattr(plan, key) != getattr(other, key)]
+    return ", ".join(f"{key} {getattr(plan, key)}" for key in different)
 
 
 def _bubble_cause(problem: PlanningProblem, plan: Plan, _other: Plan) -> str:

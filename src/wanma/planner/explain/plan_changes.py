@@ -58,9 +58,9 @@ class PlanChange:
 def changed_settings(before: Plan, after: Plan) -> dict[str, Any]:
     """Return the keys of [parallel] that turn `before` into `after`, with their values."""
     return {
-        f"parallel.{one.name}": getattr(after, one.name)
-        for one in fields(Plan)
-        if one.name not in _NOT_SETTINGS and getattr(before, one.name) != getattr(after, one.name)
+        f"parallel.{field.name}": getattr(after, field.name)
+        for field in fields(Plan)
+        if field.name not in _NOT_SETTINGS and getattr(before, field.name) != getattr(after, field.name)
     }
 
 
@@ -75,7 +75,7 @@ def change_families(problem: PlanningProblem) -> dict[str, ChangeFamily]:
     ranks of their plans have equal shares.
     """
     cut = lru_cache(maxsize=None)(partial(_with_stage_cuts, problem))
-    found: dict[str, ChangeFamily] = {
+    families: dict[str, ChangeFamily] = {
         "recompute": partial(_recompute, problem),
         "micro_batch": _micro_batch,
         "shard": _shard,
@@ -86,25 +86,25 @@ def change_families(problem: PlanningProblem) -> dict[str, ChangeFamily]:
         "offload_parameters": partial(_offload, "offload_parameters"),
     }
     if problem.dimensions is not None:
-        found["schedule"] = _schedule
-        found |= {axis: partial(_more_ranks, cut, axis) for axis in ("tp", "cp", "pp")}
+        families["schedule"] = _schedule
+        families |= {axis: partial(_more_ranks, cut, axis) for axis in ("tp", "cp", "pp")}
         if problem.dimensions.experts:
-            found["ep"] = _experts
-    return found
+            families["ep"] = _experts
+    return families
 
 
 def _recompute(problem: PlanningProblem, plan: Plan) -> Iterator[Plan]:
     if plan.schedule in SPLIT_BACKWARD and plan.pp > 1:
         return
     layers = problem.dimensions.layers if problem.dimensions is not None else 1
-    most = max(blocks_of_stages(layers, plan), default=1) if plan.pp > 1 else layers
+    stage_blocks = max(blocks_of_stages(layers, plan), default=1) if plan.pp > 1 else layers
     kinds: dict[str, tuple[Recompute, ...]] = {"none": ("selective", "full"), "selective": ("full",)}
     if plan.recompute != "none" and plan.recompute_share < 1:
         yield replace(plan, recompute_share=1.0)
     for kind in kinds.get(plan.recompute, ()):
         shares = sorted(
             {
-                -(-most * part // MAX_CHANGES_PER_FAMILY) / most
+                -(-stage_blocks * part // MAX_CHANGES_PER_FAMILY) / stage_blocks
                 for part in range(1, MAX_CHANGES_PER_FAMILY + 1)
             }
         )
@@ -144,8 +144,8 @@ def _schedule(plan: Plan) -> Iterator[Plan]:
 def _offload(key: str, plan: Plan) -> Iterator[Plan]:
     """Yield the plan with `key` offloaded: to host memory from a GPU, else to disk."""
     if getattr(plan, key) == "none":
-        place: dict[str, Any] = {key: "host" if plan.device == "cuda" else "disk"}
-        yield replace(plan, **place)
+        fields: dict[str, Any] = {key: "host" if plan.device == "cuda" else "disk"}
+        yield replace(plan, **fields)
 
 
 def _more_ranks(with_stage_cuts: Callable[[Plan], Plan], mesh_dimension: str, plan: Plan) -> Iterator[Plan]:

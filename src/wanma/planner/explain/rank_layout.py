@@ -63,12 +63,14 @@ class RankContents:
 
 def mesh_dimensions(plan: Plan) -> list[MeshDimension]:
     """List the mesh dimensions that split something, outermost first."""
-    found = []
+    result = []
     for name in (*MESH_DIMS, "ep"):
         size = getattr(plan, name)
         if size > 1:
-            found.append(MeshDimension(name, size, MESH_DIMENSION_TEXTS[name], ranks_of_group(plan, name, 0)))
-    return found
+            result.append(
+                MeshDimension(name, size, MESH_DIMENSION_TEXTS[name], ranks_of_group(plan, name, 0))
+            )
+    return result
 
 
 def ranks_of_group(plan: Plan, mesh_dimension: str, rank: int) -> tuple[int, ...]:
@@ -77,7 +79,7 @@ def ranks_of_group(plan: Plan, mesh_dimension: str, rank: int) -> tuple[int, ...
         data, tensor = divmod(rank % plan.ranks_per_pipeline_rank, plan.tp)
         first = data - data % plan.ep
         start = rank - rank % plan.ranks_per_pipeline_rank
-        return tuple(start + (first + place) * plan.tp + tensor for place in range(plan.ep))
+        return tuple(start + (first + index) * plan.tp + tensor for index in range(plan.ep))
     replicas = plan.dp_replicate // plan.sites
     stride = 1
     for name in reversed(MESH_DIMS):
@@ -88,8 +90,8 @@ def ranks_of_group(plan: Plan, mesh_dimension: str, rank: int) -> tuple[int, ...
     if mesh_dimension == "dp_replicate":  # over all sites; the ranks of a site are consecutive
         first = rank % plan.ranks_per_site - at % replicas * stride
         starts = range(first, plan.world_size, plan.ranks_per_site)
-        return tuple(start + place * stride for start in starts for place in range(replicas))
-    return tuple(rank + (place - at) * stride for place in range(getattr(plan, mesh_dimension)))
+        return tuple(start + index * stride for start in starts for index in range(replicas))
+    return tuple(rank + (index - at) * stride for index in range(getattr(plan, mesh_dimension)))
 
 
 def stage_layouts(plan: Plan, layers: int) -> list[StageLayout]:
@@ -117,14 +119,14 @@ def rank_contents(
         ValueError: there is no such rank.
     """
     at = plan.coordinates(rank)
-    mine = plan.stages_of_pipeline_rank(at["pp"])
+    own_stages = plan.stages_of_pipeline_rank(at["pp"])
     heads = _part(dimensions.heads, plan.tp, at["tp"])
     group = dimensions.heads // dimensions.kv_heads
     experts = getattr(dimensions, "experts", None)
     return RankContents(
         rank=rank,
         coordinates=at,
-        stages=tuple(stage for stage in stage_layouts(plan, dimensions.layers) if stage.number in mine),
+        stages=tuple(stage for stage in stage_layouts(plan, dimensions.layers) if stage.number in own_stages),
         heads=heads,
         kv_heads=range(heads.start // group, (heads.stop - 1) // group + 1),
         feed_forward=_part(dimensions.feed_forward, plan.tp, at["tp"]),
@@ -135,8 +137,8 @@ def rank_contents(
     )
 
 
-def _part(whole: int, parts: int, at: int) -> range:
-    size = whole // parts
+def _part(length: int, parts: int, at: int) -> range:
+    size = length // parts
     return range(at * size, (at + 1) * size)
 
 
@@ -153,8 +155,8 @@ def _positions(plan: Plan, at: dict[str, int], length: int) -> tuple[range, ...]
         return tuple(pieces)
     flat = [position for run in pieces for position in run]
     part = _part(len(flat), plan.tp, at["tp"])
-    mine = flat[part.start : part.stop]
-    return _runs(mine)
+    own_positions = flat[part.start : part.stop]
+    return _runs(own_positions)
 
 
 def _runs(positions: list[int]) -> tuple[range, ...]:

@@ -64,13 +64,15 @@ def scaling_curve(
     per_device = None
     for count in device_counts:
         try:
-            found = search_plans(with_device_count(cluster, count))
+            search_result = search_plans(with_device_count(cluster, count))
         except JobError as error:
             points.append(ScalingPoint(count, None, error.message))
             continue
-        best = found.best_or_unsupported
+        best = search_result.best_or_unsupported
         if best is None:
-            points.append(ScalingPoint(count, None, "no plan fits" if found.smallest else "there is no plan"))
+            points.append(
+                ScalingPoint(count, None, "no plan fits" if search_result.smallest else "there is no plan")
+            )
             continue
         efficiency = None
         if best.forecast.samples_per_second is not None:

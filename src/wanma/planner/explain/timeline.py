@@ -93,7 +93,7 @@ def build_timeline(
         loading_seconds: wait for data, at its beginning.
     """
     plan = components.plan
-    played = simulate_pipeline_intervals(
+    intervals = simulate_pipeline_intervals(
         plan.schedule,
         components.costs,
         plan.pp,
@@ -102,17 +102,17 @@ def build_timeline(
         components.in_flight,
     )
     if components.threads_per_core > 1:
-        played = _on_shared_cores(played, components)
+        intervals = _on_shared_cores(intervals, components)
     by_rank: list[list[Interval]] = [[] for _ in range(plan.pp)]
-    for interval in played:
+    for interval in intervals:
         by_rank[interval.rank].append(interval)
-    reducing, gathering = components.exposed_reduce_gather_seconds(_busiest_rank(played))
-    computed = gathering + max(interval.start + interval.seconds for interval in played)
+    reducing, gathering = components.exposed_reduce_gather_seconds(_busiest_rank(intervals))
+    computed = gathering + max(interval.start + interval.seconds for interval in intervals)
     update = computed + reducing
     end = update + components.optimizer_seconds
     spans: list[Span] = []
-    for rank, mine in enumerate(by_rank):
-        compute = [_compute_span(interval, components, gathering) for interval in mine]
+    for rank, rank_intervals in enumerate(by_rank):
+        compute = [_compute_span(interval, components, gathering) for interval in rank_intervals]
         last = [span.start for span in compute if span.kind == "backward"][
             -len(plan.stages_of_pipeline_rank(rank)) :
         ]
@@ -144,7 +144,10 @@ def _on_shared_cores(intervals: list[Interval], components: StepComponents) -> l
     exchanged = components.exposed_reduce_gather_seconds(_busiest_rank(intervals))
     pipelined = step.seconds - sum(exchanged) - components.optimizer_seconds
     pace = pipelined / max(interval.start + interval.seconds for interval in intervals)
-    return [each._replace(start=each.start * pace, seconds=each.seconds * pace) for each in intervals]
+    return [
+        interval._replace(start=interval.start * pace, seconds=interval.seconds * pace)
+        for interval in intervals
+    ]
 
 
 def _busiest_rank(intervals: list[Interval]) -> int:
@@ -163,8 +166,11 @@ def _compute_span(interval: Interval, components: StepComponents, delay: float) 
     elif kind == "weight gradient":
         parts = {"compute": weights}
     else:
-        apart = weights if components.plan.schedule in SPLIT_BACKWARD else 0.0
-        parts = {**components.backward[stage], "compute": components.backward[stage]["compute"] - apart}
+        weight_seconds = weights if components.plan.schedule in SPLIT_BACKWARD else 0.0
+        parts = {
+            **components.backward[stage],
+            "compute": components.backward[stage]["compute"] - weight_seconds,
+        }
     pace = interval.seconds / sum(parts.values()) if components.threads_per_core > 1 else 1.0
     known = {name: pace * seconds for name, seconds in parts.items() if seconds > 0}
     sent = interval.seconds - sum(known.values())
@@ -212,14 +218,14 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
         events.append(
             {"ph": "M", "pid": rank, "tid": 0, "name": "process_sort_index", "args": {"sort_index": rank}}
         )
-        mine = [span for span in timeline.spans if span.rank == rank]
+        rank_spans = [span for span in timeline.spans if span.rank == rank]
         thread = 0
         for track, name in (
             ("compute", "compute"),
             ("exchange", "data parallel"),
             ("send", "pipeline sends"),
         ):
-            for lane in _lanes(span for span in mine if span.track == track):
+            for lane in _lanes(span for span in rank_spans if span.track == track):
                 events.append(_metadata_event(rank, thread, "thread_name", name))
                 for span in lane:
                     events += _events(span, thread)
@@ -254,9 +260,9 @@ def _events(span: Span, thread: int) -> list[dict[str, Any]]:
     if len(span.parts) > 1:
         start = span.start
         for part, seconds in span.parts.items():
-            inside = min(seconds, span.end - start)  # rounding must not let a part end after its span
-            events.append(_complete_event(span.rank, thread, part, part, start, inside, {}))
-            start += inside
+            duration = min(seconds, span.end - start)  # rounding must not let a part end after its span
+            events.append(_complete_event(span.rank, thread, part, part, start, duration, {}))
+            start += duration
     return events
 
 

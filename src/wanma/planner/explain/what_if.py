@@ -73,7 +73,7 @@ def parse_changes(text: str) -> dict[str, str]:
                 part, "a change must be KEY=VALUE", f"for example gpus=2048; keys: {', '.join(WHAT_IF_KEYS)}"
             )
         if key not in WHAT_IF_KEYS:
-            known = "; ".join(f"{name}: {what}" for name, what in WHAT_IF_KEYS.items())
+            known = "; ".join(f"{name}: {description}" for name, description in WHAT_IF_KEYS.items())
             raise _change_error(part, f"unknown key '{key}'.{did_you_mean(key, WHAT_IF_KEYS)}", known)
         if key in changes:
             raise _change_error(
@@ -100,21 +100,21 @@ def with_device_count(cluster: Cluster, count: int) -> Cluster:
         raise JobError("this cluster has no accelerators", "set nodes=... for nodes without accelerators")
     if len(cluster.nodes) == 1:
         (node,) = cluster.nodes
-        on_each = len(node.devices)
-        if count < on_each:
-            power = None if node.power_watts is None else node.power_watts * count / on_each
+        node_devices = len(node.devices)
+        if count < node_devices:
+            power = None if node.power_watts is None else node.power_watts * count / node_devices
             part = replace(node, count=1, devices=node.devices[:count], power_watts=power)
             return replace(cluster, nodes=(part,))
-        if count % on_each:
-            below = count - count % on_each
+        if count % node_devices:
+            lower_count = count - count % node_devices
             raise JobError(
-                f"nodes have {on_each} devices each",
-                f"set gpus={below} or gpus={below + on_each}",
+                f"nodes have {node_devices} devices each",
+                f"set gpus={lower_count} or gpus={lower_count + node_devices}",
             )
     nodes = []
     for node in cluster.nodes:
-        machines_then, rest = divmod(node.count * count, present)
-        if rest or machines_then < 1:
+        machines_then, remainder = divmod(node.count * count, present)
+        if remainder or machines_then < 1:
             raise JobError(
                 f"{cluster} cannot be scaled to that number in proportion",
                 f"use a multiple of {_smallest_proportional_count(cluster)}, or describe the cluster "
@@ -142,8 +142,8 @@ def _nodes(cluster: Cluster, value: str) -> Cluster:
     count = _count("nodes", value, MAX_NODES)
     nodes = []
     for node in cluster.nodes:
-        machines_then, rest = divmod(node.count * count, cluster.node_count)
-        if rest or machines_then < 1:
+        machines_then, remainder = divmod(node.count * count, cluster.node_count)
+        if remainder or machines_then < 1:
             raise _change_error(
                 f"nodes={value}",
                 f"{cluster} cannot be scaled to that number in proportion",
@@ -162,14 +162,14 @@ def _device(cluster: Cluster, value: str) -> Cluster:
 
 def _with_device_kind(node: NodeGroup, kind: DeviceKind) -> NodeGroup:
     """Return the node with equally many devices of `kind` behind the same network cards."""
-    then = build_node_group(kind, node.count, len(node.devices) or None, nics=None)
+    node_group = build_node_group(kind, node.count, len(node.devices) or None, nics=None)
     before = find_by_name(node.devices[0].name) if node.devices else None
     # A device link between nodes (NVLink of an NVL72) is replaced with its devices.
-    own = before.link.name if before and before.link else None
-    cards = tuple(level for level in node.network if level.name != own)
-    across = inter_node_levels(None, len(then.devices), kind)
+    device_link_name = before.link.name if before and before.link else None
+    cards = tuple(level for level in node.network if level.name != device_link_name)
+    across = inter_node_levels(None, len(node_group.devices), kind)
     return replace(
-        then,
+        node_group,
         name=kind.name,
         cores=node.cores,
         memory_bytes=node.memory_bytes,
@@ -277,12 +277,12 @@ _CHANGES: dict[str, Callable[[Cluster, str], Cluster]] = {
 }
 
 
-def _count(key: str, value: str, most: int) -> int:
+def _count(key: str, value: str, max_value: int) -> int:
     digits = value.replace("_", "")
-    if not digits.isascii() or not digits.isdigit() or not 1 <= int(digits) <= most:
+    if not digits.isascii() or not digits.isdigit() or not 1 <= int(digits) <= max_value:
         raise _change_error(
             f"{key}={value}",
-            f"{key} must be an integer from 1 to {most:,}",
+            f"{key} must be an integer from 1 to {max_value:,}",
             f"give a number such as {key}=2048",
         )
     return int(digits)

@@ -106,12 +106,12 @@ class CheckpointTiers:
     def with_rates(self, failures: FailureRates, devices: int) -> list[tuple[CheckpointTier, float]]:
         """Return the tiers, nearest first, each with the rate of failures restored from it, in 1/s."""
         rates = (failures.process, failures.node, failures.correlated)
-        levels, waiting = [], 0.0
+        levels, rate_below = [], 0.0
         for copy, rate in zip((self.memory, self.partner, self.disk), rates, strict=True):
-            waiting += rate * devices
+            rate_below += rate * devices
             if copy is not None:
-                levels.append((copy, waiting))
-                waiting = 0.0
+                levels.append((copy, rate_below))
+                rate_below = 0.0
         return levels
 
 
@@ -150,8 +150,13 @@ def expected_goodput(
         devices: number of devices of the run.
     """
     levels = tiers.with_rates(failures, devices)
-    every = [np.asarray(seconds, dtype=np.float64) for _, seconds in zip(levels, intervals, strict=True)]
-    return float(_expected_goodput(levels, every)) - failures.node * devices * tiers.replica_loss_seconds
+    interval_arrays = [
+        np.asarray(seconds, dtype=np.float64) for _, seconds in zip(levels, intervals, strict=True)
+    ]
+    return (
+        float(_expected_goodput(levels, interval_arrays))
+        - failures.node * devices * tiers.replica_loss_seconds
+    )
 
 
 def optimal_intervals(
@@ -173,19 +178,19 @@ def optimal_intervals(
         for (copy, rate), low in zip(levels, shortest, strict=True)
     ]
     centres = [starts[0] / step_seconds, *(max(far / near, 1.0) for near, far in pairwise(starts))]
-    every: list[Values] = []
+    candidates: list[Values] = []
     for width in (100.0, 5.0, 1.5, 1.1):
         axes = [np.rint(centre * np.geomspace(1 / width, width, 17)).clip(1) for centre in centres]
         steps = np.stack(np.meshgrid(*axes, indexing="ij")).reshape(len(axes), -1)
-        every = list(np.cumprod(steps, axis=0) * step_seconds)
-        whole = np.all([seconds >= low for seconds, low in zip(every, shortest, strict=True)], axis=0)
-        best = int(np.argmax(np.where(whole, _expected_goodput(levels, every), -1.0)))
+        candidates = list(np.cumprod(steps, axis=0) * step_seconds)
+        is_valid = np.all([seconds >= low for seconds, low in zip(candidates, shortest, strict=True)], axis=0)
+        best = int(np.argmax(np.where(is_valid, _expected_goodput(levels, candidates), -1.0)))
         centres = steps[:, best].tolist()
-    return tuple(float(seconds[best]) for seconds in every)
+    return tuple(float(seconds[best]) for seconds in candidates)
 
 
-def _expected_goodput(levels: Sequence[tuple[CheckpointTier, float]], every: Sequence[Values]) -> Values:
-    """Return the goodput without the work that shrinking costs, elementwise over `every`.
+def _expected_goodput(levels: Sequence[tuple[CheckpointTier, float]], intervals: Sequence[Values]) -> Values:
+    """Return the goodput without the work that shrinking costs, elementwise over `intervals`.
 
     A block of a tier is the work between two of its checkpoints: blocks of the tier below, done again from
     its beginning after each failure that this tier restores, and given up at one that only a higher tier
@@ -194,29 +199,35 @@ def _expected_goodput(levels: Sequence[tuple[CheckpointTier, float]], every: Seq
     """
     rates = [rate for _, rate in levels]
     total = sum(rates)
-    stalls = sum(copy.stall_seconds / seconds for (copy, _), seconds in zip(levels, every, strict=True))
+    stalls = sum(copy.stall_seconds / seconds for (copy, _), seconds in zip(levels, intervals, strict=True))
     if total == 0:
         return np.asarray(1 / (1 + stalls))
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        success = np.exp(-total * every[0] * (1 + stalls))  # probability that a block completes
+        success = np.exp(-total * intervals[0] * (1 + stalls))  # probability that a block completes
         seconds = (1 - success) / total  # expected time until completion or failure
         ends = [(1 - success) * rate / total for rate in rates]  # probability of a failure, by restoring tier
         for level, (copy, _) in enumerate(levels):
             if level:
-                blocks = every[level] / every[level - 1]
-                begun = np.where(success < 1, (1 - success**blocks) / (1 - success), blocks)
-                success, seconds, ends = success**blocks, seconds * begun, [end * begun for end in ends]
+                blocks = intervals[level] / intervals[level - 1]
+                attempted = np.where(success < 1, (1 - success**blocks) / (1 - success), blocks)
+                success, seconds, ends = (
+                    success**blocks,
+                    seconds * attempted,
+                    [end * attempted for end in ends],
+                )
             undisturbed = np.exp(-total * copy.restore_seconds)
-            kept = 1 - (1 - undisturbed) * sum(rates[: level + 1]) / total  # share of restores not restarted
-            restoring = (1 - undisturbed) / total / kept
-            lost = [(1 - undisturbed) * rate / total / kept for rate in rates]
-            again = 1 / (1 - ends[level] * undisturbed / kept)
-            seconds = (seconds + ends[level] * restoring) * again
-            higher = [(end + ends[level] * worse) * again for end, worse in zip(ends, lost, strict=True)]
+            completed = (
+                1 - (1 - undisturbed) * sum(rates[: level + 1]) / total
+            )  # share of restores not restarted
+            restoring = (1 - undisturbed) / total / completed
+            lost = [(1 - undisturbed) * rate / total / completed for rate in rates]
+            attempts = 1 / (1 - ends[level] * undisturbed / completed)
+            seconds = (seconds + ends[level] * restoring) * attempts
+            higher = [(end + ends[level] * worse) * attempts for end, worse in zip(ends, lost, strict=True)]
             ends = [end if at > level else np.zeros_like(end) for at, end in enumerate(higher)]
-            success = success * again
+            success = success * attempts
         lags = sum(rate * copy.completion_seconds for copy, rate in levels)
-        share = every[-1] / seconds * max(1 - lags, 0.0)
+        share = intervals[-1] / seconds * max(1 - lags, 0.0)
     return np.nan_to_num(share, nan=0.0)
 
 
@@ -255,17 +266,17 @@ def simulate_goodput(
     random = np.random.default_rng(seed)
     times = np.sort(random.uniform(0, duration, random.poisson(rates.sum() * duration)))
     kinds = np.searchsorted(np.cumsum(rates), random.uniform(0, rates.sum(), len(times)), side="right")
-    start, ready, reached, level = 0, 0.0, 0.0, 0
+    start, ready, failed_at, level = 0, 0.0, 0.0, 0
     for time, kind in zip(times.tolist(), kinds.tolist(), strict=True):
         if time >= ready:
-            reached, level = start + (time - ready) / pace, kind
-            start = int(reached)
+            failed_at, level = start + (time - ready) / pace, kind
+            start = int(failed_at)
         else:  # failure during a recovery
             level = max(level, kind)
         copy, _ = levels[level]
-        whole = max(int(min(start, reached - copy.completion_seconds / pace)), 0)
-        start = whole - whole % ticks[level]
+        finished = max(int(min(start, failed_at - copy.completion_seconds / pace)), 0)
+        start = finished - finished % ticks[level]
         ready = time + copy.restore_seconds
-    left = start + max(duration - ready, 0.0) / pace
+    progress = start + max(duration - ready, 0.0) / pace
     lost = failures.node * devices * tiers.replica_loss_seconds
-    return left * intervals[0] / duration - lost
+    return progress * intervals[0] / duration - lost

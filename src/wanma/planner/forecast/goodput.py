@@ -48,8 +48,8 @@ def forecast_goodput(problem: PlanningProblem, plan: Plan, step: StepTime) -> Go
 
 def nodes_used(problem: PlanningProblem, plan: Plan) -> int:
     """Return the number of nodes that the plan uses; a partly used node counts."""
-    here = max(problem.hardware.device_count // problem.cluster.node_count, 1)
-    return math.ceil(plan.world_size / here)
+    devices_per_node = max(problem.hardware.device_count // problem.cluster.node_count, 1)
+    return math.ceil(plan.world_size / devices_per_node)
 
 
 def failure_rates_of(node: NodeGroup) -> FailureRates:
@@ -77,14 +77,14 @@ def checkpoint_tiers(
         return CheckpointTiers(disk), (disk_seconds,)
     stall, copied = _in_memory_checkpoint_seconds(problem, plan, step, size)
     sent = size / problem.hardware.links[-1].bandwidth_bytes_per_second if has_partner_node(job) else 0.0
-    wanted = job.checkpoint.in_memory_every_steps
-    every = wanted if isinstance(wanted, int) else interval_steps(stall, step.seconds)
-    every = max(every, math.ceil((copied + sent) / step.seconds))  # each waits for the one before
-    if every >= steps:  # rarer than on disk: they restore nothing, and still stall
+    setting = job.checkpoint.in_memory_every_steps
+    interval = setting if isinstance(setting, int) else interval_steps(stall, step.seconds)
+    interval = max(interval, math.ceil((copied + sent) / step.seconds))  # each waits for the one before
+    if interval >= steps:  # rarer than on disk: they restore nothing, and still stall
         return CheckpointTiers(
-            CheckpointTier(stall * steps / every, disk.restore_seconds, disk.completion_seconds)
+            CheckpointTier(stall * steps / interval, disk.restore_seconds, disk.completion_seconds)
         ), (disk_seconds,)
-    seconds = every * step.seconds
+    seconds = interval * step.seconds
     memory = CheckpointTier(stall, MEMORY_RESTART_SECONDS + copied, copied)
     if not has_partner_node(job):
         return CheckpointTiers(disk, memory=memory), (seconds, disk_seconds)

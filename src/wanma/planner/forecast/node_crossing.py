@@ -19,12 +19,13 @@ def node_crossing_reason(plan: Plan, node_count: int) -> str | None:
     Ranks are numbered node by node, and `tp` is the innermost mesh dimension: a group stays inside where `tp`
     divides a node's ranks.
     """
-    here, uneven = divmod(plan.world_size, node_count)
-    if node_count == 1 or plan.tp == 1 or uneven or plan.placement or here % plan.tp == 0:
+    node_ranks, uneven = divmod(plan.world_size, node_count)
+    if node_count == 1 or plan.tp == 1 or uneven or plan.placement or node_ranks % plan.tp == 0:
         return None
-    inside = [str(size) for size in range(2, min(plan.tp, here + 1)) if here % size == 0]
-    return f"{NODE_CROSSING_PREFIX}parallel.tp = {plan.tp} does not divide the {here} ranks of each node" + (
-        f" ({' or '.join(inside)} would)" if inside else ""
+    local_sizes = [str(size) for size in range(2, min(plan.tp, node_ranks + 1)) if node_ranks % size == 0]
+    return (
+        f"{NODE_CROSSING_PREFIX}parallel.tp = {plan.tp} does not divide the {node_ranks} ranks of each node"
+        + (f" ({' or '.join(local_sizes)} would)" if local_sizes else "")
     )
 
 
@@ -44,11 +45,11 @@ def node_crossing_reasons(
         return []
     if step is None or single_node_step is None:
         return [text]
-    took, would = duration_text(step.tensor), duration_text(single_node_step.tensor)
+    measured, alternative = duration_text(step.tensor), duration_text(single_node_step.tensor)
     return [
         (
-            f"{text}; its communication takes {took} of a step of {duration_text(step.seconds)}, within "
-            f"a node {would}"
+            f"{text}; its communication takes {measured} of a step of {duration_text(step.seconds)}, within "
+            f"a node {alternative}"
         )
     ]
 

@@ -23,16 +23,16 @@ def with_activation_bytes(
     repeated = [layer for layer in workload.layers if layer.is_block or layer.count > 1]
     kinds = [kind for layer, kind in zip(repeated, table.kinds, strict=False) if layer.is_block]
     blocks = tuple(
-        one._replace(
+        group._replace(
             cost=replace(
-                one.cost,
+                group.cost,
                 activation_bytes=kind.activations.saved,
                 recomputed_activation_bytes=kind.activations.inputs,
             )
         )
-        for one, kind in zip(model_cost.blocks, kinds, strict=True)
+        for group, kind in zip(model_cost.blocks, kinds, strict=True)
     )
-    *others, last = model_cost.post_block
-    made = logits_copies * table.logits_bytes + table.head_saved_bytes
-    last = last._replace(cost=replace(last.cost, activation_bytes=made))
-    return model_cost._replace(blocks=blocks, post_block=(*others, last))
+    *earlier, last = model_cost.post_block
+    head_bytes = logits_copies * table.logits_bytes + table.head_saved_bytes
+    last = last._replace(cost=replace(last.cost, activation_bytes=head_bytes))
+    return model_cost._replace(blocks=blocks, post_block=(*earlier, last))

@@ -75,12 +75,12 @@ def forecast_plan(
 
 def forecast_plan_memory(problem: PlanningProblem, plan: Plan) -> Forecast:
     """Forecast the memory of `plan` alone."""
-    needed = _calculate_memory(forecast_memory, problem, plan)
-    kept = in_memory_checkpoint_bytes(problem.job, problem.workload, plan)
+    memory = _calculate_memory(forecast_memory, problem, plan)
+    snapshots = in_memory_checkpoint_bytes(problem.job, problem.workload, plan)
     return replace(
-        needed,
-        snapshots_bytes=kept,
-        reasons=(*needed.reasons, *custom_optimizer_reasons(problem.job.train.optimizer_factory)),
+        memory,
+        snapshots_bytes=snapshots,
+        reasons=(*memory.reasons, *custom_optimizer_reasons(problem.job.train.optimizer_factory)),
     )
 
 
@@ -98,9 +98,9 @@ def with_pipeline_rank_memory(problem: PlanningProblem, plan: Plan, forecast: Fo
     """Return `forecast`, a forecast of `plan`, with the memory of each pipeline rank."""
     if plan.pp == 1 or plan.placement:
         return forecast
-    held = (rank.forecast for rank in _calculate_memory(pipeline_rank_memory, problem, plan))
-    told = tuple(PipelineRankMemory(one.memory_bytes, one.tensor_bytes) for one in held)
-    return replace(forecast, pipeline_ranks=told)
+    forecasts = (rank.forecast for rank in _calculate_memory(pipeline_rank_memory, problem, plan))
+    rank_memory = tuple(PipelineRankMemory(rank.memory_bytes, rank.tensor_bytes) for rank in forecasts)
+    return replace(forecast, pipeline_ranks=rank_memory)
 
 
 def _calculate_memory(calculate: Callable[..., Memory], problem: PlanningProblem, plan: Plan) -> Memory:
@@ -150,10 +150,10 @@ def time_unavailable_reason(problem: PlanningProblem, plan: Plan) -> str | None:
         return "step time unknown: the model's operators are not known"
     if problem.hardware.unknown:
         return f"step time unknown: {problem.hardware.unknown}"
-    chip, habits = problem.hardware.chip, framework_traits_of(problem, plan)
-    if habits.optimizer_flops and updates_on_cpu(plan):
+    chip, traits = problem.hardware.chip, framework_traits_of(problem, plan)
+    if traits.optimizer_flops and updates_on_cpu(plan):
         return "step time unknown: Muon on the CPUs beside a GPU has not been measured"
-    for precision in (matmul_precision(plan, habits), plan.precision):
+    for precision in (matmul_precision(plan, traits), plan.precision):
         if precision not in chip.products:
             known = ", ".join(sorted(chip.products)) or "none"
             return f"step time unknown: {chip.name} has no rate for {precision} products (known: {known})"
@@ -170,9 +170,12 @@ def forecast_step_time(
     """
     if time_unavailable_reason(problem, plan) is not None:
         return None
-    step, beside = assemble_step_time(step_components(problem, plan), simulate), step_overhead(problem, plan)
-    loading = beside.loading_stall(step.seconds)
-    saving = beside.checkpoint_stall(step.seconds + loading)
+    step, overhead = (
+        assemble_step_time(step_components(problem, plan), simulate),
+        step_overhead(problem, plan),
+    )
+    loading = overhead.loading_stall(step.seconds)
+    saving = overhead.checkpoint_stall(step.seconds + loading)
     return replace(step, seconds=step.seconds + loading + saving, loading=loading, checkpoint=saving)
 
 
@@ -195,25 +198,25 @@ def step_components(problem: PlanningProblem, plan: Plan) -> StepComponents:
 
 def model_cost_of(problem: PlanningProblem, plan: Plan) -> ModelCost:
     """Return the layer costs of the problem's model: blocks, and the layers before and after them."""
-    machine, habits = problem.hardware, framework_traits_of(problem, plan)
+    machine, traits = problem.hardware, framework_traits_of(problem, plan)
     if problem.dimensions is None:
-        pieces = module_model_cost(problem.workload, plan, machine, habits)
+        pieces = module_model_cost(problem.workload, plan, machine, traits)
     else:
-        pieces = decoder_model_cost(problem.dimensions, problem.sequence_length, plan, machine, habits)
-        pieces = model_cost_with_frozen_parts(pieces, problem.workload, plan, machine, habits)
+        pieces = decoder_model_cost(problem.dimensions, problem.sequence_length, plan, machine, traits)
+        pieces = model_cost_with_frozen_parts(pieces, problem.workload, plan, machine, traits)
     if not uses_offload(plan):
         return pieces
-    table = build_memory_table(problem.workload, plan, problem.dimensions, habits)
-    return with_activation_bytes(pieces, table, problem.workload, habits.logits_copies)
+    table = build_memory_table(problem.workload, plan, problem.dimensions, traits)
+    return with_activation_bytes(pieces, table, problem.workload, traits.logits_copies)
 
 
 def block_groups_of(problem: PlanningProblem, plan: Plan) -> tuple[BlockGroup, ...]:
     """Return the block groups of `model_cost_of`, computed without the other layers where possible."""
     if problem.dimensions is None or uses_offload(plan):
         return model_cost_of(problem, plan).blocks
-    habits = framework_traits_of(problem, plan)
-    blocks = decoder_block_groups(problem.dimensions, problem.sequence_length, plan, problem.hardware, habits)
-    return block_groups_with_frozen_parts(blocks, problem.workload, plan, problem.hardware, habits)
+    traits = framework_traits_of(problem, plan)
+    blocks = decoder_block_groups(problem.dimensions, problem.sequence_length, plan, problem.hardware, traits)
+    return block_groups_with_frozen_parts(blocks, problem.workload, plan, problem.hardware, traits)
 
 
 def stage_send_seconds(problem: PlanningProblem, plan: Plan) -> float:
@@ -234,12 +237,12 @@ def with_step_time(
     """Return `memory_forecast` with a step time and the figures that follow from it."""
     if step is None:
         crosses = node_crossing_reasons(problem, plan, None, None)
-        told = (
+        time_reasons = (
             *crosses,
             *synchronization_reasons(problem, plan, None),
             time_unavailable_reason(problem, plan) or "",
         )
-        return replace(memory_forecast, reasons=(*memory_forecast.reasons, *told))
+        return replace(memory_forecast, reasons=(*memory_forecast.reasons, *time_reasons))
     flops = problem.workload.flops_per_sample * problem.global_batch
     peak = problem.peak_flops_per_second("fp8" if plan.fp8 else plan.precision)
     run = run_cost(problem, plan, step)
@@ -273,10 +276,10 @@ def _node_crossing_reasons(problem: PlanningProblem, plan: Plan, step: StepTime)
 
 def unbounded_run_reason(problem: PlanningProblem, plan: Plan, step: StepTime) -> str:
     """Return the reason why there is no forecast of the whole run."""
-    found = forecast_goodput(problem, plan, step)
+    goodput = forecast_goodput(problem, plan, step)
     return (
         "no forecast of the complete run: with a failure every "
-        f"{duration_text(found.seconds_between_failures)}, goodput is below {MIN_GOODPUT:.0%}; save "
+        f"{duration_text(goodput.seconds_between_failures)}, goodput is below {MIN_GOODPUT:.0%}; save "
         "checkpoints more often (checkpoint.every_steps), and use in-memory checkpoints "
         "(checkpoint.in_memory_every_steps)"
     )
@@ -290,26 +293,26 @@ def synchronization_reasons(problem: PlanningProblem, plan: Plan, step: StepTime
         plan: the plan.
         step: forecast of the step; None where rates are unknown.
     """
-    seldom = plan.synchronization
-    if seldom is None:
+    synchronization = plan.synchronization
+    if synchronization is None:
         return ()
-    often = "at every step"
-    if seldom.has_local_weights:
-        apart = f"{seldom.every / seldom.fragments:.3g} steps"
-        often = f"every {apart} instead of gradients at every step"
+    frequency = "at every step"
+    if synchronization.has_local_weights:
+        interval = f"{synchronization.every / synchronization.fragments:.3g} steps"
+        frequency = f"every {interval} instead of gradients at every step"
     between = step_components(problem, plan).site_exchange if step is not None else None
     if step is None or between is None:
         parameters = problem.workload.parameters / plan.pp
         sent = site_sent_bytes(plan, framework_traits_of(problem, plan), parameters, trainable_share(problem))
         return (
             (
-                f"synchronization of {seldom.sites} sites: each rank sends about "
-                f"{bytes_text(int(sent))} {often}"
+                f"synchronization of {synchronization.sites} sites: each rank sends about "
+                f"{bytes_text(int(sent))} {frequency}"
             ),
         )
     return (
-        f"synchronization of {seldom.sites} sites: each rank sends "
-        f"{bytes_text(int(between.sent_bytes))} {often} ({duration_text(between.exchange_seconds)} per "
+        f"synchronization of {synchronization.sites} sites: each rank sends "
+        f"{bytes_text(int(between.sent_bytes))} {frequency} ({duration_text(between.exchange_seconds)} per "
         f"exchange); exposed time {duration_text(between.exposed_seconds(step.seconds))} per step",
     )
 

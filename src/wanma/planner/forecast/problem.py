@@ -119,7 +119,7 @@ def build_problem(
     keeps_files = in_files <= DIRTY_PAGE_SHARE * node.memory_bytes
     machine = replace(machine, host=replace(machine.host, keeps_files=keeps_files))
     trained = workload.parameters * workload.trainable_share
-    habits = FrameworkTraits(
+    traits = FrameworkTraits(
         fragmentation_factor=machine.unused_factor,
         optimizer_bytes=update.moved_bytes,
         optimizer_flops=update.flops,
@@ -130,8 +130,8 @@ def build_problem(
         casts_frozen_weights=job.model.factory is None,
     )
     memory_bytes *= USABLE_DEVICE_MEMORY_SHARE if node.devices else USABLE_HOST_MEMORY_SHARE
-    unlike = cluster if len(cluster.nodes) > 1 and node.devices else None
-    return PlanningProblem(job, machines, workload, machine, memory_bytes, dimensions, habits, unlike)
+    heterogeneous = cluster if len(cluster.nodes) > 1 and node.devices else None
+    return PlanningProblem(job, machines, workload, machine, memory_bytes, dimensions, traits, heterogeneous)
 
 
 def mean_peak_flops(cluster: Cluster, precision: str) -> float | None:
@@ -154,19 +154,19 @@ def host_memory_overflow_reason(
 
     In-memory checkpoints count where the job sets their interval.
     """
-    waiting, kept = float(memory_forecast.host_bytes), 0
+    required, copy_bytes = float(memory_forecast.host_bytes), 0
     if isinstance(problem.job.checkpoint.in_memory_every_steps, int):
-        kept = in_memory_checkpoint_bytes(problem.job, problem.workload, plan)
-        waiting += kept + (memory_forecast.memory_bytes if plan.device == "cpu" else 0)
+        copy_bytes = in_memory_checkpoint_bytes(problem.job, problem.workload, plan)
+        required += copy_bytes + (memory_forecast.memory_bytes if plan.device == "cpu" else 0)
     (node,) = problem.cluster.nodes
-    here, uneven = divmod(plan.world_size, problem.job.cluster.nodes)
+    node_ranks, uneven = divmod(plan.world_size, problem.job.cluster.nodes)
     if uneven:  # a plan on a part of a hypothetical cluster
-        here = min(max(len(node.devices), 1), plan.world_size)
-    if waiting * here <= node.memory_bytes * USABLE_HOST_MEMORY_SHARE:
+        node_ranks = min(max(len(node.devices), 1), plan.world_size)
+    if required * node_ranks <= node.memory_bytes * USABLE_HOST_MEMORY_SHARE:
         return None
-    snapshots = f" ({bytes_text(kept * here)} for in-memory checkpoints)" if kept else ""
+    snapshots = f" ({bytes_text(copy_bytes * node_ranks)} for in-memory checkpoints)" if copy_bytes else ""
     return (
-        f"the plan needs {bytes_text(waiting * here)} of host memory on {node.name}{snapshots}, which "
+        f"the plan needs {bytes_text(required * node_ranks)} of host memory on {node.name}{snapshots}, which "
         f"has {bytes_text(node.memory_bytes)}"
     )
 
@@ -192,17 +192,17 @@ def homogeneous_cluster(job: Job, cluster: Cluster) -> Cluster:
     if select_device_type(job, cluster) == "cpu":
         nodes = tuple(replace(node, devices=()) for node in nodes)
     count = max(cluster.node_count, job.cluster.nodes)
-    least = min(nodes, key=lambda node: _matmul_rate(node, job.train.precision))
+    slowest = min(nodes, key=lambda node: _matmul_rate(node, job.train.precision))
     if len(nodes) > 1:
         level = cluster.inter_group_level()
-        least = replace(
-            least,
-            devices=_smallest_devices(nodes, least),
+        slowest = replace(
+            slowest,
+            devices=_smallest_devices(nodes, slowest),
             cores=min(node.cores for node in nodes),
             memory_bytes=min(node.memory_bytes for node in nodes),
             network=(replace(level, size=None),) if level is not None else (),
         )
-    return Cluster((replace(least, count=count),))
+    return Cluster((replace(slowest, count=count),))
 
 
 def _matmul_rate(node: NodeGroup, precision: str) -> float:
@@ -211,7 +211,7 @@ def _matmul_rate(node: NodeGroup, precision: str) -> float:
     return min((device.peak_flops_per_second.get(precision, 0.0) for device in devices), default=0.0)
 
 
-def _smallest_devices(nodes: tuple[NodeGroup, ...], like: NodeGroup) -> tuple[Device, ...]:
+def _smallest_devices(nodes: tuple[NodeGroup, ...], slowest: NodeGroup) -> tuple[Device, ...]:
     number = min(len(node.devices) for node in nodes)
     memory_bytes = min((device.memory_bytes for node in nodes for device in node.devices), default=0)
-    return tuple(replace(device, memory_bytes=memory_bytes) for device in like.devices[:number])
+    return tuple(replace(device, memory_bytes=memory_bytes) for device in slowest.devices[:number])

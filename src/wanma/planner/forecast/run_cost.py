@@ -111,16 +111,16 @@ def run_seconds(train: TrainSection, global_batch: int, plan: Plan, step: StepTi
     """
     repeated = step.compute + step.tensor + step.context + step.expert + step.moving
     once = step.seconds - repeated
-    each = repeated / plan.gradient_accumulation_steps(global_batch)
+    per_micro_batch = repeated / plan.gradient_accumulation_steps(global_batch)
     seconds = 0.0
     ramp = [(0, train.global_batch), *(entry for entry in train.batch_ramp if entry[0] < train.steps)]
     for number, (start, batch) in enumerate(ramp):
         stop = ramp[number + 1][0] if number + 1 < len(ramp) else train.steps
-        seconds += (stop - start) * (once + each * plan.gradient_accumulation_steps(batch))
+        seconds += (stop - start) * (once + per_micro_batch * plan.gradient_accumulation_steps(batch))
     validations = 1 if train.validate_every_steps == 0 else max(train.steps // train.validate_every_steps, 1)
     forward = 1 / 4 if plan.recompute == "full" else 1 / 3
     samples = plan.gradient_accumulation_steps(train.validation_samples)
-    return seconds + validations * forward * (each * samples + step.bubble)
+    return seconds + validations * forward * (per_micro_batch * samples + step.bubble)
 
 
 def device_activity(problem: PlanningProblem, plan: Plan, step: StepTime) -> DeviceActivity:
@@ -132,8 +132,8 @@ def device_activity(problem: PlanningProblem, plan: Plan, step: StepTime) -> Dev
     chip = problem.hardware.chip
     precision = matmul_precision(plan, problem.framework)
     flops = problem.workload.flops_per_sample * problem.global_batch / plan.world_size
-    again = 4 / 3 if plan.recompute == "full" else 1.0
-    products = min(again * flops / matmul_rate(chip, precision), step.compute)
+    recompute_factor = 4 / 3 if plan.recompute == "full" else 1.0
+    products = min(recompute_factor * flops / matmul_rate(chip, precision), step.compute)
     communicating = step.tensor + step.context + step.expert + step.data + step.moving
     streaming = step.compute - products + step.optimizer + step.checkpoint
     parts = (products, streaming, communicating, step.bubble + step.loading)
@@ -147,7 +147,7 @@ def node_watts(node: NodeGroup, activity: DeviceActivity) -> float | None:
     limit = sum(watts for watts in limits if watts is not None)
     if not limits or None in limits:
         return None
-    rest = (
+    device_limit = (
         DEFAULT_HOST_POWER_RATIO * limit if node.power_watts is None else max(node.power_watts - limit, 0.0)
     )
-    return limit * activity.power_share + HOST_POWER_SHARE * rest
+    return limit * activity.power_share + HOST_POWER_SHARE * device_limit

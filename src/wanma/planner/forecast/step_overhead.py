@@ -70,8 +70,8 @@ class StepOverhead:
         """
         if not self.checkpoint_every_steps:
             return 0.0
-        own = self.checkpoint_copy_seconds + self.hash_slowdown_seconds
-        return own / self.checkpoint_every_steps + max(
+        save_seconds = self.checkpoint_copy_seconds + self.hash_slowdown_seconds
+        return save_seconds / self.checkpoint_every_steps + max(
             0.0, self.checkpoint_write_seconds / self.checkpoint_every_steps - step_seconds
         )
 
@@ -79,10 +79,10 @@ class StepOverhead:
         """Return seconds of steps with both overheads; monotonic in the steps' own time."""
         seconds = np.maximum(step_seconds, self.load_seconds) + self.handoff_seconds
         if self.checkpoint_every_steps:
-            own = self.checkpoint_copy_seconds + self.hash_slowdown_seconds
+            save_seconds = self.checkpoint_copy_seconds + self.hash_slowdown_seconds
             seconds = (
                 np.maximum(seconds, self.checkpoint_write_seconds / self.checkpoint_every_steps)
-                + own / self.checkpoint_every_steps
+                + save_seconds / self.checkpoint_every_steps
             )
         return seconds
 
@@ -96,11 +96,11 @@ class StepOverhead:
 
 def step_overhead(problem: PlanningProblem, plan: Plan) -> StepOverhead:
     """Return the step overheads of `plan`."""
-    train, every = problem.job.train, problem.job.checkpoint.every_steps
+    train, interval = problem.job.train, problem.job.checkpoint.every_steps
     size = _checkpoint_bytes(problem, plan)
     copied, written = _checkpoint_seconds(problem, plan, size)
     hashed = size / HASH_BYTES_PER_SECOND / plan.threads_per_rank if plan.device == "cpu" else 0.0
-    due = every if every <= train.steps else 0
+    due = interval if interval <= train.steps else 0
     is_last_due = due > 0 and train.steps % due == 0
     load = _load_seconds(problem, plan)
     return StepOverhead(load, HANDOFF_SECONDS, copied, written, hashed, due, is_last_due)
@@ -115,22 +115,22 @@ def _load_seconds(problem: PlanningProblem, plan: Plan) -> float:
     data = problem.job.data
     if data.factory is not None:
         return 0.0
-    images = problem.workload.input_elements_per_sample
-    if images is None:
-        number, each, stored = (
+    input_elements = problem.workload.input_elements_per_sample
+    if input_elements is None:
+        number, item_seconds, stored = (
             problem.sequence_length + 1.0,
             TOKEN_LOAD_SECONDS,
             STORED_ELEMENT_BYTES["tokens"],
         )
     else:
-        number, each, stored = images, PIXEL_LOAD_SECONDS, STORED_ELEMENT_BYTES["images"]
-    each += stored / problem.hardware.host.disk_bytes_per_second
-    at_once = min(data.workers, data.prefetch)
+        number, item_seconds, stored = input_elements, PIXEL_LOAD_SECONDS, STORED_ELEMENT_BYTES["images"]
+    item_seconds += stored / problem.hardware.host.disk_bytes_per_second
+    parallel_loads = min(data.workers, data.prefetch)
     micro_batches, samples = (
         plan.gradient_accumulation_steps(problem.global_batch),
         plan.max_rows_per_data_rank(problem.global_batch),
     )
-    return (micro_batches * MICRO_BATCH_LOAD_SECONDS + samples * number * each) / at_once
+    return (micro_batches * MICRO_BATCH_LOAD_SECONDS + samples * number * item_seconds) / parallel_loads
 
 
 def _checkpoint_bytes(problem: PlanningProblem, plan: Plan) -> float:
@@ -140,9 +140,9 @@ def _checkpoint_bytes(problem: PlanningProblem, plan: Plan) -> float:
     average = workload.parameters * (workload.trainable_share if rounds else 1.0)
     elements = optimizer_state_elements(workload, train) + (average if train.weight_average > 0 else 0.0)
     saved = weight_bytes(workload, plan, casts_frozen_weights=rounds) + master_weight_bytes(plan) * elements
-    whole = workload.parameters / plan.tp / plan.pp
-    kept = error_feedback_bytes(plan, whole, whole / plan.shard_group_size)
-    return saved / plan.world_size + kept
+    rank_parameters = workload.parameters / plan.tp / plan.pp
+    feedback = error_feedback_bytes(plan, rank_parameters, rank_parameters / plan.shard_group_size)
+    return saved / plan.world_size + feedback
 
 
 def _checkpoint_seconds(problem: PlanningProblem, plan: Plan, size: float) -> tuple[float, float]:
@@ -155,6 +155,8 @@ def _checkpoint_seconds(problem: PlanningProblem, plan: Plan, size: float) -> tu
         copied = size / CPU_COPY_BYTES_PER_SECOND
     else:
         copied = size / host.link_bytes_per_second
-    here = max(problem.hardware.device_count // problem.cluster.node_count, 1)
-    disk = host.disk_bytes_per_second * here / min(plan.world_size, here)  # the node's ranks share it
+    devices_per_node = max(problem.hardware.device_count // problem.cluster.node_count, 1)
+    disk = (
+        host.disk_bytes_per_second * devices_per_node / min(plan.world_size, devices_per_node)
+    )  # the node's ranks share it
     return copied, size / min(disk, HASH_BYTES_PER_SECOND)

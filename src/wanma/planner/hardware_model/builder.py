@@ -59,33 +59,35 @@ def build_hardware_model(
     if not 0 <= node_kind < len(cluster.nodes) or ranks < 1:
         raise ValueError(f"node kind {node_kind} of {len(cluster.nodes)}, {ranks} ranks on a node")
     node = cluster.nodes[node_kind]
-    here = len(node.devices) or ranks
+    ranks_per_node = len(node.devices) or ranks
     calibration = calibration or Calibration()
     try:
-        machine = _calibrated_hardware(node, here, threads, calibration)
+        machine = _calibrated_hardware(node, ranks_per_node, threads, calibration)
         if machine is None:
             machine = _accelerator_hardware(node) if node.devices else _cpu_hardware(node, ranks, threads)
         known = replace(
             machine,
-            links=_merged_levels([*machine.links, *_inter_node_links(node, here)]),
+            links=_merged_levels([*machine.links, *_inter_node_links(node, ranks_per_node)]),
             assumed=(*machine.assumed, *_placement_assumptions(node)),
-            host=build_host_model(node, here) if machine.host.doubt else machine.host,
+            host=build_host_model(node, ranks_per_node) if machine.host.doubt else machine.host,
         )
     except _UnknownRateError as unknown:
         name = node.devices[0].name if node.devices else node.name
         chip = DeviceModel(name, {}, 1.0, 1, {}, AttentionCurve(1.0, 0.0, 1.0))
-        return HardwareModel(chip, (LinkLevel(node.count * here, 0.0, 1.0),), unknown=str(unknown))
+        return HardwareModel(chip, (LinkLevel(node.count * ranks_per_node, 0.0, 1.0),), unknown=str(unknown))
     return calibration.corrections_for(calibrated_device_name(known.chip.name, calibration)).apply(known)
 
 
 def build_host_model(node: NodeGroup, ranks: int) -> HostModel:
     """Return the host rates behind each of `ranks` devices of one node, from the node's figures."""
-    promised = [device.host_bytes_per_second or PCIE_4.bandwidth_bytes_per_second for device in node.devices]
-    cpu, usual = node.cpu, HostModel()
+    device_rates = [
+        device.host_bytes_per_second or PCIE_4.bandwidth_bytes_per_second for device in node.devices
+    ]
+    cpu, defaults = node.cpu, HostModel()
     memory = cpu.bandwidth_bytes_per_second if cpu is not None else None
     return replace(
-        usual,
-        link_bytes_per_second=HOST_LINK_SHARE * min(promised, default=PCIE_4.bandwidth_bytes_per_second),
+        defaults,
+        link_bytes_per_second=HOST_LINK_SHARE * min(device_rates, default=PCIE_4.bandwidth_bytes_per_second),
         memory_bytes_per_second=_STREAMING_SHARE * (memory or node.cores * _CORE_BANDWIDTH) / ranks,
         disk_bytes_per_second=(node.disk_bytes_per_second or DISK_BYTES_PER_SECOND) / ranks,
     )
@@ -104,7 +106,7 @@ _STREAMING_SHARE = 0.8
 def is_calibrated(cluster: Cluster, calibration: Calibration | None) -> bool:
     """Return whether the device of every kind of node was calibrated."""
     devices = [node.devices[0] if node.devices else node.cpu for node in cluster.nodes]
-    measured = {one.device for one in calibration.devices} if calibration is not None else set()
+    measured = {entry.device for entry in calibration.devices} if calibration is not None else set()
     return calibration is not None and all(
         device is not None and calibrated_device_name(device.name, calibration) in measured
         for device in devices
@@ -141,31 +143,33 @@ def _calibrated_hardware(
     if device is None:
         return None
     name = calibrated_device_name(device.name, calibration)
-    found = calibration.find(
+    calibrated = calibration.find(
         name, devices_per_node, 0 if node.devices else _threads_per_rank(node, devices_per_node, threads)
     )
-    if found is None:
+    if calibrated is None:
         return None
-    chip = replace(found.machine.chip, name=device.name)
-    *inner, outermost = found.machine.links
+    chip = replace(calibrated.machine.chip, name=device.name)
+    *inner, outermost = calibrated.machine.links
     if outermost.devices > 1:
         links: list[LinkLevel] = [
             *(link for link in inner if link.devices < devices_per_node),
             replace(outermost, devices=devices_per_node),
         ]
-        return replace(found.machine, chip=chip, links=_merged_levels(links))
+        return replace(calibrated.machine, chip=chip, links=_merged_levels(links))
     # A single rank was measured, which gives no links.
-    links, doubt, assumed = (
+    links, uncertainty, assumed = (
         _intra_node_links(node, devices_per_node)
         if node.devices
         else ([_shared_memory_link(devices_per_node)], 0.0, [])
     )
-    return replace(found.machine, chip=chip, links=_merged_levels(links), doubt=doubt, assumed=tuple(assumed))
+    return replace(
+        calibrated.machine, chip=chip, links=_merged_levels(links), doubt=uncertainty, assumed=tuple(assumed)
+    )
 
 
 def calibrated_device_name(device: str, calibration: Calibration) -> str:
     """Return the name of `device` in a calibration: drivers have other names than the catalogue."""
-    names = {one.device for one in calibration.devices} | set(calibration.corrections)
+    names = {measured.device for measured in calibration.devices} | set(calibration.corrections)
     kind = find_by_name(device)
     same = [name for name in sorted(names) if kind is not None and find_by_name(name) == kind]
     return device if device in names or not same else same[0]
@@ -184,29 +188,29 @@ def _single_device_kind(node: NodeGroup) -> Device:
 
 def _accelerator_hardware(node: NodeGroup) -> HardwareModel:
     """Return the hardware model of one node with accelerators, from the catalogue's figures."""
-    chip, doubt, assumed = _device_model(_single_device_kind(node))
-    links, link_doubt, link_assumed = _intra_node_links(node, len(node.devices))
-    doubt = math.hypot(doubt, link_doubt)
-    return HardwareModel(chip, _merged_levels(links), doubt=doubt, assumed=(*assumed, *link_assumed))
+    chip, uncertainty, assumed = _device_model(_single_device_kind(node))
+    links, link_uncertainty, link_assumed = _intra_node_links(node, len(node.devices))
+    uncertainty = math.hypot(uncertainty, link_uncertainty)
+    return HardwareModel(chip, _merged_levels(links), doubt=uncertainty, assumed=(*assumed, *link_assumed))
 
 
 def _device_model(device: Device) -> tuple[DeviceModel, float, list[str]]:
     """Return a device with its curves, their uncertainty, and descriptions of what was assumed."""
     peaks, bandwidth = device.peak_flops_per_second, device.bandwidth_bytes_per_second
     if not peaks or bandwidth is None:
-        what, key = ("memory bandwidth", "gb_per_second") if peaks else ("peak rate", "peak_teraflops")
+        quantity, key = ("memory bandwidth", "gb_per_second") if peaks else ("peak rate", "peak_teraflops")
         raise _UnknownRateError(
-            f"the {what} of '{device.name}' is unknown: give {key} under [[devices]] of a cluster file, "
+            f"the {quantity} of '{device.name}' is unknown: give {key} under [[devices]] of a cluster file, "
             "or run `wanma cluster --calibrate` on such a node"
         )
     known = find_by_name(device.name)
-    attained, doubt, assumed = known.efficiency if known else None, 0.0, []
+    attained, uncertainty, assumed = known.efficiency if known else None, 0.0, []
     if attained is None:
         reference = nearest_catalogue_device(device)
-        attained, doubt = DEVICE_EFFICIENCIES[reference], _DISSIMILAR_DEVICE_UNCERTAINTY
+        attained, uncertainty = DEVICE_EFFICIENCIES[reference], _DISSIMILAR_DEVICE_UNCERTAINTY
         assumed.append(f"{device.name}: not in the catalogue; assumed to be as efficient as {reference}")
     elif attained.estimate_basis:
-        doubt = _SIMILAR_DEVICE_UNCERTAINTY
+        uncertainty = _SIMILAR_DEVICE_UNCERTAINTY
         assumed.append(f"{device.name}: {attained.estimate_basis}")
     curves = GENERATION_CURVES[attained.generation]
     chip = DeviceModel(
@@ -219,7 +223,7 @@ def _device_model(device: Device) -> tuple[DeviceModel, float, list[str]]:
         {name: curve for name, curve in curves.attention_curves_by_precision.items() if name in peaks},
         sustained=attained.sustained_fraction,
     )
-    return chip, doubt, assumed
+    return chip, uncertainty, assumed
 
 
 def nearest_catalogue_device(device: Device) -> str:
@@ -250,9 +254,9 @@ def _intra_node_links(node: NodeGroup, device_count: int) -> tuple[list[LinkLeve
     if max((link.devices for link in links), default=1) >= device_count:
         return links, 0.0, []
     # Every server has PCIe.
-    usual = PCIE_4.to_level()
+    pcie = PCIE_4.to_level()
     links.append(
-        _link_level(usual, device_count, LINK_EFFICIENCIES[usual.name].many_devices, INTRA_NODE_STEP_FACTOR)
+        _link_level(pcie, device_count, LINK_EFFICIENCIES[pcie.name].many_devices, INTRA_NODE_STEP_FACTOR)
     )
     return (
         links,
@@ -260,7 +264,7 @@ def _intra_node_links(node: NodeGroup, device_count: int) -> tuple[list[LinkLeve
         [
             (
                 f"{node.name}: the link between its {device_count} devices is not given; assumed to be "
-                f"{usual.name}"
+                f"{pcie.name}"
             )
         ],
     )
@@ -270,20 +274,20 @@ def _cpu_hardware(node: NodeGroup, ranks: int, threads: int | None) -> HardwareM
     """Return the hardware model of a CPU node; each rank is a device with its share of the node."""
     cpu = node.cpu
     if cpu is None or not cpu.peak_flops_per_second:
-        what = f"'{cpu.name}'" if cpu else f"the CPU of {node.name}"
+        cpu_text = f"'{cpu.name}'" if cpu else f"the CPU of {node.name}"
         raise _UnknownRateError(
-            f"the peak rate of {what} is unknown: run `wanma cluster --calibrate` on such a node, or "
+            f"the peak rate of {cpu_text} is unknown: run `wanma cluster --calibrate` on such a node, or "
             "set cpu = ... in a cluster file"
         )
-    each = _threads_per_rank(node, ranks, threads)
-    share = min(each / node.cores, 1 / ranks)
+    rank_threads = _threads_per_rank(node, ranks, threads)
+    share = min(rank_threads / node.cores, 1 / ranks)
     bandwidth = cpu.bandwidth_bytes_per_second or node.cores * _CORE_BANDWIDTH
     peaks = {name: peak * share for name, peak in cpu.peak_flops_per_second.items()}
     chip = DeviceModel(
         cpu.name,
         peaks,
         bandwidth / ranks,
-        each,
+        rank_threads,
         {name: curve for name, curve in CPU_CURVES.matmul_curves.items() if name in peaks},
         CPU_CURVES.attention_curve,
         {name: curve for name, curve in CPU_CURVES.attention_curves_by_precision.items() if name in peaks},
@@ -346,18 +350,18 @@ def _inter_node_links(node: NodeGroup, devices_per_node: int) -> list[LinkLevel]
     """Return the link levels between nodes, each with `devices_per_node` devices or ranks."""
     # Rates of a node's levels are per device, or of the whole node where it has no devices.
     share = 1.0 if node.devices else 1.0 / devices_per_node
-    own = {level.name for level in node.inside}
+    node_links = {level.name for level in node.inside}
     links = []
     for level in node.network:
         nodes = nodes_per_domain(node.count, level.size or node.count)
-        if level.name in own:  # the devices' own link, through several machines
-            kept, slower = (
+        if level.name in node_links:  # the devices' own link, through several machines
+            efficiency, step_factor = (
                 LINK_EFFICIENCIES.get(level.name, DEFAULT_LINK_EFFICIENCY).many_devices,
                 INTRA_NODE_STEP_FACTOR,
             )
         else:
-            kept, slower = NETWORK_EFFICIENCY.many_devices, INTER_NODE_STEP_FACTOR
-        links.append(_link_level(level, nodes * devices_per_node, kept * share, slower))
+            efficiency, step_factor = NETWORK_EFFICIENCY.many_devices, INTER_NODE_STEP_FACTOR
+        links.append(_link_level(level, nodes * devices_per_node, efficiency * share, step_factor))
     if node.count > 1 and max((link.devices for link in links), default=0) < node.count * devices_per_node:
         raise _UnknownRateError(
             f"the network between the {node.count} nodes of {node.name} is unknown: give network = "
@@ -373,25 +377,25 @@ def nodes_per_domain(count: int, size: int) -> int:
     that groups of ranks stay within one: 64 nodes on racks of 18 are four times 16. Where that would leave
     half of every unit empty, units are filled one after the other.
     """
-    fewest = -(-count // size)
-    even = next((units for units in range(fewest, 2 * fewest) if count % units == 0), None)
-    return min(size, count) if even is None else count // even
+    min_units = -(-count // size)
+    even_units = next((units for units in range(min_units, 2 * min_units) if count % units == 0), None)
+    return min(size, count) if even_units is None else count // even_units
 
 
 def _placement_assumptions(node: NodeGroup) -> list[str]:
     """Return descriptions of the assumed placement of nodes on several domains of the network."""
-    told = []
+    assumptions = []
     for level in node.network:
         if level.size is None or node.count <= level.size:
             continue
-        each = nodes_per_domain(node.count, level.size)
-        units, rest = divmod(node.count, each)
-        told.append(
+        domain_nodes = nodes_per_domain(node.count, level.size)
+        units, remainder = divmod(node.count, domain_nodes)
+        assumptions.append(
             f"placement assumed: {node.count} nodes of {node.name} are on {units} domains of "
-            f"{level.name} (up to {level.size} nodes), {each} in each"
-            + (f", and {rest} in another" if rest else "")
+            f"{level.name} (up to {level.size} nodes), {domain_nodes} in each"
+            + (f", and {remainder} in another" if remainder else "")
         )
-    return told
+    return assumptions
 
 
 def _link_level(level: InterconnectLevel, devices: int, share: float, step_factor: float) -> LinkLevel:
@@ -402,11 +406,11 @@ def _link_level(level: InterconnectLevel, devices: int, share: float, step_facto
 
 def _merged_levels(links: Sequence[LinkLevel]) -> tuple[LinkLevel, ...]:
     """Return the links that join more devices than earlier ones; of two equally fast ones the wider alone."""
-    kept: list[LinkLevel] = []
+    merged: list[LinkLevel] = []
     for link in links:
-        if link.devices <= (kept[-1].devices if kept else 1):
+        if link.devices <= (merged[-1].devices if merged else 1):
             continue
-        if kept and replace(kept[-1], devices=link.devices) == link:
-            kept.pop()
-        kept.append(link)
-    return tuple(kept) or (LinkLevel(1, 0.0, 1.0),)
+        if merged and replace(merged[-1], devices=link.devices) == link:
+            merged.pop()
+        merged.append(link)
+    return tuple(merged) or (LinkLevel(1, 0.0, 1.0),)

@@ -165,13 +165,15 @@ class Calibration:
         Return None where that device was never measured. For accelerators `ranks` hardly matters; on a CPU it
         decides a rank's share of the node.
         """
-        own = [one for one in self.devices if one.device == device]
+        measurements = [measurement for measurement in self.devices if measurement.device == device]
 
-        def distance(one: DeviceCalibration) -> tuple[float, int]:
-            ratio = abs(math.log2(one.ranks / ranks)) + abs(math.log2(max(one.threads, 1) / max(threads, 1)))
-            return ratio, -one.ranks
+        def distance(measurement: DeviceCalibration) -> tuple[float, int]:
+            ratio = abs(math.log2(measurement.ranks / ranks)) + abs(
+                math.log2(max(measurement.threads, 1) / max(threads, 1))
+            )
+            return ratio, -measurement.ranks
 
-        return min(own, key=distance, default=None)
+        return min(measurements, key=distance, default=None)
 
     def corrections_for(self, device: str) -> CorrectionFactors:
         """Return the correction factors of `device`; factors of 1 where no run taught any."""
@@ -182,11 +184,11 @@ class Calibration:
 
         Correction factors of these devices are dropped, because they belong to the old curves.
         """
-        new = {one.key: one for one in calibrations}
-        kept = [one for one in self.devices if one.key not in new]
-        devices = {one.device for one in calibrations}
-        corrections = {name: one for name, one in self.corrections.items() if name not in devices}
-        return Calibration((*kept, *new.values()), corrections)
+        new = {measurement.key: measurement for measurement in calibrations}
+        unreplaced = [measurement for measurement in self.devices if measurement.key not in new]
+        devices = {measurement.device for measurement in calibrations}
+        corrections = {name: factors for name, factors in self.corrections.items() if name not in devices}
+        return Calibration((*unreplaced, *new.values()), corrections)
 
     def with_corrections(self, device: str, corrections: CorrectionFactors) -> Calibration:
         """Return the calibration with these correction factors for `device`."""
@@ -194,15 +196,15 @@ class Calibration:
 
     def merge(self, other: Calibration) -> Calibration:
         """Return both calibrations merged; `other` takes precedence."""
-        both = self.with_devices(*other.devices)
-        return replace(both, corrections={**both.corrections, **other.corrections})
+        merged = self.with_devices(*other.devices)
+        return replace(merged, corrections={**merged.corrections, **other.corrections})
 
     def to_json(self) -> dict[str, Any]:
         """Return the calibration as JSON values."""
         return {
             "version": VERSION,
-            "measured": [_to_json(one) for one in self.devices],
-            "corrections": {name: asdict(one) for name, one in self.corrections.items()},
+            "measured": [_to_json(measurement) for measurement in self.devices],
+            "corrections": {name: asdict(factors) for name, factors in self.corrections.items()},
         }
 
     @classmethod
@@ -216,8 +218,8 @@ class Calibration:
         """
         if value.get("version") != VERSION:
             raise ValueError(f"version {value.get('version')} is not {VERSION}")
-        measured = tuple(_device_calibration(one) for one in value["measured"])
-        corrections = {name: CorrectionFactors(**one) for name, one in value["corrections"].items()}
+        measured = tuple(_device_calibration(measurement) for measurement in value["measured"])
+        corrections = {name: CorrectionFactors(**factors) for name, factors in value["corrections"].items()}
         return cls(measured, corrections)
 
 
@@ -270,26 +272,28 @@ def save_calibration(calibration: Calibration, path: Path | None = None) -> Path
     return path
 
 
-def _to_json(one: DeviceCalibration) -> dict[str, Any]:
-    """Return `one` as JSON values; `asdict` copies mappings only if they are dicts."""
-    chip = one.machine.chip
+def _to_json(measurement: DeviceCalibration) -> dict[str, Any]:
+    """Return `measurement` as JSON values; `asdict` copies mappings only if they are dicts."""
+    chip = measurement.machine.chip
     chip = replace(
         chip,
         peak_flops_per_second=dict(chip.peak_flops_per_second),
         products=dict(chip.products),
         attention_in=dict(chip.attention_in),
     )
-    factors = dict(one.machine.collective_factors)
-    return asdict(replace(one, machine=replace(one.machine, chip=chip, collective_factors=factors)))
+    factors = dict(measurement.machine.collective_factors)
+    return asdict(
+        replace(measurement, machine=replace(measurement.machine, chip=chip, collective_factors=factors))
+    )
 
 
 def _device_calibration(value: Mapping[str, Any]) -> DeviceCalibration:
-    points = tuple(BenchmarkPoint(**{**one, "shape": tuple(one["shape"])}) for one in value["points"])
+    points = tuple(BenchmarkPoint(**{**point, "shape": tuple(point["shape"])}) for point in value["points"])
     return DeviceCalibration(**{**value, "machine": _hardware_model(value["machine"]), "points": points})
 
 
 def _hardware_model(value: Mapping[str, Any]) -> HardwareModel:
-    known = {one.name for one in fields(HardwareModel)}
+    known = {level.name for level in fields(HardwareModel)}
     if unknown := set(value) - known:
         raise ValueError(f"unknown key {sorted(unknown)[0]} of a hardware model")
     chip = dict(value["chip"])

@@ -142,10 +142,12 @@ def all_to_all_seconds(
     levels = _levels(hardware, group)
     slowest, inner = 0.0, 1
     for link, outer in _level_sizes(hardware, levels, group):
-        moved = sent_bytes * (outer - inner) / group.size
+        level_bytes = sent_bytes * (outer - inner) / group.size
         slowest = max(
             slowest,
-            link.transfer_seconds(moved, sent_bytes, _link_share(link, hardware, concurrent_dimensions)),
+            link.transfer_seconds(
+                level_bytes, sent_bytes, _link_share(link, hardware, concurrent_dimensions)
+            ),
         )
         inner = outer
     return hardware.start_seconds + _all_to_all_latency(levels, group) + slowest
@@ -174,13 +176,15 @@ def deduplicated_dispatch_seconds(
     slowest, inner = 0.0, 1
     for link, outer in _level_sizes(hardware, levels, group):
         units = group.size / inner
-        reached = units * (1 - (1 - 1 / units) ** experts_per_token)
+        reached_units = units * (1 - (1 - 1 / units) ** experts_per_token)
         # Inside a unit, tokens from other units are forwarded too.
-        elsewhere = 1 - inner / outer if inner == 1 else (outer - inner) / group.size
-        moved = token_bytes * reached * elsewhere
+        remote_share = 1 - inner / outer if inner == 1 else (outer - inner) / group.size
+        level_bytes = token_bytes * reached_units * remote_share
         slowest = max(
             slowest,
-            link.transfer_seconds(moved, token_bytes, _link_share(link, hardware, concurrent_dimensions)),
+            link.transfer_seconds(
+                level_bytes, token_bytes, _link_share(link, hardware, concurrent_dimensions)
+            ),
         )
         inner = outer
     return hardware.start_seconds + _all_to_all_latency(levels, group) + slowest
@@ -226,10 +230,10 @@ def _levels(hardware: HardwareModel, group: RankGroup) -> list[LinkLevel]:
     used: list[LinkLevel] = []
     inner = 1
     for link in hardware.links:
-        inside = group.members_within(link, hardware.device_count)
-        if inside > inner:
+        joined = group.members_within(link, hardware.device_count)
+        if joined > inner:
             used.append(link)
-            inner = inside
+            inner = joined
         if inner == group.size and span < link.devices:
             break
     if inner < group.size:
@@ -264,11 +268,11 @@ def _ring(
     Each part leaves each unit of a level once, over the links of all members inside.
     """
     size = level_sizes[-1][1]
-    moved = total_bytes * (size - 1) / size
+    level_bytes = total_bytes * (size - 1) / size
     slowest, latency, inner = 0.0, 0.0, 1
     for link, outer in level_sizes:
         share = inner * _link_share(link, hardware, concurrent_dimensions)
-        slowest = max(slowest, link.transfer_seconds(moved, total_bytes, share))
+        slowest = max(slowest, link.transfer_seconds(level_bytes, total_bytes, share))
         latency += (math.ceil(outer / inner) - 1) * link.latency_seconds
         inner = outer
     return latency + slowest

@@ -29,9 +29,9 @@ def _curves(
     by_precision = {
         name: MatmulCurve(*numbers) for name, numbers in {**_DEFAULT_MATMUL_SHARES, **products}.items()
     }
-    wide = dict.fromkeys(("fp32", "fp64"), AttentionCurve(*_DEFAULT_ATTENTION_SHARES))
+    full_precision = dict.fromkeys(("fp32", "fp64"), AttentionCurve(*_DEFAULT_ATTENTION_SHARES))
     return EfficiencyCurves(
-        MappingProxyType(by_precision), AttentionCurve(*attention), MappingProxyType(wide)
+        MappingProxyType(by_precision), AttentionCurve(*attention), MappingProxyType(full_precision)
     )
 
 

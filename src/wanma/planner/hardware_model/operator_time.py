@@ -38,17 +38,17 @@ def matmul_seconds(
         return 0.0
     rate = matmul_rate(chip, precision)
     curve = chip.products[precision]
-    computed, at_once, ceil = math.inf, chip.multiprocessors, math.ceil
+    computed, multiprocessors, ceil = math.inf, chip.multiprocessors, math.ceil
     for rows, columns, share in chip.tiles:
-        waves = ceil(count * ceil(m / rows) * ceil(n / columns) / at_once)
-        seconds = waves * (2.0 * rows * columns * (k + curve.fill) * at_once) / (rate * share)
+        waves = ceil(count * ceil(m / rows) * ceil(n / columns) / multiprocessors)
+        seconds = waves * (2.0 * rows * columns * (k + curve.fill) * multiprocessors) / (rate * share)
         if seconds < computed:
             computed = seconds
     element = ELEMENT_BYTES[precision]
-    moved = count * (element * (m * k + k * n) + max(element, 2.0) * m * n)
+    traffic = count * (element * (m * k + k * n) + max(element, 2.0) * m * n)
     if moved_elements is not None:
-        moved = element * moved_elements
-    return chip.launch_seconds + max(computed, _memory_traffic_seconds(chip, moved))
+        traffic = element * moved_elements
+    return chip.launch_seconds + max(computed, _memory_traffic_seconds(chip, traffic))
 
 
 def matmul_rate(chip: DeviceModel, precision: str) -> float:
@@ -95,8 +95,8 @@ def attention_seconds(
     # One sequence's work is cut into blocks whose first and last are half empty.
     seconds = flops / rate * (1 + curve.fill / keys)
     stored = sequences * (2 * queries * heads + 2 * keys * (heads if kv_heads is None else kv_heads))
-    moved = element * stored * head_dim * (2.0 if backward else 1.0)
-    return chip.launch_seconds + max(seconds, _memory_traffic_seconds(chip, moved))
+    traffic = element * stored * head_dim * (2.0 if backward else 1.0)
+    return chip.launch_seconds + max(seconds, _memory_traffic_seconds(chip, traffic))
 
 
 def _attention_rate(chip: DeviceModel, precision: str) -> tuple[AttentionCurve, float, float]:

@@ -149,13 +149,13 @@ class HeterogeneousCosts:
         data = DataParallelCost(view, machine, software, self._trained_share)
         pieces = decoder_model_cost(self.dimensions, self.problem.sequence_length, view, machine, software)
         pieces = model_cost_with_frozen_parts(pieces, self.problem.workload, view, machine, software)
-        again = 0.0 if recompute == "none" else 1.0
+        recompute_share = 0.0 if recompute == "none" else 1.0
 
         def part(stage: StageLayers) -> StageTime:
-            cost, ahead, back = stage_cost(
+            cost, forward, backward = stage_cost(
                 stage, view, machine, software, data, MANY_MICRO_BATCHES if accumulates_gradients else 1
             )
-            kinds = {name: ahead[name] + back[name] for name in ahead}
+            kinds = {name: forward[name] + backward[name] for name in forward}
             return StageTime(cost.forward, cost.seconds - cost.forward, kinds, stage.parameters)
 
         def end(ends: tuple[EndLayer, ...]) -> StageTime:
@@ -163,7 +163,7 @@ class HeterogeneousCosts:
             return part(StageLayers((), 0.0, tuple((one.cost, one.parameters) for one in ends), size))
 
         blocks = [
-            part(StageLayers(((kind.cost, 1, kind.parameters),), again, (), kind.parameters))
+            part(StageLayers(((kind.cost, 1, kind.parameters),), recompute_share, (), kind.parameters))
             for kind in pieces.blocks
         ]
         return LayerTimes(tuple(blocks), end(pieces.pre_block), end(pieces.post_block))
@@ -182,7 +182,7 @@ class HeterogeneousCosts:
     ) -> list[StageTime]:
         """Return the cost of every stage; `accumulates_gradients` as in `units`."""
         sharded = shards_optimizer_state(replicas.count, shard)
-        found, start, last = [], 0, len(replicas.places) - 1
+        times, start, last = [], 0, len(replicas.places) - 1
         for number, place in enumerate(replicas.places):
             key = (
                 place.node,
@@ -200,17 +200,17 @@ class HeterogeneousCosts:
                 )
                 parts = (*units.blocks, units.pre_block, units.post_block)
                 self._stages[key, counts] = _sum_layers(list(zip(parts, counts, strict=True)))
-            found.append(self._stages[key, counts])
+            times.append(self._stages[key, counts])
             start += place.blocks
-        return found
+        return times
 
     def block_counts(self, start: int, stop: int) -> list[int]:
         """Return the number of blocks of each group among those from `start` to `stop`."""
-        found, begin = [], 0
+        counts, begin = [], 0
         for end in self._block_ends:
-            found.append(max(min(stop, end) - max(start, begin), 0))
+            counts.append(max(min(stop, end) - max(start, begin), 0))
             begin = end
-        return found
+        return counts
 
     def replica_pipeline(
         self, replicas: ReplicaPlacement, shard: Shard, accumulates_gradients: bool = True
@@ -218,7 +218,7 @@ class HeterogeneousCosts:
         pairs = zip(replicas.places, replicas.places[1:], strict=False)
         return ReplicaPipeline(
             tuple(self.stage_times(replicas, shard, accumulates_gradients)),
-            tuple(self._send_seconds(replicas, one, other) for one, other in pairs),
+            tuple(self._send_seconds(replicas, sender, receiver) for sender, receiver in pairs),
         )
 
     def _send_seconds(
@@ -229,20 +229,20 @@ class HeterogeneousCosts:
         Between stages on equal devices it equals `cost.decoder.decoder_stage_send_seconds`.
         """
         element = ELEMENT_BYTES[self.base_plan.precision]
-        whole = replicas.micro_batch * self.problem.sequence_length * self.dimensions.hidden * element
-        message = whole / min(stage_place.tp, next_place.tp)
-        here, there = (self.hardware.pools[place.node].hardware for place in (stage_place, next_place))
+        output_bytes = replicas.micro_batch * self.problem.sequence_length * self.dimensions.hidden * element
+        message = output_bytes / min(stage_place.tp, next_place.tp)
+        sender, receiver = (self.hardware.pools[place.node].hardware for place in (stage_place, next_place))
         if stage_place.node == next_place.node:
-            seconds = send_seconds(here, replicas.count * stage_place.tp, message)
+            seconds = send_seconds(sender, replicas.count * stage_place.tp, message)
         else:
             link = self.hardware.inter_pool_link
-            start = max(here.start_seconds, there.start_seconds)
+            start = max(sender.start_seconds, receiver.start_seconds)
             seconds = start + link.latency_seconds + link.transfer_seconds(message, message)
         if self.base_plan.sequence_parallel:
             return seconds
         gathers = (
-            all_gather_seconds(here, RankGroup(stage_place.tp), whole),
-            all_gather_seconds(there, RankGroup(next_place.tp), whole),
+            all_gather_seconds(sender, RankGroup(stage_place.tp), output_bytes),
+            all_gather_seconds(receiver, RankGroup(next_place.tp), output_bytes),
         )
         return seconds + sum(gathers) / 2
 
@@ -287,18 +287,18 @@ class HeterogeneousCosts:
         trained = self._trained_share
         view = _with_replicas(self._homogeneous_plan(place.tp, 1, "none"), count, shard)
         data = DataParallelCost(view, machine, software, trained)
-        inside, weights = data.reduce_gather_per_step(stage.parameters)
-        between = back = 0.0
+        reduce, weights = data.reduce_gather_per_step(stage.parameters)
+        exchange = gather = 0.0
         if group_count > 1:
             gradients = stage.parameters / place.tp * data.gradient_bytes
             group = RankGroup(count, place.tp)
-            inside = reduce_scatter_seconds(machine, group, gradients)
-            between = cross_group_reduce_seconds(
+            reduce = reduce_scatter_seconds(machine, group, gradients)
+            exchange = cross_group_reduce_seconds(
                 self.hardware.inter_pool_link, group_count, gradients / count
             )
-            back = 0.0 if view.shard == "optimizer" else all_gather_seconds(machine, group, gradients)
+            gather = 0.0 if view.shard == "optimizer" else all_gather_seconds(machine, group, gradients)
         optimizer = optimizer_seconds(stage.parameters, view, machine, software, trained)
-        return ReductionTimes(inside, between, back, weights, optimizer)
+        return ReductionTimes(reduce, exchange, gather, weights, optimizer)
 
     # ------------------------------------------------------------ memory
 
@@ -308,21 +308,21 @@ class HeterogeneousCosts:
 
     def fits(self, replicas: ReplicaPlacement, shard: Shard, micro_batches: int) -> bool:
         """Return whether every stage fits into its device."""
-        found = self._memory_of_stages(replicas, shard, micro_batches)
+        stage_bytes = self._memory_of_stages(replicas, shard, micro_batches)
         return all(
-            needed.memory_bytes <= self.hardware.pools[place.node].memory_limit_bytes
-            for needed, place in zip(found, replicas.places, strict=True)
+            memory.memory_bytes <= self.hardware.pools[place.node].memory_limit_bytes
+            for memory, place in zip(stage_bytes, replicas.places, strict=True)
         )
 
     def _memory_of_stages(
         self, replicas: ReplicaPlacement, shard: Shard, micro_batches: int
     ) -> list[Forecast]:
-        found, start = [], 0
+        stage_bytes, start = [], 0
         for number, place in enumerate(replicas.places):
             counts = tuple(self.block_counts(start, start + place.blocks))
-            found.append(self.stage_memory(replicas, shard, micro_batches, number, counts))
+            stage_bytes.append(self.stage_memory(replicas, shard, micro_batches, number, counts))
             start += place.blocks
-        return found
+        return stage_bytes
 
     def stage_memory(
         self,
@@ -341,8 +341,8 @@ class HeterogeneousCosts:
         if shard == "optimizer":
             shards = replicas.count
         # In 1F1B a stage keeps as many micro-batches as there are stages from it on.
-        where = (pp - stage, stage == 0, pp > 1, replicas.count > 1)
-        key = (place.tp, size, recompute, *where, shards, micro_batches, blocks)
+        position = (pp - stage, stage == 0, pp > 1, replicas.count > 1)
+        key = (place.tp, size, recompute, *position, shards, micro_batches, blocks)
         if key not in self._memory:
             table, view = self._memory_table_and_plan(place.tp, replicas, pp, shard)
             self._memory[key] = stage_rank_memory(
@@ -434,20 +434,20 @@ def _group_step_time(
 ) -> StepTime:
     """Return the step time of one group of equal replicas."""
     pipeline = costs.replica_pipeline(replicas, plan.shard, micro_batches > 1)
-    played = replica_pipeline_seconds(pipeline, micro_batches)
+    pipeline_seconds = replica_pipeline_seconds(pipeline, micro_batches)
     tail = costs.step_tail(replicas, pipeline.stages, len(plan.placement), plan.shard)
     busiest = max(pipeline.stages, key=lambda stage: stage.seconds)
     kinds = {name: micro_batches * seconds for name, seconds in busiest.seconds_by_kind.items()}
     doubts = [costs.hardware.pools[place.node].hardware.doubt for place in replicas.places]
     axes = (len(replicas.places), max(place.tp for place in replicas.places), plan.data_parallel_size)
     return StepTime(
-        seconds=played + tail.seconds,
+        seconds=pipeline_seconds + tail.seconds,
         compute=kinds["compute"],
         tensor=kinds["tensor"],
         expert=kinds["expert"],
         moving=kinds["moving"],
         data=tail.data_parallel,
-        bubble=played - micro_batches * busiest.seconds,
+        bubble=pipeline_seconds - micro_batches * busiest.seconds,
         optimizer=tail.optimizer,
         uncertainty=forecast_uncertainty([max(doubts)], axes),
     )

@@ -26,10 +26,12 @@ def as_mesh_plan(plan: Plan, hardware: HeterogeneousHardware) -> Plan | str:
     Replicas that shard the optimizer state within their group then shard it over all groups: each device
     holds less than was placed.
     """
-    unlike = {(tuple(place.tp for place in one.places), one.stage_cuts) for one in plan.placement}
-    if len(unlike) > 1:
+    shapes = {
+        (tuple(place.tp for place in replicas.places), replicas.stage_cuts) for replicas in plan.placement
+    }
+    if len(shapes) > 1:
         return "replicas with different stages or tp are not supported yet"
-    if len({(one.micro_batch, one.recompute) for one in plan.placement}) > 1:
+    if len({(replicas.micro_batch, replicas.recompute) for replicas in plan.placement}) > 1:
         return "replicas with different micro-batches or recompute are not supported yet"
     places = plan.placement[0].places
     if len({place.tp for place in places}) > 1:
@@ -66,45 +68,45 @@ def search_mesh_plans(
         JobError: as in `search_placements`.
     """
     began = time.perf_counter()
-    found: list[Candidate] = []
-    considered, pruned, every = 0, Counter[str](), HeterogeneousSpace()
+    candidates: list[Candidate] = []
+    considered, pruned, options = 0, Counter[str](), HeterogeneousSpace()
     # One value of each at a time: the search would choose different ones by kind, which no mesh allows.
-    for tp, micro_batch, recompute in itertools.product(every.tp, every.micro_batch, every.recompute):
+    for tp, micro_batch, recompute in itertools.product(options.tp, options.micro_batch, options.recompute):
         space = HeterogeneousSpace((tp,), (1,), (micro_batch,), (recompute,), ("optimizer",))
-        of_space = search_placements(problem, hardware, base_plan, space, keep=keep)
-        considered += of_space.plan_count
-        pruned.update(of_space.pruned)
-        for one in of_space.candidates:
-            grid = as_mesh_plan(one.plan, hardware)
-            if len(one.plan.placement) > 1 and not isinstance(grid, str):
-                found.append(Candidate(grid, one.forecast))
-    found.sort(key=lambda one: one.seconds)
+        search_result = search_placements(problem, hardware, base_plan, space, keep=keep)
+        considered += search_result.plan_count
+        pruned.update(search_result.pruned)
+        for candidate in search_result.candidates:
+            grid = as_mesh_plan(candidate.plan, hardware)
+            if len(candidate.plan.placement) > 1 and not isinstance(grid, str):
+                candidates.append(Candidate(grid, candidate.forecast))
+    candidates.sort(key=lambda candidate: candidate.seconds)
     seconds = time.perf_counter() - began
     return SearchResult(
-        tuple(found[:keep]), build_pareto_front(found), None, considered, dict(pruned), seconds
+        tuple(candidates[:keep]), build_pareto_front(candidates), None, considered, dict(pruned), seconds
     )
 
 
 def with_mesh_plans(search_result: SearchResult, hardware: HeterogeneousHardware) -> SearchResult:
     """Return the plans of a search, with placed plans converted to mesh plans where possible."""
 
-    def turned(one: Candidate) -> Candidate:
-        grid = as_mesh_plan(one.plan, hardware)
-        return one if isinstance(grid, str) else replace(one, plan=grid, unsupported_reason=None)
+    def convert(candidate: Candidate) -> Candidate:
+        grid = as_mesh_plan(candidate.plan, hardware)
+        return candidate if isinstance(grid, str) else replace(candidate, plan=grid, unsupported_reason=None)
 
     return replace(
         search_result,
-        candidates=tuple(map(turned, search_result.candidates)),
-        pareto_front=tuple(map(turned, search_result.pareto_front)),
+        candidates=tuple(map(convert, search_result.candidates)),
+        pareto_front=tuple(map(convert, search_result.pareto_front)),
     )
 
 
 def _shares_in_node_order(plan: Plan) -> tuple[int, ...]:
     """Return the batch shares of the replicas, those on the cluster's first nodes first."""
     first, groups = 0, []
-    for one in plan.placement:
-        groups.append((one.places[0].node, plan.batch_shares[first : first + one.count]))
-        first += one.count
+    for replicas in plan.placement:
+        groups.append((replicas.places[0].node, plan.batch_shares[first : first + replicas.count]))
+        first += replicas.count
     return tuple(share for _, shares in sorted(groups) for share in shares)
 
 
@@ -115,16 +117,16 @@ def _rank_order_mismatch_reason(plan: Plan, hardware: HeterogeneousHardware) -> 
         for number, kind in enumerate(hardware.pools)
         for _ in range(kind.device_count // kind.devices_per_node)
     ]
-    on_each, odd = divmod(plan.world_size, len(machines))
-    is_full = any(on_each > hardware.pools[kind].devices_per_node for kind in machines)
-    if odd or is_full or on_each % plan.tp:
+    ranks_per_node, remainder = divmod(plan.world_size, len(machines))
+    is_full = any(ranks_per_node > hardware.pools[kind].devices_per_node for kind in machines)
+    if remainder or is_full or ranks_per_node % plan.tp:
         return f"{plan.world_size} ranks do not fill {len(machines)} nodes with equally many ranks each"
-    wanted = [
+    placed_kinds = [
         place.node
         for stage in range(plan.pp)
-        for one in sorted(plan.placement, key=lambda one: one.places[0].node)
-        for place in [one.places[stage]] * (one.count * plan.tp)
+        for replicas in sorted(plan.placement, key=lambda replicas: replicas.places[0].node)
+        for place in [replicas.places[stage]] * (replicas.count * plan.tp)
     ]
-    if wanted != [kind for kind in machines for _ in range(on_each)]:
+    if placed_kinds != [kind for kind in machines for _ in range(ranks_per_node)]:
         return "its stages are in another order than the nodes of the cluster"
     return None

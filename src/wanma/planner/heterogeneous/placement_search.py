@@ -103,10 +103,10 @@ def search_placements(
             "set another train.precision",
         )
     search.run()
-    found = sorted(search.candidates, key=lambda one: (one.seconds, len(one.plan.placement)))
+    candidates = sorted(search.candidates, key=lambda entry: (entry.seconds, len(entry.plan.placement)))
     return SearchResult(
-        tuple(found[:keep]),
-        build_pareto_front(found),
+        tuple(candidates[:keep]),
+        build_pareto_front(candidates),
         None,
         search.plan_count,
         dict(search.pruned),
@@ -141,12 +141,12 @@ class _PlacementSearch:
         for shape in _group_sets(self.usable, self.space.uses_leftover_devices):
             for shard in self.space.shard:
                 # Plans of one kind alone are the baseline of mixed plans, and so are always found.
-                alone = len(shape.pools) == 1
-                found = self._fastest_groups(shape, shard, math.inf if alone else self.best)
-                if found is None:
+                is_single_kind = len(shape.pools) == 1
+                groups = self._fastest_groups(shape, shard, math.inf if is_single_kind else self.best)
+                if groups is None:
                     self.pruned["slower, or too large"] += 1
                     continue
-                self.candidates.append(placed_candidate(self.costs, found, shard, self.batch))
+                self.candidates.append(placed_candidate(self.costs, groups, shard, self.batch))
                 self.best = min(self.best, self.candidates[-1].seconds)
 
     # ------------------------------------------------------------ one set of groups
@@ -209,30 +209,32 @@ class _PlacementSearch:
     ) -> list[PlacedGroup] | None:
         """Return groups that together compute the batch within `seconds`; None where there are none."""
         self.plan_count += 1
-        everything = {kind: float(self.hardware.pools[kind].device_count) for kind in group_set.pools}
+        device_counts = {kind: float(self.hardware.pools[kind].device_count) for kind in group_set.pools}
         # Upper bound of the samples of each part of the shape.
-        apart = [kind for kind in group_set.singles if not any(kind in span for span in group_set.spans)]
+        single_kinds = [
+            kind for kind in group_set.singles if not any(kind in span for span in group_set.spans)
+        ]
         uppers: dict[tuple[int, ...], float]
-        uppers = {(kind,): self._density(kind, seconds) * everything[kind] for kind in apart}
+        uppers = {(kind,): self._density(kind, seconds) * device_counts[kind] for kind in single_kinds}
         for span in group_set.spans:
             uppers[span] = float(np.max(self._span_uppers(span, group_set, seconds)[0], initial=0.0))
         if sum(uppers.values()) < self.batch:
             return None
         shares: list[PlacedGroup] = []
         for part in uppers:
-            others = sum(upper for other, upper in uppers.items() if other != part)
-            needed = self.batch - others
+            other_uppers = sum(upper for other, upper in uppers.items() if other != part)
+            min_samples = self.batch - other_uppers
             if len(part) == 1:
-                one = self._best_single(
-                    part[0], int(everything[part[0]]), group_set.group_count, shard, seconds
+                group_share = self._best_single(
+                    part[0], int(device_counts[part[0]]), group_set.group_count, shard, seconds
                 )
-                found = None if one is None else [one]
+                part_shares = None if group_share is None else [group_share]
             else:
-                found = self._best_span((part[0], part[1]), group_set, shard, seconds, needed)
-            if found is None:
+                part_shares = self._best_span((part[0], part[1]), group_set, shard, seconds, min_samples)
+            if part_shares is None:
                 return None
-            uppers[part] = float(sum(share.samples for share in found))
-            shares += found
+            uppers[part] = float(sum(share.samples for share in part_shares))
+            shares += part_shares
             if sum(uppers.values()) < self.batch:
                 return None
         return shares if self._compute_batch(shares) else None
@@ -258,9 +260,9 @@ class _PlacementSearch:
         for number in np.argsort(-uppers, kind="stable"):
             if uppers[number] <= (best.samples if best else 0) or self._fitting_count >= last:
                 break
-            wanted = best.samples + 1 if best else 1
+            min_samples = best.samples + 1 if best else 1
             share = self._placed_group(
-                options, int(number), int(counts[number]), groups, shard, seconds, wanted
+                options, int(number), int(counts[number]), groups, shard, seconds, min_samples
             )
             best = share or best
         return best
@@ -277,38 +279,38 @@ class _PlacementSearch:
         options = self._of(span)
         uppers, counts = self._span_uppers(span, group_set, seconds)
         best: list[PlacedGroup] | None = None
-        most = 0
+        max_samples = 0
         numbers = np.flatnonzero(uppers >= max(min_samples, 1.0))
-        looks = self.space.max_spanning_trials
+        trials = self.space.max_spanning_trials
         for number in numbers[np.argsort(-uppers[numbers], kind="stable")]:
-            if uppers[number] <= most or looks == 0:
+            if uppers[number] <= max_samples or trials == 0:
                 break
             count = int(counts[number])
-            left = {
+            spare = {
                 kind: self.hardware.pools[kind].device_count - count * int(used)
                 for kind, used in zip(span, options.devices_by_pool[number], strict=True)
                 if kind in group_set.singles
             }
-            rest = sum(devices * self._density(kind, seconds) for kind, devices in left.items())
-            wanted = max(min_samples, most + 1) - rest
+            leftover_samples = sum(devices * self._density(kind, seconds) for kind, devices in spare.items())
+            needed_samples = max(min_samples, max_samples + 1) - leftover_samples
             before = self._fitting_count
             share = self._placed_group(
-                options, int(number), count, group_set.group_count, shard, seconds, wanted
+                options, int(number), count, group_set.group_count, shard, seconds, needed_samples
             )
-            if looks is not None:
-                looks -= self._fitting_count - before
+            if trials is not None:
+                trials -= self._fitting_count - before
             if share is None:
                 continue
             shares = [share]
-            for kind, devices in left.items():
-                own = self._best_single(kind, devices, group_set.group_count, shard, seconds)
-                if own is None:
+            for kind, devices in spare.items():
+                leftover_share = self._best_single(kind, devices, group_set.group_count, shard, seconds)
+                if leftover_share is None:
                     break
-                shares.append(own)
+                shares.append(leftover_share)
             else:
-                samples = sum(one.samples for one in shares)
-                if samples > most:
-                    best, most = shares, samples
+                samples = sum(group_share.samples for group_share in shares)
+                if samples > max_samples:
+                    best, max_samples = shares, samples
         return best
 
     def _placed_group(
@@ -325,10 +327,12 @@ class _PlacementSearch:
         if count < 1:
             return None
         option = shapes[number]
-        fewest = max(math.ceil(min_samples / (count * option.micro_batch)), option.stage_count)
+        min_micro_batches = max(math.ceil(min_samples / (count * option.micro_batch)), option.stage_count)
         if (
             shapes.min_seconds(
-                number, fewest, self.placer.slowest_stage_bound(option, shards_optimizer_state(count, shard))
+                number,
+                min_micro_batches,
+                self.placer.slowest_stage_bound(option, shards_optimizer_state(count, shard)),
             )
             > seconds
         ):
@@ -337,10 +341,10 @@ class _PlacementSearch:
         if placed is None:
             return None
         self._fitting_count += 1
-        if placed.seconds(fewest) > seconds:
+        if placed.seconds(min_micro_batches) > seconds:
             return None
-        most = placed.max_micro_batches(seconds)
-        return PlacedGroup(placed, most) if most >= fewest else None
+        max_micro_batches = placed.max_micro_batches(seconds)
+        return PlacedGroup(placed, max_micro_batches) if max_micro_batches >= min_micro_batches else None
 
     # ------------------------------------------------------------ bounds
 
@@ -379,8 +383,10 @@ class _PlacementSearch:
             if uppers[number] <= best:
                 break
             pace = self.placer.slowest_stage_bound(options[int(number)], True)
-            most = options.max_micro_batches_at(int(number), seconds, pace)
-            best = max(best, float(options.samples_per_micro_batch[number] * most / devices[number]))
+            max_micro_batches = options.max_micro_batches_at(int(number), seconds, pace)
+            best = max(
+                best, float(options.samples_per_micro_batch[number] * max_micro_batches / devices[number])
+            )
         return best
 
     def _span_uppers(
@@ -388,13 +394,13 @@ class _PlacementSearch:
     ) -> tuple[Array, Array]:
         """Return the upper bound of samples of each shape with the devices that it leaves, and its copies."""
         options = self._of(span)
-        have = np.array([float(self.hardware.pools[kind].device_count) for kind in span])
-        counts = np.minimum(np.min(have // options.devices_by_pool, axis=1), self.batch)
+        device_counts = np.array([float(self.hardware.pools[kind].device_count) for kind in span])
+        counts = np.minimum(np.min(device_counts // options.devices_by_pool, axis=1), self.batch)
         uppers = counts * options.samples_per_micro_batch * self._most(span, seconds)
-        left = have - counts[:, None] * options.devices_by_pool
+        leftover = device_counts - counts[:, None] * options.devices_by_pool
         for column, kind in enumerate(span):
             if kind in group_set.singles:
-                uppers = uppers + left[:, column] * self._density(kind, seconds)
+                uppers = uppers + leftover[:, column] * self._density(kind, seconds)
         return uppers, counts
 
 
@@ -413,13 +419,13 @@ def _group_sets(pools: Sequence[int], uses_leftover_devices: bool) -> Iterator[R
             for size in range(len(pools) + 1):
                 for singles in itertools.combinations(pools, size):
                     # As many replicas span two kinds as there are devices for: one kind has none left.
-                    most = max((len({*span} & {*singles}) for span in spans), default=0)
-                    if most <= int(uses_leftover_devices):
+                    max_shared = max((len({*span} & {*singles}) for span in spans), default=0)
+                    if max_shared <= int(uses_leftover_devices):
                         shapes.append(ReplicaGroupSet(spans, singles))
     return iter(
         sorted(
             (shape for shape in shapes if shape.group_count),
-            key=lambda one: (len(one.spans), one.group_count),
+            key=lambda group_set: (len(group_set.spans), group_set.group_count),
         )
     )
 
@@ -437,20 +443,20 @@ def placed_candidate(
 
 def placed_plan(base_plan: Plan, groups: Sequence[PlacedGroup], shard: Shard, batch: int) -> Plan:
     """Return the plan that splits the batch in proportion to the groups' samples, evenly within each."""
-    whole = sum(share.samples for share in groups)
-    sizes = [max(batch * share.samples // whole, share.placed_replicas.replicas.count) for share in groups]
+    total = sum(share.samples for share in groups)
+    sizes = [max(batch * share.samples // total, share.placed_replicas.replicas.count) for share in groups]
     # Samples left by rounding go to the group with most room; an excess comes from the largest group.
-    while (rest := batch - sum(sizes)) != 0:
+    while (remainder := batch - sum(sizes)) != 0:
         rooms = [share.samples - size for share, size in zip(groups, sizes, strict=True)]
-        if rest > 0:
+        if remainder > 0:
             at = max(range(len(sizes)), key=lambda number: rooms[number])
-            sizes[at] += min(rest, rooms[at])
+            sizes[at] += min(remainder, rooms[at])
         else:
             spare = [
                 size - share.placed_replicas.replicas.count for share, size in zip(groups, sizes, strict=True)
             ]
             at = max(range(len(sizes)), key=lambda number: spare[number])
-            sizes[at] -= min(-rest, spare[at])
+            sizes[at] -= min(-remainder, spare[at])
     placement = tuple(share.placed_replicas.replicas for share in groups)
     rows: list[int] = []
     for replicas, size in zip(placement, sizes, strict=True):
@@ -476,11 +482,11 @@ def forecast_placed_plan(costs: HeterogeneousCosts, plan: Plan, batch: int) -> F
         largest = max(sizes[first : first + replicas.count])
         first += replicas.count
         stages = costs.memory(replicas, plan.shard, math.ceil(largest / replicas.micro_batch))
-        for place, needed in zip(replicas.places, stages, strict=True):
+        for place, memory in zip(replicas.places, stages, strict=True):
             kind = costs.hardware.pools[place.node]
-            share = needed.memory_bytes / kind.memory_limit_bytes
+            share = memory.memory_bytes / kind.memory_limit_bytes
             if fullest is None or share > fullest[0]:
-                fullest = (share, needed)
+                fullest = (share, memory)
             rate = kind.hardware.chip.peak_flops_per_second[plan.precision]
             peak += replicas.count * place.tp * rate
     assert fullest is not None

@@ -49,10 +49,10 @@ def replica_pipeline_seconds(pipeline: ReplicaPipeline, micro_batches: int) -> f
         return micro_batches * pipeline.stages[0].seconds
     if micro_batches <= _SIMULATED_ROUNDS * stages:
         return _simulate_1f1b(pipeline, micro_batches)
-    rest = (micro_batches - (_SIMULATED_ROUNDS - 2) * stages) // stages
-    start = micro_batches - rest * stages
-    sooner, later = _simulate_1f1b(pipeline, start), _simulate_1f1b(pipeline, start + stages)
-    return sooner + rest * max(later - sooner, stages * pipeline.slowest_stage_seconds)
+    rounds = (micro_batches - (_SIMULATED_ROUNDS - 2) * stages) // stages
+    start = micro_batches - rounds * stages
+    shorter, longer = _simulate_1f1b(pipeline, start), _simulate_1f1b(pipeline, start + stages)
+    return shorter + rounds * max(longer - shorter, stages * pipeline.slowest_stage_seconds)
 
 
 _SIMULATED_ROUNDS = 6

@@ -100,14 +100,14 @@ class ReplicaShapes:
 
         def of_segments(value: Callable[[StageSegment, bool], Array]) -> Array:
             """Return values of each segment and, as a row, variant, as an (options, kinds) array."""
-            rows = [[value(one, _has_several_stages(row)) for one in row] for row in self._segments]
+            rows = [[value(segment, _has_several_stages(row)) for segment in row] for row in self._segments]
             cube = np.array(rows).reshape(count, len(pools), variants)
-            found: Array = cube.transpose(0, 2, 1).reshape(count * variants, len(pools))
-            return found
+            values: Array = cube.transpose(0, 2, 1).reshape(count * variants, len(pools))
+            return values
 
-        every = np.ones(variants)
+        ones = np.ones(variants)
         block = of_segments(tables.block)
-        stages = of_segments(lambda one, _: one.stage_count * every)
+        stages = of_segments(lambda segment, _: segment.stage_count * ones)
         self.samples_per_micro_batch = np.tile(np.array([float(size) for size, _ in self._variants]), count)
         columns = [
             [next(row.device_count for row in rows if row.pool == node) for node in pools]
@@ -120,14 +120,14 @@ class ReplicaShapes:
         # With two kinds, the end layers may be on either.
         ends = of_segments(tables.ends)[:, 0] if len(pools) == 1 else np.zeros(count * variants)
         self._stage_counts = stages.sum(axis=1)
-        self._even = (layers + ends / block[:, 0]) / (stages / block).sum(axis=1)
+        self._average_seconds = (layers + ends / block[:, 0]) / (stages / block).sum(axis=1)
         # All blocks on the faster kind.
         fast = np.argmin(block, axis=1)[:, None]
-        self._fast_work = layers * np.take_along_axis(block, fast, 1)[:, 0] + ends
-        self._fast_stages = np.take_along_axis(stages, fast, 1)[:, 0]
+        self._fastest_seconds = layers * np.take_along_axis(block, fast, 1)[:, 0] + ends
+        self._fastest_stages = np.take_along_axis(stages, fast, 1)[:, 0]
         self._backward = of_segments(tables.backward).min(axis=1)
-        self._pace = np.maximum(
-            _whole_block_stage_seconds(stages, block, costs.dimensions.layers), self._even
+        self._slowest_seconds = np.maximum(
+            _whole_block_stage_seconds(stages, block, costs.dimensions.layers), self._average_seconds
         )
 
     def min_seconds(self, number: int, micro_batches: int, slowest_stage_seconds: float) -> float:
@@ -137,20 +137,27 @@ class ReplicaShapes:
         """
         if math.isinf(slowest_stage_seconds):
             return slowest_stage_seconds
-        deep = float(self._stage_counts[number])
-        rest = micro_batches - deep + (deep - 1) * float(self._backward[number])
-        return max(float(self._fast_work[number]), slowest_stage_seconds) + rest * slowest_stage_seconds
+        stage_count = float(self._stage_counts[number])
+        rounds = micro_batches - stage_count + (stage_count - 1) * float(self._backward[number])
+        return (
+            max(float(self._fastest_seconds[number]), slowest_stage_seconds) + rounds * slowest_stage_seconds
+        )
 
     def max_micro_batches_at(self, number: int, seconds: float, slowest_stage_seconds: float) -> int:
         """Return an upper bound of a replica's micro-batches in `seconds`; the inverse of `min_seconds`."""
         if math.isinf(slowest_stage_seconds):
             return 0
-        deep = float(self._stage_counts[number])
-        left = seconds - max(float(self._fast_work[number]), slowest_stage_seconds)
-        most = math.floor(
-            (left / slowest_stage_seconds + deep - (deep - 1) * float(self._backward[number])) * (1 + 1e-12)
+        stage_count = float(self._stage_counts[number])
+        remaining_seconds = seconds - max(float(self._fastest_seconds[number]), slowest_stage_seconds)
+        count = math.floor(
+            (
+                remaining_seconds / slowest_stage_seconds
+                + stage_count
+                - (stage_count - 1) * float(self._backward[number])
+            )
+            * (1 + 1e-12)
         )
-        return most if most >= deep else 0
+        return count if count >= stage_count else 0
 
     def __getitem__(self, number: int) -> ReplicaShape:
         segments, variant = divmod(number, len(self._variants))
@@ -168,24 +175,26 @@ class ReplicaShapes:
         the sum is least at one end or the other.
         """
         before = self._stage_counts - (self._stage_counts - 1) * self._backward
-        even = seconds / self._even - self._stage_counts
-        fast = (seconds - self._fast_work) * self._fast_stages / self._fast_work
-        whole = (seconds - np.maximum(self._fast_work, self._pace)) / self._pace
-        most = np.floor((np.minimum(np.maximum(even, fast), whole) + before) * (1 + 1e-12))
+        by_average = seconds / self._average_seconds - self._stage_counts
+        by_fastest = (seconds - self._fastest_seconds) * self._fastest_stages / self._fastest_seconds
+        by_slowest = (
+            seconds - np.maximum(self._fastest_seconds, self._slowest_seconds)
+        ) / self._slowest_seconds
+        bound = np.floor((np.minimum(np.maximum(by_average, by_fastest), by_slowest) + before) * (1 + 1e-12))
         # 1F1B runs at least as many as there are stages.
-        found: Array = np.where(most < self._stage_counts, 0.0, most)
-        return found
+        counts: Array = np.where(bound < self._stage_counts, 0.0, bound)
+        return counts
 
 
 def _whole_block_stage_seconds(stages: Array, block: Array, layers: int) -> Array:
     """Return the slowest stage's seconds with whole blocks in each stage, of shape (options,)."""
-    found = np.full(len(stages), np.inf)
+    slowest = np.full(len(stages), np.inf)
     for kind in range(stages.shape[1]):
         for number in range(layers + 1):
             limit = number * block[:, kind]
-            held = (stages * np.floor(limit[:, None] / block * (1 + 1e-12))).sum(axis=1)
-            found = np.where(held >= layers, np.minimum(found, limit), found)
-    return found
+            block_counts = (stages * np.floor(limit[:, None] / block * (1 + 1e-12))).sum(axis=1)
+            slowest = np.where(block_counts >= layers, np.minimum(slowest, limit), slowest)
+    return slowest
 
 
 class _LayerTimeTables:
@@ -244,7 +253,7 @@ class _LayerTimeTables:
 
 def _has_several_stages(segments: Sequence[StageSegment]) -> bool:
     """Return whether a replica has several stages."""
-    return sum(one.stage_count for one in segments) > 1
+    return sum(segment.stage_count for segment in segments) > 1
 
 
 def _segments(
@@ -255,15 +264,18 @@ def _segments(
     layers = costs.dimensions.layers
     for order in itertools.permutations(range(len(pools))):
         for split in itertools.product(space.stage_counts, repeat=len(pools)):
-            most = layers + 2 if len(pools) == 1 else min(layers + 2, space.max_spanning_stages)
-            if sum(split) not in space.stage_counts or sum(split) > most:
+            max_stages = layers + 2 if len(pools) == 1 else min(layers + 2, space.max_spanning_stages)
+            if sum(split) not in space.stage_counts or sum(split) > max_stages:
                 continue
             for tps in itertools.product(*(widths[at] for at in order)):
                 segments = tuple(
                     StageSegment(pools[at], tp, stages)
                     for at, tp, stages in zip(order, tps, split, strict=True)
                 )
-                if all(one.device_count <= costs.hardware.pools[one.pool].device_count for one in segments):
+                if all(
+                    segment.device_count <= costs.hardware.pools[segment.pool].device_count
+                    for segment in segments
+                ):
                     yield segments
 
 

@@ -63,8 +63,8 @@ class _TaskGraph:
         """Add a task that starts after others; return its number."""
         number = len(self.tasks)
         self.tasks.append(_Task(seconds, resource, contended_resource, len(after)))
-        for earlier in after:
-            self.tasks[earlier].successors.append(number)
+        for predecessor in after:
+            self.tasks[predecessor].successors.append(number)
         return number
 
     def run(self) -> float:
@@ -121,17 +121,17 @@ class _Step:
 
     def _gather_weights(self, number: int, replicas: ReplicaPlacement) -> list[list[int]]:
         """Add the gathers of weights updated in the step before; return them by stage and bucket."""
-        found = []
+        gathers = []
         for stage, place in enumerate(replicas.places):
             part = self.costs.stage_times(replicas, self.plan.shard)[stage]
             seconds = self.costs.reduction_times(
                 place, part, replicas.count, len(self.plan.placement), self.plan.shard
             ).gather_weights
             nic = ("network", number, stage)
-            found.append(
+            gathers.append(
                 [self.events.add(seconds / BUCKETS_PER_STAGE, resource=nic) for _ in range(BUCKETS_PER_STAGE)]
             )
-        return found
+        return gathers
 
     def _replica(
         self, number: int, data_rank: int, replicas: ReplicaPlacement, gathered: list[list[int]]
@@ -168,8 +168,8 @@ class _Step:
                     elif kind == "backward":
                         after.append(tasks["forward", stage, index][-1])
                     if positions[stage]:
-                        earlier = orders[stage][positions[stage] - 1]
-                        after.append(tasks[earlier[0], stage, earlier[1]][-1])
+                        previous = orders[stage][positions[stage] - 1]
+                        after.append(tasks[previous[0], stage, previous[1]][-1])
                     part = parts[size][stage]
                     tasks[kind, stage, index] = self._operation(
                         kind, (number, stage), part, after, gathered[stage], index, len(runs)
@@ -181,7 +181,7 @@ class _Step:
     def _operation(
         self,
         kind: str,
-        where: tuple[int, int],
+        place: tuple[int, int],
         part: StageTime,
         after: list[int],
         gathered: list[int],
@@ -193,7 +193,7 @@ class _Step:
         The first forward is divided into buckets that wait for gathered weights, the last backward into
         buckets that make gradients.
         """
-        nic = ("network", *where)
+        nic = ("network", *place)
         seconds = part.forward if kind == "forward" else part.backward
         if (kind == "forward" and index > 0) or (kind == "backward" and index < count - 1):
             return [self.events.add(seconds, after)]
@@ -204,7 +204,7 @@ class _Step:
                 waits.append(gathered[bucket])
             pieces.append(self.events.add(seconds / BUCKETS_PER_STAGE, waits, contended_resource=nic))
             if kind == "backward":
-                self.gradient_tasks[where][bucket].append(pieces[-1])
+                self.gradient_tasks[place][bucket].append(pieces[-1])
         return pieces
 
     def _sum_gradients(self) -> None:
@@ -214,17 +214,17 @@ class _Step:
         for number, replicas in enumerate(self.plan.placement):
             stages = self.costs.stage_times(replicas, self.plan.shard)
             for stage, (place, part) in enumerate(zip(replicas.places, stages, strict=True)):
-                where = number, stage
-                exchanges[where] = self.costs.reduction_times(
+                stage_place = number, stage
+                exchanges[stage_place] = self.costs.reduction_times(
                     place, part, replicas.count, len(self.plan.placement), self.plan.shard
                 )
-                scattered[where] = [
+                scattered[stage_place] = [
                     self.events.add(
-                        exchanges[where].reduce_within_group / BUCKETS_PER_STAGE,
-                        made,
-                        resource=("network", *where),
+                        exchanges[stage_place].reduce_within_group / BUCKETS_PER_STAGE,
+                        gradient_task,
+                        resource=("network", *stage_place),
                     )
-                    for made in self.gradient_tasks[where]
+                    for gradient_task in self.gradient_tasks[stage_place]
                 ]
         blocks = {
             (number, stage): (start, start + place.blocks)
@@ -233,28 +233,31 @@ class _Step:
                 zip((0, *replicas.stage_cuts), replicas.places, strict=True)
             )
         }
-        crossed: dict[tuple[int, int], list[int]] = {}
-        for where, seconds in exchanges.items():
-            crossed[where] = []
+        exchanged: dict[tuple[int, int], list[int]] = {}
+        for stage_place, seconds in exchanges.items():
+            exchanged[stage_place] = []
             for bucket in range(BUCKETS_PER_STAGE):
-                after = [scattered[where][bucket]]
-                for other in exchanges:
-                    if other[0] != where[0]:
+                after = [scattered[stage_place][bucket]]
+                for peer_place in exchanges:
+                    if peer_place[0] != stage_place[0]:
                         after += [
-                            scattered[other][at] for at in _matching_buckets(blocks, where, other, bucket)
+                            scattered[peer_place][at]
+                            for at in _matching_buckets(blocks, stage_place, peer_place, bucket)
                         ]
                 task = self.events.add(
-                    seconds.reduce_across_groups / BUCKETS_PER_STAGE, after, resource=("network", *where)
+                    seconds.reduce_across_groups / BUCKETS_PER_STAGE,
+                    after,
+                    resource=("network", *stage_place),
                 )
-                crossed[where].append(task)
-        for where, seconds in exchanges.items():
-            back = [
+                exchanged[stage_place].append(task)
+        for stage_place, seconds in exchanges.items():
+            gathers = [
                 self.events.add(
-                    seconds.gather_gradients / BUCKETS_PER_STAGE, [task], resource=("network", *where)
+                    seconds.gather_gradients / BUCKETS_PER_STAGE, [task], resource=("network", *stage_place)
                 )
-                for task in crossed[where]
+                for task in exchanged[stage_place]
             ]
-            self.events.add(seconds.optimizer, back)
+            self.events.add(seconds.optimizer, gathers)
 
 
 def _order(stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:
@@ -270,19 +273,23 @@ def _order(stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]
 
 def _matching_buckets(
     blocks: dict[tuple[int, int], tuple[int, int]],
-    mine: tuple[int, int],
-    other: tuple[int, int],
+    place: tuple[int, int],
+    peer_place: tuple[int, int],
     bucket: int,
 ) -> list[int]:
-    """Return the buckets of stage `other` that hold a part of the blocks of `bucket` of stage `mine`.
+    """Return the buckets of stage `peer_place` that hold a part of the blocks of `bucket` of stage `place`.
 
     Backward makes a stage's last block first: bucket 0 is its end.
     """
 
-    def span(where: tuple[int, int], index: int) -> tuple[float, float]:
-        start, stop = blocks[where]
-        each = (stop - start) / BUCKETS_PER_STAGE
-        return stop - (index + 1) * each, stop - index * each
+    def span(place: tuple[int, int], index: int) -> tuple[float, float]:
+        start, stop = blocks[place]
+        size = (stop - start) / BUCKETS_PER_STAGE
+        return stop - (index + 1) * size, stop - index * size
 
-    low, high = span(mine, bucket)
-    return [at for at in range(BUCKETS_PER_STAGE) if span(other, at)[0] < high and low < span(other, at)[1]]
+    low, high = span(place, bucket)
+    return [
+        at
+        for at in range(BUCKETS_PER_STAGE)
+        if span(peer_place, at)[0] < high and low < span(peer_place, at)[1]
+    ]

@@ -68,16 +68,16 @@ class PlacedReplicas:
 
     def max_micro_batches(self, seconds: float) -> int:
         """Return the most micro-batches of each copy in `seconds`; 0 if fewer than its schedule needs."""
-        fewest = self.min_micro_batches
-        if self.seconds(fewest) > seconds:
+        min_count = self.min_micro_batches
+        if self.seconds(min_count) > seconds:
             return 0
         # Each micro-batch passes the slowest stage.
-        pipeline, tail = self._single_micro_batch_costs if fewest == 1 else self._accumulation_costs
+        pipeline, tail = self._single_micro_batch_costs if min_count == 1 else self._accumulation_costs
         high = min(
-            max(int((seconds - tail) / pipeline.slowest_stage_seconds), fewest),
+            max(int((seconds - tail) / pipeline.slowest_stage_seconds), min_count),
             self._max_micro_batches_in_memory,
         )
-        low = fewest
+        low = min_count
         while low < high:
             middle = (low + high + 1) // 2
             if self.seconds(middle) <= seconds:
@@ -121,8 +121,8 @@ class StagePlacer:
 
     def __post_init__(self) -> None:
         self._cuts: dict[tuple[ReplicaShape, bool], _Cut | None] = {}
-        self._held: dict[tuple[object, ...], int] = {}
-        self._placed: dict[tuple[ReplicaShape, int, int, Shard], PlacedReplicas | None] = {}
+        self._max_blocks_by_key: dict[tuple[object, ...], int] = {}
+        self._replicas_by_key: dict[tuple[ReplicaShape, int, int, Shard], PlacedReplicas | None] = {}
         self._replicas: dict[tuple[ReplicaShape, int, Shard], ReplicaPlacement | None] = {}
 
     def place(self, shape: ReplicaShape, count: int, group_count: int, shard: Shard) -> PlacedReplicas | None:
@@ -134,12 +134,12 @@ class StagePlacer:
             shard: sharding of the optimizer state among the copies, as in `HeterogeneousCosts.step_tail`.
         """
         key = (shape, count, group_count, shard)
-        if key not in self._placed:
+        if key not in self._replicas_by_key:
             replicas = self.replicas(shape, count, shard)
-            self._placed[key] = (
+            self._replicas_by_key[key] = (
                 None if replicas is None else PlacedReplicas(self.costs, replicas, group_count, shard)
             )
-        return self._placed[key]
+        return self._replicas_by_key[key]
 
     def slowest_stage_bound(self, shape: ReplicaShape, sharded: bool) -> float:
         """Return a lower bound of the slowest stage's seconds in any number of copies; infinite if none fits.
@@ -153,8 +153,10 @@ class StagePlacer:
     def _widest_cut(self, shape: ReplicaShape, sharded: bool) -> _Cut | None:
         """Return the cut for so many copies that their sharded states take no memory."""
         if (shape, sharded) not in self._cuts:
-            most = [self._max_blocks(shape, stage) for stage in range(shape.stage_count)]
-            self._cuts[shape, sharded] = None if min(most) < 0 else self._cut(shape, sharded, most)
+            max_blocks = [self._max_blocks(shape, stage) for stage in range(shape.stage_count)]
+            self._cuts[shape, sharded] = (
+                None if min(max_blocks) < 0 else self._cut(shape, sharded, max_blocks)
+            )
         return self._cuts[shape, sharded]
 
     def _max_blocks(self, shape: ReplicaShape, stage: int) -> int:
@@ -164,21 +166,23 @@ class StagePlacer:
         """
         place = _places(shape)[stage]
         # Memory depends on the number of stages behind it, and on stages before it.
-        behind, first = shape.stage_count - 1 - stage, stage == 0
-        key = (place, shape.micro_batch, shape.recompute, behind, first)
-        if key not in self._held:
-            like = ReplicaShape(
-                (StageSegment(place.node, place.tp, behind + (1 if first else 2)),),
+        later_stages, first = shape.stage_count - 1 - stage, stage == 0
+        key = (place, shape.micro_batch, shape.recompute, later_stages, first)
+        if key not in self._max_blocks_by_key:
+            stand_in = ReplicaShape(
+                (StageSegment(place.node, place.tp, later_stages + (1 if first else 2)),),
                 shape.micro_batch,
                 shape.recompute,
             )
             # One copy needs no communicator, many shard the states.
-            most = -1
+            max_blocks = -1
             for count in (1, _UNBOUNDED_COPIES):
-                replicas = _replicas(like, count, [0] * like.stage_count)
-                most = self._max_fitting_blocks(replicas, "optimizer", 0 if first else 1, behind + 1, most)
-            self._held[key] = most
-        return self._held[key]
+                replicas = _replicas(stand_in, count, [0] * stand_in.stage_count)
+                max_blocks = self._max_fitting_blocks(
+                    replicas, "optimizer", 0 if first else 1, later_stages + 1, max_blocks
+                )
+            self._max_blocks_by_key[key] = max_blocks
+        return self._max_blocks_by_key[key]
 
     def replicas(self, shape: ReplicaShape, count: int, shard: Shard) -> ReplicaPlacement | None:
         """Return the copies with the best cuts that fit into memory; None where none do."""
@@ -198,11 +202,11 @@ class StagePlacer:
             return replicas
         if shape.stage_count == 1:
             return None
-        most = [
+        max_blocks = [
             self._max_fitting_blocks(replicas, shard, stage, shape.stage_count)
             for stage in range(shape.stage_count)
         ]
-        limited = self._cut(shape, sharded, most) if min(most) >= 0 else None
+        limited = self._cut(shape, sharded, max_blocks) if min(max_blocks) >= 0 else None
         return None if limited is None else _replicas(shape, count, limited.blocks)
 
     def _max_fitting_blocks(
@@ -220,15 +224,15 @@ class StagePlacer:
         while low < high:
             # Blocks of the group that ends the model.
             blocks = tuple(self.costs.block_counts(layers - middle, layers))
-            needed = self.costs.stage_memory(replicas, shard, micro_batches, stage, blocks)
-            if needed.memory_bytes <= memory_bytes:
+            memory = self.costs.stage_memory(replicas, shard, micro_batches, stage, blocks)
+            if memory.memory_bytes <= memory_bytes:
                 low = middle
             else:
                 high = middle - 1
             middle = (low + high + 1) // 2
         return low
 
-    def _cut(self, shape: ReplicaShape, sharded: bool, most: Sequence[int]) -> _Cut | None:
+    def _cut(self, shape: ReplicaShape, sharded: bool, max_blocks: Sequence[int]) -> _Cut | None:
         """Return the cut with the fastest slowest stage; None where there are too few blocks.
 
         Args:
@@ -253,23 +257,23 @@ class StagePlacer:
             _Stage(
                 unit.blocks[0].seconds,
                 unit.pre_block.seconds * (number == 0) + unit.post_block.seconds * (number == last),
-                most[number],
+                max_blocks[number],
                 # The first and the last stage hold other layers, and need no block.
                 0 if number in (0, last) else 1,
             )
             for number, unit in enumerate(units)
         ]
-        alike = len(units[0].blocks) == 1
+        has_equal_blocks = len(units[0].blocks) == 1
         kinds = Counter(stages)
 
         def is_possible(limit: float) -> bool:
-            if not alike:
+            if not has_equal_blocks:
                 return self._fill_in_order(units, stages, limit) is not None
             rooms = [
                 (stage.blocks_within(limit), stage.min_blocks, number) for stage, number in kinds.items()
             ]
-            return all(room >= least for room, least, _ in rooms) and (
-                sum(number * least for _, least, number in rooms)
+            return all(room >= min_blocks for room, min_blocks, _ in rooms) and (
+                sum(number * min_blocks for _, min_blocks, number in rooms)
                 <= blocks
                 <= sum(number * room for room, _, number in rooms)
             )
@@ -281,7 +285,11 @@ class StagePlacer:
         while high - low > 1e-12 * high:
             middle = (low + high) / 2
             low, high = (low, middle) if is_possible(middle) else (middle, high)
-        filled = self._fill_fastest_first(stages, high) if alike else self._fill_in_order(units, stages, high)
+        filled = (
+            self._fill_fastest_first(stages, high)
+            if has_equal_blocks
+            else self._fill_in_order(units, stages, high)
+        )
         return None if filled is None else _Cut(filled, low)
 
     def _fill_fastest_first(self, stages: Sequence[_Stage], limit: float) -> tuple[int, ...]:
@@ -290,24 +298,24 @@ class StagePlacer:
         The fastest stages get as many as they can; of equally fast ones the later, because they save fewer
         micro-batches.
         """
-        found = [stage.min_blocks for stage in stages]
-        rest = self.costs.dimensions.layers - sum(found)
+        counts = [stage.min_blocks for stage in stages]
+        remaining = self.costs.dimensions.layers - sum(counts)
         for number in sorted(range(len(stages)), key=lambda number: (stages[number].block_seconds, -number)):
-            more = min(stages[number].blocks_within(limit) - found[number], rest)
-            found[number] += more
-            rest -= more
-        return tuple(found)
+            added = min(stages[number].blocks_within(limit) - counts[number], remaining)
+            counts[number] += added
+            remaining -= added
+        return tuple(counts)
 
     def _fill_in_order(
         self, units: Sequence[LayerTimes], stages: Sequence[_Stage], limit: float
     ) -> tuple[int, ...] | None:
         """Return the blocks of each stage, filled in order, where blocks differ; None where some are left."""
         blocks = self.costs.dimensions.layers
-        found: list[int] = []
+        counts: list[int] = []
         start = 0
         for stage, unit in zip(stages, units, strict=True):
-            needed = sum(one.min_blocks for one in stages[len(found) + 1 :])
-            room = min(stage.max_blocks, blocks - start - needed)
+            reserved = sum(later_stage.min_blocks for later_stage in stages[len(counts) + 1 :])
+            room = min(stage.max_blocks, blocks - start - reserved)
             number = 0
             while (
                 number < room
@@ -316,9 +324,9 @@ class StagePlacer:
                 number += 1
             if number < stage.min_blocks or stage.end_layer_seconds > limit:
                 return None
-            found.append(number)
+            counts.append(number)
             start += number
-        return tuple(found) if start == blocks else None
+        return tuple(counts) if start == blocks else None
 
     def _seconds(self, unit: LayerTimes, start: int, stop: int) -> float:
         """Return the seconds of the blocks from `start` to `stop` in one stage."""
@@ -333,7 +341,9 @@ _UNBOUNDED_COPIES = 1 << 20
 def _places(shape: ReplicaShape) -> list[StagePlacement]:
     """Return the place of each stage, without blocks."""
     return [
-        place for one in shape.segments for place in [StagePlacement(one.pool, 0, one.tp)] * one.stage_count
+        place
+        for segment in shape.segments
+        for place in [StagePlacement(segment.pool, 0, segment.tp)] * segment.stage_count
     ]
 
 

@@ -74,8 +74,8 @@ def decoder_block_bytes(
     tokens = plan.micro_batch * sequence_length / plan.cp
 
     def size(policy: Recompute) -> float:
-        held = (tensor for tensor in tensors if policy in tensor.recompute_policies)
-        return tokens * bytes_per_token(held, plan)
+        saved_tensors = (tensor for tensor in tensors if policy in tensor.recompute_policies)
+        return tokens * bytes_per_token(saved_tensors, plan)
 
     inputs = size("full")
     return BlockBytes(
@@ -124,13 +124,15 @@ def saved_tensors(
 
 def layer_block_bytes(layer: LayerWorkload, plan: Plan) -> BlockBytes:
     """Return the activation bytes of a block whose elements were traced, but not its operators."""
-    every = layer.activation_elements_per_sample
-    whole = UNSPLIT_ACTIVATION_SHARE / plan.tp if plan.sequence_parallel else UNSPLIT_ACTIVATION_SHARE
-    share = (whole + (1 - UNSPLIT_ACTIVATION_SHARE) / plan.tp) / plan.cp
+    elements = layer.activation_elements_per_sample
+    unsplit = UNSPLIT_ACTIVATION_SHARE / plan.tp if plan.sequence_parallel else UNSPLIT_ACTIVATION_SHARE
+    share = (unsplit + (1 - UNSPLIT_ACTIVATION_SHARE) / plan.tp) / plan.cp
     size = share * plan.micro_batch * ELEMENT_BYTES[plan.precision]
-    inputs = _traced_or_typical(layer.full_recompute_elements_per_sample, every * INPUT_SHARE)
-    costly = _traced_or_typical(layer.selective_recompute_elements_per_sample, every * SELECTIVE_SAVED_SHARE)
-    return BlockBytes(every * size, inputs * size, costly * size, 2 * inputs * size)
+    inputs = _traced_or_typical(layer.full_recompute_elements_per_sample, elements * INPUT_SHARE)
+    costly = _traced_or_typical(
+        layer.selective_recompute_elements_per_sample, elements * SELECTIVE_SAVED_SHARE
+    )
+    return BlockBytes(elements * size, inputs * size, costly * size, 2 * inputs * size)
 
 
 def _traced_or_typical(counted: float | None, typical: float) -> float:
@@ -143,17 +145,17 @@ _NONE_OR_SELECTIVE: tuple[Recompute, ...] = ("none", "selective")
 _SCORES = "scores"
 
 
-def _norm_and_dropout(half: str, dimensions: DecoderConfig, framework: FrameworkTraits) -> list[SavedTensor]:
+def _norm_and_dropout(part: str, dimensions: DecoderConfig, framework: FrameworkTraits) -> list[SavedTensor]:
     """Return the saved tensors of the normalization before a half of a block, and of its dropout."""
     hidden = dimensions.hidden
     tensors = [
-        SavedTensor(f"{half} norm's input", hidden, "sequence"),
-        SavedTensor(f"{half}'s input", hidden, "sequence" if framework.regathers_sequence else "nothing"),
+        SavedTensor(f"{part} norm's input", hidden, "sequence"),
+        SavedTensor(f"{part}'s input", hidden, "sequence" if framework.regathers_sequence else "nothing"),
     ]
     if framework.architecture == "llama":
-        tensors.append(SavedTensor(f"{half} norm's scale", 1, "sequence", element_bytes=4))
+        tensors.append(SavedTensor(f"{part} norm's scale", 1, "sequence", element_bytes=4))
     if dimensions.dropout > 0 or framework.architecture == "gpt":
-        tensors.append(SavedTensor(f"{half} dropout's mask", hidden, "sequence", element_bytes=1))
+        tensors.append(SavedTensor(f"{part} dropout's mask", hidden, "sequence", element_bytes=1))
     return tensors
 
 
@@ -163,27 +165,27 @@ def _attention(
     heads = dimensions.heads
     if dimensions.uses_latent_attention:
         rank, query_rank = dimensions.key_value_rank, dimensions.query_rank
-        plain, turned, width = dimensions.head_dim, dimensions.rope_head_dim, dimensions.value_head_dim
+        plain, rotary, width = dimensions.head_dim, dimensions.rope_head_dim, dimensions.value_head_dim
         # Every rank computes the narrow vectors, and uses them for its own heads.
         tensors = [
             SavedTensor("query's vector, before and after its norm", 2 * query_rank, "nothing"),
-            SavedTensor("key and value's vector, likewise, and the rotary key", 2 * rank + turned, "nothing"),
+            SavedTensor("key and value's vector, likewise, and the rotary key", 2 * rank + rotary, "nothing"),
             SavedTensor("scales of both norms", 2, "nothing", element_bytes=4),
-            SavedTensor("query", heads * (plain + turned), "tp"),
-            SavedTensor("key", heads * (plain + turned), "tp"),
+            SavedTensor("query", heads * (plain + rotary), "tp"),
+            SavedTensor("key", heads * (plain + rotary), "tp"),
             SavedTensor("plain key and value", heads * (plain + width), "tp"),
         ]
     else:
         width = dimensions.head_dim
-        seen = kv_heads_held(dimensions, plan)
+        kv_heads = kv_heads_held(dimensions, plan)
         tensors = [
             SavedTensor("query", heads * width, "tp"),
-            SavedTensor("key", seen * width, "tp"),
-            SavedTensor("value", seen * width, "tp"),
+            SavedTensor("key", kv_heads * width, "tp"),
+            SavedTensor("value", kv_heads * width, "tp"),
         ]
         if dimensions.qk_norm:
-            tensors.append(SavedTensor("head norms' inputs", (heads + seen) * width, "tp"))
-            tensors.append(SavedTensor("head norms' scales", heads + seen, "tp", element_bytes=4))
+            tensors.append(SavedTensor("head norms' inputs", (heads + kv_heads) * width, "tp"))
+            tensors.append(SavedTensor("head norms' scales", heads + kv_heads, "tp", element_bytes=4))
     tensors.append(SavedTensor("attended", heads * width, "tp", _NONE_OR_SELECTIVE))
     if plan.cp > 1 and plan.cp_method == "all_to_all":
         tensors.append(SavedTensor("attended, given back", heads * width, "tp"))
@@ -201,10 +203,10 @@ def kv_heads_held(dimensions: DecoderConfig, plan: Plan) -> int:
 
     Each rank has at least one; heads are repeated until the ranks of an all-to-all can share them.
     """
-    seen = max(dimensions.kv_heads, plan.tp)
+    heads = max(dimensions.kv_heads, plan.tp)
     if plan.cp > 1 and plan.cp_method == "all_to_all":
-        seen *= plan.cp // math.gcd(max(seen // plan.tp, 1), plan.cp)
-    return seen
+        heads *= plan.cp // math.gcd(max(heads // plan.tp, 1), plan.cp)
+    return heads
 
 
 def _feed_forward(
@@ -250,46 +252,47 @@ def _selective_saved(dimensions: DecoderConfig, plan: Plan, *, experts: bool) ->
     hidden, width = dimensions.hidden, dimensions.expert_width
     products: list[tuple[float, Split]] = []
     if dimensions.uses_latent_attention:
-        plain, turned, value = dimensions.head_dim, dimensions.rope_head_dim, dimensions.value_head_dim
+        plain, rotary, value = dimensions.head_dim, dimensions.rope_head_dim, dimensions.value_head_dim
         products += [
             (dimensions.query_rank, "nothing"),
-            (dimensions.heads * (plain + turned), "tp"),
-            (dimensions.key_value_rank + turned, "nothing"),
+            (dimensions.heads * (plain + rotary), "tp"),
+            (dimensions.key_value_rank + rotary, "nothing"),
             (dimensions.heads * (plain + value), "tp"),
             (hidden, "nothing"),
         ]
         attended = dimensions.heads * value
-        exchanged = attended + dimensions.heads * (2 * (plain + turned) + value)
+        exchanged = attended + dimensions.heads * (2 * (plain + rotary) + value)
     else:
-        of_keys = kv_heads_held(dimensions, plan) * dimensions.head_dim
+        key_width = kv_heads_held(dimensions, plan) * dimensions.head_dim
         attended = dimensions.heads * dimensions.head_dim
-        products += [(attended, "tp"), (of_keys, "tp"), (of_keys, "tp"), (hidden, "nothing")]
-        exchanged = 2 * attended + 2 * of_keys
+        products += [(attended, "tp"), (key_width, "tp"), (key_width, "tp"), (hidden, "nothing")]
+        exchanged = 2 * attended + 2 * key_width
     networks = 1
     if experts:
         choices = dimensions.experts_per_token
-        of_experts = choices * width
-        products += [(dimensions.experts, "sequence"), (of_experts, "tp"), (of_experts, "tp")]
+        expert_width = choices * width
+        products += [(dimensions.experts, "sequence"), (expert_width, "tp"), (expert_width, "tp")]
         products.append((choices * hidden, "nothing"))
         if dimensions.shared_experts:
             shared = dimensions.shared_experts * width
             products += [(shared, "tp"), (shared, "tp"), (hidden, "nothing")]
             networks = 2
     else:
-        wide = dimensions.feed_forward
-        products += [(wide, "tp") for _ in range(dimensions.feed_forward_matrices - 1)]
+        forward_width = dimensions.feed_forward
+        products += [(forward_width, "tp") for _ in range(dimensions.feed_forward_matrices - 1)]
         products.append((hidden, "nothing"))
-    only: tuple[Recompute, ...] = ("selective",)
+    policies: tuple[Recompute, ...] = ("selective",)
     tensors = [
-        SavedTensor(f"product {2 * at}", size, split, only) for at, (size, split) in enumerate(products[::2])
+        SavedTensor(f"product {2 * at}", size, split, policies)
+        for at, (size, split) in enumerate(products[::2])
     ]
     if plan.sequence_parallel:
-        tensors.append(SavedTensor("scattered sums", (1 + networks) * hidden, "sequence", only))
+        tensors.append(SavedTensor("scattered sums", (1 + networks) * hidden, "sequence", policies))
     if plan.cp > 1 and plan.cp_method == "all_to_all":
-        tensors.append(SavedTensor("exchanged heads", exchanged, "tp", only))
+        tensors.append(SavedTensor("exchanged heads", exchanged, "tp", policies))
     if experts and plan.ep > 1:
         tensors.append(
-            SavedTensor("exchanged copies", 2 * dimensions.experts_per_token * hidden, "nothing", only)
+            SavedTensor("exchanged copies", 2 * dimensions.experts_per_token * hidden, "nothing", policies)
         )
     return tensors
 

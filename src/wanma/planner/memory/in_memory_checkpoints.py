@@ -47,23 +47,29 @@ def checkpoint_copy_bytes(job: Job, workload: Workload, plan: Plan) -> float:
     saved += element_bytes * optimizer_state_elements(workload, job.train)
     if job.train.weight_average > 0:
         saved += trained
-    seldom = plan.synchronization
-    if seldom is not None and seldom.has_local_weights:  # each site's own states, and the shared outer ones
-        frozen *= seldom.sites
-        saved = seldom.sites * saved + trained * (1 + (seldom.momentum > 0))
-    elif seldom is not None:
-        saved += seldom.staleness * trained
+    synchronization = plan.synchronization
+    if (
+        synchronization is not None and synchronization.has_local_weights
+    ):  # each site's own states, and the shared outer ones
+        frozen *= synchronization.sites
+        saved = synchronization.sites * saved + trained * (1 + (synchronization.momentum > 0))
+    elif synchronization is not None:
+        saved += synchronization.staleness * trained
     # Ranks of one node that hold equal parts write them once.
-    here = plan.world_size // job.cluster.nodes
-    parts = max(plan.world_size // plan.replicate_group_size, here, 1)
-    habits = FrameworkTraits(
+    ranks_per_node = plan.world_size // job.cluster.nodes
+    parts = max(plan.world_size // plan.replicate_group_size, ranks_per_node, 1)
+    traits = FrameworkTraits(
         casts_frozen_weights=rounds,
         shared_memory_nodes=0 if job.parallel.collectives == "gloo" else job.cluster.nodes,
     )
-    frozen_parts = max(plan.pp * plan.tp, here, 1) if habits.replicates_frozen_weights(plan) else parts
-    whole = workload.parameters / plan.tp / plan.pp
-    kept = error_feedback_bytes(plan, whole, whole / plan.shard_group_size)  # differs on every rank
-    return saved / parts + frozen / frozen_parts + kept
+    frozen_parts = (
+        max(plan.pp * plan.tp, ranks_per_node, 1) if traits.replicates_frozen_weights(plan) else parts
+    )
+    rank_parameters = workload.parameters / plan.tp / plan.pp
+    feedback = error_feedback_bytes(
+        plan, rank_parameters, rank_parameters / plan.shard_group_size
+    )  # differs on every rank
+    return saved / parts + frozen / frozen_parts + feedback
 
 
 def has_partner_node(job: Job) -> bool:

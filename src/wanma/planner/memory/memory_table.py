@@ -67,8 +67,8 @@ class MemoryTable(NamedTuple):
 
 def memory_table_key(plan: Plan) -> tuple[object, ...]:
     """Return the key of plans with the same memory table, for one workload and one framework."""
-    of_model = (plan.tp, plan.sequence_parallel, plan.cp, plan.cp_method, plan.ep, plan.pp > 1)
-    return (*of_model, plan.micro_batch, plan.precision, plan.compile)
+    model_key = (plan.tp, plan.sequence_parallel, plan.cp, plan.cp_method, plan.ep, plan.pp > 1)
+    return (*model_key, plan.micro_batch, plan.precision, plan.compile)
 
 
 def build_memory_table(
@@ -87,19 +87,19 @@ def build_memory_table(
     last = sum(layer.count * layer.parameters for layer in after) / plan.tp
     if dimensions is None or dimensions.vocabulary is None:
         kinds = [_block_kind(layer, plan, layer_block_bytes(layer, plan)) for layer in blocks]
-        kept = sum(layer.count * layer.activation_elements_per_sample for layer in (*before, *after))
+        end_elements = sum(layer.count * layer.activation_elements_per_sample for layer in (*before, *after))
         if not blocks:  # no repeated layers: one unit of communication, whose layers save as blocks do
             kinds = [
                 BlockKind(layer.count, 0.0, 0.0, 0.0, layer_block_bytes(layer, plan)) for layer in before
             ]
-            kept = 0.0
+            end_elements = 0.0
         size = compute * plan.micro_batch / plan.cp
         inputs = max((layer.full_recompute_elements_per_sample or 0.0 for layer in blocks), default=0.0)
         return MemoryTable(
             tuple(kinds),
             first,
             last,
-            kept * size / plan.tp,
+            end_elements * size / plan.tp,
             0.0,
             inputs * size,
             0.0,
@@ -111,8 +111,8 @@ def build_memory_table(
     for layer in blocks:
         sparse = layer.expert_parameters > 0
         parts = decoder_block_bytes(dimensions, sequence, plan, framework, experts=sparse)
-        whole = _replicated_parameters(dimensions, plan, experts=sparse)
-        kind = _block_kind(layer, plan, parts, whole, dimensions.experts)
+        replicated = _replicated_parameters(dimensions, plan, experts=sparse)
+        kind = _block_kind(layer, plan, parts, replicated, dimensions.experts)
         kinds.append(kind._replace(matrix_elements=_matrices(dimensions, plan, kind)))
     between = dimensions.hidden / (plan.tp if plan.sequence_parallel else 1)
     if dimensions.tie_embeddings and plan.pp > 1:
@@ -145,8 +145,8 @@ def _split_layers(workload: Workload) -> tuple[list[LayerWorkload], list[LayerWo
     if not blocks:
         return [], list(workload.layers), []
     begin = workload.layers.index(blocks[0])
-    others = [layer for layer in workload.layers[begin:] if layer not in blocks]
-    return blocks, list(workload.layers[:begin]), others
+    end_layers = [layer for layer in workload.layers[begin:] if layer not in blocks]
+    return blocks, list(workload.layers[:begin]), end_layers
 
 
 def _block_kind(
@@ -158,12 +158,12 @@ def _block_kind(
 ) -> BlockKind:
     """Return the sizes of a group of blocks; `replicated_parameters` of each are not split by `tp`."""
     split = layer.parameters - layer.expert_parameters - replicated_parameters
-    of_experts = layer.expert_parameters / plan.tp
+    expert_parameters = layer.expert_parameters / plan.tp
     return BlockKind(
         layer.count,
         split / plan.tp + replicated_parameters,
-        of_experts / plan.ep,
-        of_experts / max(experts, 1),
+        expert_parameters / plan.ep,
+        expert_parameters / max(experts, 1),
         activations,
         trainable_share=layer.trainable_share,
     )
@@ -173,9 +173,9 @@ def _matrices(dimensions: DecoderConfig, plan: Plan, kind: BlockKind) -> tuple[f
     """Return the elements of each matrix of one block; routed experts are three tensors."""
     if dimensions.uses_latent_attention:
         return ()
-    hidden, of_head = dimensions.hidden, dimensions.hidden * dimensions.head_dim
-    queries = of_head * dimensions.heads / plan.tp
-    keys = of_head * dimensions.kv_heads / (1 if dimensions.kv_heads % plan.tp else plan.tp)
+    hidden, head_elements = dimensions.hidden, dimensions.hidden * dimensions.head_dim
+    queries = head_elements * dimensions.heads / plan.tp
+    keys = head_elements * dimensions.kv_heads / (1 if dimensions.kv_heads % plan.tp else plan.tp)
     attention = (queries, keys, keys, queries)
     if kind.expert_parameters:
         shared = hidden * dimensions.expert_width * dimensions.shared_experts / plan.tp
@@ -190,13 +190,13 @@ def _replicated_parameters(dimensions: DecoderConfig, plan: Plan, *, experts: bo
     whose number of heads `tp` does not divide.
     """
     hidden = dimensions.hidden
-    whole = 2 * hidden + (2 * dimensions.head_dim if dimensions.qk_norm else 0)
+    count = 2 * hidden + (2 * dimensions.head_dim if dimensions.qk_norm else 0)
     if dimensions.uses_latent_attention:
-        narrow = dimensions.query_rank + dimensions.key_value_rank
-        whole += hidden * (narrow + dimensions.rope_head_dim) + narrow
+        latent_width = dimensions.query_rank + dimensions.key_value_rank
+        count += hidden * (latent_width + dimensions.rope_head_dim) + latent_width
     elif dimensions.kv_heads % plan.tp:
-        whole += 2 * hidden * dimensions.kv_heads * dimensions.head_dim
-    return float(whole + (hidden * dimensions.experts if experts else 0))
+        count += 2 * hidden * dimensions.kv_heads * dimensions.head_dim
+    return float(count + (hidden * dimensions.experts if experts else 0))
 
 
 def _exchange_buffer_bytes(dimensions: DecoderConfig, plan: Plan) -> float:
@@ -208,10 +208,14 @@ def _exchange_buffer_bytes(dimensions: DecoderConfig, plan: Plan) -> float:
     compute = ELEMENT_BYTES[plan.precision]
     exchanged = [0.0]
     if plan.cp > 1:
-        seen = kv_heads_held(dimensions, plan) * (dimensions.head_dim + dimensions.value_head_dim) / plan.tp
+        kv_width = (
+            kv_heads_held(dimensions, plan) * (dimensions.head_dim + dimensions.value_head_dim) / plan.tp
+        )
         heads = dimensions.heads * (dimensions.head_dim + dimensions.value_head_dim) / plan.tp
         ring = plan.cp_method == "ring"
-        exchanged.append(2 * seen * (compute + max(compute, 4)) if ring else 2 * (heads + seen) * compute)
+        exchanged.append(
+            2 * kv_width * (compute + max(compute, 4)) if ring else 2 * (heads + kv_width) * compute
+        )
     if plan.ep > 1:
         exchanged.append(2.0 * dimensions.experts_per_token * dimensions.hidden * compute)
     return max(exchanged)

@@ -69,8 +69,8 @@ the heap grows by all of it."""
 
 def fragmentation_shares(plan: Plan, framework: FrameworkTraits) -> FragmentationShares:
     """Return the fragmentation shares of the allocator of the plan's devices."""
-    usual = _ON_CPU if plan.device == "cpu" else _ON_GPU
-    return FragmentationShares(*(framework.fragmentation_factor * share for share in usual))
+    shares = _ON_CPU if plan.device == "cpu" else _ON_GPU
+    return FragmentationShares(*(framework.fragmentation_factor * share for share in shares))
 
 
 def forecast_memory(
@@ -184,22 +184,25 @@ class RankMemory(NamedTuple):
     @property
     def total(self) -> float:
         """Return the peak bytes on the device, without those of CUDA's context or Python."""
-        lasting, passing = (
+        constant, transient = (
             self.model_states.parameters + self.model_states.optimizer,
             max(map(sum, self.moments)),
         )
-        return lasting + self.model_states.buffers + passing + self._fragmentation(passing)
+        return constant + self.model_states.buffers + transient + self._fragmentation(transient)
 
     def _fragmentation(self, transient: float) -> float:
         shares = fragmentation_shares(self.plan, self.framework)
-        of_state = shares.gathered_parameters * self.model_states.gathered_parameters
-        return of_state + shares.transient * transient + shares.last_gradient * self.last_gradient_overhead
+        gathered = shares.gathered_parameters * self.model_states.gathered_parameters
+        return gathered + shares.transient * transient + shares.last_gradient * self.last_gradient_overhead
 
     @property
     def forecast(self) -> Forecast:
         """Return the memory forecast of this rank, by kind."""
-        peak, away = self.peak, {"none": 0.0, "host": self.model_states.host, "disk": self.model_states.disk}
-        away[self.plan.offload_activations] += self.offloaded_activations
+        peak, offloaded = (
+            self.peak,
+            {"none": 0.0, "host": self.model_states.host, "disk": self.model_states.disk},
+        )
+        offloaded[self.plan.offload_activations] += self.offloaded_activations
         return Forecast(
             parameters_bytes=int(self.model_states.parameters + peak.released),
             gradients_bytes=int(peak.gradients),
@@ -207,8 +210,8 @@ class RankMemory(NamedTuple):
             activations_bytes=int(peak.activations),
             logits_bytes=int(peak.logits),
             runtime_bytes=runtime_bytes(self.plan),
-            host_bytes=int(away["host"]),
-            disk_bytes=int(away["disk"]),
+            host_bytes=int(offloaded["host"]),
+            disk_bytes=int(offloaded["disk"]),
             buffers_bytes=int(peak.buffers + self.model_states.buffers),
             fragmentation_bytes=int(self._fragmentation(sum(peak))),
         )
@@ -236,15 +239,15 @@ def block_counts_of_stages(table: MemoryTable, plan: Plan) -> list[tuple[int, ..
     if len(totals) == 1:
         return [(size,) for size in sizes]
     before = [0] * len(totals)
-    found = []
+    counts = []
     for stop in accumulate(sizes):
-        upto = [
+        now = [
             min(max(stop - total + kind.block_count, 0), kind.block_count)
             for kind, total in zip(table.kinds, totals, strict=True)
         ]
-        found.append(tuple(now - then for now, then in zip(upto, before, strict=True)))
-        before = upto
-    return found
+        counts.append(tuple(later - earlier for later, earlier in zip(now, before, strict=True)))
+        before = now
+    return counts
 
 
 def representative_ranks(
@@ -261,16 +264,18 @@ def representative_ranks(
     ranks: dict[tuple[object, ...], tuple[int, int]] = {}
     for rank in range(plan.pp):
         numbers = plan.stages_of_pipeline_rank(rank)
-        held = [block_counts[number] for number in numbers]
-        key = (numbers[0] == 0, numbers[-1] == last, *held)
-        kept = -rank
+        stage_counts = [block_counts[number] for number in numbers]
+        key = (numbers[0] == 0, numbers[-1] == last, *stage_counts)
+        saved = -rank
         if plan.is_v_shaped:
-            kept = sum(
+            saved = sum(
                 sum(counts) * count
-                for counts, count in zip(held, in_flight_of_rank(rank, plan, memory_inputs), strict=True)
+                for counts, count in zip(
+                    stage_counts, in_flight_of_rank(rank, plan, memory_inputs), strict=True
+                )
             )
-        if key not in ranks or kept > ranks[key][0]:
-            ranks[key] = kept, rank
+        if key not in ranks or saved > ranks[key][0]:
+            ranks[key] = saved, rank
     return [rank for _, rank in ranks.values()]
 
 
@@ -325,17 +330,17 @@ def _rank_memory(
         state.all_gradients, 0.0, 0.0, boundary + state.receive_buffers, -state.released_parameters
     )
     moments = (at_loss, at_head, at_first_block, at_last_block, at_first_layer, at_end)
-    hole = logits
+    freed = logits
     if state.accumulated_gradients:  # gradients lie with those of earlier micro-batches, without holes
-        hole = max(logits, state.post_block_gradients, (1 - later) * activations.saved)
-    late = sum(size for size in (state.last_gradient, state.last_reduction_buffer) if size > hole)
+        freed = max(logits, state.post_block_gradients, (1 - later) * activations.saved)
+    last_gradients = sum(size for size in (state.last_gradient, state.last_reduction_buffer) if size > freed)
     return RankMemory(
         state,
         activations.saved,
         activations.offloaded,
         activations.backward_workspace,
         moments,
-        max(max(map(sum, moments[:4])) + late - max(map(sum, moments)), 0.0),
+        max(max(map(sum, moments[:4])) + last_gradients - max(map(sum, moments)), 0.0),
         plan,
         memory_inputs.framework,
     )
@@ -369,11 +374,15 @@ def rank_parameters_of(
     for size in (first, last):
         if table.has_exact_end_layers and size:
             tensors[size] = tensors.get(size, 0.0) + 1
-    of_blocks = trained / (shared + experts) if table.trainable_share < 1 and shared + experts else 1.0
+    trainable_blocks = trained / (shared + experts) if table.trainable_share < 1 and shared + experts else 1.0
     trained += first * table.trainable_pre_block_share + last * table.trainable_post_block_share
-    held = shared + experts + first + last
+    rank_parameters = shared + experts + first + last
     # With a pipeline, the share of this rank; without one, of the whole model.
-    share = trained / held if plan.pp > 1 and table.trainable_share < 1 and held else table.trainable_share
+    share = (
+        trained / rank_parameters
+        if plan.pp > 1 and table.trainable_share < 1 and rank_parameters
+        else table.trainable_share
+    )
     return RankParameters(
         shared,
         experts,
@@ -385,7 +394,7 @@ def rank_parameters_of(
         largest_block_experts=routed,
         tensors=tuple(sorted(tensors.items())),
         trainable_share=share,
-        trainable_block_share=of_blocks,
+        trainable_block_share=trainable_blocks,
         trainable_pre_block_share=table.trainable_pre_block_share,
         trainable_post_block_share=table.trainable_post_block_share,
     )
@@ -414,11 +423,11 @@ def _activations(
 ) -> _Activations:
     """Return the bytes of activations of one rank, with its stages' blocks in `block_counts`."""
     flights = in_flight_of_rank(rank, plan, memory_inputs)
-    kept = block = away = working = deepest = 0.0
+    saved = block = offloaded = working = deepest = 0.0
     for counts, flight in zip(block_counts, flights, strict=True):
         blocks = sum(counts)
-        again = math.ceil(round(blocks * plan.recompute_share, 9)) if plan.recompute != "none" else 0
-        share = again / blocks if blocks else 0.0
+        recomputed = math.ceil(round(blocks * plan.recompute_share, 9)) if plan.recompute != "none" else 0
+        share = recomputed / blocks if blocks else 0.0
         for kind, count in zip(table.kinds, counts, strict=True):
             if not count:
                 continue
@@ -426,17 +435,17 @@ def _activations(
             plain = count * flight * ((1 - share) * parts.saved + share * parts.inputs)
             costly = count * flight * share * parts.selective_saved if plan.recompute == "selective" else 0.0
             if plan.offload_activations == "none":
-                kept += plain + costly
+                saved += plain + costly
             else:  # results that selective recompute saves stay on the device
-                kept, away = kept + costly, away + plain
-            stays = costly + (plain if plan.offload_activations == "none" else 0.0)
-            block = max(block, stays / (count * flight) if flight else 0.0)
+                saved, offloaded = saved + costly, offloaded + plain
+            on_device = costly + (plain if plan.offload_activations == "none" else 0.0)
+            block = max(block, on_device / (count * flight) if flight else 0.0)
             working = max(working, parts.backward_workspace)
-            if again or plan.offload_activations != "none":
+            if recomputed or plan.offload_activations != "none":
                 deepest = max(deepest, parts.saved)
     # A recomputed or fetched block exists as a whole in backward; on a GPU the next one is fetched beside it.
-    around = 2 if plan.device == "cuda" and plan.offload_activations != "none" else 1
-    return _Activations(kept, block, working + around * deepest, away)
+    buffers = 2 if plan.device == "cuda" and plan.offload_activations != "none" else 1
+    return _Activations(saved, block, working + buffers * deepest, offloaded)
 
 
 def in_flight_of_rank(rank: int, plan: Plan, memory_inputs: MemoryInputs) -> tuple[int, ...]:
@@ -450,8 +459,8 @@ def in_flight_of_rank(rank: int, plan: Plan, memory_inputs: MemoryInputs) -> tup
 
 def remaining_share(in_flight: tuple[int, ...]) -> float:
     """Return the share of saved activations that is left when backward has passed through a stage, 0 .. 1."""
-    most = max(in_flight, default=1)
-    return 1 - 1 / most if most else 0.0
+    max_in_flight = max(in_flight, default=1)
+    return 1 - 1 / max_in_flight if max_in_flight else 0.0
 
 
 def stage_buffer_bytes(

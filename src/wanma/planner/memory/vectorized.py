@@ -42,24 +42,26 @@ class ShardingOptions:
 
     def __init__(self, plans: Sequence[Plan]) -> None:
         self.plans = tuple(plans)
-        alike: dict[object, list[int]] = {}
+        numbers_by_key: dict[object, list[int]] = {}
         for number, plan in enumerate(self.plans):
-            alike.setdefault(data_parallel_key(plan), []).append(number)
-        self.equal_cost_groups = list(alike.values())
+            numbers_by_key.setdefault(data_parallel_key(plan), []).append(number)
+        self.equal_cost_groups = list(numbers_by_key.values())
         """Indices of shardings, grouped by equal block cost."""
         self._runtime = np.array([runtime_bytes(plan) for plan in self.plans])
-        self._known: dict[tuple[object, ...], dict[str, Array]] = {}
+        self._bytes_by_key: dict[tuple[object, ...], dict[str, Array]] = {}
 
     def apply(self, number: int, plan: Plan) -> Plan:
         """Return `plan` with the sharding of index `number`."""
-        way = self.plans[number]
-        return plan.with_changes(dp_replicate=way.dp_replicate, dp_shard=way.dp_shard, shard=way.shard)
+        option = self.plans[number]
+        return plan.with_changes(
+            dp_replicate=option.dp_replicate, dp_shard=option.dp_shard, shard=option.shard
+        )
 
     def state_bytes(self, rank_parameters: RankParameters, memory_inputs: MemoryInputs) -> dict[str, Array]:
         """Return the bytes of a rank with these parameters, by field of `ModelStates`, over the shardings."""
         key = (rank_parameters, memory_inputs.micro_batches > 1, memory_inputs.framework)
-        if key not in self._known:
-            found = [
+        if key not in self._bytes_by_key:
+            model_states = [
                 model_states_of(
                     rank_parameters,
                     plan,
@@ -70,10 +72,13 @@ class ShardingOptions:
                 )
                 for plan in self.plans
             ]
-            arrays = {name: np.array([getattr(one, name) for one in found]) for name in ModelStates._fields}
+            arrays = {
+                name: np.array([getattr(states, name) for states in model_states])
+                for name in ModelStates._fields
+            }
             arrays["runtime"] = self._runtime
-            self._known[key] = arrays
-        return self._known[key]
+            self._bytes_by_key[key] = arrays
+        return self._bytes_by_key[key]
 
 
 def peak_memory_grid(
@@ -91,11 +96,11 @@ def peak_memory_grid(
     """
     stages = block_counts_of_stages(table, plan)
     ranks = representative_ranks(plan, stages, memory_inputs)
-    of_ranks = [
+    rank_peaks = [
         _peak_of_rank(rank, table, plan, recompute_options, sharding_options, stages, memory_inputs)
         for rank in ranks
     ]
-    fullest: Array = np.stack(of_ranks).max(axis=0)
+    fullest: Array = np.stack(rank_peaks).max(axis=0)
     return fullest
 
 
@@ -114,43 +119,47 @@ def _peak_of_rank(
         (table.logits_bytes, table.head_saved_bytes) if len(block_counts) - 1 in numbers else (0.0, 0.0)
     )
     boundary = stage_buffer_bytes(table, plan, memory_inputs, numbers)
-    held = sharding_options.state_bytes(rank_parameters_of(rank, table, plan, block_counts), memory_inputs)
-    kept, block, working = _activations(
+    state = sharding_options.state_bytes(rank_parameters_of(rank, table, plan, block_counts), memory_inputs)
+    saved, block, working = _activations(
         rank, table, plan, recompute_options, [block_counts[n] for n in numbers], memory_inputs
     )
-    at_loss = kept + head + memory_inputs.framework.logits_copies * logits
-    in_block = working + retained_logits(logits, plan, memory_inputs.framework) + table.exchange_buffer_bytes
-    at_first_block = kept + in_block
-    at_first_layer = remaining_share(in_flight_of_rank(rank, plan, memory_inputs)) * kept
-    at_last_block = at_first_layer + block + in_block
-    at_head = kept + head + logits
-    in_blocks = np.maximum(
-        held["reduction_workspace"] + at_first_block[:, None],
-        held["block_gradients"] + at_last_block[:, None],
+    at_loss = saved + head + memory_inputs.framework.logits_copies * logits
+    block_bytes = (
+        working + retained_logits(logits, plan, memory_inputs.framework) + table.exchange_buffer_bytes
     )
-    at_end = held["all_gradients"] + held["receive_buffers"] - held["released_parameters"]
-    before = held["accumulated_gradients"] + np.maximum(
-        at_loss[:, None], np.maximum(in_blocks, held["post_block_gradients"] + at_head[:, None])
+    at_first_block = saved + block_bytes
+    at_first_layer = remaining_share(in_flight_of_rank(rank, plan, memory_inputs)) * saved
+    at_last_block = at_first_layer + block + block_bytes
+    at_head = saved + head + logits
+    during_blocks = np.maximum(
+        state["reduction_workspace"] + at_first_block[:, None],
+        state["block_gradients"] + at_last_block[:, None],
+    )
+    at_end = state["all_gradients"] + state["receive_buffers"] - state["released_parameters"]
+    before = state["accumulated_gradients"] + np.maximum(
+        at_loss[:, None], np.maximum(during_blocks, state["post_block_gradients"] + at_head[:, None])
     )
     peak = np.maximum(
-        before, held["accumulated_gradients"] + held["unaccumulated_gradients"] + at_first_layer[:, None]
+        before, state["accumulated_gradients"] + state["unaccumulated_gradients"] + at_first_layer[:, None]
     )
     peak = np.maximum(peak, at_end)
-    let_go = np.maximum(held["post_block_gradients"], (kept - at_first_layer)[:, None])
-    hole = np.maximum(logits, np.where(held["accumulated_gradients"] > 0, let_go, 0.0))
-    late = held["last_gradient"] * (held["last_gradient"] > hole)
-    late = late + held["last_reduction_buffer"] * (held["last_reduction_buffer"] > hole)
-    on_top = np.maximum(before + late - peak, 0.0)
+    released = np.maximum(state["post_block_gradients"], (saved - at_first_layer)[:, None])
+    freed = np.maximum(logits, np.where(state["accumulated_gradients"] > 0, released, 0.0))
+    last_gradients = state["last_gradient"] * (state["last_gradient"] > freed)
+    last_gradients = last_gradients + state["last_reduction_buffer"] * (
+        state["last_reduction_buffer"] > freed
+    )
+    overhead = np.maximum(before + last_gradients - peak, 0.0)
     peak = peak + boundary
     shares = fragmentation_shares(plan, memory_inputs.framework)
-    used = held["parameters"] + held["optimizer"] + held["buffers"] + held["runtime"] + peak
-    whole: Array = (
+    used = state["parameters"] + state["optimizer"] + state["buffers"] + state["runtime"] + peak
+    total: Array = (
         used
         + shares.transient * peak
-        + shares.gathered_parameters * held["gathered_parameters"]
-        + shares.last_gradient * on_top
+        + shares.gathered_parameters * state["gathered_parameters"]
+        + shares.last_gradient * overhead
     )
-    return whole
+    return total
 
 
 def _activations(
@@ -168,26 +177,26 @@ def _activations(
     runs_again = np.array([kind != "none" for kind, _ in recompute_options])
     shares = np.array([share for _, share in recompute_options]) * runs_again
     is_selective = np.array([kind == "selective" for kind, _ in recompute_options])
-    stays = plan.offload_activations == "none"
-    kept = np.zeros(len(recompute_options))
+    stays_on_device = plan.offload_activations == "none"
+    saved = np.zeros(len(recompute_options))
     block = np.zeros(len(recompute_options))
     deepest = np.zeros(len(recompute_options))
     working = 0.0
     for counts, flight in zip(block_counts, in_flight_of_rank(rank, plan, memory_inputs), strict=True):
         blocks = sum(counts)
-        again = np.ceil(np.round(blocks * shares, 9))
-        share = again / blocks if blocks else again
+        recomputed = np.ceil(np.round(blocks * shares, 9))
+        share = recomputed / blocks if blocks else recomputed
         for kind, count in zip(table.kinds, counts, strict=True):
             if not count:
                 continue
             parts = kind.activations
-            one = share * parts.selective_saved * is_selective
-            if stays:
-                one = one + (1 - share) * parts.saved + share * parts.inputs
-            kept += count * flight * one
-            block = np.maximum(block, one * bool(flight))
+            block_saved = share * parts.selective_saved * is_selective
+            if stays_on_device:
+                block_saved = block_saved + (1 - share) * parts.saved + share * parts.inputs
+            saved += count * flight * block_saved
+            block = np.maximum(block, block_saved * bool(flight))
             working = max(working, parts.backward_workspace)
-            here = again > 0 if stays else np.ones(len(recompute_options), dtype=bool)
-            deepest = np.maximum(deepest, parts.saved * here)
-    around = 2 if plan.device == "cuda" and not stays else 1
-    return kept, block, working + around * deepest
+            has_recompute = recomputed > 0 if stays_on_device else np.ones(len(recompute_options), dtype=bool)
+            deepest = np.maximum(deepest, parts.saved * has_recompute)
+    buffers = 2 if plan.device == "cuda" and not stays_on_device else 1
+    return saved, block, working + buffers * deepest

@@ -75,22 +75,23 @@ class _GreedySimulation:
             *(cost.backward_weight for cost in costs),
         ]
         self.rank_of = [0] * self.stages
-        for rank, mine in enumerate(stages_by_rank):
-            for stage in mine:
+        for rank, rank_stages in enumerate(stages_by_rank):
+            for stage in rank_stages:
                 self.rank_of[stage] = rank
-        endless = 3 * self.stages * micro_batches
+        unlimited = 3 * self.stages * micro_batches
         self.slots: list[list[tuple[int, int]]] = []
         """(slot, room) of every rank, in the order of preference; a slot runs while activations are fewer
         than its room."""
-        for mine in stages_by_rank:
-            deepest_first = sorted(mine, reverse=True)
+        for rank_stages in stages_by_rank:
+            deepest_first = sorted(rank_stages, reverse=True)
             self.slots.append(
                 [
                     (
                         kind * self.stages + stage,
-                        in_flight - (sum(stage < other for other in mine) if reserves_memory else 0)
+                        in_flight
+                        - (sum(stage < later_stage for later_stage in rank_stages) if reserves_memory else 0)
                         if kind == _FORWARD
-                        else endless,
+                        else unlimited,
                     )
                     for kind in (_BACKWARD, _FORWARD, _WEIGHTS)
                     for stage in deepest_first
@@ -111,7 +112,7 @@ class _GreedySimulation:
     def run(self, records_intervals: bool) -> SimulatedPipeline | None:  # noqa: PLR0915  # one hot loop
         """Simulate the schedule; return None where ranks wait for each other."""
         stages, micro_batches, rank_of, send = self.stages, self.micro_batches, self.rank_of, self.send
-        clocks, busy, holds, slots = self.clocks, self.busy, self.held_activations, self.slots
+        clocks, busy, held_counts, slots = self.clocks, self.busy, self.held_activations, self.slots
         seconds_of, arrivals, upcoming = self.seconds, self.arrivals, self.next_arrivals
         first, last, weights = stages, 2 * stages - 1, 2 * stages
         intervals: list[Interval] = []
@@ -131,8 +132,8 @@ class _GreedySimulation:
             seconds = seconds_of[slot]
             index = done[slot]
             done[slot] = later = index + 1
-            waiting = arrivals[slot]
-            upcoming[slot] = waiting[later] if later < len(waiting) else inf
+            slot_arrivals = arrivals[slot]
+            upcoming[slot] = slot_arrivals[later] if later < len(slot_arrivals) else inf
             clocks[rank] = end = start + seconds
             busy[rank] += seconds
             if records_intervals:
@@ -141,12 +142,12 @@ class _GreedySimulation:
             # The slot that takes this output as its input, and its rank.
             target = rank
             if slot >= weights:
-                holds[rank] -= 1
+                held_counts[rank] -= 1
             else:
-                arrives = end
+                arrival = end
                 if slot >= first:
-                    holds[rank] += 1
-                    fed = slot + 1 if slot < last else stages - 1
+                    held_counts[rank] += 1
+                    target_slot = slot + 1 if slot < last else stages - 1
                     if slot < last:
                         target = rank_of[slot + 1 - stages]
                 else:
@@ -154,20 +155,20 @@ class _GreedySimulation:
                     arrivals[gradients].append(end)
                     if upcoming[gradients] == inf:
                         upcoming[gradients] = end
-                    fed = slot - 1
+                    target_slot = slot - 1
                     if slot:
-                        target = rank_of[fed]
-                if fed >= 0:
+                        target = rank_of[target_slot]
+                if target_slot >= 0:
                     if target != rank:
-                        arrives += send
-                    arrivals[fed].append(arrives)
-                    if upcoming[fed] == inf:
-                        upcoming[fed] = arrives
+                        arrival += send
+                    arrivals[target_slot].append(arrival)
+                    if upcoming[target_slot] == inf:
+                        upcoming[target_slot] = arrival
             while True:  # both ranks choose again
-                clock, held, best = clocks[rank], holds[rank], inf
+                clock, in_flight, best = clocks[rank], held_counts[rank], inf
                 for slot, room in slots[rank]:
                     at = upcoming[slot]
-                    if at < best and held < room:
+                    if at < best and in_flight < room:
                         chosen[rank] = slot
                         if at <= clock:
                             best = clock

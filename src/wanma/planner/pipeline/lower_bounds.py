@@ -48,38 +48,38 @@ def pipeline_lower_bound(
         backward: the same for backward.
         backward_weight: the same for weight gradients, where the schedule splits backward.
     """
-    both = forward + backward
+    passes = forward + backward
     busy: Array = rank_compute_seconds(
-        schedule, both if backward_weight is None else both + backward_weight, pp, micro_batches
+        schedule, passes if backward_weight is None else passes + backward_weight, pp, micro_batches
     )
     if pp == 1:
-        alone: Array = busy[:, 0]
-        return alone
+        single: Array = busy[:, 0]
+        return single
     if backward_weight is not None:
         return _split_backward_bound(schedule, forward, backward, busy, pp, micro_batches, send_seconds)
     if schedule == "gpipe":
         # All forwards pass the slowest stage one by one, then all backwards do.
         slowest = forward.max(axis=1, keepdims=True) + backward.max(axis=1, keepdims=True)
-        way = both.sum(axis=1, keepdims=True) + 2 * (both.shape[1] - 1) * send_seconds
-        played: Array = way + (micro_batches - 1) * slowest
-        return played[:, 0]
+        traversal = passes.sum(axis=1, keepdims=True) + 2 * (passes.shape[1] - 1) * send_seconds
+        pipelined: Array = traversal + (micro_batches - 1) * slowest
+        return pipelined[:, 0]
     # Before rank r begins, one forward has passed the r stages before its first one; and after its last
     # backward, which is of that stage, one backward passes them.
-    around = np.zeros_like(busy)
-    np.cumsum(both[:, : pp - 1] + 2 * send_seconds, axis=1, out=around[:, 1:])
-    least: Array = (around + busy).max(axis=1, keepdims=True)
+    ramp = np.zeros_like(busy)
+    np.cumsum(passes[:, : pp - 1] + 2 * send_seconds, axis=1, out=ramp[:, 1:])
+    bound: Array = (ramp + busy).max(axis=1, keepdims=True)
     if schedule == "1f1b":
         # The first rank begins forward j + pp after backward j, which has been through all stages.
         rounds = (micro_batches - 1) // pp
-        rest = micro_batches - rounds * pp
-        zigzag = both.sum(axis=1, keepdims=True) + 2 * (pp - 1) * send_seconds
+        remaining = micro_batches - rounds * pp
+        zigzag = passes.sum(axis=1, keepdims=True) + 2 * (pp - 1) * send_seconds
         warm = np.minimum(np.arange(pp - 1, -1, -1), rounds * pp)
-        tail = (around + rest * both + warm * backward).max(axis=1, keepdims=True)
-        least = np.maximum(least, rounds * zigzag + tail)
+        tail = (ramp + remaining * passes + warm * backward).max(axis=1, keepdims=True)
+        bound = np.maximum(bound, rounds * zigzag + tail)
     else:
-        way = both.sum(axis=1, keepdims=True) + 2 * (both.shape[1] - 1) * send_seconds
-        least = np.maximum(least, way)
-    return least[:, 0]
+        traversal = passes.sum(axis=1, keepdims=True) + 2 * (passes.shape[1] - 1) * send_seconds
+        bound = np.maximum(bound, traversal)
+    return bound[:, 0]
 
 
 def _split_backward_bound(
@@ -101,15 +101,15 @@ def _split_backward_bound(
     v_shaped = schedule in ("zbv", "dualpipev")
     hops = (stages - 2 if v_shaped else stages - 1) * send_seconds
     down = forward.sum(axis=1, keepdims=True) + hops
-    back = np.zeros_like(compute_seconds)
+    return_seconds = np.zeros_like(compute_seconds)
     last = backward[:, :-pp:-1]  # of the last stages, from the last one on
     if v_shaped:
-        np.cumsum(last + send_seconds, axis=1, out=back[:, 1:])
+        np.cumsum(last + send_seconds, axis=1, out=return_seconds[:, 1:])
         dearest = np.maximum(forward[:, :pp], forward[:, : -pp - 1 : -1])
     else:
-        back[:, :-1] = np.cumsum(last + send_seconds, axis=1)[:, ::-1]
+        return_seconds[:, :-1] = np.cumsum(last + send_seconds, axis=1)[:, ::-1]
         dearest = forward.reshape(len(forward), -1, pp).max(axis=1)
-    kept = np.minimum(default_in_flight(schedule, pp, stages // pp), stages // pp * micro_batches)
-    waiting = down + back - kept * dearest
-    least: Array = (compute_seconds + np.maximum(begins, waiting)).max(axis=1)
-    return least
+    in_flight = np.minimum(default_in_flight(schedule, pp, stages // pp), stages // pp * micro_batches)
+    wait = down + return_seconds - in_flight * dearest
+    bound: Array = (compute_seconds + np.maximum(begins, wait)).max(axis=1)
+    return bound

@@ -53,8 +53,8 @@ def plan_stage_cuts(workload: Workload | None, plan: Plan, blocks: int) -> tuple
     if workload is not None and sum(layer.count for layer in workload.layers) == blocks + 2:
         first, *middle, last = workload.layers
         # Backward is twice the forward; recompute runs blocks once more, and never the ends.
-        again = recompute_forwards(plan)
-        costs = [(3.0 + again) * layer.flops_per_sample for layer in middle for _ in range(layer.count)]
+        recompute = recompute_forwards(plan)
+        costs = [(3.0 + recompute) * layer.flops_per_sample for layer in middle for _ in range(layer.count)]
         first_cost, last_cost = 3.0 * first.flops_per_sample, 3.0 * last.flops_per_sample
     return balanced_cuts(costs, plan.stage_count, first_cost, last_cost)
 
@@ -93,14 +93,14 @@ def balanced_cuts(
     for stage, extra in ((0, first_cost), (stages - 1, last_cost)):
         if extra is not None:
             ends[stage] = (ends[stage] or 0.0) + extra
-    held = totals[None, :] - totals[:, None]  # (start, stop): of the blocks between
+    sums_between = totals[None, :] - totals[:, None]  # (start, stop): of the blocks between
     is_run = np.arange(blocks + 1)[:, None] <= np.arange(blocks + 1)
     is_empty = np.eye(blocks + 1, dtype=bool)
 
     @cache
     def cost(end: float | None) -> npt.NDArray[np.float64]:
         """Return the cost of a stage, by its first block and the next stage's; infinite where it is empty."""
-        seconds: npt.NDArray[np.float64] = np.where(is_run, held + (end or 0.0), np.inf)
+        seconds: npt.NDArray[np.float64] = np.where(is_run, sums_between + (end or 0.0), np.inf)
         return np.where(is_empty, np.inf, seconds) if end is None else seconds
 
     # limits[start]: largest cost of the stages from `stage` on, if they hold the blocks from `start` on.
@@ -111,16 +111,16 @@ def balanced_cuts(
 
     @cache
     def unevenness(end: float | None) -> npt.NDArray[np.float64]:
-        here = cost(end)
-        squares: npt.NDArray[np.float64] = np.round(here / (limit or 1.0) * _COST_RESOLUTION) ** 2
-        return np.where(here <= limit, squares, np.inf)
+        costs_with_end = cost(end)
+        squares: npt.NDArray[np.float64] = np.round(costs_with_end / (limit or 1.0) * _COST_RESOLUTION) ** 2
+        return np.where(costs_with_end <= limit, squares, np.inf)
 
-    rest = unevenness(ends[-1])[:, blocks]
+    later_costs = unevenness(ends[-1])[:, blocks]
     choices: list[npt.NDArray[np.int64]] = []
     for stage in range(stages - 2, -1, -1):
-        sums = unevenness(ends[stage]) + rest
+        sums = unevenness(ends[stage]) + later_costs
         choices.append(sums.argmin(axis=1))
-        rest = sums.min(axis=1)
+        later_costs = sums.min(axis=1)
     cuts: list[int] = []
     for choice in reversed(choices):
         cuts.append(int(choice[cuts[-1] if cuts else 0]))
@@ -157,10 +157,10 @@ def invalid_cuts_reason(
 
 def invalid_virtual_stages_reason(schedule: Schedule, virtual_stages: int) -> str | None:
     """Return the reason that `schedule` cannot have so many stages per rank; None when it can."""
-    needed = DEFAULT_VIRTUAL_STAGES[schedule]
-    if schedule in INTERLEAVED or virtual_stages == needed:
+    required = DEFAULT_VIRTUAL_STAGES[schedule]
+    if schedule in INTERLEAVED or virtual_stages == required:
         return None
-    return f"schedule '{schedule}' has {needed} stage{('s' if needed > 1 else '')} per rank"
+    return f"schedule '{schedule}' has {required} stage{('s' if required > 1 else '')} per rank"
 
 
 def invalid_micro_batches_reason(schedule: Schedule, pp: int, micro_batches: int) -> str | None:
@@ -218,17 +218,17 @@ def peak_in_flight(schedule: Schedule, pp: int, virtual_stages: int, micro_batch
     section 2.2.1); for the others the warm-up of torch's own schedules. With split backward they are held
     until the weight gradients are computed.
     """
-    everything = virtual_stages * micro_batches
-    in_round = micro_batches // max(micro_batches // pp, 1)
-    most = {
-        "gpipe": everything,
+    all_forwards = virtual_stages * micro_batches
+    round_size = micro_batches // max(micro_batches // pp, 1)
+    peaks = {
+        "gpipe": all_forwards,
         "1f1b": pp,
-        "interleaved_1f1b": (virtual_stages - 1) * in_round + 2 * pp - 1,
-        "interleaved_zero_bubble": (virtual_stages - 1) * in_round + pp,
+        "interleaved_1f1b": (virtual_stages - 1) * round_size + 2 * pp - 1,
+        "interleaved_zero_bubble": (virtual_stages - 1) * round_size + pp,
         "zbv": 2 * pp,
         "dualpipev": 2 * pp + 1,
     }
-    return min(most[schedule], everything)
+    return min(peaks[schedule], all_forwards)
 
 
 @lru_cache(maxsize=65536)
@@ -244,12 +244,13 @@ def in_flight_by_stage(
         return min(down, micro_batches), min(rank + 1, micro_batches)
     if schedule in ("gpipe", "1f1b"):
         return (min(micro_batches, pp - rank if schedule == "1f1b" else micro_batches),)
-    in_round = micro_batches // max(micro_batches // pp, 1)
-    ahead = pp if schedule == "interleaved_zero_bubble" else 2 * (pp - 1 - rank) + 1
-    total = min((virtual_stages - 1) * in_round + ahead, virtual_stages * micro_batches)
-    rounds, begun = divmod(total, virtual_stages * in_round)
+    round_size = micro_batches // max(micro_batches // pp, 1)
+    warm_up = pp if schedule == "interleaved_zero_bubble" else 2 * (pp - 1 - rank) + 1
+    total = min((virtual_stages - 1) * round_size + warm_up, virtual_stages * micro_batches)
+    rounds, partial = divmod(total, virtual_stages * round_size)
     return tuple(
-        rounds * in_round + min(max(begun - turn * in_round, 0), in_round) for turn in range(virtual_stages)
+        rounds * round_size + min(max(partial - turn * round_size, 0), round_size)
+        for turn in range(virtual_stages)
     )
 
 
@@ -264,13 +265,13 @@ def blocks_of_stages(blocks: int, plan: Plan) -> list[int]:
     if blocks % stages == 0:
         return [blocks // stages] * stages
     if (blocks + 2) % stages == 0 and stages > 1:
-        each = (blocks + 2) // stages
-        return [each - 1, *[each] * (stages - 2), each - 1]
+        size = (blocks + 2) // stages
+        return [size - 1, *[size] * (stages - 2), size - 1]
     base, extra = divmod(blocks, stages)
     # The first ones of the middle have one more.
     order = [*range(1, stages), 0]
-    more = set(order[:extra])
-    return [base + (stage in more) for stage in range(stages)]
+    larger_stages = set(order[:extra])
+    return [base + (stage in larger_stages) for stage in range(stages)]
 
 
 def largest_block_share(plan: Plan, blocks: int) -> float:

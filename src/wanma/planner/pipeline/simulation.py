@@ -66,21 +66,27 @@ def simulate_pipeline(
     """
     if micro_batches < 1 or pp < 1 or len(costs) % pp:
         raise ValueError(f"{len(costs)} stages on {pp} ranks with {micro_batches} micro-batches")
-    played = micro_batches
+    simulated_count = micro_batches
     if micro_batches > _SIMULATED_ROUNDS * pp + 2 * pp:
-        played -= (micro_batches - _SIMULATED_ROUNDS * pp) // pp * pp
-    result = _simulate(schedule, costs, pp, played, send_seconds, in_flight)
-    rest = (micro_batches - played) // pp
-    if rest == 0:
+        simulated_count -= (micro_batches - _SIMULATED_ROUNDS * pp) // pp * pp
+    result = _simulate(schedule, costs, pp, simulated_count, send_seconds, in_flight)
+    skipped_rounds = (micro_batches - simulated_count) // pp
+    if skipped_rounds == 0:
         return result
-    more = _simulate(schedule, costs, pp, played + pp, send_seconds, in_flight)
+    longer = _simulate(schedule, costs, pp, simulated_count + pp, send_seconds, in_flight)
     rounds = [
-        later - sooner for later, sooner in zip(more.compute_seconds, result.compute_seconds, strict=True)
+        longer_seconds - shorter_seconds
+        for longer_seconds, shorter_seconds in zip(
+            longer.compute_seconds, result.compute_seconds, strict=True
+        )
     ]
     # With nearly equal stages, more rounds may pass before the slowest one sets the pace.
-    grown = max(more.seconds - result.seconds, *rounds)
-    busy = tuple(sooner + rest * each for sooner, each in zip(result.compute_seconds, rounds, strict=True))
-    return PipelineTime(result.seconds + rest * grown, busy)
+    grown = max(longer.seconds - result.seconds, *rounds)
+    busy = tuple(
+        shorter_seconds + skipped_rounds * round_seconds
+        for shorter_seconds, round_seconds in zip(result.compute_seconds, rounds, strict=True)
+    )
+    return PipelineTime(result.seconds + skipped_rounds * grown, busy)
 
 
 def simulate_pipeline_intervals(
@@ -98,9 +104,9 @@ def simulate_pipeline_intervals(
     """
     if micro_batches < 1 or pp < 1 or len(costs) % pp:
         raise ValueError(f"{len(costs)} stages on {pp} ranks with {micro_batches} micro-batches")
-    found: list[Interval] = []
-    _simulate(schedule, costs, pp, micro_batches, send_seconds, in_flight, found)
-    return found
+    intervals: list[Interval] = []
+    _simulate(schedule, costs, pp, micro_batches, send_seconds, in_flight, intervals)
+    return intervals
 
 
 _SIMULATED_ROUNDS = 4
@@ -126,15 +132,15 @@ def _simulate(
     """Simulate a schedule; append every operation to `intervals`, if it is given."""
     if schedule in SPLIT_BACKWARD:
         limit = in_flight or default_in_flight(schedule, pp, len(costs) // pp)
-        held = [stages_of_rank(schedule, pp, rank, len(costs)) for rank in range(pp)]
+        stages_by_rank = [stages_of_rank(schedule, pp, rank, len(costs)) for rank in range(pp)]
         for keeps_room in (False, True):
-            played = simulate_greedy_schedule(
-                costs, held, micro_batches, send_seconds, limit, keeps_room, intervals is not None
+            greedy = simulate_greedy_schedule(
+                costs, stages_by_rank, micro_batches, send_seconds, limit, keeps_room, intervals is not None
             )
-            if played is not None:
+            if greedy is not None:
                 if intervals is not None:
-                    intervals += played.intervals
-                return PipelineTime(max(played.end_seconds), tuple(played.compute_seconds))
+                    intervals += greedy.intervals
+                return PipelineTime(max(greedy.end_seconds), tuple(greedy.compute_seconds))
         raise ValueError(f"with {limit} stages in flight on a rank, the schedule waits for itself")
     size = PipelineShape(pp, len(costs), micro_batches)
     ends, busy = simulate_static_schedule(

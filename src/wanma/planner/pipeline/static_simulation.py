@@ -64,37 +64,37 @@ def simulate_static_schedule(
     # By stage, first of forwards, then of backwards: seconds, distance to the number of its input, and
     # seconds until that input arrives.
     seconds = [cost.forward for cost in costs] + [cost.backward for cost in costs]
-    back = [micro_batches] * stages + [-micro_batches] * stages
-    back[0], back[-1] = 0, stages * micro_batches
+    offsets = [micro_batches] * stages + [-micro_batches] * stages
+    offsets[0], offsets[-1] = 0, stages * micro_batches
     send = [send_seconds if pp > 1 else 0.0] * (2 * stages)
     send[-1] = 0.0
     ends = [-1.0] * (2 * stages * micro_batches)
     positions, clocks, busy = [0] * pp, [0.0] * pp, [0.0] * pp
-    waiting = True
-    while waiting:
-        waiting = False
+    is_progressing = True
+    while is_progressing:
+        is_progressing = False
         for rank, order in enumerate(orders):
-            position, clock, worked = positions[rank], clocks[rank], busy[rank]
+            position, clock, busy_seconds = positions[rank], clocks[rank], busy[rank]
             while position < len(order):
                 number = order[position]
                 kind = number // micro_batches
-                if back[kind]:
-                    ready = ends[number - back[kind]]
+                if offsets[kind]:
+                    ready = ends[number - offsets[kind]]
                     if ready < 0:
                         break
                     ready += send[kind]
                     if ready > clock:
                         clock = ready
-                took = seconds[kind]
+                duration = seconds[kind]
                 if intervals is not None:
-                    intervals.append(Interval(rank, size.operation(number), clock, took))
-                clock += took
-                worked += took
+                    intervals.append(Interval(rank, size.operation(number), clock, duration))
+                clock += duration
+                busy_seconds += duration
                 ends[number] = clock
                 position += 1
             if position > positions[rank]:
-                positions[rank], clocks[rank], busy[rank] = position, clock, worked
-                waiting = True
+                positions[rank], clocks[rank], busy[rank] = position, clock, busy_seconds
+                is_progressing = True
     if any(position < len(order) for position, order in zip(positions, orders, strict=True)):
         raise ValueError("the schedule waits for itself")
     return clocks, busy
@@ -102,18 +102,22 @@ def simulate_static_schedule(
 
 def _gpipe(rank: int, size: PipelineShape) -> list[int]:
     """Return the order of GPipe on one rank (Huang et al. 2019)."""
-    every = range(size.micro_batches)
+    micro_batches = range(size.micro_batches)
     forwards = [
-        number for stage in range(rank, size.stages, size.pp) for number in size.forwards(stage, every)
+        number
+        for stage in range(rank, size.stages, size.pp)
+        for number in size.forwards(stage, micro_batches)
     ]
     return forwards + [number + size.stages * size.micro_batches for number in reversed(forwards)]
 
 
 def _one_forward_one_backward(rank: int, size: PipelineShape) -> list[int]:
     """Return the order of 1F1B on one rank (Narayanan et al. 2021, section 2.2.1)."""
-    every = range(size.micro_batches)
+    micro_batches = range(size.micro_batches)
     return _alternate_forward_backward(
-        list(size.forwards(rank, every)), list(size.backwards(rank, every)), size.pp - 1 - rank
+        list(size.forwards(rank, micro_batches)),
+        list(size.backwards(rank, micro_batches)),
+        size.pp - 1 - rank,
     )
 
 
@@ -140,11 +144,11 @@ def _alternate_forward_backward(forwards: list[int], backwards: list[int], warm_
     """Return `warm_up` forwards, then forwards and backwards in turn, then the other backwards."""
     warm_up = min(warm_up, len(forwards))
     order = [0] * (len(forwards) + len(backwards))
-    both = 2 * (len(forwards) - warm_up)
+    steady_count = 2 * (len(forwards) - warm_up)
     order[:warm_up] = forwards[:warm_up]
-    order[warm_up : warm_up + both : 2] = forwards[warm_up:]
-    order[warm_up + 1 : warm_up + both : 2] = backwards[: len(forwards) - warm_up]
-    order[warm_up + both :] = backwards[len(forwards) - warm_up :]
+    order[warm_up : warm_up + steady_count : 2] = forwards[warm_up:]
+    order[warm_up + 1 : warm_up + steady_count : 2] = backwards[: len(forwards) - warm_up]
+    order[warm_up + steady_count :] = backwards[len(forwards) - warm_up :]
     return order
 
 

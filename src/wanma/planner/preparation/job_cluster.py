@@ -25,19 +25,19 @@ def run_cluster(job: Job) -> Cluster:
     Raises:
         JobError: the file is wrong, or does not describe this node.
     """
-    found = discover_node()
+    discovered = discover_node()
     if job.cluster.file is None:
-        return with_measured_cpu_peak(found)
+        return with_measured_cpu_peak(discovered)
     described = read_cluster(job.cluster.file)
     if described.node_count != job.cluster.nodes:
         raise JobError(
             f"cluster.file describes {described.node_count} nodes, and cluster.nodes = {job.cluster.nodes}",
             f"set cluster.nodes = {described.node_count}; `wanma plan` needs no nodes",
         )
-    (this,) = found.nodes
-    if not any(_has_same_devices(this, node) for node in described.nodes):
+    (local_node,) = discovered.nodes
+    if not any(_has_same_devices(local_node, node) for node in described.nodes):
         raise JobError(
-            f"cluster.file describes {described}, and this node ({found}) is none of them",
+            f"cluster.file describes {described}, and this node ({discovered}) is none of them",
             "correct the file, or unset cluster.file to plan for this node",
         )
     return described
@@ -61,10 +61,10 @@ def check_node_kind(job: Job, plan: Plan, cluster: Cluster) -> None:
             "is not set",
             f"set cluster.node_rank to the number of the node in that order, from 0 to {len(order) - 1}",
         )
-    (this,) = discover_node().nodes
-    if not _has_same_devices(this, order[rank]):
+    (local_node,) = discover_node().nodes
+    if not _has_same_devices(local_node, order[rank]):
         raise JobError(
-            f"cluster.node_rank = {rank} is {order[rank]} in {cluster}, and this node is {this}",
+            f"cluster.node_rank = {rank} is {order[rank]} in {cluster}, and this node is {local_node}",
             "set it to the number of a node of this kind",
         )
 
@@ -101,8 +101,8 @@ def job_on_cluster(job: Job, cluster: Cluster) -> Job:
     nodes = cluster.node_count
     if accelerated and not job.parallel.auto:
         # A fixed layout smaller than the cluster runs on a part of it.
-        most = max(len(node.devices) for node in cluster.nodes)
-        nodes = min(nodes, math.ceil(_world_size(job) / most))
+        devices_per_node = max(len(node.devices) for node in cluster.nodes)
+        nodes = min(nodes, math.ceil(_world_size(job) / devices_per_node))
     section = job.cluster.model_copy(
         update={
             "nodes": nodes,
@@ -117,8 +117,8 @@ def job_on_cluster(job: Job, cluster: Cluster) -> Job:
 def _cluster_for_job(job: Job, kind: DeviceKind) -> Cluster:
     """Return as many devices of `kind` as the job's ranks fill, in their usual servers."""
     world = _world_size(job)
-    on_each = math.gcd(world, kind.server.devices if kind.server else 1)
-    return Cluster((build_node_group(kind, world // on_each, on_each, nics=default_nics(kind)),))
+    node_devices = math.gcd(world, kind.server.devices if kind.server else 1)
+    return Cluster((build_node_group(kind, world // node_devices, node_devices, nics=default_nics(kind)),))
 
 
 def _world_size(job: Job) -> int:

@@ -148,23 +148,23 @@ def search_by_time(
 
 def plan_notes(job: Job, plan_result: PlanResult) -> list[str]:
     """Return the plan's notes to the user: options left out, reasons of automatic choices, unused keys."""
-    told = [NO_COMPILER_MESSAGE] if job.parallel.compile and not plan_result.plan.compile else []
+    notes = [NO_COMPILER_MESSAGE] if job.parallel.compile and not plan_result.plan.compile else []
     chosen = job.parallel.auto or job.parallel.recompute == "auto"
     if (
         _without_missing_packages(job).parallel.allow != job.parallel.allow
         and plan_result.plan.device == "cuda"
     ):
-        told.append("fp8 was not searched: it needs the package `torchao` (pip install 'wanma[fp8]')")
+        notes.append("fp8 was not searched: it needs the package `torchao` (pip install 'wanma[fp8]')")
     if "bf16" in job.parallel.allow and job.train.precision == "fp32" and input_kind(job.model) != "tokens":
-        told.append("bf16 was not searched: only decoders are planned in another precision")
+        notes.append("bf16 was not searched: only decoders are planned in another precision")
     reasons = plan_result.forecast.reasons if plan_result.forecast is not None else ()
     if chosen:
-        told += reasons
+        notes += reasons
     elif crosses := [reason for reason in reasons if reason.startswith(NODE_CROSSING_PREFIX)]:
-        told += crosses
+        notes += crosses
     elif (text := node_crossing_reason(plan_result.plan, job.cluster.nodes)) is not None:
-        told.append(text)
-    return told + unused_key_notes(job, plan_result.plan)
+        notes.append(text)
+    return notes + unused_key_notes(job, plan_result.plan)
 
 
 def prepare_job(
@@ -211,9 +211,9 @@ def prepare_job(
 def _with_optimizer_reasons(plan_result: PlanResult, optimizer: Any) -> PlanResult:
     if plan_result.forecast is None or optimizer is None:
         return plan_result
-    told = custom_optimizer_reasons(str(getattr(optimizer, "__qualname__", type(optimizer).__qualname__)))
+    reasons = custom_optimizer_reasons(str(getattr(optimizer, "__qualname__", type(optimizer).__qualname__)))
     return replace(
-        plan_result, forecast=replace(plan_result.forecast, reasons=(*plan_result.forecast.reasons, *told))
+        plan_result, forecast=replace(plan_result.forecast, reasons=(*plan_result.forecast.reasons, *reasons))
     )
 
 
@@ -261,5 +261,5 @@ def peak_flops_per_second(plan: Plan, cluster: Cluster) -> float | None:
     if measured is not None:
         return measured
     cores = cluster.nodes[0].cores
-    whole = read_cpu_peak(cores).get(plan.precision)
-    return None if whole is None else whole * min(plan.threads_per_rank / cores, 1.0)
+    node_peak = read_cpu_peak(cores).get(plan.precision)
+    return None if node_peak is None else node_peak * min(plan.threads_per_rank / cores, 1.0)

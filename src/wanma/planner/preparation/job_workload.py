@@ -45,7 +45,7 @@ def read_model(job: Job, objects: dict[str, Any] | None = None) -> WorkloadResul
     kind = "custom" if "model" in objects else input_kind(job.model)
     if kind == "tokens" and "data" not in objects:
         vocabulary = load_tokenizer(job.data.tokenizer).vocabulary_size
-        found = build_section_workload(
+        workload = build_section_workload(
             job.model,
             vocabulary_size=vocabulary,
             sequence_length=length,
@@ -54,11 +54,11 @@ def read_model(job: Job, objects: dict[str, Any] | None = None) -> WorkloadResul
             precision=precision,
             parameter_groups=job.train.parameter_groups,
         )
-        return WorkloadResult(found, None)
+        return WorkloadResult(workload, None)
     if kind == "custom":
         return _trace_custom_model(job, objects)
     data = _open(job, objects)
-    found = build_section_workload(
+    workload = build_section_workload(
         job.model,
         vocabulary_size=data.vocabulary_size,
         sequence_length=length,
@@ -67,7 +67,7 @@ def read_model(job: Job, objects: dict[str, Any] | None = None) -> WorkloadResul
         precision=precision,
         parameter_groups=job.train.parameter_groups,
     )
-    return WorkloadResult(found, None)
+    return WorkloadResult(workload, None)
 
 
 def _trace_custom_model(job: Job, objects: dict[str, Any]) -> WorkloadResult:

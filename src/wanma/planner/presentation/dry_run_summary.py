@@ -46,10 +46,12 @@ def render_plan_summary(job: Job, prepared: PreparedJob) -> RenderableType:
     forecast, workload = prepared.plan_result.forecast, prepared.workload
     if workload is None or forecast is None:
         parts += [Text(f"· {note}", style="dim") for note in plan_notes(job, prepared.plan_result)]
-        own = "The sizes of a custom module are known only after it has run."
+        module_note = "The sizes of a custom module are known only after it has run."
         parts.append(
             Text(
-                f"· {prepared.workload_unavailable_reason}" if prepared.workload_unavailable_reason else own,
+                f"· {prepared.workload_unavailable_reason}"
+                if prepared.workload_unavailable_reason
+                else module_note,
                 style="dim",
             )
         )
@@ -58,8 +60,8 @@ def render_plan_summary(job: Job, prepared: PreparedJob) -> RenderableType:
         parts += [_head("Step time, forecast"), step_table(forecast, workload)]
     parts += [_head("Memory per rank, forecast"), _memory_table(forecast, prepared)]
     parts += [_head("Model"), _size_table(workload)]
-    told = dict.fromkeys([*forecast.reasons, *plan_notes(job, prepared.plan_result)])
-    parts += [Text(f"· {note}", style="dim") for note in told]
+    notes = dict.fromkeys([*forecast.reasons, *plan_notes(job, prepared.plan_result)])
+    parts += [Text(f"· {note}", style="dim") for note in notes]
     return Group(*parts)
 
 
@@ -118,8 +120,8 @@ def _recompute(plan: Plan) -> str:
 
 def _offloaded(plan: Plan) -> str:
     kinds = ("parameters", "optimizer", "activations")
-    places = {kind: getattr(plan, f"offload_{kind}") for kind in kinds}
-    return ", ".join(f"{kind} to {place}" for kind, place in places.items() if place != "none")
+    targets = {kind: getattr(plan, f"offload_{kind}") for kind in kinds}
+    return ", ".join(f"{kind} to {target}" for kind, target in targets.items() if target != "none")
 
 
 def _memory_table(forecast: Forecast, prepared: PreparedJob) -> RenderableType:
@@ -130,13 +132,13 @@ def _memory_table(forecast: Forecast, prepared: PreparedJob) -> RenderableType:
     for _, name, size in memory_parts(forecast):
         table.add_row(name, bytes_text(size))
     table.add_row(Text("total", style="bold"), Text(bytes_text(forecast.memory_bytes), style="bold"))
-    for place in ("host", "disk"):
-        if size := getattr(forecast, f"{place}_bytes"):
-            table.add_row(f"offloaded to {place}", bytes_text(size))
+    for target in ("host", "disk"):
+        if size := getattr(forecast, f"{target}_bytes"):
+            table.add_row(f"offloaded to {target}", bytes_text(size))
     if copies := in_memory_checkpoint_text(forecast, prepared.plan, prepared.cluster):
         table.add_row("in-memory checkpoints", bytes_text(forecast.snapshots_bytes), copies)
-    if told := pipeline_memory_text(forecast):
-        return Group(table, Text(f"memory by pipeline rank: {told}"))
+    if pipeline_text := pipeline_memory_text(forecast):
+        return Group(table, Text(f"memory by pipeline rank: {pipeline_text}"))
     return table
 
 

@@ -72,8 +72,8 @@ def mesh_text(plan: Plan) -> str:
     """
     if plan.placement:
         return " + ".join(
-            f"{one.count} × ({_runs_text([place.tp for place in one.places], ', ')})"
-            for one in plan.placement
+            f"{replicas.count} × ({_runs_text([place.tp for place in replicas.places], ', ')})"
+            for replicas in plan.placement
         )
     sizes = [f"{axis} {getattr(plan, axis)}" for axis in (*MESH_DIMS, "ep") if getattr(plan, axis) > 1]
     return " × ".join(sizes) or "one rank"
@@ -127,8 +127,8 @@ def _settings(plan: Plan) -> Iterable[str]:
     if words := compression_text(plan):
         yield f"gradients {words}"
     for kind in ("parameters", "optimizer", "activations"):
-        if (place := getattr(plan, f"offload_{kind}")) != "none":
-            yield f"{kind} offloaded to {place}"
+        if (target := getattr(plan, f"offload_{kind}")) != "none":
+            yield f"{kind} offloaded to {target}"
     if plan.batch_shares:
         yield "uneven batch shares"
     if plan.synchronization is not None:
@@ -142,19 +142,19 @@ def share_lines(plan: Plan, cluster: Cluster) -> list[str]:
     """
     if not plan.batch_shares:
         return []
-    whole = sum(plan.batch_shares)
+    total = sum(plan.batch_shares)
     if not plan.placement:
         groups = [(share, len(list(equal))) for share, equal in groupby(plan.batch_shares)]
-        return [f"{count_text(n, 'data rank')}: {share / whole:.2%} of the batch each" for share, n in groups]
+        return [f"{count_text(n, 'data rank')}: {share / total:.2%} of the batch each" for share, n in groups]
     lines, first_rank = [], 0
     for replicas in plan.placement:
-        share = replicas.count * plan.batch_shares[first_rank] / whole
+        share = replicas.count * plan.batch_shares[first_rank] / total
         first_rank += replicas.count
-        alike = groupby(replicas.places, lambda place: (place.node, place.tp))
+        equal_places = groupby(replicas.places, lambda place: (place.node, place.tp))
         places = [
             f"{_stages_text([place.blocks for place in stages])} on {tp} × "
             f"{cluster.nodes[node].devices[0].name}"
-            for (node, tp), stages in ((key, list(places)) for key, places in alike)
+            for (node, tp), stages in ((key, list(places)) for key, places in equal_places)
         ]
         lines.append(
             f"{count_text(replicas.count, 'replica')}, {share:.0%} of the batch: {' → '.join(places)}"
@@ -182,8 +182,8 @@ def step_seconds_text(step: StepTime | None) -> str:
     """Return the step time with its uncertainty: '1.01 s ± 12%'."""
     if step is None:
         return "–"
-    doubt = f" ± {step.uncertainty:.0%}" if step.uncertainty else ""
-    return f"{duration_text(step.seconds)}{doubt}"
+    uncertainty = f" ± {step.uncertainty:.0%}" if step.uncertainty else ""
+    return f"{duration_text(step.seconds)}{uncertainty}"
 
 
 def throughput(forecast: Forecast, workload: Workload | None) -> float | None:
@@ -240,16 +240,16 @@ def goodput_text(forecast: Forecast) -> str:
     Causes of less than a tenth of the loss are omitted. Example: 'goodput 98.7 %: a failure every 5 h 12 min,
     4 min 04 s lost each time'.
     """
-    found = forecast.run.useful if forecast.run is not None else None
-    if found is None or percent_text(found.share) == percent_text(1.0):
+    goodput = forecast.run.useful if forecast.run is not None else None
+    if goodput is None or percent_text(goodput.share) == percent_text(1.0):
         return ""
-    causes, least = [], 0.1 * (1 - found.share)
-    if found.failure_share >= least:
-        every, each = map(duration_text, (found.seconds_between_failures, found.seconds_per_failure))
-        causes.append(f"a failure every {every}, {each} lost each time")
-    if found.copying_share >= least:
-        causes.append(f"in-memory checkpoints take {percent_text(found.copying_share)}")
-    return f"goodput {percent_text(found.share)}: {', '.join(causes)}"
+    causes, threshold = [], 0.1 * (1 - goodput.share)
+    if goodput.failure_share >= threshold:
+        period, loss = map(duration_text, (goodput.seconds_between_failures, goodput.seconds_per_failure))
+        causes.append(f"a failure every {period}, {loss} lost each time")
+    if goodput.copying_share >= threshold:
+        causes.append(f"in-memory checkpoints take {percent_text(goodput.copying_share)}")
+    return f"goodput {percent_text(goodput.share)}: {', '.join(causes)}"
 
 
 def memory_text(forecast: Forecast) -> str:
@@ -261,12 +261,12 @@ def in_memory_checkpoint_text(forecast: Forecast, plan: Plan, cluster: Cluster) 
 
     Example: '72.0 GiB of 512 GiB per node'.
     """
-    on_each = max(len(node.devices) for node in cluster.nodes)
-    ranks = min(on_each or math.ceil(plan.world_size / cluster.node_count), plan.world_size)
-    taken, memory = ranks * forecast.snapshots_bytes, min(node.memory_bytes for node in cluster.nodes)
-    if taken < MIN_SHOWN_CHECKPOINT_SHARE * memory:
+    node_devices = max(len(node.devices) for node in cluster.nodes)
+    ranks = min(node_devices or math.ceil(plan.world_size / cluster.node_count), plan.world_size)
+    used, memory = ranks * forecast.snapshots_bytes, min(node.memory_bytes for node in cluster.nodes)
+    if used < MIN_SHOWN_CHECKPOINT_SHARE * memory:
         return ""
-    return f"{bytes_text(taken)} of {bytes_text(memory)} per node"
+    return f"{bytes_text(used)} of {bytes_text(memory)} per node"
 
 
 def pipeline_memory_text(forecast: Forecast, max_ranks: int = 8) -> str:
@@ -275,11 +275,11 @@ def pipeline_memory_text(forecast: Forecast, max_ranks: int = 8) -> str:
     Example: '3.10 GiB, 2.40 GiB, 2.40 GiB, 2.90 GiB'.
     """
     ranks = forecast.pipeline_ranks
-    told = ", ".join(bytes_text(rank.memory_bytes) for rank in ranks[:max_ranks])
-    return f"{told} and {len(ranks) - max_ranks} more" if len(ranks) > max_ranks else told
+    text = ", ".join(bytes_text(rank.memory_bytes) for rank in ranks[:max_ranks])
+    return f"{text} and {len(ranks) - max_ranks} more" if len(ranks) > max_ranks else text
 
 
 def evenly_spread_indices(count: int, max_count: int) -> list[int]:
     """Return at most `max_count` of `count` indices, evenly spread, with both ends."""
     shown = min(count, max_count)
-    return [round(place * (count - 1) / max(shown - 1, 1)) for place in range(shown)]
+    return [round(position * (count - 1) / max(shown - 1, 1)) for position in range(shown)]

@@ -13,11 +13,11 @@ from wanma.planner.search.result import Candidate, SearchResult
 
 def analysis_json(analysis: PlanAnalysis) -> dict[str, Any]:
     """Return an analysis as JSON data, without the timeline, which has its own file; names have the units."""
-    told = _study(analysis.study)
-    told["why"] = [_why_answer(why) for why in analysis.why_answers]
-    told["what_if"] = [_what_if_answer(one) for one in analysis.what_if_answers]
-    told["scale"] = [_point(point) for point in analysis.scaling_points]
-    return told
+    data = _study(analysis.study)
+    data["why"] = [_why_answer(answer) for answer in analysis.why_answers]
+    data["what_if"] = [_what_if_answer(answer) for answer in analysis.what_if_answers]
+    data["scale"] = [_point(point) for point in analysis.scaling_points]
+    return data
 
 
 def _study(study: Study) -> dict[str, Any]:
@@ -39,56 +39,56 @@ def _study(study: Study) -> dict[str, Any]:
 
 def _search_result(search_result: SearchResult) -> dict[str, Any]:
     return {
-        "candidates": [_candidate(one) for one in search_result.candidates],
-        "pareto": [_candidate(one) for one in search_result.pareto_front],
+        "candidates": [_candidate(candidate) for candidate in search_result.candidates],
+        "pareto": [_candidate(candidate) for candidate in search_result.pareto_front],
         "considered": search_result.plan_count,
         "pruned": dict(search_result.pruned),
         "seconds": search_result.seconds,
     }
 
 
-def _candidate(one: Candidate) -> dict[str, Any]:
+def _candidate(candidate: Candidate) -> dict[str, Any]:
     return {
-        "plan": one.plan.to_json(),
-        "forecast": one.forecast.to_json(),
-        "forecast_only": one.unsupported_reason,
+        "plan": candidate.plan.to_json(),
+        "forecast": candidate.forecast.to_json(),
+        "forecast_only": candidate.unsupported_reason,
     }
 
 
-def _comparison(one: PlanComparison) -> dict[str, Any]:
+def _comparison(comparison: PlanComparison) -> dict[str, Any]:
     return {
-        "plan": one.plan.to_json(),
-        "verdict": one.verdict,
-        "headline": one.headline,
-        "sentence": one.sentence,
-        "forecast": one.forecast.to_json() if one.forecast is not None else None,
+        "plan": comparison.plan.to_json(),
+        "verdict": comparison.verdict,
+        "headline": comparison.headline,
+        "sentence": comparison.sentence,
+        "forecast": comparison.forecast.to_json() if comparison.forecast is not None else None,
         "differences": [
-            {"kind": each.kind, "seconds": each.seconds, "cause": each.cause, "what": each.description}
-            for each in one.differences
+            {"kind": item.kind, "seconds": item.seconds, "cause": item.cause, "what": item.description}
+            for item in comparison.differences
         ],
-        "ways": [_change(each) for each in one.remedies],
+        "ways": [_change(item) for item in comparison.remedies],
     }
 
 
-def _change(one: PlanChange) -> dict[str, Any]:
+def _change(change: PlanChange) -> dict[str, Any]:
     return {
-        "settings": dict(one.settings),
-        "memory_bytes": one.forecast.memory_bytes,
-        "saved_bytes": one.saved_bytes,
-        "slowdown": one.slowdown,
+        "settings": dict(change.settings),
+        "memory_bytes": change.forecast.memory_bytes,
+        "saved_bytes": change.saved_bytes,
+        "slowdown": change.slowdown,
     }
 
 
-def _why_answer(why: WhyAnswer) -> dict[str, Any]:
-    answer = _comparison(why.comparison) if why.comparison is not None else None
-    return {"asked": why.question, "sentence": why.sentence, "answer": answer}
+def _why_answer(why_answer: WhyAnswer) -> dict[str, Any]:
+    comparison = _comparison(why_answer.comparison) if why_answer.comparison is not None else None
+    return {"asked": why_answer.question, "sentence": why_answer.sentence, "answer": comparison}
 
 
-def _what_if_answer(one: WhatIfAnswer) -> dict[str, Any]:
+def _what_if_answer(answer: WhatIfAnswer) -> dict[str, Any]:
     return {
-        "changes": one.changes,
-        "outcome": _study(one.study) if one.study is not None else None,
-        "reason": one.reason,
+        "changes": answer.changes,
+        "outcome": _study(answer.study) if answer.study is not None else None,
+        "reason": answer.reason,
     }
 
 

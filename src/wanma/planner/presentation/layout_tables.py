@@ -45,16 +45,16 @@ def render_rank_layout(
     parts: list[RenderableType] = [Text(str(plan), style="bold"), Text()]
     split = mesh_dimensions(plan)
     parts.append(_mesh_table(split) if split else Text("one rank holds the complete model"))
-    found = stage_layouts(plan, dimensions.layers) if dimensions is not None else []
-    if plan.pp > 1 and found:
-        parts += [Text(), _stage_table(found)]
+    layouts = stage_layouts(plan, dimensions.layers) if dimensions is not None else []
+    if plan.pp > 1 and layouts:
+        parts += [Text(), _stage_table(layouts)]
     parts += [Text(), _picture(plan)]
     if dimensions is not None:
-        for each in [0] if rank is None else [rank]:
+        for shown_rank in [0] if rank is None else [rank]:
             parts += [
                 Text(),
                 _rank_contents_table(
-                    rank_contents(plan, dimensions, each, sequence_length), plan, dimensions
+                    rank_contents(plan, dimensions, shown_rank, sequence_length), plan, dimensions
                 ),
             ]
     return Group(*parts)
@@ -108,9 +108,11 @@ def _picture(plan: Plan) -> RenderableType:
         notes.append(f"{columns - shown} more columns like these")
     if plan.pp > MAX_SHOWN_STAGES:
         notes.append(f"{plan.pp - MAX_SHOWN_STAGES} more rows")
-    inside = [text for size, text in ((plan.cp, "cp downwards"), (plan.tp, "tp to the right")) if size > 1]
-    if inside and boxed:
-        notes.append("in a box: " + ", ".join(inside))
+    directions = [
+        text for size, text in ((plan.cp, "cp downwards"), (plan.tp, "tp to the right")) if size > 1
+    ]
+    if directions and boxed:
+        notes.append("in a box: " + ", ".join(directions))
     return Group(table, Text("; ".join(notes), style="dim")) if notes else table
 
 

@@ -165,14 +165,14 @@ def analyze_plan(
     counts = parse_device_range(questions.device_range) if questions.device_range is not None else []
     if device is None and cluster is None:
         cluster = job.cluster.file
-    is_here = device is None and cluster is None
-    mine, machines = (
+    is_local_cluster = device is None and cluster is None
+    own_job, machines = (
         (job, with_measured_cpu_peak(discover_node()))
-        if is_here
+        if is_local_cluster
         else job_on_hypothetical_cluster(job, device=device, cluster=cluster)
     )
     asker = _Analyzer(job, read_model(job), job_dimensions(job), load_calibration())
-    study = asker.study(mine, machines, is_local=is_here)
+    study = asker.study(own_job, machines, is_local=is_local_cluster)
     return PlanAnalysis(
         study,
         tuple(asker.answer_why(study, text) for text in questions.whys),
@@ -222,17 +222,22 @@ class _Analyzer:
                 job, cluster, planned, None, self.dimensions, None, reason, self.workload_result.reason
             )
         problem = self._problem(job, cluster, plan.world_size)
-        untimed = time_search_unavailable_reason(
+        obstacle = time_search_unavailable_reason(
             job, cluster, self.workload, self.dimensions, self.calibration
         )
 
         def look() -> SearchedPlans:
-            found, beside = planned.search_result, None
-            if found is None or _fixes_layout(job):
-                found = self._search(_job_with_open_layout(job), cluster, worlds)
-                if found.best_or_unsupported is not None and found.best_or_unsupported.plan != plan:
-                    beside = compare_plans(problem, plan, found.best_or_unsupported, planned.forecast)
-            return SearchedPlans(found, beside)
+            search_result, comparison = planned.search_result, None
+            if search_result is None or _fixes_layout(job):
+                search_result = self._search(_job_with_open_layout(job), cluster, worlds)
+                if (
+                    search_result.best_or_unsupported is not None
+                    and search_result.best_or_unsupported.plan != plan
+                ):
+                    comparison = compare_plans(
+                        problem, plan, search_result.best_or_unsupported, planned.forecast
+                    )
+            return SearchedPlans(search_result, comparison)
 
         return Study(
             job,
@@ -242,8 +247,8 @@ class _Analyzer:
             self.dimensions,
             problem,
             reason,
-            time_unavailable_reason=untimed,
-            run_search=None if untimed is not None else look,
+            time_unavailable_reason=obstacle,
+            run_search=None if obstacle is not None else look,
         )
 
     def answer_why(self, study: Study, question: str) -> WhyAnswer:
@@ -261,16 +266,18 @@ class _Analyzer:
         pinned = _job_with_sizes(study.job, question)
         worlds = candidate_world_sizes(homogeneous_cluster(pinned, study.cluster))
         try:
-            found = self._search(pinned, study.cluster, worlds)
+            search_result = self._search(pinned, study.cluster, worlds)
         except JobError as error:
             return WhyAnswer(question, None, error.message)
-        chosen = found.best_or_unsupported or found.smallest
+        chosen = search_result.best_or_unsupported or search_result.smallest
         if chosen is None:
-            refused = no_plan_error(pinned, study.cluster, study.workload, self.dimensions, found, worlds)
+            refused = no_plan_error(
+                pinned, study.cluster, study.workload, self.dimensions, search_result, worlds
+            )
             return WhyAnswer(question, None, refused.message)
         problem = self._problem(study.job, study.cluster, chosen.plan.world_size)
-        told = compare_plans(problem, chosen.plan, study.best, chosen.forecast)
-        return WhyAnswer(question, told, told.sentence)
+        comparison = compare_plans(problem, chosen.plan, study.best, chosen.forecast)
+        return WhyAnswer(question, comparison, comparison.sentence)
 
     def answer_what_if(self, cluster: Cluster, changes: str) -> WhatIfAnswer:
         """Return the analysis on a changed cluster.
@@ -278,11 +285,15 @@ class _Analyzer:
         Raises:
             JobError: the changed cluster is impossible.
         """
-        other = apply_changes(cluster, changes)
+        changed_cluster = apply_changes(cluster, changes)
         try:
-            return WhatIfAnswer(changes, other, self.study(job_on_cluster(self.job, other), other))
+            return WhatIfAnswer(
+                changes,
+                changed_cluster,
+                self.study(job_on_cluster(self.job, changed_cluster), changed_cluster),
+            )
         except JobError as error:
-            return WhatIfAnswer(changes, other, None, error.message)
+            return WhatIfAnswer(changes, changed_cluster, None, error.message)
 
     def best_plans(self, cluster: Cluster) -> SearchResult:
         """Search for the best plans of the job on a cluster, with an open layout.
@@ -295,11 +306,11 @@ class _Analyzer:
         )
         if self.workload is None:
             raise JobError(self.workload_result.reason or "the model is unknown")
-        untimed = time_search_unavailable_reason(
+        obstacle = time_search_unavailable_reason(
             job, cluster, self.workload, self.dimensions, self.calibration
         )
-        if untimed is not None:
-            raise JobError(untimed)
+        if obstacle is not None:
+            raise JobError(obstacle)
         return self._search(job, cluster, candidate_world_sizes(homogeneous_cluster(job, cluster)))
 
     def timeline(self, study: Study) -> Timeline | None:
@@ -324,8 +335,8 @@ def _fixes_layout(job: Job) -> bool:
 
 def _job_with_open_layout(job: Job) -> Job:
     """Return the job with its layout left open."""
-    kept = {key: getattr(job.parallel, key) for key in job.parallel.model_fields_set & _KEYS_WITHOUT_LAYOUT}
-    section = type(job.parallel).model_validate({**kept, "auto": True})
+    fields = {key: getattr(job.parallel, key) for key in job.parallel.model_fields_set & _KEYS_WITHOUT_LAYOUT}
+    section = type(job.parallel).model_validate({**fields, "auto": True})
     return job.model_copy(update={"parallel": section})
 
 
@@ -342,5 +353,5 @@ def _job_with_sizes(job: Job, question: str) -> Job:
         pins.append(f"parallel.{key}={value.strip()}")
     if not pins:
         raise JobError("--why is empty", "give KEY=VALUE, for example --why tp=16,pp=2")
-    told: dict[str, Any] = _job_with_open_layout(job).model_dump(exclude_unset=True)
-    return to_job(told, pins, f"--why {question}")
+    fields: dict[str, Any] = _job_with_open_layout(job).model_dump(exclude_unset=True)
+    return to_job(fields, pins, f"--why {question}")

@@ -52,21 +52,21 @@ def step_table(forecast: Forecast, workload: Workload | None) -> RenderableType:
 def time_bar(step: StepTime, width: int = BAR_WIDTH) -> Text:
     """Draw the kinds of a step's time side by side; kinds below half a column are invisible."""
     bar = Text(no_wrap=True)
-    end, drawn = 0.0, 0
+    end, drawn_columns = 0.0, 0
     for kind, _, share in time_shares(step):
         end += share
-        columns = round(width * end) - drawn
+        columns = round(width * end) - drawn_columns
         bar.append(kind.glyph * columns, style=kind.style)
-        drawn += columns
+        drawn_columns += columns
     return bar
 
 
 def time_legend(steps: Iterable[StepTime]) -> Text:
     """Return a legend of the glyphs in the bars of `steps`."""
-    seen = {kind.field for step in steps for kind, _, share in time_shares(step) if share >= 0.5 / BAR_WIDTH}
+    shown = {kind.field for step in steps for kind, _, share in time_shares(step) if share >= 0.5 / BAR_WIDTH}
     legend = Text()
     for kind in TIME_KINDS:
-        if kind.field in seen:
+        if kind.field in shown:
             legend.append(kind.glyph, style=kind.style)
             legend.append(f" {kind.name}   ", style="dim")
     return legend

@@ -58,8 +58,8 @@ def render_analysis(analysis: PlanAnalysis) -> RenderableType:
         parts.append(Text(f"· {study.time_unavailable_reason}", style="dim"))
     if study.search_result is not None:
         parts += _search_tables(study, study.search_result)
-    for why in analysis.why_answers:
-        parts += _why_answer(why)
+    for answer in analysis.why_answers:
+        parts += _why_answer(answer)
     if analysis.what_if_answers:
         parts += [_head("What if"), _what_if_table(study, analysis.what_if_answers)]
     if analysis.scaling_points:
@@ -89,7 +89,7 @@ class _ResponsiveTable:
         self.rows, self.min_widths = rows, min_widths or (0,) * len(rows[0])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        shown = [number for number, least in enumerate(self.min_widths) if options.max_width >= least]
+        shown = [number for number, min_width in enumerate(self.min_widths) if options.max_width >= min_width]
         table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
         heads, *rows = self.rows
         for number in shown:
@@ -126,12 +126,14 @@ def _search_tables(study: Study, search_result: SearchResult) -> Iterable[Render
         f"{count_text(search_result.plan_count, 'plan')} searched in {duration_text(search_result.seconds)}"
     )
     yield _head(f"Best plans ({searched})")
-    shown, others = split_by_support(search_result, MAX_SHOWN_PLANS)
+    shown, unsupported = split_by_support(search_result, MAX_SHOWN_PLANS)
     yield _plans_table(shown, study)
-    if others:
+    if unsupported:
         yield _head(UNSUPPORTED_PLANS_TITLE)
-        yield _plans_table(others, study, len(shown) + 1)
-    steps = [one.forecast.step for one in (*shown, *others) if one.forecast.step is not None]
+        yield _plans_table(unsupported, study, len(shown) + 1)
+    steps = [
+        candidate.forecast.step for candidate in (*shown, *unsupported) if candidate.forecast.step is not None
+    ]
     if steps:
         yield time_legend(steps)
     if study.best_comparison is not None:
@@ -153,7 +155,7 @@ def split_by_support(
     if best is None:
         return search_result.candidates[:max_plans], ()
     return search_result.supported[:max_plans], [
-        one for one in search_result.unsupported if one.seconds < best.seconds
+        candidate for candidate in search_result.unsupported if candidate.seconds < best.seconds
     ]
 
 
@@ -161,17 +163,17 @@ def _plans_table(candidates: Sequence[Candidate], study: Study, first: int = 1) 
     rows: list[list[RenderableType]] = [
         ["", "plan", "step", throughput_unit(study.workload), "MFU", "memory", "step time by kind"]
     ]
-    for number, one in enumerate(candidates, first):
-        is_ours = one.plan == study.plan_result.plan
-        bar = time_bar(one.forecast.step) if one.forecast.step is not None else Text("–")
+    for number, candidate in enumerate(candidates, first):
+        is_job_plan = candidate.plan == study.plan_result.plan
+        bar = time_bar(candidate.forecast.step) if candidate.forecast.step is not None else Text("–")
         rows.append(
             [
-                f"→{number}" if is_ours else str(number),
-                _plan_cell(one.plan, one.unsupported_reason, study.cluster),
-                step_seconds_text(one.forecast.step),
-                throughput_text(throughput(one.forecast, study.workload)),
-                percent_text(one.forecast.model_flops_utilisation),
-                memory_text(one.forecast),
+                f"→{number}" if is_job_plan else str(number),
+                _plan_cell(candidate.plan, candidate.unsupported_reason, study.cluster),
+                step_seconds_text(candidate.forecast.step),
+                throughput_text(throughput(candidate.forecast, study.workload)),
+                percent_text(candidate.forecast.model_flops_utilisation),
+                memory_text(candidate.forecast),
                 bar,
             ]
         )
@@ -183,10 +185,15 @@ def _plans_table(candidates: Sequence[Candidate], study: Study, first: int = 1) 
 def _front_table(front: Sequence[Candidate]) -> RenderableType:
     rows: list[list[RenderableType]] = [["memory", "step", "", "plan"]]
     fastest = front[0].seconds
-    for one in (front[place] for place in evenly_spread_indices(len(front), MAX_SHOWN_FRONT)):
-        slower = f"{one.seconds / fastest - 1:+.0%}" if one is not front[0] else ""
+    for candidate in (front[index] for index in evenly_spread_indices(len(front), MAX_SHOWN_FRONT)):
+        slower = f"{candidate.seconds / fastest - 1:+.0%}" if candidate is not front[0] else ""
         rows.append(
-            [memory_text(one.forecast), step_seconds_text(one.forecast.step), slower, _plan_cell(one.plan)]
+            [
+                memory_text(candidate.forecast),
+                step_seconds_text(candidate.forecast.step),
+                slower,
+                _plan_cell(candidate.plan),
+            ]
         )
     return _ResponsiveTable(rows, (0, 0, MIN_WIDTH_FOR_MEMORY, 0))
 
@@ -208,9 +215,9 @@ def _comparison(answer: PlanComparison) -> Iterable[RenderableType]:
     yield Text(answer.headline)
     for difference in answer.differences:
         yield Text(f"  {difference}", style="red" if difference.seconds > 0 else "green")
-    for way in answer.remedies:
-        slowdown = "step time unknown" if way.slowdown is None else f"{way.slowdown:+.0%} time"
-        yield Text(f"  {way}: {memory_text(way.forecast)}, {slowdown}")
+    for remedy in answer.remedies:
+        slowdown = "step time unknown" if remedy.slowdown is None else f"{remedy.slowdown:+.0%} time"
+        yield Text(f"  {remedy}: {memory_text(remedy.forecast)}, {slowdown}")
 
 
 def _what_if_table(study: Study, what_ifs: Sequence[WhatIfAnswer]) -> RenderableType:

@@ -23,10 +23,13 @@ def what_if_rows(study: Study, what_ifs: Sequence[WhatIfAnswer]) -> list[list[st
 
     Rows without any value are left out.
     """
-    outcomes = [_outcome(study, "", study), *(_outcome(one.study, one.reason, study) for one in what_ifs)]
+    outcomes = [
+        _outcome(study, "", study),
+        *(_outcome(answer.study, answer.reason, study) for answer in what_ifs),
+    ]
     names = ("cluster", "plan", "settings", "step", throughput_unit(study.workload), "MFU", "memory", "run")
     rows = [[name, *(outcome.get(name) or MISSING_TEXT for outcome in outcomes)] for name in names]
-    heads = ["", "now", *(one.changes for one in what_ifs)]
+    heads = ["", "now", *(answer.changes for answer in what_ifs)]
     return [heads, *(row for row in rows if any(cell != MISSING_TEXT for cell in row[1:]))]
 
 

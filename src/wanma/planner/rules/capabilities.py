@@ -111,20 +111,20 @@ def factored_optimizer_error(optimizer: str, plan: Plan) -> JobError | None:
 
 def allowed_approximations(job: Job) -> frozenset[str]:
     """Return the approximations that the job allows (`parallel.allow`) or asks for itself."""
-    asked = {"fp8"} if job.train.fp8 else set()
+    requested = {"fp8"} if job.train.fp8 else set()
     if requests_compression(job):
-        asked.add("compression")
+        requested.add("compression")
     if job.parallel.synchronize != "every_step":
-        asked.add(job.parallel.synchronize)
-    return frozenset(asked | set(job.parallel.allow))
+        requested.add(job.parallel.synchronize)
+    return frozenset(requested | set(job.parallel.allow))
 
 
 @cache
 def installed_torch_version() -> Version:
     """Return the version of the installed torch, without importing it."""
-    found = re.match(r"(\d+)\.(\d+)", version("torch"))
-    assert found is not None, "torch has a version"
-    return int(found[1]), int(found[2])
+    match = re.match(r"(\d+)\.(\d+)", version("torch"))
+    assert match is not None, "torch has a version"
+    return int(match[1]), int(match[2])
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,9 @@ def _first_unsupported(query: _SupportQuery) -> _Unsupported | None:
 
 
 def _unsupported_device(query: _SupportQuery) -> _Unsupported | None:
-    devices = {one.name for node in query.cluster.nodes for one in node.devices if one.kind == "other"}
+    devices = {
+        device.name for node in query.cluster.nodes for device in node.devices if device.kind == "other"
+    }
     if query.plan.device == "cpu" or not devices:
         return None
     return _Unsupported(
@@ -252,8 +254,8 @@ def _split_factors(query: _SupportQuery) -> _Unsupported | None:
 
 def _split_backward(query: _SupportQuery) -> _Unsupported | None:
     plan = query.plan
-    apart = plan.pp > 1 and plan.schedule in SPLIT_BACKWARD
-    if not apart or query.torch_version >= (2, 13) or input_kind(query.job.model) != "custom":
+    splits_backward = plan.pp > 1 and plan.schedule in SPLIT_BACKWARD
+    if not splits_backward or query.torch_version >= (2, 13) or input_kind(query.job.model) != "custom":
         return None
     return _Unsupported(
         f"with schedule '{plan.schedule}', torch {'.'.join(map(str, query.torch_version))} computes "

@@ -27,7 +27,7 @@ def requests_compression(job: Job) -> bool:
 def compression_plan_fields(job: Job) -> dict[str, Any]:
     """Return the plan fields of a job's gradient compression, and the approximations that it asks for."""
     parallel = job.parallel
-    asked = {
+    requested = {
         "fp8": job.train.fp8,
         "compression": requests_compression(job),
         parallel.synchronize: parallel.synchronize != "every_step",
@@ -40,7 +40,7 @@ def compression_plan_fields(job: Job) -> dict[str, Any]:
         "compression_groups": tuple(
             (group.match, group.compression) for group in parallel.compression_groups
         ),
-        "approximate": tuple(name for name, is_asked in asked.items() if is_asked),
+        "approximate": tuple(name for name, is_asked in requested.items() if is_asked),
     }
 
 
@@ -53,7 +53,7 @@ def unsupported_compression_error(plan: Plan, cluster: Cluster) -> JobError | No
             "gradients are summed in fp32",
             "unset parallel.compression, or set train.precision = 'fp32'",
         )
-    unlike = "parallel.batch_shares" if plan.batch_shares else f"{len(cluster.nodes)} kinds of nodes"
+    setting = "parallel.batch_shares" if plan.batch_shares else f"{len(cluster.nodes)} kinds of nodes"
     diverging = sorted(
         method for method in methods if not COMPRESSION_TRAITS[method].sums_equal_across_devices
     )
@@ -64,7 +64,7 @@ def unsupported_compression_error(plan: Plan, cluster: Cluster) -> JobError | No
             if traits.has_error_feedback and traits.sums_equal_across_devices
         )
         return JobError(
-            f"parallel.compression = '{diverging[0]}' on different devices ({unlike}): each rank computes "
+            f"parallel.compression = '{diverging[0]}' on different devices ({setting}): each rank computes "
             "the sum itself and rounds it differently, so the replicas diverge",
             f"use {others}: their sums have the same bits on all devices",
         )
@@ -85,11 +85,11 @@ def unused_compression_key_error(job: Job) -> JobError | None:
         value, default = getattr(parallel, name), type(parallel).model_fields[name].default
         is_used = method in methods if method is not None else bool(methods - {"none"})
         if value != default and not is_used:
-            wanted = f"'{method}'" if method is not None else "compressed"
+            method_text = f"'{method}'" if method is not None else "compressed"
             return JobError(
-                f"parallel.{name} = {value} has no effect: no gradient is {wanted}",
+                f"parallel.{name} = {value} has no effect: no gradient is {method_text}",
                 f"unset parallel.{name}, or set parallel.compression"
-                + (f" = {wanted}" if method is not None else ""),
+                + (f" = {method_text}" if method is not None else ""),
             )
     return None
 
@@ -123,19 +123,19 @@ def compression_reason(plan: Plan, parameters: float) -> tuple[str, ...]:
     """
     if not plan.compression_methods or max(plan.replicate_group_size, plan.shard_group_size) == 1:
         return ()
-    whole = parameters / plan.tp / plan.pp
-    kept = error_feedback_bytes(plan, whole, whole / plan.shard_group_size)
-    where = "replicas" if plan.replicate_group_size > 1 else "shards"
+    rank_parameters = parameters / plan.tp / plan.pp
+    feedback = error_feedback_bytes(plan, rank_parameters, rank_parameters / plan.shard_group_size)
+    group = "replicas" if plan.replicate_group_size > 1 else "shards"
     text = f"gradients {compression_text(plan)}: "
     if plan.hierarchical:
         text += "uncompressed within a node; between nodes, one rank per node sends compressed gradients"
     else:
-        sent, plain = reduction_sent_bytes(plan, whole)
+        sent, plain = reduction_sent_bytes(plan, rank_parameters)
         text += (
-            f"to reduce them over {where}, a rank sends about {bytes_text(sent)} instead of "
+            f"to reduce them over {group}, a rank sends about {bytes_text(sent)} instead of "
             f"{bytes_text(plain)}"
         )
-    return (text + (f", and keeps {bytes_text(kept)} of error feedback" if kept else ""),)
+    return (text + (f", and keeps {bytes_text(feedback)} of error feedback" if feedback else ""),)
 
 
 def _first_method(plan: Plan) -> str:

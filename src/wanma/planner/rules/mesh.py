@@ -152,9 +152,9 @@ def check_stage_cuts(job: Job, plan: Plan, blocks: int) -> None:
         return
     cuts = job.parallel.stage_cuts or plan.stage_cuts
     if reason := invalid_cuts_reason(cuts, blocks, plan.stage_count, has_pre_block=True, has_post_block=True):
-        given = f", parallel.stage_cuts = {list(cuts)}" if job.parallel.stage_cuts else ""
+        cuts_text = f", parallel.stage_cuts = {list(cuts)}" if job.parallel.stage_cuts else ""
         raise JobError(
-            f"parallel.pp = {plan.pp} with {plan.virtual_stages} stages per rank{given}: {reason}",
+            f"parallel.pp = {plan.pp} with {plan.virtual_stages} stages per rank{cuts_text}: {reason}",
             f"unset parallel.stage_cuts, and use at most {blocks + 2} stages (pp × virtual_stages)",
         )
 
@@ -168,27 +168,29 @@ def check_micro_batches(job: Job, plan: Plan) -> None:
     if plan.pp == 1:
         return
     for batch in global_batches(job):
-        wrong = _first_invalid_count(plan, batch)
-        if wrong is None:
+        violation = _first_invalid_count(plan, batch)
+        if violation is None:
             continue
-        rank, count, reason = wrong
+        rank, count, reason = violation
         sizes = valid_micro_batch_sizes(job, plan, max(plan.max_rows_per_data_rank(batch), plan.micro_batch))
         if sizes:
             nearest = min(sizes, key=lambda size: (abs(size - plan.micro_batch), size))
             way_out = f"set parallel.micro_batch = {nearest}"
         else:
             single = replace(plan, micro_batch=1)
-            enough = next(
-                more for more in itertools.count(batch) if _first_invalid_count(single, more) is None
+            min_batch = next(
+                larger for larger in itertools.count(batch) if _first_invalid_count(single, larger) is None
             )
             way_out = (
-                f"raise train.global_batch to at least {enough} (in every step of train.batch_ramp), "
+                f"raise train.global_batch to at least {min_batch} (in every step of train.batch_ramp), "
                 "lower parallel.pp"
             )
         rows = plan.rows_per_data_rank(batch)[rank]
-        whose = f"data rank {rank}" if plan.batch_shares else f"each of {plan.data_parallel_size} data ranks"
+        subject = (
+            f"data rank {rank}" if plan.batch_shares else f"each of {plan.data_parallel_size} data ranks"
+        )
         raise JobError(
-            f"parallel.pp = {plan.pp}: train.global_batch = {batch} gives {whose} {rows} samples, "
+            f"parallel.pp = {plan.pp}: train.global_batch = {batch} gives {subject} {rows} samples, "
             f"which are {count} micro-batches of parallel.micro_batch = {plan.micro_batch}: {reason}",
             f"{way_out}, or set parallel.schedule = 'gpipe', which accepts any number",
         )
@@ -233,8 +235,8 @@ def global_batches(job: Job) -> list[int]:
 def _check_unused_stage_keys(job: Job, plan: Plan) -> None:
     """Refuse stage settings of a job without a pipeline, which would have no effect."""
     virtual = plan.virtual_stages if job.parallel.virtual_stages else 1  # else it is the schedule's default
-    given = {"virtual_stages": virtual if virtual > 1 else None, "stage_cuts": list(plan.stage_cuts)}
-    for key, value in given.items():
+    settings = {"virtual_stages": virtual if virtual > 1 else None, "stage_cuts": list(plan.stage_cuts)}
+    for key, value in settings.items():
         if value:
             raise JobError(
                 f"parallel.{key} = {value} with parallel.pp = 1: there is no pipeline",
@@ -287,10 +289,10 @@ def _check_tensor(plan: Plan, dimensions: DecoderConfig) -> None:
     for key, size in sizes.items():
         if size % plan.tp:
             smaller = [str(tp) for tp in range(1, plan.tp) if all(n % tp == 0 for n in sizes.values())]
-            other = f"set model.{key} to a multiple of {plan.tp}"
+            remedy = f"set model.{key} to a multiple of {plan.tp}"
             raise JobError(
                 f"parallel.tp = {plan.tp} does not divide model.{key} = {size}",
-                f"set parallel.tp to {' or '.join(smaller)}, or {other}",
+                f"set parallel.tp to {' or '.join(smaller)}, or {remedy}",
             )
 
 
@@ -343,10 +345,10 @@ def _check_sequence(job: Job, plan: Plan) -> None:
 def _check_offload_and_recompute(job: Job, plan: Plan) -> None:
     parallel = job.parallel
     kinds = ("parameters", "optimizer", "activations")
-    at_host = [f"parallel.offload_{kind}" for kind in kinds if getattr(plan, f"offload_{kind}") == "host"]
-    if plan.device == "cpu" and at_host:
+    host_keys = [f"parallel.offload_{kind}" for kind in kinds if getattr(plan, f"offload_{kind}") == "host"]
+    if plan.device == "cpu" and host_keys:
         raise JobError(
-            f"{' and '.join(at_host)} = 'host' has no effect on CPUs: the data is in host memory already",
+            f"{' and '.join(host_keys)} = 'host' has no effect on CPUs: the data is in host memory already",
             "offload to 'disk', or unset the key",
         )
     if parallel.recompute_share < 1 and parallel.recompute in ("none", "auto"):

@@ -63,18 +63,18 @@ def build_synchronization(parallel: ParallelSection) -> Synchronization | None:
     if kind == "delayed":
         staleness = DEFAULT_STALENESS if parallel.staleness is None else parallel.staleness
         return Synchronization(kind, sites, staleness=staleness)
-    every = parallel.synchronize_every or DEFAULT_SYNCHRONIZE_EVERY
-    if parallel.fragments > every:
+    interval = parallel.synchronize_every or DEFAULT_SYNCHRONIZE_EVERY
+    if parallel.fragments > interval:
         raise JobError(
-            f"parallel.fragments = {parallel.fragments} with parallel.synchronize_every = {every}: at "
+            f"parallel.fragments = {parallel.fragments} with parallel.synchronize_every = {interval}: at "
             "most one fragment is exchanged per step",
-            f"set parallel.fragments to at most {every}, or raise parallel.synchronize_every",
+            f"set parallel.fragments to at most {interval}, or raise parallel.synchronize_every",
         )
-    if parallel.overlap_steps >= every:
+    if parallel.overlap_steps >= interval:
         raise JobError(
             f"parallel.overlap_steps = {parallel.overlap_steps}: an exchange must end before the next "
-            f"one of the same fragment begins, after parallel.synchronize_every = {every} steps",
-            f"set parallel.overlap_steps below {every}, or raise parallel.synchronize_every",
+            f"one of the same fragment begins, after parallel.synchronize_every = {interval} steps",
+            f"set parallel.overlap_steps below {interval}, or raise parallel.synchronize_every",
         )
     mix = DEFAULT_OVERLAP_MIX if parallel.overlap_mixing_factor is None else parallel.overlap_mixing_factor
     outer: dict[str, Any] = {}
@@ -87,7 +87,7 @@ def build_synchronization(parallel: ParallelSection) -> Synchronization | None:
     return Synchronization(
         kind,
         sites,
-        every,
+        interval,
         parallel.synchronous_steps,
         fragments=parallel.fragments,
         overlap_steps=parallel.overlap_steps,
@@ -104,10 +104,10 @@ def check_synchronization(job: Job, plan: Plan) -> None:
     Raises:
         JobError: names the keys.
     """
-    seldom = plan.synchronization
-    if seldom is None:
+    synchronization = plan.synchronization
+    if synchronization is None:
         return
-    key = f"parallel.synchronize = '{seldom.kind}'"
+    key = f"parallel.synchronize = '{synchronization.kind}'"
     if plan.compression_methods:
         raise JobError(
             f"{key} with parallel.compression: checkpoints of sites do not support error feedback yet",
@@ -119,19 +119,19 @@ def check_synchronization(job: Job, plan: Plan) -> None:
             "between sites needs weights and gradients on the device",
             "unset parallel.offload_parameters, or shard them within each site (parallel.dp_shard)",
         )
-    if seldom.has_local_weights and plan.offload_optimizer == "disk":
+    if synchronization.has_local_weights and plan.offload_optimizer == "disk":
         raise JobError(
             f"{key} with parallel.offload_optimizer = 'disk': the outer weights and their momentum "
             "would take the memory that the offload saves",
             "unset parallel.offload_optimizer, or shard the state within each site (parallel.dp_shard)",
         )
-    if seldom.has_local_weights and job.train.weight_average > 0:
+    if synchronization.has_local_weights and job.train.weight_average > 0:
         raise JobError(
             f"{key} with train.weight_average = {job.train.weight_average:g}: the average of the sites "
             "is evaluated and saved already",
             "unset train.weight_average",
         )
-    if seldom.offload == "host" and plan.device == "cpu":
+    if synchronization.offload == "host" and plan.device == "cpu":
         raise JobError(
             "parallel.outer_offload = 'host' has no effect on CPUs: the data is in host memory already",
             "unset parallel.outer_offload",

@@ -22,13 +22,13 @@ def unused_key_notes(job: Job, plan: Plan) -> list[str]:
 
     Example: 'train.warmup_steps = 500 is not reached: the run has 300 steps'.
     """
-    told = []
+    notes = []
     for path, reason in _unused_keys(job, plan):
         section, name = path.split(".")
         value = getattr(getattr(job, section), name)
         if not _is_default(path, value):
-            told.append(f"{path} = {toml_value(value)} has no effect: {reason}")
-    return told + list(_partial_effect_notes(job, plan))
+            notes.append(f"{path} = {toml_value(value)} has no effect: {reason}")
+    return notes + list(_partial_effect_notes(job, plan))
 
 
 def _unused_keys(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
@@ -124,19 +124,19 @@ def _partial_effect_notes(job: Job, plan: Plan) -> Iterator[str]:
             "rises through all of them"
         )
     if job.train.validate_every_steps > steps:
-        every = job.train.validate_every_steps
-        yield f"train.validate_every_steps = {every:,}: {end}, so validation runs only at the end"
+        interval = job.train.validate_every_steps
+        yield f"train.validate_every_steps = {interval:,}: {end}, so validation runs only at the end"
     best = job.checkpoint
     if best.keep_best and best.best_metric != "loss" and job.train.validate_every_steps == 0:
         yield (
             f"checkpoint.best_metric = '{best.best_metric}' has no effect: validation runs only at the "
             "end (train.validate_every_steps = 0)"
         )
-    every = job.checkpoint.every_steps
-    if every > steps and not _is_default("checkpoint.every_steps", every):
-        yield f"checkpoint.every_steps = {every:,}: {end}, so a checkpoint is saved only at the end"
-    if late := [step for step, _ in job.train.batch_ramp if step >= steps]:
-        yield f"train.batch_ramp: step {late[0]:,} is not reached: {end}"
+    interval = job.checkpoint.every_steps
+    if interval > steps and not _is_default("checkpoint.every_steps", interval):
+        yield f"checkpoint.every_steps = {interval:,}: {end}, so a checkpoint is saved only at the end"
+    if unreached := [step for step, _ in job.train.batch_ramp if step >= steps]:
+        yield f"train.batch_ramp: step {unreached[0]:,} is not reached: {end}"
     if job.parallel.compression_from_step >= steps:
         yield f"parallel.compression_from_step = {job.parallel.compression_from_step:,} is not reached: {end}"
 

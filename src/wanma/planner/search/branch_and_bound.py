@@ -166,33 +166,33 @@ class _BranchAndBound:
         """Search all plans on `world_size` devices."""
         self._fastest_on_more_devices = self._fastest
         for grid in enumerate_mesh_shapes(replace(self.space, world_sizes=(world_size,))):
-            of_grid = self.enumeration.mesh_options(grid)
-            if not of_grid.state_shardings or not of_grid.micro_batch_options.sizes:
+            mesh_options = self.enumeration.mesh_options(grid)
+            if not mesh_options.state_shardings or not mesh_options.micro_batch_options.sizes:
                 continue
             for split in compute_splits(self.space, grid):
-                self._expand_split(of_grid, split)
+                self._expand_split(mesh_options, split)
         while self._heap:
-            least, _, waiting = heapq.heappop(self._heap)
-            if self._is_relevant(waiting.grid, least):
-                waiting.divide()
+            bound, _, group = heapq.heappop(self._heap)
+            if self._is_relevant(group.grid, bound):
+                group.divide()
             else:
-                self.pruned["time"] += waiting.count
+                self.pruned["time"] += group.count
 
     def _expand_split(self, mesh_options: MeshOptions, split: Plan) -> None:
         count = self.enumeration.count(split, mesh_options)
         self.plan_count += count
-        least = self.enumeration.time_bound(split)
-        if self._is_relevant(mesh_options.mesh_shape, least):
+        bound = self.enumeration.time_bound(split)
+        if self._is_relevant(mesh_options.mesh_shape, bound):
             schedules = self.enumeration.undominated_schedules(split, mesh_options)
-            left = sum(map(mesh_options.count, schedules))
-            self.pruned["beaten"] += count - left
+            remaining = sum(map(mesh_options.count, schedules))
+            self.pruned["beaten"] += count - remaining
             divide = partial(self._divide_split, mesh_options, split, schedules)
-            self._push(least, _OpenGroup(mesh_options.mesh_shape, left, divide))
+            self._push(bound, _OpenGroup(mesh_options.mesh_shape, remaining, divide))
         else:
             self.pruned["time"] += count
 
-    def _push(self, least: float, waiting: _OpenGroup) -> None:
-        heapq.heappush(self._heap, (least, next(self._order), waiting))
+    def _push(self, bound: float, group: _OpenGroup) -> None:
+        heapq.heappush(self._heap, (bound, next(self._order), group))
 
     def _is_relevant(self, mesh_shape: MeshShape, seconds: float) -> bool:
         """Return whether a plan with this step time could be a candidate or on the Pareto front."""
@@ -200,42 +200,42 @@ class _BranchAndBound:
 
     def _candidate_limit(self, mesh_shape: MeshShape) -> float:
         """Return the step time, in seconds, beyond which a plan of `mesh_shape` is no candidate."""
-        own = self.best[mesh_shape][0] if mesh_shape in self.best else math.inf
-        return min(own, self._slowest_kept_seconds, self._fastest_on_more_devices) * EQUAL_TIME_FACTOR
+        shape_best = self.best[mesh_shape][0] if mesh_shape in self.best else math.inf
+        return min(shape_best, self._slowest_kept_seconds, self._fastest_on_more_devices) * EQUAL_TIME_FACTOR
 
     @property
     def _front_limit(self) -> float:
         return min(self._fastest * self.max_slowdown, self._fastest_on_more_devices)
 
     def _divide_split(self, mesh_options: MeshOptions, split: Plan, schedules: list[ScheduleOption]) -> None:
-        for one in schedules:
-            if not one.sizes or not one.recompute_options:
+        for option in schedules:
+            if not option.sizes or not option.recompute_options:
                 continue
             plan = split.with_changes(
-                schedule=one.schedule, virtual_stages=one.virtual_stages, stage_cuts=one.stage_cuts
+                schedule=option.schedule, virtual_stages=option.virtual_stages, stage_cuts=option.stage_cuts
             )
-            self._divide_schedule(mesh_options, plan, one)
+            self._divide_schedule(mesh_options, plan, option)
 
-    def _divide_schedule(self, mesh_options: MeshOptions, plan: Plan, one: ScheduleOption) -> None:
+    def _divide_schedule(self, mesh_options: MeshOptions, plan: Plan, option: ScheduleOption) -> None:
         grid, shared = mesh_options.mesh_shape, mesh_options.sharding_options
-        sketch = ScheduleBounds(self.cost_cache, plan, one.recompute_options, shared)
+        sketch = ScheduleBounds(self.cost_cache, plan, option.recompute_options, shared)
         memory = sketch.memory_bound(
-            one.sizes,
+            option.sizes,
             [
                 self.cost_cache.memory_inputs(
                     plan, max(mesh_options.micro_batch_options.micro_batch_counts[size])
                 )
-                for size in one.sizes
+                for size in option.sizes
             ],
         )
-        each = len(one.recompute_options) * len(shared.plans)
+        plans_per_size = len(option.recompute_options) * len(shared.plans)
         possible = memory.min(axis=1) <= self.problem.memory_limit_bytes
-        self.pruned["memory"] += each * int((~possible).sum())
+        self.pruned["memory"] += plans_per_size * int((~possible).sum())
         if not self.best:
             for number in np.flatnonzero(~possible):
-                make = partial(self._leaf, plan, one.sizes[number], one.recompute_options, shared)
+                make = partial(self._leaf, plan, option.sizes[number], option.recompute_options, shared)
                 self.too_large.append((float(memory[number].min()), next(self._order), make))
-        sizes = [size for size, is_possible in zip(one.sizes, possible, strict=True) if is_possible]
+        sizes = [size for size, is_possible in zip(option.sizes, possible, strict=True) if is_possible]
         if not sizes:
             return
         sketched = _BoundedGroup(sketch, sizes, self._time_bounds(sketch, sizes), memory[possible])
@@ -247,7 +247,7 @@ class _BranchAndBound:
         )
         self._push(
             float(sketched.seconds.min()),
-            _OpenGroup(grid, each * len(sizes), partial(divide, grid, sketched, shared)),
+            _OpenGroup(grid, plans_per_size * len(sizes), partial(divide, grid, sketched, shared)),
         )
 
     def _time_bounds(self, sketch: ScheduleBounds, sizes: list[int]) -> Array:
@@ -286,7 +286,7 @@ class _BranchAndBound:
         self, mesh_shape: MeshShape, sketched: _BoundedGroup, sharding_options: ShardingOptions
     ) -> None:
         sketch = sketched.sketch
-        each = len(sketch.recompute_options) * len(sharding_options.plans)
+        plan_count = len(sketch.recompute_options) * len(sharding_options.plans)
         for size, seconds, memory in zip(sketched.sizes, sketched.seconds, sketched.memory, strict=True):
             divide = partial(
                 self._divide_leaf,
@@ -298,7 +298,7 @@ class _BranchAndBound:
                 seconds,
                 memory,
             )
-            self._push(float(seconds.min()), _OpenGroup(mesh_shape, each, divide))
+            self._push(float(seconds.min()), _OpenGroup(mesh_shape, plan_count, divide))
 
     def _leaf(
         self, plan: Plan, size: int, recompute_options: RecomputeOptions, sharding_options: ShardingOptions
@@ -342,14 +342,14 @@ class _BranchAndBound:
         """Simulate the most promising rows of a search leaf while no waiting group is more promising."""
         while True:
             open_plans = open_plans & self._is_undecided(mesh_shape, core.time_bounds, core.memory)
-            promised = np.where(open_plans, core.time_bounds, np.inf).min(axis=1)
-            row = int(promised.argmin())
-            least = float(promised[row])
+            row_bounds = np.where(open_plans, core.time_bounds, np.inf).min(axis=1)
+            row = int(row_bounds.argmin())
+            bound = float(row_bounds[row])
             if not open_plans[row].any():
                 return
-            if self._heap and least > self._heap[0][0]:
+            if self._heap and bound > self._heap[0][0]:
                 self._push(
-                    least,
+                    bound,
                     _OpenGroup(mesh_shape, 0, partial(self._evaluate_rows, mesh_shape, core, open_plans)),
                 )
                 return
@@ -378,14 +378,14 @@ class _BranchAndBound:
         self.best[mesh_shape] = seconds, rank, plan
         self._fastest = min(self._fastest, seconds)
         if len(self.best) >= self.keep:
-            self._slowest_kept_seconds = heapq.nsmallest(self.keep, (one[0] for one in self.best.values()))[
-                -1
-            ]
+            self._slowest_kept_seconds = heapq.nsmallest(
+                self.keep, (entry[0] for entry in self.best.values())
+            )[-1]
 
     # ------------------------------------------------------------ the outcome
 
     def result(self) -> SearchResult:
-        kept = sorted(self.best.values(), key=lambda one: one[1])[: self.keep]
+        best = sorted(self.best.values(), key=lambda entry: entry[1])[: self.keep]
         front = [
             point.plan
             for point in self.front.plans
@@ -393,12 +393,12 @@ class _BranchAndBound:
         ]
         known = {
             plan: Candidate(plan, forecast_plan(self.problem, plan, self.cost_cache.simulate_pipeline))
-            for plan in {one[2] for one in kept} | set(front)
+            for plan in {entry[2] for entry in best} | set(front)
         }
         return SearchResult(
-            tuple(known[one[2]] for one in kept),
+            tuple(known[entry[2]] for entry in best),
             build_pareto_front([known[plan] for plan in front]),
-            None if kept else self._smallest(),
+            None if best else self._smallest(),
             self.plan_count,
             dict(self.pruned),
         )

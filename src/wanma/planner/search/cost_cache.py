@@ -121,12 +121,12 @@ class CostCache:
 
     def __init__(self, problem: PlanningProblem) -> None:
         self.problem = problem
-        self._made: dict[Hashable, object] = {}
+        self._values: dict[Hashable, object] = {}
 
     def _memoize(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]  # type: ignore[return-value]  # `make` of this key made it
+        if key not in self._values:
+            self._values[key] = make()
+        return self._values[key]  # type: ignore[return-value]  # `make` of this key made it
 
     def model_cost(self, plan: Plan) -> ModelCost:
         """Return the layer costs of the model, with the cost of full recompute whatever the plan's policy."""
@@ -204,33 +204,40 @@ class CostCache:
             micro_batches: micro-batches of a step.
             is_recomputed: True for a block that is recomputed; None for an end layer.
         """
-        machine, habits = self.problem.hardware, framework_traits_of(self.problem, plan)
-        data = DataParallelCost(plan, machine, habits, trainable_share(self.problem))
-        apart = plan.with_changes(schedule="zbv")
+        machine, traits = self.problem.hardware, framework_traits_of(self.problem, plan)
+        data = DataParallelCost(plan, machine, traits, trainable_share(self.problem))
+        split_plan = plan.with_changes(schedule="zbv")
 
         def cost(share: float) -> tuple[float, float, float]:
             blocks = ((layer_cost, 1, parameters),) if is_recomputed is not None else ()
             ends = () if blocks else ((layer_cost, parameters),)
-            alone = StageLayers(blocks, share, ends, parameters)
-            found = stage_cost(alone, apart, machine, habits, data, micro_batches)[0]
-            return found.forward, found.backward + found.backward_weight, found.backward_weight
+            layers = StageLayers(blocks, share, ends, parameters)
+            stage = stage_cost(layers, split_plan, machine, traits, data, micro_batches)[0]
+            return (
+                stage.forward,
+                stage.backward + stage.backward_weight,
+                stage.backward_weight,
+            )
 
-        none = cost(0.0)
+        no_recompute = cost(0.0)
         if not is_recomputed:
-            ahead, flat = (LinearCost(seconds, 0.0) for seconds in none[:2])
-            return LayerUnitCost((ahead, ahead), none[2], (flat, flat), parameters)
-        some, most, every = cost(_SLOPE_SHARE), cost(1 - _SLOPE_SHARE), cost(1.0)
-        forward, backward = (_linear_costs(none[way], some[way], most[way], every[way]) for way in (0, 1))
-        return LayerUnitCost(forward, none[2], backward, parameters)
+            forward_cost, flat = (LinearCost(seconds, 0.0) for seconds in no_recompute[:2])
+            return LayerUnitCost((forward_cost, forward_cost), no_recompute[2], (flat, flat), parameters)
+        low, high, full = cost(_SLOPE_SHARE), cost(1 - _SLOPE_SHARE), cost(1.0)
+        forward, backward = (
+            _linear_costs(no_recompute[direction], low[direction], high[direction], full[direction])
+            for direction in (0, 1)
+        )
+        return LayerUnitCost(forward, no_recompute[2], backward, parameters)
 
     def compute_costs(self, plan: Plan, micro_batch_sizes: Sequence[int]) -> ComputeCosts:
         """Return the costs without data parallelism for micro-batches of `micro_batch_sizes` samples."""
         key = model_cost_key(plan)
-        found = [
+        costs = [
             self._memoize(("bare", key, size), partial(self._compute_costs, plan, size))
             for size in micro_batch_sizes
         ]
-        return ComputeCosts(*(np.array(numbers) for numbers in zip(*found, strict=True)))
+        return ComputeCosts(*(np.array(numbers) for numbers in zip(*costs, strict=True)))
 
     def _compute_costs(
         self, plan: Plan, micro_batch_size: int
@@ -244,24 +251,28 @@ class CostCache:
             offload_optimizer="none",
             offload_activations="none",
         )
-        machine, habits = self.problem.hardware, framework_traits_of(self.problem, plan)
-        data = DataParallelCost(plain, machine, habits, 0.0)
-        apart = plain.with_changes(schedule="zbv")
+        machine, traits = self.problem.hardware, framework_traits_of(self.problem, plan)
+        data = DataParallelCost(plain, machine, traits, 0.0)
+        split_plan = plain.with_changes(schedule="zbv")
 
         def cost(part: LayerCost, share: float) -> tuple[float, float, float]:
-            alone = StageLayers(((part, 1, 0.0),), share, (), 0.0)
-            found = stage_cost(alone, apart, machine, habits, data)[0]
-            return found.forward, found.backward + found.backward_weight, found.backward_weight
+            layers = StageLayers(((part, 1, 0.0),), share, (), 0.0)
+            stage = stage_cost(layers, split_plan, machine, traits, data)[0]
+            return (
+                stage.forward,
+                stage.backward + stage.backward_weight,
+                stage.backward_weight,
+            )
 
         pieces = self.model_cost(plain)
         blocks = [cost(kind.cost, 0.0) for kind in pieces.blocks]
-        forward, backward, weights = ([one[part] for one in blocks] for part in range(3))
+        forward, backward, weights = ([block[part] for block in blocks] for part in range(3))
         selective, full = (
             [
-                cost(kind.cost, 1.0)[1] - alone
-                for kind, alone in zip(self._blocks(plain, again), backward, strict=True)
+                cost(kind.cost, 1.0)[1] - unrecomputed
+                for kind, unrecomputed in zip(self._blocks(plain, policy), backward, strict=True)
             ]
-            for again in _RECOMPUTE_POLICIES
+            for policy in _RECOMPUTE_POLICIES
         )
         before, after = (
             [sum(column) for column in zip(*(cost(end.cost, 0.0) for end in ends), strict=True)] or [0.0] * 3
@@ -272,17 +283,17 @@ class CostCache:
     def accumulation_costs(self, plan: Plan, micro_batches: Sequence[int]) -> AccumulationCosts:
         """Return the seconds of gradient accumulation for each number of micro-batches in a step."""
         key = ("adding", plan.tp, plan.ep, plan.pp > 1, plan.precision, plan.compile)
-        found = [
+        costs = [
             self._memoize((*key, number), partial(self._accumulation_costs, plan, number))
             for number in micro_batches
         ]
-        return AccumulationCosts(*(np.array(numbers) for numbers in zip(*found, strict=True)))
+        return AccumulationCosts(*(np.array(numbers) for numbers in zip(*costs, strict=True)))
 
     def _accumulation_costs(self, plan: Plan, micro_batches: int) -> tuple[list[float], float, float]:
         problem, pieces = self.problem, self.model_cost(plan)
-        whole = plan.with_changes(shard="optimizer")
+        sharded_plan = plan.with_changes(shard="optimizer")
         data = DataParallelCost(
-            whole, problem.hardware, framework_traits_of(problem, plan), trainable_share(problem)
+            sharded_plan, problem.hardware, framework_traits_of(problem, plan), trainable_share(problem)
         )
 
         def seconds(parameters: float) -> float:
@@ -296,18 +307,18 @@ class CostCache:
     def step_exchange_cost(self, plan: Plan, parameters: float) -> StepExchangeCost:
         """Return the seconds once a step of a rank with `parameters`, counted before `tp` and sharding."""
         split = (plan.pp > 1, plan.tp, plan.shard_group_size, plan.replicate_group_size, plan.shard)
-        away = (plan.offload_parameters, plan.offload_optimizer)
-        key = ("exchange", *split, plan.precision, plan.compile, *away, parameters)
+        offload = (plan.offload_parameters, plan.offload_optimizer)
+        key = ("exchange", *split, plan.precision, plan.compile, *offload, parameters)
         return self._memoize(key, lambda: self._step_exchange_cost(plan, parameters))
 
     def _step_exchange_cost(self, plan: Plan, parameters: float) -> StepExchangeCost:
-        machine, habits, trained = (
+        machine, traits, trained = (
             self.problem.hardware,
             framework_traits_of(self.problem, plan),
             trainable_share(self.problem),
         )
-        reduce, gather = DataParallelCost(plan, machine, habits, trained).reduce_gather_per_step(parameters)
-        return StepExchangeCost(reduce, gather, optimizer_seconds(parameters, plan, machine, habits, trained))
+        reduce, gather = DataParallelCost(plan, machine, traits, trained).reduce_gather_per_step(parameters)
+        return StepExchangeCost(reduce, gather, optimizer_seconds(parameters, plan, machine, traits, trained))
 
     def is_overlapped(self, plan: Plan) -> bool:
         """Return whether reduction and gather overlap with the last backward and the first forward."""
@@ -339,8 +350,8 @@ class CostCache:
         in_flight: int | None,
     ) -> PipelineTime:
         """Simulate a pipeline schedule (`simulate_pipeline`), memoized for the forecasts of kept plans."""
-        asked = (schedule, tuple(costs), pp, micro_batches, send_seconds, in_flight)
-        return self._memoize(("play", *asked), lambda: simulate_pipeline(*asked))
+        arguments = (schedule, tuple(costs), pp, micro_batches, send_seconds, in_flight)
+        return self._memoize(("play", *arguments), lambda: simulate_pipeline(*arguments))
 
     def memory_table(self, plan: Plan) -> MemoryTable:
         """Return the memory table of the plan's model, as `forecast_memory` takes it."""
@@ -353,7 +364,7 @@ class CostCache:
         )
 
 
-def _linear_costs(none: float, some: float, most: float, every: float) -> tuple[LinearCost, LinearCost]:
+def _linear_costs(no_recompute: float, low: float, high: float, full: float) -> tuple[LinearCost, LinearCost]:
     """Return two lines through the cost of a block at four recomputed shares: the first and the last two.
 
     Args:
@@ -362,8 +373,8 @@ def _linear_costs(none: float, some: float, most: float, every: float) -> tuple[
         most: seconds at share 1 - `_SLOPE_SHARE`.
         every: seconds with all recomputed.
     """
-    slope = (every - most) / _SLOPE_SHARE
-    return LinearCost(none, (some - none) / _SLOPE_SHARE), LinearCost(every - slope, slope)
+    slope = (full - high) / _SLOPE_SHARE
+    return LinearCost(no_recompute, (low - no_recompute) / _SLOPE_SHARE), LinearCost(full - slope, slope)
 
 
 def block_counts_by_stage(blocks_per_stage: Integers, block_counts: Sequence[int]) -> Integers:

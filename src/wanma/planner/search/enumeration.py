@@ -48,7 +48,7 @@ class PlanEnumeration:
         """True if no plan has a forecast of time."""
         self._rows: dict[int, MicroBatchOptions] = {}
         self._samples: dict[object, float] = {}
-        self._staged: dict[object, list[ScheduleOption]] = {}
+        self._options_by_key: dict[object, list[ScheduleOption]] = {}
 
     def mesh_options(self, mesh_shape: MeshShape) -> MeshOptions:
         """Return the data that all plans of a mesh shape share."""
@@ -82,14 +82,17 @@ class PlanEnumeration:
     def schedules_of(self, split: Plan, mesh_options: MeshOptions) -> list[ScheduleOption]:
         """Return all schedules, stages and recomputes with which the split can run."""
         key = (split.pp, split.tp > 1, split.compile)
-        if key not in self._staged:
-            self._staged[key] = [
+        if key not in self._options_by_key:
+            self._options_by_key[key] = [
                 ScheduleOption(
                     plan.schedule, plan.virtual_stages, plan.stage_cuts, recompute_options(self._space, plan)
                 )
                 for plan in with_schedules(self._space, split, self._tables.problem.workload)
             ]
-        return [one._replace(sizes=mesh_options.sizes_of(one.schedule)) for one in self._staged[key]]
+        return [
+            option._replace(sizes=mesh_options.sizes_of(option.schedule))
+            for option in self._options_by_key[key]
+        ]
 
     def count(self, split: Plan, mesh_options: MeshOptions) -> int:
         """Return the number of plans of the split."""
@@ -111,17 +114,17 @@ class PlanEnumeration:
         if self._seconds_per_sample(compiled) >= self._seconds_per_sample(split):
             return schedules
         may_be = {
-            (one.schedule, one.virtual_stages): one.recompute_options
-            for one in self.schedules_of(compiled, mesh_options)
+            (schedule.schedule, schedule.virtual_stages): schedule.recompute_options
+            for schedule in self.schedules_of(compiled, mesh_options)
         }
         return [
-            one._replace(
+            schedule._replace(
                 recompute_options=RecomputeOptions(
-                    again for again in one.recompute_options if again not in also
+                    option for option in schedule.recompute_options if option not in dominated
                 )
             )
-            for one in schedules
-            for also in (set(may_be.get((one.schedule, one.virtual_stages), ())),)
+            for schedule in schedules
+            for dominated in (set(may_be.get((schedule.schedule, schedule.virtual_stages), ())),)
         ]
 
 

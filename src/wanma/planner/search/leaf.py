@@ -57,7 +57,7 @@ class SearchLeaf:
         """Memory of the largest rank in bytes; (recomputes, state shardings)."""
         self.time_bounds = np.zeros(self.memory.shape)
         """Lower bound on the step time in seconds; 0 where rates are unknown, and before `compute_bounds`."""
-        self._alone = np.zeros(self.memory.shape)
+        self._step_seconds = np.zeros(self.memory.shape)
         """Lower bound on the step time without wait for data and without saving, in seconds."""
         self._overhead = step_overhead(problem, plan)
         self._tables = cost_cache
@@ -68,23 +68,23 @@ class SearchLeaf:
         problem, states = self._tables.problem, self.sharding_options
         if time_unavailable_reason(problem, self.plan) is not None:
             return
-        for alike in states.equal_cost_groups:
-            columns = [column for column in alike if wanted_columns[column]]
+        for group in states.equal_cost_groups:
+            columns = [column for column in group if wanted_columns[column]]
             if not columns:
                 continue
             variant = _Variant(self._tables, states.apply(columns[0], self.plan), self.recompute_options)
             plans = [states.plans[column] for column in columns]
-            self._alone[:, columns] = variant.step_seconds(self._tables, plans)
-            self.time_bounds[:, columns] = self._overhead.with_stalls(self._alone[:, columns])
+            self._step_seconds[:, columns] = variant.step_seconds(self._tables, plans)
+            self.time_bounds[:, columns] = self._overhead.with_stalls(self._step_seconds[:, columns])
             self._variants.append((columns, variant))
 
     def simulate_row(self, row: int) -> Array:
         """Simulate the recompute of number `row`, and return the step seconds of every state sharding."""
         for columns, variant in self._variants:
             if not variant.is_simulated[row]:
-                more = variant.simulation_excess(self._tables, row, self.plan_of(row, columns[0]))
-                self._alone[row, columns] += more
-                self.time_bounds[row, columns] = self._overhead.with_stalls(self._alone[row, columns])
+                excess = variant.simulation_excess(self._tables, row, self.plan_of(row, columns[0]))
+                self._step_seconds[row, columns] += excess
+                self.time_bounds[row, columns] = self._overhead.with_stalls(self._step_seconds[row, columns])
         seconds: Array = self.time_bounds[row]
         return seconds
 
@@ -107,43 +107,48 @@ class _Variant:
         }
         ends = cost_cache.end_layer_costs(plan, self._micro_batches)
         sizes, counts = cost_cache.stage_counts(plan)
-        some = kinds[recompute_options[0][0]]
-        nothing = [0.0] * len(some)
+        block_costs = kinds[recompute_options[0][0]]
+        zeros = [0.0] * len(block_costs)
         if not uses_offload(plan):
             forward = _sum_by_stage(
-                [block.forward_without_recompute for block in some], counts, ends, "forward_without_recompute"
+                [block.forward_without_recompute for block in block_costs],
+                counts,
+                ends,
+                "forward_without_recompute",
             )
         else:
-            forward = _sum_by_stage(nothing, counts, ends, "forward_without_recompute")
+            forward = _sum_by_stage(zeros, counts, ends, "forward_without_recompute")
             lines = {kind: [block.forward for block in kinds[kind]] for kind in kinds}
             forward = forward + self._of_blocks(recompute_options, lines, counts, sizes)
-        backward = _sum_by_stage(nothing, counts, ends, "backward_without_recompute")
+        backward = _sum_by_stage(zeros, counts, ends, "backward_without_recompute")
         lines = {kind: [block.backward for block in kinds[kind]] for kind in kinds}
         backward = backward + self._of_blocks(recompute_options, lines, counts, sizes)
         send = cost_cache.stage_send_seconds(plan) if plan.pp > 1 else 0.0
         if framework_traits_of(cost_cache.problem, plan).blocking_sends and plan.virtual_stages > 1:
             forward, backward, send = forward + send, backward + send, 0.0
-        ahead: Array = np.broadcast_to(forward, backward.shape)
-        costs: tuple[Array, Array, Array | None] = (ahead, backward, None)
+        forward_costs: Array = np.broadcast_to(forward, backward.shape)
+        costs: tuple[Array, Array, Array | None] = (forward_costs, backward, None)
         if plan.pp > 1 and plan.schedule in SPLIT_BACKWARD:
             weights = _sum_by_stage(
-                [block.backward_weight for block in some], counts, ends, "backward_weight"
+                [block.backward_weight for block in block_costs], counts, ends, "backward_weight"
             )
-            apart = np.broadcast_to(weights, backward.shape)
-            costs = (ahead, backward - apart, apart)
+            weight_seconds = np.broadcast_to(weights, backward.shape)
+            costs = (forward_costs, backward - weight_seconds, weight_seconds)
         busy = rank_compute_seconds(plan.schedule, forward + backward, plan.pp, self._micro_batches)
-        self._busy = busy.mean(axis=1)
+        self._mean_busy_seconds = busy.mean(axis=1)
         self._threads_per_core = cost_cache.problem.hardware.shared
-        least = pipeline_lower_bound(plan.schedule, *costs, plan.pp, self._micro_batches, send)
-        self._least = least
+        bounds = pipeline_lower_bound(plan.schedule, *costs, plan.pp, self._micro_batches, send)
+        self._pipeline_bounds = bounds
         if self._threads_per_core > 1:
-            self._least = np.array([self._on_shared_cores(*of_one) for of_one in enumerate(least)])
+            self._pipeline_bounds = np.array(
+                [self._on_shared_cores(*numbered_bound) for numbered_bound in enumerate(bounds)]
+            )
         self.is_simulated = np.full(len(recompute_options), plan.pp == 1)
         """Mask of the recomputes whose lower bound is already their time."""
-        every, busiest = np.arange(len(recompute_options)), busy.argmax(axis=1)
-        self._busiest_forward = rank_compute_seconds(plan.schedule, ahead, plan.pp, 1)[every, busiest]
-        self._busiest_backward = busy[every, busiest] / self._micro_batches - self._busiest_forward
-        parameters = _sum_by_stage([block.parameters for block in some], counts, ends, "parameters")
+        rows, busiest = np.arange(len(recompute_options)), busy.argmax(axis=1)
+        self._busiest_forward = rank_compute_seconds(plan.schedule, forward_costs, plan.pp, 1)[rows, busiest]
+        self._busiest_backward = busy[rows, busiest] / self._micro_batches - self._busiest_forward
+        parameters = _sum_by_stage([block.parameters for block in block_costs], counts, ends, "parameters")
         self._parameters = float(rank_compute_seconds(plan.schedule, parameters[None], plan.pp, 1).max())
 
     @staticmethod
@@ -177,7 +182,7 @@ class _Variant:
         if hidden.any():
             reduce = np.where(hidden, _exposed(reduce, self._busiest_backward[:, None]), reduce)
             gather = np.where(hidden, _exposed(gather, self._busiest_forward[:, None]), gather)
-        seconds: Array = self._least[:, None] + reduce + gather + optimizer
+        seconds: Array = self._pipeline_bounds[:, None] + reduce + gather + optimizer
         return seconds
 
     def simulation_excess(self, cost_cache: CostCache, row: int, plan: Plan) -> float:
@@ -191,7 +196,7 @@ class _Variant:
         self.is_simulated[row] = True
         # The same costs as the forecast's to the last bit, so that it reuses this simulation.
         parts = step_components(cost_cache.problem, plan)
-        played = cost_cache.simulate_pipeline(
+        simulated = cost_cache.simulate_pipeline(
             plan.schedule,
             parts.costs,
             plan.pp,
@@ -199,14 +204,14 @@ class _Variant:
             parts.stage_send_seconds,
             parts.in_flight,
         )
-        return self._on_shared_cores(row, played.seconds) - float(self._least[row])
+        return self._on_shared_cores(row, simulated.seconds) - float(self._pipeline_bounds[row])
 
     def _on_shared_cores(self, row: int, seconds: float) -> float:
         """Return the seconds on ranks that share cores, as in `assemble_step_time`."""
         return (
             seconds
             if self._threads_per_core <= 1
-            else max(seconds / self._threads_per_core, float(self._busy[row]))
+            else max(seconds / self._threads_per_core, float(self._mean_busy_seconds[row]))
         )
 
 
@@ -218,8 +223,8 @@ def _sum_by_stage(
 ) -> Array:
     """Return the sum of `attribute` over each stage's blocks and end layers; (stages,)."""
     total: Array = np.asarray(counts @ np.array(blocks), dtype=np.float64)
-    for stage, of_stage in ((0, ends[0]), (-1, ends[1])):
-        total[stage] += sum(getattr(end, attribute) for end in of_stage)
+    for stage, stage_ends in ((0, ends[0]), (-1, ends[1])):
+        total[stage] += sum(getattr(end, attribute) for end in stage_ends)
     return total
 
 

@@ -20,21 +20,21 @@ class ParetoFront(Generic[Plan]):
     """
 
     def __init__(self, tolerance: float) -> None:
-        self._more = 1 + tolerance
+        self._tolerance_factor = 1 + tolerance
         self._seconds: list[float] = []
         self._memory: list[float] = []
         self.plans: list[Plan] = []
 
     def dominates(self, seconds: float, memory: float) -> bool:
         """Return whether a point of the front is as good, to within the tolerance."""
-        after = bisect_right(self._seconds, seconds * self._more)
-        return after > 0 and self._memory[after - 1] <= memory * self._more
+        after = bisect_right(self._seconds, seconds * self._tolerance_factor)
+        return after > 0 and self._memory[after - 1] <= memory * self._tolerance_factor
 
     def undominated(self, seconds: Array, memory: Array) -> npt.NDArray[np.bool_]:
         """Return a mask of the points that the front does not cover."""
         smallest = np.array([np.inf, *self._memory])
-        after = np.searchsorted(np.array(self._seconds), seconds * self._more, side="right")
-        denied: npt.NDArray[np.bool_] = smallest[after] > memory * self._more
+        after = np.searchsorted(np.array(self._seconds), seconds * self._tolerance_factor, side="right")
+        denied: npt.NDArray[np.bool_] = smallest[after] > memory * self._tolerance_factor
         return denied
 
     def add(self, seconds: float, memory: float, plan: Plan) -> None:

@@ -42,6 +42,6 @@ class RecomputeOptions:
         """
         if sizes not in self._stage_shares:
             blocks = np.array(sizes)
-            again = np.ceil(np.round(self.shares[:, None] * blocks, 9))
-            self._stage_shares[sizes] = again / np.maximum(blocks, 1)
+            recomputed = np.ceil(np.round(self.shares[:, None] * blocks, 9))
+            self._stage_shares[sizes] = recomputed / np.maximum(blocks, 1)
         return self._stage_shares[sizes]

@@ -62,12 +62,12 @@ class SearchResult:
     @property
     def supported(self) -> tuple[Candidate, ...]:
         """Return the runnable plans."""
-        return tuple(one for one in self.candidates if one.unsupported_reason is None)
+        return tuple(candidate for candidate in self.candidates if candidate.unsupported_reason is None)
 
     @property
     def unsupported(self) -> tuple[Candidate, ...]:
         """Return the forecast-only plans."""
-        return tuple(one for one in self.candidates if one.unsupported_reason is not None)
+        return tuple(candidate for candidate in self.candidates if candidate.unsupported_reason is not None)
 
     @property
     def best_or_unsupported(self) -> Candidate | None:
@@ -78,7 +78,7 @@ class SearchResult:
 def build_pareto_front(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """Return the candidates that no other beats in both step time and memory, fastest first."""
     front: list[Candidate] = []
-    for one in sorted(candidates, key=lambda one: (one.seconds, one.memory_bytes)):
-        if not front or one.memory_bytes < front[-1].memory_bytes:
-            front.append(one)
+    for candidate in sorted(candidates, key=lambda candidate: (candidate.seconds, candidate.memory_bytes)):
+        if not front or candidate.memory_bytes < front[-1].memory_bytes:
+            front.append(candidate)
     return tuple(front)

@@ -62,13 +62,13 @@ class ScheduleBounds:
         shares = self.recompute_options.stage_shares(tuple(sum(counts) for counts in stage_counts)).T
         parts = [kind.activations for kind in self._table.kinds]
         costly = shares * self.recompute_options.is_selective
-        stays = self.plan.offload_activations == "none"
-        kept = np.zeros(shares.shape)
+        stays_on_device = self.plan.offload_activations == "none"
+        saved = np.zeros(shares.shape)
         for kind, part in enumerate(parts):
             blocks = np.array([[counts[kind]] for counts in stage_counts])
             plain = (1 - shares) * part.saved + shares * part.inputs
-            kept += blocks * (plain * stays + costly * part.selective_saved)
-        return kept
+            saved += blocks * (plain * stays_on_device + costly * part.selective_saved)
+        return saved
 
     def time_bound(
         self, compute_costs: ComputeCosts, accumulation_costs: AccumulationCosts | None, micro_batches: Array
@@ -83,10 +83,10 @@ class ScheduleBounds:
         """
         plan = self.plan
         numbers = self._tables.block_counts(plan)
-        whole = bubble_free_seconds(numbers, compute_costs, accumulation_costs)[
+        sample_seconds = bubble_free_seconds(numbers, compute_costs, accumulation_costs)[
             :, None
         ] + self._recompute_seconds(compute_costs, np.array(numbers))
-        average = micro_batches * whole / plan.pp
+        average = micro_batches * sample_seconds / plan.pp
         if plan.pp == 1:
             return average
         _, counts = self._tables.stage_counts(plan)
@@ -99,13 +99,15 @@ class ScheduleBounds:
         )
         busy = micro_batches * self._with_recompute(compute_costs, ends, on_last)
         if plan.schedule in SPLIT_BACKWARD:
-            late: Array = (compute_costs.forward @ before_last + compute_costs.pre_block[:, 0])[:, None]
+            last_forward: Array = (compute_costs.forward @ before_last + compute_costs.pre_block[:, 0])[
+                :, None
+            ]
         else:
-            late = self._with_recompute(
+            last_forward = self._with_recompute(
                 compute_costs, compute_costs.pre_block[:, :2].sum(axis=1), before_last
             )
         # Ranks that share cores get more of them while others wait.
-        return np.maximum(average, (busy + late) / max(self._tables.problem.hardware.shared, 1.0))
+        return np.maximum(average, (busy + last_forward) / max(self._tables.problem.hardware.shared, 1.0))
 
     def pipeline_time_bound(
         self,
@@ -123,8 +125,8 @@ class ScheduleBounds:
             send_seconds: seconds from one stage to the next; (micro-batches, 1).
         """
         plan = self.plan
-        sizes, of_kinds = self._tables.stage_counts(plan)
-        counts = of_kinds.T.astype(np.float64)  # (kinds, stages)
+        sizes, kind_counts = self._tables.stage_counts(plan)
+        counts = kind_counts.T.astype(np.float64)  # (kinds, stages)
         forward = compute_costs.forward @ counts
         backward = (compute_costs.backward + accumulation_costs.blocks) @ counts
         weights = (compute_costs.backward_weight + accumulation_costs.blocks) @ counts
@@ -135,19 +137,19 @@ class ScheduleBounds:
             forward[:, stage] += ends[:, 0]
             backward[:, stage] += ends[:, 1] + added
             weights[:, stage] += ends[:, 2] + added
-        habits = framework_traits_of(self._tables.problem, plan)
-        if habits.blocking_sends and plan.virtual_stages > 1:
+        traits = framework_traits_of(self._tables.problem, plan)
+        if traits.blocking_sends and plan.virtual_stages > 1:
             forward, backward, send_seconds = (
                 forward + send_seconds,
                 backward + send_seconds,
                 np.zeros_like(send_seconds),
             )
-        again = self.recompute_options.stage_shares(sizes)  # (recomputes, stages)
+        recomputed = self.recompute_options.stage_shares(sizes)  # (recomputes, stages)
         selective = (compute_costs.selective_recompute @ counts)[:, None] * (
-            again * self.recompute_options.is_selective[:, None]
+            recomputed * self.recompute_options.is_selective[:, None]
         )
         full = (compute_costs.full_recompute @ counts)[:, None] * (
-            again * self.recompute_options.is_full[:, None]
+            recomputed * self.recompute_options.is_full[:, None]
         )
         backward = backward[:, None] + selective + full
         shape, rows = backward.shape, len(self.recompute_options)
@@ -156,19 +158,25 @@ class ScheduleBounds:
             """Return a row per variant; (micro-batches × recomputes, …)."""
             return np.repeat(array, rows, axis=0)
 
-        both = flat(forward), backward.reshape(-1, shape[2])
+        flat_costs = flat(forward), backward.reshape(-1, shape[2])
         number, send = flat(micro_batches), flat(send_seconds)
         if plan.schedule in SPLIT_BACKWARD:
-            apart = flat(weights)
-            costs: tuple[Array, Array, Array | None] = (both[0], both[1] - apart, apart)
+            weight_costs = flat(weights)
+            costs: tuple[Array, Array, Array | None] = (
+                flat_costs[0],
+                flat_costs[1] - weight_costs,
+                weight_costs,
+            )
         else:
-            costs = (*both, None)
-        least = pipeline_lower_bound(plan.schedule, *costs, plan.pp, number, send)
+            costs = (*flat_costs, None)
+        bound = pipeline_lower_bound(plan.schedule, *costs, plan.pp, number, send)
         shared = self._tables.problem.hardware.shared
         if shared > 1:  # as in `cost.step.assemble_step_time`
-            busy = rank_compute_seconds(plan.schedule, both[0] + both[1], plan.pp, number).mean(axis=1)
-            least = np.maximum(least / shared, busy)
-        return least.reshape(shape[:2])
+            busy = rank_compute_seconds(plan.schedule, flat_costs[0] + flat_costs[1], plan.pp, number).mean(
+                axis=1
+            )
+            bound = np.maximum(bound / shared, busy)
+        return bound.reshape(shape[:2])
 
     def _with_recompute(
         self, compute_costs: ComputeCosts, ends: Array, counts: npt.NDArray[np.int64]
@@ -180,9 +188,11 @@ class ScheduleBounds:
 
     def _recompute_seconds(self, compute_costs: ComputeCosts, counts: npt.NDArray[np.int64]) -> Array:
         """Return the seconds that recompute adds; (micro-batches, recomputes)."""
-        again = (compute_costs.selective_recompute @ counts)[:, None] * self.recompute_options.is_selective
-        again += (compute_costs.full_recompute @ counts)[:, None] * self.recompute_options.is_full
-        total: Array = self.recompute_options.shares * again
+        block_seconds = (compute_costs.selective_recompute @ counts)[
+            :, None
+        ] * self.recompute_options.is_selective
+        block_seconds += (compute_costs.full_recompute @ counts)[:, None] * self.recompute_options.is_full
+        total: Array = self.recompute_options.shares * block_seconds
         return total
 
     def memory_bound(self, sizes: Sequence[int], memory_inputs: Sequence[MemoryInputs]) -> Array:
@@ -193,32 +203,44 @@ class ScheduleBounds:
             memory_inputs: inputs of the memory forecast of each size, which differ in the number of
                 micro-batches.
         """
-        plan, more = self.plan, 1 + fragmentation_shares(self.plan, memory_inputs[0].framework).transient
+        plan, workspace_factor = (
+            self.plan,
+            1 + fragmentation_shares(self.plan, memory_inputs[0].framework).transient,
+        )
         flights = np.array(
             [in_flight_of_rank(0, plan, setting) for setting in memory_inputs], dtype=np.float64
         )
-        one = stage_buffer_bytes(self._table, plan, memory_inputs[0]._replace(micro_batches=1), self._numbers)
+        buffer_bytes = stage_buffer_bytes(
+            self._table, plan, memory_inputs[0]._replace(micro_batches=1), self._numbers
+        )
         counts = np.array([setting.micro_batches for setting in memory_inputs])
         boundary = (
-            one * counts
+            buffer_bytes * counts
             if memory_inputs[0].framework.stage_buffer_per_micro_batch
-            else np.full(len(counts), one)
+            else np.full(len(counts), buffer_bytes)
         )
-        passing = (flights @ self._saved_bytes + boundary[:, None]) * np.array(sizes)[:, None]
+        transient = (flights @ self._saved_bytes + boundary[:, None]) * np.array(sizes)[:, None]
         accumulating = {setting.micro_batches > 1: setting for setting in memory_inputs}
         by_kind = {
             accumulates: self._constant_bytes(setting) for accumulates, setting in accumulating.items()
         }
-        always = np.where(counts > 1, by_kind.get(True, 0.0), by_kind.get(False, 0.0))
-        least: Array = always[:, None] + more * passing
-        return least
+        constant = np.where(counts > 1, by_kind.get(True, 0.0), by_kind.get(False, 0.0))
+        bound: Array = constant[:, None] + workspace_factor * transient
+        return bound
 
     def _constant_bytes(self, memory_inputs: MemoryInputs) -> float:
         unused = fragmentation_shares(self.plan, memory_inputs.framework)
-        held = self.sharding_options.state_bytes(self._rank_parameters, memory_inputs)
-        state = held["parameters"] + held["optimizer"] + held["buffers"] + held["runtime"]
-        passing = held["accumulated_gradients"] * (1 + unused.transient)
-        return float((state + passing + held["gathered_parameters"] * unused.gathered_parameters).min())
+        state_bytes = self.sharding_options.state_bytes(self._rank_parameters, memory_inputs)
+        state = (
+            state_bytes["parameters"]
+            + state_bytes["optimizer"]
+            + state_bytes["buffers"]
+            + state_bytes["runtime"]
+        )
+        transient = state_bytes["accumulated_gradients"] * (1 + unused.transient)
+        return float(
+            (state + transient + state_bytes["gathered_parameters"] * unused.gathered_parameters).min()
+        )
 
 
 def bubble_free_seconds(
@@ -232,14 +254,14 @@ def bubble_free_seconds(
         accumulation_costs: gradient accumulation for each size; None where it may be negligible.
     """
     counts = np.array(block_counts)
-    whole: Array = (compute_costs.forward + compute_costs.backward) @ counts + (
+    total: Array = (compute_costs.forward + compute_costs.backward) @ counts + (
         compute_costs.pre_block + compute_costs.post_block
     )[:, :2].sum(axis=1)
     if accumulation_costs is not None:
-        whole = (
-            whole
+        total = (
+            total
             + accumulation_costs.blocks @ counts
             + accumulation_costs.pre_block
             + accumulation_costs.post_block
         )
-    return whole
+    return total

@@ -127,7 +127,7 @@ class SearchSpace:
             workload: traced workload of a user's own module, with the samples that it needs together.
         """
         parallel = job.parallel
-        said = parallel.model_fields_set
+        set_fields = parallel.model_fields_set
         kind = "cuda" if all(node.devices for node in cluster.nodes) else "cpu"
         base_plan = base_plan or Plan(
             precision=job.train.precision,
@@ -136,14 +136,14 @@ class SearchSpace:
             **compression_plan_fields(job),
         )
 
-        def sizes(axis: str, otherwise: AllowedSizes) -> AllowedSizes:
-            return (getattr(parallel, axis),) if axis in said else otherwise
+        def sizes(axis: str, default: AllowedSizes) -> AllowedSizes:
+            return (getattr(parallel, axis),) if axis in set_fields else default
 
-        def kept(key: str, otherwise: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (getattr(parallel, key),) if key in said else otherwise
+        def allowed(key: str, default: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (getattr(parallel, key),) if key in set_fields else default
 
         is_decoder = dimensions is not None
-        alone: AllowedSizes = None if is_decoder else (1,)
+        decoder_only: AllowedSizes = None if is_decoder else (1,)
         has_text = bool(job.data.text or job.data.sources)
         base_plan = base_plan.with_changes(
             offload_parameters=parallel.offload_parameters,
@@ -157,20 +157,22 @@ class SearchSpace:
             dimensions=dimensions,
             sequence_length=job.data.sequence_length if has_text else None,
             sample_group_size=coupled_samples(job, dimensions, workload),
-            pp=sizes("pp", (1,) if job.model.loss is not None else alone),
+            pp=sizes("pp", (1,) if job.model.loss is not None else decoder_only),
             dp_replicate=sizes("dp_replicate", None),
             dp_shard=sizes("dp_shard", None),
             cp=sizes("cp", _context_sizes(job) if is_decoder else (1,)),
-            tp=sizes("tp", alone),
-            ep=sizes("ep", alone if dimensions is not None and dimensions.experts else (1,)),
+            tp=sizes("tp", decoder_only),
+            ep=sizes("ep", decoder_only if dimensions is not None and dimensions.experts else (1,)),
             shard=(parallel.shard,) if parallel.shard is not None else SHARD_LEVELS,
-            sequence_parallel=kept("sequence_parallel", (True, False)),
-            cp_method=kept("cp_method", ("ring", "all_to_all")),
+            sequence_parallel=allowed("sequence_parallel", (True, False)),
+            cp_method=allowed("cp_method", ("ring", "all_to_all")),
             micro_batch=(parallel.micro_batch,) if parallel.micro_batch is not None else None,
             schedules=_schedules(job),
             stage_cuts=tuple(parallel.stage_cuts) or None,
             recompute=_recompute(job),
-            compile=kept("compile", (False, True) if is_decoder and base_plan.device == "cuda" else (False,)),
+            compile=allowed(
+                "compile", (False, True) if is_decoder and base_plan.device == "cuda" else (False,)
+            ),
         )
 
     @classmethod
@@ -205,13 +207,16 @@ class MeshShape:
 def enumerate_plans(space: SearchSpace, workload: Workload | None) -> Iterator[Plan]:
     """Yield all plans of the space, each once, in a fixed order."""
     for grid in enumerate_mesh_shapes(space):
-        ways = sharding_plans(space, grid)
+        shardings = sharding_plans(space, grid)
         for plan in unsharded_plans(space, grid, workload):
             for recompute, share in recompute_options(space, plan):
-                again = replace(plan, recompute=recompute, recompute_share=share)
-                for way in ways:
+                recompute_plan = replace(plan, recompute=recompute, recompute_share=share)
+                for option in shardings:
                     yield replace(
-                        again, dp_replicate=way.dp_replicate, dp_shard=way.dp_shard, shard=way.shard
+                        recompute_plan,
+                        dp_replicate=option.dp_replicate,
+                        dp_shard=option.dp_shard,
+                        shard=option.shard,
                     )
 
 
@@ -259,14 +264,14 @@ def state_shardings(space: SearchSpace, mesh_shape: MeshShape) -> Iterator[State
             if not shard_matches_ranks(shard, dp_shard, mesh_shape.cp):
                 continue
             if mesh_shape.ep > 1:
-                way = Plan(
+                sharding = Plan(
                     dp_replicate=dp_replicate,
                     dp_shard=dp_shard,
                     cp=mesh_shape.cp,
                     ep=mesh_shape.ep,
                     shard=shard,
                 )
-                if not ep_divides_experts(space.dimensions, way):
+                if not ep_divides_experts(space.dimensions, sharding):
                     continue
             yield dp_replicate, dp_shard, shard
 
@@ -352,20 +357,20 @@ def with_schedules(space: SearchSpace, split: Plan, workload: Workload | None) -
 def recompute_options(space: SearchSpace, plan: Plan) -> RecomputeOptions:
     """Return the recompute options that differ for the plan's stages."""
     largest = max(blocks_per_stage(plan, space.layers), default=0)
-    found: list[tuple[Recompute, float]] = []
+    options: list[tuple[Recompute, float]] = []
     for kind, share in space.recompute:
-        again = plan.with_changes(recompute=kind)
-        if split_backward_conflict(again) is not None or not supports_compiled_recompute(
-            again, installed_torch_version()
+        recompute_plan = plan.with_changes(recompute=kind)
+        if split_backward_conflict(recompute_plan) is not None or not supports_compiled_recompute(
+            recompute_plan, installed_torch_version()
         ):
             continue
         if kind == "none":
-            found.append((kind, 1.0))
+            options.append((kind, 1.0))
         elif share is not None or not largest:
-            found.append((kind, share if share is not None else 1.0))
+            options.append((kind, share if share is not None else 1.0))
         else:
-            found += [(kind, count / largest) for count in range(1, largest + 1)]
-    return RecomputeOptions(found)
+            options += [(kind, count / largest) for count in range(1, largest + 1)]
+    return RecomputeOptions(options)
 
 
 def blocks_per_stage(plan: Plan, layers: int) -> list[int]:
@@ -387,8 +392,8 @@ def candidate_world_sizes(cluster: Cluster) -> tuple[int, ...]:
         for count in (2**twos * 3**threes for twos in range(machines.bit_length()) for threes in (0, 1, 2))
         if count <= machines and (count > machines // 2 or count & (count - 1) == 0)
     }
-    within = [size for size in range(1, per_node) if per_node % size == 0]
-    sizes = sorted({count * per_node for count in counts} | set(within), reverse=True)
+    node_parts = [size for size in range(1, per_node) if per_node % size == 0]
+    sizes = sorted({count * per_node for count in counts} | set(node_parts), reverse=True)
     return (cluster.device_count or machines, *[size for size in sizes if size != cluster.device_count])
 
 
@@ -404,29 +409,31 @@ def coupled_samples(job: Job, dimensions: DecoderConfig | None, workload: Worklo
 
 
 def _schedules(job: Job) -> tuple[tuple[Schedule, int], ...]:
-    parallel, said = job.parallel, job.parallel.model_fields_set
+    parallel, set_fields = job.parallel, job.parallel.model_fields_set
     kinds: tuple[Schedule, ...] = (
-        (parallel.schedule,) if "schedule" in said else tuple(DEFAULT_VIRTUAL_STAGES)  # every schedule
+        (parallel.schedule,) if "schedule" in set_fields else tuple(DEFAULT_VIRTUAL_STAGES)  # every schedule
     )
-    found = []
+    options = []
     for kind in kinds:
         if parallel.virtual_stages is not None:
             numbers: tuple[int, ...] = (parallel.virtual_stages,)
         else:
             numbers = VIRTUAL_STAGE_OPTIONS.get(kind, (DEFAULT_VIRTUAL_STAGES[kind],))
-        found += [(kind, number) for number in numbers if invalid_virtual_stages_reason(kind, number) is None]
-    return tuple(found)
+        options += [
+            (kind, number) for number in numbers if invalid_virtual_stages_reason(kind, number) is None
+        ]
+    return tuple(options)
 
 
 def _context_sizes(job: Job) -> AllowedSizes:
     """Return the sizes of `cp` that leave each rank at least `MIN_CONTEXT_TOKENS` of a sequence."""
-    most = max(job.data.sequence_length // MIN_CONTEXT_TOKENS, 1)
-    return range(1, most + 1)
+    max_size = max(job.data.sequence_length // MIN_CONTEXT_TOKENS, 1)
+    return range(1, max_size + 1)
 
 
 def _recompute(job: Job) -> tuple[tuple[Recompute, float | None], ...]:
-    parallel, said = job.parallel, job.parallel.model_fields_set
-    if "recompute" not in said or parallel.recompute == "auto":
+    parallel, set_fields = job.parallel, job.parallel.model_fields_set
+    if "recompute" not in set_fields or parallel.recompute == "auto":
         return (("none", 1.0), ("selective", None), ("full", None))
     if parallel.recompute == "none":
         return (("none", 1.0),)
@@ -443,20 +450,20 @@ def _sizes(allowed: AllowedSizes, devices: int) -> Sequence[int]:
 
 def stage_cuts(workload: Workload | None, plan: Plan, layers: int) -> tuple[int, ...]:
     """Return the stage boundaries of `plan_stage_cuts`, computed once for all plans with as many stages."""
-    again = recompute_forwards(plan)
+    recompute = recompute_forwards(plan)
     costs = None
     if workload is not None:
         costs = tuple((layer.count, layer.flops_per_sample) for layer in workload.layers)
-    return _cuts(costs, plan.stage_count, again, layers)
+    return _cuts(costs, plan.stage_count, recompute, layers)
 
 
 @lru_cache(maxsize=4096)
 def _cuts(
-    costs: tuple[tuple[int, float], ...] | None, stages: int, again: float, layers: int
+    costs: tuple[tuple[int, float], ...] | None, stages: int, recompute: float, layers: int
 ) -> tuple[int, ...]:
     workload = None
     if costs is not None:
         workload = Workload(tuple(LayerWorkload("", count, 0, flops, 0.0) for count, flops in costs), 1)
-    # Any policy with the recomputed share `again` gives the same boundaries.
-    plan = Plan(pp=stages, recompute="full", recompute_share=again)
+    # Any policy with the recomputed share `recompute` gives the same boundaries.
+    plan = Plan(pp=stages, recompute="full", recompute_share=recompute)
     return plan_stage_cuts(workload, plan, layers)

@@ -59,18 +59,18 @@ def linear_range(values: list[float], from_zero: bool) -> tuple[float, float]:
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
     if from_zero:
         low = min(low, 0.0)
-    air = (high - low) * 0.06
+    margin = (high - low) * 0.06
     # A range this narrow counts as one value: its ticks would differ only in rounded digits.
     if high - low <= MIN_RELATIVE_RANGE * max(abs(low), abs(high)):
-        air = abs(high) * 0.5 or 1.0
-    return (low if from_zero and low == 0 else low - air), high + air
+        margin = abs(high) * 0.5 or 1.0
+    return (low if from_zero and low == 0 else low - margin), high + margin
 
 
 def log_range(values: list[float]) -> tuple[float, float]:
     """Return the range of a logarithmic axis that holds `values`, all positive; never empty."""
     low, high = min(values), max(values)
-    air = max((high / low) ** 0.06, 1.05)
-    return low / air, high * air
+    margin = max((high / low) ** 0.06, 1.05)
+    return low / margin, high * margin
 
 
 def tick_text(value: float) -> str:

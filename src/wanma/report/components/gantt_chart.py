@@ -68,21 +68,21 @@ def gantt_figure(
     height = (
         TOP + sum((SECONDARY_ROW_HEIGHT if row.is_secondary else ROW_HEIGHT) + GAP for row in rows) + BOTTOM
     )
-    drawn = [list(_merged(row.intervals, across)) for row in rows]
-    named = sum(map(len, drawn)) <= MAX_TOOLTIPS
+    merged_rows = [list(_merged(row.intervals, across)) for row in rows]
+    has_tooltips = sum(map(len, merged_rows)) <= MAX_TOOLTIPS
     parts = [f'<svg viewBox="0 0 {FULL_WIDTH} {height}" role="img" aria-label="{escape(title)}">']
     for tick in across.ticks():
         x = across(tick)
         parts.append(f'<path class="grid" d="M{x:.1f} {TOP}V{height - BOTTOM}"/>')
         parts.append(f'<text x="{x:.1f}" y="{height - 8}" text-anchor="middle">{duration_text(tick)}</text>')
     y = float(TOP)
-    for row, pieces in zip(rows, drawn, strict=True):
-        tall = SECONDARY_ROW_HEIGHT if row.is_secondary else ROW_HEIGHT
+    for row, pieces in zip(rows, merged_rows, strict=True):
+        row_height = SECONDARY_ROW_HEIGHT if row.is_secondary else ROW_HEIGHT
         if not row.is_secondary:
             label = f'<text x="{LEFT - 8}" y="{y + 14:.1f}" text-anchor="end">{escape(row.name)}</text>'
             parts.append(label)
-        parts += [_rectangle(piece, y, tall, named) for piece in pieces]
-        y += tall + GAP
+        parts += [_rectangle(piece, y, row_height, has_tooltips) for piece in pieces]
+        y += row_height + GAP
     parts.append("</svg>")
     keys = "".join(f'<span class="key c{colour}">{escape(name)}</span>' for name, colour in legend)
     return (
@@ -93,14 +93,14 @@ def gantt_figure(
     )
 
 
-def _rectangle(piece: _DrawnInterval, y: float, tall: float, has_tooltip: bool) -> str:
+def _rectangle(piece: _DrawnInterval, y: float, row_height: float, has_tooltip: bool) -> str:
     interval = piece.interval
-    top, height = (y + tall * 0.6, tall * 0.4) if interval.is_nested else (y, tall)
-    place = f'x="{piece.left:.2f}" y="{top:.1f}" width="{piece.right - piece.left:.2f}" height="{height:.1f}"'
+    top, height = (y + row_height * 0.6, row_height * 0.4) if interval.is_nested else (y, row_height)
+    box = f'x="{piece.left:.2f}" y="{top:.1f}" width="{piece.right - piece.left:.2f}" height="{height:.1f}"'
     css = f"piece{' part' if interval.is_nested else ''} c{interval.colour}"
     if not has_tooltip:
-        return f'<rect class="{css}" {place}/>'
-    return f'<rect class="{css}" {place}><title>{escape(interval.text)}</title></rect>'
+        return f'<rect class="{css}" {box}/>'
+    return f'<rect class="{css}" {box}><title>{escape(interval.text)}</title></rect>'
 
 
 def _merged(intervals: Iterable[GanttInterval], x_scale: AxisScale) -> Iterable[_DrawnInterval]:
@@ -115,8 +115,8 @@ def _merged(intervals: Iterable[GanttInterval], x_scale: AxisScale) -> Iterable[
             and min(right - left, open_piece.right - open_piece.left) < MIN_WIDTH_PIXELS
             and left - open_piece.right < MIN_WIDTH_PIXELS
         ):
-            together = replace(open_piece.interval, text=f"{open_piece.interval.text.rstrip('…')}…")
-            open_piece = _DrawnInterval(together, open_piece.left, max(right, open_piece.right))
+            merged = replace(open_piece.interval, text=f"{open_piece.interval.text.rstrip('…')}…")
+            open_piece = _DrawnInterval(merged, open_piece.left, max(right, open_piece.right))
             continue
         if open_piece is not None:
             yield open_piece

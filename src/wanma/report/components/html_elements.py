@@ -38,13 +38,13 @@ def document(title: str, parts: Iterable[str]) -> str:
 
 def key_figure_tiles(figures: Iterable[KeyFigure]) -> str:
     """Render key figures side by side."""
-    each = (
+    tiles = (
         f'<div class="tile"><span class="label">{escape(tile.label)}</span>'
         f'<span class="value">{escape(tile.value)}</span>'
         f'<span class="aside">{escape(tile.note)}</span></div>'
         for tile in figures
     )
-    return f'<section class="tiles">{"".join(each)}</section>'
+    return f'<section class="tiles">{"".join(tiles)}</section>'
 
 
 def card(title: str, body: str) -> str:
@@ -54,10 +54,10 @@ def card(title: str, body: str) -> str:
 
 def bar(segments: Iterable[tuple[str, float]]) -> str:
     """Render a bar of segments, pairs of a CSS class and a share of the whole width."""
-    inside = "".join(
+    segments_html = "".join(
         f'<span class="{css}" style="width:{100 * share:.2f}%"></span>' for css, share in segments
     )
-    return f'<div class="bar">{inside}</div>'
+    return f'<div class="bar">{segments_html}</div>'
 
 
 def bar_caption(label: str, number: str) -> str:

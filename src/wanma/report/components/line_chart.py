@@ -88,32 +88,34 @@ class _DrawnSeries:
 
 def chart_figure(chart: Chart) -> str:
     """Render a chart as an HTML `<figure>`."""
-    drawn = [_DrawnSeries(line, downsample(line.xs, line.ys, MAX_CHART_POINTS)) for line in chart.series]
+    lines = [
+        _DrawnSeries(series, downsample(series.xs, series.ys, MAX_CHART_POINTS)) for series in chart.series
+    ]
     if chart.stacked:
-        drawn = _stack(drawn)
-    xs = [bucket.center for one in drawn for bucket in one.points]
+        lines = _stack(lines)
+    xs = [bucket.center for line in lines for bucket in line.points]
     low, high = min(xs), max(xs)
-    few = max(len(one.points) for one in drawn) <= MAX_MARKERS
+    has_markers = max(len(line.points) for line in lines) <= MAX_MARKERS
     # Margin of half a bar at both ends; a single step gets an axis by it too.
-    air = 0.5 * ((high - low) / max(len(drawn[0].points) - 1, 1) or 1.0) if few else 0.0
-    across = AxisScale(low - air, high + air, LEFT, chart.width - RIGHT)
+    margin = 0.5 * ((high - low) / max(len(lines[0].points) - 1, 1) or 1.0) if has_markers else 0.0
+    across = AxisScale(low - margin, high + margin, LEFT, chart.width - RIGHT)
     if chart.x_is_log:
         across = AxisScale(*log_range(xs), LEFT, chart.width - RIGHT, logarithmic=True)
 
-    positive = [v for one in drawn for b in one.points for v in (b.low, b.high) if v > 0]
+    positive = [v for line in lines for b in line.points for v in (b.low, b.high) if v > 0]
     log = chart.offers_log_scale and len(positive) > 0 and max(positive) > 1.5 * min(positive)
     note = chart.note
-    axis, outside = _linear_axis(chart, drawn)
+    axis, outside = _linear_axis(chart, lines)
     if outside:
         note = f"{note} {outside}".strip()
-    drawings = _drawing(chart, drawn, across, axis, few, "linear" if log else "")
+    drawings = _drawing(chart, lines, across, axis, has_markers, "linear" if log else "")
     if log:
         drawings += _drawing(
             chart,
-            drawn,
+            lines,
             across,
             AxisScale(*log_range(positive), HEIGHT - BOTTOM, TOP, logarithmic=True),
-            few,
+            has_markers,
             "log",
         )
     switch = '<button type="button" class="switch" hidden>log</button>' if log else ""
@@ -122,50 +124,50 @@ def chart_figure(chart: Chart) -> str:
         f'<figure class="chart{" wide" if chart.wide else ""}">'
         f"<figcaption><b>{escape(chart.title)}</b>{unit}{_legend(chart)}{switch}</figcaption>"
         f"{drawings}"
-        f'<script type="application/json">{_tooltips_json(chart, drawn, across)}</script>'
+        f'<script type="application/json">{_tooltips_json(chart, lines, across)}</script>'
         + (f'<p class="note">{escape(note)}</p>' if note else "")
         + "</figure>"
     )
 
 
-def _stack(drawn: list[_DrawnSeries]) -> list[_DrawnSeries]:
+def _stack(lines: list[_DrawnSeries]) -> list[_DrawnSeries]:
     """Stack the lines on top of one another, in their order; they share their steps."""
-    base = [0.0] * len(drawn[0].points)
+    base = [0.0] * len(lines[0].points)
     stacked = []
-    for one in drawn:
-        stacked.append(_DrawnSeries(one.series, one.points, base))
+    for line in lines:
+        stacked.append(_DrawnSeries(line.series, line.points, base))
         base = [
             at + (bucket.mean if math.isfinite(bucket.mean) else 0.0)
-            for at, bucket in zip(base, one.points, strict=True)
+            for at, bucket in zip(base, line.points, strict=True)
         ]
     return stacked
 
 
-def _linear_axis(chart: Chart, drawn: list[_DrawnSeries]) -> tuple[AxisScale, str]:
+def _linear_axis(chart: Chart, lines: list[_DrawnSeries]) -> tuple[AxisScale, str]:
     """Return the vertical scale, and a sentence about values above it; empty without any."""
     if not chart.stacked:
-        values = [v for one in drawn for b in one.points for v in (b.low, b.high) if math.isfinite(v)]
+        values = [v for line in lines for b in line.points for v in (b.low, b.high) if math.isfinite(v)]
         low, high = linear_range(values + [value for _, value in chart.horizontal_lines], chart.from_zero)
         return AxisScale(low, high, HEIGHT - BOTTOM, TOP), ""
-    top = drawn[-1]
+    top = lines[-1]
     pairs = zip(top.base, top.points, strict=True)
     totals = [at + (bucket.mean if math.isfinite(bucket.mean) else 0.0) for at, bucket in pairs]
-    usual = sorted(totals)[int(0.95 * (len(totals) - 1))]
-    above = [index for index, total in enumerate(totals) if total > OUTLIER_FACTOR * usual > 0]
-    kept = [total for index, total in enumerate(totals) if index not in set(above)]
+    percentile = sorted(totals)[int(0.95 * (len(totals) - 1))]
+    outliers = [index for index, total in enumerate(totals) if total > OUTLIER_FACTOR * percentile > 0]
+    inliers = [total for index, total in enumerate(totals) if index not in set(outliers)]
     outside = ""
-    if above:
-        highest = max(above, key=lambda index: totals[index])
+    if outliers:
+        highest = max(outliers, key=lambda index: totals[index])
         outside = (
-            f"{len(above)} above the chart, the highest at {_step_text(top.points[highest])}: "
+            f"{len(outliers)} above the chart, the highest at {_step_text(top.points[highest])}: "
             f"{chart.value_text(totals[highest])}."
         )
-    return AxisScale(*linear_range(kept, True), HEIGHT - BOTTOM, TOP), outside
+    return AxisScale(*linear_range(inliers, True), HEIGHT - BOTTOM, TOP), outside
 
 
 def _drawing(
     chart: Chart,
-    drawn: list[_DrawnSeries],
+    lines: list[_DrawnSeries],
     x_scale: AxisScale,
     y_scale: AxisScale,
     shows_markers: bool,
@@ -183,8 +185,8 @@ def _drawing(
         parts.append(
             f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{escape(chart.axis_text(tick))}</text>'
         )
-    whole = [tick for tick in x_scale.ticks() if tick == int(tick)]
-    for tick in whole if chart.x_ticks is None else chart.x_ticks:
+    integer_ticks = [tick for tick in x_scale.ticks() if tick == int(tick)]
+    for tick in integer_ticks if chart.x_ticks is None else chart.x_ticks:
         parts.append(
             f'<text x="{x_scale(tick):.1f}" y="{HEIGHT - 8}" text-anchor="middle">'
             f"{escape(chart.x_text(tick))}</text>"
@@ -194,27 +196,27 @@ def _drawing(
             parts.append(f'<path class="{escape(css)}" d="M{x_scale(step):.1f} {TOP}V{HEIGHT - BOTTOM}"/>')
     for name, value in chart.horizontal_lines:
         y = y_scale(value)
-        above = any(bucket.high >= value for one in drawn for bucket in one.points)
-        label = y + 15 if above else y - 5  # on the side where the line is not
+        label_is_below = any(bucket.high >= value for line in lines for bucket in line.points)
+        label = y + 15 if label_is_below else y - 5  # on the side where the line is not
         parts.append(f'<path class="limit" d="M{LEFT} {y:.1f}H{chart.width - RIGHT}"/>')
         parts.append(
             f'<text class="limit" x="{chart.width - RIGHT - 4}" y="{label:.1f}" text-anchor="end">'
             f"{escape(name)}</text>"
         )
-    for one in drawn:
+    for line in lines:
         if chart.stacked:
-            parts.append(_bars(one, x_scale, y_scale) if shows_markers else _area(one, x_scale, y_scale))
+            parts.append(_bars(line, x_scale, y_scale) if shows_markers else _area(line, x_scale, y_scale))
         else:
-            parts.append(_line(one, x_scale, y_scale, shows_markers))
+            parts.append(_line(line, x_scale, y_scale, shows_markers))
     parts.append('<path class="cursor" d=""/></svg>')
     return "".join(parts)
 
 
-def _line(one: _DrawnSeries, x_scale: AxisScale, y_scale: AxisScale, few: bool) -> str:
+def _line(line: _DrawnSeries, x_scale: AxisScale, y_scale: AxisScale, has_markers: bool) -> str:
     """Draw the mean as a line; where buckets hold several values, their range as a band behind it."""
-    colour = one.series.colour
+    colour = line.series.colour
     parts = []
-    for finite, run in groupby(one.points, key=lambda bucket: math.isfinite(bucket.mean)):
+    for finite, run in groupby(line.points, key=lambda bucket: math.isfinite(bucket.mean)):
         buckets = list(run)
         if not finite:
             continue
@@ -224,37 +226,37 @@ def _line(one: _DrawnSeries, x_scale: AxisScale, y_scale: AxisScale, few: bool) 
             low = [f"{x_scale(b.center):.1f},{y_scale(b.low):.1f}" for b in reversed(buckets)]
             parts.append(f'<polygon class="band c{colour}" points="{" ".join(high + low)}"/>')
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        if one.series.draws_line:
+        if line.series.draws_line:
             parts.append(f'<polyline class="line c{colour}" points="{path}"/>')
-        if few or one.series.marks_all_points or len(points) == 1:
+        if has_markers or line.series.marks_all_points or len(points) == 1:
             parts.extend(
                 f'<circle class="dot c{colour}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in points
             )
     return "".join(parts)
 
 
-def _bars(one: _DrawnSeries, x_scale: AxisScale, y_scale: AxisScale) -> str:
-    count = len(one.points)
+def _bars(line: _DrawnSeries, x_scale: AxisScale, y_scale: AxisScale) -> str:
+    count = len(line.points)
     width = min((x_scale.end - x_scale.start) / count * 0.7, 60)
     rectangles = []
-    for bucket, base in zip(one.points, one.base, strict=True):
+    for bucket, base in zip(line.points, line.base, strict=True):
         if bucket.mean > 0:
             bottom, top = max(y_scale(base), TOP), max(y_scale(base + bucket.mean), TOP)
             x = x_scale(bucket.center) - width / 2
             rectangles.append(
                 f'<rect x="{x:.1f}" y="{top:.1f}" width="{width:.1f}" height="{bottom - top:.1f}"/>'
             )
-    return f'<g class="area c{one.series.colour}">{"".join(rectangles)}</g>'
+    return f'<g class="area c{line.series.colour}">{"".join(rectangles)}</g>'
 
 
-def _area(one: _DrawnSeries, x_scale: AxisScale, y_scale: AxisScale) -> str:
+def _area(line: _DrawnSeries, x_scale: AxisScale, y_scale: AxisScale) -> str:
     upper, lower = [], []
-    for bucket, base in zip(one.points, one.base, strict=True):
+    for bucket, base in zip(line.points, line.base, strict=True):
         share = bucket.mean if math.isfinite(bucket.mean) else 0.0
         x = x_scale(bucket.center)
         upper.append(f"{x:.1f},{max(y_scale(base + share), TOP):.1f}")
         lower.append(f"{x:.1f},{max(y_scale(base), TOP):.1f}")
-    return f'<polygon class="area c{one.series.colour}" points="{" ".join(upper + lower[::-1])}"/>'
+    return f'<polygon class="area c{line.series.colour}" points="{" ".join(upper + lower[::-1])}"/>'
 
 
 def _legend(chart: Chart) -> str:
@@ -264,20 +266,20 @@ def _legend(chart: Chart) -> str:
     return f'<span class="legend">{"".join(keys)}</span>'
 
 
-def _tooltips_json(chart: Chart, drawn: list[_DrawnSeries], x_scale: AxisScale) -> str:
+def _tooltips_json(chart: Chart, lines: list[_DrawnSeries], x_scale: AxisScale) -> str:
     """Return hover positions and texts as JSON, one entry per step or bucket with a value."""
     name = chart.tooltip_text or _step_text
     entries: dict[float, tuple[str, list[str]]] = {}
-    for one in drawn:
-        for bucket in one.points:
+    for line in lines:
+        for bucket in line.points:
             _, texts = entries.setdefault(round(x_scale(bucket.center), 1), (name(bucket), []))
             if math.isfinite(bucket.mean):
-                text = f"{one.series.name} {chart.value_text(bucket.mean)}"
+                text = f"{line.series.name} {chart.value_text(bucket.mean)}"
                 if bucket.low != bucket.high:
                     text += f" ({chart.value_text(bucket.low)} to {chart.value_text(bucket.high)})"
                 texts.append(text)
             else:
-                texts.append(f"{one.series.name}: no finite number")
+                texts.append(f"{line.series.name}: no finite number")
     points = [[x, step, *texts] for x, (step, texts) in sorted(entries.items())]
     return json.dumps(points, ensure_ascii=False).replace("<", "\\u003c")
 

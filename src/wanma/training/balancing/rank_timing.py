@@ -20,7 +20,7 @@ class RankTimingReporter:
     """
 
     def __init__(self, plan: Plan, parallel_mesh: ParallelMesh, control: SupervisorClient) -> None:
-        self._plan, self._data_rank, self._tell = plan, parallel_mesh.data_rank, control.report_work_time
+        self._plan, self._data_rank, self._report = plan, parallel_mesh.data_rank, control.report_work_time
         self._pipeline_rank = parallel_mesh.coordinate("pp")
         splits_no_sample = plan.tp == plan.cp == 1 and rank_timing_obstacle(plan) is None
         self._reports_compute = plan.device == "cpu" or splits_no_sample
@@ -42,7 +42,7 @@ class RankTimingReporter:
         if global_batch != self._global_batch:
             self._global_batch, self._share = global_batch, self._share_of(global_batch)
         compute = compute_seconds / self._share if self._reports_compute else 0.0
-        self._tell(self._pipeline_rank, phases["data"], compute)
+        self._report(self._pipeline_rank, phases["data"], compute)
 
     def _share_of(self, global_batch: int) -> float:
         """Return this rank's samples over the mean of the data ranks, where the batch does not divide evenly.

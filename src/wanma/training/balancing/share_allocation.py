@@ -108,7 +108,7 @@ def recent_step_seconds(seconds: Sequence[float]) -> float:
     later = [seconds[max(end - size, 0) : end] for end in range(len(seconds), 0, -size)][
         : WINDOW_QUARTERS - 1
     ]
-    return median(mean(one) for one in later) if later else 0.0
+    return median(mean(point) for point in later) if later else 0.0
 
 
 class LoadBalancer:

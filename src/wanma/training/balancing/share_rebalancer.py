@@ -81,20 +81,20 @@ class ShareRebalancer:
         self.plan = plan
         self.messages: list[str] = []
         self._job, self._parallel_mesh, self._state = job, parallel_mesh, state
-        self._moves = job.parallel.batch_share_schedule
+        self._schedule = job.parallel.batch_share_schedule
         if (
-            self._moves and len(self._moves[0][1]) != plan.data_parallel_size
+            self._schedule and len(self._schedule[0][1]) != plan.data_parallel_size
         ):  # the run has grown or shrunk since
-            self._moves = []
+            self._schedule = []
             self.messages.append(
                 f"parallel.batch_share_schedule is ignored: the run now has {plan.data_parallel_size} "
                 "data ranks"
             )
         self._is_enabled = is_load_balancing(job, plan)
         self._granularity = share_granularity(job, plan, parallel_model)
-        if self._moves:
+        if self._schedule:
             self._set_shares(
-                next((tuple(shares) for step, shares in reversed(self._moves) if step <= state.step), None)
+                next((tuple(shares) for step, shares in reversed(self._schedule) if step <= state.step), None)
             )
         elif state.share_changes:
             self._set_shares(self._restored_shares())
@@ -107,27 +107,27 @@ class ShareRebalancer:
     def record_compute(self, seconds: float) -> None:
         """Note the compute seconds of this rank in the current step; called before `local_timings`."""
         if self._is_enabled:
-            self._work.append(seconds)
+            self._work_seconds.append(seconds)
 
     def record_step(self, phases: Mapping[str, float], seconds: float) -> None:
         """Note the other seconds of a recorded step; they count as independent of its rows."""
         if not self._is_enabled:
             return
         if self._parallel_mesh.device.type == "cpu":  # elsewhere the host has only queued the update
-            self._fixed.append(phases["optimizer"] + phases["data"])
-        self._wall.append(seconds)
+            self._fixed_seconds.append(phases["optimizer"] + phases["data"])
+        self._wall_seconds.append(seconds)
 
     def local_timings(self) -> tuple[float, ...]:
         """Return the numbers that this rank adds to the step's all-reduce; empty between windows."""
-        if not self._is_enabled or len(self._work) < self._window:
+        if not self._is_enabled or len(self._work_seconds) < self._window:
             return ()
         world, rank = self.plan.world_size, self._parallel_mesh.rank
         timings = [0.0] * (2 * world + 1)
         timings[rank], timings[world + rank] = (
-            recent_step_seconds(self._work),
-            recent_step_seconds(self._fixed),
+            recent_step_seconds(self._work_seconds),
+            recent_step_seconds(self._fixed_seconds),
         )
-        timings[-1] = recent_step_seconds(self._wall) / world
+        timings[-1] = recent_step_seconds(self._wall_seconds) / world
         return tuple(timings)
 
     def decide(self, sums: Sequence[float]) -> Rebalance | None:
@@ -137,7 +137,7 @@ class ShareRebalancer:
         rows = self.plan.rows_per_data_rank(global_batch_size(self._job.train, self._state.step))
         paces = self._rank_speeds(sums, rows)
         self._window = max(MIN_WINDOW_STEPS, math.ceil(MIN_WINDOW_SECONDS / max(sums[-1], 1e-6)))
-        if len(self._work) < self._window:  # steps are shorter than expected: the window continues
+        if len(self._work_seconds) < self._window:  # steps are shorter than expected: the window continues
             return None
         self._reset_window()
         return self._load_balancer.evaluate_window(paces, rows, self._granularity)
@@ -146,7 +146,7 @@ class ShareRebalancer:
         """Move the shares after a step, if that was decided or listed and the shares are possible."""
         step = self._state.step
         before = tuple(self.plan.rows_per_data_rank(global_batch_size(self._job.train, step - 1)))
-        listed = next((tuple(shares) for at, shares in self._moves if at == step), None)
+        listed = next((tuple(shares) for at, shares in self._schedule if at == step), None)
         if listed is not None:
             self._set_shares(listed)
             return ShareChange(step, listed, before, "parallel.batch_share_schedule")
@@ -210,9 +210,9 @@ class ShareRebalancer:
             self.plan = self.plan.with_changes(batch_shares=shares)
 
     def _reset_window(self) -> None:
-        self._work: list[float] = []
-        self._fixed: list[float] = []
-        self._wall: list[float] = []
+        self._work_seconds: list[float] = []
+        self._fixed_seconds: list[float] = []
+        self._wall_seconds: list[float] = []
         """Seconds of each step since the last window."""
 
 

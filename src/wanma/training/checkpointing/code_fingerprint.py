@@ -135,11 +135,11 @@ def _function_texts(function: FunctionType, visited: set[int]) -> Iterator[str]:
 
 def _class_texts(kind: type, visited: set[int]) -> Iterator[str]:
     """Yield the methods and plain attributes of a class and of those of its bases that are the user's."""
-    for one in kind.__mro__:
-        if _is_library_class(one) or id(one) in visited:
+    for base in kind.__mro__:
+        if _is_library_class(base) or id(base) in visited:
             continue
-        visited.add(id(one))
-        for name, value in sorted(vars(one).items()):
+        visited.add(id(base))
+        for name, value in sorted(vars(base).items()):
             plain: Any = value.__func__ if isinstance(value, staticmethod | classmethod) else value
             plain = plain.fget if isinstance(plain, property) else plain
             is_plain = isinstance(plain, bool | int | float | str) and not name.startswith("__")
@@ -162,7 +162,7 @@ def _code_texts(code: CodeType, docstring: str | None) -> Iterator[str]:
 
 def _names(code: CodeType) -> set[str]:
     """Return the global names and attributes that a function and those inside it use."""
-    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return set(code.co_names).union(*map(_names, inner))
 
 

@@ -76,13 +76,13 @@ def split_compression_state(
         before, now = saved[shared[0]].shape[0], tensors[shared[0]].shape[0]
         notes.append(f"gradient compression: error feedback of {before} ranks redistributed to {now} ranks")
     if dropped:
-        rest = (
+        others = (
             f" and {len(dropped) - _MAX_NAMES_IN_MESSAGE} more"
             if len(dropped) > _MAX_NAMES_IN_MESSAGE
             else ""
         )
         notes.append(
-            f"gradient compression: error feedback of {', '.join(dropped[:_MAX_NAMES_IN_MESSAGE])}{rest} "
+            f"gradient compression: error feedback of {', '.join(dropped[:_MAX_NAMES_IN_MESSAGE])}{others} "
             "is dropped: the compression of these parameters no longer keeps any"
         )
     return loadable, unloadable, notes

@@ -277,7 +277,7 @@ class InMemoryCheckpoints:
         except WanmaError as error:
             self._record_failure(error)
         reason = self._failure.message if self._failure is not None else None
-        return all(one is None for one in self._gather_reasons(reason))
+        return all(text is None for text in self._gather_reasons(reason))
 
     def checkpoint_if_save_failed(self, failed: bool) -> None:
         """Make an in-memory checkpoint if any rank's last save on disk failed; all ranks call it."""

@@ -32,10 +32,10 @@ class AdaptiveInterval:
             step_seconds: seconds of a step without one.
             min_steps: shortest interval in steps, at any cost.
         """
-        needed = max(interval_steps(cost_seconds, step_seconds), min_steps)
-        if self.steps is not None and self.steps / 2 <= needed <= self.steps:
+        min_interval = max(interval_steps(cost_seconds, step_seconds), min_steps)
+        if self.steps is not None and self.steps / 2 <= min_interval <= self.steps:
             return False
-        before, self.steps = self.steps, max(round(_INTERVAL_MARGIN * needed), 1)
+        before, self.steps = self.steps, max(round(_INTERVAL_MARGIN * min_interval), 1)
         return self.steps != before
 
 
@@ -52,7 +52,7 @@ class ReplicationCost:
         """Number of steps without an exchange since the newest one."""
         self.has_new_cost = False
         """True if an exchange ended in the newest step."""
-        self._ended: deque[tuple[float, int]] = deque(maxlen=COST_HISTORY)
+        self._completed: deque[tuple[float, int]] = deque(maxlen=COST_HISTORY)
         """Seconds and number of the steps beside each of the newest exchanges."""
         self._count: int | None = None
         """Number of steps so far beside the current exchange; None without one."""
@@ -77,7 +77,7 @@ class ReplicationCost:
         self._count += 1
         self._seconds += seconds
         if not is_pending:
-            self._ended.append((self._seconds, self._count))
+            self._completed.append((self._seconds, self._count))
             self._count, self.has_new_cost = None, True
         return True
 
@@ -94,10 +94,10 @@ class ReplicationCost:
 
         Of each exchange all steps count: over a slow link some may be much longer, and most not at all.
         """
-        if not self._ended or step_seconds <= 0:
+        if not self._completed or step_seconds <= 0:
             return 0.0
-        longer = median(seconds - steps * step_seconds for seconds, steps in self._ended)
-        steps = median(steps for _, steps in self._ended)
+        longer = median(seconds - steps * step_seconds for seconds, steps in self._completed)
+        steps = median(steps for _, steps in self._completed)
         return longer if longer > (_SIGNIFICANT_SLOWDOWN - 1) * step_seconds * steps else 0.0
 
     @property
@@ -107,7 +107,7 @@ class ReplicationCost:
         A step beside one may then be longer by up to `_SIGNIFICANT_SLOWDOWN`: only so many of all steps are
         beside one.
         """
-        if not self._ended:
+        if not self._completed:
             return 1
-        steps = median(steps for _, steps in self._ended)
+        steps = median(steps for _, steps in self._completed)
         return math.ceil(round(steps * (_SIGNIFICANT_SLOWDOWN - 1) / MAX_OVERHEAD_SHARE, 6))

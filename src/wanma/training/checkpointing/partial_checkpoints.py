@@ -98,7 +98,7 @@ def _assemble(folder: Path, key: InMemoryCheckpointKey, share: dict[int, str], w
                 restore_steps(RunDirectory(worker.run_directory), key.step)
     except WanmaError as error:
         problem = error.message
-    problems = [one for one in _all_gather_objects(problem, worker) if one is not None]
+    problems = [text for text in _all_gather_objects(problem, worker) if text is not None]
     if problems:
         raise WanmaError(
             f"the in-memory checkpoint of step {key.step:,} was written to disk in parts on the nodes, "

@@ -200,7 +200,7 @@ def _require_no_differences(
     extra = sorted(weights.files.keys() - set(matched_tensors))
     differences = [*differences, *(f"{tensor}: not in this model" for tensor in extra)]
     if differences:
-        rest = (
+        omitted_line = (
             [f"and {len(differences) - _MAX_DIFFERENCES_IN_MESSAGE} more"]
             if len(differences) > _MAX_DIFFERENCES_IN_MESSAGE
             else []
@@ -214,7 +214,7 @@ def _require_no_differences(
             )
         raise WanmaError(
             f"checkpoint.start_from = '{folder}' does not match the model {model} of the job:\n    "
-            + "\n    ".join(differences[:_MAX_DIFFERENCES_IN_MESSAGE] + rest),
+            + "\n    ".join(differences[:_MAX_DIFFERENCES_IN_MESSAGE] + omitted_line),
             way_out,
             EXIT_USAGE,
         )

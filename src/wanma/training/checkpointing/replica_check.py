@@ -67,8 +67,8 @@ class ReplicaCheck:
         if not self._is_enabled or step == self._compared_step:
             return
         tensors = {
-            name: one
-            for name, one in self._state.checkpoint_tensors().items()
+            name: tensor
+            for name, tensor in self._state.checkpoint_tensors().items()
             if name not in self._excluded_names
         }
         groups = self._replica_hasher.hash_groups(tensors)
@@ -124,18 +124,18 @@ def replica_mismatch_error(
     outliers = sorted({rank for difference in differences for rank in difference.outlier_ranks})
     undecided = {
         rank
-        for one in differences
-        if not one.outlier_ranks
-        for ranks in one.ranks_by_content
+        for mismatch in differences
+        if not mismatch.outlier_ranks
+        for ranks in mismatch.ranks_by_content
         for rank in ranks
     }
-    names = ", ".join(one.name for one in differences[:_MAX_NAMES_IN_MESSAGE])
-    rest = (
+    names = ", ".join(mismatch.name for mismatch in differences[:_MAX_NAMES_IN_MESSAGE])
+    others = (
         f" and {len(differences) - _MAX_NAMES_IN_MESSAGE:,} more"
         if len(differences) > _MAX_NAMES_IN_MESSAGE
         else ""
     )
-    values = f"their values of {names}{rest} differ"
+    values = f"their values of {names}{others} differ"
     if outliers:
         subject = f"rank{'s' if len(outliers) > 1 else ''} {named(outliers)}"
         verb = "differ" if len(outliers) > 1 else "differs"

@@ -274,8 +274,8 @@ def _restore_checkpoint(
     frozen = set(state.parallel_model.parameter_names).difference(state.parallel_model.trainable_names)
     synchronization = plan.synchronization
     sites = plan.sites if synchronization is not None and synchronization.has_local_weights else None
-    of_sites, note = ignored_site_tensors(saved, tensors, sites)
-    names_on_other_ranks += of_sites
+    site_names, note = ignored_site_tensors(saved, tensors, sites)
+    names_on_other_ranks += site_names
     notes = [f"{checkpoint_name}: {note}"] if note else []
     if averages and state.weight_average is None:
         names_on_other_ranks += averages
@@ -321,8 +321,8 @@ def _low_precision_frozen_names(tensors: Mapping[str, Tensor]) -> set[str]:
     """Return the names of frozen weights that are kept in 16 bits here, and in fp32 by older checkpoints."""
     return {
         name
-        for name, one in tensors.items()
-        if name.startswith("model.") and one.dtype in LOW_PRECISION_DTYPES
+        for name, tensor in tensors.items()
+        if name.startswith("model.") and tensor.dtype in LOW_PRECISION_DTYPES
     }
 
 
@@ -430,21 +430,21 @@ def _load_weights_of_run(state: TrainingState, path: Path, plan: Plan) -> list[s
     fills = {n: t for n, t in weights.items() if n in saved or not is_lora_parameter(n)}
     load_tensors(path, fills, strict=False, allow_cast=True)
     notes = []
-    if narrow := sorted(
+    if rounded := sorted(
         n
         for n, t in fills.items()
         if entries[n].dtype in _LOW_PRECISION_DTYPES and t.dtype not in LOW_PRECISION_DTYPES
     ):
-        rest = f" and {len(narrow) - 1} more" if len(narrow) > 1 else ""
+        others = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
         notes.append(
-            f"{narrow[0]}{rest} were saved in {entries[narrow[0]].dtype}: their initial values have only "
+            f"{rounded[0]}{others} were saved in {entries[rounded[0]].dtype}: their initial values have only "
             "that precision"
         )
-    rest = f" and {len(unused) - _MAX_NAMES_IN_MESSAGE} more" if len(unused) > _MAX_NAMES_IN_MESSAGE else ""
+    others = f" and {len(unused) - _MAX_NAMES_IN_MESSAGE} more" if len(unused) > _MAX_NAMES_IN_MESSAGE else ""
     if unused:
         notes.append(
             "tensors that this model does not have are not loaded: "
-            f"{', '.join(unused[:_MAX_NAMES_IN_MESSAGE])}{rest}"
+            f"{', '.join(unused[:_MAX_NAMES_IN_MESSAGE])}{others}"
         )
     return notes
 

@@ -176,9 +176,11 @@ def check_identity(
     if not is_over and _seed(saved.weights) != _seed(current.weights):
         return merged, []
     if is_over or (saved.seeded and current.seeded):
-        of_factory = bool(_seed(current.weights))
+        is_from_factory = bool(_seed(current.weights))
         hint = (
-            "model.factory, train.seed" if of_factory else "call torch.manual_seed before the model is built"
+            "model.factory, train.seed"
+            if is_from_factory
+            else "call torch.manual_seed before the model is built"
         )
         raise WanmaError(
             f"{checkpoint_name} is of a model with other initial weights than this one"

@@ -95,9 +95,9 @@ class TrainingState:
         weights = self.weight_tensors()
         optimizer: dict[str, Tensor] = {}
         average: dict[str, Tensor] = {}
-        for key, of_parameters in self.named_optimizer.state_by_kind().items():
+        for key, state_by_name in self.named_optimizer.state_by_kind().items():
             optimizer |= {
-                f"optimizer.{n}.{key}": t for n, t in self._without_tied_copies(of_parameters).items()
+                f"optimizer.{n}.{key}": t for n, t in self._without_tied_copies(state_by_name).items()
             }
         if self.weight_average is not None:
             average = {
@@ -140,8 +140,8 @@ class TrainingState:
         """
         ties = self.parallel_model.tied_weights
         ties.broadcast_values(dict(self.parallel_model.named_parameters()))
-        for _, of_parameters in sorted(self.named_optimizer.state_by_kind().items()):
-            ties.broadcast_values(of_parameters)
+        for _, state_by_name in sorted(self.named_optimizer.state_by_kind().items()):
+            ties.broadcast_values(state_by_name)
         if self.weight_average is not None:
             ties.broadcast_values(self.weight_average.tensors)
 

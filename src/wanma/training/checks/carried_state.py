@@ -195,8 +195,8 @@ def _with_company(x: Tensor) -> Tensor:
     """Return a sample, (1, ...), with another made of it: reversed and scaled; flags stay as they are."""
     if x.dtype == torch.bool:
         return torch.cat([x, x])
-    other = x.flip(-1) if x.ndim > 1 else x
-    return torch.cat([x, other * 0.9 if x.is_floating_point() else other])
+    companion = x.flip(-1) if x.ndim > 1 else x
+    return torch.cat([x, companion * 0.9 if x.is_floating_point() else companion])
 
 
 class _UnsupportedRowsError(Exception):

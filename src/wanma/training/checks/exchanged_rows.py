@@ -40,12 +40,14 @@ class ExchangedRows(TorchDispatchMode):
 
     def __init__(self, rows: int, tensors: Iterable[Tensor], device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        half = rows // 2
-        self.rows, self._half = rows, half
-        first, second, odd_row = torch.arange(rows, device=device).split([half, half, rows - 2 * half])
+        half_rows = rows // 2
+        self.rows, self._half_rows = rows, half_rows
+        first, second, odd_row = torch.arange(rows, device=device).split(
+            [half_rows, half_rows, rows - 2 * half_rows]
+        )
         self.halves = tuple(
-            torch.cat([one, other, odd_row])
-            for one, other in ((second, first), (first, first), (second, second))
+            torch.cat([first_half, second_half, odd_row])
+            for first_half, second_half in ((second, first), (first, first), (second, second))
         )
         self.is_active = True
         """Flag, false in the model, where a sample's output is known to depend on no other sample."""
@@ -175,12 +177,12 @@ class ExchangedRows(TorchDispatchMode):
     def _depends_on_own_sample_only(self, tensor: Tensor, exchanged: list[Tensor]) -> bool:
         """Return whether each row depends on its own sample and its position alone."""
         second_first, first_first, second_second = exchanged
-        half = self._half
+        half_rows = self._half_rows
         return (
-            _equal(tensor[:half], first_first[:half])
-            and _equal(second_first[:half], second_second[:half])
-            and _equal(tensor[half : 2 * half], second_second[half : 2 * half])
-            and _equal(second_first[half : 2 * half], first_first[half : 2 * half])
+            _equal(tensor[:half_rows], first_first[:half_rows])
+            and _equal(second_first[:half_rows], second_second[:half_rows])
+            and _equal(tensor[half_rows : 2 * half_rows], second_second[half_rows : 2 * half_rows])
+            and _equal(second_first[half_rows : 2 * half_rows], first_first[half_rows : 2 * half_rows])
         )
 
 

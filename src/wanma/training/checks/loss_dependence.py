@@ -142,19 +142,19 @@ def _couples(losses: Tensor, outputs: list[Tensor]) -> bool:
     outputs = [output for output in outputs if len(output) == rows]
     if rows < 2 or not outputs:
         return False
-    half = rows // 2
+    half_rows = rows // 2
     try:
-        reached = _reaches(losses[:half], outputs, slice(half, None)) or _reaches(
-            losses[half:], outputs, slice(half)
+        reaches_other_half = _reaches(losses[:half_rows], outputs, slice(half_rows, None)) or _reaches(
+            losses[half_rows:], outputs, slice(half_rows)
         )
-        if not reached:
+        if not reaches_other_half:
             return False
         gradients = torch.autograd.grad(losses.sum(), outputs, create_graph=True, allow_unused=True)
-        halves = [gradient[:half].flatten() for gradient in gradients if gradient is not None]
+        halves = [gradient[:half_rows].flatten() for gradient in gradients if gradient is not None]
         # No constants: the rows of a softmax's derivative add up to zero.
         weighed = [half @ torch.arange(len(half), device=half.device).cos().to(half.dtype) for half in halves]
         total = torch.stack(weighed).sum()
-        return total.requires_grad and _reaches(total.view(1), outputs, slice(half, None))
+        return total.requires_grad and _reaches(total.view(1), outputs, slice(half_rows, None))
     except RuntimeError:  # a graph that is made to be gone through once, or has no second derivative
         return False
 

@@ -131,14 +131,14 @@ def _compare(trainer: Trainer, batch: Batch, passes: _LossPasses) -> tuple[bool,
     Returns:
         None where a user's code does not take so many rows.
     """
-    plan, half = trainer.plan, batch.rows // 2
+    plan, half_rows = trainer.plan, batch.rows // 2
     rows = torch.arange(batch.rows, device=batch.samples.device)
-    first, second, odd_row = rows.split([half, half, batch.rows - 2 * half])
+    first, second, odd_row = rows.split([half_rows, half_rows, batch.rows - 2 * half_rows])
     if plan.pp > 1:
         passes.run(batch, rows)  # before the first, stages are run once more, to tell each other their shapes
     sums = [
-        passes.run(batch, torch.cat([one, other, odd_row]))
-        for one, other in ((first, second), (second, first), (first, first), (second, second))
+        passes.run(batch, torch.cat([first_half, second_half, odd_row]))
+        for first_half, second_half in ((first, second), (second, first), (first, first), (second, second))
     ]
     if sums[0] is None:
         return None
@@ -146,9 +146,9 @@ def _compare(trainer: Trainer, batch: Batch, passes: _LossPasses) -> tuple[bool,
     by_content = is_coupled_by_content((ab, ba), (aa, bb), plan)
     if plan.pp > 1:
         return by_content, False
-    together = passes.run(batch, rows[: 2 * half]) if len(odd_row) else ab
-    parts = passes.run(batch, first), passes.run(batch, second, start=half)
-    by_number = _differ((together,), parts, _OTHER_SHAPE_TOLERANCE)
+    whole_sums = passes.run(batch, rows[: 2 * half_rows]) if len(odd_row) else ab
+    parts = passes.run(batch, first), passes.run(batch, second, start=half_rows)
+    by_number = _differ((whole_sums,), parts, _OTHER_SHAPE_TOLERANCE)
     if any_rank(by_number, trainer):  # or by draws that no sample keys
         by_number = by_number and not _differ(
             parts[:1], (passes.run(batch, first, seed=1),), _SAME_SHAPE_TOLERANCE

@@ -38,17 +38,17 @@ class SavedState:
         self._tensors = [
             (tensor, local_tensor(tensor).detach().clone()) for tensor in _tensors_to_save(saved_modules)
         ]
-        self._places = {
+        self._owners = {
             f"{path}.{name}" if path else name: (module, name)
             for root in roots
             for path, module in root.named_modules()
             for name in (*module._parameters, *module._buffers)
         }
-        self._names = [(module, dict(module._buffers), module.training) for module in saved_modules]
+        self._module_states = [(module, dict(module._buffers), module.training) for module in saved_modules]
         parameters = _unique(
             parameter for module in saved_modules for parameter in module._parameters.values()
         )
-        self._trained = [(parameter, parameter.requires_grad) for parameter in parameters]
+        self._gradient_flags = [(parameter, parameter.requires_grad) for parameter in parameters]
         plain_objects = [module for module in other_objects if not isinstance(module, nn.Module)]
         user_objects = [module for module in (*saved_modules, *plain_objects) if is_user_object(module)]
         self._attributes = [(user_object, _copied(vars(user_object))) for user_object in user_objects]
@@ -58,9 +58,9 @@ class SavedState:
     def changes(self) -> dict[str, Tensor]:
         """Return this rank's parts of the parameters and buffers that have changed, by name."""
         values = {id(tensor): value for tensor, value in self._tensors}
-        buffers = {id(module): saved for module, saved, _ in self._names}
+        buffers = {id(module): saved for module, saved, _ in self._module_states}
         changed: dict[str, Tensor] = {}
-        for full_name, (module, name) in self._places.items():
+        for full_name, (module, name) in self._owners.items():
             current = module._parameters.get(name, module._buffers.get(name))
             saved = buffers[id(module)].get(name, current)
             value = values.get(id(saved))
@@ -78,20 +78,20 @@ class SavedState:
 
     @torch.no_grad()
     def restore(self) -> None:
-        for module, buffers, training in self._names:
+        for module, buffers, training in self._module_states:
             module._buffers.clear()
             module._buffers.update(buffers)
             module.training = training
-        for parameter, is_trained in self._trained:
+        for parameter, is_trained in self._gradient_flags:
             parameter.requires_grad_(is_trained)
         for tensor, value in self._tensors:
             _write(local_tensor(tensor), value)
         for user_object, attributes in self._attributes:
             _restore(user_object, attributes)
-        of_torch, of_numpy, of_python = self._generators
-        restore_random_state(of_torch)
-        np.random.set_state(of_numpy)
-        random.setstate(of_python)
+        torch_state, numpy_state, python_state = self._generators
+        restore_random_state(torch_state)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
 
 
 @contextmanager
@@ -111,14 +111,14 @@ def _tensors_to_save(modules: list[nn.Module]) -> list[Tensor]:
 
     Frozen parameters that are far more than the trained ones are a base of adapters: no forward changes them.
     """
-    parameters = _unique(parameter for one in modules for parameter in one._parameters.values())
+    parameters = _unique(parameter for module in modules for parameter in module._parameters.values())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     are_frozen_small = _bytes(frozen) <= _bytes(trained) + _SMALL_BYTES
     return [
         *trained,
         *(frozen if are_frozen_small else ()),
-        *_unique(buffer for one in modules for buffer in one._buffers.values()),
+        *_unique(buffer for module in modules for buffer in module._buffers.values()),
     ]
 
 
@@ -145,8 +145,8 @@ def _content(value: Any) -> Any:
     return copy.copy(value) if type(value) in (list, dict, set, deque) else None
 
 
-def _restore(one: object, attributes: dict[str, tuple[Any, Any]]) -> None:
-    now = vars(one)
+def _restore(user_object: object, attributes: dict[str, tuple[Any, Any]]) -> None:
+    now = vars(user_object)
     for name in now.keys() - attributes.keys() - MODULE_ATTRIBUTES:
         del now[name]
     for name, (value, content) in attributes.items():
@@ -162,8 +162,8 @@ def _restore(one: object, attributes: dict[str, tuple[Any, Any]]) -> None:
             (value.extend if isinstance(value, list | deque) else value.update)(content)
 
 
-def _is_changed(one: object, attributes: dict[str, tuple[Any, Any]]) -> bool:
-    now = {name: value for name, value in vars(one).items() if name not in MODULE_ATTRIBUTES}
+def _is_changed(user_object: object, attributes: dict[str, tuple[Any, Any]]) -> bool:
+    now = {name: value for name, value in vars(user_object).items() if name not in MODULE_ATTRIBUTES}
     if now.keys() != attributes.keys():
         return True
     for name, (value, content) in attributes.items():

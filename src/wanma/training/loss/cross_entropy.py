@@ -75,7 +75,7 @@ class _CrossEntropySum(torch.autograd.Function):
         ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None, overwrite: bool
     ) -> Tensor:
         precise = torch.promote_types(logits.dtype, torch.float32)
-        column, is_here = _local_targets(targets, logits.shape[1], group)
+        column, is_local = _local_targets(targets, logits.shape[1], group)
         normalizers = torch.empty(len(targets), dtype=precise, device=logits.device)
         chosen = torch.empty_like(normalizers)
         for rows in _blocks(logits):
@@ -84,23 +84,23 @@ class _CrossEntropySum(torch.autograd.Function):
             torch.gather(block, 1, column[rows].unsqueeze(1), out=chosen[rows].unsqueeze(1))
         if group is not None:
             normalizers, chosen = _reduce_over_vocabulary(
-                normalizers, torch.where(is_here, chosen, 0.0), group
+                normalizers, torch.where(is_local, chosen, 0.0), group
             )
-        ctx.save_for_backward(logits, targets, column, is_here, normalizers)
+        ctx.save_for_backward(logits, targets, column, is_local, normalizers)
         ctx.overwrite = overwrite
         return torch.where(targets == IGNORE_INDEX, 0.0, normalizers - chosen).sum()
 
     @staticmethod
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor, None, None, None]:
         # d loss / d logit = softmax − 1 at the target; nothing where the target is ignored.
-        logits, targets, column, is_here, normalizers = ctx.saved_tensors
+        logits, targets, column, is_local, normalizers = ctx.saved_tensors
         gradient = logits.detach() if ctx.overwrite else torch.empty_like(logits)
         precise = normalizers.dtype == logits.dtype
         for rows in _blocks(logits):
             weight = torch.where(targets[rows] == IGNORE_INDEX, 0.0, output_gradient).unsqueeze(1)
             block = gradient[rows] if precise else torch.empty_like(logits[rows], dtype=normalizers.dtype)
             torch.sub(logits[rows], normalizers[rows].unsqueeze(1), out=block).exp_()
-            block.scatter_add_(1, column[rows].unsqueeze(1), -is_here[rows].unsqueeze(1).to(block.dtype))
+            block.scatter_add_(1, column[rows].unsqueeze(1), -is_local[rows].unsqueeze(1).to(block.dtype))
             block.mul_(weight)
             if not precise:
                 gradient[rows] = block

@@ -37,11 +37,11 @@ def refuse_foreign_weights(
     Raises:
         JobError: there are such weights; it names their shapes.
     """
-    of_model = {id(tensor) for tensor in parallel_model.forward_parameters()}
+    model_tensors = {id(tensor) for tensor in parallel_model.forward_parameters()}
     foreign_leaves = [
         leaf
         for leaf in _leaves(losses, outputs)
-        if id(leaf) not in of_model
+        if id(leaf) not in model_tensors
         if isinstance(leaf, nn.Parameter) or leaf.ndim == 0 or len(leaf) != rows
     ]
     if not foreign_leaves:
@@ -58,15 +58,15 @@ def refuse_foreign_weights(
 def _leaves(losses: Tensor, outputs: Iterable[Tensor]) -> list[Tensor]:
     """Return the tensors at which the graph of the losses ends, without those behind the outputs."""
     visited: set[Any] = {output.grad_fn for output in outputs if output.grad_fn is not None}
-    waiting: list[Any] = [losses.grad_fn]
+    pending: list[Any] = [losses.grad_fn]
     leaves = []
-    while waiting:
-        node = waiting.pop()
+    while pending:
+        node = pending.pop()
         if node is None or node in visited:
             continue
         visited.add(node)
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, Tensor):
             leaves.append(leaf)
-        waiting += [before for before, _ in node.next_functions]
+        pending += [before for before, _ in node.next_functions]
     return leaves

@@ -169,10 +169,10 @@ def _ignore_index_of_graph(losses: Tensor, targets: Tensor) -> int | None:
 
 def _cross_entropies(losses: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield (ignore_index, targets) of torch's cross entropies near the end of a graph."""
-    waiting: list[Any] = [losses.grad_fn]
+    pending: list[Any] = [losses.grad_fn]
     visited: set[Any] = set()
-    while waiting and len(visited) < _NODES:
-        node = waiting.pop(0)
+    while pending and len(visited) < _NODES:
+        node = pending.pop(0)
         if node is None or node in visited:
             continue
         visited.add(node)
@@ -180,4 +180,4 @@ def _cross_entropies(losses: Tensor) -> Iterator[tuple[int, Tensor]]:
             index = node._saved_ignore_index
             yield (index - (1 << 64) if index >> 63 else index), node._saved_target  # torch gives it unsigned
         else:
-            waiting += [before for before, _ in node.next_functions]
+            pending += [before for before, _ in node.next_functions]

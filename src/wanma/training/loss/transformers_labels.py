@@ -114,9 +114,9 @@ def prepare_for_decoder(batch: Batch, *, keep_attention_mask: bool) -> Batch:
     """
     keywords = dict(batch.keywords)
     inputs = (keywords.pop("input_ids"),) if "input_ids" in keywords else batch.inputs
-    if left := sorted(set(keywords) - set(_DECODER_KEYWORDS)):
+    if unknown := sorted(set(keywords) - set(_DECODER_KEYWORDS)):
         raise WanmaError(
-            f"data: samples have {', '.join(left)}, which the model does not accept",
+            f"data: samples have {', '.join(unknown)}, which the model does not accept",
             "keep input_ids, labels, attention_mask and position_ids, and remove the others",
         )
     batch = _prepare_for_causal(replace(batch, inputs=inputs, keywords=keywords))

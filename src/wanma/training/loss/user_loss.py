@@ -61,10 +61,10 @@ def prepare_loss(loss: Any, model: nn.Module, device: torch.device, dtype: torch
     check_loss(loss)
     if isinstance(loss, nn.Module):
         loss.to(device, dtype)
-    of_model = {id(parameter) for parameter in model.parameters()}
+    model_parameters = {id(parameter) for parameter in model.parameters()}
     refuse = functools.partial(_refuse_gradient, _loss_name(loss))
     for weight in _held_weights(loss, set()):
-        if weight.requires_grad and weight.is_leaf and id(weight) not in of_model:
+        if weight.requires_grad and weight.is_leaf and id(weight) not in model_parameters:
             weight.register_post_accumulate_grad_hook(refuse)
     return (
         _BufferCheckedLoss(loss)

@@ -80,7 +80,7 @@ class Metrics:
             return
         output = full_output(output)
         if not bool(real.all()):
-            output, targets = (_select_rows(one, real, len(real)) for one in (output, targets))
+            output, targets = (_select_rows(value, real, len(real)) for value in (output, targets))
         rows = int(real.sum())
         for name, function in self._functions.items():
             batch_value = self._call(name, function, output, targets, rows)
@@ -123,8 +123,8 @@ class Metrics:
         """Refuse a metric whose sums of a batch differ from those of its halves together."""
         if rows < 2:
             return
-        one = next(iter(targets.values())) if isinstance(targets, Mapping) else targets
-        first = torch.arange(rows, device=one.device) < rows // 2
+        target = next(iter(targets.values())) if isinstance(targets, Mapping) else targets
+        first = torch.arange(rows, device=target.device) < rows // 2
         halves = [
             self._call(
                 name,
@@ -136,13 +136,13 @@ class Metrics:
             for part in (first, ~first)
         ]
         for batch_sum, *parts in zip(batch_value, *halves, strict=True):
-            together = sum(map(float, parts))
-            if not math.isclose(float(batch_sum), together, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE) and not (
-                math.isnan(float(batch_sum)) and math.isnan(together)
-            ):
+            sum_of_halves = sum(map(float, parts))
+            if not math.isclose(
+                float(batch_sum), sum_of_halves, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE
+            ) and not (math.isnan(float(batch_sum)) and math.isnan(sum_of_halves)):
                 raise JobError(
                     f"metric '{name}' depends on the division into batches: {float(batch_sum):.6g} for a "
-                    f"batch of {rows} samples, {together:.6g} for the same samples in two halves",
+                    f"batch of {rows} samples, {sum_of_halves:.6g} for the same samples in two halves",
                     f"{_RETURN_HINT}: wanma sums over the ranks and divides once",
                 )
 
@@ -219,11 +219,13 @@ def sum_and_count(
         if per_position_targets is not None and values.shape[:2] != per_position_targets.shape[:2]:
             raise _per_position_error(name)
         return _weighted_sum_and_count(name, values.detach(), weights)
-    numbers = [one for one in (values, weights) if _is_number(one)]
+    numbers = [number for number in (values, weights) if _is_number(number)]
     if len(numbers) == 2:
         if per_position_targets is not None:
             raise _per_position_error(name)
-        total, count = (one.detach().double() if isinstance(one, Tensor) else one for one in numbers)
+        total, count = (
+            number.detach().double() if isinstance(number, Tensor) else number for number in numbers
+        )
         return total, count
     shape = f" of shape {tuple(values.shape)}" if isinstance(values, Tensor) else ""
     raise WanmaError(

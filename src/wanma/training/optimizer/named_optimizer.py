@@ -113,7 +113,9 @@ class NamedOptimizer:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * group["learning_rate_scale"]
-        self._missed_updates.update(name for name, one in self.parameters.items() if one.grad is None)
+        self._missed_updates.update(
+            name for name, parameter in self.parameters.items() if parameter.grad is None
+        )
         self._step_optimizers()
         self._update_count += 1
 
@@ -181,8 +183,8 @@ class NamedOptimizer:
         """Return the state tensors by kind, such as 'exp_avg', and then by parameter name."""
         kinds: dict[str, dict[str, Tensor]] = {}
         for name, tensor in self.state_tensors().items():
-            of_parameter, _, kind = name.rpartition(".")
-            kinds.setdefault(kind, {})[of_parameter] = tensor
+            parameter_name, _, kind = name.rpartition(".")
+            kinds.setdefault(kind, {})[parameter_name] = tensor
         return kinds
 
     @property
@@ -240,17 +242,17 @@ class NamedOptimizer:
 
         They are the same on every rank: sizes are those of full parameters.
         """
-        together: list[str] = []
+        chunk: list[str] = []
         size = 0
         for name in names:
             elements = self.parameters[name].numel()
-            if self._state_offload is not None and together and size + elements > OPTIMIZER_CHUNK_PARAMETERS:
-                yield together
-                together, size = [], 0
-            together.append(name)
+            if self._state_offload is not None and chunk and size + elements > OPTIMIZER_CHUNK_PARAMETERS:
+                yield chunk
+                chunk, size = [], 0
+            chunk.append(name)
             size += elements
-        if together:
-            yield together
+        if chunk:
+            yield chunk
 
     def _entries(self) -> Iterator[tuple[str, str, Any]]:
         """Yield (parameter name, key, state value); a value shaped as its stand-in becomes a DTensor."""

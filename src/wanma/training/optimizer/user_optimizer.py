@@ -211,10 +211,10 @@ def update_scope_of(optimizer: UserOptimizer) -> UpdateScope:
     gradients = [[torch.randn(shape, generator=generator) * s for shape in shapes] for s in scales]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        together = _updated(optimizer, values, gradients)
+        joint = _updated(optimizer, values, gradients)
         torch.manual_seed(2)
         repeated = _updated(optimizer, values, gradients)
-        if not _same(together, repeated):
+        if not _same(joint, repeated):
             raise JobError(
                 f"the optimizer {optimizer.name} draws random numbers, which would differ between ranks",
                 "use an optimizer without random numbers",
@@ -223,7 +223,7 @@ def update_scope_of(optimizer: UserOptimizer) -> UpdateScope:
             _updated(optimizer, [value], [[step[index]] for step in gradients])[0]
             for index, value in enumerate(values)
         ]
-        if not _same(together, separate):
+        if not _same(joint, separate):
             return "model"
         for cut in (0, 1):
             halves = [half for value in values for half in value.tensor_split(2, dim=cut)]
@@ -232,7 +232,7 @@ def update_scope_of(optimizer: UserOptimizer) -> UpdateScope:
             ]
             parts = _updated(optimizer, halves, half_gradients)
             joined = [torch.cat(parts[2 * n : 2 * n + 2], dim=cut) for n in range(len(values))]
-            if not _same(together, joined):
+            if not _same(joint, joined):
                 return "tensors"
     return "elements"
 

@@ -90,7 +90,7 @@ class RankStepLog:
     """
 
     def __init__(self, job: Job, worker: WorkerContext) -> None:
-        self._every, self._steps = job.observe.log_every_steps, job.train.steps
+        self._interval_steps, self._steps = job.observe.log_every_steps, job.train.steps
         self._path: Path = RunDirectory(worker.run_directory).rank_log(worker.rank)
 
     def log_step(self, step: int, loss: float, gradient_norm: float, seconds: float, device: str) -> None:
@@ -103,7 +103,7 @@ class RankStepLog:
             seconds: seconds of the step.
             device: device of the plan. The report reads this rank's peak memory from the line.
         """
-        if step % self._every and step != self._steps:
+        if step % self._interval_steps and step != self._steps:
             return
         numbers = f"loss {loss:.6f}  gradient norm {gradient_norm:.4g}  {seconds:.3f} s"
         numbers += f"  peak memory {peak_rank_memory_bytes(device)} bytes"

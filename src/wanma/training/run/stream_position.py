@@ -21,9 +21,9 @@ def seek_stream(trainer: Trainer, data: BatchedDataset) -> None:
     prints = [data.fingerprint] * trainer.plan.world_size
     if trainer.plan.world_size > 1:
         dist.all_gather_object(prints, data.fingerprint)
-    if other := next((rank for rank, one in enumerate(prints) if one != prints[0]), None):
+    if offset := next((rank for rank, fingerprint in enumerate(prints) if fingerprint != prints[0]), None):
         raise AllRanksError(
-            f"data: {data.reader.name} gives other samples on rank {other} than on rank 0",
+            f"data: {data.reader.name} gives other samples on rank {offset} than on rank 0",
             "yield all samples on every rank (no split by RANK or node): wanma selects each rank's share",
         )
     state, progress = trainer.state, trainer.worker.supervisor_client.report_progress

@@ -340,14 +340,14 @@ class Trainer:
         while self._share_rebalancer.messages:
             self.message(self._share_rebalancer.messages.pop(0), "warning")
         if self._share_change is not None:
-            moved = self._share_change
+            change = self._share_change
             self._recorder.event(
                 "batch_shares",
-                step=moved.step,
-                batch_shares=list(moved.shares),
-                previous_batch_shares=list(moved.previous_shares),
+                step=change.step,
+                batch_shares=list(change.shares),
+                previous_batch_shares=list(change.previous_shares),
                 level="info",
-                text=moved.text,
+                text=change.text,
             )
 
     def record_validation(self, loss: float, target_count: int, metrics: dict[str, float]) -> None:

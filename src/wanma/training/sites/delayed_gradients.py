@@ -52,8 +52,8 @@ class _PendingGradient:
     all_reduces: list[SiteAllReduce] = field(default_factory=list)
 
     def wait(self) -> None:
-        for one in self.all_reduces:
-            one.wait()
+        for all_reduce in self.all_reduces:
+            all_reduce.wait()
         self.all_reduces = []
 
 
@@ -144,7 +144,10 @@ class DelayedGradients:
 
     def state_values(self) -> list[list[Any]]:
         """Return step, factor and targets of each pending gradient."""
-        return [[one.step, one.effective_loss_multiplier, one.target_count] for one in self._pending]
+        return [
+            [pending.step, pending.effective_loss_multiplier, pending.target_count]
+            for pending in self._pending
+        ]
 
     def allocate_for(self, saved_names: Collection[str]) -> None:
         """Make room for the gradients that a state with tensors of these names holds."""
@@ -180,8 +183,8 @@ class DelayedGradients:
 
     def _flat_zeros(self) -> Tensor:
         locals_ = [local_tensor(parameter) for parameter in self._parameters.values()]
-        wide = any(local.dtype == torch.float64 for local in locals_)
-        dtype = torch.float64 if wide else torch.float32
+        has_float64 = any(local.dtype == torch.float64 for local in locals_)
+        dtype = torch.float64 if has_float64 else torch.float32
         return torch.zeros(
             sum(local.numel() for local in locals_), dtype=dtype, device=self._parallel_mesh.device
         )

@@ -113,7 +113,9 @@ class OuterOptimizer:
         }
         self.momentum: dict[str, Tensor] = {}
         if synchronization.momentum > 0:
-            self.momentum = {name: self._zeros_over_sites(one) for name, one in self._parameters.items()}
+            self.momentum = {
+                name: self._zeros_over_sites(weight) for name, weight in self._parameters.items()
+            }
         self._pending: list[_PendingPseudoGradient] = []
         self.targets_by_fragment = self._zero_targets()
         """Targets of each site since each fragment's last exchange began, by fragment and site."""
@@ -140,9 +142,9 @@ class OuterOptimizer:
         if plan.is_synchronous_step(step):
             self._copy_inner_weights()
             return None
-        for of_fragment in self.targets_by_fragment:
+        for fragment_targets in self.targets_by_fragment:
             for site, count in enumerate(site_target_counts):
-                of_fragment[site] += count
+                fragment_targets[site] += count
         began = time.perf_counter()
         squares: list[Tensor] = []
         count = 0
@@ -236,7 +238,9 @@ class OuterOptimizer:
         """Remove and return the pending averages that are due."""
         overlap_steps = self.synchronization.overlap_steps
         due = [pending for pending in self._pending if is_last or step >= pending.step + overlap_steps]
-        self._pending = [pending for pending in self._pending if not any(pending is other for other in due)]
+        self._pending = [
+            pending for pending in self._pending if not any(pending is pending_due for pending_due in due)
+        ]
         return due
 
     @torch.no_grad()
@@ -278,15 +282,17 @@ class OuterOptimizer:
         local_differences: dict[str, Tensor] = {}
         for name, part in self._parts(pseudo_gradient).items():
             outer, local_weight = local_tensor(self.weights[name]), local_tensor(self._parameters[name])
-            moved = part.to(outer)
+            local_difference = part.to(outer)
             if averages:
-                outer.sub_(moved)
+                outer.sub_(local_difference)
             elif plan.momentum > 0:
                 momentum = local_tensor(self.momentum[name])
-                momentum.mul_(plan.momentum).add_(moved)
-                outer.sub_(moved.add(momentum, alpha=plan.momentum), alpha=plan.outer_learning_rate)
+                momentum.mul_(plan.momentum).add_(local_difference)
+                outer.sub_(
+                    local_difference.add(momentum, alpha=plan.momentum), alpha=plan.outer_learning_rate
+                )
             else:
-                outer.sub_(moved, alpha=plan.outer_learning_rate)
+                outer.sub_(local_difference, alpha=plan.outer_learning_rate)
             if mixing:
                 local_weight.lerp_(outer.to(local_weight), 1 - mixing)
             else:
@@ -321,8 +327,8 @@ class OuterOptimizer:
     def _flat_zeros(self, names: Sequence[str]) -> Tensor:
         """Return zeros (elements of all names,) on the computing device, in the widest dtype of the names."""
         locals_ = [local_tensor(self._parameters[name]) for name in names]
-        wide = any(local.dtype == torch.float64 for local in locals_)
-        dtype = torch.float64 if wide else torch.float32
+        has_float64 = any(local.dtype == torch.float64 for local in locals_)
+        dtype = torch.float64 if has_float64 else torch.float32
         return torch.zeros(
             sum(local.numel() for local in locals_), dtype=dtype, device=self._parallel_mesh.device
         )

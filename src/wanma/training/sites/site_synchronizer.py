@@ -50,8 +50,14 @@ class SiteSynchronizer:
         )
         self.outer_optimizer: OuterOptimizer | None = None
         self._delayed_gradients: DelayedGradients | None = None
-        trained = {name: one for name, one in named_optimizer.parameters.items() if one.requires_grad}
-        self._frozen = {name: one for name, one in named_optimizer.parameters.items() if name not in trained}
+        trained = {
+            name: parameter
+            for name, parameter in named_optimizer.parameters.items()
+            if parameter.requires_grad
+        }
+        self._frozen = {
+            name: parameter for name, parameter in named_optimizer.parameters.items() if name not in trained
+        }
         if synchronization.has_local_weights:
             self.outer_optimizer = OuterOptimizer(
                 synchronization,
@@ -185,7 +191,9 @@ class SiteSynchronizer:
         if self._site_count_changed:
             self.outer_optimizer.reset_inner_weights()
         elif len(targets) == self.synchronization.fragments:
-            self.outer_optimizer.targets_by_fragment = [list(of_fragment) for of_fragment in targets]
+            self.outer_optimizer.targets_by_fragment = [
+                list(fragment_targets) for fragment_targets in targets
+            ]
         self._site_count_changed, self._has_momentum = False, True
 
     def state_values(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def is_spike(value: float, history: Sequence[float], deviations: float) -> bool:
     if len(history) < MIN_HISTORY_STEPS:
         return False
     middle = median(history)
-    deviation = _MAD_TO_STANDARD_DEVIATION * median(abs(one - middle) for one in history)
+    deviation = _MAD_TO_STANDARD_DEVIATION * median(abs(earlier - middle) for earlier in history)
     return value > middle + deviations * max(deviation, _MIN_RELATIVE_DEVIATION * abs(middle))
 
 

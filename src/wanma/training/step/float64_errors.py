@@ -21,12 +21,12 @@ def explain_float64_errors(batch: Batch, precision: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        wide = float64_tensor_names(batch)
+        names = float64_tensor_names(batch)
         about_types = "Double" in str(error) or "dtype" in str(error)
-        if precision == "fp64" or not wide or not about_types or isinstance(error, WanmaError):
+        if precision == "fp64" or not names or not about_types or isinstance(error, WanmaError):
             raise
         raise WanmaError(
-            f"data: {' and '.join(wide)} {'is' if len(wide) == 1 else 'are'} float64 (the default of "
+            f"data: {' and '.join(names)} {'is' if len(names) == 1 else 'are'} float64 (the default of "
             f"NumPy), but the model or the loss computes in {precision}: {error}",
             "convert to float32: array.astype('float32'), torch.tensor(number, dtype=torch.float32); or "
             "set train.precision = 'fp64'",

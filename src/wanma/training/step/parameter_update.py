@@ -291,9 +291,11 @@ def describe_non_finite(
     by_gradient = [rank for rank, (_, gradient_broke, _) in enumerate(verdicts) if gradient_broke]
     ranks = by_loss or by_gradient
     samples = list(dict.fromkeys(name for _, _, names in verdicts for name in names))
-    rest = f" and {len(samples) - _MAX_NAMES_IN_MESSAGE} more" if len(samples) > _MAX_NAMES_IN_MESSAGE else ""
+    others = (
+        f" and {len(samples) - _MAX_NAMES_IN_MESSAGE} more" if len(samples) > _MAX_NAMES_IN_MESSAGE else ""
+    )
     cause = (
-        f"; {', '.join(samples[:_MAX_NAMES_IN_MESSAGE])}{rest}: NaN or infinity in the data"
+        f"; {', '.join(samples[:_MAX_NAMES_IN_MESSAGE])}{others}: NaN or infinity in the data"
         if samples
         else ""
     )
