@@ -1,0 +1,1 @@
+"""Blocks of the documents: read, checked without running them, and run as a reader would."""
