@@ -18,6 +18,7 @@ from wanma.job.file.cluster_overrides import parse_cluster_section
 from wanma.job.node_range import is_elastic, require_fixed_nodes
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
+from wanma.planner.forecast.problem import PlanningInputs
 from wanma.planner.job_planner import plan_for_job
 from wanma.planner.preparation.job_planning import job_dimensions, job_workload
 
@@ -43,7 +44,7 @@ def payload(of: Job, plan: Plan, _peak: float | None) -> bytes:
 def plans(of: Job, cluster: Cluster) -> JobReplanner:
     workload = job_workload(of)
     assert workload is not None
-    planned = plan_for_job(of, cluster, workload, job_dimensions(of))
+    planned = plan_for_job(PlanningInputs(of, cluster, workload, job_dimensions(of)))
     return JobReplanner(of, cluster, planned.plan, workload, payload)
 
 

@@ -20,13 +20,12 @@ from support.studies import FP8, PLANS, answers, study
 from wanma.api.plan_report.html_page import report_html
 from wanma.api.plan_report.output_files import write_page, write_trace
 from wanma.hardware.cluster_file.shorthand import parse_shorthand
-from wanma.job.cluster import Cluster
 from wanma.job.errors import WanmaError
 from wanma.job.file.loading import to_job
 from wanma.job.forecast.forecast import Forecast, Goodput, RunCost, StepTime
 from wanma.job.plan.placement import ReplicaPlacement, StagePlacement
 from wanma.job.plan.plan import Plan
-from wanma.job.sections.job import Job
+from wanma.planner.forecast.problem import PlanningInputs
 from wanma.planner.plan_search import search_plans
 from wanma.planner.presentation.formatting import (
     TIME_KINDS,
@@ -263,9 +262,9 @@ def test_the_best_plans_of_a_what_if_are_searched_only_where_they_are_told(
 ) -> None:
     searched: list[str] = []
 
-    def find(job: Job, machines: Cluster, *rest: Any, **more: Any) -> SearchResult:
-        searched.append(str(machines))
-        return search_plans(job, machines, *rest, **more)
+    def find(inputs: PlanningInputs, **options: Any) -> SearchResult:
+        searched.append(str(inputs.cluster))
+        return search_plans(inputs, **options)
 
     monkeypatch.setattr(study_module, "search_plans", find)
     fixed = to_job(

@@ -16,7 +16,12 @@ from wanma.job.sections.job import Job
 from wanma.models.config.dimensions import DecoderConfig
 from wanma.models.workload.model_workload import compute_decoder_workload
 from wanma.planner.forecast.plan_forecast import forecast_plan
-from wanma.planner.forecast.problem import USABLE_DEVICE_MEMORY_SHARE, build_problem, homogeneous_cluster
+from wanma.planner.forecast.problem import (
+    USABLE_DEVICE_MEMORY_SHARE,
+    PlanningInputs,
+    build_problem,
+    homogeneous_cluster,
+)
 from wanma.planner.hardware_model.builder import build_hardware_model
 from wanma.planner.hardware_model.calibration import Calibration, DeviceCalibration
 from wanma.planner.job_planner import PlanResult, build_layout, complete_plan, plan_for_job, search_job_plan
@@ -55,8 +60,11 @@ def job(parallel: dict[str, Any] | str = "auto", **sections: Any) -> Job:
     )
 
 
-def planned(of: Job, on: Cluster = H100, model: DecoderConfig = SMALL, **more: Any) -> PlanResult:
-    return plan_for_job(of, on, compute_decoder_workload(model, SEQUENCE), model, **more)
+def planned(
+    of: Job, on: Cluster = H100, model: DecoderConfig = SMALL, calibration: Calibration | None = None
+) -> PlanResult:
+    workload = compute_decoder_workload(model, SEQUENCE)
+    return plan_for_job(PlanningInputs(of, on, workload, model, calibration))
 
 
 # ------------------------------------------------------------------ the choice
@@ -174,9 +182,9 @@ def test_a_job_in_fp32_that_allows_both_gets_fp8_between_products_in_bf16() -> N
 def test_compressed_gradients_are_chosen_on_slow_links_where_the_job_allows_them() -> None:
     slow, workload = parse_shorthand("8x1 H100, 1x10G"), compute_decoder_workload(SMALL, SEQUENCE)
     many = {"global_batch": 256}
-    exact = search_plans(job(train=many), slow, workload, SMALL)
+    exact = search_plans(PlanningInputs(job(train=many), slow, workload, SMALL))
     allows = job({"auto": True, "allow": ["compression"], **FEW}, train=many)
-    allowed = search_plans(allows, slow, workload, SMALL)
+    allowed = search_plans(PlanningInputs(allows, slow, workload, SMALL))
     assert exact.best is not None
     assert allowed.best is not None
     assert all(one.plan.compression == "none" for one in exact.candidates)
@@ -197,7 +205,9 @@ def test_what_a_job_says_of_compression_is_kept() -> None:
 
 
 def test_the_plan_that_runs_is_kept_however_many_forecasts_are_faster() -> None:
-    found = search_plans(job(), H100, compute_decoder_workload(SMALL, SEQUENCE), SMALL, keep=3)
+    found = search_plans(
+        PlanningInputs(job(), H100, compute_decoder_workload(SMALL, SEQUENCE), SMALL), keep=3
+    )
     slowest = found.candidates[-1]
     faster = [replace(one, unsupported_reason="not run") for one in found.candidates[:-1]]
     both = merge_results(
@@ -209,7 +219,7 @@ def test_the_plan_that_runs_is_kept_however_many_forecasts_are_faster() -> None:
 
 def test_only_what_runs_is_chosen_and_the_rest_is_shown_as_a_forecast() -> None:
     on = parse_shorthand("4 TPU v4")
-    found = search_plans(job(), on, compute_decoder_workload(SMALL, SEQUENCE), SMALL)
+    found = search_plans(PlanningInputs(job(), on, compute_decoder_workload(SMALL, SEQUENCE), SMALL))
     assert found.best is None
     assert {one.unsupported_reason for one in found.candidates} == {"wanma does not support TPU v4"}
     with pytest.raises(
@@ -217,7 +227,7 @@ def test_only_what_runs_is_chosen_and_the_rest_is_shown_as_a_forecast() -> None:
     ):
         planned(job(), on)
     shown = search_job_plan(
-        job(), on, compute_decoder_workload(SMALL, SEQUENCE), SMALL, allow_unsupported=True
+        PlanningInputs(job(), on, compute_decoder_workload(SMALL, SEQUENCE), SMALL), allow_unsupported=True
     )
     assert shown.plan == found.candidates[0].plan
 
@@ -239,7 +249,9 @@ def test_no_plan_of_a_space_is_one_that_torch_cannot_compile(monkeypatch: pytest
 def test_without_rates_the_rule_plans_and_says_what_is_missing() -> None:
     unknown = Cluster((NodeGroup("box", 64, 512 << 30, (Device("cuda", "Mystery", 80 << 30, {}),) * 8),))
     workload = compute_decoder_workload(SMALL, SEQUENCE)
-    assert "Mystery" in (time_search_unavailable_reason(job(), unknown, workload, SMALL) or "")
+    assert "Mystery" in (
+        time_search_unavailable_reason(PlanningInputs(job(), unknown, workload, SMALL)) or ""
+    )
     result = planned(job(), unknown)
     assert (result.plan.dp_shard, result.plan.shard) == (8, "parameters")
     assert result.forecast is not None
@@ -252,7 +264,9 @@ def test_without_rates_the_rule_plans_and_says_what_is_missing() -> None:
 def test_a_processor_that_was_never_measured_is_planned_for_by_rule() -> None:
     on = parse_shorthand(f"1x8 cores {EPYC}")
     asked = job(train={"precision": "fp32"})
-    reason = time_search_unavailable_reason(asked, on, compute_decoder_workload(SMALL, SEQUENCE), SMALL)
+    reason = time_search_unavailable_reason(
+        PlanningInputs(asked, on, compute_decoder_workload(SMALL, SEQUENCE), SMALL)
+    )
     assert reason == "this CPU is not calibrated; run `wanma cluster --calibrate` to search plans by forecast"
     result = planned(asked, on)
     assert (result.plan.world_size, result.plan.threads_per_rank) == (1, 8)
@@ -317,7 +331,9 @@ def test_on_unlike_devices_equal_ranks_with_unlike_shares_run_and_placed_plans_a
     where = {"nodes": 2, "rendezvous": "a:1"}
     asked = job({"auto": True}, cluster=where, train={"global_batch": 512})
     few = replace(SMALL, layers=2)
-    found = search_plans(asked, mixed, compute_decoder_workload(few, SEQUENCE), few, world_sizes=(16,))
+    found = search_plans(
+        PlanningInputs(asked, mixed, compute_decoder_workload(few, SEQUENCE), few), world_sizes=(16,)
+    )
     placed = [one for one in found.candidates if one.plan.placement]
     assert placed
     assert all("are not supported yet" in (one.unsupported_reason or "") for one in placed)
@@ -331,7 +347,8 @@ def test_on_unlike_devices_equal_ranks_with_unlike_shares_run_and_placed_plans_a
     )
     assert min(first) > max(last), "the H100s are the first machine"
     kept = search_plans(
-        job({"auto": True, **FEW}), mixed, compute_decoder_workload(few, SEQUENCE), few, world_sizes=(16,)
+        PlanningInputs(job({"auto": True, **FEW}), mixed, compute_decoder_workload(few, SEQUENCE), few),
+        world_sizes=(16,),
     )
     assert not any(one.plan.placement for one in kept.candidates)
 
@@ -344,7 +361,7 @@ def test_a_module_that_normalizes_over_groups_of_samples_gets_micro_batches_of_w
 
     def whole(together: int) -> list[bool]:
         module = replace(compute_decoder_workload(SMALL, SEQUENCE), coupled_samples=together)
-        plans = [one.plan for one in search_plans(asked, H100, module).candidates]
+        plans = [one.plan for one in search_plans(PlanningInputs(asked, H100, module)).candidates]
         runs = [
             [run for rank in range(p.data_parallel_size) for run in p.micro_batches(24, rank)] for p in plans
         ]
@@ -359,7 +376,7 @@ def test_a_batch_of_no_whole_group_is_refused_by_its_name() -> None:
     asked = job({"auto": True}, train={"global_batch": 18}, model={"factory": "a:b", "batch_norm_group": 4})
     module = replace(compute_decoder_workload(SMALL, SEQUENCE), coupled_samples=4)
     with pytest.raises(JobError, match=r"model\.batch_norm_group = 4 samples share one statistic") as refusal:
-        search_job_plan(asked, H100, module)
+        search_job_plan(PlanningInputs(asked, H100, module))
     assert "set train.global_batch to a multiple of 4" in refusal.value.hint
 
 
@@ -368,7 +385,9 @@ def test_model_flops_utilization_counts_each_device_of_unlike_machines_by_its_ow
     where = {"nodes": 2, "rendezvous": "a:1"}
     asked = job({"auto": True}, cluster=where, train={"global_batch": 512})
     few = replace(SMALL, layers=2)
-    found = search_plans(asked, mixed, compute_decoder_workload(few, SEQUENCE), few, world_sizes=(16,))
+    found = search_plans(
+        PlanningInputs(asked, mixed, compute_decoder_workload(few, SEQUENCE), few), world_sizes=(16,)
+    )
     peaks = [node.devices[0].peak_flops_per_second[asked.train.precision] for node in mixed.nodes]
     flops = compute_decoder_workload(few, SEQUENCE).flops_per_sample * 512
     shares = [one.forecast for one in found.supported[:3]]
@@ -384,7 +403,9 @@ def test_plans_that_run_come_first_each_the_fastest_first_and_the_one_taken_is_a
     where = {"nodes": 2, "rendezvous": "a:1"}
     asked = job({"auto": True}, cluster=where, train={"global_batch": 512})
     few = replace(SMALL, layers=2)
-    result = search_job_plan(asked, mixed, compute_decoder_workload(few, SEQUENCE), few, world_sizes=(16,))
+    result = search_job_plan(
+        PlanningInputs(asked, mixed, compute_decoder_workload(few, SEQUENCE), few), world_sizes=(16,)
+    )
     found = result.search_result
     assert found is not None
     assert found.candidates == (*found.supported, *found.unsupported)

@@ -21,7 +21,7 @@ from wanma.planner.cost.decoder_layers import FrameworkTraits
 from wanma.planner.explain.plan_changes import change_families
 from wanma.planner.explain.rank_layout import ranks_of_group, stage_layouts
 from wanma.planner.forecast.plan_forecast import forecast_plan
-from wanma.planner.forecast.problem import build_problem
+from wanma.planner.forecast.problem import PlanningInputs, build_problem
 from wanma.planner.job_planner import build_layout, plan_for_job
 from wanma.planner.memory.model_states import ModelStates, model_states_of
 from wanma.planner.memory.rank_parameters import RankParameters
@@ -184,7 +184,7 @@ def test_the_forecast_tells_what_is_sent_and_waited_for() -> None:
 def test_on_machines_of_unknown_speed_it_tells_what_is_sent() -> None:
     workload = compute_decoder_workload(SMALL, 512)
     text = job(synchronize="diloco", fragments=4)
-    told = plan_for_job(text, LAPTOP, workload, SMALL).forecast
+    told = plan_for_job(PlanningInputs(text, LAPTOP, workload, SMALL)).forecast
     assert told is not None
     (line,) = [reason for reason in told.reasons if reason.startswith("synchronization of 2 sites")]
     assert line == (
@@ -245,7 +245,7 @@ def of_machines(nodes: int, **parallel: Any) -> Job:
 def test_machines_that_are_lost_take_their_sites_with_them(keys: dict[str, Any], left: int) -> None:
     workload = compute_decoder_workload(MODEL, 1024)
     text = of_machines(4, synchronize="diloco", **keys)
-    running = plan_for_job(text, FOUR, workload, MODEL).plan
+    running = plan_for_job(PlanningInputs(text, FOUR, workload, MODEL)).plan
     decision = replan(build_problem(text, FOUR, workload, MODEL), running, TWO, 1000)
     assert decision.is_change
     assert (decision.plan.world_size, decision.plan.sites) == (16, left)
@@ -256,7 +256,7 @@ def test_machines_that_are_lost_take_their_sites_with_them(keys: dict[str, Any],
 def test_half_a_site_cannot_go_on() -> None:
     workload = compute_decoder_workload(MODEL, 1024)
     text = of_machines(4, synchronize="diloco", sites=2)
-    running = plan_for_job(text, FOUR, workload, MODEL).plan
+    running = plan_for_job(PlanningInputs(text, FOUR, workload, MODEL)).plan
     three = parse_shorthand("3x8 H100, 8x400G")
     with pytest.raises(JobError, match=r"24 data ranks do not form complete sites of 16 data ranks each"):
         replan(build_problem(text, FOUR, workload, MODEL), running, three, 1000)

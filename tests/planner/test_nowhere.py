@@ -17,7 +17,12 @@ from wanma.models.config.dimensions import DecoderConfig
 from wanma.models.workload.model_workload import compute_decoder_workload
 from wanma.planner.explain.advice import fitting_changes
 from wanma.planner.forecast.plan_forecast import forecast_plan_memory
-from wanma.planner.forecast.problem import USABLE_DEVICE_MEMORY_SHARE, USABLE_HOST_MEMORY_SHARE, build_problem
+from wanma.planner.forecast.problem import (
+    USABLE_DEVICE_MEMORY_SHARE,
+    USABLE_HOST_MEMORY_SHARE,
+    PlanningInputs,
+    build_problem,
+)
 from wanma.planner.infeasibility import check_fixed_settings
 from wanma.planner.job_planner import plan_for_job
 from wanma.planner.minimum_cluster import minimum_cluster, minimum_memory_plan, node_counts
@@ -43,7 +48,9 @@ def job(nodes: int = 1, *, batch: int = 32, length: int = 2048, **parallel: Any)
 
 def refused(asked: Job, on: Cluster, model: DecoderConfig = SMALL) -> JobError:
     with pytest.raises(JobError) as refusal:
-        plan_for_job(asked, on, compute_decoder_workload(model, asked.data.sequence_length), model)
+        plan_for_job(
+            PlanningInputs(asked, on, compute_decoder_workload(model, asked.data.sequence_length), model)
+        )
     assert refusal.value.exit_code == 2
     return refusal.value
 
@@ -80,7 +87,11 @@ def test_the_smallest_cluster_is_the_first_on_which_the_leanest_plan_fits() -> N
     fewer = [count for count in node_counts(1, node.count) if count < node.count]
     for count in fewer:
         assert minimum_memory_plan(problem, parse_shorthand(f"{count}x8 H100, 8x400G")) is None
-    plan_for_job(job(node.count, recompute="full", schedule="1f1b", micro_batch=1), enough, workload, LARGE)
+    plan_for_job(
+        PlanningInputs(
+            job(node.count, recompute="full", schedule="1f1b", micro_batch=1), enough, workload, LARGE
+        )
+    )
 
 
 def test_no_number_of_machines_is_enough_for_a_rank_that_cannot_be_cut() -> None:
@@ -108,7 +119,9 @@ def test_a_plan_of_ones_own_that_does_not_fit_is_told_what_would() -> None:
     }
     section = type(job().parallel).model_validate({"dp_shard": 8, "micro_batch": 8, **changed})
     plan_for_job(
-        own.model_copy(update={"parallel": section}), BOX, compute_decoder_workload(medium, 2048), medium
+        PlanningInputs(
+            own.model_copy(update={"parallel": section}), BOX, compute_decoder_workload(medium, 2048), medium
+        )
     )
 
 
@@ -194,7 +207,7 @@ def test_what_waits_in_the_hosts_memory_must_fit_there() -> None:
     asked = job(recompute="full", schedule="1f1b", micro_batch=1, offload_optimizer="host", cp=1, pp=1, tp=1)
     medium = DecoderConfig(32, 4096, 32, 8, 14336, 128256)
     workload = compute_decoder_workload(medium, 2048)
-    best = plan_for_job(asked, BOX, workload, medium)
+    best = plan_for_job(PlanningInputs(asked, BOX, workload, medium))
     assert best.forecast is not None
     assert best.forecast.host_bytes * 8 > (64 << 30) * USABLE_HOST_MEMORY_SHARE
     error = refused(asked, small, medium)

@@ -18,7 +18,7 @@ from wanma.job.sections.job import Job
 from wanma.models.config.dimensions import DecoderConfig
 from wanma.models.workload.model_workload import compute_decoder_workload
 from wanma.planner.forecast.plan_forecast import forecast_plan
-from wanma.planner.forecast.problem import PlanningProblem, build_problem
+from wanma.planner.forecast.problem import PlanningInputs, PlanningProblem, build_problem
 from wanma.planner.job_planner import plan_for_job
 from wanma.planner.replan import ReplanCost, ReplanResult, replan, replan_cost
 
@@ -52,13 +52,13 @@ def test_on_fewer_devices_than_ranks_it_must_change() -> None:
     assert decision.plan.world_size == 16
     assert decision.net_gain_seconds == math.inf
     assert "the plan has 32 ranks, and there is room for 16" in decision.reason
-    best = plan_for_job(job(nodes=2), TWO, WORKLOAD, MODEL)
+    best = plan_for_job(PlanningInputs(job(nodes=2), TWO, WORKLOAD, MODEL))
     assert decision.plan == best.plan
     assert decision.forecast.step == (best.forecast.step if best.forecast else None)
 
 
 def test_on_the_machines_that_it_has_the_best_plan_stays() -> None:
-    best = plan_for_job(job(), FOUR, WORKLOAD, MODEL).plan
+    best = plan_for_job(PlanningInputs(job(), FOUR, WORKLOAD, MODEL)).plan
     decision = replan(posed(), best, FOUR, 1_000_000)
     assert not decision.is_change
     assert decision.plan == best
@@ -67,7 +67,7 @@ def test_on_the_machines_that_it_has_the_best_plan_stays() -> None:
 
 
 def test_more_machines_are_taken_where_what_is_left_gains_twice_what_it_costs() -> None:
-    running = plan_for_job(job(nodes=2), TWO, WORKLOAD, MODEL).plan
+    running = plan_for_job(PlanningInputs(job(nodes=2), TWO, WORKLOAD, MODEL)).plan
     many, few = (replan(posed(TWO), running, FOUR, steps) for steps in (100_000, 10))
     assert many.is_change
     assert many.plan.world_size == 32
@@ -85,7 +85,7 @@ def test_more_machines_are_taken_where_what_is_left_gains_twice_what_it_costs() 
 
 
 def test_what_is_lost_and_what_a_restart_takes_counts() -> None:
-    running = plan_for_job(job(nodes=2), TWO, WORKLOAD, MODEL).plan
+    running = plan_for_job(PlanningInputs(job(nodes=2), TWO, WORKLOAD, MODEL)).plan
     steps = 100_000
     plain = replan(posed(TWO), running, FOUR, steps)
     assert plain.is_change
@@ -143,7 +143,7 @@ def test_without_rates_it_stays_where_it_can_and_changes_where_it_must() -> None
 
 
 def test_forecasts_are_set_right_by_what_was_measured() -> None:
-    running = plan_for_job(job(nodes=2), TWO, WORKLOAD, MODEL).plan
+    running = plan_for_job(PlanningInputs(job(nodes=2), TWO, WORKLOAD, MODEL)).plan
     forecasted = replan(posed(TWO), running, FOUR, 100_000)
     measured = replan(posed(TWO), running, FOUR, 100_000, step_seconds=10.0)
     now = build_problem(job(), FOUR, WORKLOAD, MODEL)

@@ -18,6 +18,7 @@ from wanma.job.sections.job import Job
 from wanma.models.config.dimensions import DecoderConfig
 from wanma.models.workload.model_workload import compute_decoder_workload
 from wanma.planner import plan_search, search_process
+from wanma.planner.forecast.problem import PlanningInputs
 from wanma.planner.plan_search import search_plans
 from wanma.planner.search.result import SearchResult
 from wanma.planner.search_process import LEAST_GRIDS, SearchTask, needs_second_process, run_searches
@@ -48,7 +49,7 @@ def plans_found() -> SearchResult:
         }
     )
     cluster = parse_shorthand("1x8 H100 + 1x8 A100, 8x200G")
-    return search_plans(job, cluster, compute_decoder_workload(MODEL, 256), MODEL)
+    return search_plans(PlanningInputs(job, cluster, compute_decoder_workload(MODEL, 256), MODEL))
 
 
 def test_a_second_process_finds_the_plans_that_this_one_finds(monkeypatch: pytest.MonkeyPatch) -> None:

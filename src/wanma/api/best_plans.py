@@ -16,7 +16,7 @@ from wanma.job.file.loading import to_job
 from wanma.job.forecast.forecast import Forecast, Workload
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
-from wanma.planner.forecast.problem import homogeneous_cluster
+from wanma.planner.forecast.problem import PlanningInputs, homogeneous_cluster
 from wanma.planner.hardware_model.calibration import Calibration, load_calibration
 from wanma.planner.infeasibility import no_plan_error
 from wanma.planner.job_planner import plan_for_job
@@ -79,13 +79,12 @@ def plan(
         worlds = candidate_world_sizes(homogeneous_cluster(job, machines))
     workload = _workload(job, module, example, targets_per_sample)
     dimensions = None if module is not None else job_dimensions(job)
-    if time_search_unavailable_reason(job, machines, workload, dimensions, calibration) is not None:
-        planned = plan_for_job(job, machines, workload, dimensions, calibration)
+    inputs = PlanningInputs(job, machines, workload, dimensions, calibration)
+    if time_search_unavailable_reason(inputs) is not None:
+        planned = plan_for_job(inputs)
         assert planned.forecast is not None, "there is a workload"
         return [(planned.plan, planned.forecast)]
-    search_result = search_plans(
-        job, machines, workload, dimensions, calibration, world_sizes=worlds, keep=keep
-    )
+    search_result = search_plans(inputs, world_sizes=worlds, keep=keep)
     if not search_result.candidates:
         raise no_plan_error(job, machines, workload, dimensions, search_result, worlds)
     return [

@@ -20,8 +20,8 @@ from wanma.planner.forecast.plan_forecast import (
     with_pipeline_rank_memory,
 )
 from wanma.planner.forecast.problem import (
+    PlanningInputs,
     PlanningProblem,
-    build_problem,
     host_memory_overflow_reason,
     select_device_type,
 )
@@ -71,39 +71,28 @@ class PlanResult:
 
 
 def plan_for_job(
-    job: Job,
-    cluster: Cluster,
-    workload: Workload,
-    dimensions: DecoderConfig | None = None,
-    calibration: Calibration | None = None,
+    inputs: PlanningInputs,
     *,
     world_sizes: Sequence[int] | None = None,
 ) -> PlanResult:
     """Plan a job: complete the layout that it fixes, or search for the fastest plan if it leaves that open.
 
     Args:
-        dimensions: the decoder's dimensions; None for any other model.
-        calibration: measurements of the devices.
         world_sizes: world sizes to search where the layout is open, in ranks; default: those that a run on
             the cluster can have.
 
     Raises:
         JobError: the job contradicts itself, the model or the nodes, or nothing fits; names a remedy.
     """
-    if (
-        job.parallel.auto
-        and time_search_unavailable_reason(job, cluster, workload, dimensions, calibration) is None
-    ):
-        return search_job_plan(job, cluster, workload, dimensions, calibration, world_sizes=world_sizes)
-    return complete_plan(job, build_layout(job, cluster), cluster, workload, dimensions, calibration)
+    job, cluster = inputs.job, inputs.cluster
+    if job.parallel.auto and time_search_unavailable_reason(inputs) is None:
+        return search_job_plan(inputs, world_sizes=world_sizes)
+    layout = build_layout(job, cluster)
+    return complete_plan(job, layout, cluster, inputs.workload, inputs.dimensions, inputs.calibration)
 
 
 def search_job_plan(
-    job: Job,
-    cluster: Cluster,
-    workload: Workload,
-    dimensions: DecoderConfig | None = None,
-    calibration: Calibration | None = None,
+    inputs: PlanningInputs,
     *,
     world_sizes: Sequence[int] | None = None,
     allow_unsupported: bool = False,
@@ -117,26 +106,33 @@ def search_job_plan(
     Raises:
         JobError: the job's settings leave no plan, or none that fits; names a remedy.
     """
+    job = inputs.job
     build_synchronization(job.parallel)  # only for its checks: the search has no sites
-    world_sizes = run_world_sizes(job, cluster) if world_sizes is None else world_sizes
-    found = search_plans(job, cluster, workload, dimensions, calibration, world_sizes=world_sizes)
-    best = found.best_or_unsupported if allow_unsupported else found.best
+    if world_sizes is None:
+        world_sizes = run_world_sizes(job, inputs.cluster)
+    search_result = search_plans(inputs, world_sizes=world_sizes)
+    best = search_result.best_or_unsupported if allow_unsupported else search_result.best
     if best is None:
-        raise no_plan_error(job, cluster, workload, dimensions, found, world_sizes)
-    ranks = max(best.plan.world_size // job.cluster.nodes, 1)
-    problem = build_problem(job, cluster, workload, dimensions, calibration, ranks=ranks)
-    plan, needed = with_gradient_reduction(job, best.plan, problem.hardware), best.forecast
+        raise no_plan_error(
+            job, inputs.cluster, inputs.workload, inputs.dimensions, search_result, world_sizes
+        )
+    problem = inputs.problem(ranks=max(best.plan.world_size // job.cluster.nodes, 1))
+    plan, forecast = with_gradient_reduction(job, best.plan, problem.hardware), best.forecast
     check_buckets(job, plan)
     if plan != best.plan:
-        needed = forecast_plan(problem, plan)
-        if needed.memory_bytes > problem.memory_limit_bytes >= best.forecast.memory_bytes:
+        forecast = forecast_plan(problem, plan)
+        if forecast.memory_bytes > problem.memory_limit_bytes >= best.forecast.memory_bytes:
             plan = replace(plan, bucket_bytes=best.plan.bucket_bytes)
-            needed = forecast_plan(problem, plan)
-    whole = with_pipeline_rank_memory(problem, plan, needed)
-    told = (*selection_reasons(found), *gradient_reduction_reasons(plan, problem.hardware), *whole.reasons)
-    taken = replace(best, plan=plan, forecast=needed)
-    candidates = tuple(taken if one is best else one for one in found.candidates)
-    return PlanResult(plan, replace(whole, reasons=told), replace(found, candidates=candidates))
+            forecast = forecast_plan(problem, plan)
+    detailed = with_pipeline_rank_memory(problem, plan, forecast)
+    reasons = (
+        *selection_reasons(search_result),
+        *gradient_reduction_reasons(plan, problem.hardware),
+        *detailed.reasons,
+    )
+    chosen = replace(best, plan=plan, forecast=forecast)
+    candidates = tuple(chosen if candidate is best else candidate for candidate in search_result.candidates)
+    return PlanResult(plan, replace(detailed, reasons=reasons), replace(search_result, candidates=candidates))
 
 
 def build_layout(job: Job, cluster: Cluster) -> Plan:
@@ -185,8 +181,8 @@ def build_layout(job: Job, cluster: Cluster) -> Plan:
     check_buckets(job, plan)
     plan = with_gradient_reduction(job, plan, None)
     node = cluster.nodes[0]
-    ranks_here = plan.world_size // job.cluster.nodes
-    threads = job.cluster.threads_per_rank or max(node.cores // ranks_here, 1)
+    ranks_per_node = plan.world_size // job.cluster.nodes
+    threads = job.cluster.threads_per_rank or max(node.cores // ranks_per_node, 1)
     return replace(plan, threads_per_rank=threads)
 
 
@@ -228,30 +224,27 @@ def complete_plan(
         check_plan_shares(job, plan, sample_group_of(job, dimensions))
         return PlanResult(plan, None)
 
-    ranks = plan.world_size // job.cluster.nodes
-    problem = build_problem(job, cluster, workload, dimensions, calibration, ranks=ranks)
+    inputs = PlanningInputs(job, cluster, workload, dimensions, calibration)
+    problem = inputs.problem(ranks=plan.world_size // job.cluster.nodes)
     chosen = None
-    untimed = time_search_unavailable_reason(job, cluster, workload, dimensions, calibration)
+    untimed = time_search_unavailable_reason(inputs)
     if untimed is None:
         chosen = _search_open_settings(problem, plan)
-    if chosen is None:
-        plan, told = _choose_by_rule(problem, plan, rows)
-    else:
-        plan, told = chosen
+    plan, reasons = chosen if chosen is not None else _choose_by_rule(problem, plan, rows)
     plan = with_gradient_reduction(job, plan, problem.hardware)
     check_plan_shares(job, plan, sample_group_of(job, dimensions, workload))
-    needed = with_pipeline_rank_memory(problem, plan, forecast_plan(problem, plan))
-    if (overflow := host_memory_overflow_reason(problem, plan, needed)) is not None:
+    forecast = with_pipeline_rank_memory(problem, plan, forecast_plan(problem, plan))
+    if (overflow := host_memory_overflow_reason(problem, plan, forecast)) is not None:
         raise JobError(
             f"the plan does not fit: {overflow}",
             "offload less to 'host' (parallel.offload_*), offload to 'disk', or set "
             "checkpoint.in_memory_every_steps = 'auto'",
         )
-    if needed.memory_bytes > problem.memory_limit_bytes:
-        raise plan_too_large_error(problem, plan, needed, untimed if job.parallel.auto else None)
-    told += gradient_reduction_reasons(plan, problem.hardware)
-    told = [_layout_reason(job, plan), *told, *needed.reasons]
-    return PlanResult(plan, replace(needed, reasons=tuple(told)))
+    if forecast.memory_bytes > problem.memory_limit_bytes:
+        raise plan_too_large_error(problem, plan, forecast, untimed if job.parallel.auto else None)
+    reduction_reasons = gradient_reduction_reasons(plan, problem.hardware)
+    reasons = [_layout_reason(job, plan), *reasons, *reduction_reasons, *forecast.reasons]
+    return PlanResult(plan, replace(forecast, reasons=tuple(reasons)))
 
 
 def _search_open_settings(problem: PlanningProblem, plan: Plan) -> tuple[Plan, list[str]] | None:
@@ -291,10 +284,10 @@ def _search_open_settings(problem: PlanningProblem, plan: Plan) -> tuple[Plan, l
     best = search(problem, narrow, keep=1).best
     if best is None:
         return None
-    told = [
+    reasons = [
         f"{key} {getattr(best.plan, key)}: the fastest forecast that fits" for key in is_open if is_open[key]
     ]
-    return best.plan, told
+    return best.plan, reasons
 
 
 def _choose_by_rule(problem: PlanningProblem, plan: Plan, samples_per_rank: int) -> tuple[Plan, list[str]]:
@@ -305,7 +298,7 @@ def _choose_by_rule(problem: PlanningProblem, plan: Plan, samples_per_rank: int)
     """
     job, workload = problem.job, problem.workload
     group = sample_group_of(job, problem.dimensions, workload)
-    told: list[str] = []
+    reasons: list[str] = []
 
     def fits(sized: Plan) -> bool:
         return forecast_plan_memory(problem, sized).memory_bytes <= problem.memory_limit_bytes
@@ -322,7 +315,7 @@ def _choose_by_rule(problem: PlanningProblem, plan: Plan, samples_per_rank: int)
         largest = sizes[0]
         fitting = (size for size in sizes if fits(replace(plan, micro_batch=size)))
         micro_batch = next(fitting, sizes[-1])
-        told.append(
+        reasons.append(
             f"micro_batch {micro_batch}: the largest that fits, at most {largest} "
             f"({count_text(samples_per_rank, 'sample')} per rank and step)"
         )
@@ -330,10 +323,10 @@ def _choose_by_rule(problem: PlanningProblem, plan: Plan, samples_per_rank: int)
     check_micro_batches(job, plan)
     if job.parallel.recompute == "auto":
         plan, reason = choose_recompute(plan, workload, fits)
-        told.append(reason)
+        reasons.append(reason)
         if plan.pp > 1:
             check_schedule(plan)
-    return plan, told
+    return plan, reasons
 
 
 def _with_stage_cuts(job: Job, plan: Plan, workload: Workload | None, blocks: int) -> Plan:
@@ -359,9 +352,11 @@ def _default_layout(job: Job, cluster: Cluster, device: str) -> ParallelSection:
     if parallel.dp_shard > 1:
         return parallel
     # Remote nodes are assumed to have as many devices as those described.
-    on_each = min(len(node.devices) for node in cluster.nodes) if device == "cuda" else 1
-    others = parallel.pp * parallel.dp_replicate * parallel.cp * parallel.tp
-    return parallel.model_copy(update={"dp_shard": max(on_each * job.cluster.nodes // others, 1)})
+    devices_per_node = min(len(node.devices) for node in cluster.nodes) if device == "cuda" else 1
+    other_ranks = parallel.pp * parallel.dp_replicate * parallel.cp * parallel.tp
+    return parallel.model_copy(
+        update={"dp_shard": max(devices_per_node * job.cluster.nodes // other_ranks, 1)}
+    )
 
 
 def _layout_reason(job: Job, plan: Plan) -> str:
@@ -387,7 +382,7 @@ def _micro_batch_sizes(job: Job, plan: Plan, group: SampleGroup, largest: int) -
         return [largest >> halvings for halvings in range(largest.bit_length())]
     else:
         sizes = list(range(max(largest // group.size, 1) * group.size, 0, -group.size))
-    whole = [size for size in sizes if group.is_kept_by(job, replace(plan, micro_batch=size))]
-    if not whole:
+    group_multiples = [size for size in sizes if group.is_kept_by(job, replace(plan, micro_batch=size))]
+    if not group_multiples:
         raise group.split_error(job, plan)
-    return whole
+    return group_multiples

@@ -14,24 +14,21 @@ from dataclasses import replace
 from functools import partial
 
 from wanma.job.cluster import Cluster
-from wanma.job.forecast.forecast import Workload
 from wanma.job.node_range import is_elastic
 from wanma.job.plan.plan import DEFAULT_BUCKET_BYTES, Plan
 from wanma.job.sections.job import Job
-from wanma.models.config.dimensions import DecoderConfig
 from wanma.planner.cost.compression_cost import SEARCHED_COMPRESSIONS
 from wanma.planner.forecast.plan_forecast import time_unavailable_reason
 from wanma.planner.forecast.problem import (
     USABLE_DEVICE_MEMORY_SHARE,
+    PlanningInputs,
     PlanningProblem,
-    build_problem,
     homogeneous_cluster,
     host_memory_overflow_reason,
     select_device_type,
 )
 from wanma.planner.gradient_reduction import choose_bucket_bytes, hierarchical_unavailable_reason
 from wanma.planner.hardware_model.builder import is_calibrated
-from wanma.planner.hardware_model.calibration import Calibration
 from wanma.planner.heterogeneous.mesh_plans import search_mesh_plans, with_mesh_plans
 from wanma.planner.heterogeneous.node_pools import HeterogeneousHardware, build_heterogeneous_hardware
 from wanma.planner.heterogeneous.placement_search import search_placements
@@ -45,11 +42,7 @@ from wanma.planner.search_process import SearchTask, run_searches
 
 
 def search_plans(
-    job: Job,
-    cluster: Cluster,
-    workload: Workload,
-    dimensions: DecoderConfig | None = None,
-    calibration: Calibration | None = None,
+    inputs: PlanningInputs,
     *,
     world_sizes: Sequence[int] | None = None,
     keep: int = 10,
@@ -61,8 +54,6 @@ def search_plans(
     shares of the batch for equal ranks, or with different replicas on different node pools.
 
     Args:
-        dimensions: the decoder's dimensions; None for any other model.
-        calibration: measurements of the devices.
         world_sizes: world sizes to search, in ranks; default: `space.candidate_world_sizes`.
         keep: largest number of candidates.
 
@@ -70,38 +61,36 @@ def search_plans(
         JobError: a GPU is asked for and none is there.
     """
     began = time.perf_counter()
+    job, cluster, dimensions = inputs.job, inputs.cluster, inputs.dimensions
     tasks = [
-        SearchTask(partial(_search_alike, problem, space, keep), grid_count(space))
-        for problem, space in _search_problems(job, cluster, workload, dimensions, calibration, world_sizes)
+        SearchTask(partial(_search_homogeneous, problem, space, keep), grid_count(space))
+        for problem, space in _search_problems(inputs, world_sizes)
     ]
     on_gpus = is_heterogeneous(cluster) and select_device_type(job, cluster) == "cuda"
     if on_gpus and dimensions is not None and not fixed_parallel_keys(job):
-        problem = build_problem(job, cluster, workload, dimensions, calibration)
-        fleet = build_heterogeneous_hardware(cluster, USABLE_DEVICE_MEMORY_SHARE, calibration)
-        start = replace(_base_plan(job, problem.cluster), compile=True)
+        problem = inputs.problem()
+        fleet = build_heterogeneous_hardware(cluster, USABLE_DEVICE_MEMORY_SHARE, inputs.calibration)
+        base_plan = replace(_base_plan(job, problem.cluster), compile=True)
         # An elastic run cannot know in advance which node groups are left.
-        placed = partial(_search_placed, problem, fleet, start, keep, as_meshes=not is_elastic(job))
-        tasks.append(SearchTask(placed, GRIDS_PER_LAYER * dimensions.layers))
+        placements = partial(
+            _search_placements, problem, fleet, base_plan, keep, as_meshes=not is_elastic(job)
+        )
+        tasks.append(SearchTask(placements, GRIDS_PER_LAYER * dimensions.layers))
         if not is_elastic(job):
-            unlike = partial(_search_unlike, problem, fleet, start, keep)
-            tasks.append(SearchTask(unlike, GRIDS_PER_PAIR * math.comb(len(fleet.pools), 2)))
-    found = merge_results(run_searches(tasks), keep)
-    return replace(found, seconds=time.perf_counter() - began)
+            meshes = partial(_search_heterogeneous_meshes, problem, fleet, base_plan, keep)
+            tasks.append(SearchTask(meshes, GRIDS_PER_PAIR * math.comb(len(fleet.pools), 2)))
+    merged = merge_results(run_searches(tasks), keep)
+    return replace(merged, seconds=time.perf_counter() - began)
 
 
-def time_search_unavailable_reason(
-    job: Job,
-    cluster: Cluster,
-    workload: Workload,
-    dimensions: DecoderConfig | None = None,
-    calibration: Calibration | None = None,
-) -> str | None:
+def time_search_unavailable_reason(inputs: PlanningInputs) -> str | None:
     """Return the reason why forecasts of time cannot choose a job's plan, or None."""
-    problem = build_problem(job, cluster, workload, dimensions, calibration)
-    unknown = time_unavailable_reason(problem, _base_plan(job, problem.cluster))
-    if unknown is not None:
-        return unknown
-    if select_device_type(job, cluster) == "cpu" and not is_calibrated(problem.cluster, calibration):
+    problem = inputs.problem()
+    reason = time_unavailable_reason(problem, _base_plan(inputs.job, problem.cluster))
+    if reason is not None:
+        return reason
+    device = select_device_type(inputs.job, inputs.cluster)
+    if device == "cpu" and not is_calibrated(problem.cluster, inputs.calibration):
         return "this CPU is not calibrated; run `wanma cluster --calibrate` to search plans by forecast"
     return None
 
@@ -134,15 +123,15 @@ def merge_results(results: Sequence[SearchResult], keep: int) -> SearchResult:
     """Merge several search results into one: runnable plans first, then a few forecast-only ones."""
     candidates = sorted((one for each in results for one in each.candidates), key=candidate_order)
     runnable = [one for one in candidates if one.unsupported_reason is None]
-    others = [one for one in candidates if one.unsupported_reason is not None]
-    runnable = runnable[: max(keep - min(len(others), MAX_UNSUPPORTED_PLANS), 1)]
+    forecast_only = [one for one in candidates if one.unsupported_reason is not None]
+    runnable = runnable[: max(keep - min(len(forecast_only), MAX_UNSUPPORTED_PLANS), 1)]
     front = [one for each in results for one in each.pareto_front]
     nearest = [each.smallest for each in results if each.smallest is not None]
     pruned: Counter[str] = Counter()
     for each in results:
         pruned.update(each.pruned)
     return SearchResult(
-        (*runnable, *others)[:keep],
+        (*runnable, *forecast_only)[:keep],
         build_pareto_front([one for one in front if one.unsupported_reason is None] or front),
         None if candidates else min(nearest, key=lambda one: one.memory_bytes, default=None),
         sum(each.plan_count for each in results),
@@ -157,73 +146,72 @@ def selection_reasons(search_result: SearchResult) -> tuple[str, ...]:
     if best is None:
         return ()
     faster = next((one for one in search_result.unsupported if one.seconds < best.seconds), None)
-    of = f"{search_result.plan_count:,} plans" + (" that wanma supports" if faster is not None else "")
-    told = [f"the fastest of {of}, by forecast: {best.seconds:.3g} s per step"]
+    searched = f"{search_result.plan_count:,} plans" + (" that wanma supports" if faster is not None else "")
+    reasons = [f"the fastest of {searched}, by forecast: {best.seconds:.3g} s per step"]
     for runner_up in search_result.supported[1:2]:
-        told.append(f"next: {runner_up.plan}, {runner_up.seconds / best.seconds - 1:+.1%} time")
+        reasons.append(f"next: {runner_up.plan}, {runner_up.seconds / best.seconds - 1:+.1%} time")
     if faster is not None:
-        told.append(
+        reasons.append(
             f"{faster.plan} would take {faster.seconds:.3g} s per step, but is not supported: "
             f"{faster.unsupported_reason}"
         )
-    return tuple(told)
+    return tuple(reasons)
 
 
-def _search_alike(problem: PlanningProblem, space: SearchSpace, keep: int) -> SearchResult:
+def _search_homogeneous(problem: PlanningProblem, space: SearchSpace, keep: int) -> SearchResult:
     """Return the best plans that treat all nodes alike."""
     return _with_support(problem, search(problem, space, keep=keep))
 
 
-def _search_placed(
-    problem: PlanningProblem, fleet: HeterogeneousHardware, start: Plan, keep: int, *, as_meshes: bool
+def _search_placements(
+    problem: PlanningProblem, fleet: HeterogeneousHardware, base_plan: Plan, keep: int, *, as_meshes: bool
 ) -> SearchResult:
     """Return the best placed plans; with `as_meshes`, converted to mesh plans where possible."""
-    found = search_placements(problem, fleet, start, keep=keep)
-    return _with_support(problem, with_mesh_plans(found, fleet) if as_meshes else found)
+    placed = search_placements(problem, fleet, base_plan, keep=keep)
+    return _with_support(problem, with_mesh_plans(placed, fleet) if as_meshes else placed)
 
 
-def _search_unlike(
-    problem: PlanningProblem, fleet: HeterogeneousHardware, start: Plan, keep: int
+def _search_heterogeneous_meshes(
+    problem: PlanningProblem, fleet: HeterogeneousHardware, base_plan: Plan, keep: int
 ) -> SearchResult:
-    """Return the best mesh plans on unlike devices."""
-    return _with_support(problem, search_mesh_plans(problem, fleet, start, keep=keep))
+    """Return the best mesh plans on several kinds of devices."""
+    return _with_support(problem, search_mesh_plans(problem, fleet, base_plan, keep=keep))
 
 
 def _search_problems(
-    job: Job,
-    cluster: Cluster,
-    workload: Workload,
-    dimensions: DecoderConfig | None,
-    calibration: Calibration | None,
-    world_sizes: Sequence[int] | None,
+    inputs: PlanningInputs, world_sizes: Sequence[int] | None
 ) -> Iterator[tuple[PlanningProblem, SearchSpace]]:
-    machines = homogeneous_cluster(job, cluster)
-    (node,) = machines.nodes
+    """Yield the planning problems and search spaces of a job, per base plan and, on CPUs, ranks per node."""
+    job = inputs.job
+    cluster = homogeneous_cluster(job, inputs.cluster)
+    (node,) = cluster.nodes
+
+    def search_space(base_plan: Plan, world_sizes: Sequence[int] | None) -> SearchSpace:
+        return SearchSpace.from_job(
+            job,
+            cluster,
+            inputs.dimensions,
+            base_plan=base_plan,
+            world_sizes=world_sizes,
+            workload=inputs.workload,
+        )
+
     if node.devices:
-        problem = build_problem(job, cluster, workload, dimensions, calibration)
-        for start in _base_plans(problem, machines):
-            yield (
-                problem,
-                SearchSpace.from_job(
-                    job, machines, dimensions, base_plan=start, world_sizes=world_sizes, workload=workload
-                ),
-            )
+        problem = inputs.problem()
+        for base_plan in _base_plans(problem, cluster):
+            yield problem, search_space(base_plan, world_sizes)
         return
     for ranks in divisors(node.cores):
-        world = ranks * node.count
-        if world_sizes is None or world in world_sizes:
-            problem = build_problem(job, cluster, workload, dimensions, calibration, ranks=ranks)
+        world_size = ranks * node.count
+        if world_sizes is None or world_size in world_sizes:
+            problem = inputs.problem(ranks=ranks)
             threads = job.cluster.threads_per_rank or max(node.cores // ranks, 1)
-            for start in _base_plans(problem, machines):
+            for base_plan in _base_plans(problem, cluster):
                 # Bucket size of the largest number of replicas: it decides their memory.
-                buckets = choose_bucket_bytes(job, replace(start, dp_replicate=world), problem.hardware)
-                start = replace(start, threads_per_rank=threads, bucket_bytes=buckets)
-                yield (
-                    problem,
-                    SearchSpace.from_job(
-                        job, machines, dimensions, base_plan=start, world_sizes=[world], workload=workload
-                    ),
-                )
+                replicated = replace(base_plan, dp_replicate=world_size)
+                bucket_bytes = choose_bucket_bytes(job, replicated, problem.hardware)
+                base_plan = replace(base_plan, threads_per_rank=threads, bucket_bytes=bucket_bytes)
+                yield problem, search_space(base_plan, [world_size])
 
 
 def _base_plan(job: Job, cluster: Cluster) -> Plan:
@@ -244,48 +232,48 @@ def _base_plans(problem: PlanningProblem, cluster: Cluster) -> list[Plan]:
     """List the plans from which searches start: exact, and with approximations that job and devices allow."""
     job = problem.job
     exact, allowed = _base_plan(job, cluster), allowed_approximations(job)
-    found = [exact]
+    plans = [exact]
     # Other models were traced in the job's precision, and may compute parts in another.
     if "bf16" in allowed and exact.precision == "fp32" and problem.dimensions is not None:
-        half = replace(exact, precision="bf16", approximate=(*exact.approximate, "bf16"))
-        if time_unavailable_reason(problem, half) is None:
-            found.append(half)
-    wide = tuple(found)
-    for start in wide:
-        low = replace(start, fp8=True, approximate=(*start.approximate, "fp8"))
-        if "fp8" in allowed and not start.fp8 and unsupported_reason(job, low, cluster) is None:
-            found.append(low)
+        bf16_plan = replace(exact, precision="bf16", approximate=(*exact.approximate, "bf16"))
+        if time_unavailable_reason(problem, bf16_plan) is None:
+            plans.append(bf16_plan)
+    unscaled = tuple(plans)
+    for plan in unscaled:
+        fp8_plan = replace(plan, fp8=True, approximate=(*plan.approximate, "fp8"))
+        if "fp8" in allowed and not plan.fp8 and unsupported_reason(job, fp8_plan, cluster) is None:
+            plans.append(fp8_plan)
     if "compression" in job.parallel.allow and not exact.compression_methods and exact.precision != "fp64":
-        found += [
-            replace(start, compression=kind, approximate=(*start.approximate, "compression"))
-            for start in wide
+        plans += [
+            replace(plan, compression=kind, approximate=(*plan.approximate, "compression"))
+            for plan in unscaled
             for kind in SEARCHED_COMPRESSIONS
         ]
-    return found
+    return plans
 
 
 def _with_support(problem: PlanningProblem, search_result: SearchResult) -> SearchResult:
     """Fill in forecast-only reasons, threads per rank and hierarchical all-reduce of a search result."""
     (node,) = problem.cluster.nodes
 
-    def mark(one: Candidate) -> Candidate:
-        plan = one.plan
+    def with_support(candidate: Candidate) -> Candidate:
+        plan = candidate.plan
         if plan.device == "cuda":
-            here = min(len(node.devices), plan.world_size)
-            threads = problem.job.cluster.threads_per_rank or max(node.cores // here, 1)
+            ranks_per_node = min(len(node.devices), plan.world_size)
+            threads = problem.job.cluster.threads_per_rank or max(node.cores // ranks_per_node, 1)
             plan = replace(plan, threads_per_rank=threads)
         if plan.hierarchical and hierarchical_unavailable_reason(plan, problem.job.cluster.nodes) is not None:
             plan = replace(plan, hierarchical=False)
         reason = unsupported_reason(problem.job, plan, problem.cluster)
         return replace(
-            one,
+            candidate,
             plan=plan,
-            unsupported_reason=reason or host_memory_overflow_reason(problem, plan, one.forecast),
+            unsupported_reason=reason or host_memory_overflow_reason(problem, plan, candidate.forecast),
         )
 
     return replace(
         search_result,
-        candidates=tuple(map(mark, search_result.candidates)),
-        pareto_front=tuple(map(mark, search_result.pareto_front)),
-        smallest=mark(search_result.smallest) if search_result.smallest is not None else None,
+        candidates=tuple(map(with_support, search_result.candidates)),
+        pareto_front=tuple(map(with_support, search_result.pareto_front)),
+        smallest=with_support(search_result.smallest) if search_result.smallest is not None else None,
     )

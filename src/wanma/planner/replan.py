@@ -10,7 +10,7 @@ by a tenth (`StepTime.uncertainty`), and the restart time is no better known. Pu
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from wanma.job.cluster import Cluster
@@ -22,7 +22,7 @@ from wanma.job.sections.parallel import ParallelSection
 from wanma.observe.units import bytes_text, duration_text
 from wanma.planner.cost.offload import master_weight_bytes
 from wanma.planner.forecast.plan_forecast import forecast_plan
-from wanma.planner.forecast.problem import PlanningProblem, build_problem, select_device_type
+from wanma.planner.forecast.problem import PlanningInputs, PlanningProblem, select_device_type
 from wanma.planner.hardware_model.calibration import Calibration
 from wanma.planner.job_planner import PlanResult, plan_for_job
 from wanma.planner.memory.model_states import optimizer_state_elements, weight_bytes
@@ -124,20 +124,15 @@ def replan(
     )
     # A run that continues keeps its number of ranks per node.
     ranks_per_node = max(math.ceil(current_plan.world_size / problem.cluster.node_count), 1)
-    now = build_problem(
-        job, available_cluster, problem.workload, problem.dimensions, calibration, ranks=ranks_per_node
-    )
+    inputs = PlanningInputs(job, available_cluster, problem.workload, problem.dimensions, calibration)
+    now = inputs.problem(ranks=ranks_per_node)
     obstacle = _infeasible_reason(now, current_plan, ranks_per_node)
     worlds = None if problem.job.parallel.auto else [ranks_per_node * machines]
     try:
-        is_untimed = worlds and time_search_unavailable_reason(
-            job, available_cluster, problem.workload, problem.dimensions, calibration
-        )
+        is_untimed = worlds and time_search_unavailable_reason(inputs)
         if has_sites or is_untimed:
             job = _job_with_max_replicas(problem.job, current_plan, machines, ranks_per_node)
-        planned = plan_for_job(
-            job, available_cluster, problem.workload, problem.dimensions, calibration, world_sizes=worlds
-        )
+        planned = plan_for_job(replace(inputs, job=job), world_sizes=worlds)
     except JobError:
         if obstacle is not None:
             raise

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import OuterCompression
 from wanma.planner.cost.compression_cost import COMPRESSION_COSTS
+from wanma.planner.cost.data_parallel import OVERLAP_SLOWDOWN
 from wanma.planner.cost.decoder_layers import FrameworkTraits
 from wanma.planner.hardware_model.collective_time import RankGroup, all_gather_seconds, all_reduce_seconds
 from wanma.planner.hardware_model.model import HardwareModel
@@ -17,9 +18,6 @@ from wanma.planner.hardware_model.operator_time import memory_bound_seconds
 
 _STATUS_BYTES = 128.0
 """Bytes of the status that ranks exchange after every step: losses, norms, requests to stop."""
-
-OVERLAP_SLOWDOWN = 0.15
-"""Share of overlapped communication time that the compute beside it loses, as in `data_parallel`."""
 
 
 @dataclass(frozen=True)

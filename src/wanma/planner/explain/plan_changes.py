@@ -10,11 +10,11 @@ from typing import Any
 from wanma.job.file.serialization import toml_value
 from wanma.job.forecast.forecast import Forecast
 from wanma.job.plan.plan import Plan
-from wanma.job.sections.parallel import Recompute, Shard
+from wanma.job.sections.parallel import Recompute
 from wanma.planner.forecast.problem import PlanningProblem
 from wanma.planner.pipeline.schedules import SPLIT_BACKWARD, blocks_of_stages, plan_stage_cuts
+from wanma.planner.search.space import SHARD_LEVELS
 
-SHARD_LEVELS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "parameters")
 MAX_CHANGES_PER_FAMILY = 3
 """Number of doublings of a mesh dimension, and of shares of recompute, that are tried."""
 

@@ -82,6 +82,27 @@ class PlanningProblem:
         return mean or self.hardware.chip.peak_flops_per_second[precision]
 
 
+@dataclass(frozen=True)
+class PlanningInputs:
+    """Inputs of planning a job; its planning problems are built from them."""
+
+    job: Job
+    cluster: Cluster
+    """Nodes of the job, as they are: several kinds are not yet replaced by equal ones."""
+    workload: Workload
+    """Workload of the job's model."""
+    dimensions: DecoderConfig | None = None
+    """Dimensions of a decoder; None for any other model."""
+    calibration: Calibration | None = None
+    """Measurements of the devices."""
+
+    def problem(self, *, ranks: int = 1) -> PlanningProblem:
+        """Build the planning problem, as `build_problem`."""
+        return build_problem(
+            self.job, self.cluster, self.workload, self.dimensions, self.calibration, ranks=ranks
+        )
+
+
 def build_problem(
     job: Job,
     cluster: Cluster,

@@ -22,7 +22,7 @@ from wanma.models.config.resolution import input_kind
 from wanma.models.workload.model_workload import resolve_section_decoder_config
 from wanma.planner.forecast.node_crossing import NODE_CROSSING_PREFIX, node_crossing_reason
 from wanma.planner.forecast.plan_forecast import custom_optimizer_reasons
-from wanma.planner.forecast.problem import mean_peak_flops
+from wanma.planner.forecast.problem import PlanningInputs, mean_peak_flops
 from wanma.planner.hardware_model.calibration import load_calibration
 from wanma.planner.job_planner import PlanResult, build_layout, complete_plan, search_job_plan
 from wanma.planner.plan_search import time_search_unavailable_reason
@@ -129,21 +129,12 @@ def search_by_time(
     Raises:
         JobError: the job's settings leave no plan, or none that fits.
     """
-    calibration = load_calibration()
-    if (
-        workload is None
-        or time_search_unavailable_reason(job, cluster, workload, dimensions, calibration) is not None
-    ):
+    if workload is None:
         return None
-    return search_job_plan(
-        job,
-        cluster,
-        workload,
-        dimensions,
-        calibration,
-        world_sizes=world_sizes,
-        allow_unsupported=allow_unsupported,
-    )
+    inputs = PlanningInputs(job, cluster, workload, dimensions, load_calibration())
+    if time_search_unavailable_reason(inputs) is not None:
+        return None
+    return search_job_plan(inputs, world_sizes=world_sizes, allow_unsupported=allow_unsupported)
 
 
 def plan_notes(job: Job, plan_result: PlanResult) -> list[str]:

@@ -23,7 +23,7 @@ from wanma.planner.explain.comparison import PlanComparison, compare_plans
 from wanma.planner.explain.scaling import ScalingPoint, parse_device_range, scaling_curve
 from wanma.planner.explain.timeline import Timeline, plan_timeline
 from wanma.planner.explain.what_if import apply_changes, parse_changes
-from wanma.planner.forecast.problem import PlanningProblem, build_problem, homogeneous_cluster
+from wanma.planner.forecast.problem import PlanningInputs, PlanningProblem, homogeneous_cluster
 from wanma.planner.hardware_model.calibration import Calibration, load_calibration
 from wanma.planner.infeasibility import no_plan_error
 from wanma.planner.job_planner import PlanResult, build_layout, complete_plan
@@ -222,9 +222,7 @@ class _Analyzer:
                 job, cluster, planned, None, self.dimensions, None, reason, self.workload_result.reason
             )
         problem = self._problem(job, cluster, plan.world_size)
-        obstacle = time_search_unavailable_reason(
-            job, cluster, self.workload, self.dimensions, self.calibration
-        )
+        obstacle = time_search_unavailable_reason(self._inputs(job, cluster))
 
         def look() -> SearchedPlans:
             search_result, comparison = planned.search_result, None
@@ -306,9 +304,7 @@ class _Analyzer:
         )
         if self.workload is None:
             raise JobError(self.workload_result.reason or "the model is unknown")
-        obstacle = time_search_unavailable_reason(
-            job, cluster, self.workload, self.dimensions, self.calibration
-        )
+        obstacle = time_search_unavailable_reason(self._inputs(job, cluster))
         if obstacle is not None:
             raise JobError(obstacle)
         return self._search(job, cluster, candidate_world_sizes(homogeneous_cluster(job, cluster)))
@@ -317,16 +313,16 @@ class _Analyzer:
         return None if study.problem is None else plan_timeline(study.problem, study.plan_result.plan)
 
     def _search(self, job: Job, cluster: Cluster, world_sizes: Sequence[int]) -> SearchResult:
-        assert self.workload is not None
-        return search_plans(
-            job, cluster, self.workload, self.dimensions, self.calibration, world_sizes=world_sizes
-        )
+        return search_plans(self._inputs(job, cluster), world_sizes=world_sizes)
 
     def _problem(self, job: Job, cluster: Cluster, world_size: int) -> PlanningProblem:
-        assert self.workload is not None
         (node,) = homogeneous_cluster(job, cluster).nodes
         ranks = 1 if node.devices else math.ceil(world_size / node.count)
-        return build_problem(job, cluster, self.workload, self.dimensions, self.calibration, ranks=ranks)
+        return self._inputs(job, cluster).problem(ranks=ranks)
+
+    def _inputs(self, job: Job, cluster: Cluster) -> PlanningInputs:
+        assert self.workload is not None
+        return PlanningInputs(job, cluster, self.workload, self.dimensions, self.calibration)
 
 
 def _fixes_layout(job: Job) -> bool:
