@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.command import small_disk as mounted_disk
 from wanma.checkpoint.load.reader import find_newest_valid, load_full_tensors
 from wanma.checkpoint.load.verification import find_defects
 from wanma.checkpoint.remote.remote_checkpoints import RemoteCheckpoints
@@ -62,11 +63,8 @@ def require_first_whole(folder: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", folder], check=True)
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+    with mounted_disk(tmp_path / "disk", "1m") as folder:
+        yield folder
 
 
 def test_a_file_that_may_not_grow_fails_the_save_alone(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.command import small_disk as mounted_disk
 from wanma.checkpoint.load.reader import (
     find_defects,
     find_newest_valid,
@@ -359,11 +359,8 @@ def test_ranks_that_disagree_about_a_tensor_do_not_commit(tmp_path: Path) -> Non
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", folder], check=True)
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+    with mounted_disk(tmp_path / "disk", "1m") as folder:
+        yield folder
 
 
 @pytest.mark.root

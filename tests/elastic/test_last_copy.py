@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from support.coordinator import Table, seated
+from support.coordinator import Table, abort_of, seated, shards_of
 from wanma.elastic.failure import Failure
 from wanma.elastic.protocol.messages import (
-    AbortCommand,
     DrainRequest,
     FailureReport,
     FlushCommand,
     FlushReport,
     InMemoryCheckpointId,
     InMemoryCheckpointShard,
-    Message,
     TerminationReport,
 )
 from wanma.elastic.recovery.flush_round import FAILED_RUN_FLUSH_SECONDS
@@ -22,10 +20,6 @@ from wanma.elastic.recovery.flush_round import FAILED_RUN_FLUSH_SECONDS
 STEP_9 = InMemoryCheckpointId(1, 9)
 FULL = FlushReport("", "No space left on device", "apart")
 KILLED = "the flush process was killed by SIGKILL"
-
-
-def held(*ranks: int, step: int = 9) -> tuple[InMemoryCheckpointShard, ...]:
-    return tuple(InMemoryCheckpointShard(rank, InMemoryCheckpointId(1, step)) for rank in ranks)
 
 
 def order(
@@ -43,50 +37,42 @@ def giving_up(*images: tuple[InMemoryCheckpointShard, ...]) -> Table:
     return table
 
 
-def ending(words: list[tuple[int, Message]]) -> AbortCommand:
-    """The same to all."""
-    assert len({word for _, word in words}) == 1
-    word = words[0][1]
-    assert isinstance(word, AbortCommand)
-    return word
-
-
 def test_a_process_that_dies_while_it_writes_is_replaced_once() -> None:
-    table = giving_up(held(0, 1), held(2, 3))
+    table = giving_up(shards_of(0, 1), shards_of(2, 3))
     again = table.hear(1, FlushReport("", KILLED, "again"))
     assert again == [(0, order(0, 1, attempt=2)), (1, order(2, 3, attempt=2))], "all begin anew, together"
     assert table.hear(0, FlushReport("checkpoint of step 9 in /old")) == [], "an answer to the order before"
     assert table.hear(0, FlushReport("checkpoint of step 9 in /x", attempt=2)) == []
-    word = ending(table.hear(1, FlushReport("", attempt=2)))
+    word = abort_of(table.hear(1, FlushReport("", attempt=2)))
     assert word.flush_summary.startswith(
         "the in-memory checkpoint was flushed to disk: checkpoint of step 9 in /x\n"
     )
     assert word.exit_code == 2
 
-    table = giving_up(held(0, 1), held(2, 3))
+    table = giving_up(shards_of(0, 1), shards_of(2, 3))
     table.hear(1, FlushReport("", KILLED, "again"))
-    word = ending(table.hear(0, FlushReport("", KILLED, "again", attempt=2)))
+    word = abort_of(table.hear(0, FlushReport("", KILLED, "again", attempt=2)))
     assert word.flush_summary == f"the in-memory checkpoint of step 9 could not be flushed to disk: {KILLED}"
 
 
 def test_a_machine_that_is_lost_while_copies_are_written_is_written_by_its_partner() -> None:
-    everything = held(0, 1, 2, 3)
+    everything = shards_of(0, 1, 2, 3)
     for lost in (0, 1):
         table = giving_up(everything, everything)
         assert table.lose(lost) == [(1 - lost, order(0, 1, 2, 3, attempt=2))]
-        word = ending(table.hear(1 - lost, FlushReport("checkpoint of step 9 in /x", attempt=2)))
+        word = abort_of(table.hear(1 - lost, FlushReport("checkpoint of step 9 in /x", attempt=2)))
         assert "checkpoint of step 9 in /x" in word.flush_summary
 
 
 def test_an_older_copy_is_written_where_the_newest_is_lost_with_its_machine() -> None:
-    older = held(0, 1, 2, 3, step=8)
-    table = giving_up((*older, *held(0, 1)), held(2, 3))
+    older = shards_of(0, 1, 2, 3, step=8)
+    table = giving_up((*older, *shards_of(0, 1)), shards_of(2, 3))
     assert table.lose(1) == [(0, order(0, 1, 2, 3, attempt=2, image=InMemoryCheckpointId(1, 8)))]
 
 
 def test_a_machine_that_is_lost_with_the_only_copy_ends_the_run_honestly() -> None:
-    table = giving_up(held(0, 1), held(2, 3))
-    word = ending(table.lose(1))
+    table = giving_up(shards_of(0, 1), shards_of(2, 3))
+    word = abort_of(table.lose(1))
     assert (
         word.flush_summary
         == "the in-memory checkpoint of step 9 could not be flushed to disk: node 1 (host) was lost: gone"
@@ -94,30 +80,30 @@ def test_a_machine_that_is_lost_with_the_only_copy_ends_the_run_honestly() -> No
 
 
 def test_a_machine_that_has_written_its_share_may_go() -> None:
-    table = giving_up(held(0, 1), held(2, 3))
+    table = giving_up(shards_of(0, 1), shards_of(2, 3))
     assert table.hear(1, FlushReport("")) == []
     assert table.lose(1) == []
-    assert ending(table.hear(0, FlushReport("checkpoint of step 9 in /x"))).flush_summary
+    assert abort_of(table.hear(0, FlushReport("checkpoint of step 9 in /x"))).flush_summary
 
 
 def test_where_the_shared_folder_is_full_each_machine_keeps_its_part() -> None:
-    table = giving_up(held(0, 1), held(2, 3))
+    table = giving_up(shards_of(0, 1), shards_of(2, 3))
     assert table.hear(1, FULL) == [
         (0, order(0, 1, attempt=2, apart=True)),
         (1, order(2, 3, attempt=2, apart=True)),
     ]
     assert table.hear(0, FULL) == [], "of the attempt before"
     assert table.hear(0, FlushReport("ranks 0, 1 in /a on one", attempt=2)) == []
-    assert ending(table.hear(1, FlushReport("ranks 2, 3 in /b on two", attempt=2))).flush_summary == (
+    assert abort_of(table.hear(1, FlushReport("ranks 2, 3 in /b on two", attempt=2))).flush_summary == (
         "the in-memory checkpoint was flushed to disk: in one part per node, because: "
         "No space left on device\n"
         "    step 9: ranks 0, 1 in /a on one, ranks 2, 3 in /b on two\n"
         "  rerun the same command on the same nodes to resume from it"
     )
-    table = giving_up(held(0, 1), held(2, 3))
+    table = giving_up(shards_of(0, 1), shards_of(2, 3))
     table.hear(1, FULL)
     table.hear(0, FlushReport("ranks 0, 1 in /a on one", attempt=2))
-    word = ending(table.hear(1, FlushReport("", "ranks 2, 3 of step 9 found room nowhere", attempt=2)))
+    word = abort_of(table.hear(1, FlushReport("", "ranks 2, 3 of step 9 found room nowhere", attempt=2)))
     assert word.flush_summary == (
         "the in-memory checkpoint of step 9 could not be flushed to disk: "
         "ranks 2, 3 of step 9 found room nowhere; earlier: No space left on device"
@@ -134,7 +120,7 @@ def test_copies_of_a_machine_that_errs_are_not_written(preempted: bool) -> None:
     else:
         table.hear(0, FailureReport(Failure("no such key", exit_code=2)))
     table.hear(1, FailureReport(Failure("a wrong product", node_rank=1, failed_health_check=True)))
-    everything = held(0, 1, 2, 3)
+    everything = shards_of(0, 1, 2, 3)
     table.hear(0, TerminationReport(4000, 9, everything))
     [(name, word)] = table.hear(1, TerminationReport(4000, 9, everything))
     assert isinstance(word, FlushCommand)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -12,18 +13,18 @@ from wanma.job.file.loading import load_job
 from wanma.job.file.renamed_keys import KEYS, VALUES, with_new_names
 from wanma.job.file.upgrade import Change, upgrade_file
 
-OLD = """\
+BOTH = """\
 # context = "ring" was the default; stale values are nothing new
 
-parallel.context = "ring"   # context of cp
-parallel . "sequence"=false
-'parallel'.shard = 'nothing' # nothing
+parallel.context→cp_method = "ring"   # context of cp
+parallel . "sequence→sequence_parallel"=false
+'parallel'.shard = 'nothing→none' # nothing
 
-checkpoint = { every_steps = 5, snapshots = "auto" }  # snapshots
+checkpoint = { every_steps = 5, snapshots→in_memory_every_steps = "auto" }  # snapshots
 
 [model]
 factory = "package:context"
-statistics_group = 8
+statistics_group→batch_norm_group = 8
 arguments = { context = "nothing", parallel = { shard = "nothing" }, text = \"\"\"
 [cluster]
 retries = 1
@@ -31,51 +32,21 @@ retries = 1
 
 [[parallel.compression_groups]]
 match = "nothing"
-compression = "nothing"
+compression = "nothing→none"
 
 [[parallel.compression_groups]]
 match = 'retries = "stale"'
 compression = "int8"
 
 [ cluster ]
-retries=2 # retries
-"place" = "nothing"
+retries→max_restarts=2 # retries
+"place→topology_address" = "nothing"
 
 \t[observe]
 name = "shared"
 """
-NEW = """\
-# context = "ring" was the default; stale values are nothing new
-
-parallel.cp_method = "ring"   # context of cp
-parallel . "sequence_parallel"=false
-'parallel'.shard = 'none' # nothing
-
-checkpoint = { every_steps = 5, in_memory_every_steps = "auto" }  # snapshots
-
-[model]
-factory = "package:context"
-batch_norm_group = 8
-arguments = { context = "nothing", parallel = { shard = "nothing" }, text = \"\"\"
-[cluster]
-retries = 1
-\"\"\" }
-
-[[parallel.compression_groups]]
-match = "nothing"
-compression = "none"
-
-[[parallel.compression_groups]]
-match = 'retries = "stale"'
-compression = "int8"
-
-[ cluster ]
-max_restarts=2 # retries
-"topology_address" = "nothing"
-
-\t[observe]
-name = "shared"
-"""
+"""Job file with each renamed word as OLD→NEW; all else stays."""
+OLD, NEW = (re.sub(r"(\w+)→(\w+)", rf"\{side}", BOTH) for side in (1, 2))
 YAML = """\
 # context: ring
 model: {preset: gpt-10m, capacity: 1.5}  # capacity

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.compare import one_process, same_numbers, same_tensors, spread_over
+from support.compare import EXACT_TRAIN, one_process, same_numbers, same_tensors, spread_over
 from support.ranks import Outcome
 from wanma.job.plan.plan import Plan
 from wanma.models.layers.lora import is_lora_parameter, merge_lora
@@ -28,16 +28,7 @@ def job(folder: Path, model: dict[str, Any], **train: Any) -> dict[str, Any]:
     return {
         "model": {**MODEL, **model},
         "data": {"text": [__file__], "sequence_length": 16, "cache": str(folder / "cache")},
-        "train": {
-            "steps": 3,
-            "global_batch": 6,
-            "precision": "fp64",
-            "learning_rate": 1e-2,
-            "gradient_clip": 0.5,
-            "deterministic": True,
-            "validation_samples": 2,
-            **train,
-        },
+        "train": {**EXACT_TRAIN, "global_batch": 6, "validation_samples": 2, **train},
         "checkpoint": {"every_steps": 0},
     }
 

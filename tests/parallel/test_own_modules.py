@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from support.compare import one_process, same_numbers, spread_over
-from support.own import Numbers, seeded
+from support.own import Numbers, exact_job, seeded
 from support.ranks import run_ranks
 from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import WorkerContext
@@ -129,29 +129,13 @@ PLANS = {
 }
 
 
-def job(folder: Path) -> dict[str, Any]:
-    return {
-        "model": {"factory": "any:thing"},
-        "data": {"cache": str(folder / "cache")},
-        "train": {
-            "steps": 3,
-            "global_batch": 7,
-            "precision": "fp64",
-            "learning_rate": 1e-2,
-            "deterministic": True,
-            "validation_samples": 2,
-        },
-        "checkpoint": {"every_steps": 0},
-    }
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_every_plan_follows_one_process(name: str, tmp_path: Path) -> None:
     kind, _ = MODELS[name]
     objects = {"model": seeded(kind), "data": Numbers(classes=4)}
-    one = one_process(tmp_path / "one", job(tmp_path), 7, objects=objects)
+    one = one_process(tmp_path / "one", exact_job(tmp_path), 7, objects=objects)
     for number, plan in enumerate(PLANS.values()):
-        same_numbers(one, spread_over(tmp_path / str(number), job(tmp_path), plan, objects=objects))
+        same_numbers(one, spread_over(tmp_path / str(number), exact_job(tmp_path), plan, objects=objects))
 
 
 @pytest.mark.parametrize("name", MODELS)

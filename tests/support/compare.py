@@ -13,6 +13,15 @@ from torch import Tensor
 from support.ranks import Outcome, run_job
 from wanma.job.plan.plan import Plan
 
+EXACT_TRAIN = {
+    "precision": "fp64",
+    "steps": 3,
+    "learning_rate": 1e-2,
+    "gradient_clip": 0.5,
+    "deterministic": True,
+}
+"""Keys of `[train]` for a few deterministic steps in fp64, the same numbers in every layout."""
+
 
 def one_process(folder: Path, job: dict[str, Any], micro_batch: int, **more: Any) -> Outcome:
     """The run that all layouts are measured against."""

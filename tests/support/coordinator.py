@@ -7,7 +7,13 @@ from typing import Any
 from wanma.elastic.coordinator.coordinator import Coordinator
 from wanma.elastic.coordinator.coordinator_config import CoordinatorConfig
 from wanma.elastic.failure import Failure
-from wanma.elastic.protocol.messages import JoinRequest, Message
+from wanma.elastic.protocol.messages import (
+    AbortCommand,
+    InMemoryCheckpointId,
+    InMemoryCheckpointShard,
+    JoinRequest,
+    Message,
+)
 
 ECHO = Failure("Connection closed by peer", rank=0, is_secondary=True)
 CAUSE = Failure("ValueError", rank=1)
@@ -48,3 +54,16 @@ def seated(nodes: int = 2, retries: int = 0) -> Table:
     for peer in range(nodes):
         table.hear(peer, join())
     return table
+
+
+def shards_of(*ranks: int, step: int = 9) -> tuple[InMemoryCheckpointShard, ...]:
+    """Return the in-memory checkpoints of these ranks, of the first generation."""
+    return tuple(InMemoryCheckpointShard(rank, InMemoryCheckpointId(1, step)) for rank in ranks)
+
+
+def abort_of(messages: list[tuple[int, Message]]) -> AbortCommand:
+    """Return the command of these messages, the same to all peers."""
+    assert len({message for _, message in messages}) == 1
+    command = messages[0][1]
+    assert isinstance(command, AbortCommand)
+    return command

@@ -14,10 +14,22 @@ from torch import Tensor, nn
 from support.own import Tagger, seeded
 from wanma.data.batch import IGNORE_INDEX
 from wanma.data.opening import open_dataset
+from wanma.job.plan.synchronization import Synchronization
 from wanma.job.sections.job import Job
 
 FRAGMENTS = (("embedding.", "blocks.1."), ("blocks.0.", "head."))
 """Fragments of a `Tagger`, two: its four units in turn."""
+STREAMING = Synchronization(
+    "diloco",
+    2,
+    4,
+    outer_learning_rate=0.7,
+    momentum=0.9,
+    fragments=2,
+    overlap_steps=3,
+    overlap_mixing_factor=0.25,
+)
+"""After step 3 a fragment is under way, and every site is in the middle of its own local steps."""
 
 
 def job(steps: int, batch: int = 6, **train: Any) -> dict[str, Any]:

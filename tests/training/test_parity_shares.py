@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.compare import one_process, same_numbers, spread_over
+from support.compare import EXACT_TRAIN, one_process, same_numbers, spread_over
 from support.ranks import Outcome
 from support.text import REAL_TEXT
 from wanma.job.plan.plan import Plan
@@ -38,12 +38,8 @@ def job(model: dict[str, Any], folder: Path, **train: Any) -> dict[str, Any]:
         "model": model,
         "data": {"text": [REAL_TEXT], "sequence_length": 16, "cache": str(folder / "cache")},
         "train": {
-            "precision": "fp64",
-            "steps": 3,
+            **EXACT_TRAIN,
             "global_batch": BATCH,
-            "learning_rate": 1e-2,
-            "gradient_clip": 0.5,
-            "deterministic": True,
             "validate_every_steps": 2,
             "validation_samples": 5,
             **train,

@@ -12,26 +12,13 @@ from torch import Tensor, nn
 
 from support.own import Numbers
 from support.ranks import Outcome, run_job
+from support.recovering import job as recovering_job
 from wanma.checkpoint.conversion.conversion import convert_checkpoint
 from wanma.job.plan.plan import Plan
 
 
 def job(folder: Path, steps: int = 6, **train: Any) -> dict[str, Any]:
-    return {
-        "model": {"family": "decoder", "layers": 2, "hidden": 32, "heads": 4, "dropout": 0.1},
-        "data": {"text": [str(Path(__file__).parent)], "sequence_length": 32, "cache": str(folder / "cache")},
-        "train": {
-            "steps": steps,
-            "global_batch": 6,
-            "learning_rate": 1e-2,
-            "deterministic": True,
-            "validation_samples": 4,
-            "weight_average": 0.5,
-            "schedule": "constant",
-            **train,
-        },
-        "checkpoint": {"every_steps": 2},
-    }
+    return recovering_job(folder, "auto", 2, steps=steps, **train)
 
 
 class Noisy(nn.Sequential):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.coordinator import CAUSE, Table, seated
+from support.coordinator import CAUSE, Table, abort_of, seated, shards_of
 from wanma.elastic.failure import Failure
 from wanma.elastic.protocol.messages import (
     AbortCommand,
@@ -13,8 +13,6 @@ from wanma.elastic.protocol.messages import (
     FlushCommand,
     FlushReport,
     InMemoryCheckpointId,
-    InMemoryCheckpointShard,
-    Message,
     TerminateCommand,
     TerminationReport,
 )
@@ -23,12 +21,8 @@ TERM = DrainRequest(75, 30.0, "SIGTERM")
 STEP_9 = InMemoryCheckpointId(1, 9)
 
 
-def held(*ranks: int, step: int = 9) -> tuple[InMemoryCheckpointShard, ...]:
-    return tuple(InMemoryCheckpointShard(rank, InMemoryCheckpointId(1, step)) for rank in ranks)
-
-
 def halted(*ranks: int, step: int = 9) -> TerminationReport:
-    return TerminationReport(4000, step, held(*ranks, step=step))
+    return TerminationReport(4000, step, shards_of(*ranks, step=step))
 
 
 def late(nodes: int = 2) -> Table:
@@ -42,14 +36,6 @@ def late(nodes: int = 2) -> Table:
     return table
 
 
-def ending(words: list[tuple[int, Message]]) -> AbortCommand:
-    """The same to all."""
-    assert len({word for _, word in words}) == 1
-    word = words[0][1]
-    assert isinstance(word, AbortCommand)
-    return word
-
-
 def test_a_step_that_takes_too_long_is_given_up_and_each_node_writes_its_ranks() -> None:
     table = late()
     assert table.hear(0, halted(0, 1), 21) == []
@@ -58,7 +44,7 @@ def test_a_step_that_takes_too_long_is_given_up_and_each_node_writes_its_ranks()
         (1, FlushCommand(STEP_9, (2, 3), 4, 9.0)),
     ]
     assert table.hear(0, FlushReport("checkpoint of step 9 in /x"), 23) == []
-    word = ending(table.hear(1, FlushReport(""), 24))
+    word = abort_of(table.hear(1, FlushReport(""), 24))
     assert (word.exit_code, word.failure) == (75, None)
     assert word.flush_summary == (
         "the current step would not complete in time; the in-memory checkpoint was flushed to disk: "
@@ -76,7 +62,7 @@ def test_a_part_that_is_not_written_is_told_and_the_exit_code_stays() -> None:
         table.hear(0, halted(0, 1), 21)
         table.hear(1, halted(2, 3), 22)
         words = [word for peer, answer in answers for word in table.hear(peer, answer, 23)]
-        word = ending(words)
+        word = abort_of(words)
         assert word.exit_code == 75
         assert word.flush_summary.startswith("no final checkpoint was written: the disk is full (")
 
@@ -85,12 +71,12 @@ def test_a_node_that_is_lost_or_silent_while_it_writes_does_not_keep_the_others(
     table = late()
     table.hear(0, halted(0, 1), 21)
     table.hear(1, halted(2, 3), 22)
-    assert "node 1 (host) was lost: gone" in ending(table.lose(1, 23)).flush_summary
+    assert "node 1 (host) was lost: gone" in abort_of(table.lose(1, 23)).flush_summary
     table = late()
     table.hear(0, halted(0, 1), 21)
     table.hear(1, halted(2, 3), 22)
     assert table.tick(30.9) == []
-    assert "the flush did not complete in time" in ending(table.tick(31)).flush_summary
+    assert "the flush did not complete in time" in abort_of(table.tick(31)).flush_summary
 
 
 def test_a_partner_writes_what_it_holds_of_a_node_that_is_gone_already() -> None:
@@ -98,7 +84,7 @@ def test_a_partner_writes_what_it_holds_of_a_node_that_is_gone_already() -> None
     table.hear(1, TERM, 1)
     assert table.lose(1, 2) == [(0, TerminateCommand())]
     assert table.hear(0, halted(0, 1, 2, 3), 3) == [(0, FlushCommand(STEP_9, (0, 1, 2, 3), 4, 28.0))]
-    word = ending(table.hear(0, FlushReport("checkpoint of step 9 in /x"), 4))
+    word = abort_of(table.hear(0, FlushReport("checkpoint of step 9 in /x"), 4))
     assert word.exit_code == 75
     assert word.flush_summary.startswith(
         "node 1 (host) was lost: gone; the in-memory checkpoint was flushed to disk: "
@@ -108,7 +94,7 @@ def test_a_partner_writes_what_it_holds_of_a_node_that_is_gone_already() -> None
 def test_without_a_whole_copy_nothing_can_be_saved() -> None:
     table = late()
     table.hear(0, halted(0, 1), 21)
-    word = ending(table.hear(1, halted(2, 3, step=8), 22))
+    word = abort_of(table.hear(1, halted(2, 3, step=8), 22))
     assert word.exit_code == 75
     assert word.flush_summary.startswith(
         "no final checkpoint was written: the nodes hold no complete in-memory checkpoint ("

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from support.compare import one_process, same_tensors, spread_over
+from support.compare import EXACT_TRAIN, one_process, same_tensors, spread_over
 from support.ranks import Outcome
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.model import ModelSection
 from wanma.models.model_spec import build_model, resolve_model_spec
 
-STEPS = 3
 SAMPLES = 6
 BIAS = {
     "family": "decoder",
@@ -57,16 +56,7 @@ def job(folder: Path, model: dict[str, Any], **train: Any) -> dict[str, Any]:
             "sequence_length": 16,
             "cache": str(folder / "cache"),
         },
-        "train": {
-            "precision": "fp64",
-            "steps": STEPS,
-            "global_batch": SAMPLES,
-            "learning_rate": 1e-2,
-            "gradient_clip": 0.5,
-            "validation_samples": 3,
-            "deterministic": True,
-            **train,
-        },
+        "train": {**EXACT_TRAIN, "global_batch": SAMPLES, "validation_samples": 3, **train},
         "checkpoint": {"every_steps": 0},
     }
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from support.command import small_disk as mounted_disk
 from wanma.job.errors import WanmaError
 from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.job import Job
@@ -75,11 +75,8 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", folder], check=True)
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+    with mounted_disk(tmp_path / "disk", "4m") as folder:
+        yield folder
 
 
 @pytest.mark.root

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.compare import one_process, same_numbers, spread_over
+from support.compare import EXACT_TRAIN, one_process, same_numbers, spread_over
 from support.ranks import Outcome
 from wanma.job.plan.plan import Plan
 
@@ -24,12 +24,8 @@ def job(folder: Path, model: dict[str, Any] | None = None, **train: Any) -> dict
         "model": {**dimensions, **(model or {})},
         "data": {"text": TEXT, "sequence_length": 16, "cache": str(folder / "cache")},
         "train": {
-            "steps": 3,
+            **EXACT_TRAIN,
             "global_batch": 7,
-            "precision": "fp64",
-            "learning_rate": 1e-2,
-            "gradient_clip": 0.5,
-            "deterministic": True,
             "validate_every_steps": 2,
             "validation_samples": 5,
             **train,

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from support.compare import one_process, same_numbers, spread_over
+from support.compare import EXACT_TRAIN, one_process, same_numbers, spread_over
 from support.ranks import Outcome, run_ranks
 from support.text import REAL_TEXT
 from wanma.data.batch import Batch
@@ -35,7 +35,6 @@ from wanma.parallel.tensor.tensor_parallel import apply_tensor_parallel, local_k
 from wanma.training.loss.cross_entropy import cross_entropy_sum
 from wanma.training.loss.loss_functions import cross_entropy_loss
 
-STEPS = 3
 DECODER: dict[str, Any] = {"family": "decoder", "layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2}
 QWEN_2_5 = {
     "preset": "qwen-2.5-0.5b",  # biases, tied
@@ -58,16 +57,7 @@ def job(folder: Path, model: dict[str, Any], data: dict[str, Any], **train: Any)
             "cache": str(folder / "cache"),
             **data,
         },
-        "train": {
-            "precision": "fp64",
-            "steps": STEPS,
-            "global_batch": 5,
-            "learning_rate": 1e-2,
-            "gradient_clip": 0.5,
-            "validation_samples": 3,
-            "deterministic": True,
-            **train,
-        },
+        "train": {**EXACT_TRAIN, "global_batch": 5, "validation_samples": 3, **train},
         "checkpoint": {"every_steps": 0},
     }
 

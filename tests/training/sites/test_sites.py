@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from support.ranks import Outcome, run_job
-from support.sites import FRAGMENTS, Reference, delayed, job, local, model
+from support.sites import FRAGMENTS, STREAMING, Reference, delayed, job, local, model
 from support.text import REAL_TEXT
 from wanma.job.plan.plan import Plan
 from wanma.job.plan.synchronization import Synchronization
@@ -168,17 +168,7 @@ def test_fragments_are_exchanged_in_turn(tmp_path: Path) -> None:
 
 def test_fragments_come_back_beside_the_next_steps_and_are_mixed_in(tmp_path: Path) -> None:
     text = job(steps=10)
-    seldom = Synchronization(
-        "diloco",
-        2,
-        4,
-        outer_learning_rate=0.7,
-        momentum=0.9,
-        fragments=2,
-        overlap_steps=3,
-        overlap_mixing_factor=0.25,
-    )
-    outcome = run(tmp_path, text, seldom)
+    outcome = run(tmp_path, text, STREAMING)
     offsets = {FRAGMENTS[0]: 0, FRAGMENTS[1]: 2}
     expected = local(text, every=4, rate=0.7, momentum=0.9, offsets=offsets, late=3, mix=0.25)
     follows(outcome, expected)

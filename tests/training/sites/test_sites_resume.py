@@ -14,22 +14,11 @@ from support.images import Held
 from support.ranks import Outcome, run_job
 from support.recovering import equal, fail, messages, recover
 from support.recovering import job as recovering_job
-from support.sites import job, model
+from support.sites import STREAMING, job, model
 from wanma.job.plan.plan import Plan
 from wanma.job.plan.synchronization import Synchronization
 
 TWO = Plan(dp_replicate=2, micro_batch=3, precision="fp64")
-STREAMING = Synchronization(
-    "diloco",
-    2,
-    4,
-    outer_learning_rate=0.7,
-    momentum=0.9,
-    fragments=2,
-    overlap_steps=3,
-    overlap_mixing_factor=0.25,
-)
-"""After step 3 a fragment is under way, and every site is in the middle of what it does by itself."""
 LATE = Synchronization("delayed", 2, staleness=2)
 
 

@@ -106,37 +106,27 @@ def write_huggingface_weights(
         WanmaError: `folder` exists and is not empty, or cannot be written to.
     """
     with create_output_folder(folder) as partial:
-        _write_into(partial, tensors, build_tensor, extra_files, file_bytes)
-
-
-def _write_into(
-    folder: Path,
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
-    build_tensor: Callable[[str], Tensor],
-    extra_files: Mapping[str, bytes],
-    file_bytes: int,
-) -> None:
-    groups = _group_by_file(tensors, file_bytes)
-    names = [WEIGHTS_FILE]
-    if len(groups) > 1:
-        names = [f"model-{n + 1:05d}-of-{len(groups):05d}.safetensors" for n in range(len(groups))]
-        index = {
-            "metadata": {"total_size": sum(_tensor_bytes(*entry) for entry in tensors.values())},
-            "weight_map": {
-                tensor: file for file, group in zip(names, groups, strict=True) for tensor in group
-            },
-        }
-        _write_file(folder / INDEX_FILE, json.dumps(index, indent=2, sort_keys=True).encode())
-    for file, group in zip(names, groups, strict=True):
-        header, regions = build_header({tensor: tensors[tensor] for tensor in group})
-        with (folder / file).open("wb") as stream:
-            stream.write(header)
-            for tensor, region in sorted(regions.items(), key=lambda entry: entry[1].start):
-                stream.write(_content(tensor, build_tensor(tensor), region))
-            stream.flush()
-            os.fsync(stream.fileno())
-    for file, content in extra_files.items():
-        _write_file(folder / file, content)
+        groups = _group_by_file(tensors, file_bytes)
+        names = [WEIGHTS_FILE]
+        if len(groups) > 1:
+            names = [f"model-{n + 1:05d}-of-{len(groups):05d}.safetensors" for n in range(len(groups))]
+            index = {
+                "metadata": {"total_size": sum(_tensor_bytes(*entry) for entry in tensors.values())},
+                "weight_map": {
+                    tensor: file for file, group in zip(names, groups, strict=True) for tensor in group
+                },
+            }
+            _write_file(partial / INDEX_FILE, json.dumps(index, indent=2, sort_keys=True).encode())
+        for file, group in zip(names, groups, strict=True):
+            header, regions = build_header({tensor: tensors[tensor] for tensor in group})
+            with (partial / file).open("wb") as stream:
+                stream.write(header)
+                for tensor, region in sorted(regions.items(), key=lambda entry: entry[1].start):
+                    stream.write(_content(tensor, build_tensor(tensor), region))
+                stream.flush()
+                os.fsync(stream.fileno())
+        for file, content in extra_files.items():
+            _write_file(partial / file, content)
 
 
 def _content(name: str, tensor: Tensor, region: FileRegion) -> memoryview:

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -36,15 +36,7 @@ TrainingCollective = Literal[
 MeasuredCollective = TrainingCollective | Literal["broadcast"]
 """Name of a collective that can be timed: those of training, and broadcast, which a benchmark shows."""
 
-TRAINING_COLLECTIVES: tuple[TrainingCollective, ...] = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "tensor_gather",
-    "tensor_scatter",
-    "all_to_all",
-    "send",
-)
+TRAINING_COLLECTIVES: tuple[TrainingCollective, ...] = get_args(TrainingCollective)
 """Collectives that training uses and forecasts know.
 
 all_gather, reduce_scatter: of sharded parameters and gradients. tensor_gather, tensor_scatter: of activations

@@ -30,6 +30,7 @@ from wanma.parallel.mesh.parallel_mesh import ParallelMesh
 from wanma.parallel.parameters.forward_changes import ForwardChangeCheck
 from wanma.parallel.parameters.replicated_parameters import (
     ReplicatedParameter,
+    install_states,
     is_partial,
     replicate_parameters,
     wrap_local,
@@ -148,9 +149,7 @@ class Replicated:
         """Make the state the module's parameters again."""
         if self._is_bound_for_compute:
             self._is_bound_for_compute = False
-            for parameter in self._parameters:
-                parameter.install(parameter.state)
-                parameter.adopt_requires_grad()
+            install_states(self._parameters)
 
     def _before_forward(
         self,

@@ -28,6 +28,7 @@ from wanma.parallel.parameters.forward_changes import (
 from wanma.parallel.parameters.freezing import LOW_PRECISION_DTYPES, raise_frozen_released
 from wanma.parallel.parameters.replicated_parameters import (
     ReplicatedParameter,
+    install_states,
     is_expert_parameter,
     replicate_parameters,
 )
@@ -158,9 +159,7 @@ class FrozenWeights:
         """Make the state the module's parameters again."""
         if self._is_bound_for_compute:
             self._is_bound_for_compute = False
-            for parameter in self._parameters:
-                parameter.install(parameter.state)
-                parameter.adopt_requires_grad()
+            install_states(self._parameters)
 
     def _before_forward(self, *_: Any) -> None:
         if self._is_bound_for_compute:

@@ -5,7 +5,7 @@ From outside they look as sharded ones do: DTensors under the module's own names
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -55,6 +55,13 @@ def replicate_parameters(
     for entry in replicated_by_parameter.values():
         entry.install(entry.state)
     return list(replicated_by_parameter.values())
+
+
+def install_states(parameters: Iterable[ReplicatedParameter]) -> None:
+    """Make the states the modules' parameters again, frozen or released as the model has left them."""
+    for parameter in parameters:
+        parameter.install(parameter.state)
+        parameter.adopt_requires_grad()
 
 
 def is_expert_parameter(parameter: Tensor) -> bool:

@@ -37,15 +37,33 @@ def check_best_metric(
     Raises:
         JobError: it names the key.
     """
-    if section.best_metric == "loss":
-        return
+    if section.best_metric != "loss":
+        key, name = "checkpoint.best_metric", section.best_metric
+        check_validated_metric(f"{key} = '{name}'", key, name, metric_names, validation_samples)
+
+
+def check_validated_metric(
+    setting: str, key: str, name: str, metric_names: Iterable[str] | None, validation_samples: int
+) -> None:
+    """Refuse a setting that needs a metric of validation where there is none.
+
+    Args:
+        setting: key and value of the setting.
+        key: key of the job that names the metric.
+        name: name of the metric.
+        metric_names: names of the metrics of validation; None: not known yet.
+        validation_samples: number of validation samples.
+
+    Raises:
+        JobError: it names the key.
+    """
     if validation_samples == 0:
         raise JobError(
-            f"checkpoint.best_metric = '{section.best_metric}', but the data has no validation part",
+            f"{setting}, but the data has no validation part",
             "set data.validation_fraction, or give a pair (training, validation)",
         )
     if metric_names is not None:
-        check_metric("checkpoint.best_metric", section.best_metric, metric_names)
+        check_metric(key, name, metric_names)
 
 
 def check_metric(key: str, name: str, metric_names: Iterable[str]) -> None:

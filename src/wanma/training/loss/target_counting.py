@@ -137,9 +137,7 @@ def _checked_losses(losses: object, batch: Batch) -> Tensor:
 def _weighted_sum(losses: Tensor, counted: object, is_real: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sum and divisor of losses by the user's weights."""
     try:
-        if not isinstance(counted, Tensor):
-            raise TypeError(f"it is {type(counted).__name__}")
-        weights = counted.detach().expand_as(losses)
+        weights = expand_weights(counted, losses)
     except (TypeError, RuntimeError) as error:
         raise WanmaError(
             f"the loss returned a pair, but its second part is not a mask or weights: {error}",
@@ -149,6 +147,18 @@ def _weighted_sum(losses: Tensor, counted: object, is_real: Tensor) -> tuple[Ten
         is_real = is_real & weights
         return torch.where(is_real, losses, 0.0).sum(), is_real.sum()
     return torch.where(is_real, losses, 0.0).sum(), torch.where(is_real, weights, 0).double().sum()
+
+
+def expand_weights(weights: object, values: Tensor) -> Tensor:
+    """Return the weights of `values` in their shape, without gradient.
+
+    Raises:
+        TypeError: the weights are not a tensor.
+        RuntimeError: their shape does not fit.
+    """
+    if not isinstance(weights, Tensor):
+        raise TypeError(f"it is {type(weights).__name__}")
+    return weights.detach().expand_as(values)
 
 
 def _ignore_index_of_graph(losses: Tensor, targets: Tensor) -> int | None:

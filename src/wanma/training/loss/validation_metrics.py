@@ -21,7 +21,7 @@ from wanma.job.file.import_path import import_object
 from wanma.job.user_frames import user_frame_text
 from wanma.observe.units import count_text
 from wanma.training.loss.loss_functions import correct_count, full_output
-from wanma.training.loss.target_counting import Losses
+from wanma.training.loss.target_counting import Losses, expand_weights
 
 MetricValue = Any
 """Tensor of values, one per sample or target; or a pair of these and their weights; or (sum, count)."""
@@ -306,18 +306,16 @@ def _weighted_sum_and_count(
     if weights is None:
         return values.sum(), float(values.numel())
     try:
-        if not isinstance(weights, Tensor):
-            raise TypeError(f"it is {type(weights).__name__}")
-        weights = weights.detach().expand_as(values)
+        expanded = expand_weights(weights, values)
     except (TypeError, RuntimeError) as error:
         raise WanmaError(
             f"metric '{name}' returned a pair, but its second part is not a mask, weights or a count: "
             f"{error}",
             _RETURN_HINT,
         ) from error
-    if weights.dtype == torch.bool:
-        return torch.where(weights, values, 0.0).sum(), weights.sum()
-    return values.sum(), weights.double().sum()
+    if expanded.dtype == torch.bool:
+        return torch.where(expanded, values, 0.0).sum(), expanded.sum()
+    return values.sum(), expanded.double().sum()
 
 
 def _is_number(value: object) -> TypeGuard[Tensor | float]:

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from wanma.job.errors import JobError
 from wanma.job.sections.job import Job
 from wanma.job.sections.train import TrainSection
 from wanma.observe.units import count_text
-from wanma.training.loss.best_metric import check_best_metric, check_metric
+from wanma.training.loss.best_metric import check_best_metric, check_validated_metric
 
 
 @dataclass
@@ -83,15 +82,11 @@ def check_stop_metric(
     Raises:
         JobError: it names the key.
     """
-    if train.stop_patience == 0:
-        return
-    if validation_samples == 0:
-        raise JobError(
-            f"train.stop_patience = {train.stop_patience}, but the data has no validation part",
-            "set data.validation_fraction, or give a pair (training, validation)",
+    if train.stop_patience > 0:
+        setting = f"train.stop_patience = {train.stop_patience}"
+        check_validated_metric(
+            setting, "train.stop_metric", train.stop_metric, metric_names, validation_samples
         )
-    if metric_names is not None:
-        check_metric("train.stop_metric", train.stop_metric, metric_names)
 
 
 def check_validation_keys(job: Job, metric_names: Iterable[str] | None, validation_samples: int) -> None:
