@@ -1,5 +1,8 @@
 # make train   a fresh machine: set up .venv, then train a GPT on real text
-# make test    the tests            make check   lint, format, types
+# make test    the tests of every day, at most ten minutes on two cores; ARGS=tests/planner for one room
+# make test-full      all tests of continuous integration: whole grids, soaks
+# make test-changed   tests that a change since main touches; SINCE=HEAD for what is not committed
+# make check   lint, format, types
 # make bench   compare with peers   make clean   remove .venv and caches; runs stay
 # make peers   Accelerate, Lightning and TRL, beside .venv: make test then runs their scripts, too
 #
@@ -18,13 +21,21 @@ READY    := $(VENV)/.ready
 PEERS    := .venv-peers
 BIN      := $(VENV)/bin
 
-.PHONY: train test check bench peers clean setup
+SINCE    ?= main
+
+.PHONY: train test test-full test-changed check bench peers clean setup
 
 train: $(READY)
 	@$(BIN)/wanma train $(JOB) $(ARGS)
 
 test: $(READY)
 	@$(BIN)/python -m pytest -n $(AT_ONCE) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-full: $(READY)
+	@$(MAKE) --no-print-directory test ARGS="--full $(ARGS)"
+
+test-changed: $(READY)
+	@$(MAKE) --no-print-directory test ARGS="--changed-since=$(SINCE) $(ARGS)"
 
 check: $(READY)
 	@$(BIN)/ruff check .

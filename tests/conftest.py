@@ -52,7 +52,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=[],
         help="a skip whose reason does not contain WORD fails the run; may be given several times",
     )
-    parser.addoption("--full", action="store_true", help="run all of the grids of layouts and models")
+    parser.addoption("--full", action="store_true", help="run what continuous integration runs: grids, soaks")
+    parser.addoption(
+        "--changed-since", metavar="REVISION", help="run the tests that a change since it touches"
+    )
+    parser.addoption(
+        "--changed-within",
+        metavar="IMPORTS",
+        type=int,
+        default=3,
+        help="with --changed-since: most imports between a test and what has changed",
+    )
+    parser.addoption("--exhaustive", action="store_true", help="run every case of every grid, too: hours")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,12 +72,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Markers skip by themselves where their need is not met; what only `--full` runs is left out."""
-    if not config.getoption("--full"):
-        left_out = list(_marked(items, "full"))
-        items[:] = [item for item in items if item not in set(left_out)]
-        config.hook.pytest_deselected(items=left_out)
+    """Markers skip by themselves where their need is not met; what only a larger suite runs is left out."""
+    is_exhaustive = config.getoption("--exhaustive")
+    runs = {"full": is_exhaustive or config.getoption("--full"), "exhaustive": is_exhaustive}
+    named = tuple(argument for argument in config.args if "::" in argument)
+    left_out = {
+        item
+        for marker, is_run in runs.items()
+        if not is_run
+        for item in _marked(items, marker)
+        if not _is_named(item, named)
+    }
+    if left_out:
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=list(left_out))
     items.sort(key=_place)
+    if revision := config.getoption("--changed-since"):
+        _keep_changed(config, items, revision, config.getoption("--changed-within"))
     if os.geteuid() != 0:
         for item in _marked(items, "root"):
             item.add_marker(pytest.mark.skip(reason="needs root"))
@@ -95,6 +117,28 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def _place(item: pytest.Item) -> int:
     folder = item.path.parent.name
     return LONGEST_FIRST.index(folder) if folder in LONGEST_FIRST else len(LONGEST_FIRST)
+
+
+def _keep_changed(config: pytest.Config, items: list[pytest.Item], revision: str, imports: int) -> None:
+    """Keep the tests near a change, the nearest first."""
+    from support.changed import changed_files, distances, needs_everything
+
+    changed = changed_files(revision)
+    if needs_everything(changed):
+        return
+    distance = distances(changed)
+    near = {
+        item: hops
+        for item in items
+        if (hops := distance.get(str(item.path.relative_to(config.rootpath)), imports + 1)) <= imports
+    }
+    config.hook.pytest_deselected(items=[item for item in items if item not in near])
+    items[:] = sorted(near, key=near.__getitem__)
+
+
+def _is_named(item: pytest.Item, named: tuple[str, ...]) -> bool:
+    """Return whether the command line names the test itself, or its function, not only its file."""
+    return any(item.nodeid.startswith(os.path.relpath(name, item.config.rootpath)) for name in named)
 
 
 def _unwelcome(config: pytest.Config) -> list[tuple[str, str]]:

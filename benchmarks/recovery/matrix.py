@@ -56,7 +56,7 @@ def main() -> int:
     if seeds:
         os.environ["WANMA_FAULT_SEEDS"] = " ".join(map(str, seeds))
     arguments = [*options.tests, "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
-    arguments += ["--full"] if options.full else []
+    arguments += ["--exhaustive" if options.full else "--full"]
     arguments += ["-k", options.k] if options.k else []
     os.chdir(ROOT)
     found = Rows()

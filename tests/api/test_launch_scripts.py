@@ -168,7 +168,9 @@ def test_each_rank_of_two_machines_is_told_its_own_place(desk: Desk) -> None:
         assert len({one[common] for one in ranks}) == 1
 
 
-@pytest.mark.parametrize("option", ["--local-rank", pytest.param("--local_rank", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "option", ["--local-rank", pytest.param("--local_rank", marks=pytest.mark.exhaustive)]
+)
 def test_the_local_rank_as_an_option_for_scripts_of_torch_distributed_launch(desk: Desk, option: str) -> None:
     name = write(desk, "told.py", VARIABLES)
     ran = desk.run("launch", "--ranks", "2", option, name, "--lr", "1")
@@ -253,8 +255,8 @@ def test_a_terminal_that_is_not_read_stops_neither_the_script_nor_its_supervisor
     [
         ("raise", 1, "ValueError: no such column: prize"),
         ("exit", 7, "ends.py exited: exit code 7"),
-        pytest.param("usage", 2, "ends.py exited: exit code 2", marks=pytest.mark.full),
-        pytest.param("silently", 5, "its process exited with code 5", marks=pytest.mark.full),
+        pytest.param("usage", 2, "ends.py exited: exit code 2", marks=pytest.mark.exhaustive),
+        pytest.param("silently", 5, "its process exited with code 5", marks=pytest.mark.exhaustive),
         ("crash", 1, "its process was killed by SIGSEGV"),
         ("done", 0, ""),
     ],
@@ -283,7 +285,7 @@ def test_the_end_names_the_rank_and_the_exit_code_is_the_scripts(
     ("number", "words", "code"),
     [
         (signal.SIGINT, [], 130),
-        pytest.param(signal.SIGTERM, [], 143, marks=pytest.mark.full),
+        pytest.param(signal.SIGTERM, [], 143, marks=pytest.mark.exhaustive),
         (signal.SIGTERM, ["handles"], 143),
         (signal.SIGINT, ["stubborn"], 130),
     ],
@@ -345,7 +347,7 @@ def test_a_script_may_be_silent_once_its_session_is_closed(desk: Desk) -> None:
     assert lines(ran, 0) == ["evaluated"]
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_a_script_that_is_silent_in_its_session_is_a_hang(desk: Desk) -> None:
     name = write(desk, "speaks.py", SPEAKS)
     ran = desk.run("launch", "--ranks", "1", *LIMITS, "--set", "cluster.max_restarts=0", name, "inside")

@@ -54,13 +54,13 @@ def test_the_page_of_memory_is_what_the_code_gives() -> None:
     assert page.partition(memory.RUNS_HEADING)[0].rstrip() == text.rstrip()
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_the_page_of_other_models_is_what_the_code_gives() -> None:
     """Else: python -m benchmarks.planner.modules --write"""
     assert (RESULTS / "planner-modules.md").read_text() == benchmark("modules").report()
 
 
-@pytest.mark.parametrize("devices", [64, 256, pytest.param(1024, marks=pytest.mark.full)])
+@pytest.mark.parametrize("devices", [64, 256, pytest.param(1024, marks=pytest.mark.exhaustive)])
 def test_the_page_of_searches_has_the_plans_that_the_code_finds(devices: int) -> None:
     """Else: OMP_NUM_THREADS=1 python -m benchmarks.planner.speed --write"""
     speed = benchmark("speed")

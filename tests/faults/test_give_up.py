@@ -135,7 +135,7 @@ def test_the_process_that_writes_the_last_copy_may_be_killed_half_way(
     note(Row("SIGKILL of the flush process during its write", "2 replicas", "checkpoint", 0, None))
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_where_it_is_killed_again_the_newest_checkpoint_counts(
     desk: Desk, whole: Training, note: Callable[[Row], None]
 ) -> None:
@@ -151,7 +151,7 @@ def test_where_it_is_killed_again_the_newest_checkpoint_counts(
     note(Row("SIGKILL of the flush process during its write, twice", "2 replicas", "checkpoint", 2, None))
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_the_supervisor_may_be_killed_while_the_run_gives_up(
     desk: Desk, whole: Training, note: Callable[[Row], None]
 ) -> None:
@@ -169,7 +169,7 @@ def check_step_5_counts(desk: Desk, met: Met, whole: Training) -> None:
     check_whole(ran, met.training, whole)
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("node", [0, 1])
 def test_one_of_two_supervisors_may_be_killed_while_the_run_gives_up(
     desk: Desk, untroubled: Training, note: Callable[[Row], None], node: int

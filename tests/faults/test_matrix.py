@@ -140,7 +140,7 @@ def grid() -> list[Any]:
             if plan == REPLICAS or cell.plans == "all":
                 marks = [pytest.mark.root] if cell.around.startswith("little") else []
                 if plan != REPLICAS and not (plan == SHARDS and name in EVERY_DAY):
-                    marks.append(pytest.mark.full)
+                    marks.append(pytest.mark.exhaustive)
                 found.append(pytest.param(plan, name, id=f"{plan}: {name}", marks=marks))
     return found
 

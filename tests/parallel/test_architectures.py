@@ -72,7 +72,7 @@ def documented() -> dict[str, dict[str, str]]:
     return {row[0]: dict(zip(rows[0][1:], row[1:], strict=True)) for row in rows if len(row) == len(rows[0])}
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_architecture_trains_so_or_is_refused(kind: str, tmp_path: Path) -> None:
     verdict = judge(kind, {**LAYOUTS, **EDGES}, tmp_path)

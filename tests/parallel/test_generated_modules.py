@@ -1,6 +1,6 @@
 """Generated modules, losses and data of users' own: trained as a plain PyTorch loop would, or refused.
 
-A part of the cases; all of them with `--full`, or by `python -m support.generated` (CONTRIBUTING.md).
+A part of the cases; all of them with `--exhaustive`, or by `python -m support.generated` (CONTRIBUTING.md).
 """
 
 from __future__ import annotations
@@ -127,13 +127,13 @@ def test_some_combinations(judge: Judge) -> None:
     check(combinations(SEED, 20), judge)
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 def test_all_single_features(judge: Judge) -> None:
     check(single_features(), judge)
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 def test_many_combinations(judge: Judge) -> None:
     check(combinations(SEED + 1, 1000), judge)

@@ -101,7 +101,7 @@ EVERY = [
         family,
         name,
         # Every family under all axes at once, and one under each.
-        marks=() if family == "llama" or name == "tensor 2 × zero 3" else pytest.mark.full,
+        marks=() if family == "llama" or name == "tensor 2 × zero 3" else pytest.mark.exhaustive,
     )
     for family in FAMILIES
     for name in PLANS

@@ -1,8 +1,8 @@
 """The parity matrix: one job on one process and on every composition of the axes, in fp64.
 
 Losses and gradient norms of every step, and the change of every parameter tensor, equal one process's. By
-default each composition is run on one kind of model; `--full` runs it on all of them. A few compositions run
-in fp32 as well, with what that precision leaves of losses and norms.
+default each composition is run on one kind of model; `--exhaustive` runs it on all of them. A few
+compositions run in fp32 as well, with what that precision leaves of losses and norms.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ HUGGING_FACE = {
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_every_composition_follows_one_process:
-        found = cases(metafunc.config.getoption("--full"))
+        found = cases(metafunc.config.getoption("--exhaustive"))
         metafunc.parametrize("case", found, ids=[case.name for case in found])
 
 

@@ -107,7 +107,7 @@ def trained(folder: Path) -> Any:
 
 
 EVERY = [
-    pytest.param(model, layout, marks=() if model == "experts" else pytest.mark.full)
+    pytest.param(model, layout, marks=() if model == "experts" else pytest.mark.exhaustive)
     for model in MODELS
     for layout in layouts_of(model)
 ]

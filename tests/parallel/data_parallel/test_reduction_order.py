@@ -86,7 +86,7 @@ USUAL = {
     (Seldom, "ZeRO 3"),
 }
 CASES = [
-    pytest.param(kind, name, marks=[] if (kind, name) in USUAL else pytest.mark.full)
+    pytest.param(kind, name, marks=[] if (kind, name) in USUAL else pytest.mark.exhaustive)
     for kind in (Heads, Layers, Seldom)
     for name in PLANS
 ]
@@ -118,7 +118,7 @@ class Turned(nn.Module):
         return logits
 
 
-@pytest.mark.parametrize("kind", [pytest.param(Layers, marks=pytest.mark.full), Turned])
+@pytest.mark.parametrize("kind", [pytest.param(Layers, marks=pytest.mark.exhaustive), Turned])
 def test_parts_that_ranks_gather_from_each_other_are_gathered_together(
     kind: type[nn.Module], tmp_path: Path
 ) -> None:

@@ -143,13 +143,13 @@ OTHER_PLANS = {
 
 
 def cases(plans: dict[str, Plan], models: list[str], quick: set[tuple[str, str]]) -> list[Any]:
-    """Every model under every plan; those that are not `quick` with `--full` alone."""
+    """Every model under every plan; those that are not `quick` with `--exhaustive` alone."""
     return [
         pytest.param(
             model,
             plan,
             id=f"{model}, {name}",
-            marks=() if (model, name) in quick else pytest.mark.full,
+            marks=() if (model, name) in quick else pytest.mark.exhaustive,
         )
         for name, plan in plans.items()
         for model in models

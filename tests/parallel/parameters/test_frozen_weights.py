@@ -88,7 +88,9 @@ FURTHER = {
 }
 
 
-@pytest.mark.parametrize("name", [*PLANS, *(pytest.param(name, marks=pytest.mark.full) for name in FURTHER)])
+@pytest.mark.parametrize(
+    "name", [*PLANS, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in FURTHER)]
+)
 def test_every_plan_gives_the_numbers_of_fp32_copies(name: str, tmp_path: Path) -> None:
     plan = {**PLANS, **FURTHER}[name].with_changes(precision="bf16")
     text = job(tmp_path, collectives="gloo" if "Gloo" in name else "auto")
@@ -96,7 +98,7 @@ def test_every_plan_gives_the_numbers_of_fp32_copies(name: str, tmp_path: Path) 
     same_but_rounded(before, run_job(tmp_path / "after", text, plan))
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "plan",
     [

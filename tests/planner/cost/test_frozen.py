@@ -123,7 +123,7 @@ def measured_seconds(groups: list[ParameterGroupSection]) -> float:
     return min(found)
 
 
-@pytest.mark.full  # measured seconds: not while other tests run beside it
+@pytest.mark.exhaustive  # measured seconds: not while other tests run beside it
 @pytest.mark.parametrize(
     "groups",
     [frozen("embedding.*", "layers.[01].*"), frozen("embedding.*", "layers.*"), MATRICES],

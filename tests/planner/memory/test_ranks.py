@@ -105,13 +105,19 @@ ADAPTERS = {"lora_rank": 4, "lora_targets": ["*.attention.*"]}
     ("plan", "collectives"),
     [
         (Plan(micro_batch=4), "auto"),
-        pytest.param(Plan(dp_replicate=2, micro_batch=2), "auto", marks=pytest.mark.full),
+        pytest.param(Plan(dp_replicate=2, micro_batch=2), "auto", marks=pytest.mark.exhaustive),
         (Plan(dp_shard=2, shard="optimizer", micro_batch=2), "gloo"),
-        pytest.param(Plan(dp_shard=2, shard="gradients", micro_batch=2), "auto", marks=pytest.mark.full),
-        pytest.param(Plan(dp_shard=2, shard="gradients", micro_batch=2), "gloo", marks=pytest.mark.full),
-        pytest.param(Plan(dp_shard=2, shard="parameters", micro_batch=2), "auto", marks=pytest.mark.full),
+        pytest.param(
+            Plan(dp_shard=2, shard="gradients", micro_batch=2), "auto", marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            Plan(dp_shard=2, shard="gradients", micro_batch=2), "gloo", marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            Plan(dp_shard=2, shard="parameters", micro_batch=2), "auto", marks=pytest.mark.exhaustive
+        ),
         (Plan(dp_shard=2, shard="parameters", micro_batch=2), "gloo"),
-        pytest.param(Plan(tp=2, micro_batch=4), "auto", marks=pytest.mark.full),
+        pytest.param(Plan(tp=2, micro_batch=4), "auto", marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
@@ -150,7 +156,7 @@ FROZEN = [
     [
         Plan(micro_batch=4, precision="bf16"),
         Plan(dp_shard=2, shard="optimizer", micro_batch=2),
-        pytest.param(Plan(dp_shard=2, shard="parameters", micro_batch=2), marks=pytest.mark.full),
+        pytest.param(Plan(dp_shard=2, shard="parameters", micro_batch=2), marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )

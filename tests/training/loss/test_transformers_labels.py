@@ -157,7 +157,7 @@ def _job(**sections: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "plan",
-    [pytest.param(Plan(micro_batch=24), marks=pytest.mark.full), Plan(dp_replicate=2, micro_batch=5)],
+    [pytest.param(Plan(micro_batch=24), marks=pytest.mark.exhaustive), Plan(dp_replicate=2, micro_batch=5)],
     ids=str,
 )
 def test_a_causal_model_trains_on_labels_by_the_loss_of_transformers(plan: Plan, tmp_path: Path) -> None:
@@ -181,8 +181,8 @@ def test_a_causal_model_trains_on_labels_by_the_loss_of_transformers(plan: Plan,
     [
         (Plan(dp_replicate=2, micro_batch=5), False),
         (Plan(pp=2, micro_batch=5), True),
-        pytest.param(Plan(dp_replicate=2, micro_batch=5), True, marks=pytest.mark.full),
-        pytest.param(Plan(pp=2, micro_batch=5), False, marks=pytest.mark.full),
+        pytest.param(Plan(dp_replicate=2, micro_batch=5), True, marks=pytest.mark.exhaustive),
+        pytest.param(Plan(pp=2, micro_batch=5), False, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
