@@ -42,7 +42,7 @@ FLOORS = {
     "observe": 1,
     "job": 0,
 }
-"""The table in CONTRIBUTING.md; a new room gets its floor in both."""
+"""The table in docs/design/floors.md; a new room gets its floor in both."""
 
 ROOT_FILES = {
     "__init__.py": set(FLOORS),  # the public names, loaded on first use
@@ -91,15 +91,15 @@ ROOMS = sorted({path.relative_to(SOURCE).parts[0] for path in FILES if path.pare
 
 def test_every_folder_is_a_room_of_the_house() -> None:
     folders = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert folders - set(FLOORS) == set(), "give a new room its floor here and in CONTRIBUTING.md"
+    assert folders - set(FLOORS) == set(), "give a new room its floor here and in docs/design/floors.md"
 
 
 def test_only_the_public_names_live_outside_the_rooms() -> None:
     assert {path.name for path in SOURCE.glob("*.py")} <= set(ROOT_FILES)
 
 
-def test_the_contributors_table_is_the_one_that_is_held() -> None:
-    text = (SOURCE.parents[1] / "CONTRIBUTING.md").read_text()
+def test_the_documented_table_is_the_one_that_is_held() -> None:
+    text = (SOURCE.parents[1] / "docs" / "design" / "floors.md").read_text()
     rows = re.findall(r"^\| (\d) \| ([^|]+) \|", text, re.MULTILINE)
     assert {room: int(floor) for floor, rooms in rows for room in re.findall(r"`(\w+)`", rooms)} == FLOORS
 
