@@ -7,6 +7,7 @@ import tomllib
 from collections import Counter
 from pathlib import Path
 
+import pytest
 import yaml
 
 from support.pages.blocks import Block, read_page
@@ -21,7 +22,7 @@ LARGEST_PICTURE_BYTES = 150_000
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`([^`]+)`")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
-_NUMBER = re.compile(r"\d+(?:[.,-]\d+)*")
+_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _MARKS = "●◐–"
 
 
@@ -117,13 +118,43 @@ def test_the_changelog_has_the_version_of_the_package() -> None:
     assert set(re.findall(r"^### (.+)$", text, re.MULTILINE)) <= kinds
 
 
+@pytest.mark.parametrize("name", ["CHANGELOG.md", "SECURITY.md"])
+def test_links_lead_to_files_and_sections(name: str) -> None:
+    text = (REPOSITORY / name).read_text()
+    wrong = []
+    for link in _LINK.findall(text):
+        target, _, anchor = link.partition("#")
+        if "://" in target:
+            continue
+        path = REPOSITORY / (target or name)
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            wrong.append(link)
+    assert wrong == []
+
+
+def anchors(path: Path) -> set[str]:
+    """Return the anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
 def test_the_citation_is_valid_and_of_this_version() -> None:
     citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
     required = {"cff-version": str, "message": str, "title": str, "authors": list}
     assert {key: type(citation[key]) for key in required} == required
     assert citation["cff-version"] == "1.2.0"
     assert citation["type"] == "software"
-    optional = {"type", "abstract", "version", "license", "keywords", "date-released", "repository-code", "url", "doi"}
+    optional = {
+        "type",
+        "abstract",
+        "version",
+        "license",
+        "keywords",
+        "date-released",
+        "repository-code",
+        "url",
+        "doi",
+    }
     assert citation.keys() <= required.keys() | optional
     assert all(
         author.keys() <= {"name", "website"} or {"family-names", "given-names"} <= author.keys()
