@@ -15,6 +15,7 @@ from typing import Any
 
 from wanma.job.file.renamed_keys import VALUES, with_new_names
 from wanma.job.plan.placement import ReplicaPlacement
+from wanma.job.plan.stage_order import V_SHAPED_SCHEDULES, stages_of_pipeline_rank
 from wanma.job.plan.synchronization import Synchronization
 from wanma.job.sections.parallel import (
     Compression,
@@ -260,13 +261,11 @@ class Plan:
     @property
     def is_v_shaped(self) -> bool:
         """True if stages go down the ranks and up again, so that the first rank holds the last stage."""
-        return self.schedule in ("zbv", "dualpipev")
+        return self.schedule in V_SHAPED_SCHEDULES
 
     def stages_of_pipeline_rank(self, pp_rank: int) -> tuple[int, ...]:
         """Return the indices of the pipeline stages that `pp_rank` holds, in the model's order."""
-        if self.is_v_shaped:
-            return pp_rank, 2 * self.pp - 1 - pp_rank
-        return tuple(range(pp_rank, self.stage_count, self.pp))
+        return stages_of_pipeline_rank(self.schedule, self.pp, pp_rank, self.stage_count)
 
     def has_last_stage(self, rank: int) -> bool:
         """Return True if `rank` holds the last stage, where losses are computed."""

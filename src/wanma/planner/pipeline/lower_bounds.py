@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from wanma.job.plan.stage_order import V_SHAPED_SCHEDULES
 from wanma.job.sections.parallel import Schedule
 from wanma.planner.pipeline.schedules import SPLIT_BACKWARD
 from wanma.planner.pipeline.simulation import default_in_flight
@@ -25,7 +26,7 @@ def rank_compute_seconds(schedule: Schedule, costs: Array, pp: int, micro_batche
     Args:
         costs: seconds of one micro-batch in every stage, of shape (variants, stages).
     """
-    if schedule in ("zbv", "dualpipev"):
+    if schedule in V_SHAPED_SCHEDULES:
         busy: Array = costs[:, :pp] + costs[:, : -pp - 1 : -1]
     else:
         busy = costs.reshape(len(costs), -1, pp).sum(axis=1)
@@ -98,7 +99,7 @@ def _split_backward_bound(
     np.cumsum(forward[:, : pp - 1] + send_seconds, axis=1, out=begins[:, 1:])
     # The first backward of rank r comes after all forwards and the backwards down to its last stage; until
     # then it may run as many forwards as it can hold.
-    v_shaped = schedule in ("zbv", "dualpipev")
+    v_shaped = schedule in V_SHAPED_SCHEDULES
     hops = (stages - 2 if v_shaped else stages - 1) * send_seconds
     down = forward.sum(axis=1, keepdims=True) + hops
     return_seconds = np.zeros_like(compute_seconds)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from wanma.job.forecast.forecast import Workload
 from wanma.job.plan.plan import Plan
+from wanma.job.plan.stage_order import V_SHAPED_SCHEDULES
 from wanma.job.sections.parallel import Schedule
 
 DEFAULT_VIRTUAL_STAGES: dict[Schedule, int] = {
@@ -239,7 +240,7 @@ def in_flight_by_stage(
 
     A looped schedule has run its first stages more often than its last ones.
     """
-    if schedule in ("zbv", "dualpipev"):
+    if schedule in V_SHAPED_SCHEDULES:
         down = 2 * pp - rank - (schedule == "zbv")
         return min(down, micro_batches), min(rank + 1, micro_batches)
     if schedule in ("gpipe", "1f1b"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from wanma.job.plan.stage_order import stages_of_pipeline_rank
 from wanma.job.sections.parallel import Schedule
 from wanma.planner.pipeline.greedy_simulation import simulate_greedy_schedule
 from wanma.planner.pipeline.operation import Interval, Operation, StageCost
@@ -113,13 +114,6 @@ _SIMULATED_ROUNDS = 4
 """Rounds of `pp` micro-batches that are simulated before further ones are added."""
 
 
-def stages_of_rank(schedule: Schedule, pp: int, rank: int, stages: int) -> list[int]:
-    """Return the stages of a pipeline rank, as `Plan.stages_of_pipeline_rank` does."""
-    if schedule in ("zbv", "dualpipev"):
-        return [rank, 2 * pp - 1 - rank]
-    return list(range(rank, stages, pp))
-
-
 def _simulate(
     schedule: Schedule,
     costs: Sequence[StageCost],
@@ -132,7 +126,7 @@ def _simulate(
     """Simulate a schedule; append every operation to `intervals`, if it is given."""
     if schedule in SPLIT_BACKWARD:
         limit = in_flight or default_in_flight(schedule, pp, len(costs) // pp)
-        stages_by_rank = [stages_of_rank(schedule, pp, rank, len(costs)) for rank in range(pp)]
+        stages_by_rank = [stages_of_pipeline_rank(schedule, pp, rank, len(costs)) for rank in range(pp)]
         for keeps_room in (False, True):
             greedy = simulate_greedy_schedule(
                 costs, stages_by_rank, micro_batches, send_seconds, limit, keeps_room, intervals is not None
