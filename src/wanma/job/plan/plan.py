@@ -1,7 +1,8 @@
 """Execution plan as pure data: sizes of the mesh dimensions and everything the runtime must obey.
 
-`Plan` also gives a rank's coordinates in the mesh (`coordinates`), its rows of the global batch (`rows`), and
-their micro-batches (`micro_batches`). These are functions of the plan alone, so that tests need no processes.
+`Plan` also gives a rank's coordinates in the mesh (`coordinates`), its rows of the global batch
+(`batch_rows`), and their micro-batches (`micro_batches`). These are functions of the plan alone, so that
+tests need no processes.
 """
 
 from __future__ import annotations
