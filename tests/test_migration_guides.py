@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 import shlex
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from wanma.training.loop.session import Session
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = sorted((REPOSITORY / "docs" / "guides" / "from").glob("*.md"))
+SOURCE = Path(wanma.__file__).parents[1]
 PEERS = REPOSITORY / ".venv-peers" / "bin" / "python"
 JOBS: tuple[dict[str, Any], ...] = (
     {"model": {"preset": "gpt-1m"}},
@@ -252,3 +254,42 @@ def test_the_loop_of_the_page_on_ddp_trains_to_the_losses_of_its_script(tmp_path
     ours = here.run("launch", "--ranks", "2", "loop.py")
     assert ours.code == 0, ours.text
     assert here.training("runs/loop").losses == pytest.approx(losses(theirs.out), abs=2e-5)
+
+
+def _arguments_in_peers(expression: str) -> set[str]:
+    """Return the arguments of a class of the peers, read in their own environment."""
+    module, name = expression.rsplit(".", 1)
+    code = f"import inspect; from {module} import {name}; print(*inspect.signature({name}).parameters)"
+    ran = subprocess.run([str(PEERS), "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    return set(ran.stdout.split())
+
+
+@needs_peers
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "signature"), [("accelerate", "accelerate.Accelerator"), ("lightning", "lightning.Trainer")]
+)
+def test_the_page_explains_every_argument_of_the_installed_version(name: str, signature: str) -> None:
+    assert _arguments_in_peers(signature) - named(page(name)) == set()
+
+
+@needs_peers
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "before"), [("accelerate", "accelerate_loop.py"), ("lightning", "lightning_train.py")]
+)
+def test_the_script_of_a_peer_and_its_job_train_to_the_same_losses(
+    tmp_path: Path, name: str, before: str
+) -> None:
+    here = desk(tmp_path, name)
+    launch = [str(PEERS), "-m", "wanma", "launch", "--ranks", "2", "--show", "0", before]
+    theirs = here.start_program(launch, PYTHONPATH=f"{SOURCE}:{tmp_path}").end(240)
+    if name == "accelerate":
+        ours = here.run("launch", "--ranks", "2", "loop.py")
+        ours_losses = here.training("runs/loop").losses
+    else:
+        ours = here.start_program([sys.executable, "train.py"]).end()
+        ours_losses = losses(ours.out)
+    assert (theirs.code, ours.code) == (0, 0), theirs.text + ours.text
+    assert len(ours_losses) == 8
+    assert ours_losses == pytest.approx(losses(theirs.out), abs=2e-5)
