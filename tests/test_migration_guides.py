@@ -229,7 +229,7 @@ def desk(folder: Path, name: str) -> Desk:
 
 
 def losses(text: str) -> list[float]:
-    return [float(number) for number in re.findall(r"^(?:\[rank 0\] )?loss ([\d.]+)$", text, re.MULTILINE)]
+    return [float(number) for number in re.findall(r"\bloss (\d+\.\d{5})\b", text)]
 
 
 @pytest.mark.slow
