@@ -33,7 +33,7 @@ class Fault:
     """
 
     what: str
-    """kill, stop (SIGSTOP), segfault, exit, raise, kill fork server; allocate (a tensor that is too large),
+    """kill, stop (SIGSTOP), segfault, process exit, raise, kill fork server; allocate (a too large tensor),
     out of memory (`argument`: folder of a control group); flip (a bit of a weight, at the phase step done),
     nan and spike (the rank's gradients, at the phase update); sleep (`argument`: seconds), slow (from then on
     each forward and backward takes `argument` seconds more), slow upload (each file takes so much longer),

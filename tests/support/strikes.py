@@ -34,7 +34,7 @@ def strike(what: str, argument: str, making: int, spec: Any) -> None:
         case "kill fork server":
             os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(60)  # the kernel ends this process with its parent: soon, but not at once
-        case "exit":
+        case "process exit":
             os._exit(7)
         case "raise":
             raise ValueError("injected")
