@@ -93,7 +93,10 @@ class Loaded:
         Args:
             prompt: one prompt, or several; number n (from 0) of several draws by `seed` + n.
             tokens: maximum tokens to generate; fewer if the model ends its document.
-            temperature, top_k, top_p, seed: as in `SamplingRule`.
+            temperature: 0 draws always the likeliest token.
+            top_k: draw from that many likeliest tokens; 0: all.
+            top_p: draw from the likeliest tokens with this total probability; 1: all.
+            seed: seed of the first prompt's draws.
 
         Raises:
             WanmaError: the model writes no text.

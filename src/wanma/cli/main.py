@@ -15,7 +15,7 @@ from wanma.job.errors import EXIT_FAILED, EXIT_INTERRUPTED, WanmaError
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk or quota."""
 EXIT_BROKEN_PIPE = 141
-"""Exit code that a shell reports for a program ended by SIGPIPE, as in `wanma runs | head -1`."""
+"""Exit code: the output was read no further, as in `wanma runs | head -1`; shells report SIGPIPE so."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -59,6 +59,12 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28)
 
+    def add_argument(self, action: argparse.Action) -> None:
+        super().add_argument(action)
+        if isinstance(action, argparse._SubParsersAction):  # argparse leaves out their indentation
+            longest = max(map(len, action.choices)) + self._current_indent + self._indent_increment
+            self._action_max_length = max(self._action_max_length, longest)
+
 
 class Parser(argparse.ArgumentParser):
     """Argument parser whose errors are `JobError`; it does not guess options from their beginning."""
@@ -77,6 +83,7 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for module in COMMANDS:
         module.add_parser(commands)
+    _describe(parser)
 
     def overview(_: argparse.Namespace) -> int:
         parser.print_help()
@@ -128,6 +135,17 @@ def _unknown_argument(argument: str, parsed: argparse.Namespace, parser: argpars
         )
     options = parser._option_string_actions
     return JobError(f"{prog}: unknown option {name}.{did_you_mean(name, options)}", hint)
+
+
+def _describe(parser: argparse.ArgumentParser) -> None:
+    """Give each command without a description its line in the list of commands."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for listed in action._choices_actions:
+                command = action.choices[listed.dest]
+                text = listed.help or ""
+                command.description = command.description or f"{text[:1].upper()}{text[1:]}."
+                _describe(command)
 
 
 def _command_parser(parser: argparse.ArgumentParser, command: str | None) -> argparse.ArgumentParser:

@@ -93,8 +93,15 @@ class Page:
         return page_name(self.path)
 
     @property
+    def is_recorded(self) -> bool:
+        """Whether the page is a record of measurements, written by benchmarks; its blocks are not run."""
+        return self.name.startswith("docs/results/")
+
+    @property
     def reason_not_runnable(self) -> str:
-        """Reason in the front matter why nothing of the page is run; empty where it gives none."""
+        """Reason why nothing of the page is run, by its front matter; empty where it gives none."""
+        if self.is_recorded:
+            return "recorded measurements"
         return str(self.front_matter.get("runnable", "")).removeprefix("no:").strip()
 
     def blocks_to_run(self) -> list[Block]:
@@ -103,6 +110,7 @@ class Page:
             block
             for block in self.blocks
             if not block.reason_not_run
+            and not self.is_recorded
             and (block.language == "console" or (block.language == "python" and not block.title))
         ]
 

@@ -44,6 +44,8 @@ def mistakes(page: Page) -> list[str]:
 
 def form_mistakes(page: Page) -> list[str]:
     """Return what the page lacks: languages of blocks, and a block that runs or a reason why none does."""
+    if page.is_recorded:
+        return []
     found = [
         f"{block.place}: a block of language {block.language or '(none)'}; known: {', '.join(LANGUAGES)}"
         for block in page.blocks
@@ -153,7 +155,7 @@ def _toml_mistakes(block: Block, page: Page) -> list[str]:
         return []  # read by the command that uses it
     if tables and tables.keys() <= ClusterFile.model_fields.keys():
         return _cluster_mistakes(block.text if "nodes" in tables else f"{block.text}\n{_FIRST_NODES}")
-    if page.name.startswith("docs/results/"):
+    if page.is_recorded:
         tables = with_new_names(tables)  # recorded under the names of their day
     merged = {**first_job(page)}
     for name, section in tables.items():

@@ -10,10 +10,10 @@ from wanma.cli.arguments import parse_integers
 
 _EXAMPLES = """\
 examples:
-  wanma bench collectives                                    2, 4 ... ranks of this node
+  wanma bench collectives                                         # 2, 4 ... ranks of this node
   wanma bench collectives --ranks 4 --collectives all_reduce --sizes 1K..64M --out bench
-  wanma bench collectives --ranks 2 --save                   used by later forecasts
-  wanma bench collectives --nodes 2 --rendezvous 10.0.0.1:29500     the same on each node
+  wanma bench collectives --ranks 2 --save                        # used by later forecasts
+  wanma bench collectives --nodes 2 --rendezvous 10.0.0.1:29500   # the same on each node
 
 Bandwidths are bus bandwidths by the definitions of nccl-tests; the limit is measured in the same run.
 """
@@ -23,7 +23,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser("bench", help="measure the collectives of one or several nodes")
     actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
     collectives = actions.add_parser(
-        "collectives", help="time and bandwidth by collective, algorithm and size", epilog=_EXAMPLES
+        "collectives", help="measure time and bandwidth by collective, algorithm and size", epilog=_EXAMPLES
     )
     collectives.add_argument(
         "--ranks",
@@ -57,7 +57,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--save", action="store_true", help="save the results for forecasts of this node"
     )
     collectives.add_argument(
-        "--nodes", metavar="N", help="nodes; run the same command on each (cluster.nodes)"
+        "--nodes", metavar="N", help="number of nodes; run the same command on each (cluster.nodes)"
     )
     collectives.add_argument(
         "--rendezvous", metavar="HOST:PORT", help="rendezvous address of the nodes (cluster.rendezvous)"

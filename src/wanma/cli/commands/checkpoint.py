@@ -17,11 +17,11 @@ from wanma.job.errors import EXIT_FAILED, JobError
 
 _EXAMPLES = """\
 examples:
-  wanma checkpoint list                                   checkpoints of the newest run
-  wanma checkpoint list s3://bucket/gpt                   uploaded checkpoints
-  wanma checkpoint verify gpt                             read every byte of every checkpoint
+  wanma checkpoint list                            # checkpoints of the newest run
+  wanma checkpoint list s3://bucket/gpt            # uploaded checkpoints
+  wanma checkpoint verify gpt                      # read every byte of every checkpoint
   wanma checkpoint diff runs/gpt/checkpoints/step-00000100 gpt
-  wanma checkpoint convert gpt out --files 1              one data file
+  wanma checkpoint convert gpt out --files 1       # one data file
   wanma checkpoint convert gpt out --format huggingface --precision bf16
 
 PLACE is a run, a checkpoint folder, a folder of checkpoints, or (list, verify) a URL. Commands on a single
@@ -79,7 +79,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _add_action(
     actions: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str, run: Handler
 ) -> argparse.ArgumentParser:
-    parser = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    parser = actions.add_parser(name, help=text)
     add_runs_folder_option(parser)
     parser.set_defaults(run=run)
     return parser

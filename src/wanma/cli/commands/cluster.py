@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """\
 examples:
-  wanma cluster                                       this node
-  wanma cluster "8x8 H100 SXM, 4x100G" > cluster.toml   a file to edit
-  wanma plan JOB.toml --cluster cluster.toml            plan for it
-  wanma cluster --devices                             names of devices
-  wanma cluster --calibrate                           measure this node for forecasts; takes minutes
+  wanma cluster                                         # this node as a cluster file
+  wanma cluster "8x8 H100 SXM, 4x100G" > cluster.toml   # a cluster file to edit
+  wanma plan JOB.toml --cluster cluster.toml            # plan for it
+  wanma cluster --devices                               # names of devices
+  wanma cluster --calibrate                             # measure this node for forecasts; takes minutes
 """
 
 

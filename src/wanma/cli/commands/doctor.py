@@ -10,7 +10,9 @@ _STYLES = {"ok": ("green", "ok"), "warn": ("yellow", "look"), "missing": ("red",
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("doctor", help="check this node: devices, network, packages")
+    parser = commands.add_parser(
+        "doctor", help="check this node: devices, network, packages", epilog="example:\n  wanma doctor"
+    )
     add_runs_folder_option(parser)
     parser.set_defaults(run=run)
 

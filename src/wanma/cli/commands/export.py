@@ -9,7 +9,11 @@ from wanma.cli.arguments import add_run_arguments, add_step_option, resolve_run
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("export", help="export a trained model for transformers")
+    parser = commands.add_parser(
+        "export",
+        help="export a trained model for transformers",
+        epilog="example:\n  wanma export gpt --to out --precision bf16",
+    )
     add_run_arguments(parser)
     add_step_option(parser)
     parser.add_argument("--to", metavar="DIR", type=Path, required=True, help="output folder")

@@ -15,9 +15,21 @@ if TYPE_CHECKING:
 
     from wanma.job.file.schema import TableSchema
 
+_EXAMPLES = """\
+examples:
+  wanma job                           # all keys with their defaults
+  wanma job train.precision           # one key
+  wanma job --toml > job.toml         # a commented file to start from
+  wanma job --upgrade job.toml --dry-run
+"""
+
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("job", help="list the keys of the job file with their defaults")
+    parser = commands.add_parser(
+        "job",
+        help="list the keys of the job file, print a starter file, upgrade older files",
+        epilog=_EXAMPLES,
+    )
     argument = parser.add_argument(
         "about", metavar="SECTION", nargs="?", help="only this section or key: train, train.precision"
     )

@@ -45,7 +45,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--ranks", metavar="N", type=int, help="processes to start on this node (required)")
     parser.add_argument("--run-dir", metavar="DIR", type=Path, help="run directory; default: runs/SCRIPT")
-    parser.add_argument("--nodes", metavar="N", help="nodes; run the same command on each (cluster.nodes)")
+    parser.add_argument(
+        "--nodes", metavar="N", help="number of nodes; run the same command on each (cluster.nodes)"
+    )
     parser.add_argument(
         "--rendezvous", metavar="HOST:PORT", help="rendezvous address of the nodes (cluster.rendezvous)"
     )

@@ -17,7 +17,7 @@ _EXAMPLES = """\
 examples:
   wanma plan examples/gpt.toml
   wanma plan examples/gpt.toml --explain parallel.tp=2 parallel.pp=2
-  wanma plan --learn runs/gpt                            correct later forecasts by this run
+  wanma plan --learn runs/gpt                            # correct later forecasts by this run
   wanma plan examples/gpt.toml --cluster "8x8 H100 SXM, 4x100G" parallel=auto
   wanma plan JOB.toml --cluster cluster.toml parallel=auto --why tp=16,pp=2
   wanma plan JOB.toml --cluster cluster.toml parallel=auto --what-if gpus=512 --what-if device=H200

@@ -8,7 +8,11 @@ from wanma.cli.arguments import add_run_arguments, resolve_run
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("report", help="write report.html of a run, one page that works offline")
+    parser = commands.add_parser(
+        "report",
+        help="write report.html of a run, one page that works offline",
+        epilog="example:\n  wanma report gpt",
+    )
     add_run_arguments(parser)
     parser.set_defaults(run=run)
 

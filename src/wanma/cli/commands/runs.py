@@ -8,7 +8,9 @@ from wanma.cli.arguments import add_runs_folder_option
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("runs", help="list the runs, newest first")
+    parser = commands.add_parser(
+        "runs", help="list the runs, newest first", epilog="example:\n  wanma runs --runs /data/runs"
+    )
     add_runs_folder_option(parser)
     parser.set_defaults(run=run)
 

@@ -9,7 +9,11 @@ from wanma.job.errors import JobError
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("sample", help="generate text with a trained model")
+    parser = commands.add_parser(
+        "sample",
+        help="generate text with a trained model",
+        epilog="example:\n  wanma sample gpt --prompt 'def ' --tokens 100",
+    )
     add_run_arguments(parser)
     add_step_option(parser)
     parser.add_argument(

@@ -8,7 +8,9 @@ from wanma.cli.arguments import add_run_arguments, resolve_run
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("show", help="show the results of a run beside its forecast")
+    parser = commands.add_parser(
+        "show", help="show the results of a run beside its forecast", epilog="example:\n  wanma show gpt"
+    )
     add_run_arguments(parser)
     parser.set_defaults(run=run)
 

@@ -27,7 +27,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--dry-run", action="store_true", help="check the job and show its plan; start nothing"
     )
     parser.add_argument("--fresh", action="store_true", help="start from step 0 (checkpoint.resume=false)")
-    parser.add_argument("--nodes", metavar="N", help="nodes; run the same command on each (cluster.nodes)")
+    parser.add_argument(
+        "--nodes",
+        metavar="N",
+        help="number of nodes, or a range: 2..8; run the same command on each (cluster.nodes)",
+    )
     parser.add_argument(
         "--rendezvous", metavar="HOST:PORT", help="rendezvous address of the nodes (cluster.rendezvous)"
     )

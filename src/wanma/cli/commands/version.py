@@ -6,7 +6,9 @@ import argparse
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("version", help="versions of wanma, Python and torch")
+    parser = commands.add_parser(
+        "version", help="print the versions of wanma, Python and torch", epilog="example:\n  wanma version"
+    )
     parser.set_defaults(run=run)
 
 

@@ -75,11 +75,24 @@ A job file describes a training run, in TOML with one section per subject (or in
 `pip install 'wanma[yaml]'`). Only `[model]` is required. `wanma job --toml` prints a complete
 job file to start from, and `wanma train FILE --dry-run` checks a job file and starts nothing.
 
+```toml title="gpt.toml"
+[model]
+preset = "gpt-10m"
+[data]
+text = ["stdlib"]
+```
+
 Any key can be overridden on the command line; the last override of a key applies:
 
-    wanma train gpt.toml train.steps=500 parallel.dp_shard=2 train.precision=bf16
-    wanma train gpt.toml 'data.text=["a.txt", "b.txt"]' parallel=auto
-    wanma train gpt.toml model.preset= model.factory=my_package.models:build
+```console
+$ wanma train gpt.toml train.steps=500 parallel.dp_shard=2 train.precision=bf16 --dry-run
+$ wanma train gpt.toml 'data.text=["examples/*.py", "stdlib"]' parallel=auto --dry-run
+```
+
+<!-- not run: needs a package -->
+```console
+$ wanma train gpt.toml model.preset= model.factory=my_package.models:build
+```
 
 A value is parsed as TOML if possible, otherwise as text; an empty value unsets the key. Relative paths
 start at the working directory of the command. Unknown keys and wrong values are errors that name the
@@ -93,7 +106,9 @@ _RENAMED = """\
 Old names in job files are errors that name the line and the new name. To rewrite files in place, with
 their comments and order:
 
-    wanma job --upgrade gpt.toml llama.toml          # --dry-run: print the changes only
+```console
+$ wanma job --upgrade gpt.toml          # --dry-run: print the changes only
+```
 
 Runs of older releases resume, and are shown, with either name.
 
