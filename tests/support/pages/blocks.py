@@ -94,7 +94,7 @@ class Page:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether the page is a record of measurements, written by benchmarks; its blocks are not run."""
+        """Page of measurements that benchmarks wrote; its blocks are not run."""
         return self.name.startswith("docs/results/")
 
     @property
