@@ -362,3 +362,28 @@ def test_a_range_of_machines_is_the_most_and_the_least(tmp_path: Path) -> None:
     assert load_job(path, ["cluster.nodes=4"]).cluster.min_nodes is None
     assert "cluster.nodes = '8..2'" not in refusal(path, "cluster.nodes=many")
     assert "nodes as a range must rise, as '2..8' (given: '8..2')" in refusal(path, "cluster.nodes=8..2")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://me:hunter2@host/corpus.txt",
+        "https://host/corpus.txt?X-Amz-Signature=hunter2",
+        "https://host/corpus.txt?part=1&token=hunter2",
+    ],
+)
+@pytest.mark.parametrize("form", ["text = ['{url}']", "[[data.sources]]\nname = 'a'\ntext = '{url}'"])
+def test_a_secret_in_a_url_of_data_is_refused_and_not_repeated(form: str, url: str, tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(f"model.preset = 'gpt-1m'\n[data]\n{form.format(url=url)}\n")
+    with pytest.raises(JobError) as caught:
+        load_job(path)
+    assert "a URL holds a password or key" in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/part-?.txt", "https://host/get?file=corpus.txt", "a?b.txt"])
+def test_a_glob_and_a_query_without_a_secret_are_no_secrets(url: str, tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(f"model.preset = 'gpt-1m'\n[data]\ntext = ['{url}']\n")
+    assert load_job(path).data.text == [url]

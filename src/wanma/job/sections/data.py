@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from wanma.job.sections.base import Section
+from wanma.job.url_credentials import CREDENTIALS_HINT, has_secret
 
-TextList = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+
+def _refuse_secrets(locations: list[str]) -> list[str]:
+    for location in locations:
+        if has_secret(location):  # not repeated in the message
+            raise ValueError(f"a URL holds a password or key, which records would show; {CREDENTIALS_HINT}")
+    return locations
+
+
+TextList = Annotated[
+    list[str],
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    AfterValidator(_refuse_secrets),
+]
 """List of texts; a single text is a list of one."""
 
 
