@@ -1,4 +1,4 @@
-"""Generated parts of docs/concepts/recovery.md."""
+"""Generated part of docs/results/recovery-faults.md."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 from benchmarks.common import ROOT, machine
 
-PAGE = ROOT / "docs" / "concepts" / "recovery.md"
+PAGE = ROOT / "docs" / "results" / "recovery-faults.md"
 
 
 def write(text: str, marker: str) -> None:

@@ -127,7 +127,7 @@ def main() -> None:
 
 {datetime.date.today()}, wanma at {commit()}: `{command}`.
 No hardware is needed. Shares of useful time in %, mean ± standard deviation of the runs; failures as in
-Llama 3's, steps of 6 s. What is assumed: [docs/concepts/recovery.md](../concepts/recovery.md).
+Llama 3's, steps of 6 s. Summary and assumptions: [Simulated goodput](recovery-goodput.md).
 
 ## Where copies are kept
 

@@ -1,6 +1,6 @@
 """Soak test: a run under repeated faults ends with the weights of an undisturbed one.
 
-    python benchmarks/recovery/soak.py --minutes 30 --write       # into docs/concepts/recovery.md
+    python benchmarks/recovery/soak.py --minutes 30 --write       # into docs/results/recovery-soak.md
     python benchmarks/recovery/soak.py --minutes 1 --every 8 --seed 7
 
 First the complete job runs undisturbed and without its pauses, then the same job at the pace that makes it
@@ -31,12 +31,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: f
 
 from benchmarks.common import RESULTS, ROOT, BenchmarkError, table
 from benchmarks.recovery.contenders import WanmaRun
-from benchmarks.recovery.page import PAGE, where_and_when, write
+from benchmarks.recovery.page import where_and_when
 from benchmarks.recovery.watch import read_lines
 from wanma.job.run.run_directory import RunDirectory
 
 LOG = RESULTS / "recovery-soak.md"
-MARKER = "soak"
+HEAD = """# Soak test
+
+One run with faults at random times, drawn by a seed: its ranks and fork server are killed, stopped or raise an
+exception. `--snapshots` is the interval of in-memory checkpoints.
+
+"""
 RANKS = 2
 PAUSE_SECONDS = 0.2
 KINDS = {
@@ -126,8 +131,7 @@ def main() -> int:
     text = summary(faults, recoveries, steps, seconds, problems, command(options))
     print(f"\n{text}")
     if options.write and not problems:
-        LOG.write_text(f"# Soak\n\n{text}\n{event_log(faults, recoveries)}")
-        write(text, MARKER)
+        LOG.write_text(f"{HEAD}{text}\n{event_log(faults, recoveries)}")
     return 1 if problems else 0
 
 
@@ -353,7 +357,7 @@ def parse() -> argparse.Namespace:
     add(
         "--write",
         action="store_true",
-        help=f"put the summary into {PAGE.name} and the log beside the results",
+        help=f"write the summary and the log into {LOG.name}",
     )
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""Rows of the fault table in docs/concepts/recovery.md, one for each fault that a test has injected.
+"""Rows of the fault table in docs/results/recovery-faults.md, one for each fault that a test has injected.
 
 A test records its row (fixture `note` of tests/faults) after its last assertion. `python
 benchmarks/recovery/matrix.py` runs the tests and collects the rows.

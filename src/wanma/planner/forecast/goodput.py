@@ -31,7 +31,7 @@ MEMORY_RESTART_SECONDS, PARTNER_RESTART_SECONDS, DISK_RESTART_SECONDS = 10.0, 30
 
 Detection, new processes and their connections; for the own node's memory, a partner's, and the disk. Assumed
 for thousands of devices, on which nobody measured it; small runs on two cores take 0.5, 5 and 1 s
-(docs/concepts/recovery.md).
+(docs/results/recovery.md, docs/results/recovery-faults.md).
 """
 
 
