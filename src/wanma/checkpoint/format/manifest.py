@@ -1,6 +1,6 @@
 """Format of a checkpoint: names, the manifest with its checksum, and the safetensors header.
 
-Torch-free and without side effects: bytes in, validated objects out. docs/guides/checkpoints.md is the
+Torch-free and without side effects: bytes in, validated objects out. docs/reference/checkpoint-format.md is the
 description for readers in other languages; every change here changes it too, with `VERSION`.
 
     step-00000100/

@@ -9,7 +9,7 @@ runs/NAME/
     metrics.jsonl       one object per optimizer step
     events.jsonl        validations, checkpoints, messages, starts and ends
     logs/rank-N.log     standard output and error of each rank
-    checkpoints/        step-00000100/ ...; see docs/guides/checkpoints.md
+    checkpoints/        step-00000100/ ...; see docs/reference/checkpoint-format.md
     generations/        claims of the starts of the ranks; see `generation_claims`
     scratch/            tensors offloaded to disk, while the run lasts
     report.html         self-contained

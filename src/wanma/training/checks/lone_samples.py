@@ -38,7 +38,7 @@ def refuse_zero_gradients(trainer: Trainer, gatherer: GlobalBatchGatherer) -> No
     raise JobError(
         "no loss of the first step depends on the weights: each loss was computed from one sample "
         f"(parallel.micro_batch = {trainer.plan.micro_batch}), without other samples to compare it with",
-        "gather all samples in the loss with wanma.global_batch (docs/guides/python.md), or train on one "
+        "gather all samples in the loss with wanma.global_batch (docs/guides/losses.md), or train on one "
         f"rank with parallel.micro_batch = {trainer.job.train.global_batch}; if the loss needs one sample "
         "only, check that it depends on the output of the model",
     )

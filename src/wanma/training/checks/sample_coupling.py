@@ -376,7 +376,7 @@ def refuse_if_coupled(trainer: Trainer, by_content: bool, by_number: bool) -> No
     raise JobError(
         f"the loss of a sample depends on {cause} its micro-batch, so {cut} would train another model than "
         f"a loop over the global batch of {samples} samples",
-        "gather the global batch in the loss or the model with wanma.global_batch (docs/guides/python.md), "
+        "gather the global batch in the loss or the model with wanma.global_batch (docs/guides/losses.md), "
         "and do not divide by the number of rows: wanma divides once by the count of all targets; or train "
         f"on one rank with parallel.micro_batch = {samples}",
     )
