@@ -1,6 +1,6 @@
 """Fault matrix: runs the tests that inject faults into real runs, and tabulates the cost of each.
 
-    python benchmarks/recovery/matrix.py --fresh --full --random 5 --write    # into docs/results/recovery-faults.md
+    python benchmarks/recovery/matrix.py --fresh --full --random 5 --write    # into recovery-faults.md
     python benchmarks/recovery/matrix.py -k "SIGKILL"                   # some of it, measured anew
 
 A test that has asserted that a run recovered from its fault, with the weights of an untroubled one, records

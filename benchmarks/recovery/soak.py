@@ -38,8 +38,8 @@ from wanma.job.run.run_directory import RunDirectory
 LOG = RESULTS / "recovery-soak.md"
 HEAD = """# Soak test
 
-One run with faults at random times, drawn by a seed: its ranks and fork server are killed, stopped or raise an
-exception. `--snapshots` is the interval of in-memory checkpoints.
+One run with faults at random times, drawn by a seed: its ranks and fork server are killed, stopped or raise
+an exception. `--snapshots` is the interval of in-memory checkpoints.
 
 """
 RANKS = 2

@@ -1,7 +1,7 @@
 """Format of a checkpoint: names, the manifest with its checksum, and the safetensors header.
 
-Torch-free and without side effects: bytes in, validated objects out. docs/reference/checkpoint-format.md is the
-description for readers in other languages; every change here changes it too, with `VERSION`.
+Torch-free and without side effects: bytes in, validated objects out. docs/reference/checkpoint-format.md is
+the description for readers in other languages; every change here changes it too, with `VERSION`.
 
     step-00000100/
         manifest.json               the manifest of this module; its checksum on its first line
