@@ -5,6 +5,7 @@
     load.reader.load                fills this rank's tensors from any saved layout
     load.reader.load_full_tensors           full tensors in one process, for sampling and export
 
-The format is tensors as safetensors and everything else as JSON (docs/reference/checkpoint-format.md); nothing
-here ever unpickles. `training/` decides what belongs into a checkpoint and when to save.
+The format is tensors as safetensors and everything else as JSON
+(docs/reference/checkpoint-format.md); nothing here ever unpickles. `training/` decides what belongs into
+a checkpoint and when to save.
 """
