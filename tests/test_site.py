@@ -39,7 +39,7 @@ def test_the_page_of_the_python_api_has_all_public_names() -> None:
 
 
 def test_a_linked_file_outside_of_docs_becomes_a_page() -> None:
-    text, linked = page_text(DOCS / "guides" / "python.md")
+    text, linked = page_text(DOCS / "guides" / "custom-loop.md")
     assert "](../../examples/" not in text
     assert "](../examples/own_loop.py.md)" in text
     assert REPOSITORY / "examples" / "own_loop.py" in linked
