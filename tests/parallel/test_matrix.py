@@ -155,7 +155,7 @@ def job(model: str, folder: Path, **train: Any) -> dict[str, Any]:
 
 
 def test_the_documented_table_is_that_of_the_tests() -> None:
-    text = (Path(__file__).parents[2] / "docs/concepts/parallelism.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/reference/parallel-compatibility.md").read_text()
     written = text.partition("<!-- matrix -->\n")[2].partition("<!-- /matrix -->")[0].strip()
     assert written == table().strip(), "put the output of `python tests/support/matrix.py` there"
 

@@ -58,7 +58,7 @@ CREATE_FILE_HINT = (
     "run `wanma cluster > cluster.toml` to describe this node, or give a shorthand such as "
     "'8x8 H100 SXM, 4x100G'"
 )
-KEYS_HINT = "see docs/guides/describe-a-cluster.md for all keys and their values"
+KEYS_HINT = "see docs/reference/cluster-file.md for all keys and their values"
 
 
 def read_cluster(description: str) -> Cluster:

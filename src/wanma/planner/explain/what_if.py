@@ -215,7 +215,7 @@ def _with_intra_node_link(cluster: Cluster, value: str) -> Cluster:
         raise _change_error(
             f"link.intra_node={value}",
             "the links inside these nodes are unknown",
-            "describe them in a cluster file ([[nodes.levels]]; docs/guides/describe-a-cluster.md)",
+            "describe them in a cluster file ([[nodes.levels]]; docs/reference/cluster-file.md)",
         )
     return replace(
         cluster,
