@@ -203,7 +203,7 @@ def refusal(variants: tuple[str, ...]) -> str | None:
 
 
 def table() -> str:
-    """Table of compositions in Markdown: docs/reference/parallel-compatibility.md holds it, as a test checks."""
+    """Table of compositions in Markdown, as in docs/reference/parallel-compatibility.md."""
     names = list(VARIANTS)
     reasons: list[str] = []
     lines = [
