@@ -1,4 +1,4 @@
-"""Images and validation metrics of one's own. Run it: python examples/user_metrics.py"""
+"""Images and validation metrics of one's own. Run it: python examples/own_metrics.py"""
 
 from __future__ import annotations
 
