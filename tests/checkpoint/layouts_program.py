@@ -1,15 +1,10 @@
 """Run by test_layouts.py, once per rank of four: saves on every layout, loads on every other.
 
-    python layouts_program.py RANK FOLDER
-
-Layouts on fewer ranks run on the first ranks of the same processes. Prints one JSON line: the
-saves and the pairs of layouts, each with what went wrong on this rank ("" if nothing).
+Layouts on fewer ranks run on the first ranks of the same processes.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,7 +35,8 @@ def full_tensors() -> Tensors:
     return tensors
 
 
-def main(rank: int, folder: Path) -> None:
+def main(rank: int, folder: Path) -> dict[str, str]:
+    """Return the saves and the pairs of layouts, each with what went wrong on this rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
     four = DeviceMesh("cpu", torch.arange(4), mesh_dim_names=("data",))
@@ -95,8 +91,8 @@ def main(rank: int, folder: Path) -> None:
                     problem += f" rank state is {rank_state}"
                 report[f"{source} -> {target}"] = problem
         dist.barrier()
-    print(json.dumps(report))
     dist.destroy_process_group()
+    return report
 
 
 def distribute(
@@ -140,7 +136,3 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)]
     return torch.equal(*flat)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))

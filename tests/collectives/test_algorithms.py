@@ -58,7 +58,9 @@ def reduce_all(worker: WorkerContext) -> dict[Any, bytes]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(5, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize(
+    "ranks", [1, 2, 3, pytest.param(5, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.full)]
+)
 def test_every_rank_has_the_same_bits_of_the_right_sum(ranks: int) -> None:
     first, *others = run_ranks(reduce_all, ranks, ())
     assert len(first) == len(ALGORITHMS["all_reduce"]) * len(SIZES) * len(DTYPES)

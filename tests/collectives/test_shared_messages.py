@@ -293,7 +293,7 @@ def gone(worker: WorkerContext) -> tuple[bool, str]:
             return True, ""
         work = dist.irecv(torch.zeros(1), 1)
         assert work is not None
-        until = time.monotonic() + 10
+        until = time.monotonic() + 200
         while not work.is_completed() and time.monotonic() < until:
             time.sleep(0.01)
         return work.is_success(), str(work.exception())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import subprocess
-import time
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ def test_an_exception_in_one_rank_is_told_once_everywhere_and_costs_no_checkpoin
     running.until(lambda: training.steps_begun() >= 1)
     running.look()
     ran = running.end()
-    assert (ran.code, running.left(1)) == (1, [])
+    assert (ran.code, running.left()) == (1, [])
     assert ran.text.count("error: rank 1 (") == ran.text.count("error: ") == 1
     assert "ValueError: no such column: prize" in ran.text
     assert "faulty.py" in ran.text
@@ -77,15 +76,13 @@ def test_a_rank_that_the_kernel_kills_for_its_memory_is_told_so(desk: Desk) -> N
 
 def test_a_hang_ends_at_its_deadline_and_names_the_odd_rank(desk: Desk) -> None:
     training = desk.training("hung")
-    began = time.monotonic()
     running = desk.start(
         "train", "own.toml", "--run-dir", "hung", faulty("sleep"), "cluster.hang_timeout_seconds=2", NO_RETRY
     )
     running.until(lambda: training.steps_begun() >= 1)
     running.look()
-    ran = running.end(60)
+    ran = running.end()
     assert (ran.code, running.left()) == (1, [])
-    assert time.monotonic() - began < 40
     lines = ran.told_once().splitlines()
     assert any(
         line.startswith("  rank 1 has been in forward and backward of step 2") and line.endswith("<- outlier")

@@ -56,7 +56,7 @@ def test_a_rank_that_fails_on_one_node_ends_both(desk: Desk) -> None:
     ]
     ended = [one.end() for one in both]
     assert [one.code for one in ended] == [1, 1]
-    assert [one.left(1) for one in both] == [[], []]
+    assert [one.left() for one in both] == [[], []]
     for one in ended:
         assert "error: rank 1 (node 1, " in one.text
         assert "ValueError: no such column: prize" in one.text

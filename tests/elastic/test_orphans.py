@@ -55,7 +55,7 @@ def victim(tmp_path: Path) -> Any:
     victim.clean_up()
 
 
-def wait_until(condition: Any, seconds: float = 60) -> None:
+def wait_until(condition: Any, seconds: float = 200) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -74,7 +74,7 @@ def test_a_killed_supervisor_takes_fork_server_and_ranks_with_it(victim: Victim)
     groups = {os.getpgid(pid) for pid in (victim.process.pid, victim.fork_server, *victim.ranks)}
     assert len(groups) == 4, "a terminal's Ctrl-C reaches only the supervisor"
     victim.process.kill()
-    wait_until(lambda: all_gone([victim.fork_server, *victim.ranks]), seconds=10)
+    wait_until(lambda: all_gone([victim.fork_server, *victim.ranks]))
 
 
 def test_a_killed_fork_server_takes_the_ranks_with_it_and_is_reported(victim: Victim) -> None:

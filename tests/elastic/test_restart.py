@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -181,7 +180,5 @@ def test_two_interrupts_end_a_recovery_at_once(run_with: RunWith, monkeypatch: p
         kill(self, number)
 
     monkeypatch.setattr(WorkerGroup, "kill", interrupted)
-    began = time.monotonic()
     ran = run_with(Fault("kill", rank=1, step=4, phase="forward"))
     assert ran.outcome.exit_code == 130
-    assert time.monotonic() - began < 30

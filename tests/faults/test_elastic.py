@@ -70,6 +70,7 @@ def test_a_lost_machine_is_gone_on_without_and_taken_again_when_it_is_back(
     note(row("the lost node rejoins", growth))
 
 
+@pytest.mark.full
 def test_the_machine_that_decides_is_gone_on_without_as_well(
     desk: Desk, untroubled: Training, note: Note
 ) -> None:
@@ -88,6 +89,7 @@ def test_the_machine_that_decides_is_gone_on_without_as_well(
     note(row("the coordinator's node is lost; the others continue", recovery))
 
 
+@pytest.mark.full
 def test_half_of_a_tensor_parallel_run_is_gone_on_without(desk: Desk, untroubled: Training) -> None:
     words = (f"train.steps={SHORT}", "cluster.nodes=1..2", "parallel.dp_replicate=2", "parallel.tp=2")
     two = Gang(desk, "tensors", 2, STOP, words=words)
@@ -99,6 +101,7 @@ def test_half_of_a_tensor_parallel_run_is_gone_on_without(desk: Desk, untroubled
     assert recovery["change"]["plan"] == "2 ranks (tp 2), fp64, cpu"
 
 
+@pytest.mark.full
 def test_of_a_pipeline_s_replicas_one_is_left_and_a_machine_stands_by(
     desk: Desk, untroubled: Training
 ) -> None:

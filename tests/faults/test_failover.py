@@ -53,6 +53,7 @@ def test_a_run_of_two_machines_survives_its_host(
     note(check_whole(run, untroubled, "ZeRO-3 on 2 nodes"))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_run_of_three_machines_survives_its_host(desk: Desk, note: Callable[[Row], None]) -> None:
     whole = Machines(desk, "three", *THREE)

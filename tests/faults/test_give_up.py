@@ -53,6 +53,7 @@ def check_step_7_is_kept(desk: Desk, met: Met, whole: Training) -> None:
     check_whole(ran, training, whole)
 
 
+@pytest.mark.full
 def test_an_error_on_every_try_before_the_first_checkpoint_costs_no_step(
     desk: Desk, whole: Training, note: Callable[[Row], None]
 ) -> None:
@@ -63,17 +64,28 @@ def test_an_error_on_every_try_before_the_first_checkpoint_costs_no_step(
     note(Row("exception in every attempt, before the first checkpoint", "2 replicas", "checkpoint", 0, None))
 
 
+@pytest.mark.parametrize(
+    "flush",
+    [
+        pytest.param([], id="", marks=pytest.mark.full),
+        pytest.param(in_rescue("kill"), id="the flush process killed, too"),
+    ],
+)
 def test_kills_on_every_try_cost_no_step_though_the_last_try_began_anew(
-    desk: Desk, whole: Training, note: Callable[[Row], None]
+    desk: Desk, whole: Training, note: Callable[[Row], None], flush: list[Fault]
 ) -> None:
-    faults = [*in_step_8("kill", 1, 2), Fault("kill", 1, 3, "forward and backward", generation=3)]
+    faults = [*in_step_8("kill", 1, 2), Fault("kill", 1, 3, "forward and backward", generation=3), *flush]
     met = meet(desk, "kills", *faults, overrides=(NO_CHECKPOINT, "cluster.max_restarts=2"))
     assert "2 restarts completed no step beyond step 7 (cluster.max_restarts = 2)" in met.ran.text
     assert met.recoveries[-1]["source"] == "beginning"
     check_step_7_is_kept(desk, met, whole)
-    note(Row("SIGKILL in every attempt, before the first checkpoint", "2 replicas", "checkpoint", 0, None))
+    if not flush:
+        note(
+            Row("SIGKILL in every attempt, before the first checkpoint", "2 replicas", "checkpoint", 0, None)
+        )
 
 
+@pytest.mark.full
 @pytest.mark.root
 def test_a_disk_that_is_full_at_the_end_costs_no_step(
     desk: Desk, whole: Training, note: Callable[[Row], None], tmp_path: Path
@@ -110,6 +122,7 @@ def test_a_disk_that_is_full_at_the_end_costs_no_step(
     note(Row("disk full at the final checkpoint, in every attempt", "2 replicas", "checkpoint", 0, None))
 
 
+@pytest.mark.full
 @pytest.mark.root
 def test_a_full_disk_and_kills_cost_no_step(desk: Desk, whole: Training, tmp_path: Path) -> None:
     folder = desk.training("both").path
@@ -126,6 +139,7 @@ def test_a_full_disk_and_kills_cost_no_step(desk: Desk, whole: Training, tmp_pat
         check_whole(ran, met.training, whole)
 
 
+@pytest.mark.full
 def test_the_process_that_writes_the_last_copy_may_be_killed_half_way(
     desk: Desk, whole: Training, note: Callable[[Row], None]
 ) -> None:
@@ -198,6 +212,7 @@ def test_one_of_two_supervisors_may_be_killed_while_the_run_gives_up(
     note(Row(f"SIGKILL of {who} during the final flush", "ZeRO-3 on 2 nodes", restored, 0, None))
 
 
+@pytest.mark.full
 @pytest.mark.root
 def test_full_disks_on_two_machines_at_once_cost_no_step(
     desk: Desk, untroubled: Training, note: Callable[[Row], None], tmp_path: Path

@@ -1,9 +1,13 @@
-"""Every fault at an exact place: the run goes on by itself, and ends with the bits of an untroubled one."""
+"""Every fault at an exact place: the run goes on by itself, and ends with the bits of an untroubled one.
+
+Every day, all of them strike one after another in a few runs; in the full suite, each has a run of its own.
+"""
 
 from __future__ import annotations
 
 import os
 import random
+import re
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,6 +41,8 @@ PLANS: dict[str, tuple[str, ...]] = {
 }
 NO_COPIES = "checkpoint.in_memory_every_steps=off"
 SIGKILLED = "its process was killed by SIGKILL"
+OF_STEP = ("flip checkpoint", "tear checkpoint")
+"""Faults whose argument is a step."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ CELLS = {
         plans="all",
     ),
     "crash (SIGSEGV)": Cell("its process was killed by SIGSEGV", one("segfault", 0)),
-    "process exit": Cell("its process exited with code 7", one("process exit")),
+    "process exit": Cell("its process exited with code 7", one("exit")),
     "exception": Cell("ValueError: injected", one("raise"), plans="all"),
     "out of memory: allocation of a tensor": Cell("can't allocate memory", one("allocate")),
     "out of memory: killed by the kernel": Cell(SIGKILLED, one("out of memory"), around="little memory"),
@@ -128,8 +134,31 @@ CELLS = {
         SIGKILLED, (*one("deny", 0, step=4), KILL, *one("allow", 0, step=9)), around="permissions"
     ),
 }
-EVERY_DAY = ("SIGKILL in forward", "bit flip in the in-memory checkpoints, then SIGKILL")
-"""With shards, too."""
+ON_SHARDS = ("SIGKILL in forward", "bit flip in the in-memory checkpoints, then SIGKILL")
+"""Also in the full suite's runs with shards."""
+OWN_RUN = "disk full during a checkpoint, then SIGKILL"
+"""Has a run of its own every day: its disk is small until the end."""
+RETRY, EVERY_3 = ("train.non_finite=retry",), (NO_COPIES, "checkpoint.every_steps=3")
+IN_ONE_RUN: dict[str, tuple[tuple[str, ...], dict[str, int]]] = {
+    "in-memory checkpoints": (
+        RETRY,
+        {
+            name: 5 * number
+            for number, name in enumerate(
+                name for name, cell in CELLS.items() if cell.around == "" and cell.overrides in ((), RETRY)
+            )
+        },
+    ),
+    "checkpoints on disk": (
+        EVERY_3,
+        {
+            "bit flip in the newest checkpoint on disk, then SIGKILL": 0,
+            "newest checkpoint on disk truncated, then SIGKILL": 6,
+            "SIGKILL without in-memory checkpoints": 13,
+        },
+    ),
+}
+"""Overrides of the run, and the steps by which each of its cells comes later than alone."""
 
 
 def grid() -> list[Any]:
@@ -139,8 +168,10 @@ def grid() -> list[Any]:
         for name, cell in CELLS.items():
             if plan == REPLICAS or cell.plans == "all":
                 marks = [pytest.mark.root] if cell.around.startswith("little") else []
-                if plan != REPLICAS and not (plan == SHARDS and name in EVERY_DAY):
+                if plan != REPLICAS and not (plan == SHARDS and name in ON_SHARDS):
                     marks.append(pytest.mark.exhaustive)
+                elif name != OWN_RUN or plan != REPLICAS:
+                    marks.append(pytest.mark.full)
                 found.append(pytest.param(plan, name, id=f"{plan}: {name}", marks=marks))
     return found
 
@@ -169,6 +200,44 @@ def test_a_fault_costs_little_and_changes_no_bit(
     note(Row(name, plan, recovery["source"], recovery["repeated_steps"], met.longest_seconds))
 
 
+@pytest.mark.parametrize("kind", IN_ONE_RUN)
+def test_faults_one_after_another_change_no_bit(
+    desk: Desk, whole_of: Callable[[tuple[str, ...]], Training], kind: str
+) -> None:
+    overrides, delays = IN_ONE_RUN[kind]
+    keys = (f"train.steps={STEPS + max(delays.values())}",)
+    cells = [later(CELLS[name], steps) for name, steps in delays.items()]
+    generation, faults = 1, []
+    for cell in cells:
+        faults += [
+            replace(fault, generation=generation + (fault.generation or 1) - 1) for fault in cell.faults
+        ]
+        generation += cell.attempt if cell.failure else 0
+    met = meet(desk, kind, *faults, overrides=(*keys, *overrides))
+    check_whole(met.ran, met.training, whole_of(keys))
+    for recovery, cell in zip(met.recoveries, [cell for cell in cells if cell.failure], strict=True):
+        check_recovery(recovery, cell)
+    checks = [event for event in met.training.events if event["kind"] == "health_check"]
+    assert len(checks) == len(met.recoveries), "devices are checked before ranks begin again"
+
+
+def later(cell: Cell, steps: int) -> Cell:
+    """The cell with everything so many steps later."""
+    return replace(
+        cell,
+        failure=re.sub(r"(?<=step )\d+", lambda step: str(int(step[0]) + steps), cell.failure),
+        faults=tuple(
+            replace(
+                fault,
+                step=fault.step and fault.step + steps,
+                argument=str(int(fault.argument) + steps) if fault.what in OF_STEP else fault.argument,
+            )
+            for fault in cell.faults
+        ),
+        checkpoint=None if cell.checkpoint is None else cell.checkpoint + steps,
+    )
+
+
 @contextmanager
 def surroundings(desk: Desk, run: str, cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
     """Words before the command, and what to tell its faults."""
@@ -193,6 +262,14 @@ def check_cost(met: Met, cell: Cell) -> None:
         assert met.recoveries == []
         return
     [recovery] = met.recoveries
+    check_recovery(recovery, cell)
+    assert met.ran.out.count("recovered from: ") == 1
+    assert "resuming from" not in met.ran.out, "one message for one recovery"
+    if cell.loses_a_save:
+        assert met.training.checkpoints() == ["step-00000010", "step-00000012"], "the one of step 5 failed"
+
+
+def check_recovery(recovery: dict[str, Any], cell: Cell) -> None:
     assert cell.failure in recovery["failure"]
     assert recovery["attempt"] == cell.attempt
     if cell.checkpoint is None:
@@ -200,13 +277,9 @@ def check_cost(met: Met, cell: Cell) -> None:
         assert recovery["repeated_steps"] <= 1, "the copy of the step before may have been under way"
     else:
         assert (recovery["source"], recovery["step"]) == ("checkpoint", cell.checkpoint)
-    assert met.ran.out.count("recovered from: ") == 1
-    assert "resuming from" not in met.ran.out, "one message for one recovery"
-    if cell.loses_a_save:
-        assert met.training.checkpoints() == ["step-00000010", "step-00000012"], "the one of step 5 failed"
 
 
-KINDS = ("kill", "process exit", "raise", "segfault", "allocate", "kill fork server", "nan", "flip")
+KINDS = ("kill", "exit", "raise", "segfault", "allocate", "kill fork server", "nan", "flip")
 PHASES = ("waiting for data", "forward and backward", "update", "step done")
 ONLY_IN = {"nan": ("update",), "flip": ("step done",)}
 AT_RANDOM = 4
@@ -223,6 +296,7 @@ def draw(seed: int) -> list[Fault]:
     return faults
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", SEEDS)
 def test_faults_at_random_places_change_no_bit(
     desk: Desk, whole: Training, note: Callable[[Row], None], seed: int

@@ -19,7 +19,7 @@ PLAN = "ZeRO-3 on 2 nodes"
 CUT_SECONDS = 3.0
 SLOW = Fault("slow", rank=0, step=1, argument="0.4")  # so that the cut falls into the run
 
-pytestmark = [pytest.mark.slow, pytest.mark.root]
+pytestmark = [pytest.mark.slow, pytest.mark.root, pytest.mark.full]  # daily: tests/elastic/test_partition.py
 
 
 class Apart(Machines):

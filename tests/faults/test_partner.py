@@ -6,6 +6,8 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from support.command import Desk, Ran, Training
 from support.fault_table import Row
 from support.injection import Fault, injected, struck
@@ -41,6 +43,7 @@ def recovery_of(training: Training) -> dict[str, Any]:
     return recovery
 
 
+@pytest.mark.full
 def test_a_lost_machine_costs_the_steps_since_its_partner_s_copy(
     desk: Desk, untroubled: Training, note: Note
 ) -> None:
@@ -55,6 +58,7 @@ def test_a_lost_machine_costs_the_steps_since_its_partner_s_copy(
     note(row("a node is lost and replaced", recovery))
 
 
+@pytest.mark.full
 def test_without_partners_a_lost_machine_costs_the_steps_since_the_newest_checkpoint(
     desk: Desk, untroubled: Training, note: Note
 ) -> None:
@@ -67,6 +71,7 @@ def test_without_partners_a_lost_machine_costs_the_steps_since_the_newest_checkp
     note(row("a node is lost and replaced, without partner copies", recovery))
 
 
+@pytest.mark.full
 def test_a_rank_that_dies_is_started_again_from_its_own_node(
     desk: Desk, untroubled: Training, note: Note
 ) -> None:
@@ -83,6 +88,7 @@ def test_a_rank_that_dies_is_started_again_from_its_own_node(
     note(row("SIGKILL in forward", recovery))
 
 
+@pytest.mark.full
 def test_an_interrupt_ends_both_machines_in_order(desk: Desk) -> None:
     both = Machines(desk, "interrupted", *SHARDED, "train.steps=2000")
     both.start(0)

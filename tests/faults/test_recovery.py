@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from support.command import Desk, assert_bitwise_equal
 from support.injection import Fault
 from support.recovered import meet
@@ -23,6 +25,7 @@ def test_a_step_that_is_wrong_again_when_it_is_made_again_is_left_out(desk: Desk
     assert [step["step"] for step in training.metrics] == list(range(1, 13))
 
 
+@pytest.mark.full
 def test_a_mistake_that_comes_back_ends_the_run_with_one_message(desk: Desk) -> None:
     faults = [Fault("segfault", rank=1, **IN_STEP_8, generation=number) for number in (1, 2, 3)]
     met = meet(desk, "mistake", *faults, overrides=("cluster.max_restarts=2",))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 from typing import Any
 
+import pytest
+
 from support.command import Desk, Running
 from support.injection import Fault, injected
 from support.nodes import Machines
@@ -63,6 +65,7 @@ def test_the_machine_that_errs_is_set_aside_with_the_evidence_and_another_takes_
     assert [step["step"] for step in desk.training("wrong").metrics] == [1, 2, 3, 4]
 
 
+@pytest.mark.full
 def test_after_a_failure_devices_are_checked_before_ranks_begin_again(desk: Desk) -> None:
     kill = Fault("kill", rank=0, step=3, phase="update")
     marks = injected(desk.folder / "marks-after", kill)
@@ -73,6 +76,7 @@ def test_after_a_failure_devices_are_checked_before_ranks_begin_again(desk: Desk
     assert health["seconds"] > 0
 
 
+@pytest.mark.full
 def test_the_machine_that_hosts_the_coordinator_is_set_aside_as_well(desk: Desk) -> None:
     kill = Fault("kill", rank=1, step=3, phase="update")
     wrong = Fault("wrong product", rank=0, step=0, phase="joining", generation=2)

@@ -27,7 +27,9 @@ def test_the_cifar_network_is_convolution_16_convolution_32_linear_128_linear_10
     assert build("cifar-convnet", (1, 28, 28))(torch.randn(2, 1, 28, 28)).shape == (2, 10)
 
 
-@pytest.mark.parametrize(("preset", "norms"), [("resnet-18", 20), ("resnet-50", 53)])
+@pytest.mark.parametrize(
+    ("preset", "norms"), [("resnet-18", 20), pytest.param("resnet-50", 53, marks=pytest.mark.full)]
+)
 def test_small_images_get_the_small_stem(preset: str, norms: int) -> None:
     model = build(preset, (3, 32, 32), batch_norm_group=2)
     assert model.conv1.weight.shape == (64, 3, 3, 3)

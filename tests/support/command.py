@@ -23,6 +23,8 @@ from wanma.checkpoint.load.reader import find_newest_valid, load_full_tensors
 from wanma.hardware.native.native_library import library_folder
 
 WANMA = (sys.executable, "-m", "wanma")
+LIMIT_SECONDS = 280.0
+"""Limit of a wait for a command or for one of its events, below the limit of a test (pyproject.toml)."""
 TEXT_JOB = """\
 [model]
 family = "decoder"
@@ -108,7 +110,7 @@ class Desk:
             text = f"def f{number}(x):\n    return x + {number}\n\n\n" * 10
             (folder / "corpus" / f"{number}.py").write_text(text)
 
-    def run(self, *arguments: str, seconds: float = 120) -> Ran:
+    def run(self, *arguments: str, seconds: float = LIMIT_SECONDS) -> Ran:
         """Run `wanma` with `arguments` to its end."""
         return self.start(*arguments).end(seconds)
 
@@ -156,7 +158,7 @@ class Running:
         self.family.update({one.pid: one for one in below})
         return below
 
-    def until(self, condition: Callable[[], bool], seconds: float = 60) -> bool:
+    def until(self, condition: Callable[[], bool], seconds: float = LIMIT_SECONDS) -> bool:
         """Wait for the condition; False when the command ended before it held."""
         deadline = time.monotonic() + seconds
         while not condition():
@@ -169,7 +171,7 @@ class Running:
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
-    def end(self, seconds: float = 120) -> Ran:
+    def end(self, seconds: float = LIMIT_SECONDS) -> Ran:
         """Wait for the end."""
         try:
             out, err = self.process.communicate(timeout=seconds)
@@ -188,7 +190,7 @@ class Running:
             except ProcessLookupError:
                 continue
 
-    def left(self, seconds: float = 5) -> list[psutil.Process]:
+    def left(self, seconds: float = 60) -> list[psutil.Process]:
         """Processes ever seen below the command that are still there after `seconds`."""
         _, alive = psutil.wait_procs(self.family.values(), timeout=seconds)
         return [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from support.strikes import strike
+from support.strikes import KINDS, strike
 
 VARIABLE = "WANMA_TEST_FAULTS"
 SUPPORT = Path(__file__).parent
@@ -50,17 +50,28 @@ class Fault:
     together: int = 1
     """Strikes when so many faults are due: a rank that comes first waits for the others."""
 
+    def __post_init__(self) -> None:
+        if self.what not in KINDS:
+            raise ValueError(f"unknown fault {self.what!r}; known are {', '.join(sorted(KINDS))}")
 
-def injected(folder: Path, *faults: Fault) -> dict[str, str]:
+
+def injected(folder: Path, *faults: Fault, flush_seconds: float | None = None) -> dict[str, str]:
     """Environment of a command whose ranks are to meet `faults`; `struck` later tells when they did.
 
     Args:
         folder: new, for the marks of faults that have struck.
+        flush_seconds: time before a kill that the supervisor keeps for each place of a flush; None: what it
+            keeps for one on an ordinary machine, which may be too little where many tests share the cores.
     """
     folder.mkdir()
     path = [str(SUPPORT / "injected"), str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")]
     trace = folder.with_name(f"{folder.name}-trace")
-    order = {"folder": str(folder), "trace": str(trace), "faults": [asdict(fault) for fault in faults]}
+    order = {
+        "folder": str(folder),
+        "trace": str(trace),
+        "faults": [asdict(fault) for fault in faults],
+        "flush_seconds": flush_seconds,
+    }
     return {VARIABLE: json.dumps(order), "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
@@ -118,7 +129,7 @@ class Probe:
                 strike(fault.what, fault.argument, making, self._spec)
 
     def _await(self, marks: int) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 200
         while len(list(self._folder.iterdir())) < marks:
             assert time.monotonic() < deadline, "the other ranks never came to their faults"
             time.sleep(0.001)
@@ -128,6 +139,10 @@ def install() -> None:
     """Put a probe into every rank that this process becomes the parent of, and into one that rescues."""
     order = json.loads(os.environ[VARIABLE])
     faults = [Fault(**fault) for fault in order["faults"]]
+    if order["flush_seconds"] is not None:
+        from wanma.elastic.recovery import flush_deadline
+
+        flush_deadline.FLUSH_STARTUP_SECONDS = order["flush_seconds"]
     if "wanma.elastic.recovery.flush_process" in sys.orig_argv:
         _install_in_rescue(Path(order["folder"]), faults)
         return

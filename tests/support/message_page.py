@@ -9,6 +9,7 @@ import ast
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -49,12 +50,18 @@ class Message:
     is_error: bool
 
 
+@cache
+def _trees() -> dict[Path, ast.Module]:
+    """Return the syntax trees of the source, parsed once."""
+    return {path: ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+
+
+@cache
 def messages() -> list[Message]:
     """Return all messages of the source, each once, in the order of modules and of their lines."""
     found: dict[Message, None] = {}
-    for path in sorted(SOURCE.rglob("*.py")):
+    for path, tree in _trees().items():
         module = ".".join(path.relative_to(SOURCE).with_suffix("").parts)
-        tree = ast.parse(path.read_text())
         for scope, call in _calls(tree, tree):
             if message := _message(call, scope, module):
                 found[message] = None
@@ -107,8 +114,8 @@ def _error_classes() -> set[str]:
     if not _CLASSES:
         bases = {
             node.name: {base.id for base in node.bases if isinstance(base, ast.Name)}
-            for path in SOURCE.rglob("*.py")
-            for node in ast.walk(ast.parse(path.read_text()))
+            for tree in _trees().values()
+            for node in ast.walk(tree)
             if isinstance(node, ast.ClassDef)
         }
         _CLASSES.add("WanmaError")

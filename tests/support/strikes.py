@@ -11,9 +11,37 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 200.0
 """Limit of a strike's wait for its target, in seconds."""
 FILLER = "filler"
+KINDS = frozenset(
+    [
+        "kill",
+        "stop",
+        "segfault",
+        "exit",
+        "raise",
+        "kill fork server",
+        "kill supervisor",
+        "sleep",
+        "slow",
+        "slow upload",
+        "wrong product",
+        "allocate",
+        "out of memory",
+        "flip",
+        "nan",
+        "spike",
+        "flip snapshot",
+        "flip checkpoint",
+        "tear checkpoint",
+        "fill disk",
+        "free disk",
+        "deny",
+        "allow",
+    ]
+)
+"""Kinds of faults that can be ordered."""
 
 
 def strike(what: str, argument: str, making: int, spec: Any) -> None:

@@ -51,7 +51,7 @@ class Supervisor:
         )
         order = {"run_directory": str(folder), "entry": f"elastic_entries:{entry}", "nodes": 2, **changes}
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"start_timeout_seconds": 60, **order}) + "\n")
+        self.process.stdin.write(json.dumps({"start_timeout_seconds": 200, **order}) + "\n")
         self.process.stdin.flush()
         self.lines: list[dict[str, Any]] = []
 
@@ -67,7 +67,7 @@ class Supervisor:
     def end(self) -> int:
         assert self.process.stdout is not None
         self.lines += [json.loads(line) for line in self.process.stdout]
-        return self.process.wait(60)
+        return self.process.wait(200)
 
     @property
     def message(self) -> str:
@@ -84,7 +84,7 @@ class Supervisor:
 
 def wait_for_listener(rendezvous: str) -> None:
     host, _, port = rendezvous.rpartition(":")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 200
     while time.monotonic() < deadline:
         try:
             socket.create_connection((host, int(port))).close()

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 from typing import cast
 
+import pytest
+
 from support.coordinator import CAUSE, join, seated
 from wanma.elastic.protocol.messages import FailureReport, StartCommand, TerminationReport
+from wanma.elastic.supervisor import failure_clock
 from wanma.elastic.supervisor.failure_clock import FailureClock
 from wanma.elastic.supervisor.worker_group import WorkerGroup
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Both clocks, which stand still."""
+    clock = SimpleNamespace(time=lambda: 1000.0, monotonic=lambda: 50.0)
+    monkeypatch.setattr(failure_clock, "time", clock)
+    return clock
 
 
 def test_a_machine_that_takes_the_place_of_a_lost_one_hears_when_the_first_of_all_failed() -> None:
@@ -31,26 +41,25 @@ def test_what_is_heard_in_unix_time_is_counted_on_the_monotonic_clock() -> None:
     assert failed.unix_seconds == 0.0
     failed.synchronize(0.0)
     assert failed.unix_seconds == 0.0, "nothing has failed"
-    failed.synchronize(time.time() - 30)
-    assert 30.0 <= time.monotonic() - failed.monotonic_seconds < 31.0
-    assert 30.0 <= time.time() - failed.unix_seconds < 31.0
-    failed.synchronize(time.time() + 30)
-    assert time.monotonic() - failed.monotonic_seconds < 1.0, (
-        "clocks of machines differ; it was not in the future"
-    )
+    failed.synchronize(970.0)
+    assert (failed.monotonic_seconds, failed.unix_seconds) == (20.0, 970.0)
+    failed.synchronize(1030.0)
+    assert failed.monotonic_seconds == 50.0, "clocks of machines differ; it was not in the future"
 
 
-def test_time_runs_on_over_attempts_that_finish_no_step_and_begins_anew_after_one_that_does() -> None:
+def test_time_runs_on_over_attempts_that_finish_no_step_and_begins_anew_after_one_that_does(
+    clock: SimpleNamespace,
+) -> None:
     failed = FailureClock()
-    failed.synchronize(time.time() - 30)
+    failed.synchronize(970.0)
     failed.record(team(last_finished_step=None))
-    assert time.monotonic() - failed.monotonic_seconds >= 30.0
+    assert failed.monotonic_seconds == 20.0
     again = team(last_finished_step=8)
     failed.record(again)
-    first = failed.monotonic_seconds
-    assert time.monotonic() - first < 1.0
+    assert failed.monotonic_seconds == 50.0
+    clock.monotonic = lambda: 60.0
     failed.record(again)
-    assert failed.monotonic_seconds == first, "its failure is noted once"
+    assert failed.monotonic_seconds == 50.0, "its failure is noted once"
 
 
 def team(last_finished_step: int | None) -> WorkerGroup:
