@@ -32,6 +32,7 @@ from wanma.planner.hardware_model.operator_time import matmul_seconds
 ON_CPU = not discover_node().nodes[0].devices
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.skipif(not ON_CPU, reason="measures the processor, which a GPU hides")
 def test_this_machine_is_measured_and_a_run_on_it_is_learned_from(

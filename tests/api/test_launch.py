@@ -80,6 +80,7 @@ def test_the_scripts_words_are_its_own_and_its_jobs_console_is_used(desk: Desk) 
     assert not (desk.folder / "elsewhere").exists()
 
 
+@pytest.mark.full
 def test_a_second_launch_in_the_same_place_is_refused_and_the_first_goes_on(desk: Desk) -> None:
     command = ("launch", "--ranks", "1", "--run-dir", "busy", "mine.py", json.dumps({"wait": "go"}))
     first = desk.start(*command)
@@ -110,6 +111,7 @@ def test_a_script_that_ends_before_its_session_leaves_the_run_as_it_was(desk: De
     assert desk.training("run").events[-1]["kind"] == "start_failed"
 
 
+@pytest.mark.full
 def test_a_rank_that_fails_is_told_once_and_recorded(desk: Desk) -> None:
     ran = desk.run("launch", "--ranks", "2", "mine.py", json.dumps({"fails": True}))
     assert ran.code == 1
@@ -119,6 +121,7 @@ def test_a_rank_that_fails_is_told_once_and_recorded(desk: Desk) -> None:
     assert "ValueError: no such column: prize" in end["text"]
 
 
+@pytest.mark.full
 def test_two_commands_on_loopback_train_as_one(desk: Desk) -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))

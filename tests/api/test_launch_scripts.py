@@ -201,6 +201,7 @@ def test_a_script_is_main_for_whatever_it_starts(desk: Desk) -> None:
 # ------------------------------------------------------------------ scripts of torch
 
 
+@pytest.mark.full
 def test_ddp_runs_unchanged_on_two_machines(desk: Desk) -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -214,6 +215,7 @@ def test_ddp_runs_unchanged_on_two_machines(desk: Desk) -> None:
     assert len({line.partition(": ")[2] for line in said}) == 1
 
 
+@pytest.mark.full
 def test_fsdp_runs_unchanged_and_may_be_silent_for_longer_than_a_hang(desk: Desk) -> None:
     limits = ("--set", "cluster.hang_timeout_seconds=1", "--set", "cluster.start_timeout_seconds=1")
     ran = desk.run("launch", "--ranks", "2", *limits, str(SCRIPTS / "fsdp.py"), "4")
@@ -283,7 +285,7 @@ def test_the_end_names_the_rank_and_the_exit_code_is_the_scripts(
 @pytest.mark.parametrize(
     ("number", "words", "code"),
     [
-        (signal.SIGINT, [], 130),
+        pytest.param(signal.SIGINT, [], 130, marks=pytest.mark.full),
         pytest.param(signal.SIGTERM, [], 143, marks=pytest.mark.exhaustive),
         (signal.SIGTERM, ["handles"], 143),
         (signal.SIGINT, ["stubborn"], 130),

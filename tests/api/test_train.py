@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 MODULE = """\
 import torch
 from torch import nn
@@ -118,6 +120,7 @@ wanma.train(JOB, model=model, data=Points(), run_directory="run")
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
+@pytest.mark.full
 def test_a_mean_loss_is_one_clear_error_of_a_rank(tmp_path: Path) -> None:
     body = """
 try:

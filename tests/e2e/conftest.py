@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -7,21 +9,11 @@ import pytest
 from support.command import Desk, Training
 
 HERE = Path(__file__).parent
-PLANS = {
-    "replicate 2": (),
-    "ZeRO-3 2": ("parallel.dp_replicate=1", "parallel.dp_shard=2", "parallel.shard=parameters"),
-}
 
 
 @pytest.fixture(scope="session")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
     return Desk(tmp_path_factory.mktemp("desk"), modules=HERE)
-
-
-@pytest.fixture(scope="session", params=PLANS)
-def plan(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    """Overrides that choose the layout."""
-    return PLANS[request.param]
 
 
 _whole: dict[tuple[str, ...], Training] = {}
@@ -45,5 +37,6 @@ def whole(desk: Desk) -> Training:
 
 
 @pytest.fixture
-def whole_of_plan(desk: Desk, plan: tuple[str, ...]) -> Training:
-    return uninterrupted(desk, plan)
+def whole_of_plan(desk: Desk) -> Callable[[tuple[str, ...]], Training]:
+    """The uninterrupted run with overrides that choose the layout."""
+    return partial(uninterrupted, desk)

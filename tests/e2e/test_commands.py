@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import struct
 import sys
@@ -89,6 +90,7 @@ def test_a_script_that_fails_is_told_once(desk: Desk) -> None:
     assert ran.text.count("Traceback") == 1
 
 
+@pytest.mark.full
 def test_a_model_and_data_of_ones_own_train_from_python(desk: Desk) -> None:
     running = desk.start_program([sys.executable, str(EXAMPLES / "custom_model.py")])
     ran = running.end()
@@ -115,13 +117,25 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"data/cifar-10-batches-bin": str(cifar), "data/mnist": str(mnist)}
 
 
-@pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.toml")))
-def test_every_example_is_a_job_that_could_start(desk: Desk, data: dict[str, str], example: str) -> None:
-    text = (EXAMPLES / example).read_text()
-    overrides = [f"data.images={place}" for name, place in data.items() if f'"{name}"' in text]
-    ran = desk.run("train", str(EXAMPLES / example), "--dry-run", *overrides)
+def test_every_example_is_a_job_that_could_start(desk: Desk, data: dict[str, str]) -> None:
+    """One after another in one process, which imports torch once."""
+    commands = []
+    for example in sorted(EXAMPLES.glob("*.toml")):
+        text = example.read_text()
+        overrides = [f"data.images={place}" for name, place in data.items() if f'"{name}"' in text]
+        commands.append(["train", str(example), "--dry-run", *overrides])
+    program = (
+        "import json, sys\n"
+        "from wanma.cli.main import main\n"
+        "for command in json.loads(sys.argv[1]):\n"
+        "    print('==', command[1], main(command), flush=True)\n"
+    )
+    ran = desk.start_program([sys.executable, "-c", program, json.dumps(commands)]).end()
     assert (ran.code, ran.err) == (0, ""), ran.text
-    assert "ranks" in ran.out
+    parts = re.split(r"^== (.*) (\d+)\n", ran.out, flags=re.MULTILINE)
+    assert parts[1::3] == [command[1] for command in commands], ran.text
+    assert set(parts[2::3]) == {"0"}, ran.text
+    assert all("ranks" in shown for shown in parts[0:-1:3]), ran.text
 
 
 def test_the_files_of_a_run_are_what_the_guide_says(whole: Training) -> None:

@@ -47,7 +47,10 @@ def test_an_exception_in_one_rank_is_told_once_everywhere_and_costs_no_checkpoin
 
 @pytest.mark.parametrize(
     ("what", "told"),
-    [("exit", "exited with code 7 before its work was finished"), ("crash", "was killed by SIGSEGV")],
+    [
+        ("exit", "exited with code 7 before its work was finished"),
+        pytest.param("crash", "was killed by SIGSEGV", marks=pytest.mark.full),
+    ],
 )
 def test_a_rank_that_dies_without_a_word_is_named_with_its_log(desk: Desk, what: str, told: str) -> None:
     ran = desk.run("train", "own.toml", "--run-dir", what, faulty(what), NO_RETRY)
@@ -74,6 +77,7 @@ def test_a_rank_that_the_kernel_kills_for_its_memory_is_told_so(desk: Desk) -> N
     assert struck in ran.told_once()
 
 
+@pytest.mark.full
 def test_a_hang_ends_at_its_deadline_and_names_the_odd_rank(desk: Desk) -> None:
     training = desk.training("hung")
     running = desk.start(
@@ -113,6 +117,7 @@ def test_a_step_without_a_number_can_be_skipped_and_leaves_the_weights_alone(des
     assert [step["loss"] is None for step in training.metrics] == [False, False, True, False]
 
 
+@pytest.mark.full
 def test_an_error_that_explains_itself_comes_out_of_a_rank_without_traceback(desk: Desk) -> None:
     ran = desk.run("train", "own.toml", "--run-dir", "row", "data.arguments={broken='yes'}")
     assert ran.code == 1
@@ -123,8 +128,8 @@ def test_an_error_that_explains_itself_comes_out_of_a_rank_without_traceback(des
 @pytest.mark.parametrize(
     ("broken", "told"),
     [
-        ("nan", "; sample 13 of Numbers: NaN or infinity in the data"),
-        ("ragged", " (sample 13 has shape (3,), most others (4,))"),
+        pytest.param("nan", "; sample 13 of Numbers: NaN or infinity in the data", marks=pytest.mark.full),
+        pytest.param("ragged", " (sample 13 has shape (3,), most others (4,))", marks=pytest.mark.full),
         ("raises", "data: sample 13 of Numbers failed: OSError: row 13 is unreadable"),
     ],
 )

@@ -7,12 +7,16 @@ import random
 import shutil
 import signal
 import time
+from collections.abc import Callable
 
 import pytest
 
 from support.command import Desk, Running, Training, assert_bitwise_equal
 
-ROUNDS = 6
+PLANS = {
+    "replicate 2": (),
+    "ZeRO-3 2": ("parallel.dp_replicate=1", "parallel.dp_shard=2", "parallel.shard=parameters"),
+}
 
 
 def victims(running: Running, training: Training) -> dict[str, int]:
@@ -29,17 +33,27 @@ def victims(running: Running, training: Training) -> dict[str, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "rounds"),
+    [
+        ("replicate 2", 3),
+        pytest.param("replicate 2", 6, marks=pytest.mark.full),
+        pytest.param("ZeRO-3 2", 6, marks=pytest.mark.full),
+    ],
+)
 def test_kills_at_random_moments_cost_no_step_and_change_no_bit(
-    desk: Desk, plan: tuple[str, ...], whole_of_plan: Training
+    desk: Desk, whole_of_plan: Callable[[tuple[str, ...]], Training], name: str, rounds: int
 ) -> None:
+    plan = PLANS[name]
+    whole = whole_of_plan(plan)
     dice = random.Random(len(plan))
-    training = desk.training(f"killed-{len(plan)}")
+    training = desk.training(f"killed-{len(plan)}-{rounds}")
     # Without recoveries, so that every kill ends the command; tests/faults has those that do not.
     command = ("train", "text.toml", "--run-dir", training.path.name, "cluster.max_restarts=0", *plan)
     order = ["rank 0", "rank 1", "supervisor", "everything", "fork server"]
     dice.shuffle(order)
     kills = 0
-    for number in range(ROUNDS):
+    for number in range(rounds):
         running = desk.start(*command)
         # Mostly while it trains, and once early: while it starts, resumes, or has nothing to kill yet.
         goal = training.steps_begun() + dice.randint(1, 5) if number else 0
@@ -60,12 +74,12 @@ def test_kills_at_random_moments_cost_no_step_and_change_no_bit(
             assert ran.code == 1
             assert f"error: {who} (" in ran.told_once()
             assert "was killed by SIGKILL" in ran.text
-    assert kills >= ROUNDS - 2, "the run ended before it could be killed often enough"
+    assert kills >= rounds - 2, "the run ended before it could be killed often enough"
     ran = desk.run(*command)
     assert ran.code == 0, ran.text
     assert [step["step"] for step in training.metrics] == list(range(1, 61))
-    assert training.losses == whole_of_plan.losses
-    assert_bitwise_equal(training.state(), whole_of_plan.state())
+    assert training.losses == whole.losses
+    assert_bitwise_equal(training.state(), whole.state())
 
 
 def test_ctrl_c_finishes_the_step_and_twice_leaves_at_once_and_both_can_be_carried_on(
@@ -121,7 +135,9 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_carries_on(desk: Des
     assert_bitwise_equal(training.state(60), whole.state(60))
 
 
-@pytest.mark.parametrize("torn", ["manifest.json", "rank-00000.safetensors"])
+@pytest.mark.parametrize(
+    "torn", [pytest.param("manifest.json", marks=pytest.mark.full), "rank-00000.safetensors"]
+)
 def test_a_torn_file_counts_as_damage(desk: Desk, whole: Training, torn: str) -> None:
     training = desk.training(f"torn-{torn}")
     shutil.copytree(whole.path, training.path)

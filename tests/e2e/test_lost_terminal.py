@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import signal
 
-from support.command import Desk, Running, Training
+import pytest
+
+from support.command import LIMIT_SECONDS, Desk, Running, Training
 
 
 def started(desk: Desk, name: str, *before: str) -> tuple[Running, Training]:
@@ -29,6 +31,7 @@ def stopped(training: Training) -> str:
     return f"step-{training.metrics[-1]['step']:08d}"
 
 
+@pytest.mark.full
 def test_ctrl_c_stops_in_order_also_where_nobody_reads_the_output_any_more(desk: Desk) -> None:
     """As in `wanma train job.toml | tee log`, where Ctrl-C ends tee first."""
     running, training = started(desk, "piped")
@@ -37,7 +40,7 @@ def test_ctrl_c_stops_in_order_also_where_nobody_reads_the_output_any_more(desk:
     seen = training.steps_begun()
     assert running.until(lambda: training.steps_begun() >= seen + 20), "it goes on without a reader"
     running.signal(signal.SIGINT)
-    assert running.process.wait(60) == 130
+    assert running.process.wait(LIMIT_SECONDS) == 130
     assert running.process.stderr is not None
     assert "Traceback" not in running.process.stderr.read()
     assert training.checkpoints() == [stopped(training)]
@@ -47,7 +50,7 @@ def test_a_hangup_stops_in_order_and_nohup_keeps_the_run_going(desk: Desk) -> No
     running, training = started(desk, "hangup")
     running.signal(signal.SIGHUP)
     running.signal(signal.SIGHUP)  # of the kernel and of the shell
-    ran = running.end(60)
+    ran = running.end()
     assert ran.code == 143, ran.text
     assert "stopping after this step: SIGHUP\n" in ran.out
     assert training.checkpoints() == [stopped(training)]
@@ -57,4 +60,4 @@ def test_a_hangup_stops_in_order_and_nohup_keeps_the_run_going(desk: Desk) -> No
     seen = training.steps_begun()
     assert running.until(lambda: training.steps_begun() >= seen + 20)
     running.signal(signal.SIGTERM)
-    assert running.end(60).code == 143
+    assert running.end().code == 143

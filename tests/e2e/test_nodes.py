@@ -48,6 +48,7 @@ def test_two_commands_on_loopback_train_as_one(desk: Desk, whole: Training) -> N
     check(desk, "loopback", [(), ()], f"127.0.0.1:{free_port()}", whole)
 
 
+@pytest.mark.full
 def test_a_rank_that_fails_on_one_node_ends_both(desk: Desk) -> None:
     place = f"127.0.0.1:{free_port()}"
     command = ("train", "own.toml", "--run-dir", "two-fail", "--nodes", "2", "--rendezvous", place)
@@ -98,6 +99,7 @@ def namespaces() -> Iterator[tuple[str, str]]:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
+@pytest.mark.full
 @pytest.mark.root
 def test_two_machines_on_a_network_train_as_one(
     desk: Desk, whole: Training, namespaces: tuple[str, str]

@@ -98,6 +98,14 @@ REFUSED_BY_RANKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
+OF_FULL_SUITE = (
+    "statistics group that does not divide",
+    "factory that is not there",
+    "data that cannot be asked by number",
+)
+"""Refusals that take seconds, and whose rules tests of their rooms hold every day."""
+
+
 @pytest.fixture(scope="module")
 def folder(desk: Desk) -> Path:
     """Names in the refused commands."""
@@ -116,7 +124,10 @@ def folder(desk: Desk) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.full) if name in OF_FULL_SUITE else name for name in REFUSED],
+)
 def test_refused_before_anything_is_started_or_written(desk: Desk, folder: Path, name: str) -> None:
     arguments, fragments = REFUSED[name]
     ran = desk.run("train", *arguments)
@@ -126,7 +137,13 @@ def test_refused_before_anything_is_started_or_written(desk: Desk, folder: Path,
     assert not (folder / "runs").exists()
 
 
-@pytest.mark.parametrize("name", REFUSED_BY_RANKS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.full) if name in OF_FULL_SUITE else name
+        for name in REFUSED_BY_RANKS
+    ],
+)
 def test_refused_by_the_ranks_in_the_words_of_the_job(desk: Desk, folder: Path, name: str) -> None:
     arguments, fragments = REFUSED_BY_RANKS[name]
     ran = desk.run("train", *arguments, "--run-dir", f"refused {name}")

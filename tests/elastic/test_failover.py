@@ -73,6 +73,7 @@ def test_the_other_node_hosts_the_run_when_the_host_is_killed(
     assert older.followed
 
 
+@pytest.mark.full
 def test_of_three_nodes_the_two_that_are_left_meet_at_the_next_in_order(
     start_node: Any, rendezvous: str, tmp_path: Path
 ) -> None:

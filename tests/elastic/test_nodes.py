@@ -246,6 +246,7 @@ def namespaces() -> Iterator[tuple[str, str]]:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
+@pytest.mark.full
 @pytest.mark.root
 def test_two_machines_on_a_network_compute_together(start: Any, namespaces: tuple[str, str]) -> None:
     common = {"rendezvous": "10.91.0.1:29500", "preload_modules": ["torch"], "secret": "0123456789abcdef"}

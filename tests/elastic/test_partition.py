@@ -104,6 +104,7 @@ def test_of_two_nodes_cut_off_from_each_other_none_goes_on_alone(pair: Any, tmp_
     assert any("rejoined the run" in text for text in second.texts)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.root
 def test_a_slow_network_is_no_failure(pair: Any) -> None:

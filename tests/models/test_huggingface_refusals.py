@@ -25,7 +25,10 @@ def refusal(folder: Path, config: dict[str, Any], length: int = 16) -> JobError:
     return raised.value
 
 
-@pytest.mark.parametrize("kind", ["bert", "electra", "roberta"])
+@pytest.mark.parametrize(
+    "kind",
+    ["bert", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("electra", "roberta"))],
+)
 def test_a_model_that_sees_later_tokens_is_no_causal_one(kind: str, tmp_path: Path) -> None:
     config = tiny_config(kind)
     error = refusal(tmp_path, config)
