@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -16,6 +15,7 @@ import xxhash
 
 from support.images import Held
 from support.ranks import run_ranks
+from wanma.checkpoint.in_memory import partner_replication
 from wanma.checkpoint.in_memory.file_transfer import CHUNK_BYTES, FIRST_MESSAGE_BYTES
 from wanma.checkpoint.in_memory.in_memory_checkpointer import find_local_checkpoint, hash_layout
 from wanma.checkpoint.in_memory.memory_file import (
@@ -121,6 +121,7 @@ def test_an_exchange_lets_training_pass_and_ends_nevertheless(
 
 
 def _yielding_exchange(worker: WorkerContext, files: list[MemoryFilePaths]) -> str:
+    partner_replication.MAX_YIELD_SECONDS = 0.2  # in this process
     join(worker)
     try:
         asked = [0]
@@ -220,15 +221,13 @@ def _exchange_without_memory_on_rank_0(worker: WorkerContext, files: list[Memory
 
 def test_a_partner_that_is_gone_ends_the_exchange_and_leaves_the_copy_before(pair: Any) -> None:
     _, kept, files = pair
-    began = time.monotonic()
     problem, _ = run_ranks(_exchange_that_rank_1_leaves, 2, (files,))
     assert problem.startswith("the exchange with the partner node failed: ")
-    assert time.monotonic() - began < 30, "sooner than the group's time-out"
     assert [head.step for head in kept.heads(1)] == [4]
 
 
 def _exchange_that_rank_1_leaves(worker: WorkerContext, files: list[MemoryFilePaths]) -> str:
-    join(worker)
+    join(worker, seconds=1000)  # longer than a test
     group = dist.new_group(backend="gloo")
     partner = PartnerReplicator(files[worker.rank], worker.rank, (1, 1), group)
     if worker.rank == 1:  # after the first message
