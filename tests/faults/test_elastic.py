@@ -46,7 +46,7 @@ def untroubled(shared_desk: Desk) -> Training:
 def test_a_lost_machine_is_gone_on_without_and_taken_again_when_it_is_back(
     desk: Desk, untroubled: Training, note: Note, most: int
 ) -> None:
-    """Of three, each has a third of the state, then half of it: images travel."""
+    """Each of three has a third of the state, then half of it: images travel."""
     fewer, last = most - 1, most - 1
     stop = replace(STOP, rank=last)
     # So that it pays to take the last again.
