@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from wanma.collectives.timing.communication_timer import CommunicationTimer
@@ -55,7 +56,7 @@ class PointToPointAllGather(_Allocation, AllGather):
         ranks, rank = group.size(), group.rank()
         parts = output_tensor.chunk(ranks)
         own_part = parts[rank]
-        if own_part.data_ptr() != input_tensor.data_ptr():
+        if is_fake(own_part) or own_part.data_ptr() != input_tensor.data_ptr():
             own_part.copy_(input_tensor)
         # All other ranks at once, nearest first, so that no rank is the first target of all.
         peers = [(rank + distance) % ranks for distance in range(1, ranks)]

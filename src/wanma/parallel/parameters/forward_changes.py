@@ -178,7 +178,8 @@ class GatheredCopyCheck:
         if self._versions is None:
             self._versions = [shard.unsharded_param._version for shard in self._group.fsdp_params]
             self._addresses = [
-                local_tensor(shard.unsharded_param).data_ptr() for shard in self._group.fsdp_params
+                0 if has_no_data(shard.unsharded_param) else local_tensor(shard.unsharded_param).data_ptr()
+                for shard in self._group.fsdp_params
             ]
 
     def check_values(self) -> None:

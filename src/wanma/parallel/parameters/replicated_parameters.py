@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
@@ -153,6 +154,8 @@ class ReplicatedParameter:
         if self.compute_parameter is None:
             return
         assigned, local = local_tensor(self.compute_parameter), local_tensor(self.state)
+        if is_fake(local):  # in a dry run, where nothing has an address
+            return
         if assigned.data_ptr() != local.data_ptr() and assigned.shape == local.shape:
             local.copy_(assigned)
 
