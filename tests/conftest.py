@@ -76,6 +76,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     is_exhaustive = config.getoption("--exhaustive")
     runs = {"full": is_exhaustive or config.getoption("--full"), "exhaustive": is_exhaustive}
     named = tuple(argument for argument in config.args if "::" in argument)
+    _leave_to_full(items, are_all_cases=not named)
     left_out = {
         item
         for marker, is_run in runs.items()
@@ -134,6 +135,28 @@ def _keep_changed(config: pytest.Config, items: list[pytest.Item], revision: str
     }
     config.hook.pytest_deselected(items=[item for item in items if item not in near])
     items[:] = sorted(near, key=near.__getitem__)
+
+
+def _leave_to_full(items: list[pytest.Item], are_all_cases: bool) -> None:
+    """Mark as `full` the cases of tests with the marker `daily` that it does not list.
+
+    Raises:
+        pytest.UsageError: it lists a case that the test does not have.
+    """
+    found: dict[str, set[str]] = {}
+    listed: dict[str, set[str]] = {}
+    for item in _marked(items, "daily"):
+        test, _, case = item.nodeid.partition("[")
+        marker = item.get_closest_marker("daily")
+        assert marker is not None
+        # As pytest writes characters that are not of ASCII.
+        listed[test] = {name.encode("unicode_escape").decode() for name in marker.args}
+        found.setdefault(test, set()).add(case[:-1])
+        if case[:-1] not in listed[test]:
+            item.add_marker(pytest.mark.full)
+    for test, cases in found.items():
+        if are_all_cases and (unknown := listed[test] - cases):
+            raise pytest.UsageError(f"{test} has no case {sorted(unknown)}, which its marker `daily` lists")
 
 
 def _is_named(item: pytest.Item, named: tuple[str, ...]) -> bool:

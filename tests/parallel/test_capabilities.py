@@ -83,6 +83,7 @@ def _split(model: nn.Module, parallel_spec: Any, axis: str, plan: Plan, parallel
 @pytest.mark.skipif(
     shutil.which("g++") is None, reason="needs the C++ compiler g++: torch.compile builds with it on CPU"
 )
+@pytest.mark.full
 def test_split_matrices_are_compiled_to_run_again_where_torch_can(tmp_path: Path) -> None:
     """Guard a limit of torch: where this fails, `supports_compiled_recompute` can allow it."""
     job = {**DECODER, "data": {**DECODER["data"], "cache": str(tmp_path / "cache")}}

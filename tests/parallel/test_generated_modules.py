@@ -110,8 +110,9 @@ def test_a_loop_that_compares_with_other_targets(judge: Judge) -> None:
     assert judge(WITH_OTHER_TARGETS).kind == "refused"
 
 
-def test_a_part_of_the_single_features(judge: Judge) -> None:
-    found = check(itertools.islice(single_features(), 7, None, 83), judge)
+def test_a_part_of_the_single_features(judge: Judge, request: pytest.FixtureRequest) -> None:
+    stride = 83 if request.config.getoption("--full") else 249
+    found = check(itertools.islice(single_features(), 7, None, stride), judge)
     assert found.contradictions(PAGE.read_text()) == []
 
 
@@ -123,8 +124,8 @@ def test_the_page_has_what_became_of_each_feature() -> None:
     assert marks - {"✓", "later"} == {f"({number})" for number in range(1, len(reasons) + 1)}
 
 
-def test_some_combinations(judge: Judge) -> None:
-    check(combinations(SEED, 20), judge)
+def test_some_combinations(judge: Judge, request: pytest.FixtureRequest) -> None:
+    check(combinations(SEED, 20 if request.config.getoption("--full") else 6), judge)
 
 
 @pytest.mark.exhaustive

@@ -15,7 +15,7 @@ from support.huggingface import FAMILIES, write_config
 from support.ranks import Outcome
 from wanma.job.plan.plan import Plan
 
-STEPS = 3
+STEPS = 2
 
 PLANS = {
     "zero 3": Plan(dp_shard=2, shard="parameters", micro_batch=2),
@@ -90,6 +90,9 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.daily(
+    "a ring of 2", "tied, tensor 2 × pipeline 2", "tensor 4, more than key/value heads", "experts 2"
+)
 def test_other_axes_follow_one_process_too(name: str, tmp_path: Path, reference: Any) -> None:
     family, plan = OTHERS[name]
     text, one, start = reference(family)
@@ -100,8 +103,13 @@ EVERY = [
     pytest.param(
         family,
         name,
-        # Every family under all axes at once, and one under each.
-        marks=() if family == "llama" or name == "tensor 2 × zero 3" else pytest.mark.exhaustive,
+        # One family under all axes, each under tensor parallelism, whose roles are of its own. With `--full`
+        # every family under all axes at once.
+        marks=()
+        if family == "llama" or name == "tensor 2, sequence"
+        else pytest.mark.full
+        if name == "tensor 2 × zero 3"
+        else pytest.mark.exhaustive,
     )
     for family in FAMILIES
     for name in PLANS

@@ -77,6 +77,9 @@ def test_only_adapters_move_and_only_they_have_optimizer_state(before: Outcome, 
 
 
 @pytest.mark.parametrize("name", PLANS)
+@pytest.mark.daily(
+    "2 ranks ZeRO 1, accumulating", "2 ranks ZeRO 3, recomputing", "tensor 2", "pipeline 2 × replicate 2"
+)
 def test_every_plan_follows_one_process(name: str, tmp_path: Path, before: Outcome, one: Outcome) -> None:
     text = from_base(job(tmp_path, LORA), before)
     same_numbers(one, spread_over(tmp_path / "run", text, PLANS[name]))
@@ -141,6 +144,7 @@ FROZEN = {
 
 
 @pytest.mark.parametrize("kind", FROZEN)
+@pytest.mark.daily("all but one matrix of each block")
 def test_frozen_groups_stay_under_every_plan(kind: str, tmp_path: Path) -> None:
     groups = [{"match": pattern, "frozen": True} for pattern in FROZEN[kind]]
     text = job(tmp_path, {}, parameter_groups=groups)

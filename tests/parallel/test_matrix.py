@@ -1,13 +1,16 @@
 """The parity matrix: one job on one process and on every composition of the axes, in fp64.
 
 Losses and gradient norms of every step, and the change of every parameter tensor, equal one process's. By
-default each composition is run on one kind of model; `--exhaustive` runs it on all of them. A few
-compositions run in fp32 as well, with what that precision leaves of losses and norms.
+default every variant, every pair of axes and every axis with every kind of model occurs in a composition;
+`--full` runs every pair of variants on one kind of model, half of those with a schedule; `--exhaustive` all
+of them on all kinds. A few compositions run in fp32 as well, with what that precision leaves of losses and
+norms.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +19,27 @@ from typing import Any
 import pytest
 
 from support.compare import same_training
-from support.matrix import FP32, GLOBAL_BATCH, LENGTH, MODELS, VARIANTS, Case, cases, table
+from support.matrix import (
+    DAILY_FP32,
+    EXPERTS,
+    FP32,
+    GLOBAL_BATCH,
+    LENGTH,
+    MODELS,
+    VARIANTS,
+    Case,
+    cases,
+    daily_cases,
+    pairs,
+    refusal,
+    table,
+)
 from support.ranks import Outcome, run_job
 from wanma.job.plan.plan import Plan
 
-STEPS = 3
-"""The first shows what gradients are, the second what an update did, the third what the optimizer kept."""
+STEPS = 2
+"""The first shows what gradients are, the second what an update did; its own update, which is in the last
+weights, what the optimizer kept."""
 ONE = Plan(micro_batch=GLOBAL_BATCH, precision="fp64")
 
 HUGGING_FACE = {
@@ -55,8 +73,11 @@ HUGGING_FACE = {
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_every_composition_follows_one_process:
-        found = cases(metafunc.config.getoption("--exhaustive"))
-        metafunc.parametrize("case", found, ids=[case.name for case in found])
+        daily = daily_cases()
+        found = list(dict.fromkeys([*cases(metafunc.config.getoption("--exhaustive")), *daily]))
+        marks = [() if case in daily else pytest.mark.full for case in found]
+        params = [pytest.param(case, marks=mark) for case, mark in zip(found, marks, strict=True)]
+        metafunc.parametrize("case", params, ids=[case.name for case in found])
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +130,11 @@ def test_every_composition_follows_one_process(
     same_training(one, other, curve=1e-9, weights=1e-9, start=start)
 
 
-@pytest.mark.parametrize("case", [Case(*one, "fp32") for one in FP32], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(Case(*one, "fp32"), marks=() if one in DAILY_FP32 else pytest.mark.full) for one in FP32],
+    ids=lambda case: case.name,
+)
 def test_in_fp32_every_axis_follows_one_process(
     case: Case, folder: Path, tmp_path: Path, reference_in_fp32: Any
 ) -> None:
@@ -120,9 +145,24 @@ def test_in_fp32_every_axis_follows_one_process(
     assert other.norms == pytest.approx(one.norms, rel=1e-5)
 
 
-def test_the_set_in_fp32_has_every_axis() -> None:
-    axes = {VARIANTS[variant][0] for variants, _ in FP32 for variant in variants}
+@pytest.mark.parametrize("which", [FP32, DAILY_FP32], ids=["full", "daily"])
+def test_the_set_in_fp32_has_every_axis(which: tuple[tuple[tuple[str, ...], str], ...]) -> None:
+    axes = {VARIANTS[variant][0] for variants, _ in which for variant in variants}
     assert axes == {axis for axis, _ in VARIANTS.values()}
+
+
+def test_every_pair_of_axes_runs_every_day_and_every_axis_with_every_kind_of_model() -> None:
+    daily = daily_cases()
+    assert set(daily) <= set(cases(exhaustive=True))
+    assert {variant for case in daily for variant in case.variants} == set(VARIANTS)
+    composable = {Case(pair, "").axes for pair in pairs() if refusal(pair) is None}
+    assert len(composable) == 21, "each of seven axes with each other"
+    assert composable == {
+        pair for case in daily for pair in itertools.combinations(case.axes, 2) if len(case.axes) == 2
+    }
+    axes = {axis for axis, _ in VARIANTS.values()}
+    suited = {(axis, model) for axis in axes for model in MODELS if axis != "ep" or model in EXPERTS}
+    assert suited == {(axis, case.model) for case in daily for axis in case.axes}
 
 
 def job(model: str, folder: Path, **train: Any) -> dict[str, Any]:

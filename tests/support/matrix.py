@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any
 
 from wanma.job.cluster import Cluster, NodeGroup
@@ -108,7 +109,7 @@ TRIPLES = (
     ("tensor + sequence", "ring", "1f1b"),
 )
 """Layouts of eight ranks."""
-
+DAILY_TRIPLE = ("replicate", "ring", "1f1b")
 
 FP32 = (
     (("replicate", "tensor"), "dense"),
@@ -122,6 +123,8 @@ FP32 = (
     (("ZeRO 1", "experts"), "experts, balanced by bias"),
 )
 """Every axis, in the precision that most jobs are written for."""
+DAILY_FP32 = tuple(FP32[place] for place in (3, 5, 7, 8))
+"""Of those the fewest that hold every axis."""
 
 
 @dataclass(frozen=True)
@@ -146,9 +149,27 @@ class Case:
             plan = replace(plan, dp_replicate=2)
         stages = plan.stage_count
         cuts = tuple(range(4 // stages, 4, 4 // stages)) if stages > 1 else ()
-        # A data rank has 7 samples, or 4 and 3: in four micro-batches, which every schedule admits.
-        micro_batch = 1 if plan.data_parallel_size > 1 else 2
+        # A data rank has 7 samples, or 4 and 3: in four micro-batches, which every schedule admits; in two
+        # without stages, the second of them smaller. Of four data ranks each has two samples, or one.
+        micro_batch = {1: 4, 2: 2}.get(plan.data_parallel_size, 1)
+        if plan.pp > 1:
+            micro_batch = max(micro_batch // 2, 1)
         return replace(plan, stage_cuts=cuts, micro_batch=micro_batch, precision=self.precision)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(VARIANTS[variant][0] for variant in self.variants)
+
+    @property
+    def covered(self) -> frozenset[tuple[str, ...]]:
+        """Its variants, its pairs of axes, and its axes with its model."""
+        return frozenset(
+            [
+                *((variant,) for variant in self.variants),
+                *itertools.combinations(self.axes, 2),
+                *((axis, self.model) for axis in self.axes),
+            ]
+        )
 
 
 def pairs() -> list[tuple[str, str]]:
@@ -160,28 +181,47 @@ def pairs() -> list[tuple[str, str]]:
     ]
 
 
-def cases(full: bool) -> list[Case]:
-    """Cases of every day: each combination on one model, and of the schedules every second with
-    each other variant in turn; with `full` all of them, on all models that they suit."""
+def cases(exhaustive: bool) -> list[Case]:
+    """Cases of `--full`: each combination on one model, and of the schedules every second with
+    each other variant in turn; with `exhaustive` all of them, on all models that they suit."""
     chosen: list[tuple[str, ...]] = [(variant,) for variant in VARIANTS]
-    chosen += [pair for pair in pairs() if refusal(pair) is None and (full or is_everyday(pair))]
+    chosen += [pair for pair in pairs() if refusal(pair) is None and (exhaustive or is_sampled(pair))]
     chosen += TRIPLES
     found = []
     turn = {models: itertools.cycle(models) for models in (DENSE, EXPERTS)}
     for variants in chosen:
         models = EXPERTS if "experts" in variants else DENSE
         every = (*models, *EXPERTS) if models is DENSE else models
-        found += [Case(variants, model) for model in (every if full else (next(turn[models]),))]
+        found += [Case(variants, model) for model in (every if exhaustive else (next(turn[models]),))]
     return found
 
 
-def is_everyday(pair: tuple[str, str]) -> bool:
+def daily_cases() -> list[Case]:
+    """Few cases that cover every variant, every pair of axes and every axis with every kind of model.
+
+    The next case is always the one that adds most for each of its ranks: first of those of `--full`, then of
+    all. One more is of three axes.
+    """
+    chosen = [case for case in cases(exhaustive=False) if case.variants == DAILY_TRIPLE]
+    covered: set[tuple[str, ...]] = set()
+    for exhaustive in (False, True):
+        candidates = [case for case in cases(exhaustive) if len(case.variants) <= 2]
+        while gains := {
+            case: gain / case.plan.world_size for case in candidates if (gain := len(case.covered - covered))
+        }:
+            chosen.append(max(gains, key=gains.__getitem__))
+            covered |= chosen[-1].covered
+    return chosen
+
+
+def is_sampled(pair: tuple[str, str]) -> bool:
     """Every schedule meets half of the other variants, every other variant half of the schedules."""
     names = list(VARIANTS)
     scheduled = any(VARIANTS[name][0] == "pp" for name in pair)
     return not scheduled or sum(names.index(name) for name in pair) % 2 == 0
 
 
+@cache
 def refusal(variants: tuple[str, ...]) -> str | None:
     """Reason for which the planner refuses to combine these; None when it does not."""
     plan = Case(variants, "dense").plan

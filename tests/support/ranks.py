@@ -34,6 +34,7 @@ _context.set_forkserver_preload(
         "torch.distributed.fsdp",
         "torch._dynamo",
         "wanma.models.huggingface.causal_model",
+        "support.warm_server",
     ]
 )
 

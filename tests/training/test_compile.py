@@ -37,6 +37,7 @@ DECODER: dict[str, Any] = {
     ],
     ids=["1 rank", "2 ranks ZeRO 3", "2 ranks ZeRO 3, recomputing", "2 ranks ZeRO 2, selective"],
 )
+@pytest.mark.daily("1 rank", "2 ranks ZeRO 3")
 def test_compiled_blocks_follow_the_same_curve(plan: Plan, tmp_path: Path) -> None:
     job = {**DECODER, "data": {**DECODER["data"], "cache": str(tmp_path / "cache")}}
     one = one_process(tmp_path / "one", job, 4)
@@ -45,6 +46,7 @@ def test_compiled_blocks_follow_the_same_curve(plan: Plan, tmp_path: Path) -> No
     assert other.norms == pytest.approx(one.norms, rel=1e-4)
 
 
+@pytest.mark.full
 def test_compiled_blocks_without_dropout_run_again(tmp_path: Path) -> None:
     model = {**DECODER["model"], "dropout": 0.0}
     job = {**DECODER, "model": model, "data": {**DECODER["data"], "cache": str(tmp_path / "cache")}}
@@ -55,7 +57,13 @@ def test_compiled_blocks_without_dropout_run_again(tmp_path: Path) -> None:
     assert other.norms == pytest.approx(one.norms, rel=1e-4)
 
 
-def test_a_model_without_blocks_is_compiled_whole(tmp_path: Path) -> None:
+@pytest.mark.daily("1 rank")
+@pytest.mark.parametrize(
+    "plan",
+    [Plan(micro_batch=2), Plan(dp_shard=2, shard="parameters", micro_batch=2)],
+    ids=["1 rank", "2 ranks ZeRO 3"],
+)
+def test_a_model_without_blocks_is_compiled_whole(plan: Plan, tmp_path: Path) -> None:
     def job(factory: str) -> dict[str, Any]:
         return {
             **DECODER,
@@ -63,7 +71,6 @@ def test_a_model_without_blocks_is_compiled_whole(tmp_path: Path) -> None:
             "data": {"factory": "support.own:Numbers"},
         }
 
-    plan = Plan(dp_shard=2, shard="parameters", micro_batch=2)
     compiled = replace(plan, compile=True)
     one = spread_over(tmp_path / "one", job("Plain"), plan)
     other = spread_over(tmp_path / "run", job("Plain"), compiled, seconds=280)

@@ -85,6 +85,9 @@ EVERYTHING = {
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
+@pytest.mark.daily(
+    "replicas by machines", "replicas in bf16", "ZeRO 2", "ZeRO 3, of uneven shards", "pipeline", "context"
+)
 def test_where_all_elements_are_chosen_the_sums_are_those_of_whole_gradients(
     name: str, tmp_path: Path
 ) -> None:
@@ -119,6 +122,7 @@ def test_where_all_elements_are_chosen_the_sums_are_those_of_whole_gradients(
         ("four replicas by machines", "powersgd"),
     ],
 )
+@pytest.mark.daily("replicas-powersgd", "shards-topk", "four replicas by machines-int8")
 def test_carrying_on_is_bitwise_the_same_as_never_having_stopped(
     layout: str, kind: Compression, tmp_path: Path
 ) -> None:
@@ -146,6 +150,7 @@ def test_carrying_on_is_bitwise_the_same_as_never_having_stopped(
         ("four replicas", "four replicas by machines"),
     ],
 )
+@pytest.mark.daily("four replicas-shards", "hybrid-tensor")
 def test_what_was_left_out_is_still_owed_on_another_layout(first: str, second: str, tmp_path: Path) -> None:
     """The step on the other layout is summed whole, so that what is owed is seen as it was taken over."""
     run(tmp_path / "run", job(tmp_path, steps=2), compressed(LAYOUTS[first], "topk"))
@@ -174,6 +179,7 @@ def test_other_ways_of_summing_leave_behind_what_they_cannot_keep_and_say_so(tmp
 
 @pytest.mark.parametrize("layout", ["replicas", "shards", "hybrid"])
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
+@pytest.mark.daily("bf16-shards", "fp16-replicas")
 def test_sixteen_bits_follow_the_whole_gradients_closely(
     kind: Compression, layout: str, tmp_path: Path
 ) -> None:
@@ -208,6 +214,7 @@ def test_parameters_that_a_group_leaves_whole_are_summed_whole(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("layout", ["replicas", "four replicas by machines"])
+@pytest.mark.daily("replicas")
 def test_sums_in_flight_beside_each_other_are_those_of_one_after_the_other(
     layout: str, tmp_path: Path
 ) -> None:
@@ -306,6 +313,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ALL)
+@pytest.mark.daily("topk")
 def test_a_run_with_compressed_gradients_converges_as_that_of_whole_ones(
     kind: Compression, ends: Ends
 ) -> None:
@@ -313,6 +321,7 @@ def test_a_run_with_compressed_gradients_converges_as_that_of_whole_ones(
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_without_its_memory_top_k_falls_behind(ends: Ends) -> None:
     """Lose elements that are never among a tensor's largest: they are never learned."""
     assert ends("topk", share=0.003, forgetful=True) > ends("topk", share=0.003) + 0.05

@@ -75,6 +75,7 @@ def optimizer(model: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.daily("one", "2 replicas", "ZeRO 3")
 def test_a_model_freezes_and_releases_in_its_forward(layout: str, tmp_path: Path) -> None:
     model = seeded(Thawing)
     expected = plain_loop(model, DATA, STEPS, optimizer)
@@ -108,6 +109,7 @@ def loop(worker: WorkerContext, job: dict[str, Any], folder: Path, before_batch:
 
 @pytest.mark.parametrize("before_batch", [True, False])
 @pytest.mark.parametrize("parallel", [{"dp_replicate": 2}, {"dp_shard": 2, "shard": "parameters"}], ids=str)
+@pytest.mark.daily("{'dp_replicate': 2}-True", "{'dp_shard': 2, 'shard': 'parameters'}-False")
 def test_a_loop_freezes_and_releases_by_hand(
     parallel: dict[str, Any], before_batch: bool, tmp_path: Path
 ) -> None:

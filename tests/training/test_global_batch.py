@@ -203,6 +203,7 @@ def test_rows_of_any_dtype_come_in_order_and_gradients_go_back_to_their_ranks() 
     assert second + second_1 == [0.0, 12.0, 24.0]  # its derivative: 12 x
 
 
+@pytest.mark.full
 def test_the_example_gives_the_same_numbers_on_one_rank_and_on_two(tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / "contrastive.py"
     for ranks in ("1", "2"):

@@ -96,6 +96,15 @@ def initial_weights(reference: Any, folder: Path, precision: str) -> Any:
 
 
 @pytest.mark.parametrize("name", PLANS)
+@pytest.mark.daily(
+    "2 replicas, accumulating",
+    "2 ranks ZeRO 1",
+    "2 ranks ZeRO 2",
+    "2 ranks ZeRO 3 recomputing",
+    "2 replicas, uneven",
+    "2 × 2 hybrid ZeRO 3, uneven",
+    "pipeline 2 × replicate",
+)
 def test_every_plan_follows_one_process_in_fp64(name: str, tmp_path: Path, reference: Any) -> None:
     text = job("fp64", tmp_path)
     one = reference("fp64", text, Plan(micro_batch=7, precision="fp64"))
@@ -105,6 +114,7 @@ def test_every_plan_follows_one_process_in_fp64(name: str, tmp_path: Path, refer
 
 @pytest.mark.parametrize("name", ["2 replicas", "2 ranks ZeRO 3", "2 × 2 hybrid ZeRO 2", "4 ranks ZeRO 1"])
 @pytest.mark.parametrize(("optimizer", "weights"), [("adamw", 1e-3), ("sgd", 1e-5)])
+@pytest.mark.daily("adamw-0.001-2 ranks ZeRO 3", "sgd-1e-05-2 replicas")
 def test_every_plan_follows_one_process_in_fp32(
     name: str, optimizer: str, weights: float, tmp_path: Path, reference: Any
 ) -> None:

@@ -40,6 +40,7 @@ TENSOR_ZERO_3 = Plan(tp=2, dp_shard=2, shard="parameters", micro_batch=3)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor", "muon"])
+@pytest.mark.daily("adamw", "adafactor", "muon")
 def test_every_optimizer_gives_the_numbers_of_one_process_when_replicated(
     optimizer: str, tmp_path: Path
 ) -> None:
@@ -70,6 +71,11 @@ GROUPS = {
     "plan",
     [REPLICATE, ZERO_3, TENSOR, TENSOR_ZERO_3, Plan(pp=2, dp_shard=2, shard="gradients", micro_batch=1)],
     ids=str,
+)
+@pytest.mark.daily(
+    "2 ranks (dp_replicate 2), fp32, cpu",
+    "2 ranks (dp_shard 2), parameters sharded, fp32, cpu",
+    "2 ranks (tp 2), fp32, cpu",
 )
 def test_groups_frozen_parameters_and_the_average_are_those_of_one_process(
     plan: Plan, tmp_path: Path
@@ -106,6 +112,11 @@ def test_a_frozen_run_resumes_on_another_layout(tmp_path: Path) -> None:
     ],
     ids=str,
 )
+@pytest.mark.daily(
+    "2 ranks (dp_shard 2), parameters sharded, fp32, cpu",
+    "2 ranks (tp 2), fp32, cpu",
+    "2 ranks (pp 2), fp32, cpu",
+)
 def test_tied_embeddings_stay_one_tensor(plan: Plan, tmp_path: Path) -> None:
     text = job(tmp_path, {"tie_embeddings": True}, weight_average=0.5)
     one = one_process(tmp_path / "one", text, 6)
@@ -130,6 +141,7 @@ def test_tied_weights_of_ones_own_module_stay_one_tensor(plan: Plan, tmp_path: P
 
 
 @pytest.mark.parametrize("plan", [REPLICATE, TENSOR_ZERO_3], ids=str)
+@pytest.mark.daily("2 ranks (dp_replicate 2), fp32, cpu")
 def test_a_run_starts_from_the_weights_of_another(plan: Plan, tmp_path: Path) -> None:
     before = one_process(tmp_path / "before", job(tmp_path), 6)
     start = tmp_path / "before" / "checkpoints" / "step-00000004"

@@ -83,6 +83,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", PLANS)
+@pytest.mark.daily("2 replicas-bf16", "2 ranks ZeRO 3-fp16", "2 ranks ZeRO 1-bf16")
 def test_a_layout_stays_within_twice_the_spread_of_one_process(
     name: str, precision: str, one: Any, tmp_path: Path
 ) -> None:
@@ -134,6 +135,7 @@ def halvings_of_one(tmp_path_factory: pytest.TempPathFactory) -> int:
     ],
     ids=str,
 )
+@pytest.mark.daily("2 ranks (dp_shard 2), parameters sharded, fp32, cpu")
 def test_a_loss_scale_that_is_too_large_is_halved_by_all_layouts_alike(
     plan: Plan, halvings_of_one: int, tmp_path: Path
 ) -> None:

@@ -128,6 +128,18 @@ CASES = [
 @pytest.mark.parametrize(
     ("model", "plan"), [(model, plan) for model, _, plan in CASES], ids=[f"{m}, {n}" for m, n, _ in CASES]
 )
+@pytest.mark.daily(
+    "dense, 2 replicas, 1 and 3 micro-batches",
+    "dense, 2 ranks ZeRO 2",
+    "dense, 2 × 2 hybrid ZeRO 3",
+    "dense, tensor 2 × 2 replicas",
+    "dense, context 2 × ZeRO 3",
+    "dense, 1f1b × ZeRO 1",
+    "dense, zbv × 2 replicas",
+    "experts, 2 ranks ZeRO 3",
+    "experts, experts over 2",
+    "groups, experts over 2",
+)
 def test_unlike_shares_follow_one_process(model: str, plan: Plan, tmp_path: Path, reference: Any) -> None:
     sizes = plan.rows_per_data_rank(BATCH)
     assert 3 * min(sizes) == max(sizes)

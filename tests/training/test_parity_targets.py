@@ -62,6 +62,7 @@ def labels_job(**train: Any) -> dict[str, Any]:
     ],
     ids=str,
 )
+@pytest.mark.daily("2 ranks (dp_replicate 2), fp32, cpu", "2 ranks (tp 2), fp32, cpu")
 def test_document_masks_give_the_numbers_of_one_process(plan: Plan, tmp_path: Path) -> None:
     job = text_job(tmp_path, global_batch=5)
     one = one_process(tmp_path / "one", job, 5)
@@ -78,6 +79,12 @@ def test_document_masks_give_the_numbers_of_one_process(plan: Plan, tmp_path: Pa
         Plan(dp_replicate=2, dp_shard=2, shard="parameters", micro_batch=1),
     ],
     ids=str,
+)
+@pytest.mark.daily(
+    "1 rank (one process), fp32, cpu-unclipped",
+    "2 ranks (dp_replicate 2), fp32, cpu-clipped",
+    "2 ranks (dp_shard 2), gradients sharded, fp32, cpu-unclipped",
+    "4 ranks (dp_replicate 2 × dp_shard 2), parameters sharded, fp32, cpu-clip out of reach",
 )
 def test_missing_targets_count_nowhere(plan: Plan, clip: float, tmp_path: Path, reference: Any) -> None:
     job = labels_job(global_batch=7, gradient_clip=clip)
@@ -105,6 +112,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
         Plan(dp_shard=2, shard="parameters", micro_batch=1),
     ],
     ids=str,
+)
+@pytest.mark.daily(
+    "2 ranks (dp_replicate 2), fp32, cpu", "2 ranks (dp_shard 2), parameters sharded, fp32, cpu"
 )
 def test_a_micro_batch_without_rows_takes_part_without_counting(plan: Plan, tmp_path: Path) -> None:
     assert [len(rows) for rows in plan.micro_batches(3, 1)] == [1, 0]

@@ -69,6 +69,11 @@ VISION_PLANS = [
 
 
 @pytest.mark.parametrize("plan", VISION_PLANS, ids=str)
+@pytest.mark.daily(
+    "1 rank (one process), fp32, cpu",
+    "2 ranks (dp_replicate 2), fp32, cpu",
+    "4 ranks (dp_shard 4), parameters sharded, fp32, cpu",
+)
 def test_the_convolutional_network_gives_the_numbers_of_one_process(plan: Plan, tmp_path: Path) -> None:
     job = vision_job(tmp_path, {"preset": "cifar-convnet"}, 12, global_batch=7)
     one = one_process(tmp_path / "one", job, 7)
@@ -86,6 +91,7 @@ def residual(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("plan", VISION_PLANS, ids=str)
+@pytest.mark.daily("2 ranks (dp_replicate 2), fp32, cpu")
 def test_resnet_and_its_running_statistics_are_those_of_one_process(
     plan: Plan, residual: Any, tmp_path: Path
 ) -> None:
@@ -152,6 +158,11 @@ DROPPING = [
 
 
 @pytest.mark.parametrize("plan", DROPPING, ids=str)
+@pytest.mark.daily(
+    "1 rank (one process), fp32, cpu1",
+    "2 ranks (dp_replicate 2), fp32, cpu",
+    "2 ranks (dp_shard 2), parameters sharded, fp32, cpu",
+)
 def test_dropout_of_ones_own_module_drops_the_same_everywhere(plan: Plan, tmp_path: Path) -> None:
     job = {**numbers_job(global_batch=7), "data": {"factory": "support.own:PartlyLabelled"}}
     objects = {"model": seeded(lambda: Tagger(dropout=0.3))}
@@ -170,6 +181,7 @@ def test_dropout_of_ones_own_module_drops_the_same_everywhere(plan: Plan, tmp_pa
     ],
     ids=str,
 )
+@pytest.mark.daily("2 ranks (tp 2), fp32, cpu", "2 ranks (pp 2), fp32, cpu")
 def test_dropout_of_a_decoder_drops_the_same_when_it_is_split(plan: Plan, tmp_path: Path) -> None:
     job = {
         "model": {"family": "decoder", "layers": 2, "hidden": 16, "heads": 2, "dropout": 0.2},

@@ -48,6 +48,7 @@ def equal(one: Outcome, other: Outcome) -> None:
     ],
     ids=str,
 )
+@pytest.mark.daily("1 rank (one process), fp32, cpu", "2 ranks (dp_shard 2), parameters sharded, fp32, cpu")
 def test_carrying_on_is_bitwise_the_same_as_never_having_stopped(plan: Plan, tmp_path: Path) -> None:
     whole = run_job(tmp_path / "whole", job(tmp_path), plan)
     run_job(tmp_path / "parts", job(tmp_path, steps=4), plan)
@@ -74,6 +75,10 @@ def test_carrying_on_is_bitwise_the_same_as_never_having_stopped(plan: Plan, tmp
     ],
     ids=str,
 )
+@pytest.mark.daily(
+    "2 ranks (dp_shard 2), parameters sharded, fp32, cpu-1 rank (one process), fp32, cpu",
+    "2 ranks (pp 2), fp32, cpu-2 ranks (tp 2), fp32, cpu",
+)
 def test_carrying_on_with_another_plan_follows_the_same_curve(
     first: Plan, second: Plan, tmp_path: Path
 ) -> None:
@@ -91,6 +96,7 @@ def test_carrying_on_with_another_plan_follows_the_same_curve(
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adafactor", "muon"])
+@pytest.mark.daily("adafactor", "muon")
 def test_every_optimizer_resumes_exactly(optimizer: str, tmp_path: Path) -> None:
     plan = Plan(micro_batch=6)
     whole = run_job(tmp_path / "whole", job(tmp_path, optimizer=optimizer), plan)

@@ -51,6 +51,7 @@ class Logits(nn.Module):
 @pytest.mark.parametrize(
     ("family", "layout"), [("llama", "one"), ("gpt2", "one"), ("gpt2", "ZeRO 3")], ids=str
 )
+@pytest.mark.daily("llama-one", "gpt2-ZeRO 3")
 def test_muon_updates_the_blocks_of_a_transformers_model_alone(
     family: str, layout: str, tmp_path: Path
 ) -> None:

@@ -96,6 +96,15 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize(("name", "plan"), PLANS, ids=lambda value: str(value).replace(" ", "-"))
+@pytest.mark.daily(
+    "plain-2-ranks-(cp-2),-fp32,-cpu0",
+    "documents-2-ranks-(cp-2),-fp32,-cpu1",
+    "one-key/value-head,-documents,-dropout-4-ranks-(cp-4),-fp32,-cpu0",
+    "tied,-dropout-2-ranks-(cp-2),-parameters-sharded,-fp32,-cpu",
+    "tied,-dropout-4-ranks-(dp_shard-2-×-cp-2),-gradients-sharded,-fp32,-cpu",
+    "documents-4-ranks-(pp-2-×-cp-2),-fp32,-cpu2",
+    "one-key/value-head,-documents,-dropout-4-ranks-(cp-2-×-tp-2),-fp32,-cpu",
+)
 def test_ranks_that_share_sequences_follow_one_process(
     name: str, plan: Plan, tmp_path: Path, reference: Any
 ) -> None:
@@ -105,6 +114,7 @@ def test_ranks_that_share_sequences_follow_one_process(
 
 
 @pytest.mark.parametrize("kind", ["ring", "all_to_all"])
+@pytest.mark.daily("ring")
 def test_a_dataset_and_a_loss_of_ones_own_follow_one_process(kind: Any, tmp_path: Path) -> None:
     """Some of its sequences have targets on one rank only, some have none."""
     text = own_data({"sequence": 8})
@@ -157,6 +167,7 @@ def test_bf16_stays_near_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ring", "all_to_all"])
+@pytest.mark.full
 def test_compiled_blocks_follow_one_process(kind: Any, tmp_path: Path) -> None:
     text = job(tmp_path, data={"document_masks": True})
     one = one_process(tmp_path / "one", text, 5)

@@ -62,6 +62,7 @@ class InPlace(Blocks):
 
 
 @pytest.mark.parametrize(("kind", "collectives"), [(Blocks, "auto"), (Blocks, "gloo"), (Penalised, "auto")])
+@pytest.mark.daily("Blocks-auto", "Penalised-auto")
 def test_zero_3_follows_one_process(kind: type[nn.Module], collectives: str, tmp_path: Path) -> None:
     objects = {"model": seeded(kind), "data": Numbers()}
     one = one_process(tmp_path / "one", exact_job(tmp_path), 7, objects=objects)

@@ -93,6 +93,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
+@pytest.mark.daily("Heads-replicas of shards", "Layers-ZeRO 3, recomputing", "Seldom-ZeRO 3")
 def test_every_plan_follows_one_process(name: str, kind: type[nn.Module], tmp_path: Path) -> None:
     objects = {"model": seeded(kind), "data": Numbers(classes=4)}
     one = one_process(tmp_path / "one", exact_job(tmp_path), 7, objects=objects)

@@ -73,6 +73,13 @@ def job(folder: Path, model: dict[str, Any], **train: Any) -> dict[str, Any]:
     ],
     ids=str,
 )
+@pytest.mark.daily(
+    "2 ranks (dp_shard 2), parameters sharded, fp32, cpu-fp32-uneven",
+    "2 ranks (dp_shard 2), optimizer sharded, fp32, cpu-bf16-even",
+    "4 ranks (dp_replicate 2 × dp_shard 2), gradients sharded, fp32, cpu-fp32-even",
+    "4 ranks (dp_shard 2 × tp 2), parameters sharded, fp32, cpu-bf16-uneven",
+    "4 ranks (pp 2 × dp_shard 2), parameters sharded, fp32, cpu-fp32-even",
+)
 def test_all_numbers_are_those_of_gathered_weights(
     plan: Plan, precision: Any, model: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -96,6 +103,7 @@ PLAN = Plan(dp_shard=2, shard="parameters", micro_batch=3)
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("when", [late.with_its_update, late.with_an_evaluation])
+@pytest.mark.daily("with_its_update-bf16", "with_an_evaluation-fp32")
 def test_whoever_is_late_is_waited_for(when: Any, precision: Any, tmp_path: Path) -> None:
     text, plan = job(tmp_path, MODEL, precision=precision), replace(PLAN, precision=precision)
     in_time = run_job(tmp_path / "in-time", text, plan)

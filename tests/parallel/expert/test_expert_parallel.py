@@ -173,11 +173,19 @@ QUICK = {
 
 
 @pytest.mark.parametrize(("model", "plan"), cases(EXPERT_PLANS, ["bias", "loss"], QUICK))
+@pytest.mark.daily(
+    "loss, ep 2, accumulating",
+    "bias, ep 2, ZeRO 3 recomputing",
+    "bias, 4 ranks, ep 2, hybrid",
+    "loss, ep 2 × tp 2, sequence",
+    "bias, ep over cp",
+)
 def test_spread_experts_follow_one_process(model: str, plan: Plan, tmp_path: Path, compare: Any) -> None:
     compare(tmp_path, model, plan)
 
 
 @pytest.mark.parametrize(("model", "plan"), cases(OTHER_PLANS, ["bias", "loss"], QUICK))
+@pytest.mark.daily("loss, recomputing", "bias, tp 2, sequence")
 def test_experts_under_the_other_axes_follow_one_process(
     model: str, plan: Plan, tmp_path: Path, compare: Any
 ) -> None:
@@ -197,6 +205,7 @@ GROUPED_PLANS = {
     ("model", "plan"),
     cases(GROUPED_PLANS, ["groups"], {("groups", "ep 3"), ("groups", "cp 2 × tp 2, sequence")}),
 )
+@pytest.mark.daily("groups, ep 3")
 def test_a_loss_and_capacity_over_several_samples_follow_one_process(
     model: str, plan: Plan, tmp_path: Path, compare: Any
 ) -> None:
@@ -255,6 +264,11 @@ RESHARDED = [
 
 
 @pytest.mark.parametrize(("first", "then"), RESHARDED, ids=str)
+@pytest.mark.daily(
+    "1 rank (one process), fp32, cpu-4 ranks (dp_replicate 2 × dp_shard 2 × ep 4), parameters "
+    "sharded, fp32, cpu",
+    "2 ranks (dp_shard 2 × ep 2), parameters sharded, fp32, cpu-1 rank (one process), fp32, cpu",
+)
 def test_a_run_carries_on_under_another_layout(first: Plan, then: Plan, tmp_path: Path, compare: Any) -> None:
     """Weights, optimizer state and biases of experts, from one layout's boxes to another's."""
     run = tmp_path / "run"

@@ -87,6 +87,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.daily("replicas", "ZeRO 3")
 def test_hooks_see_the_gradient_of_the_global_batch(name: str, tmp_path: Path) -> None:
     ranks, parallel = LAYOUTS[name]
     (_, steps), *_ = run_ranks(weights, 1, (job(micro_batch=7), tmp_path / "one"))

@@ -47,6 +47,15 @@ PLANS = {
 
 @pytest.mark.parametrize("model", ["plain", "tied", "experts"])
 @pytest.mark.parametrize("name", PLANS)
+@pytest.mark.daily(
+    "3 replicas-experts",
+    "recomputing in full-tied",
+    "recomputing a part-plain",
+    "tensor × replicas-plain",
+    "tensor + sequence × replicas-tied",
+    "ring-experts",
+    "all-to-all × replicas-plain",
+)
 def test_gradients_are_the_same_bit_for_bit(name: str, model: str) -> None:
     plan = replace(PLANS[name], micro_batch=ROWS)
     for of_rank in run_ranks(decoder_both_ways, plan.world_size, (plan, model)):
@@ -58,6 +67,7 @@ def test_gradients_are_the_same_bit_for_bit(name: str, model: str) -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++: torch.compile builds with it on CPU")
 @pytest.mark.slow
+@pytest.mark.full
 def test_gradients_of_compiled_blocks_are_the_same_bit_for_bit() -> None:
     plan = Plan(dp_replicate=2, micro_batch=ROWS, compile=True)
     for of_rank in run_ranks(decoder_both_ways, 2, (plan, "plain"), 280):
@@ -163,6 +173,7 @@ def test_zero_3_gathers_ahead_of_use_without_a_bit_of_difference(tmp_path: Path)
 
 
 @pytest.mark.parametrize("pipeline", ["1f1b", "interleaved_zero_bubble"])
+@pytest.mark.daily("interleaved_zero_bubble")
 def test_pipelines_sum_after_their_last_backward_and_tell_what_they_wait_for(
     pipeline: Any, tmp_path: Path
 ) -> None:
@@ -184,6 +195,7 @@ def test_pipelines_sum_after_their_last_backward_and_tell_what_they_wait_for(
 
 
 @pytest.mark.parametrize("counts", [(2, 2), (3, 1), (4,)], ids=str)
+@pytest.mark.daily("(3, 1)")
 def test_sums_by_nodes_are_those_of_all_ranks(counts: tuple[int, ...], tmp_path: Path) -> None:
     job = {
         "model": DECODER,

@@ -66,6 +66,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", PLANS)
+@pytest.mark.daily("1 rank, accumulating", "3 ranks ZeRO 3, uneven shards", "2 replicas", "pipeline 2")
 def test_every_plan_repeats_every_bit_with_everything_on_disk(name: str, tmp_path: Path) -> None:
     text = job(tmp_path)
     plain = spread_over(tmp_path / "plain", text, PLANS[name])
@@ -192,10 +193,10 @@ def test_a_tensor_that_blocks_share_goes_once_and_again_when_it_has_changed(
 
 
 def test_a_run_needs_less_memory_by_what_is_on_disk(tmp_path: Path) -> None:
-    """52M parameters; a checkpoint is saved too, which in memory would be another copy of all state."""
+    """26M parameters; a checkpoint is saved too, which in memory would be another copy of all state."""
     text = job(tmp_path, steps=2, global_batch=2)
-    text["model"] = {"family": "decoder", "layers": 16, "hidden": 512, "heads": 8, "vocabulary": 320}
-    dimensions = DecoderConfig(16, 512, 8, 8, 1408, 320)
+    text["model"] = {"family": "decoder", "layers": 8, "hidden": 512, "heads": 8, "vocabulary": 320}
+    dimensions = DecoderConfig(8, 512, 8, 8, 1408, 320)
     peaks, forecasts = [], []
     for plan in (Plan(micro_batch=2), Plan(micro_batch=2, **ALL)):
         run = run_job(tmp_path / plan.offload_parameters, text, plan)
@@ -203,16 +204,17 @@ def test_a_run_needs_less_memory_by_what_is_on_disk(tmp_path: Path) -> None:
         forecasts.append(
             forecast_memory(compute_decoder_workload(dimensions, 32), plan, "adamw", micro_batches=1)
         )
-    assert forecasts[1].disk_bytes > 51_000_000 * 12
+    assert forecasts[1].disk_bytes > 25_000_000 * 12
     saved = forecasts[0].memory_bytes - forecasts[1].memory_bytes
     # The kinds that a forecast adds up are not all at their largest at once.
-    assert peaks[0] - peaks[1] > 0.5 * saved > 200 << 20
+    assert peaks[0] - peaks[1] > 0.5 * saved > 100 << 20
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(
     shutil.which("g++") is None, reason="needs the C++ compiler g++: torch.compile builds with it on CPU"
 )
+@pytest.mark.full
 def test_compiled_blocks_offload_too(tmp_path: Path) -> None:
     plan = Plan(dp_shard=2, shard="parameters", micro_batch=3, recompute="full", recompute_share=0.5)
     plain = spread_over(tmp_path / "plain", job(tmp_path), plan)

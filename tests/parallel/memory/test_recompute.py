@@ -123,6 +123,7 @@ def job(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", PLANS)
+@pytest.mark.daily("2 ranks ZeRO 3, selective", "tensor 2, selective", "pipeline 2, selective")
 def test_every_plan_follows_one_process(name: str, tmp_path: Path, one: Any) -> None:
     same_numbers(one, spread_over(tmp_path / "run", job(tmp_path), PLANS[name]))
 
@@ -141,6 +142,7 @@ def test_low_precision_repeats_the_same_bits(mode: Recompute, tmp_path: Path) ->
 @pytest.mark.skipif(
     shutil.which("g++") is None, reason="needs the C++ compiler g++: torch.compile builds with it on CPU"
 )
+@pytest.mark.full
 def test_compiled_blocks_recompute_too() -> None:
     loss, expected, _ = gradients(Plan())
     held = {}

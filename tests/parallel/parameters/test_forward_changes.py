@@ -191,6 +191,7 @@ def test_a_change_between_a_forward_and_its_backward_is_refused_in_a_pipeline(
     ("plan", "collectives"),
     [(Plan(dp_shard=2, shard="parameters"), "gloo"), (Plan(dp_shard=2, shard="gradients"), "auto")],
 )
+@pytest.mark.daily("plan1-auto")
 def test_a_change_that_begins_late_is_refused_when_values_are_looked_at_again(
     plan: Plan, collectives: str, tmp_path: Path
 ) -> None:

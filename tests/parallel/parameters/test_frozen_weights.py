@@ -91,6 +91,7 @@ FURTHER = {
 @pytest.mark.parametrize(
     "name", [*PLANS, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in FURTHER)]
 )
+@pytest.mark.daily("ZeRO 3", "tensor")
 def test_every_plan_gives_the_numbers_of_fp32_copies(name: str, tmp_path: Path) -> None:
     plan = {**PLANS, **FURTHER}[name].with_changes(precision="bf16")
     text = job(tmp_path, collectives="gloo" if "Gloo" in name else "auto")

@@ -72,6 +72,15 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", PLANS)
+@pytest.mark.daily(
+    "gpipe, one micro-batch",
+    "1f1b, 4 ranks",
+    "interleaved, fewer micro-batches than ranks",
+    "interleaved, recomputing",
+    "interleaved zero bubble",
+    "zbv, one micro-batch",
+    "dualpipev",
+)
 def test_every_schedule_follows_one_process(name: str, tmp_path: Path, reference: Any) -> None:
     text = job(tmp_path)
     one = reference("plain", text)
@@ -99,6 +108,7 @@ TOGETHER = {
 
 
 @pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.daily("1f1b × ZeRO 1", "interleaved × ZeRO 3", "zbv × tensor", "dualpipev × ZeRO 2")
 def test_schedules_compose_with_the_other_axes(name: str, tmp_path: Path, reference: Any) -> None:
     text = job(tmp_path)
     same_numbers(reference("plain", text), spread_over(tmp_path / "run", text, TOGETHER[name]), 1e-9)

@@ -71,6 +71,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", PLANS)
+@pytest.mark.daily("1f1b", "4 stages in a row", "both ends on one rank", "ZeRO 3", "sharded matrices")
 def test_tied_embeddings_follow_one_process(name: str, tmp_path: Path, reference: Any) -> None:
     one = reference("plain")
     other = spread_over(tmp_path / "run", job(tmp_path), PLANS[name])
@@ -110,6 +111,10 @@ def test_a_frozen_tie_stays_as_it_began(tmp_path: Path, reference: Any) -> None:
         (V_SHAPED, PLANS["ZeRO 1"]),
     ],
     ids=lambda plans: " to ".join(f"{plan.schedule} on {plan}" for plan in plans),
+)
+@pytest.mark.daily(
+    "1f1b on 2 ranks (pp 2), fp32, cpu to 1f1b on 1 rank (one process), fp32, cpu",
+    "1f1b on 4 ranks (pp 2 × dp_shard 2), parameters sharded, fp32, cpu to zbv on 2 ranks (pp 2), fp32, cpu",
 )
 def test_a_checkpoint_is_the_same_for_every_layout_and_resumes_in_any(
     way: tuple[Plan, Plan], tmp_path: Path, reference: Any

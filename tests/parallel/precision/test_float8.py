@@ -114,6 +114,7 @@ def test_training_in_fp8_stays_near_bf16() -> None:
     ],
     ids=str,
 )
+@pytest.mark.daily("2 ranks (tp 2), fp32, cpu")
 def test_every_plan_follows_one_process_as_near_as_fp8_is(plan: Plan, tmp_path: Path) -> None:
     job: dict[str, Any] = {
         "model": {"family": "decoder", **SIZES, "vocabulary": 320},

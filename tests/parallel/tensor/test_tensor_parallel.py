@@ -109,6 +109,13 @@ def name(plan: Plan) -> str:
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=name)
+@pytest.mark.daily(
+    "2 ranks (tp 2), fp32, cpu, micro-batches of 5",
+    "2 ranks (tp 2), fp32, cpu, sequence, micro-batches of 2",
+    "4 ranks (tp 4), fp32, cpu, sequence, micro-batches of 3",
+    "4 ranks (dp_shard 2 × tp 2), gradients sharded, fp32, cpu, sequence, micro-batches of 1",
+    "4 ranks (pp 2 × tp 2), fp32, cpu, sequence, micro-batches of 2",
+)
 def test_a_decoder_with_grouped_heads_follows_one_process(plan: Plan, compare: Any, tmp_path: Path) -> None:
     compare(tmp_path / "run", plan)
 
@@ -140,6 +147,19 @@ def test_a_decoder_with_grouped_heads_follows_one_process(plan: Plan, compare: A
     ],
     ids=str,
 )
+@pytest.mark.daily(
+    "{'family': 'decoder', 'layers': 2, 'hidden': 16, 'heads': 4, 'kv_heads': 2, 'tie_embeddings': "
+    "True}-2 ranks (tp 2), fp32, cpu1",
+    "{'preset': 'qwen-2.5-0.5b', 'layers': 2, 'hidden': 16, 'heads': 4, 'kv_heads': 2, "
+    "'feed_forward': 32, 'vocabulary': 320}-2 ranks (tp 2), fp32, cpu",
+    "{'preset': 'qwen-3-8b', 'layers': 2, 'hidden': 32, 'heads': 4, 'kv_heads': 2, 'feed_forward': "
+    "32, 'vocabulary': 320}-4 ranks (tp 4), fp32, cpu",
+    "{'family': 'decoder', 'layers': 2, 'hidden': 16, 'heads': 4, 'kv_heads': 1}-4 ranks (tp 4), fp32, cpu",
+    "{'family': 'decoder', 'layers': 2, 'hidden': 24, 'heads': 6, 'kv_heads': 3, 'feed_forward': "
+    "32}-2 ranks (tp 2), fp32, cpu",
+    "{'family': 'decoder', 'layers': 2, 'hidden': 16, 'heads': 4, 'kv_heads': 2, 'dropout': 0.2}-2 "
+    "ranks (tp 2), fp32, cpu1",
+)
 def test_every_kind_of_decoder_follows_one_process(
     model: dict[str, Any], plan: Plan, compare: Any, tmp_path: Path
 ) -> None:
@@ -156,6 +176,15 @@ def test_every_kind_of_decoder_follows_one_process(
         {"weight_average": 0.5, "gradient_clip": 0.0},
     ],
     ids=str,
+)
+@pytest.mark.daily(
+    "{'parameter_groups': [{'match': 'embedding.*', 'frozen': True}]}-2 ranks (tp 2), fp32, cpu, "
+    "sequence, micro-batches of 5",
+    "{'parameter_groups': [{'match': '*norm*', 'frozen': True}, {'match': '*.key.*', 'frozen': "
+    "True}]}-4 ranks (dp_shard 2 × tp 2), parameters sharded, fp32, cpu, sequence, micro-batches of 2",
+    "{'parameter_groups': [{'match': '*.query.*', 'frozen': True}], 'optimizer': 'sgd'}-2 ranks (tp "
+    "2), fp32, cpu, sequence, micro-batches of 5",
+    "{'weight_average': 0.5, 'gradient_clip': 0.0}-2 ranks (tp 2), fp32, cpu, sequence, micro-batches of 5",
 )
 def test_frozen_parameters_and_the_average_follow_one_process(
     train: dict[str, Any], plan: Plan, compare: Any, tmp_path: Path
@@ -262,6 +291,7 @@ def collectives(mode: CommDebugMode) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.daily("True")
 def test_no_rank_holds_whole_logits(sequence: bool) -> None:
     for once in run_ranks(train_once, 4, (Plan(tp=4, sequence_parallel=sequence),)):
         assert once.logits == (ROWS, LENGTH, VOCABULARY // 4)
@@ -396,6 +426,7 @@ def test_no_rank_computes_a_head_twice_where_grouped_attention_needs_it_once() -
 @pytest.mark.skipif(
     shutil.which("g++") is None, reason="needs the C++ compiler g++: torch.compile builds with it on CPU"
 )
+@pytest.mark.full
 def test_compiled_blocks_follow_the_same_curve(tmp_path: Path) -> None:
     model = {**DECODER, "hidden": 32, "dropout": 0.1}
     text = job(tmp_path, model, {}, precision="fp32", global_batch=4)

@@ -62,6 +62,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", PLANS)
+@pytest.mark.daily("2 replicas", "2 ranks ZeRO 3", "pipeline 2 × 2 replicas")
 def test_shares_that_move_at_given_steps_follow_one_process(name: str, tmp_path: Path) -> None:
     one = one_process(tmp_path / "one", job(tmp_path, {}), BATCH)
     run = spread_over(tmp_path / "run", job(tmp_path, {"batch_share_schedule": TO_AND_FRO}), PLANS[name])
@@ -98,6 +99,10 @@ SLOW = "support.paces:last_rank_takes_thrice"
         (Plan(dp_replicate=4, micro_batch=2), [3, 2, 2, 1]),
     ],
     ids=str,
+)
+@pytest.mark.daily(
+    "2 ranks (dp_shard 2), parameters sharded, fp32, cpu-[6, 2]",
+    "4 ranks (dp_replicate 4), fp32, cpu-[3, 2, 2, 1]",
 )
 def test_a_slow_rank_gets_less_to_do_and_the_numbers_stay(
     plan: Plan, shares: list[int], tmp_path: Path

@@ -31,6 +31,10 @@ from wanma.training.checkpointing.in_memory_interval import AdaptiveInterval, Re
     ],
     ids=str,
 )
+@pytest.mark.daily(
+    "1 rank (one process), fp32, cpu-rank_0_fails_in_step_4",
+    "2 ranks (dp_shard 2), parameters sharded, fp32, cpu-rank_1_fails_in_step_4",
+)
 def test_a_run_that_goes_on_from_memory_ends_bitwise_as_one_that_never_failed(
     plan: Plan, patch: str, tmp_path: Path
 ) -> None:

@@ -103,6 +103,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("family", PLANS)
+@pytest.mark.daily("llama", "qwen3_moe")
 def test_what_transformers_wrote_it_reads_again_unchanged(family: str, tmp_path: Path) -> None:
     original = publish(tmp_path, family)
     text = job(tmp_path, {"huggingface": str(tmp_path / "config")}, tmp_path / "published")

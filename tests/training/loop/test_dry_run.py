@@ -43,6 +43,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.daily("ZeRO 2", "ring of 2 × 2 replicas", "2 replicas in 8 bits", "pipeline 2 × ZeRO 1")
 def test_a_dry_run_counts_what_a_real_step_sends(plan: Plan) -> None:
     ranks = run_ranks(_real_step, plan.world_size, (plan,))
     for rank in (0, plan.world_size - 1):

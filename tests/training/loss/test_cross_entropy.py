@@ -162,6 +162,9 @@ def split_loss(worker: WorkerContext, dtype: torch.dtype) -> Found:
     [(torch.float64, 1e-14, 1e-12), (torch.float32, 1e-6, 1e-5), (torch.bfloat16, 1e-6, 2**-8)],
     ids=str,
 )
+@pytest.mark.daily(
+    "torch.float64-1e-14-1e-12-4", "torch.float32-1e-06-1e-05-2", "torch.bfloat16-1e-06-0.00390625-2"
+)
 def test_logits_split_over_the_vocabulary_give_the_loss_and_gradient_of_whole_ones(
     dtype: torch.dtype, tolerance: float, gradient_tolerance: float, ranks: int
 ) -> None:

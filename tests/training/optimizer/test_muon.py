@@ -54,6 +54,11 @@ PLANS = [
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.daily(
+    "2 ranks (dp_replicate 2), fp32, cpu",
+    "2 ranks (tp 2), fp32, cpu",
+    "4 ranks (dp_replicate 2 × dp_shard 2), gradients sharded, fp32, cpu",
+)
 def test_every_plan_gives_the_numbers_of_one_process(plan: Plan, reference: Any, tmp_path: Path) -> None:
     # Newton-Schulz is in bf16, but of the same whole matrix everywhere: nothing is left of the layout but
     # the order of fp64 sums.

@@ -69,6 +69,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.daily("2 sites", "2 sites × ZeRO 3", "2 sites × pipeline")
 def test_the_mean_of_the_weights_after_every_plain_step_is_data_parallel(
     name: str, tmp_path: Path, one_process: Outcome
 ) -> None:
@@ -93,6 +94,7 @@ def test_the_mean_of_the_weights_after_every_plain_step_is_data_parallel(
     ],
     ids=["tied stages", "experts"],
 )
+@pytest.mark.daily("tied stages")
 def test_so_it_is_for_tensors_on_two_stages_and_for_experts(
     plan: Plan, more: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -108,6 +110,7 @@ def test_so_it_is_for_tensors_on_two_stages_and_for_experts(
 
 
 @pytest.mark.parametrize("name", ["2 sites", "2 sites × ZeRO 3", "2 sites × pipeline"])
+@pytest.mark.daily("2 sites × ZeRO 3")
 def test_a_staleness_of_zero_is_data_parallel_on_every_layout(name: str, tmp_path: Path) -> None:
     text = decoder(tmp_path, optimizer="adamw", gradient_clip=0.5, learning_rate=1e-2)
     if "pipeline" in name:

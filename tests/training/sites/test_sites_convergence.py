@@ -79,6 +79,10 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> float:
     ],
     ids=str,
 )
+@pytest.mark.daily(
+    "diloco between 2 sites every 10 steps in 2 fragments, overlapped with 2 steps, after 50 "
+    "synchronous steps-0.05"
+)
 def test_the_validation_loss_is_within_a_share_of_the_exact_plans(
     seldom: Synchronization, share: float, together: float, tmp_path: Path
 ) -> None:

@@ -52,6 +52,11 @@ def text(steps: int = 8) -> dict[str, Any]:
     ],
     ids=str,
 )
+@pytest.mark.daily(
+    "2 ranks (dp_replicate 2), fp64, cpu, diloco between 2 sites every 4 steps in 2 fragments, "
+    "overlapped with 3 steps",
+    "2 ranks (dp_replicate 2), fp64, cpu, gradients of 2 sites delayed by 2 steps",
+)
 def test_carrying_on_between_two_exchanges_is_bitwise_as_never_having_stopped(
     plan: Plan, tmp_path: Path
 ) -> None:
@@ -64,6 +69,7 @@ def test_carrying_on_between_two_exchanges_is_bitwise_as_never_having_stopped(
 
 
 @pytest.mark.parametrize("seldom", [STREAMING, LATE], ids=str)
+@pytest.mark.daily("diloco between 2 sites every 4 steps in 2 fragments, overlapped with 3 steps")
 def test_a_failure_goes_on_from_memory_bitwise(seldom: Synchronization, tmp_path: Path) -> None:
     plan = Plan(dp_replicate=2, micro_batch=3, synchronization=seldom)
     whole = run_job(tmp_path / "whole", recovering_job(tmp_path, "off", weight_average=0.0), plan)
