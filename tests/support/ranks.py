@@ -34,6 +34,8 @@ _context.set_forkserver_preload(
         "torch.distributed.fsdp",
         "torch._dynamo",
         "wanma.models.huggingface.causal_model",
+        "pytest",
+        "support.compare",
         "support.warm_server",
     ]
 )
