@@ -132,7 +132,7 @@ def built(folder: Path, **changed: Any) -> Any:
 def test_a_model_that_the_user_built_trains_sharded_and_recomputing(tmp_path: Path) -> None:
     text = job(tmp_path, "llama")
     text["model"] = {"factory": "of:mine"}
-    text["train"] |= {"precision": "fp32", "optimizer": "sgd"}
+    text["train"] |= {"precision": "fp32", "optimizer": "sgd", "steps": 3}
     model = {"model": built(tmp_path)}
     one = one_process(tmp_path / "one", text, micro_batch=6, objects=model)
     plan = Plan(dp_shard=2, shard="parameters", micro_batch=2, recompute="full")
