@@ -124,7 +124,7 @@ FP32 = (
 )
 """Every axis, in the precision that most jobs are written for."""
 DAILY_FP32 = tuple(FP32[place] for place in (3, 5, 7, 8))
-"""Of those the fewest that hold every axis."""
+"""Smallest part of `FP32` that holds every axis."""
 
 
 @dataclass(frozen=True)
