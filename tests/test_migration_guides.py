@@ -243,8 +243,9 @@ def test_the_script_and_the_job_of_a_page_train_to_the_same_losses(
     theirs = here.run("launch", "--ranks", "2", "--show", "0", before)
     ours = here.start_program([sys.executable, "train.py"]).end()
     assert (theirs.code, ours.code) == (0, 0), theirs.text + ours.text
-    assert len(losses(ours.out)) == steps
-    assert losses(ours.out) == pytest.approx(losses(theirs.out), abs=2e-5)
+    recorded = here.training("runs/job").losses
+    assert len(recorded) == steps
+    assert recorded == pytest.approx(losses(theirs.out), abs=2e-5)
 
 
 @pytest.mark.slow
@@ -285,11 +286,10 @@ def test_the_script_of_a_peer_and_its_job_train_to_the_same_losses(
     launch = [str(PEERS), "-m", "wanma", "launch", "--ranks", "2", "--show", "0", before]
     theirs = here.start_program(launch, PYTHONPATH=f"{SOURCE}:{tmp_path}").end(240)
     if name == "accelerate":
-        ours = here.run("launch", "--ranks", "2", "loop.py")
-        ours_losses = here.training("runs/loop").losses
+        ours, run = here.run("launch", "--ranks", "2", "loop.py"), "runs/loop"
     else:
-        ours = here.start_program([sys.executable, "train.py"]).end()
-        ours_losses = losses(ours.out)
+        ours, run = here.start_program([sys.executable, "train.py"]).end(), "runs/job"
+    recorded = here.training(run).losses
     assert (theirs.code, ours.code) == (0, 0), theirs.text + ours.text
-    assert len(ours_losses) == 8
-    assert ours_losses == pytest.approx(losses(theirs.out), abs=2e-5)
+    assert len(recorded) == 8
+    assert recorded == pytest.approx(losses(theirs.out), abs=2e-5)
