@@ -47,7 +47,9 @@ def restarts(ran: Any) -> list[dict[str, Any]]:
         ("kill", "its process was killed by SIGKILL"),
         pytest.param("segfault", "its process was killed by SIGSEGV", marks=pytest.mark.full),
         pytest.param(
-            "exit", "its process exited with code 7 before its work was finished", marks=pytest.mark.full
+            "process exit",
+            "its process exited with code 7 before its work was finished",
+            marks=pytest.mark.full,
         ),
         pytest.param("raise", "ValueError: injected", marks=pytest.mark.full),
     ],

@@ -87,7 +87,7 @@ CELLS = {
         plans="all",
     ),
     "crash (SIGSEGV)": Cell("its process was killed by SIGSEGV", one("segfault", 0)),
-    "process exit": Cell("its process exited with code 7", one("exit")),
+    "process exit": Cell("its process exited with code 7", one("process exit")),
     "exception": Cell("ValueError: injected", one("raise"), plans="all"),
     "out of memory: allocation of a tensor": Cell("can't allocate memory", one("allocate")),
     "out of memory: killed by the kernel": Cell(SIGKILLED, one("out of memory"), around="little memory"),
@@ -279,7 +279,7 @@ def check_recovery(recovery: dict[str, Any], cell: Cell) -> None:
         assert (recovery["source"], recovery["step"]) == ("checkpoint", cell.checkpoint)
 
 
-KINDS = ("kill", "exit", "raise", "segfault", "allocate", "kill fork server", "nan", "flip")
+KINDS = ("kill", "process exit", "raise", "segfault", "allocate", "kill fork server", "nan", "flip")
 PHASES = ("waiting for data", "forward and backward", "update", "step done")
 ONLY_IN = {"nan": ("update",), "flip": ("step done",)}
 AT_RANDOM = 4

@@ -19,7 +19,7 @@ KINDS = frozenset(
         "kill",
         "stop",
         "segfault",
-        "exit",
+        "process exit",
         "raise",
         "kill fork server",
         "kill supervisor",
