@@ -1,8 +1,8 @@
 """Preparation of the process that all ranks of `support.ranks` are forked from: done once, at its import.
 
 It trains a small model for a step, so that no rank has to look up operators, build their dispatch and import
-the rest again, which is a third of the CPU time of a short run. Then it shields everything so far from
-garbage collection, which would copy the pages that ranks share.
+the rest again: about a quarter of the CPU time of a run in one process, and little of a run in four. Then it
+shields everything so far from garbage collection, which would copy the pages that ranks share.
 """
 
 from __future__ import annotations
