@@ -69,8 +69,8 @@ def one(what: str, rank: int = 1, phase: str = "forward and backward", step: int
     return (Fault(what, rank, step, phase),)
 
 
-SAVED = Fault("sleep", 0, 7, "forward and backward", argument="1")
-"""Steps are short, and what was saved after step 5 is written beside them: until then it is."""
+SAVED = Fault("await checkpoint", 0, 7, "forward and backward", argument="5")
+"""Wait for a checkpoint that is written beside the steps, which are short."""
 
 CELLS = {
     "SIGKILL in forward": Cell(SIGKILLED, one("kill"), plans="all"),

@@ -21,11 +21,14 @@ PLAN = "ZeRO-3 on 2 nodes"
 def lose_in_step_8(desk: Desk, name: str, *overrides: str) -> tuple[Ran, Training]:
     """Node 1 is lost while step 8 is made; another machine takes its place."""
     marks = desk.folder / f"marks-{name}"
-    fault = Fault("stop", rank=1, step=8, phase="forward and backward")  # so that nobody gets further
-    both = Machines(desk, name, *SHARDED, *overrides, **injected(marks, fault))
+    faults = [
+        Fault("await checkpoint", rank=1, step=7, phase="forward and backward", argument="5"),
+        Fault("stop", rank=1, step=8, phase="forward and backward"),  # so that nobody gets further
+    ]
+    both = Machines(desk, name, *SHARDED, *overrides, **injected(marks, *faults))
     both.start(0)
     both.start(1)
-    assert both.running[0].until(lambda: bool(struck(marks)))
+    assert both.running[0].until(lambda: len(struck(marks)) == len(faults))
     both.lose(1)
     both.start(1)
     first, second = both.end()

@@ -35,8 +35,9 @@ class Fault:
     what: str
     """kill, stop (SIGSTOP), segfault, process exit, raise, kill fork server; allocate (a too large tensor),
     out of memory (`argument`: folder of a control group); flip (a bit of a weight, at the phase step done),
-    nan and spike (the rank's gradients, at the phase update); sleep (`argument`: seconds), slow (from then on
-    each forward and backward takes `argument` seconds more), slow upload (each file takes so much longer),
+    nan and spike (the rank's gradients, at the phase update); sleep (`argument`: seconds), await checkpoint
+    (`argument`: of which step, until it is complete), slow (from then on each forward and backward takes
+    `argument` seconds more), slow upload (each file takes so much longer),
     wrong product (of the matrices that the health check multiplies). What shows only later: flip snapshot
     (all of the rank's), flip checkpoint, tear checkpoint (`argument`: of which step), fill disk, free disk,
     deny and allow (writing into the folder of checkpoints). At the phase rescue, half way through the rank's

@@ -23,6 +23,7 @@ KINDS = frozenset(
         "raise",
         "kill fork server",
         "kill supervisor",
+        "await checkpoint",
         "sleep",
         "slow",
         "slow upload",
@@ -66,6 +67,9 @@ def strike(what: str, argument: str, making: int, spec: Any) -> None:
             os._exit(7)
         case "raise":
             raise ValueError("injected")
+        case "await checkpoint":
+            folder = checkpoints / f"step-{int(argument):08d}"
+            _wait(folder.exists, str(folder))
         case "sleep":
             time.sleep(float(argument))
         case "slow":
