@@ -232,7 +232,7 @@ def losses(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"\bloss (\d+\.\d{5})\b", text)]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "before", "steps"), [("torchrun-ddp", "ddp.py", 16), ("fsdp2", "fsdp.py", 8)]
 )
@@ -248,7 +248,7 @@ def test_the_script_and_the_job_of_a_page_train_to_the_same_losses(
     assert recorded == pytest.approx(losses(theirs.out), abs=2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_loop_of_the_page_on_ddp_trains_to_the_losses_of_its_script(tmp_path: Path) -> None:
     here = desk(tmp_path, "torchrun-ddp")
     theirs = here.run("launch", "--ranks", "2", "--show", "0", "ddp.py")
@@ -266,7 +266,7 @@ def _arguments_in_peers(expression: str) -> set[str]:
 
 
 @needs_peers
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "signature"), [("accelerate", "accelerate.Accelerator"), ("lightning", "lightning.Trainer")]
 )
@@ -275,7 +275,7 @@ def test_the_page_explains_every_argument_of_the_installed_version(name: str, si
 
 
 @needs_peers
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "before"), [("accelerate", "accelerate_loop.py"), ("lightning", "lightning_train.py")]
 )

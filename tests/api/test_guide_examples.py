@@ -26,7 +26,7 @@ def test_a_module_of_the_users_learns_its_curve(tmp_path: Path) -> None:
     assert float(off[1]) < 0.1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_adapters_are_trained_merged_and_loaded_by_transformers(tmp_path: Path) -> None:
     out = run(tmp_path, "finetune_lora.py")
     losses = [float(loss) for loss in re.findall(r"step +\d+/20 +loss ([\d.]+)", out)]

@@ -93,6 +93,7 @@ def test_a_second_launch_in_the_same_place_is_refused_and_the_first_goes_on(desk
     assert len(desk.training("busy").metrics) == 4
 
 
+@pytest.mark.full
 def test_a_script_that_ends_before_its_session_leaves_the_run_as_it_was(desk: Desk) -> None:
     command = ("launch", "--ranks", "1", "--run-dir", "run", "mine.py")
     ran = desk.run(*command, json.dumps({"before": 3}))

@@ -224,6 +224,7 @@ def test_fsdp_runs_unchanged_and_may_be_silent_for_longer_than_a_hang(desk: Desk
         assert re.fullmatch(rf"rank {rank}: loss 0\.\d+, DTensor", lines(ran, rank)[-1])
 
 
+@pytest.mark.full
 def test_ranks_that_are_started_again_meet_anew(desk: Desk) -> None:
     name = write(desk, "again.py", AGAIN)
     ran = desk.run("launch", "--ranks", "2", "--set", "cluster.max_restarts=1", name)

@@ -93,6 +93,7 @@ print(json.dumps([first, middle, mean(), same, result.exit_code, finished.exit_c
     assert (tmp_path / "run" / "report.html").exists()
 
 
+@pytest.mark.full
 def test_everything_may_be_defined_in_the_script_itself_and_the_loss_be_a_lambda(tmp_path: Path) -> None:
     body = """
 model = Line(tied=True)

@@ -151,6 +151,7 @@ def test_a_sample_that_is_always_wrong_is_named_and_tried_twice(desk: Desk, brok
     assert started == [1, 1, 0]
 
 
+@pytest.mark.full
 @pytest.mark.root
 def test_a_full_disk_costs_checkpoints_but_not_the_training(desk: Desk) -> None:
     with small_disk(desk.folder / "small", "400k") as disk:

@@ -32,6 +32,7 @@ def victims(running: Running, training: Training) -> dict[str, int]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "rounds"),

@@ -46,6 +46,7 @@ def test_ctrl_c_stops_in_order_also_where_nobody_reads_the_output_any_more(desk:
     assert training.checkpoints() == [stopped(training)]
 
 
+@pytest.mark.full
 def test_a_hangup_stops_in_order_and_nohup_keeps_the_run_going(desk: Desk) -> None:
     running, training = started(desk, "hangup")
     running.signal(signal.SIGHUP)

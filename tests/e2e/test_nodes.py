@@ -64,6 +64,7 @@ def test_a_rank_that_fails_on_one_node_ends_both(desk: Desk) -> None:
     assert sum("the run failed on node 1 (" in one.out for one in ended) == 1, "on the other node"
 
 
+@pytest.mark.full
 def test_a_job_that_is_wrong_on_one_machine_only_is_told_with_that_machine(desk: Desk) -> None:
     place = f"127.0.0.1:{free_port()}"
     command = ("train", "own.toml", "--run-dir", "two-wrong", "--nodes", "2", "--rendezvous", place)

@@ -215,6 +215,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_the_run_stays_what_it_was(
     assert any(line.split()[:2] == [finished.path.name, "finished"] for line in listed.splitlines())
 
 
+@pytest.mark.full
 def test_other_data_is_refused_and_the_way_out_works(desk: Desk, folder: Path, finished: Training) -> None:
     (folder / "other.txt").write_text("for i in range(10): print(i)\n" * 300)
     name, override = finished.path.name, "data.text=[other.txt]"

@@ -128,6 +128,7 @@ def test_of_a_pipeline_s_replicas_one_is_left_and_a_machine_stands_by(
     assert "the run uses 2 of 3 joined nodes (at most 4); 1 node is on standby" in ran.out
 
 
+@pytest.mark.full
 def test_a_lost_site_is_gone_on_without_from_what_all_share(desk: Desk) -> None:
     seldom = ("parallel.synchronize=diloco", "parallel.synchronize_every=5")
     words = (f"train.steps={SHORT}", "cluster.nodes=2..3", "parallel.dp_replicate=3", *seldom)

@@ -46,6 +46,7 @@ def check_whole(training: Training, untroubled: Training, plan: str) -> Row:
     return Row(fault, plan, recovery["source"], recovery["repeated_steps"], recovery["seconds"])
 
 
+@pytest.mark.full
 def test_a_run_of_two_machines_survives_its_host(
     desk: Desk, untroubled: Training, note: Callable[[Row], None]
 ) -> None:

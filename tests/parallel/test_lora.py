@@ -143,6 +143,7 @@ FROZEN = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", FROZEN)
 @pytest.mark.daily("all but one matrix of each block")
 def test_frozen_groups_stay_under_every_plan(kind: str, tmp_path: Path) -> None:

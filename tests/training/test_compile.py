@@ -57,6 +57,7 @@ def test_compiled_blocks_without_dropout_run_again(tmp_path: Path) -> None:
     assert other.norms == pytest.approx(one.norms, rel=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.daily("1 rank")
 @pytest.mark.parametrize(
     "plan",

@@ -192,6 +192,7 @@ def test_a_tensor_that_blocks_share_goes_once_and_again_when_it_has_changed(
     assert len(lent) == 3
 
 
+@pytest.mark.full
 def test_a_run_needs_less_memory_by_what_is_on_disk(tmp_path: Path) -> None:
     """26M parameters; a checkpoint is saved too, which in memory would be another copy of all state."""
     text = job(tmp_path, steps=2, global_batch=2)

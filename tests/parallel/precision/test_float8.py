@@ -78,6 +78,7 @@ def test_layers_with_adapters_are_left_alone() -> None:
     assert all("attention" not in path for path in convert(model))
 
 
+@pytest.mark.full
 def test_training_in_fp8_stays_near_bf16() -> None:
     def losses(fp8: bool) -> list[float]:
         model = decoder().bfloat16()

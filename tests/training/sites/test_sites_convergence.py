@@ -54,6 +54,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> float:
     return reached
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("seldom", "share"),
