@@ -41,7 +41,7 @@ PLANS: dict[str, tuple[str, ...]] = {
 }
 NO_COPIES = "checkpoint.in_memory_every_steps=off"
 SIGKILLED = "its process was killed by SIGKILL"
-OF_STEP = ("flip checkpoint", "tear checkpoint")
+OF_STEP = ("await checkpoint", "flip checkpoint", "tear checkpoint")
 """Faults whose argument is a step."""
 
 
