@@ -2,14 +2,20 @@
 # make test    the tests of every day, at most ten minutes on two cores; ARGS=tests/planner for one room
 # make test-full      all tests of continuous integration: whole grids, soaks
 # make test-changed   tests that a change since main touches; SINCE=HEAD for what is not committed
+# make test-versions  the tests of every day with the oldest and newest versions; ENVIRONMENTS=folder
 # make check   lint, format, types
 # make bench   compare with peers   make clean   remove .venv and caches; runs stay
 # make docs    the site of docs/, in build/site: strict about links, opens without a server
-# make peers   Accelerate, Lightning and TRL, beside .venv: make test then runs their scripts, too
+# make wheel   a wheel with compiled libraries, and the source package that it is built from, in dist/
+# make peers   Accelerate, DeepSpeed, Lightning, TRL and MLPerf's checker, beside .venv: make test-full then runs them, too
+# make frameworks   TensorFlow and JAX, each without wanma: make test-full then runs their scripts, too
+#
+# make hadoop   Hadoop's own client, which pyspark carries: make test-full then checks HDFS with it (needs a JDK)
 #
 # PYTHON=python3.12   another interpreter       JOB=mine.toml   another job
 # ARGS="train.steps=20"   passed on to wanma or pytest
-# AT_ONCE=1               test files that run beside each other: 2, or 1 on a single core
+# AT_ONCE=1               test files that run beside each other: 3, as tests of clusters, losses and deadlines
+#                         wait for half of their time, or 1 on a single core
 # PIP_ARGS="..."        handed to pip, e.g. the index of PyTorch's small CPU builds
 
 PYTHON   ?= python3
@@ -17,15 +23,20 @@ VENV     ?= .venv
 JOB      ?= examples/gpt.toml
 ARGS     ?=
 PIP_ARGS ?=
-AT_ONCE  ?= $(shell expr 1 + \( $$(nproc) \> 1 \))
+AT_ONCE  ?= $(shell expr 1 + 2 \* \( $$(nproc) \> 1 \))
 READY    := $(VENV)/.ready
 PEERS    := .venv-peers
+FRAMEWORKS := .venv-frameworks
+HADOOP   := .venv-hadoop
 DOCS     := .venv-docs
+WHEEL    := .venv-wheel
 BIN      := $(VENV)/bin
 
 SINCE    ?= main
 
-.PHONY: train test test-full test-changed check bench docs peers clean setup
+ENVIRONMENTS ?= .versions
+
+.PHONY: train test test-full test-changed test-versions check bench docs wheel peers frameworks hadoop clean setup
 
 train: $(READY)
 	@$(BIN)/wanma train $(JOB) $(ARGS)
@@ -39,6 +50,9 @@ test-full: $(READY)
 test-changed: $(READY)
 	@$(MAKE) --no-print-directory test ARGS="--changed-since=$(SINCE) $(ARGS)"
 
+test-versions: $(READY)
+	@PYTHONPATH=src:tests $(BIN)/python -m support.versions --environments $(ENVIRONMENTS) --at-once $(AT_ONCE) $(ARGS)
+
 check: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -50,12 +64,23 @@ bench: $(READY)
 docs: $(DOCS)/.ready
 	@PYTHONPATH=tests $(DOCS)/bin/python -m support.site
 
+# PyTorch's own tag, so that both install on the same systems. The wheel is built from the source package.
+wheel: $(WHEEL)/.ready
+	@rm -rf build/wheel && mkdir -p build/wheel
+	@$(WHEEL)/bin/python -m build --no-isolation --outdir build/wheel . > build/wheel/log || { cat build/wheel/log; exit 1; }
+	@PATH="$(abspath $(WHEEL))/bin:$$PATH" $(WHEEL)/bin/python -m auditwheel repair --plat manylinux_2_28_x86_64 --only-plat --wheel-dir dist build/wheel/*.whl
+	@cp build/wheel/*.tar.gz dist && ls -l dist
+
 setup: $(READY)
 
 peers: $(PEERS)/.ready
 
+hadoop: $(HADOOP)/.ready
+
+frameworks: $(FRAMEWORKS)/tensorflow/.ready $(FRAMEWORKS)/jax/.ready
+
 clean:
-	rm -rf $(VENV) $(PEERS) $(DOCS) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(FRAMEWORKS) $(HADOOP) $(DOCS) $(WHEEL) .versions build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Make the virtual environment $(1) unless it is there.
@@ -67,11 +92,15 @@ define new_venv
 	  echo "'$(PYTHON)' cannot make virtual environments; on Debian: apt-get install python3-venv" >&2; exit 1; }; }
 endef
 
+# Install lists of pyproject.toml for the interpreter $(2), with the pip of the environment $(1), files checked by hash.
+install_locked = PIP_ARGS="$(PIP_ARGS)" $(1)/bin/python tests/support/install_locked.py $(2) $(3)
+
 # Rebuilt only when what it was made from has changed.
 $(READY): pyproject.toml constraints.txt
 	$(call new_venv,$(VENV))
 	@echo "installing wanma and the pinned versions into $(VENV) (some minutes the first time)"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt --editable '.[dev]'
+	@$(call install_locked,$(VENV),$(BIN)/python,core dev build)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
 # What .venv has, and above it what only the tests of `wanma launch` need: nothing else sees these packages.
@@ -80,13 +109,29 @@ $(PEERS)/.ready: $(READY)
 	@site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	  echo "import site; site.addsitedir('$$site')" > \
 	  $$($(PEERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
-	@wanted=$$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["peers"])') && \
-	  $(BIN)/python -m pip --python $(PEERS)/bin/python install -qq --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt $$wanted
+	@$(call install_locked,$(VENV),$(PEERS)/bin/python,peers)
+	@touch $@
+
+# Without wanma and torch: interpreters for `wanma launch --framework tensorflow|jax --python FILE`.
+$(FRAMEWORKS)/%/.ready: pyproject.toml constraints.txt
+	$(call new_venv,$(FRAMEWORKS)/$*)
+	@$(call install_locked,$(FRAMEWORKS)/$*,$(FRAMEWORKS)/$*/bin/python,$*)
+	@touch $@
+
+# Without wanma and torch: jars of Hadoop's client, for tests of HDFS.
+$(HADOOP)/.ready: pyproject.toml constraints.txt
+	$(call new_venv,$(HADOOP))
+	@$(call install_locked,$(HADOOP),$(HADOOP)/bin/python,hadoop)
+	@touch $@
+
+# Without wanma and torch: what builds and checks a wheel.
+$(WHEEL)/.ready: pyproject.toml constraints.txt
+	$(call new_venv,$(WHEEL))
+	@$(call install_locked,$(WHEEL),$(WHEEL)/bin/python,wheel)
 	@touch $@
 
 # Small, without wanma and torch: the pages on the source are made without importing it.
 $(DOCS)/.ready: pyproject.toml constraints.txt
 	$(call new_venv,$(DOCS))
-	@wanted=$$($(DOCS)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])') && \
-	  $(DOCS)/bin/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt $$wanted
+	@$(call install_locked,$(DOCS),$(DOCS)/bin/python,docs)
 	@touch $@

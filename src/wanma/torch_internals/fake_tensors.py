@@ -1,0 +1,23 @@
+"""Fake tensors: tensors with shapes and dtypes, but without storage."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake
+
+__all__ = ["FakeTensor", "FakeTensorMode", "is_fake"]
+
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+@contextmanager
+def without_fake_tensor_log() -> Iterator[None]:
+    """Silence torch's log of failures, which are reported by their exception alone."""
+    was_disabled, _LOG.disabled = _LOG.disabled, True
+    try:
+        yield
+    finally:
+        _LOG.disabled = was_disabled

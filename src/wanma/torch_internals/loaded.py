@@ -1,0 +1,28 @@
+"""State of torch in a process that may not have imported it; nothing here imports it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+COMPILER_MODULE = "torch._dynamo"
+"""Module of the compiler; FSDP2 imports it at its first use."""
+
+
+def is_compiler_loaded() -> bool:
+    return COMPILER_MODULE in sys.modules
+
+
+def process_groups() -> list[Any]:
+    """Return the process groups of this process."""
+    distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    return [] if distributed is None else list(distributed._world.pg_map)
+
+
+def flight_recorder_dumps() -> Iterator[bytes]:
+    """Yield the JSON of torch's flight recorders: the one of all backends, and NCCL's."""
+    native = sys.modules.get("torch._C._distributed_c10d")
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        if (dump := getattr(native, name, None)) is not None:
+            yield dump() or b"{}"

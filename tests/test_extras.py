@@ -1,0 +1,145 @@
+"""Optional dependencies: without one, an error names the package and the extra that installs it."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fsspec.registry import _registry, registry
+from torch import nn
+
+from support.data_files import one_group
+from support.huggingface import FAMILIES
+from wanma.bench.exports.result_tables import write_parquet
+from wanma.bench.results.result import BenchmarkResult
+from wanma.checkpoint.remote.remote_storage import check_url
+from wanma.data.documents.text_files import list_documents
+from wanma.data.formats.arrow_tables import Parquet
+from wanma.data.formats.json_records import JsonLines
+from wanma.data.images.transform import import_pillow
+from wanma.data.tools.images import write_png
+from wanma.job.errors import WanmaError
+from wanma.job.file.loading import load_job
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.model import ModelSection
+from wanma.models.config.huggingface_config import read_section_config
+from wanma.observe.metrics.gpu import GpuSampler
+from wanma.observe.sinks.tensorboard import TensorBoardSink
+from wanma.parallel.precision.float8 import apply_float8
+
+PROJECT = Path(__file__).parents[1] / "pyproject.toml"
+
+
+def _read_yaml(folder: Path) -> None:
+    (folder / "job.yaml").write_text("train: {steps: 1}\n")
+    load_job(folder / "job.yaml")
+
+
+def _read_transformers_config(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(FAMILIES["llama"]))
+    read_section_config(ModelSection(huggingface=str(folder)))
+
+
+def _compute_in_fp8(folder: Path) -> None:
+    apply_float8([nn.Linear(16, 16)], Plan(), emulate=True)
+
+
+def _scan_parquet(folder: Path) -> None:
+    (folder / "a.parquet").write_bytes(b"PAR1" + bytes(20))
+    Parquet().scan(one_group(folder / "a.parquet"))
+
+
+def _scan_zstd(folder: Path) -> None:
+    (folder / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd" + bytes(20))
+    JsonLines().scan(one_group(folder / "a.jsonl.zst"))
+
+
+def _export_parquet(folder: Path) -> None:
+    write_parquet(BenchmarkResult("id", "name", "title", "2026-11-22", ()), folder)
+
+
+USES: dict[str, list[tuple[str, str, Callable[[Path], object]]]] = {
+    "tensorboard": [("tensorboard", "tensorboard", lambda _: TensorBoardSink())],
+    "gpu": [("pynvml", "nvidia-ml-py", lambda _: GpuSampler("0"))],
+    "yaml": [("yaml", "pyyaml", _read_yaml)],
+    "fp8": [("torchao", "torchao", _compute_in_fp8)],
+    "huggingface": [
+        ("transformers", "transformers", _read_transformers_config),
+        ("huggingface_hub", "huggingface_hub", lambda _: list_documents(["hf://datasets/a/b"])),
+    ],
+    "s3": [
+        ("s3fs", "s3fs", lambda _: check_url("s3://bucket/run", "checkpoint.upload")),
+        ("s3fs", "s3fs", lambda _: list_documents(["s3://bucket/text"])),
+    ],
+    "gcs": [
+        ("gcsfs", "gcsfs", lambda _: check_url("gs://bucket/run", "checkpoint.upload")),
+        ("gcsfs", "gcsfs", lambda _: list_documents(["gs://bucket/text"])),
+    ],
+    "azure": [
+        ("adlfs", "adlfs", lambda _: check_url("abfs://box/run", "checkpoint.upload")),
+        ("adlfs", "adlfs", lambda _: list_documents(["abfs://box/text"])),
+    ],
+    "http": [("aiohttp", "aiohttp", lambda _: list_documents(["http://127.0.0.1:9/text"]))],
+    "hdfs": [
+        ("requests", "requests", lambda _: list_documents(["webhdfs://127.0.0.1:9/text"])),
+        ("pyarrow", "pyarrow", lambda _: list_documents(["hdfs://127.0.0.1:9/text"])),
+    ],
+    "bench": [("pyarrow", "pyarrow", _export_parquet)],
+    "images": [
+        ("PIL", "pillow", lambda _: import_pillow()),
+        ("PIL", "pillow", lambda folder: write_png(b"", folder / "a.png")),
+    ],
+    "data": [("pyarrow", "pyarrow", _scan_parquet), ("pyarrow", "pyarrow", _scan_zstd)],
+}
+"""Extra -> (its module, its package, a use of it)."""
+_FSSPEC_MODULES = {"aiohttp": "http", "requests": "webhdfs", "pyarrow": "arrow"}
+"""Package -> module of fsspec's that needs it."""
+_OF_DEVELOPERS = {"dev", "docs", "peers", "tensorflow", "jax", "hadoop", "wheel"}
+
+
+@pytest.mark.parametrize(
+    ("extra", "module", "package", "use"),
+    [
+        pytest.param(extra, *use, id=f"{extra} {number}")
+        for extra, uses in USES.items()
+        for number, use in enumerate(uses)
+    ],
+)
+def test_a_missing_package_is_one_sentence_that_names_its_extra(
+    extra: str,
+    module: str,
+    package: str,
+    use: Callable[[Path], object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loaded = [name for name in sys.modules if name.startswith(f"{module}.")]
+    for name in (module, *loaded):
+        monkeypatch.setitem(sys.modules, name, None)
+    implementation = f"fsspec.implementations.{_FSSPEC_MODULES.get(module)}"
+    monkeypatch.delitem(sys.modules, implementation, raising=False)
+    for protocol, kind in list(registry.items()):  # fsspec keeps what it has imported
+        if kind.__module__.startswith(f"{module}.") or kind.__module__ == implementation:
+            monkeypatch.delitem(_registry, protocol)
+    with pytest.raises(WanmaError, match=f"needs the package `{package}`, which is not installed") as raised:
+        use(tmp_path)
+    assert raised.value.hint == f"pip install 'wanma[{extra}]'"
+    assert "\n" not in raised.value.message
+
+
+def test_every_extra_is_tried() -> None:
+    extras = tomllib.loads(PROJECT.read_text())["project"]["optional-dependencies"]
+    assert USES.keys() == extras.keys() - _OF_DEVELOPERS
+
+
+def test_the_page_of_the_installation_names_every_extra() -> None:
+    page = (PROJECT.parent / "docs" / "start" / "install.md").read_text()
+    _, _, section = page.partition("## Optional packages")
+    cells = [line.split(" | ")[0] for line in section.partition("## Check")[0].splitlines() if "`" in line]
+    named = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+    assert named >= USES.keys()
