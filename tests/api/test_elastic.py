@@ -105,6 +105,63 @@ def test_it_grows_where_what_is_left_gains_twice_what_it_costs() -> None:
     )
 
 
+@pytest.mark.usefixtures("unknown")
+@pytest.mark.parametrize(
+    ("most", "parallel"),
+    [
+        (2, {"dp_shard": 2, "shard": "parameters"}),
+        (2, {"dp_shard": 2}),
+        (4, {"dp_replicate": 2, "dp_shard": 2, "shard": "optimizer"}),
+    ],
+)
+def test_a_run_that_had_shrunk_to_one_rank_grows_back_to_the_layout_of_its_job(
+    most: int, parallel: dict[str, Any]
+) -> None:
+    made = plans(job(f"1..{most}", parallel, SMALL), CPUS)
+    alone = made.replan(ReplanRequest(1, made.plan, most, 100)).plan
+    assert alone is not None
+    assert (alone.world_size, alone.shard) == (1, "none")
+    back = made.replan(ReplanRequest(most, alone, 1, 100, 0.5, 2.0))
+    assert (back.plan, back.nodes) == (made.plan, most)
+    assert "steps save" in back.reason
+
+
+@pytest.mark.usefixtures("unknown")
+@pytest.mark.parametrize(
+    ("replicas", "shards", "left", "layout"),
+    [(2, 2, 2, (1, 2)), (2, 2, 3, (1, 3)), (4, 2, 4, (2, 2)), (4, 3, 4, (1, 4)), (4, 2, 6, (2, 3))],
+)
+def test_replicas_go_and_shards_stay(replicas: int, shards: int, left: int, layout: tuple[int, int]) -> None:
+    most = replicas * shards
+    made = plans(job(f"1..{most}", {"dp_replicate": replicas, "dp_shard": shards}, SMALL), CPUS)
+    fewer = made.replan(ReplanRequest(left, made.plan, most, 100)).plan
+    assert fewer is not None
+    assert (fewer.dp_replicate, fewer.dp_shard) == layout
+    assert fewer.shard == "parameters"
+
+
+@pytest.mark.usefixtures("unknown")
+def test_some_of_the_machines_of_a_sharded_run_shard_as_well() -> None:
+    made = plans(job("1..3", {"dp_shard": 3, "shard": "parameters"}, SMALL), CPUS)
+    alone = made.replan(ReplanRequest(1, made.plan, 3, 100)).plan
+    two = made.replan(ReplanRequest(2, alone, 1, 100, 0.5, 2.0)).plan
+    assert two is not None
+    assert (two.dp_replicate, two.dp_shard, two.shard) == (1, 2, "parameters")
+
+
+@pytest.mark.parametrize("parallel", [{"dp_shard": 2}, {"dp_shard": 2, "shard": "parameters"}])
+def test_a_sharded_run_on_known_devices_goes_on_on_one_and_grows_back(parallel: dict[str, Any]) -> None:
+    """One device shards nothing, whatever the job says; two do as it says, though replicas were quicker."""
+    large = {"layers": 16, "hidden": 2048, "heads": 16, "feed_forward": 8192}
+    made = plans(job("1..2", parallel, large, global_batch=128), parse_shorthand("2x1 H100, 1x400G"))
+    assert (made.plan.dp_shard, made.plan.shard) == (2, "parameters")
+    alone = made.replan(ReplanRequest(1, made.plan, 2, 100)).plan
+    assert alone is not None
+    assert (alone.world_size, alone.shard) == (1, "none")
+    back = made.replan(ReplanRequest(2, alone, 1, 100, 4.0, 2.0))
+    assert (back.plan, back.nodes) == (made.plan, 2)
+
+
 def test_on_devices_whose_rates_are_known_the_best_plan_is_taken() -> None:
     large = {"layers": 16, "hidden": 2048, "heads": 16, "feed_forward": 8192}
     of = job("1..2", {"auto": True}, large, global_batch=128)

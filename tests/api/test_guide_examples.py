@@ -19,6 +19,7 @@ def run(folder: Path, name: str) -> str:
     return ran.out
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_module_of_the_users_learns_its_curve(tmp_path: Path) -> None:
     off = re.search(r"sin\(2\) is off by ([\d.]+)", run(tmp_path, "custom_model.py"))
@@ -36,6 +37,7 @@ def test_adapters_are_trained_merged_and_loaded_by_transformers(tmp_path: Path) 
     assert (tmp_path / "runs" / "finetune-lora" / "merged" / "model.safetensors").exists()
 
 
+@pytest.mark.full
 def test_two_clusters_are_compared_by_time_and_price(tmp_path: Path) -> None:
     out = run(tmp_path, "plan_cluster.py")
     runs = re.findall(r"run (\d+) h on (\d+) devices: \$([\d,]+)", out)

@@ -15,6 +15,7 @@ PYTHON = REPOSITORY / ".venv-peers" / "bin" / "python"
 SOURCE = Path(wanma.__file__).parents[1]
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.slow,
     pytest.mark.skipif(not PYTHON.exists(), reason="needs Accelerate, Lightning and TRL: make peers"),
 ]
@@ -24,6 +25,7 @@ pytestmark = [
     ("script", "said"),
     [
         ("trainer", "rank {} of 2: 2 steps, DistributedDataParallel"),
+        # The trainer's loop is Accelerate's.
         ("accelerate_loop", "rank {} of 2: 4 steps, DistributedDataParallel, loss 0."),
         ("fabric_loop", "rank {} of 2: 4 steps, loss 0."),
         ("trl_loop", "rank {} of 2: 2 steps"),
@@ -38,4 +40,4 @@ def test_a_script_of_a_peer_runs_unchanged(tmp_path: Path, script: str, said: st
     assert ran.code == 0, ran.text
     for rank in (0, 1):
         assert f"[rank {rank}] {said.format(rank)}" in ran.out, ran.out
-    assert "finished" in desk.run("runs").out
+    assert "finished" in desk.call("runs").out

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
 import sys
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from support.command import LIMIT_SECONDS, Desk, Ran
+from wanma.api.launch import script_worker
+from wanma.job.run.worker import NullSupervisorClient, WorkerContext
 from wanma.report.script_run import read_script_run
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -28,8 +33,10 @@ ENDINGS = """\
 import os, signal, sys, time
 rank, how = int(os.environ["RANK"]), sys.argv[1]
 print("before", flush=True)
+open(f"said-{rank}", "w").close()
 if rank == 1:
-    time.sleep(0.3)
+    while not os.path.exists("said-0"):
+        time.sleep(0.02)
     if how == "raise":
         def deep():
             raise ValueError("no such column: prize")
@@ -54,6 +61,8 @@ def leave(number, frame):
     sys.exit(3)
 if "handles" in sys.argv:
     signal.signal(signal.SIGTERM, leave)
+if "deaf" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("waiting", flush=True)
 while True:
     try:
@@ -240,12 +249,12 @@ def test_ranks_that_are_started_again_meet_anew(desk: Desk) -> None:
 
 def test_a_terminal_that_is_not_read_stops_neither_the_script_nor_its_supervisor(desk: Desk) -> None:
     """Ctrl-S: the ranks go on, are watched, and the exit code comes."""
-    script = "for number in range(60_000):\n    print(f'line {number} of many', '.' * 80)\n"
+    script = "for number in range(20_000):\n    print(f'line {number} of many', '.' * 80)\n"
     running = desk.start("launch", "--ranks", "1", write(desk, "chatty.py", script))
     assert running.process.wait(LIMIT_SECONDS) == 0
     ran = running.end()
     assert "[rank 0] line 0 of many" in ran.out
-    shown = desk.run("show", "chatty").out
+    shown = desk.call("show", "chatty").out
     assert "chatty: Finished after " in shown
 
 
@@ -275,7 +284,7 @@ def test_the_end_names_the_rank_and_the_exit_code_is_the_scripts(
     ) or not code
     frames = re.findall(r'File ".*/(\w+\.py)", line \d+, in (\S+)', ran.out)
     assert frames == ([("ends.py", "<module>"), ("ends.py", "deep")] if how == "raise" else [])
-    shown = desk.run("show", "ends").out
+    shown = desk.call("show", "ends").out
     assert shown.startswith(f"ends: {'Failed' if code else 'Finished'} after ")
     assert f"  script     ends.py {how}\n" in shown
     assert f"  exit code  {code}\n" in shown
@@ -290,12 +299,15 @@ def test_the_end_names_the_rank_and_the_exit_code_is_the_scripts(
         pytest.param(signal.SIGTERM, [], 143, marks=pytest.mark.exhaustive),
         (signal.SIGTERM, ["handles"], 143),
         (signal.SIGINT, ["stubborn"], 130),
+        (signal.SIGTERM, ["deaf"], 143),
     ],
 )
 def test_a_request_to_stop_reaches_the_script(
     desk: Desk, number: signal.Signals, words: list[str], code: int
 ) -> None:
-    grace = ("--set", "cluster.grace_seconds=1.5") if "stubborn" in words else ()
+    seconds = {"stubborn": 1.5, "deaf": 2.5}
+    grace = [f"cluster.grace_seconds={seconds[word]}" for word in words if word in seconds]
+    grace = ["--set", *grace] if grace else []
     going = desk.start("launch", "--ranks", "2", *grace, write(desk, "waits.py", WAITS), *words)
     logs = [desk.folder / "runs" / "waits" / "logs" / f"rank-{rank}.log" for rank in (0, 1)]
     assert going.until(lambda: all(log.exists() and "waiting" in log.read_text() for log in logs))
@@ -305,23 +317,57 @@ def test_a_request_to_stop_reaches_the_script(
     assert ran.code == code, ran.text
     assert going.left() == []
     assert "stopping the script: " in ran.out
+    assert ("the grace period (cluster.grace_seconds) ended before the script did" in ran.out) == (
+        words == ["deaf"]
+    )
+    assert "checkpoint" not in ran.out
     assert "Traceback" not in ran.out
     assert "error: " not in ran.out
     after = ["saved by SIGTERM"] if words == ["handles"] else []
     assert lines(ran, 0) == lines(ran, 1) == ["waiting", *after]
-    assert desk.run("show", "waits").out.startswith("waits: Stopped on request after ")
+    assert desk.call("show", "waits").out.startswith("waits: Stopped on request after ")
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_a_script_that_is_asked_to_stop_before_it_begins_does_not_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_asked: bool
+) -> None:
+    """Its process has ignored the signal: until then it is one of wanma's, which stop by other means."""
+    executed: list[str] = []
+    monkeypatch.setattr(script_worker, "restore_stop_signals", lambda: None)
+    monkeypatch.setattr(script_worker, "_execute", lambda script, _: executed.append(script))
+    monkeypatch.setattr(NullSupervisorClient, "is_drain_requested", lambda _: is_asked)
+    order = {
+        "script": "train.py",
+        "arguments": [],
+        "local_rank_option": "",
+        "framework": "torch",
+        "interpreter": "",
+        "is_program": False,
+        "mpi": None,
+        "has_session": False,
+        "cluster": {},
+        "run_id": "train",
+        "max_restarts": 0,
+        "unset": [],
+    }
+    worker = WorkerContext.single_process(tmp_path)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    with mock.patch.dict(os.environ):
+        copy_context().run(script_worker.run_script_worker, worker, json.dumps(order).encode())
+    assert executed == ([] if is_asked else ["train.py"])
 
 
 def test_the_list_of_runs_knows_scripts_and_what_needs_a_training_says_so(desk: Desk) -> None:
     desk.run("launch", "--ranks", "1", write(desk, "told.py", VARIABLES))
     going = desk.start("launch", "--ranks", "1", write(desk, "waits.py", WAITS))
     assert going.until(lambda: (desk.folder / "runs" / "waits" / "logs" / "rank-0.log").exists())
-    listed = [line.split()[:3] for line in desk.run("runs").out.splitlines()[1:]]
+    listed = [line.split()[:3] for line in desk.call("runs").out.splitlines()[1:]]
     assert listed == [["waits", "running", "script,"], ["told", "finished", "script,"]]
     going.kill_all()
     going.end()
-    assert desk.run("show", "waits").out.startswith("waits: Crashed ")
-    refused = desk.run("report", "told")
+    assert desk.call("show", "waits").out.startswith("waits: Crashed ")
+    refused = desk.call("report", "told")
     assert refused.code == 2
     assert "did not open a wanma.session" in refused.told_once()
 

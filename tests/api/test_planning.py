@@ -48,6 +48,15 @@ def test_fp8_without_torchao_is_refused_before_anything_starts(monkeypatch: pyte
     assert initial_layout(job).plan.approximate == ("fp8",)
 
 
+def test_a_newer_torch_than_any_tried_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wanma.torch_internals.versions.version", lambda _: "2.16.0+cpu")
+    job = to_job({**JOB, "parallel": {}})
+    plan = initial_layout(job).plan
+    assert plan_notes(job, PlanResult(plan, None)) == [
+        "torch 2.16.0: newer than any tried here: 2.15; wanma doctor compares layouts with it"
+    ]
+
+
 # ------------------------------------------------------------------ parallel = "auto"
 
 FEW = {"auto": True, "schedule": "1f1b", "recompute": "none", "cp": 1}

@@ -54,7 +54,7 @@ on_each_layout = pytest.mark.parametrize("parallel", LAYOUTS.values(), ids=LAYOU
 def test_a_session_on_two_ranks_gives_the_same_numbers(
     parallel: dict[str, Any], trained: Outcome, tmp_path: Path
 ) -> None:
-    seen = run_ranks(loop_in_rank, 2, (job(parallel=parallel), tmp_path / "run"))
+    seen = run_ranks(loop_in_rank, 2, (job(parallel=parallel), tmp_path / "run"), is_reused=True)
     assert sorted(seen[0] + seen[1]) == list(range(28))
     same_numbers(trained, Outcome(tmp_path / "run"), 1e-10)
 
@@ -103,6 +103,19 @@ def test_leaving_the_loop_early_is_an_orderly_stop_with_a_checkpoint(tmp_path: P
     assert (event["kind"], event["outcome"], event["step"]) == ("finish", "interrupted", 1)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
     assert loop(job(), tmp_path) == list(range(7, 28))
+
+
+def test_ctrl_c_in_a_loop_without_a_supervisor_is_no_failure(tmp_path: Path) -> None:
+    def interrupted_loop() -> None:
+        with wanma.session(job(), run_directory=tmp_path) as session:
+            model = session.prepare(seeded(Plain))
+            for batch in session.batches(Numbers()):
+                session.step(per_sample(model, batch))
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_loop()
+    assert last_event(tmp_path) | {"time": 0} == {"kind": "finish", "time": 0, "outcome": "aborted"}
 
 
 def test_a_finished_run_has_no_more_batches_and_stays_finished(tmp_path: Path) -> None:
@@ -159,7 +172,7 @@ def test_a_mean_instead_of_losses_is_refused(tmp_path: Path) -> None:
 def test_a_pipeline_is_refused_before_a_model_is_built(tmp_path: Path) -> None:
     text = job(parallel={"pp": 2}, train={"global_batch": 8})
     with pytest.raises(AssertionError, match=r"JobError: parallel\.pp = 2"):
-        run_ranks(loop_in_rank, 2, (text, tmp_path / "run"))
+        run_ranks(loop_in_rank, 2, (text, tmp_path / "run"), is_reused=True)
 
 
 def test_another_number_of_ranks_than_the_job_says_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ import torch
 import wanma
 from support.compare import same_numbers
 from support.own import Numbers, Plain, seeded
-from support.own_loop import session_job
+from support.own_loop import session_job, started_by_launch
 from support.ranks import Outcome, run_ranks
 from wanma.job.errors import JobError, WanmaError
-from wanma.job.run.run_directory import RunDirectory
-from wanma.job.run.worker import WorkerContext, current_worker_context
+from wanma.job.run.worker import WorkerContext
 
 
 class History(wanma.Callback):
@@ -122,15 +120,14 @@ def test_what_is_none_is_refused_before_anything_starts(tmp_path: Path) -> None:
 
 
 def test_a_callback_of_rank_0_ends_all_ranks_at_one_step(tmp_path: Path) -> None:
-    told = run_ranks(_on_two_ranks, 2, (tmp_path,))
+    told = run_ranks(_on_two_ranks, 2, (tmp_path,), is_reused=True)
     assert told[1] == [], "other ranks call none"
     assert [told[0][0], told[0][-1]] == ["RunStart", "RunEnd"]
     assert len(Outcome(tmp_path).steps) < 5_000
 
 
 def _on_two_ranks(worker: WorkerContext, directory: Path) -> list[str]:
-    RunDirectory(directory).create()
-    current_worker_context.set(replace(worker, run_directory=directory))
     history = History(stop_after=3)
-    loop(directory, {**job(5_000), "parallel": {"dp_replicate": 2}}, callbacks=[history])
+    with started_by_launch(worker, directory):
+        loop(directory, {**job(5_000), "parallel": {"dp_replicate": 2}}, callbacks=[history])
     return [type(event).__name__ for event in history.told]

@@ -88,7 +88,7 @@ def test_a_session_alone_validates_as_a_whole_job(trained: Outcome, tmp_path: Pa
 def test_two_ranks_validate_as_a_whole_job(
     parallel: dict[str, Any], trained: Outcome, tmp_path: Path
 ) -> None:
-    run_ranks(loop_in_rank, 2, (job(parallel=parallel), tmp_path, True))
+    run_ranks(loop_in_rank, 2, (job(parallel=parallel), tmp_path, True), is_reused=True)
     same_validation(trained, tmp_path)
 
 

@@ -80,8 +80,8 @@ def echo_before_cause(worker: Any, payload: bytes) -> None:
     raise ValueError("the cause")
 
 
-def kill_rank_1(worker: Any, payload: bytes) -> None:
-    if worker.rank == 1:
+def kill_last_rank(worker: Any, payload: bytes) -> None:
+    if worker.rank == worker.world_size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     wait_forever()
 

@@ -12,7 +12,7 @@ import pytest
 
 from support.injection import VARIABLE, Fault, injected
 from support.supervisors import wait_for_listener
-from wanma.job.run import generation_claims
+from wanma.job.run.folder_claims import FolderClaims
 
 STEPS = list(range(1, 9))
 
@@ -65,10 +65,10 @@ def test_the_other_node_hosts_the_run_when_the_host_is_killed(
     assert restart["failure"].startswith("node 0 (")
     assert (restart["step"], restart["last_finished_step"], restart["attempt"]) == (3, 3, 1)
     assert steps(third) == STEPS[3:]
-    mine = generation_claims.read_claim(tmp_path / "run", 2)
+    mine = FolderClaims(tmp_path / "run").read(2)
     assert mine is not None
     assert (mine.node, mine.ended, mine.followed) == (1, 0, False)
-    older = generation_claims.read_claim(tmp_path / "run", 1)
+    older = FolderClaims(tmp_path / "run").read(1)
     assert older is not None
     assert older.followed
 
@@ -91,6 +91,7 @@ def test_of_three_nodes_the_two_that_are_left_meet_at_the_next_in_order(
     assert steps(fourth) == STEPS[3:]
 
 
+@pytest.mark.full
 def test_a_host_that_dies_before_the_start_is_replaced(
     start_node: Any, rendezvous: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,6 +109,7 @@ def test_a_host_that_dies_before_the_start_is_replaced(
     assert ends == [0, 0, 0]
 
 
+@pytest.mark.full
 def test_a_second_coordinator_that_finds_the_run_claimed_elsewhere_joins_there(
     start_node: Any, rendezvous: str, tmp_path: Path
 ) -> None:
@@ -124,25 +126,31 @@ def test_a_second_coordinator_that_finds_the_run_claimed_elsewhere_joins_there(
     second.process.send_signal(signal.SIGCONT)
     assert (second.end(), third.end()) == (0, 0), (second.lines, third.lines)
     assert any("another process answers at its endpoint" in text for text in second.texts)
-    claim = generation_claims.newest_claim(tmp_path / "run")
+    claim = FolderClaims(tmp_path / "run").newest()
     assert claim is not None
     assert (claim.generation, claim.node) == (2, 1)
     assert claim.place != rendezvous
     assert steps(third) == STEPS[3:]
 
 
-def test_without_a_shared_run_directory_the_run_ends_with_its_host(
+@pytest.mark.full
+def test_without_a_shared_run_directory_the_run_ends_with_its_host_and_says_so_before(
     start_node: Any, rendezvous: str, tmp_path: Path
 ) -> None:
     first = start_node("a", node_rank=0, run_directory=str(tmp_path / "one"))
     wait_for_listener(rendezvous)
     second = start_node("b", node_rank=1, run_directory=str(tmp_path / "other"))
+    while "does not see the claims of this run in" not in (text := second.until("message")["text"]):
+        pass
+    assert str(tmp_path / "other") in text
+    assert "set cluster.claims to a shared folder or an object store ('s3://BUCKET/RUN')" in text
     wait_for(lambda: list((tmp_path / "marks").iterdir()))
     first.process.kill()
     assert second.end() == 1
     assert second.message.startswith(f"lost the coordinator at {rendezvous}: its process has ended")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_host_that_stood_still_finds_itself_followed_and_writes_nothing_more(
     start: Any, rendezvous: str, tmp_path: Path
@@ -153,7 +161,7 @@ def test_a_host_that_stood_still_finds_itself_followed_and_writes_nothing_more(
         "max_restarts": 3,
         "run_directory": str(tmp_path / "run"),
         "payload": str(tmp_path / "lines"),
-        "heartbeat_timeout_seconds": 2,
+        "heartbeat_timeout_seconds": 5,
     }
     (tmp_path / "lines").touch()
     first = start("a", "write_lines", node_rank=0, **common)

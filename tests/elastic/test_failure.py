@@ -87,6 +87,34 @@ def test_a_silent_end_is_named(code: int, cause: str, hint: str) -> None:
     assert bool(failure.hint) == bool(hint)
 
 
+TRACEBACK = "Traceback (most recent call last):\n  File 'train.py', line 3, in <module>\n    step()\n"
+
+
+@pytest.mark.parametrize(
+    ("output", "is_secondary"),
+    [
+        (f"{TRACEBACK}ValueError: no such column: prize\n[Gloo] connection closed by peer", False),
+        (
+            f"{TRACEBACK}JaxRuntimeError: UNKNOWN: Gloo all-reduce failed: Connection closed by peer [::1]",
+            True,
+        ),
+        (
+            f"{TRACEBACK}BrokenPipeError: [Errno 32] Broken pipe\n\nDuring it:\n\n{TRACEBACK}KeyError: 3",
+            False,
+        ),
+        (f"{TRACEBACK}torch.distributed.DistBackendError: NCCL error", True),
+        ("loss 3.2\nconnection refused\nloss 3.1\nloss 3.0\nsegment 4 is missing", False),
+        ("E0000 main.cc:4] UNAVAILABLE: Connection reset by peer", True),
+        ("", False),
+    ],
+)
+def test_a_program_that_ends_as_its_peer_has_died_fails_in_consequence(
+    output: str, is_secondary: bool
+) -> None:
+    failure = failure_from_exit_code(1, 0, 0, "host", "log", "", last_output=output)
+    assert failure.is_secondary == is_secondary
+
+
 @pytest.mark.parametrize(
     ("before", "now", "begin", "is_memory"),
     [

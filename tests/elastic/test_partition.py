@@ -12,7 +12,7 @@ import pytest
 
 from support.networks import Cable, Proxy, cable, long_cable
 from support.supervisors import wait_for_listener
-from wanma.job.run import generation_claims
+from wanma.job.run.folder_claims import FolderClaims
 
 SECRET = "0123456789abcdef"
 
@@ -41,6 +41,9 @@ def test_a_dropped_connection_is_made_again_and_nothing_said_is_lost(
     second.process.send_signal(signal.SIGINT)
     assert (first.end(), second.end()) == (130, 130), (first.lines, second.lines)
     assert "stopping after this step: Ctrl-C on another node" in first.texts
+    assert "stopping after this step: Ctrl-C (press again to abort at once)" in second.texts
+    assert "stopped in order" in first.logs()["rank-0.log"]
+    assert "stopped in order" in second.logs()["rank-1.log"]
     assert not any("lost" in text for node in (first, second) for text in node.texts)
 
 
@@ -68,6 +71,7 @@ def pair(start: Any, tmp_path: Path) -> Any:
     return pair
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.root
 def test_a_cut_shorter_than_the_deadline_costs_nothing_but_time(pair: Any) -> None:
@@ -81,18 +85,19 @@ def test_a_cut_shorter_than_the_deadline_costs_nothing_but_time(pair: Any) -> No
     assert [line["step"] for line in first.lines if line["kind"] == "step"] == list(range(1, 13))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.root
 def test_of_two_nodes_cut_off_from_each_other_none_goes_on_alone(pair: Any, tmp_path: Path) -> None:
     with cable() as between:
-        first, second = pair(between, heartbeat_timeout_seconds=2)
+        first, second = pair(between, heartbeat_timeout_seconds=5)
         between.pull()
         while "1 node missing" not in first.until("message")["text"]:
             pass
         while "terminating the ranks on this node" not in second.until("message")["text"]:
             pass
         time.sleep(5)
-        newest = generation_claims.newest_claim(tmp_path / "run")
+        newest = FolderClaims(tmp_path / "run").newest()
         assert newest is not None
         assert newest.generation == 1, "both live, as both see in the run directory"
         between.plug_in()

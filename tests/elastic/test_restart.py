@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from support.injection import Fault, injected, struck
+from wanma.elastic.supervisor.stop_signals import SIGNAL_REPEAT_SECONDS
 
 RunWith = Callable[..., Any]
 
@@ -27,7 +28,13 @@ def run_with(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunWi
             monkeypatch.setenv(name, value)
         (tmp_path / "meeting").mkdir()
         payload = str(tmp_path / "meeting").encode()
-        common = {"ranks_per_node": 2, "max_restarts": 3, "payload": payload, "hang_timeout_seconds": 100}
+        common = {
+            "ranks_per_node": 2,
+            "max_restarts": 3,
+            "payload": payload,
+            "hang_timeout_seconds": 100,
+            "preload_modules": ("torch",),  # once, not in each generation
+        }
         return run("steps_together", on_event, **{**common, **changes})
 
     return run_with
@@ -76,7 +83,7 @@ def test_a_copy_that_only_one_rank_has_is_not_taken_up(run_with: RunWith) -> Non
 
 
 def test_a_hang_is_reported_and_recovered_from(run_with: RunWith) -> None:
-    ran = run_with(Fault("stop", rank=1, step=4, phase="forward"), hang_timeout_seconds=3)
+    ran = run_with(Fault("stop", rank=1, step=4, phase="forward"), hang_timeout_seconds=5)
     assert ran.outcome.exit_code == 0
     [restart] = restarts(ran)
     assert restart["failure"].startswith("no rank reported progress for ")
@@ -151,6 +158,7 @@ def test_the_fork_server_is_replaced(run_with: RunWith) -> None:
     assert steps(ran)[-1] == (2, 8)
 
 
+@pytest.mark.full
 def test_an_interrupt_after_a_recovery_stops_in_order(run_with: RunWith) -> None:
     def interrupt(event: dict[str, Any]) -> None:
         if event["kind"] == "restart":
@@ -184,6 +192,7 @@ def test_an_interrupt_while_ranks_are_ended_reaches_the_new_ones(
 def test_two_interrupts_end_a_recovery_at_once(run_with: RunWith, monkeypatch: pytest.MonkeyPatch) -> None:
     from wanma.elastic.supervisor.worker_group import WorkerGroup
 
+    monkeypatch.setitem(SIGNAL_REPEAT_SECONDS, signal.SIGINT, 0)
     kill = WorkerGroup.kill
 
     def interrupted(self: WorkerGroup, number: signal.Signals) -> None:

@@ -54,7 +54,9 @@ def between() -> Iterator[Cable]:
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("place", ["10.91.0.1:29500", "[fd00:91::1]:29500"])
+@pytest.mark.parametrize(
+    "place", [pytest.param("10.91.0.1:29500", marks=pytest.mark.full), "[fd00:91::1]:29500"]
+)
 def test_the_interface_is_the_one_by_which_the_others_are_reached(
     start: Any, between: Cable, place: str
 ) -> None:
@@ -85,6 +87,7 @@ def test_a_rendezvous_on_a_bridge_to_containers_is_refused_before_anybody_waits(
     assert "(cable0 here)" in node.lines[-1]["hint"]
 
 
+@pytest.mark.full
 @pytest.mark.root
 def test_a_named_interface_is_taken_and_one_that_is_down_is_refused(start: Any, between: Cable) -> None:
     common = {"rendezvous": "10.91.0.1:29500", "secret": SECRET, "preload_modules": ["torch"]}

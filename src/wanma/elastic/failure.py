@@ -6,7 +6,6 @@ import signal
 import traceback
 from dataclasses import dataclass
 
-from wanma.hardware.discovery.resource_limits import count_oom_kills, usable_memory_bytes
 from wanma.job.errors import (
     EXIT_FAILED,
     EXIT_USAGE,
@@ -15,6 +14,7 @@ from wanma.job.errors import (
     ScriptExitError,
     WanmaError,
 )
+from wanma.job.run.resource_limits import count_oom_kills, usable_memory_bytes
 from wanma.observe.units import bytes_text
 
 MAX_TRACEBACK_CHARACTERS = 64 * 1024
@@ -28,6 +28,8 @@ REDUCE_MEMORY_HINT = (
     "use a smaller parallel.micro_batch, fewer ranks per node, or shard more (parallel.shard)"
 )
 
+_LAST_LINES_JUDGED = 3
+"""Lines at the end of a program's output that tell why it ended, if it shows no traceback."""
 _COLLECTIVE_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError"}
 _COLLECTIVE_WORDS = (
     "connection closed by peer",
@@ -132,7 +134,15 @@ def failure_from_exception(
 
 
 def failure_from_exit_code(
-    exit_code: int, rank: int, node_rank: int, hostname: str, log: str, sigkill_hint: str
+    exit_code: int,
+    rank: int,
+    node_rank: int,
+    hostname: str,
+    log: str,
+    sigkill_hint: str,
+    *,
+    task: str = "",
+    last_output: str = "",
 ) -> Failure:
     """Return the failure for a rank's process that ended without a message.
 
@@ -143,12 +153,15 @@ def failure_from_exit_code(
         hostname: name of the node's host.
         log: path of the rank's log.
         sigkill_hint: hint for a SIGKILL; see `explain_sigkill`.
+        task: task of the rank in its framework, such as 'ps 0'; empty: none.
+        last_output: newest lines of the rank's log, for a program whose exceptions are unknown here.
     """
     hint = ""
+    process = f"its process ({task})" if task else "its process"
     if exit_code >= 0:
-        cause = f"its process exited with code {exit_code} before its work was finished"
+        cause = f"{process} exited with code {exit_code} before its work was finished"
     else:
-        cause = f"its process was killed by {signal_name(-exit_code)}"
+        cause = f"{process} was killed by {signal_name(-exit_code)}"
         if -exit_code == signal.SIGKILL:
             hint = sigkill_hint
         elif -exit_code in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT):
@@ -159,10 +172,11 @@ def failure_from_exit_code(
         rank=rank,
         node_rank=node_rank,
         hostname=hostname,
+        traceback=truncate_middle(last_output),
         log=log,
         hint=hint,
         script_exit_code=max(exit_code, 0),
-        is_secondary=-exit_code in (signal.SIGABRT, signal.SIGTERM),
+        is_secondary=-exit_code in (signal.SIGABRT, signal.SIGTERM) or _ends_in_secondary_error(last_output),
     )
 
 
@@ -206,6 +220,22 @@ def is_secondary_error(error: BaseException) -> bool:
                 return True
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
     return False
+
+
+def _ends_in_secondary_error(output: str) -> bool:
+    """Return True if a program's newest lines end in an error of a collective whose peer has died.
+
+    Of Python, that is the line of the last exception: what was logged before and after it may be of any kind.
+    """
+    _, traceback_line, rest = output.rpartition("Traceback (most recent call last):\n")
+    if traceback_line:
+        lines = [line for line in rest.splitlines() if line and not line.startswith(" ")][:1]
+    else:
+        lines = output.splitlines()[-_LAST_LINES_JUDGED:]
+    text = "\n".join(lines)
+    return any(kind in text for kind in _COLLECTIVE_ERRORS) or any(
+        phrase in text.lower() for phrase in _COLLECTIVE_WORDS
+    )
 
 
 def shorten_message(message: str) -> str:

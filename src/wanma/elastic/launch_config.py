@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from wanma.elastic.failure import Failure
 from wanma.elastic.recovery.replan import ReplanDecision, ReplanRequest
@@ -28,6 +28,33 @@ class Replanner(Protocol):
 
     def make_launch_config(self, current: LaunchConfig, plan: Plan, nodes: int) -> LaunchConfig:
         """Return the launch configuration of this node for its part of `plan` on `nodes` nodes."""
+
+
+StoreKind = Literal["torch", "http", "none"]
+"""Rendezvous store served for a script: that of torch, Horovod's over HTTP, or none."""
+
+
+@dataclass(frozen=True)
+class ScriptSettings:
+    """Settings of a run whose ranks are a user's script, which may never report to the supervisor.
+
+    Hangs are then not judged by steps; the script finds its peers by variables of its framework, and its
+    output is shown.
+    """
+
+    store: StoreKind = "torch"
+    has_ports: bool = False
+    """True if each rank gets a port of its own, whose address all ranks know before they start."""
+    tasks: tuple[str, ...] = ()
+    """Task of each rank in its framework, such as 'worker 0'; empty: ranks have no other names."""
+    service_ranks: frozenset[int] = frozenset()
+    """Ranks that serve the others and never end by themselves: they are ended when all others are done."""
+    is_executed: bool = False
+    """True if ranks replace themselves by another program, whose end is known by its exit code only."""
+
+    def get_task(self, rank: int) -> str:
+        """Return the task of a rank; empty if it has none."""
+        return self.tasks[rank] if rank < len(self.tasks) else ""
 
 
 @dataclass(frozen=True)
@@ -66,12 +93,8 @@ class LaunchConfig:
     """Hash of the job; nodes whose jobs differ refuse to work together."""
     max_restarts: int = 0
     """Most restarts of the ranks after failures without a new step between; 0: none."""
-    is_script: bool = False
-    """True if the ranks run a user's script, which may never report to the supervisor.
-
-    Hangs are then not judged by steps; the script finds its peers by torchrun's variables, and its output is
-    shown.
-    """
+    script: ScriptSettings | None = None
+    """Settings of a user's script; None: the ranks run wanma's training."""
     max_restarts_before_first_step: int = 0
     """Most restarts of ranks that have never finished a step; at most `max_restarts`."""
     replanner: Replanner | None = None
@@ -85,8 +108,15 @@ class LaunchConfig:
     """Exit code of a run that SIGTERM, SIGUSR1 or SIGHUP stopped."""
     straggler_factor: float = 1.5
     """Ratio to its peers' work time from which a rank counts as a straggler."""
+    claims: str | None = None
+    """Folder or URL of the claims of generations; None: the run directory."""
     checkpoint_upload_url: str | None = None
     """URL that a copy of each checkpoint is uploaded to; None: no upload."""
+
+    @property
+    def is_script(self) -> bool:
+        """True if the ranks run a user's script."""
+        return self.script is not None
 
     def __post_init__(self) -> None:
         if self.ranks_per_node < 1 or self.nodes < 1 or self.threads_per_rank < 1:
@@ -109,6 +139,8 @@ class RunOutcome:
     """
     failure: Failure | None = None
     """Cause, the same on every node; None if nothing failed."""
+    has_left: bool = False
+    """True if this node has left a run that continues on others."""
 
     @property
     def failure_text(self) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from wanma.elastic.coordinator.claim_heartbeat import ClaimHeartbeat
 from wanma.elastic.transport.event_loop import EventLoop
-from wanma.job.run import generation_claims
+from wanma.job.run.folder_claims import FolderClaims
 from wanma.job.run.generation_claims import Claim
 
 
@@ -27,26 +27,26 @@ def claim(generation: int, name: str) -> Claim:
 
 def test_a_newer_claim_of_another_is_news_and_one_s_own_is_not(loop: EventLoop, tmp_path: Path) -> None:
     heard: list[Claim] = []
-    generation_claims.create_claim(tmp_path, claim(1, "mine"))
-    beacon = ClaimHeartbeat(loop, tmp_path, "mine", 1, 0.01, heard.append)
-    generation_claims.create_claim(tmp_path, claim(2, "mine"))
+    FolderClaims(tmp_path).create(claim(1, "mine"))
+    beacon = ClaimHeartbeat(loop, FolderClaims(tmp_path), "mine", 1, 0.01, heard.append)
+    FolderClaims(tmp_path).create(claim(2, "mine"))
     loop.run_until(lambda: bool(heard), time.monotonic() + 0.2)
     assert heard == []
-    generation_claims.create_claim(tmp_path, claim(3, "other"))
+    FolderClaims(tmp_path).create(claim(3, "other"))
     assert loop.run_until(lambda: bool(heard), time.monotonic() + 10)
     assert [one.coordinator for one in heard] == ["other"]
     beacon.close()
 
 
 def test_the_claim_that_is_one_s_own_is_kept_alive(loop: EventLoop, tmp_path: Path) -> None:
-    generation_claims.create_claim(tmp_path, claim(1, "mine"))
-    beacon = ClaimHeartbeat(loop, tmp_path, "mine", 1, 0.01, lambda _claim: None)
-    before = generation_claims.read_heartbeat(tmp_path, 1)
+    FolderClaims(tmp_path).create(claim(1, "mine"))
+    beacon = ClaimHeartbeat(loop, FolderClaims(tmp_path), "mine", 1, 0.01, lambda _claim: None)
+    before = FolderClaims(tmp_path).read_heartbeat(1)
     loop.run_until(lambda: False, time.monotonic() + 0.2)
-    assert generation_claims.read_heartbeat(tmp_path, 1) == before, "not before it is"
+    assert FolderClaims(tmp_path).read_heartbeat(1) == before, "not before it is"
     beacon.owns_claim = True
     deadline = time.monotonic() + 10
-    while generation_claims.read_heartbeat(tmp_path, 1) == before:
+    while FolderClaims(tmp_path).read_heartbeat(1) == before:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     beacon.close()

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.coordinator import CAUSE, ECHO, Table, join, seated
-from wanma.elastic.coordinator.coordinator import ROOT_CAUSE_WAIT_SECONDS, STATUS_TIMEOUT_SECONDS
+from wanma.elastic.coordinator.coordinator_config import ROOT_CAUSE_WAIT_SECONDS, STATUS_TIMEOUT_SECONDS
 from wanma.elastic.protocol.messages import (
     AbortCommand,
     AbortRequest,
@@ -23,6 +23,8 @@ from wanma.elastic.protocol.messages import (
     RankStatusRequest,
     Refusal,
     StartCommand,
+    TerminateCommand,
+    TerminationReport,
 )
 
 
@@ -137,6 +139,36 @@ def test_the_run_is_over_when_all_have_finished() -> None:
     assert table.hear(1, CompletionReport()) == [(1, CompletionNotice(0))]
 
 
+def test_the_loss_of_a_node_that_serves_the_others_is_a_failure() -> None:
+    """Its own work is done, but the others cannot do theirs without it: a node of parameter servers."""
+    table = seated()
+    assert table.hear(1, CompletionReport(is_serving=True)) == []
+    [(peer, word)] = table.lose(1)
+    assert peer == 0
+    assert isinstance(word, AbortCommand)
+    assert word.failure is not None
+    assert word.failure.cause == "node 1 (host) was lost: gone"
+
+
+def test_a_node_whose_last_service_has_ended_may_leave() -> None:
+    table = seated()
+    assert table.hear(1, CompletionReport(is_serving=True)) == []
+    assert table.hear(1, CompletionReport()) == []
+    assert table.lose(1) == []
+    assert table.hear(0, CompletionReport()) == [(0, CompletionNotice(0))]
+
+
+def test_a_lost_node_of_services_is_replaced_where_restarts_are_allowed() -> None:
+    table = seated(retries=3)
+    table.hear(1, CompletionReport(is_serving=True))
+    assert table.lose(1) == [(0, TerminateCommand())]
+    table.hear(0, TerminationReport(5000, 7, ()))
+    said = table.hear(2, join())
+    assert [(peer, type(word)) for peer, word in said] == [(0, StartCommand), (2, StartCommand)]
+    assert table.hear(2, CompletionReport(is_serving=True)) == []
+    assert table.hear(0, CompletionReport()) == [(0, CompletionNotice(0)), (2, CompletionNotice(0))]
+
+
 def test_a_stop_reaches_all_and_names_the_exit_code() -> None:
     table = seated()
     assert table.hear(1, DrainRequest(130)) == [(0, DrainCommand(130)), (1, DrainCommand(130))]
@@ -180,10 +212,11 @@ def test_a_node_that_does_not_answer_does_not_hold_up_the_report() -> None:
     assert [type(word) for _, word in table.tick(20 + STATUS_TIMEOUT_SECONDS)] == [AbortCommand, AbortCommand]
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(range(9))), max_size=12))
+@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(range(10))), max_size=12))
 def test_no_order_of_words_ends_a_run_twice(words: list[tuple[int, int]]) -> None:
     kinds: list[Message] = [
         CompletionReport(),
+        CompletionReport(is_serving=True),
         FailureReport(CAUSE),
         FailureReport(ECHO),
         DrainRequest(130),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.coordinator import CAUSE, ECHO, Table, join, seated
-from wanma.elastic.coordinator.coordinator import ROOT_CAUSE_WAIT_SECONDS, TERMINATION_TIMEOUT_SECONDS
+from wanma.elastic.coordinator.coordinator_config import ROOT_CAUSE_WAIT_SECONDS, TERMINATION_TIMEOUT_SECONDS
 from wanma.elastic.failure import Failure
 from wanma.elastic.protocol.messages import (
     AbortCommand,

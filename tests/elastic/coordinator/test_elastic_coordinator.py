@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.coordinator import CAUSE, Table, join
-from wanma.elastic.coordinator.coordinator_config import CoordinatorConfig
-from wanma.elastic.coordinator.elastic_coordinator import PROGRESS_POLL_SECONDS, ElasticCoordinator
+from support.coordinator import CAUSE, join
+from support.elastic_coordinator import Elastic, starts
+from wanma.elastic.coordinator.elastic_coordinator import PROGRESS_POLL_SECONDS
 from wanma.elastic.protocol.messages import (
     AbortCommand,
     AbortRequest,
@@ -30,6 +30,7 @@ from wanma.elastic.protocol.messages import (
     ProgressReport,
     ProgressRequest,
     Refusal,
+    ReleaseCommand,
     StartCommand,
     SuspendCommand,
     SuspendReport,
@@ -39,59 +40,6 @@ from wanma.elastic.protocol.messages import (
 from wanma.elastic.recovery.replan import ReplanDecision, ReplanRequest, select_nodes_with_state
 from wanma.elastic.recovery.restart_policy import find_newest_complete_checkpoint
 from wanma.job.plan.plan import Plan
-
-ALL = "as many as there are"
-
-
-class Elastic(Table):
-    """A run of `least` to `most` machines, of one rank each, and whoever is asked for plans."""
-
-    def __init__(self, least: int, most: int, retries: int = 3) -> None:
-        self.said = []
-        self.asked: list[tuple[int, ReplanRequest]] = []
-        self.coordinator: Any = ElasticCoordinator(
-            CoordinatorConfig(most, "job", "10.0.0.1:1", 300, retries),
-            lambda *word: self.said.append(word),
-            0,
-            start_replan=lambda *question: self.asked.append(question),
-            min_nodes=least,
-            last_call_seconds=30,
-        )
-
-    def answer(
-        self, nodes: int | None = None, reason: str = ALL, now: float = 1
-    ) -> list[tuple[int, Message]]:
-        """The planner's, to the newest question: for all machines that it was asked about, or so many."""
-        number, situation = self.asked[-1]
-        nodes = situation.available_nodes if nodes is None else nodes
-        decision = ReplanDecision(Plan(dp_replicate=nodes) if nodes else None, nodes, reason)
-        return self.after(lambda: self.coordinator.apply_replan(number, decision, now))
-
-    def started(self, count: int) -> Elastic:
-        for peer in range(count):
-            self.hear(peer, join())
-        if not self.asked:
-            self.tick(1 + 30)
-        self.answer()
-        return self
-
-    def halt(self, peers: list[int], step: int = 6, now: float = 2) -> list[tuple[int, Message]]:
-        """All ranks are gone and have left images of `step`: each machine has its own and its neighbour's."""
-        world, said = len(self.coordinator._local_world_sizes), []
-        generation = self.coordinator.generation
-        for peer in peers:
-            node = self.coordinator._members[peer].node_rank
-            owners = {node, (node - 1) % world}
-            images = tuple(
-                InMemoryCheckpointShard(owner, InMemoryCheckpointId(generation, step), world)
-                for owner in owners
-            )
-            said = self.hear(peer, TerminationReport(5000 + peer, step, images), now)
-        return said
-
-
-def starts(said: list[tuple[int, Message]]) -> dict[int, StartCommand]:
-    return {peer: word for peer, word in said if isinstance(word, StartCommand)}
 
 
 def test_all_machines_start_at_once_and_enough_of_them_after_a_last_call() -> None:
@@ -453,6 +401,9 @@ class World:
                 self.hear(peer, ProgressReport(self.step or None, 0.5 if self.step else None, 1.0))
             case AbortCommand() | CompletionNotice():
                 self.living.pop(peer, None)
+            case ReleaseCommand():
+                assert peer not in self.living, "a node is released when its ranks have ended"
+                del self.inbox[peer]
             case Refusal():
                 del self.inbox[peer]
 
@@ -464,7 +415,9 @@ class World:
 
 
 ACTS = st.tuples(
-    st.sampled_from(["fail", "vanish", "arrive", "step", "read", "plan", "settle", "tick", "stop"]),
+    st.sampled_from(
+        ["fail", "vanish", "arrive", "step", "read", "plan", "settle", "tick", "stop", "leave", "leave now"]
+    ),
     st.integers(0, 9),
 )
 
@@ -497,6 +450,14 @@ def test_no_order_of_events_lets_two_generations_live_or_a_run_wait_for_ever(
                 world.read(peer)
             case "stop" if number == 0 and peer in world.inbox:
                 world.hear(peer, DrainRequest(130))
+            case "leave" if peer in world.inbox:
+                grace = 30.0 if number % 2 else None
+                world.hear(peer, DrainRequest(143, grace, "SIGTERM", node_only=True))
+            case "leave now" if peer in world.inbox and number % 3 == 0:
+                world.living.pop(peer, None)
+                world.inbox[peer].clear()
+                world.hear(peer, AbortRequest(143, node_only=True))
+                world.inbox.pop(peer, None)
     # Now the planner answers, every generation fails at once, and time passes: the run must end.
     for _ in range(6 * (retries + 3)):
         world.settle()

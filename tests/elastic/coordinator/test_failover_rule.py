@@ -33,7 +33,7 @@ from wanma.elastic.protocol.messages import (
     StartCommand,
     TerminationReport,
 )
-from wanma.job.run import generation_claims
+from wanma.job.run.folder_claims import FolderClaims
 from wanma.job.run.generation_claims import Claim
 
 
@@ -85,36 +85,36 @@ def start(node: int = 1, nodes: int = 3) -> StartCommand:
 @pytest.fixture
 def vacancy(tmp_path: Path) -> FailoverState:
     claim = Claim(7, "10.0.0.1:1", "first", "host-0")
-    generation_claims.create_claim(tmp_path, claim)
-    return FailoverState(tmp_path, start(), claim, 0.2, "no heartbeat")
+    FolderClaims(tmp_path).create(claim)
+    return FailoverState(FolderClaims(tmp_path), start(), claim, 0.2, "no heartbeat")
 
 
 def test_a_majority_that_has_lost_its_coordinator_follows_it_though_it_lives(vacancy: FailoverState) -> None:
     assert not vacancy.may_take_over()
-    generation_claims.vote_coordinator_lost(vacancy.run_directory, 7, 2)
+    vacancy.claims.vote_lost(7, 2)
     assert vacancy.may_take_over(), "two of three nodes"
     vacancy.withdraw_votes()
-    assert generation_claims.coordinator_lost_votes(vacancy.run_directory, 7) == {2}
+    assert vacancy.claims.lost_votes(7) == {2}
 
 
 def test_a_coordinator_that_is_seen_in_the_run_directory_is_not_followed(vacancy: FailoverState) -> None:
     for _ in range(4):
         time.sleep(0.1)
-        generation_claims.write_heartbeat(vacancy.run_directory, 7)
+        vacancy.claims.write_heartbeat(7)
         assert not vacancy.may_take_over()
     time.sleep(0.3)
     assert vacancy.may_take_over()
 
 
 def test_votes_against_one_coordinator_are_none_against_the_next(vacancy: FailoverState) -> None:
-    generation_claims.vote_coordinator_lost(vacancy.run_directory, 7, 2)
+    vacancy.claims.vote_lost(7, 2)
     assert vacancy.may_take_over()
-    generation_claims.create_claim(vacancy.run_directory, Claim(8, "10.0.0.3:1", "second", "host-2", node=2))
+    vacancy.claims.create(Claim(8, "10.0.0.3:1", "second", "host-2", node=2))
     assert vacancy.refresh()
     assert not vacancy.refresh()
     assert vacancy.lost_nodes == {0, 2}
     assert not vacancy.may_take_over()
-    assert generation_claims.coordinator_lost_votes(vacancy.run_directory, 8) == set()
+    assert vacancy.claims.lost_votes(8) == set()
     vacancy.is_dead = True
     assert vacancy.may_take_over()
 
@@ -122,7 +122,7 @@ def test_votes_against_one_coordinator_are_none_against_the_next(vacancy: Failov
 def test_a_claim_that_is_being_written_is_waited_for_and_one_that_never_is_followed(
     vacancy: FailoverState,
 ) -> None:
-    torn = vacancy.run_directory / "generations" / "8"
+    torn = vacancy.claims.folder / "generations" / "8"
     torn.write_text('{"generation": 8')
     assert vacancy.refresh()
     assert vacancy.claim.place == ""
@@ -130,7 +130,7 @@ def test_a_claim_that_is_being_written_is_waited_for_and_one_that_never_is_follo
     time.sleep(0.3)
     assert vacancy.may_take_over(), "its writer shows no signs of life"
     torn.unlink()
-    generation_claims.create_claim(vacancy.run_directory, Claim(8, "10.0.0.3:1", "second", "host-2", node=2))
+    vacancy.claims.create(Claim(8, "10.0.0.3:1", "second", "host-2", node=2))
     assert not vacancy.refresh(), "the same number"
     assert vacancy.claim.place == "10.0.0.3:1"
 
@@ -225,3 +225,51 @@ def test_nothing_starts_under_a_number_that_another_has_claimed() -> None:
     coordinator.receive(0, join(), 1)
     assert (asked, said) == ([5], [])
     assert coordinator.has_ended
+
+
+class SlowClaims:
+    """A store that has not answered yet."""
+
+    def __init__(self) -> None:
+        self.answer: Any = "pending"
+        self.asked: list[int] = []
+
+    def claim(self, generation: int) -> Any:
+        self.asked.append(generation)
+        return generation if self.answer == "yes" else self.answer
+
+
+def waiting(nodes: int = 2) -> tuple[SlowClaims, Coordinator, list[Any]]:
+    """A coordinator whose nodes have all joined, and whose claim is on its way."""
+    said: list[Any] = []
+    claims = SlowClaims()
+    terms = CoordinatorConfig(nodes, "job", "here", 300, claim_generation=claims.claim)
+    coordinator = Coordinator(terms, lambda *word: said.append(word), 0)
+    for peer in range(nodes):
+        coordinator.receive(peer, join(), 1)
+    assert (claims.asked, said, coordinator.deadline) == ([1], [], None)
+    return claims, coordinator, said
+
+
+def test_a_start_waits_for_its_claim_without_a_word() -> None:
+    claims, coordinator, said = waiting()
+    claims.answer = "yes"
+    coordinator.resume_start()
+    assert [one.generation for one in starts(said)] == [1, 1]
+
+
+def test_a_claim_that_another_got_meanwhile_ends_the_wait() -> None:
+    claims, coordinator, said = waiting()
+    claims.answer = None
+    coordinator.resume_start()
+    assert (coordinator.has_ended, said) == (True, [])
+
+
+def test_a_node_lost_while_its_start_waits_is_waited_for_and_the_claim_is_used_then() -> None:
+    claims, coordinator, said = waiting()
+    coordinator.handle_member_loss(1, "gone", 2)
+    claims.answer = "yes"
+    coordinator.resume_start()
+    assert starts(said) == []
+    coordinator.receive(2, join(), 3)
+    assert [one.generation for one in starts(said)] == [1, 1]

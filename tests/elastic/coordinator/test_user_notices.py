@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from wanma.elastic.coordinator.user_notices import drain_text, node_joined_text, run_end_text
+from wanma.elastic.coordinator.user_notices import (
+    drain_text,
+    grace_end_text,
+    node_joined_text,
+    run_end_text,
+)
 from wanma.elastic.failure import Failure
 from wanma.elastic.launch_config import LaunchConfig
 from wanma.elastic.protocol.messages import AbortCommand, CompletionNotice, StartCommand
@@ -79,3 +84,12 @@ def test_the_end_is_told_where_nothing_else_tells_it(
 )
 def test_a_stop_says_who_asked_for_it(exit_code: int, here: bool, said: str) -> None:
     assert drain_text(exit_code, here) == f"stopping after this step: {said}"
+
+
+def test_a_script_without_a_session_has_neither_steps_nor_checkpoints() -> None:
+    assert drain_text(143, True, has_steps=False) == "stopping the script: SIGTERM"
+    said = grace_end_text(is_departure=False, has_steps=False)
+    assert said.startswith("the grace period (cluster.grace_seconds) ended before the script did: ")
+    assert "step" not in said
+    assert "checkpoint" not in said
+    assert "before the step or its checkpoint completed" in grace_end_text(is_departure=False)

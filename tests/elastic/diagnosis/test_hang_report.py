@@ -13,7 +13,7 @@ import pytest
 
 from wanma.elastic.diagnosis.hang_detector import HangDetector
 from wanma.elastic.diagnosis.hang_report import format_hang_report, parse_stack_dump
-from wanma.elastic.launch_config import LaunchConfig
+from wanma.elastic.launch_config import LaunchConfig, ScriptSettings
 from wanma.elastic.protocol.local_messages import CollectiveStateReport
 from wanma.elastic.protocol.messages import (
     RankStatus,
@@ -246,7 +246,12 @@ def test_a_long_phase_that_keeps_reporting_is_no_hang(board: ProgressBoard) -> N
 
 def test_a_script_is_judged_while_one_of_its_ranks_has_a_session_open(board: ProgressBoard) -> None:
     launch = LaunchConfig(
-        Path("run"), "a:b", ranks_per_node=2, start_timeout_seconds=50, hang_timeout_seconds=5, is_script=True
+        Path("run"),
+        "a:b",
+        ranks_per_node=2,
+        start_timeout_seconds=50,
+        hang_timeout_seconds=5,
+        script=ScriptSettings(),
     )
     watch = HangDetector(board, launch, time.monotonic())
     assert watch.check(time.monotonic() + 1000) is None

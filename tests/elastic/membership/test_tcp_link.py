@@ -18,6 +18,8 @@ from wanma.elastic.protocol.messages import (
     ChannelReply,
     DrainCommand,
     DrainRequest,
+    HandOverCommand,
+    JoinRequest,
     Message,
     Notice,
     StartCommand,
@@ -27,7 +29,7 @@ from wanma.elastic.protocol.messages import (
 from wanma.elastic.transport.endpoint import listen_on_free_port, make_endpoint
 from wanma.elastic.transport.event_loop import EventLoop
 from wanma.job.errors import WanmaError
-from wanma.job.run import generation_claims
+from wanma.job.run.folder_claims import FolderClaims
 from wanma.job.run.generation_claims import Claim
 
 
@@ -41,9 +43,16 @@ class Alone:
         place = make_endpoint("127.0.0.1", int(self.taken.getsockname()[1]))
         launch = LaunchConfig(folder, "a:b", nodes=2, max_restarts=3, rendezvous=place.text)
         self.link: Any = TcpLink(
-            launch, place, b"secret", loop, lambda _address: join(), self.heard.append, self.lost.append
+            launch,
+            FolderClaims(folder),
+            place,
+            b"secret",
+            loop,
+            lambda _address: join(),
+            self.heard.append,
+            self.lost.append,
         )
-        generation_claims.create_claim(folder, Claim(7, place.text, "first", "host-0", node=0))
+        FolderClaims(folder).create(Claim(7, place.text, "first", "host-0", node=0))
 
     def attached(self) -> Any:
         self.link._start = StartCommand(7, 1, 1, 2, "10.0.0.1", 1, None, (1, 1))
@@ -70,14 +79,14 @@ def fails(*_arguments: Any) -> Any:
     raise OSError(116, "Stale file handle")
 
 
-@pytest.mark.parametrize("call", ["read_claim", "read_heartbeat"])
+@pytest.mark.parametrize("call", ["read", "read_heartbeat"])
 def test_where_nobody_can_see_who_follows_the_node_ends_and_says_so(
     alone: Alone, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: str
 ) -> None:
     link = alone.attached()
-    newest = generation_claims.newest_claim(tmp_path)
+    newest = FolderClaims(tmp_path).newest()
     link._read_newest_claim = lambda: newest if call == "read_heartbeat" else None
-    monkeypatch.setattr(generation_claims, call, fails)
+    monkeypatch.setattr(FolderClaims, call, fails)
     link._handle_coordinator_loss("no heartbeat for 21 s", is_dead=False)
     [reason] = alone.lost
     assert "lost the coordinator at 127.0.0.1:" in reason
@@ -111,6 +120,46 @@ def test_an_order_to_stop_that_no_coordinator_has_heard_is_not_forgotten(alone: 
     assert (alone.heard[-1] == AbortCommand(75)) == (not heard)
 
 
+@pytest.mark.parametrize("orphaned", [False, True])
+def test_a_request_to_leave_is_repeated_to_the_successor(alone: Alone, orphaned: bool) -> None:
+    """It may cross with the hand-over of a coordinator that leaves itself."""
+    link = alone.attached()
+    request = DrainRequest(75, 30.0, "SIGTERM", node_only=True)
+    if not orphaned:
+        link.send(request)
+    link._handle_message(HandOverCommand((), "SIGTERM"))
+    if orphaned:
+        link.send(request)
+    assert [type(word) for word in alone.heard] == [Notice, TerminateCommand], "it does not just end"
+    link.send(TerminationReport(4000, 3, ()))
+    link._drain_requested_at -= 10
+    link._make_channel_request()  # as it dials
+    line = Line()
+    link._handle_connected(line, "127.0.0.1", ChannelReply("first", False, 0))
+    join_request, repeated = line.sent
+    assert isinstance(join_request, JoinRequest)
+    assert join_request.previous_membership is not None
+    assert isinstance(repeated, DrainRequest)
+    assert repeated.grace_seconds == pytest.approx(20, abs=1)
+    assert repeated.node_only
+
+
+@pytest.mark.parametrize("hands_over", [True, False])
+def test_a_coordinator_that_hands_the_run_over_is_followed_at_once(alone: Alone, hands_over: bool) -> None:
+    link = alone.attached()
+    if hands_over:
+        link._handle_message(HandOverCommand((0,), "SIGTERM"))
+    else:
+        link._handle_coordinator_loss("no heartbeat for 21 s", is_dead=False)
+    failover = link._takeover.failover
+    assert failover.may_take_over() == hands_over, "a silent one may live"
+    assert failover.lost_nodes == {0}
+    past = failover.inherit_run("host-1")
+    assert past.is_hand_over == hands_over
+    assert (past.generation_failure is None) == hands_over
+    assert past.surviving_nodes == {1}
+
+
 def test_a_node_whose_vote_stays_does_not_take_part_again_yet(
     alone: Alone, loop: EventLoop, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -119,15 +168,15 @@ def test_a_node_whose_vote_stays_does_not_take_part_again_yet(
     link.send(TerminationReport(4000, 3, ()))
     link._takeover.failover.observed_since -= 100
     link._takeover.failover.may_take_over()
-    assert generation_claims.coordinator_lost_votes(tmp_path, 7) == {1}
+    assert FolderClaims(tmp_path).lost_votes(7) == {1}
     with monkeypatch.context() as patch:
-        patch.setattr(generation_claims, "withdraw_vote", fails)
+        patch.setattr(FolderClaims, "withdraw_vote", fails)
         first = Line()
         link._handle_connected(first, "127.0.0.1", ChannelReply("first", False, 0))
     assert (first.is_closed, link._state) == (True, "orphaned")
     again = Line()
     link._handle_connected(again, "127.0.0.1", ChannelReply("first", False, 0))
-    assert (again.is_closed, link._state, generation_claims.coordinator_lost_votes(tmp_path, 7)) == (
+    assert (again.is_closed, link._state, FolderClaims(tmp_path).lost_votes(7)) == (
         False,
         "attached",
         frozenset(),
@@ -152,15 +201,17 @@ class Line:
 def test_a_claim_that_says_nothing_holds_up_no_start(tmp_path: Path, loop: EventLoop) -> None:
     listener = listen_on_free_port("127.0.0.1")
     place = make_endpoint("127.0.0.1", int(listener.getsockname()[1]))
-    host = CoordinatorServer(LaunchConfig(tmp_path, "a:b", nodes=2), place, b"secret", listener, loop)
+    host = CoordinatorServer(
+        LaunchConfig(tmp_path, "a:b", nodes=2), FolderClaims(tmp_path), place, b"secret", listener, loop
+    )
     assert host._claim_generation(1) == 1
     (tmp_path / "generations" / "2").touch()  # by one who found the disk full
     assert host._claim_generation(2) == 3
-    nothing, mine = generation_claims.read_claim(tmp_path, 2), generation_claims.read_claim(tmp_path, 3)
+    nothing, mine = FolderClaims(tmp_path).read(2), FolderClaims(tmp_path).read(3)
     assert nothing is not None
     assert mine is not None
     assert (nothing.followed, mine.coordinator, mine.followed) == (True, host.coordinator_id, False)
     assert host._claim_generation(3) == 3
-    generation_claims.create_claim(tmp_path, Claim(4, "10.0.0.3:1", "other", "host-2"))
+    FolderClaims(tmp_path).create(Claim(4, "10.0.0.3:1", "other", "host-2"))
     assert host._claim_generation(4) is None
     host.close(linger=False)

@@ -96,11 +96,11 @@ def test_fields_of_a_wrong_type_are_refused(name: str, extra: dict[str, Any], da
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        (b'{"v":4,"g":0,"kind":"StartCommand","generation":1}', "lacks a field"),
-        (b'{"v":4,"g":0,"kind":"Heartbeat","more":1}', "unknown fields ['more']"),
-        (b'{"v":4,"g":0,"kind":"DrainCommand","exit_code":true}', "DrainCommand.exit_code is not int"),
-        (b'{"v":4,"g":0,"kind":"Format","exit_code":1}', "unknown message 'Format'"),
-        (b'{"v":4,"g":-1,"kind":"Heartbeat"}', "generation -1"),
+        (b'{"v":6,"g":0,"kind":"StartCommand","generation":1}', "lacks a field"),
+        (b'{"v":6,"g":0,"kind":"Heartbeat","more":1}', "unknown fields ['more']"),
+        (b'{"v":6,"g":0,"kind":"DrainCommand","exit_code":true}', "DrainCommand.exit_code is not int"),
+        (b'{"v":6,"g":0,"kind":"Format","exit_code":1}', "unknown message 'Format'"),
+        (b'{"v":6,"g":-1,"kind":"Heartbeat"}', "generation -1"),
         (b'["v"]', "not a message"),
         (b"[" * 100_000, "not JSON"),
     ],
@@ -114,7 +114,7 @@ def test_a_malformed_line_is_named(line: bytes, complaint: str) -> None:
 def test_another_version_has_an_error_of_its_own() -> None:
     with pytest.raises(VersionError) as error:
         decode(b'{"v":1,"g":0,"kind":"Heartbeat"}')
-    assert str(error.value) == "protocol version 1, this is version 4"
+    assert str(error.value) == "protocol version 1, this is version 6"
 
 
 def test_a_line_without_end_is_cut_off_at_the_limit() -> None:
@@ -183,7 +183,8 @@ def test_a_proof_needs_the_secret_the_role_and_both_nonces() -> None:
 def test_start_is_one_readable_line() -> None:
     start = StartCommand(1, 0, 0, 4, "10.0.0.1", 40000)
     assert encode(start) == (
-        b'{"v":4,"g":0,"kind":"StartCommand","generation":1,"node_rank":0,"first_rank":0,'
+        b'{"v":6,"g":0,"kind":"StartCommand","generation":1,"node_rank":0,"first_rank":0,'
         b'"world_size":4,"store_host":"10.0.0.1","store_port":40000,"recovery":null,"local_world_sizes":[],'
-        b'"plan":null,"forecast":null,"coordinator_node_rank":-1,"failure_unix_seconds":0.0}\n'
+        b'"plan":null,"forecast":null,"coordinator_node_rank":-1,"failure_unix_seconds":0.0,'
+        b'"rank_addresses":[]}\n'
     )

@@ -29,7 +29,12 @@ def test_a_machine_s_own_name_means_an_address_that_others_reach(monkeypatch: py
     monkeypatch.setattr(endpoint, "default_routes", lambda: [way])
     place = resolve_endpoint("horse:29500")
     assert (place.text, place.address, place.is_loopback) == ("horse:29500", ("10.0.0.5", 29500), False)
-    assert resolve_endpoint("localhost:29500").is_loopback
+    for alias in ("horse.stable.example", "n1"):
+        assert resolve_endpoint(f"{alias}:29500").address == ("10.0.0.5", 29500), (
+            "of the batch system, or longer"
+        )
+    for name in ("localhost", "localhost.localdomain", "ip6-localhost", "127.0.1.1"):
+        assert resolve_endpoint(f"{name}:29500").is_loopback
     monkeypatch.setattr(endpoint, "default_routes", lambda: [replace(way, address="fd00::5")])
     place = resolve_endpoint("horse:29500")
     assert (place.family, place.address) == (socket.AF_INET6, ("fd00::5", 29500))

@@ -12,19 +12,26 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
+from wanma.api.launch.mpi_gang import MpiSettings, make_gang_key
+from wanma.api.launch.mpi_launcher import find_mpi_launcher
 from wanma.api.launch.script_record import ScriptRecord
+from wanma.api.launch.tasks import Task, service_roles
 from wanma.api.run.run_records import count_events, lock_run, record_run_end
 from wanma.api.session import SESSION_EVENT
-from wanma.elastic.launch_config import LaunchConfig
+from wanma.elastic.launch_config import LaunchConfig, ScriptSettings, StoreKind
+from wanma.elastic.protocol.shared_secret import load_rendezvous_secret
+from wanma.elastic.transport.endpoint import resolve_endpoint
 from wanma.elastic.workers.environment import make_worker_environment
 from wanma.elastic.workers.worker_output import OUTPUT_EVENT
-from wanma.engines.local import run_local as run_local
+from wanma.engines.launchers.job_placement import place_cluster
+from wanma.engines.launchers.launcher_placement import LauncherPlacement
+from wanma.engines.local.foreground import run_local as run_local
 from wanma.hardware.discovery.network_interfaces import check_interface
 from wanma.hardware.discovery.node import discover_node
 from wanma.hardware.discovery.topology_address import resolve_topology_address
-from wanma.job.errors import WanmaError
+from wanma.job.errors import JobError, WanmaError
 from wanma.job.file.cluster_overrides import parse_cluster_section
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
@@ -33,15 +40,18 @@ from wanma.job.sections.cluster import ClusterSection
 from wanma.job.sections.observe import ObserveSection
 from wanma.observe.console.console import Console
 from wanma.observe.console.opening import open_console
+from wanma.torch_internals.loaded import COMPILER_MODULE
 
 PRELOAD = (
     "torch",
-    "torch._dynamo",
+    COMPILER_MODULE,
     "wanma.api.launch.script_worker",
     "wanma.api.session",
     "wanma.training.loop.session",
 )
-"""Modules preloaded for scripts that import wanma; others start in an empty process, as in torchrun."""
+"""Modules preloaded for scripts with a session of wanma; others start in an empty process, as in torchrun."""
+_ELF = b"\x7fELF"
+FrameworkName = Literal["torch", "tensorflow", "horovod", "jax", "mpi"]
 
 
 @dataclass(frozen=True)
@@ -49,50 +59,139 @@ class Program:
     """Program that each rank runs."""
 
     script: str
-    """Path of a Python file, or name of a module."""
+    """Path of a Python file or of a compiled program, or name of a module."""
     arguments: tuple[str, ...] = ()
     is_module: bool = False
     local_rank_option: str = ""
     """Name of the option that passes the local rank, such as '--local-rank'; empty: none."""
+    interpreter: str = ""
+    """Python interpreter of the script; empty: that of wanma."""
 
     @property
     def name(self) -> str:
         return self.script.rpartition(".")[2] if self.is_module else Path(self.script).stem
 
+    @property
+    def is_executed(self) -> bool:
+        """True if each rank's process becomes another program: an interpreter, or the script itself."""
+        return bool(self.interpreter) or self.is_program
+
+    @property
+    def is_program(self) -> bool:
+        """True if the script is a compiled program (ELF)."""
+        if self.is_module:
+            return False
+        with Path(self.script).open("rb") as file:
+            return file.read(len(_ELF)) == _ELF
+
+    @property
+    def command(self) -> list[str]:
+        """Command of each rank, as the user would give it without wanma."""
+        runner = [] if self.is_program else [self.interpreter or sys.executable]
+        module = ["-m"] if self.is_module else []
+        return [*runner, *module, self.script, *self.arguments]
+
+    def check_executable(self) -> None:
+        """Refuse a compiled program that cannot be started.
+
+        Raises:
+            JobError: it has no permission to be executed, or is to run in an interpreter.
+        """
+        if not self.is_program:
+            return
+        if self.interpreter:
+            raise JobError(
+                f"wanma launch: {self.script} is a compiled program, and --python is for Python files",
+                "leave --python out",
+            )
+        if not os.access(self.script, os.X_OK):
+            raise JobError(
+                f"wanma launch: {self.script} is a compiled program without permission to be executed",
+                f"chmod +x {self.script}",
+            )
+
     def content(self) -> bytes:
         """Return the source of a file; for a module, which is only searched for where it runs, its name."""
         return self.script.encode() if self.is_module else Path(self.script).read_bytes()
 
-    def imports_wanma(self) -> bool:
-        """Return True if the source imports wanma; imports of the user's other modules are not followed."""
+    def has_session(self) -> bool:
+        """Return True if the source uses more of wanma here than `wanma.log`.
+
+        Imports of the user's other modules are not followed; another interpreter imports its own.
+        """
         try:
-            tree = ast.parse(b"" if self.is_module else self.content())
+            tree = ast.parse(b"" if self.is_module or self.interpreter else self.content())
         except (SyntaxError, ValueError):
             return False
-        names = []
+        imported, used = set(), set()
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
-                names += [alias.name for alias in node.names]
+                imported |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
-                names.append(node.module or "")
-        return any(name.partition(".")[0] == "wanma" for name in names)
+                imported |= {f"{node.module}.{alias.name}" for alias in node.names}
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                used.add(f"{node.value.id}.{node.attr}")
+        names = {name.partition(".")[2] for name in imported if name.partition(".")[0] == "wanma"}
+        attributes = {name.partition(".")[2] for name in used if name.partition(".")[0] == "wanma"}
+        logs_only = "log" in names | attributes and names | attributes <= {"", "log"}
+        return bool(names) and not logs_only
+
+
+@dataclass(frozen=True)
+class Framework:
+    """Framework of a script, which decides by which variables its processes find each other."""
+
+    name: FrameworkName = "torch"
+    roles: tuple[str, ...] = ()
+    """Role of each rank of all nodes, for TensorFlow; empty: all are workers."""
+
+    def assign_tasks(self, ranks: int) -> tuple[Task, ...]:
+        """Return the task of each of `ranks` ranks; empty if the framework knows none.
+
+        Raises:
+            JobError: there are more or fewer roles than ranks.
+        """
+        if self.name != "tensorflow":
+            return ()
+        if self.roles and len(self.roles) != ranks:
+            raise JobError(
+                f"wanma launch: --roles names {len(self.roles)} ranks, but there are {ranks}",
+                "the roles' numbers together are --ranks times --nodes; without --ranks they decide it",
+            )
+        return Task.from_roles(self.roles or ("worker",) * ranks)
+
+    def script_settings(self, tasks: Sequence[Task], is_executed: bool) -> ScriptSettings:
+        """Return the supervisor's part of it."""
+        stores: dict[FrameworkName, StoreKind] = {"torch": "torch", "horovod": "http"}
+        services = service_roles([task.role for task in tasks])
+        return ScriptSettings(
+            store=stores.get(self.name, "none"),
+            has_ports=self.name in ("tensorflow", "jax", "mpi"),
+            tasks=tuple(task.name for task in tasks),
+            service_ranks=frozenset(rank for rank, task in enumerate(tasks) if task.role in services),
+            is_executed=is_executed,
+        )
 
 
 def launch_script(
     program: Program,
     ranks: int,
     *,
+    framework: Framework = Framework(),
     run_directory: Path | None = None,
     overrides: Sequence[str] = (),
     shown_ranks: Sequence[int] | None = None,
+    placement: LauncherPlacement | None = None,
 ) -> int:
-    """Run `program` once per rank, with the environment variables from which `wanma.session` reads its place.
+    """Run `program` once per rank, with the environment variables from which it reads its place.
 
     Args:
         ranks: processes on this node, and on each of the others.
+        framework: framework of the program.
         run_directory: default: runs / the script's name.
         overrides: keys of `[cluster]`, such as 'cluster.nodes=2'.
         shown_ranks: ranks whose output is shown; default: all.
+        placement: place among the processes of another launcher, the default of nodes and rendezvous.
 
     Returns:
         the exit code: that of a script that ended itself, else as in `train_job`.
@@ -106,15 +205,29 @@ def launch_script(
         "give keys of [cluster] only, e.g. cluster.hang_timeout_seconds=900; set other keys in the "
         "script's job",
     )
+    if placement is not None:
+        section = place_cluster(section, placement)
     check_interface(section.network_interface)
+    tasks = framework.assign_tasks(ranks * section.nodes)
+    mpi = _mpi_settings(program, ranks, section, framework)
     run = RunDirectory(run_directory or Path("runs") / program.name)
     run.create()
     with lock_run(run) if section.nodes == 1 else nullcontext(), _ScriptConsole(run, shown_ranks) as console:
-        record = ScriptRecord(run, program.script, program.arguments, ranks, section.nodes)
+        record = ScriptRecord(
+            run,
+            program.script,
+            program.arguments,
+            ranks,
+            section.nodes,
+            framework=framework.name,
+            tasks=[task.name for task in tasks],
+            start_timeout_seconds=section.start_timeout_seconds,
+        )
         earlier_events = count_events(run)
         try:
             outcome = run_local(
-                _launch(run, program, ranks, section), record.with_restart_records(console.write)
+                _launch(run, program, ranks, section, framework, tasks, mpi),
+                record.with_restart_records(console.write),
             )
         except WanmaError as error:  # no rank was started
             record.record_end(error.exit_code, error.message, console.write)
@@ -127,22 +240,30 @@ def launch_script(
         if failure is not None:
             console.write({"kind": "message", "level": "error", "text": failure})
         if run.job.exists():  # a session was opened here: this is a training
-            record_run_end(run, failure, console.write, earlier_events)
+            record_run_end(run, failure, console.write, earlier_events, is_aborted=exit_code != 0)
     return exit_code
 
 
-def _launch(run: RunDirectory, program: Program, ranks: int, section: ClusterSection) -> LaunchConfig:
+def _launch(
+    run: RunDirectory,
+    program: Program,
+    ranks: int,
+    section: ClusterSection,
+    framework: Framework,
+    tasks: Sequence[Task],
+    mpi: MpiSettings | None,
+) -> LaunchConfig:
     cluster = discover_node()
-    uses_wanma = program.imports_wanma()
+    has_session = program.has_session()
     has_gpu = section.device != "cpu" and any(node.devices for node in cluster.nodes)
-    threads = section.threads_per_rank or (0 if uses_wanma else _omp_num_threads())
+    threads = section.threads_per_rank or (0 if has_session else _omp_num_threads())
     threads = threads or max(cluster.nodes[0].cores // ranks, 1)
     plan = Plan(
         dp_replicate=ranks * section.nodes,
         threads_per_rank=threads,
         device="cuda" if has_gpu else "cpu",
     )
-    agreed = _launch_fingerprint(program, ranks, section)
+    agreed = _launch_fingerprint(program, ranks, section, framework)
     silent_retries = (
         section.max_restarts if "max_restarts" in section.model_fields_set else 0
     )  # torchrun's default
@@ -151,25 +272,33 @@ def _launch(run: RunDirectory, program: Program, ranks: int, section: ClusterSec
         "is_module": program.is_module,
         "arguments": program.arguments,
         "local_rank_option": program.local_rank_option,
+        "interpreter": program.interpreter,
+        "is_program": program.is_program,
+        "mpi": mpi.to_json() if mpi is not None else None,
+        "framework": framework.name,
+        "roles": [task.role for task in tasks],
+        "has_session": has_session,
+        "local_devices": len(cluster.nodes[0].devices) if has_gpu else 0,
         "cluster": section.model_dump(mode="json", exclude_unset=True),
         "run_id": f"{program.name}-{os.getpid() if section.nodes == 1 else agreed}",
-        "max_restarts": section.max_restarts if uses_wanma else silent_retries,
+        "max_restarts": section.max_restarts if has_session else silent_retries,
         # The supervisor sets this variable for the fork server only.
         "unset": [] if "OPENBLAS_NUM_THREADS" in os.environ else ["OPENBLAS_NUM_THREADS"],
     }
     allocator = (
-        section.host_allocator if uses_wanma or "host_allocator" in section.model_fields_set else "system"
+        section.host_allocator if has_session or "host_allocator" in section.model_fields_set else "system"
     )
     return LaunchConfig(
         run_directory=run.path.absolute(),
         entry="wanma.api.launch.script_worker:run_script_worker",
         payload=json.dumps(order).encode(),
-        preload_modules=PRELOAD if uses_wanma else ("wanma.api.launch.script_worker",),
+        preload_modules=PRELOAD if has_session else ("wanma.api.launch.script_worker",),
         ranks_per_node=ranks,
         threads_per_rank=threads,
         nodes=section.nodes,
         node_rank=section.node_rank,
         rendezvous=section.rendezvous,
+        claims=section.claims,
         network_interface=section.network_interface,
         topology_address=resolve_topology_address(section, os.environ).path,
         worker_environment=make_worker_environment(
@@ -181,8 +310,31 @@ def _launch(run: RunDirectory, program: Program, ranks: int, section: ClusterSec
         requeue_exit_code=section.requeue_exit_code,
         job_hash=agreed,
         max_restarts=section.max_restarts,
-        is_script=True,
+        script=framework.script_settings(tasks, is_executed=program.is_executed),
         max_restarts_before_first_step=silent_retries,
+    )
+
+
+def _mpi_settings(
+    program: Program, ranks: int, section: ClusterSection, framework: Framework
+) -> MpiSettings | None:
+    """Return this node's settings of a gang of MPI ranks; None for another framework.
+
+    Raises:
+        WanmaError: there is no usable mpirun, or no secret that the nodes share.
+    """
+    if framework.name != "mpi":
+        return None
+    launcher = find_mpi_launcher(program.interpreter, program.script, ranks)
+    key = ""
+    if section.nodes > 1 and section.rendezvous is not None:  # without it, the supervisor refuses
+        secret = load_rendezvous_secret(resolve_endpoint(section.rendezvous).is_loopback, os.environ)
+        key = make_gang_key(secret, _launch_fingerprint(program, ranks, section, framework))
+    return MpiSettings(
+        folder=launcher.folder,
+        major_version=launcher.major_version,
+        key=key,
+        start_timeout_seconds=section.start_timeout_seconds,
     )
 
 
@@ -192,7 +344,9 @@ def _omp_num_threads() -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def _launch_fingerprint(program: Program, ranks: int, section: ClusterSection) -> str:
+def _launch_fingerprint(
+    program: Program, ranks: int, section: ClusterSection, framework: Framework = Framework()
+) -> str:
     """Return the hash that all nodes of one launch must share, wherever the script is on each."""
     node_settings = {
         "node_rank": None,
@@ -205,6 +359,7 @@ def _launch_fingerprint(program: Program, ranks: int, section: ClusterSection) -
         list(program.arguments),
         program.local_rank_option,
         ranks,
+        [framework.name, *framework.roles],
         common_section.model_dump(mode="json"),
     ]
     content = program.content() + json.dumps(fingerprint_values, sort_keys=True).encode()

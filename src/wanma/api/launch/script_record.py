@@ -20,13 +20,26 @@ class ScriptRecord:
 
     Args:
         ranks: processes on each node.
+        framework: framework of the script.
+        tasks: task of each rank in the framework, such as 'ps 0'; empty if it knows none.
+        start_timeout_seconds: longest time that the nodes wait for each other, before the first record of
+            use.
 
     Raises:
         OSError: the run directory cannot be written to.
     """
 
     def __init__(
-        self, run: RunDirectory, script: str, arguments: Sequence[str], ranks: int, nodes: int
+        self,
+        run: RunDirectory,
+        script: str,
+        arguments: Sequence[str],
+        ranks: int,
+        nodes: int,
+        *,
+        framework: str = "torch",
+        tasks: Sequence[str] = (),
+        start_timeout_seconds: float = 0.0,
     ) -> None:
         self._run = run
         self._content: dict[str, Any] = {
@@ -34,10 +47,13 @@ class ScriptRecord:
             "arguments": list(arguments),
             "ranks_per_node": ranks,
             "nodes": nodes,
+            "framework": framework,
+            "tasks": list(tasks),
             "command_line": sys.argv,
             "host": platform.node(),
             "process": os.getpid(),
             "started": time.time(),
+            "start_timeout_seconds": start_timeout_seconds,
             "ended": None,
             "exit_code": None,
             "failure": "",

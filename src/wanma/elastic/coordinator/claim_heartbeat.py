@@ -1,4 +1,4 @@
-"""Heartbeat of the coordinator's claim in the run directory, and detection of a newer claim."""
+"""Heartbeat of the coordinator's claim in the claim store, and detection of a newer claim."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import selectors
 import socket
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 from wanma.elastic.transport.event_loop import EventLoop
-from wanma.job.run import generation_claims
-from wanma.job.run.generation_claims import Claim
+from wanma.job.run.generation_claims import Claim, ClaimStore
 
 logger = logging.getLogger("wanma.elastic")
 
@@ -19,12 +17,12 @@ logger = logging.getLogger("wanma.elastic")
 class ClaimHeartbeat:
     """Claim heartbeat: calls `on_superseded(claim)` in the loop, once, for a claim after `newest_generation`.
 
-    It works in a thread of its own: a shared file system that hangs must not delay the supervisors'
+    It works in a thread of its own: a store that hangs must not delay the supervisors'
     heartbeats.
 
     Args:
         loop: event loop.
-        run_directory: run directory.
+        claims: claim store of the run.
         coordinator_id: name of the coordinator.
         newest_generation: generation of the newest claim so far, the coordinator's own or one that it is to
             follow.
@@ -35,7 +33,7 @@ class ClaimHeartbeat:
     def __init__(
         self,
         loop: EventLoop,
-        run_directory: Path,
+        claims: ClaimStore,
         coordinator_id: str,
         newest_generation: int,
         interval_seconds: float,
@@ -44,7 +42,7 @@ class ClaimHeartbeat:
         self.newest_generation = newest_generation
         self.owns_claim = False
         """True if `newest_generation` is the coordinator's own claim, which is then kept alive."""
-        self._loop, self._run_directory, self._coordinator_id = loop, run_directory, coordinator_id
+        self._loop, self._claims, self._coordinator_id = loop, claims, coordinator_id
         self._interval_seconds, self._on_superseded = interval_seconds, on_superseded
         self._newest: Claim | None = None
         self._reader, self._writer = socket.socketpair()
@@ -64,7 +62,7 @@ class ClaimHeartbeat:
         failing = False
         while not self._stop_event.wait(self._interval_seconds):
             try:
-                newest = generation_claims.newest_claim(self._run_directory)
+                newest = self._claims.newest_after(self.newest_generation)
                 # The coordinator may be about to claim the next number, so `newest_generation` alone does not
                 # tell.
                 if (
@@ -75,11 +73,13 @@ class ClaimHeartbeat:
                     self._newest = newest
                     break
                 if self.owns_claim:
-                    generation_claims.write_heartbeat(self._run_directory, self.newest_generation)
+                    self._claims.write_heartbeat(self.newest_generation)
                 failing = False
             except OSError as error:
                 if not failing:
-                    logger.warning("%s: cannot renew the coordinator's claim: %s", self._run_directory, error)
+                    logger.warning(
+                        "%s: cannot renew the coordinator's claim: %s", self._claims.location, error
+                    )
                 failing = True
         self._writer.close()  # wakes the loop
 

@@ -15,7 +15,12 @@ import math
 from dataclasses import replace
 from typing import Any, Literal
 
-from wanma.elastic.coordinator.coordinator_config import CoordinatorConfig
+from wanma.elastic.coordinator.coordinator_config import (
+    ROOT_CAUSE_WAIT_SECONDS,
+    STATUS_TIMEOUT_SECONDS,
+    TERMINATION_TIMEOUT_SECONDS,
+    CoordinatorConfig,
+)
 from wanma.elastic.coordinator.member import GenerationStart, Member, Send, check_admission
 from wanma.elastic.coordinator.node_ranks import assign_node_ranks
 from wanma.elastic.coordinator.terminated_members import (
@@ -58,13 +63,6 @@ from wanma.elastic.recovery.flush_round import FAILED_RUN_FLUSH_SECONDS, FlushRo
 from wanma.elastic.recovery.restart_policy import RestartPolicy
 from wanma.job.errors import EXIT_FAILED, EXIT_USAGE
 
-ROOT_CAUSE_WAIT_SECONDS = 1.0
-"""Time, in seconds, that a secondary failure waits for its root cause."""
-STATUS_TIMEOUT_SECONDS = 10.0
-"""Time, in seconds, that nodes may take to report the status of their ranks."""
-TERMINATION_TIMEOUT_SECONDS = 60.0
-"""Time, in seconds, that nodes may take to end their ranks: a killed process first frees its memory."""
-
 
 class Coordinator:
     """Coordinator of a run with a fixed number of nodes; `generation` counts the starts of its ranks."""
@@ -74,11 +72,10 @@ class Coordinator:
         self._config, self._nodes, self._send = config, config.nodes, send
         self._unhealthy_nodes: dict[int, Failure] = {}
         """Failed health check of each node that failed one."""
-        self._stragglers = StragglerDetector(config.straggler_factor)
+        self._stragglers, self._exit_code = StragglerDetector(config.straggler_factor), 0
         self._state: Literal["meeting", "running", "halting", "rescuing", "over"] = "meeting"
         self._members: dict[int, Member] = {}
         self._deadline: float | None = now + config.start_timeout_seconds
-        self._exit_code = 0
         self._secondary_failure: Failure | None = None
         self._hang_report_collector: HangReportCollector | None = None
         self._restart_policy = RestartPolicy(config.max_restarts, config.max_restarts_before_first_step)
@@ -89,6 +86,8 @@ class Coordinator:
         self._recovery: Recovery | None = None
         self._local_world_sizes: tuple[int, ...] = ()
         """Number of ranks on each node of the newest generation."""
+        self._claiming_members: frozenset[int] | None = None
+        """Members whose start waits for its claim; None: no start does."""
         self._kill_deadline: float | None = None
         """Time at which all ranks are killed after a request to stop; None: no kill was announced."""
         self._flush_round: FlushRound | None = None
@@ -101,7 +100,7 @@ class Coordinator:
         """Nodes that are expected to join from a lost coordinator."""
         if (past := config.inherited_run) is not None:
             self._state, self._deadline = "halting", now + past.rejoin_timeout_seconds
-            self._last_failure = self._last_node_loss = past.failure
+            self._last_failure, self._last_node_loss = past.generation_failure, past.failure
             self._last_started_generation = past.start.generation
             self._local_world_sizes = past.start.local_world_sizes
             self._expected_survivors = set(past.surviving_nodes)
@@ -139,8 +138,8 @@ class Coordinator:
 
     def _handle_running_message(self, member_id: int, message: Message, now: float) -> None:
         match message:
-            case CompletionReport():
-                self._handle_completion(member_id)
+            case CompletionReport(is_serving):
+                self._handle_completion(self._members[member_id], is_serving)
             case DrainTimeoutReport() if self._kill_deadline is not None:
                 self._terminate_ranks(Failure("the current step would not complete in time"), now)
             case HangAlarm():
@@ -156,7 +155,7 @@ class Coordinator:
     def handle_member_loss(self, member_id: int, reason: str, now: float) -> None:
         """Process the loss of a peer's connection."""
         member = self._members.pop(member_id, None)
-        if member is None or self.has_ended or (member.is_finished and self._state == "running"):
+        if member is None or self.has_ended or (member.is_dispensable and self._state == "running"):
             return
         if member.node_rank < 0:
             self._handle_standby_loss(now)
@@ -226,9 +225,9 @@ class Coordinator:
 
     def _return_to_rendezvous(self, now: float) -> None:
         """Meet after a generation has ended, or after a loss before the next one."""
-        self._state = "meeting"
+        self._state, self._claiming_members = "meeting", None
         self._try_start(now)
-        if self._state == "meeting":
+        if self._state == "meeting" and self._claiming_members is None:
             self._wait_for_nodes(now)
 
     def _handle_standby_loss(self, now: float) -> None:
@@ -247,9 +246,7 @@ class Coordinator:
     def _check_admission(self, request: JoinRequest) -> Refusal | None:
         is_full = self._is_admission_closed or len(self._members) == self._nodes
         config = self._config
-        members = [
-            (self._reserved_node_rank(peer), peer.join_request.hostname) for peer in self._members.values()
-        ]
+        members = [(self._reserved_node_rank(m), m.join_request.hostname) for m in self._members.values()]
         return check_admission(request, self._nodes, config.endpoint, config.job_hash, members, is_full)
 
     def _reserved_node_rank(self, member: Member) -> int | None:
@@ -258,8 +255,9 @@ class Coordinator:
 
     def _start(self) -> None:
         generation = self._config.claim_generation(self.generation + 1)
-        if generation is None:
-            self._state, self._deadline = "over", None
+        self._claiming_members = frozenset(self._members) if generation == "pending" else None
+        if generation is None or generation == "pending":
+            self._state, self._deadline = self._state if generation else "over", None
             return
         by_node = self._assign_nodes()
         self._state = "running"
@@ -267,13 +265,18 @@ class Coordinator:
         self._deadline = self._secondary_failure = self._hang_report_collector = self._last_node_loss = None
         self._stragglers = StragglerDetector(self._config.straggler_factor)
         self._local_world_sizes = self._compute_local_world_sizes(by_node)
-        plan, forecast = self._plan_and_forecast()
-        start = GenerationStart(self.generation, self._recovery, self._local_world_sizes, plan, forecast)
+        plan_and_forecast = self._plan_and_forecast()
+        start = GenerationStart(self.generation, self._recovery, self._local_world_sizes, *plan_and_forecast)
         for identity, peer, command in start.make_start_commands(by_node):
             self._send(identity, command)
             if self._exit_code and not peer.has_run:
                 self._send(identity, DrainCommand(self._exit_code))
             peer.has_run = True
+
+    def resume_start(self) -> None:
+        """Continue the start that waited for its claim; if its nodes have changed, another start is due."""
+        if self._state == "meeting" and self._claiming_members == frozenset(self._members):
+            self._start()
 
     def _assign_nodes(self) -> list[tuple[int, Member]]:
         """Return the nodes that take part, by node rank, which they keep."""
@@ -309,9 +312,8 @@ class Coordinator:
             self._end_with_failure(replace(loss, hint=hint, exit_code=EXIT_FAILED), now)
             return
         hosts = [peer.join_request.hostname for peer in self._members.values()]
-        failure = make_rendezvous_timeout(
-            hosts, self._nodes, self._config.endpoint, self._config.start_timeout_seconds
-        )
+        config = self._config
+        failure = make_rendezvous_timeout(hosts, self._nodes, config.endpoint, config.start_timeout_seconds)
         self._end(AbortCommand(1, failure))
 
     # Running -------------------------------------------------------------------------------------
@@ -323,8 +325,7 @@ class Coordinator:
         """
         self._exit_code = self._exit_code or request.exit_code
         if request.grace_seconds is not None:
-            deadline = now + request.grace_seconds
-            self._kill_deadline = min(self._kill_deadline or deadline, deadline)
+            self._kill_deadline = min(self._kill_deadline or math.inf, now + request.grace_seconds)
         if self._is_waiting_for_nodes:
             self._end_without_ranks(now)
         else:
@@ -341,9 +342,9 @@ class Coordinator:
         if failure.failed_health_check and failure.node_rank is not None:
             self._unhealthy_nodes.setdefault(failure.node_rank, failure)
         if self._state == "halting":
-            cause = self._last_failure
-            is_wrong_job = failure.exit_code == EXIT_USAGE
-            if cause is None or is_wrong_job or (cause.is_secondary and not failure.is_secondary):
+            cause, is_wrong_job = self._last_failure, failure.exit_code == EXIT_USAGE
+            # Without a cause the ranks stop for a resize: peers that go first are no failure.
+            if is_wrong_job or (not failure.is_secondary and (cause is None or cause.is_secondary)):
                 self._last_failure = failure
         elif self._state == "running":
             if not failure.is_secondary:
@@ -352,16 +353,15 @@ class Coordinator:
                 self._secondary_failure = failure
                 self._deadline = now + ROOT_CAUSE_WAIT_SECONDS
 
-    def _handle_completion(self, member_id: int) -> None:
-        self._members[member_id].is_finished = True
+    def _handle_completion(self, member: Member, is_serving: bool) -> None:
+        member.is_finished, member.is_serving = True, is_serving
         if all(peer.is_finished for peer in self._members_with_ranks()) and self._secondary_failure is None:
             self._end(CompletionNotice(self._exit_code))
 
     def _handle_hang_alarm(self, member_id: int, alarm: HangAlarm, now: float) -> None:
         """Inquire the ranks once all nodes are silent: one may wait for another that works."""
         self._members[member_id].is_hung = True
-        silent = all(peer.is_silent for peer in self._members_with_ranks())
-        if self._hang_report_collector is None and silent:
+        if self._hang_report_collector is None and all(p.is_silent for p in self._members_with_ranks()):
             self._hang_report_collector = HangReportCollector(alarm)
             self._deadline = now + STATUS_TIMEOUT_SECONDS
             self._broadcast(RankStatusRequest())

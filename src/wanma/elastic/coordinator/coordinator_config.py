@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from wanma.elastic.coordinator.failover import InheritedRun
+
+ROOT_CAUSE_WAIT_SECONDS = 1.0
+"""Time, in seconds, that a secondary failure waits for its root cause."""
+STATUS_TIMEOUT_SECONDS = 10.0
+"""Time, in seconds, that nodes may take to report the status of their ranks."""
+TERMINATION_TIMEOUT_SECONDS = 60.0
+"""Time, in seconds, that nodes may take to end their ranks: a killed process first frees its memory."""
+ClaimGeneration = Callable[[int], int | Literal["pending"] | None]
 
 
 @dataclass(frozen=True)
@@ -22,11 +31,11 @@ class CoordinatorConfig:
     max_restarts: int = 0
     """Most recoveries without a new step between them."""
     straggler_factor: float = 1.5
-    claim_generation: Callable[[int], int | None] = lambda generation: generation
+    claim_generation: ClaimGeneration = lambda generation: generation
     """Function that claims a generation, or the next that is free, before each start.
 
     It returns the claimed number; None: another coordinator has the run, and the server sends the nodes
-    there.
+    there; "pending": the store has not answered yet, and `resume_start` is called when it has.
     """
     generation: int = 0
     """Number of the newest start so far."""

@@ -1,9 +1,9 @@
 """Server of the coordinator over TCP, and its deadlines in the event loop.
 
 A supervisor whose connection is lost is expected back: it counts as lost when nothing listens any more where
-it did, or when it has been silent for `heartbeat_timeout_seconds`. Every start is claimed in the run
-directory first (`wanma.job.run.generation_claims`); a coordinator that finds a newer claim of another sends
-its supervisors there.
+it did, or when it has been silent for `heartbeat_timeout_seconds`. Every start is claimed first
+(`wanma.job.run.generation_claims`); a coordinator that finds a newer claim of another sends its supervisors
+there.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ import logging
 import selectors
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from wanma.elastic.coordinator.claim_heartbeat import ClaimHeartbeat
+from wanma.elastic.coordinator.claim_thread import claim_in_thread
 from wanma.elastic.coordinator.coordinator import Coordinator
-from wanma.elastic.coordinator.coordinator_config import CoordinatorConfig
-from wanma.elastic.coordinator.elastic_coordinator import ElasticCoordinator
+from wanma.elastic.coordinator.coordinator_config import ClaimGeneration, CoordinatorConfig
+from wanma.elastic.coordinator.departures import DepartureCoordinator
 from wanma.elastic.coordinator.failover import InheritedRun
 from wanma.elastic.coordinator.member import Send
 from wanma.elastic.coordinator.planner_thread import replan_in_thread
+from wanma.elastic.coordinator.user_notices import claim_unseen_text
 from wanma.elastic.launch_config import LaunchConfig, Replanner, get_hostname
+from wanma.elastic.protocol.failover_messages import ClaimUnseenReport
 from wanma.elastic.protocol.framing import compute_proof, derive_signing_keys, new_nonce, verify_proof
 from wanma.elastic.protocol.messages import (
     AbortCommand,
@@ -32,9 +35,11 @@ from wanma.elastic.protocol.messages import (
     ChannelReply,
     ChannelRequest,
     CompletionNotice,
+    HandOverCommand,
     Heartbeat,
     JoinRequest,
     Message,
+    Notice,
     RedirectCommand,
     Refusal,
 )
@@ -46,15 +51,12 @@ from wanma.elastic.transport.event_loop import EventLoop, Timer
 from wanma.elastic.transport.handshake import HANDSHAKE_TIMEOUT_SECONDS
 from wanma.elastic.transport.liveness import LivenessProbe
 from wanma.elastic.transport.reliable_channel import ReliableChannel
-from wanma.job.run import generation_claims
-from wanma.job.run.generation_claims import Claim
+from wanma.job.run.generation_claims import Claim, ClaimStore
 
 logger = logging.getLogger("wanma.elastic")
 
 LINGER_SECONDS = 5.0
 """Time, in seconds, that the coordinator waits for the supervisors to receive its last message."""
-CLAIM_HEARTBEAT_SECONDS = 1.0
-"""Most time, in seconds, between two checks of the claims."""
 
 
 class CoordinatorDriver:
@@ -66,7 +68,7 @@ class CoordinatorDriver:
         endpoint: str,
         loop: EventLoop,
         send: Send,
-        claim_generation: Callable[[int], int | None] = lambda generation: generation,
+        claim_generation: ClaimGeneration = lambda generation: generation,
         generation: int = 0,
         inherited_run: InheritedRun | None = None,
     ) -> None:
@@ -93,7 +95,7 @@ class CoordinatorDriver:
 
     def _make_elastic_coordinator(
         self, launch: LaunchConfig, replanner: Replanner, config: CoordinatorConfig, send: Send
-    ) -> ElasticCoordinator:
+    ) -> DepartureCoordinator:
         def ask(question: int, request: ReplanRequest) -> None:
             replan_in_thread(replanner, request, self._loop, lambda decision: answer(question, decision))
 
@@ -101,7 +103,7 @@ class CoordinatorDriver:
             coordinator.apply_replan(question, decision, time.monotonic())
             self._arm()
 
-        coordinator = ElasticCoordinator(
+        coordinator = DepartureCoordinator(
             config,
             send,
             time.monotonic(),
@@ -117,6 +119,10 @@ class CoordinatorDriver:
 
     def handle_member_loss(self, member_id: int, reason: str) -> None:
         self._coordinator.handle_member_loss(member_id, reason, time.monotonic())
+        self._arm()
+
+    def resume_start(self) -> None:
+        self._coordinator.resume_start()
         self._arm()
 
     @property
@@ -168,6 +174,7 @@ class CoordinatorServer:
 
     Args:
         launch: launch configuration of the run.
+        claims: claim store of the run.
         endpoint: endpoint of the run from now on.
         secret: shared secret of the run.
         listener: socket that listens at `endpoint`.
@@ -179,6 +186,7 @@ class CoordinatorServer:
     def __init__(
         self,
         launch: LaunchConfig,
+        claims: ClaimStore,
         endpoint: Endpoint,
         secret: bytes,
         listener: socket.socket,
@@ -187,7 +195,7 @@ class CoordinatorServer:
         claim: Claim | None = None,
         inherited_run: InheritedRun | None = None,
     ) -> None:
-        self._launch, self._endpoint, self._secret = launch, endpoint, secret
+        self._launch, self._claims, self._endpoint, self._secret = launch, claims, endpoint, secret
         self._listener, self._loop = listener, loop
         self.coordinator_id = claim.coordinator if claim is not None else new_nonce()
         self._connections: dict[int, _ClientConnection] = {}
@@ -195,17 +203,22 @@ class CoordinatorServer:
         self._accepted_count = 0
         self._has_ended = False
         """True if the coordinator has nothing more to say: the run has ended, or goes on elsewhere."""
-        newest = claim or generation_claims.newest_claim(launch.run_directory)
+        newest = claim or claims.newest()
         generation = newest.generation if newest is not None else 0
         self._claim_heartbeat = ClaimHeartbeat(
             loop,
-            launch.run_directory,
+            claims,
             self.coordinator_id,
             generation,
-            min(CLAIM_HEARTBEAT_SECONDS, launch.heartbeat_timeout_seconds / 4),
+            min(claims.heartbeat_seconds, launch.heartbeat_timeout_seconds / 4),
             self._handle_superseded,
         )
         self._claim_heartbeat.owns_claim = claim is not None
+        self._has_warned_claim_unseen = False
+        self._pending_generation: int | None = None
+        """Generation that is being claimed in a thread; None: none is."""
+        self._is_claim_lost = False
+        """True if another coordinator has claimed that generation."""
         self._driver = CoordinatorDriver(
             launch,
             endpoint.text,
@@ -241,7 +254,7 @@ class CoordinatorServer:
 
     # Claims --------------------------------------------------------------------------------------
 
-    def _claim_generation(self, generation: int) -> int | None:
+    def _claim_generation(self, generation: int) -> int | Literal["pending"] | None:
         """Claim a generation before its start; with a claim held, no other coordinator starts that number.
 
         A claim without an endpoint leads nowhere: its writer has died, or found the disk full. Claiming the
@@ -249,16 +262,39 @@ class CoordinatorServer:
         """
         if self._claim_heartbeat.owns_claim and generation == self._claim_heartbeat.newest_generation:
             return generation
-        run = self._launch.run_directory
-        while not generation_claims.create_claim(
-            run, Claim(generation, self._endpoint.text, self.coordinator_id, get_hostname())
-        ):
-            claim = generation_claims.read_claim(run, generation)
+        if self._is_claim_lost:
+            return None  # the claim heartbeat sees the other's claim soon
+        if self._claims.deadline_seconds is not None:  # it may be slow: heartbeats go on meanwhile
+            if self._pending_generation is None:
+                self._pending_generation = generation
+                claim_in_thread(
+                    self._claims,
+                    self._make_claim(generation),
+                    self._launch.start_timeout_seconds,
+                    self._loop,
+                    self._finish_claim,
+                )
+            return "pending"
+        while not self._claims.create(self._make_claim(generation)):
+            claim = self._claims.read(generation)
             if claim is None or claim.place:
                 return None  # the claim heartbeat sees the other's claim soon
             generation += 1
         self._claim_heartbeat.newest_generation, self._claim_heartbeat.owns_claim = generation, True
         return generation
+
+    def _make_claim(self, generation: int) -> Claim:
+        return Claim(generation, self._endpoint.text, self.coordinator_id, get_hostname())
+
+    def _finish_claim(self, claim: Claim, is_claimed: bool) -> None:
+        """Process the answer of a store that was asked in a thread."""
+        self._pending_generation = None
+        if self._has_ended:
+            return
+        if is_claimed:
+            self._claim_heartbeat.newest_generation, self._claim_heartbeat.owns_claim = claim.generation, True
+        self._is_claim_lost = not is_claimed
+        self._driver.resume_start()
 
     def _handle_superseded(self, claim: Claim) -> None:
         """Send all supervisors to another coordinator, which has claimed the run."""
@@ -301,6 +337,8 @@ class CoordinatorServer:
             client.last_heard = time.monotonic()
             if isinstance(message, Heartbeat):
                 client.channel.acknowledge(message.received_count)
+            elif isinstance(message, ClaimUnseenReport):
+                self._warn_claim_unseen(message)
             elif not self._has_ended:
                 if isinstance(message, JoinRequest):
                     client.join_request = message
@@ -319,6 +357,14 @@ class CoordinatorServer:
             visitor.connection.send(AuthenticationConfirmation(proof))
             receive_key, send_key = derive_signing_keys(self._secret, visitor.challenge, message.nonce)
             visitor.connection.framer.enable_signing(send_key, receive_key)
+
+    def _warn_claim_unseen(self, report: ClaimUnseenReport) -> None:
+        """Tell all nodes, once, that there can be no failover."""
+        if not self._has_warned_claim_unseen:
+            self._has_warned_claim_unseen = True
+            text = claim_unseen_text(report.hostname, report.location, self._launch.checkpoint_upload_url)
+            for client in self._clients.values():
+                client.channel.send(Notice(text))
 
     def _attach(
         self, connection_id: int, client_connection: _ClientConnection, request: ChannelRequest
@@ -346,6 +392,8 @@ class CoordinatorServer:
             if client.member_id == member_id:
                 client.channel.send(message)
                 break
+        if isinstance(message, HandOverCommand):
+            self._has_ended = True  # the claim stays open for the successor
         # An `AbortCommand` may be for one node alone, which is excluded or leaves by itself.
         if (
             isinstance(message, AbortCommand | CompletionNotice)
@@ -355,14 +403,12 @@ class CoordinatorServer:
             self._record_end(message.exit_code)
 
     def _record_end(self, exit_code: int) -> None:
-        """Record the end in the run directory, for nodes that cannot be reached."""
+        """Record the end in the claim store, for nodes that cannot be reached."""
         self._has_ended = True
         self._claim_heartbeat.close()
         if self._claim_heartbeat.owns_claim:
             try:
-                generation_claims.record_run_end(
-                    self._launch.run_directory, self._claim_heartbeat.newest_generation, exit_code
-                )
+                self._claims.record_end(self._claim_heartbeat.newest_generation, exit_code)
             except OSError as error:
                 logger.warning("cannot record the end of the run: %s", error)
 

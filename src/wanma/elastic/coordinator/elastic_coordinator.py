@@ -11,7 +11,7 @@ To grow, the ranks suspend: they leave after a step with an in-memory checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -25,12 +25,14 @@ from wanma.elastic.protocol.messages import (
     AbortRequest,
     DrainRequest,
     FailureReport,
+    InMemoryCheckpointId,
     JoinRequest,
     Message,
     NodePreloadedReport,
     Notice,
     ProgressReport,
     ProgressRequest,
+    ReleaseCommand,
     StartCommand,
     SuspendCommand,
     SuspendReport,
@@ -114,10 +116,9 @@ class ElasticCoordinator(Coordinator):
             self._consider_scale_up()
         elif self._is_standby(member_id) and not isinstance(message, JoinRequest):
             if isinstance(message, DrainRequest | AbortRequest | FailureReport):  # concerns that node alone
-                self._send(
-                    member_id,
-                    AbortCommand(message.exit_code if not isinstance(message, FailureReport) else 1),
-                )
+                code = message.exit_code if not isinstance(message, FailureReport) else 1
+                is_leaving = isinstance(message, DrainRequest) and message.node_only
+                self._send(member_id, ReleaseCommand(code) if is_leaving else AbortCommand(code))
                 del self._members[member_id]
                 self._handle_standby_loss(now)
         else:
@@ -129,7 +130,7 @@ class ElasticCoordinator(Coordinator):
             return
         self._pending_replan_id = None
         if self._is_replanning and decision.plan is not None:
-            self._start_with_plan(decision)
+            self._start_with_plan(decision, now)
         elif self._is_replanning:
             self._handle_no_plan(decision, now)
         elif self._state == "running" and self._resize_state == "asking":
@@ -172,7 +173,7 @@ class ElasticCoordinator(Coordinator):
 
     def _try_start(self, now: float) -> None:
         """Continue as soon as enough nodes have joined; before the first start, wait a little for more."""
-        node_count = len(self._members)
+        node_count = len(self._available_members)
         is_enough = node_count >= self._min_nodes
         if node_count == self._nodes or (is_enough and self._last_started_generation > 0):
             self._is_replanning, self._deadline = True, None
@@ -182,7 +183,7 @@ class ElasticCoordinator(Coordinator):
             self._deadline = now + self._last_call_seconds
 
     def _return_to_rendezvous(self, now: float) -> None:
-        self._state, self._is_replanning = "meeting", False
+        self._state, self._is_replanning, self._claiming_members = "meeting", False, None
         self._try_start(now)
         if not self._is_replanning:
             self._wait_for_nodes(now)
@@ -205,12 +206,18 @@ class ElasticCoordinator(Coordinator):
 
     # Nodes and plan ------------------------------------------------------------------------------
 
+    @property
+    def _available_members(self) -> frozenset[int]:
+        """Names of the nodes that the next generation may use."""
+        return frozenset(self._members)
+
     def _request_replan(self, progress: ProgressReport | None = None) -> None:
+        self._claiming_members = None
         self._replan_count += 1
         self._pending_replan_id = self._replan_count
         running = self._replan_decision.plan if self._replan_decision is not None else None
         request = ReplanRequest(
-            len(self._members),
+            len(self._available_members),
             running,
             len(self._local_world_sizes),
             self._restart_policy.last_finished_step or 0,
@@ -219,7 +226,7 @@ class ElasticCoordinator(Coordinator):
         )
         self._start_replan(self._replan_count, request)
 
-    def _start_with_plan(self, decision: ReplanDecision) -> None:
+    def _start_with_plan(self, decision: ReplanDecision, now: float) -> None:  # noqa: ARG002
         assert decision.plan is not None
         if self._recovery is not None and self._last_productive_plan is not None:
             before, machines = self._last_productive_plan
@@ -245,28 +252,31 @@ class ElasticCoordinator(Coordinator):
     def _assign_nodes(self) -> list[tuple[int, Member]]:
         """Choose as many nodes as the plan takes, and number them without gaps; present ones come first."""
         assert self._replan_decision is not None
-        order = sort_by_preference(self._members, self._nodes)
-        halted = {identity: self._members[identity].termination for identity in order}
-        shards_by_node = {
-            identity: termination.in_memory_shards if termination is not None else ()
-            for identity, termination in halted.items()
-        }
-        world_size = sum(self._local_world_sizes)
-        chosen = sort_by_topology(
-            select_nodes_with_state(shards_by_node, self._replan_decision.nodes, world_size), self._members
-        )
+        chosen = sort_by_topology(self._select_nodes(self._replan_decision.nodes), self._members)
         for peer in self._members.values():
             peer.node_rank = -1
         for number, identity in enumerate(chosen):
             self._members[identity].node_rank = number
         if self._recovery is not None and self._recovery.checkpoint_id is not None:
-            checkpoint_id = find_newest_complete_checkpoint(
-                [shard for identity in chosen for shard in shards_by_node[identity]], world_size
-            )
+            checkpoint_id = self._find_newest_checkpoint(chosen)
             self._recovery = replace(
                 self._recovery, checkpoint_id=checkpoint_id or self._recovery.checkpoint_id
             )
         return [(identity, self._members[identity]) for identity in chosen]
+
+    def _select_nodes(self, count: int) -> tuple[int, ...]:
+        """Choose nodes that together hold the complete state, if any do."""
+        shards_by_node = {
+            identity: self._members[identity].in_memory_shards
+            for identity in sort_by_preference(self._members, self._nodes)
+            if identity in self._available_members
+        }
+        return select_nodes_with_state(shards_by_node, count, sum(self._local_world_sizes))
+
+    def _find_newest_checkpoint(self, members: Iterable[int]) -> InMemoryCheckpointId | None:
+        """Return the newest in-memory checkpoint that these nodes hold completely."""
+        shards = [shard for identity in members for shard in self._members[identity].in_memory_shards]
+        return find_newest_complete_checkpoint(shards, sum(self._local_world_sizes))
 
     def _compute_local_world_sizes(self, by_node: list[tuple[int, Member]]) -> tuple[int, ...]:
         assert self._replan_decision is not None
@@ -287,6 +297,11 @@ class ElasticCoordinator(Coordinator):
         else:
             self._is_replanning = self._is_last_call = False
             self._wait_for_nodes(now)
+
+    @property
+    def _is_start_held(self) -> bool:
+        """True if a start waits for a moment, as the nodes that remain are not known yet."""
+        return False
 
     # Growing -------------------------------------------------------------------------------------
 
@@ -362,10 +377,11 @@ class ElasticCoordinator(Coordinator):
         if (
             self._last_failure is None
             and self._pending_resize is not None
-            and self._pending_resize[1] == frozenset(self._members)
+            and self._pending_resize[1] == self._available_members
+            and not self._is_start_held
         ):
             self._state = "meeting"
-            self._start_with_plan(self._pending_resize[0])
+            self._start_with_plan(self._pending_resize[0], now)
         else:
             super()._start_next_generation(now)
 

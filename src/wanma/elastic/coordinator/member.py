@@ -18,6 +18,7 @@ from wanma.elastic.protocol.messages import (
     StragglerReport,
     TerminationReport,
 )
+from wanma.elastic.transport.endpoint import make_endpoint
 
 Send = Callable[[int, Message], None]
 """Function that sends a message to a supervisor, given by its name."""
@@ -35,6 +36,8 @@ class Member:
     has_run: bool = False
     """True if it has had ranks, in whatever generation."""
     is_finished: bool = False
+    is_serving: bool = False
+    """True if it has finished its own work, but has ranks that serve those of other nodes."""
     is_suspended: bool = False
     is_hung: bool = False
     termination: TerminationReport | None = None
@@ -55,8 +58,14 @@ class Member:
         return self.is_hung or self.is_finished or self.is_suspended
 
     @property
+    def is_dispensable(self) -> bool:
+        """True if the generation completes without it: none of its ranks works or serves any more."""
+        return self.is_finished and not self.is_serving
+
+    @property
     def label(self) -> str:
-        return f"node {self.node_rank} ({self.join_request.hostname})"
+        number = f"node {self.node_rank}" if self.node_rank >= 0 else "a standby node"
+        return f"{number} ({self.join_request.hostname})"
 
     def locate_straggler(self, report: StragglerReport) -> StragglerReport:
         """Return the report of a straggler among its ranks, with the node and the local rank."""
@@ -91,10 +100,15 @@ class GenerationStart:
         store = members[0][1]
         host_node = next((peer.node_rank for _, peer in members if peer.join_request.runs_coordinator), -1)
         failed_at = min((at for _, peer in members if (at := peer.failure_unix_seconds)), default=0.0)
+        rank_addresses = tuple(
+            make_endpoint(peer.join_request.address, port).text
+            for _, peer in members
+            for port in peer.join_request.rank_ports
+        )
         first = 0
         for (identity, peer), ranks in zip(members, self.local_world_sizes, strict=True):
             peer.ranks = range(first, first + ranks)
-            peer.is_finished = peer.is_hung = peer.is_suspended = False
+            peer.is_finished = peer.is_serving = peer.is_hung = peer.is_suspended = False
             peer.termination = None
             start = StartCommand(
                 self.generation,
@@ -109,6 +123,7 @@ class GenerationStart:
                 self.forecast,
                 host_node,
                 failed_at,
+                rank_addresses,
             )
             first += ranks
             yield identity, peer, start

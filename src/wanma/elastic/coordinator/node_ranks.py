@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from wanma.elastic.coordinator.member import Member
 from wanma.elastic.launch_config import LaunchConfig
 from wanma.elastic.protocol.messages import JoinRequest
+from wanma.elastic.transport.rank_ports import choose_rank_ports
 
 TopologySortKey = tuple[bool, tuple[tuple[str | int, ...], ...]]
 
@@ -21,7 +22,12 @@ TopologySortKey = tuple[bool, tuple[tuple[str | int, ...], ...]]
 def make_join_request(
     launch: LaunchConfig, hostname: str, address: str, store_port: int, is_preloaded: bool
 ) -> JoinRequest:
-    """Return this node's request to join."""
+    """Return this node's request to join, with ports for its ranks if their script needs them.
+
+    Raises:
+        WanmaError: no free ports were found.
+    """
+    needs_ports = launch.script is not None and launch.script.has_ports
     return JoinRequest(
         launch.job_hash,
         launch.ranks_per_node,
@@ -31,6 +37,7 @@ def make_join_request(
         launch.node_rank,
         is_preloaded,
         topology_address=launch.topology_address,
+        rank_ports=choose_rank_ports(address, launch.ranks_per_node) if needs_ports else (),
     )
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import selectors
-import socket
-import threading
 from collections.abc import Callable
 
 from wanma.elastic.launch_config import Replanner
@@ -23,26 +20,12 @@ def replan_in_thread(
 
     An error in the planner is raised in the loop.
     """
-    answers: list[ReplanDecision | Exception] = []
-    receiver, sender = socket.socketpair()
 
-    def think() -> None:
+    def think() -> ReplanDecision:
         try:
-            answers.append(replanner.replan(request))
+            return replanner.replan(request)
         except WanmaError as error:
             reason = f"{error.message}; {error.hint}" if error.hint else error.message
-            answers.append(ReplanDecision(None, 0, reason))
-        except Exception as error:  # the loop raises it
-            answers.append(error)
-        sender.close()
+            return ReplanDecision(None, 0, reason)
 
-    def answered(_events: int) -> None:
-        loop.unwatch(receiver)
-        receiver.close()
-        (answer,) = answers
-        if isinstance(answer, Exception):
-            raise answer
-        on_decision(answer)
-
-    loop.watch(receiver, answered, selectors.EVENT_READ)
-    threading.Thread(target=think, daemon=True, name="wanma-planner").start()
+    loop.call_in_thread(think, on_decision, "wanma-planner")

@@ -80,6 +80,7 @@ def make_flush_round(
     end_command: AbortCommand,
     termination_reason: str,
     deadline: float,
+    allows_parts: bool = True,
 ) -> FlushRound:
     """Return the flush of the members' in-memory checkpoints.
 
@@ -90,6 +91,7 @@ def make_flush_round(
         end_command: end of the run after the flush.
         termination_reason: reason why the ranks had to be ended.
         deadline: time at which everything is killed, or the flush is given up.
+        allows_parts: as of `FlushRound`.
     """
     nodes = {
         name: (member.ranks, member.termination.in_memory_shards)
@@ -100,7 +102,12 @@ def make_flush_round(
     }
     reason = truncate_middle(termination_reason, MAX_FAILURE_CHARACTERS)
     return FlushRound(
-        world_size, nodes, end_command=end_command, termination_reason=reason, deadline=deadline
+        world_size,
+        nodes,
+        end_command=end_command,
+        termination_reason=reason,
+        deadline=deadline,
+        allows_parts=allows_parts,
     )
 
 

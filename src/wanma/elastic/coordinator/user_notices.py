@@ -9,12 +9,14 @@ from wanma.elastic.launch_config import LaunchConfig
 from wanma.elastic.protocol.messages import (
     AbortCommand,
     CompletionNotice,
+    DrainRequest,
     Recovery,
+    ReleaseCommand,
     StartCommand,
     StragglerReport,
 )
 from wanma.job.run.run_directory import RunDirectory
-from wanma.observe.units import duration_text
+from wanma.observe.units import count_text, duration_text
 
 SIGNAL_BY_EXIT_CODE = {130: "Ctrl-C", 143: "SIGTERM"}
 """Cause of an orderly stop by the run's exit code, if nothing else names it."""
@@ -37,6 +39,16 @@ def node_joined_text(launch: LaunchConfig, start: StartCommand, endpoint: str, r
     )
 
 
+def claim_unseen_text(hostname: str, location: str, upload_url: str | None) -> str:
+    """Return the notice that a node does not see the claims of the run in the folder `location`."""
+    place = upload_url if upload_url is not None and "://" in upload_url else "s3://BUCKET/RUN"
+    return (
+        f"node {hostname} does not see the claims of this run in {location}: without a folder that all nodes "
+        "share, the run ends if the coordinator's node is lost\n  "
+        f"share the run directory; or set cluster.claims to a shared folder or an object store ('{place}')"
+    )
+
+
 RESTARTED_EVENT = "restarted"
 """Kind of the event of a script's ranks that are started again; `failure` is the reason."""
 
@@ -45,7 +57,7 @@ def restart_text(recovery: Recovery) -> str:
     """Return the notice that this node's ranks restart; rank 0 reports the rest once they have."""
     if recovery.failure:
         return f"{recovery.failure}\n  the ranks of all nodes restart"
-    return "resize: the ranks of all nodes restart with more nodes"
+    return "resize: the ranks of all nodes restart on another number of nodes"
 
 
 def drain_text(
@@ -54,7 +66,7 @@ def drain_text(
     reason: str = "",
     grace_seconds: float | None = None,
     *,
-    stops_after_step: bool = True,
+    has_steps: bool = True,
 ) -> str:
     """Return the notice of a stop after this step, with its origin: this node's user or another's.
 
@@ -63,7 +75,7 @@ def drain_text(
         is_local: True if the request came from this node.
         reason: origin of the request, in words; empty: the exit code names it.
         grace_seconds: time until everything is killed; None: no kill follows.
-        stops_after_step: False for a script without a session, which is interrupted at once.
+        has_steps: False for a script without a session, which is interrupted at once.
     """
     reason = reason or SIGNAL_BY_EXIT_CODE.get(exit_code, f"exit code {exit_code}")
     if not is_local:
@@ -72,7 +84,47 @@ def drain_text(
         reason += " (press again to abort at once)"
     if grace_seconds is not None:
         reason += f", {duration_text(grace_seconds)} until SIGKILL (cluster.grace_seconds)"
-    return f"stopping after this step: {reason}" if stops_after_step else f"stopping the script: {reason}"
+    return f"stopping after this step: {reason}" if has_steps else f"stopping the script: {reason}"
+
+
+def departure_text(labels: Sequence[str], requests: Sequence[DrainRequest], nodes: int) -> str:
+    """Return the notice that nodes leave in order, and the run continues without them.
+
+    Args:
+        labels: leaving nodes, in words.
+        requests: request of each.
+        nodes: number of nodes that the run continues on.
+    """
+    reasons = ", ".join(dict.fromkeys(request.reason for request in requests))
+    graces = [request.grace_seconds for request in requests if request.grace_seconds is not None]
+    if graces:
+        reasons += f", {duration_text(min(graces))} until SIGKILL"
+    verb = "leaves" if len(labels) == 1 else "leave"
+    rest = count_text(nodes, "node")
+    return f"{' and '.join(labels)} {verb}: {reasons}; the run continues on {rest}"
+
+
+def grace_end_text(is_departure: bool, has_steps: bool = True) -> str:
+    """Return the notice that the grace period ends.
+
+    Args:
+        is_departure: True if the run may continue on other nodes.
+        has_steps: False for a script without a session, which has no steps and no checkpoints of wanma.
+    """
+    if is_departure:
+        return (
+            "the grace period (cluster.grace_seconds) ended before the run could continue without this node: "
+            "it leaves now\n  the other nodes resume from in-memory checkpoints, or from the newest on disk"
+        )
+    if not has_steps:
+        return (
+            "the grace period (cluster.grace_seconds) ended before the script did: all its ranks are killed\n"
+            "  a script that saves on SIGTERM needs more time: raise cluster.grace_seconds"
+        )
+    return (
+        "the grace period (cluster.grace_seconds) ended before the step or its checkpoint completed: "
+        "all ranks are killed\n  rerun the same command to resume from the newest checkpoint"
+    )
 
 
 def straggler_text(report: StragglerReport) -> str:
@@ -92,7 +144,7 @@ def straggler_text(report: StragglerReport) -> str:
 
 
 def run_end_text(
-    ending: AbortCommand | CompletionNotice, nodes: int, node_rank: int, has_rank_0: bool
+    ending: AbortCommand | CompletionNotice | ReleaseCommand, nodes: int, node_rank: int, has_rank_0: bool
 ) -> str:
     """Return the notice of the run's end for the user of node `node_rank`; empty if another message has it.
 
@@ -102,6 +154,9 @@ def run_end_text(
         node_rank: node rank.
         has_rank_0: True if rank 0 is here, whose own record of the end is on this node's console.
     """
+    if isinstance(ending, ReleaseCommand):
+        rest = f" on {count_text(ending.nodes, 'node')}" if ending.nodes else ""
+        return f"this node has left the run, which continues{rest}; the same command joins it again"
     if isinstance(ending, CompletionNotice):
         if has_rank_0:
             return ""

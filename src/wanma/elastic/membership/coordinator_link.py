@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from wanma.elastic.claims.claim_stores import open_claim_store
 from wanma.elastic.coordinator.coordinator_server import CoordinatorDriver
 from wanma.elastic.launch_config import LaunchConfig
 from wanma.elastic.membership.coordinator_takeover import OnLost, OnMessage
@@ -46,8 +47,8 @@ def open_coordinator_link(
     """Join the run; `on_message` gets the coordinator's messages, `on_lost` the reason of its final loss.
 
     Raises:
-        WanmaError: no endpoint, secret or interface; later, from the event loop: no answer, refused, or
-            not wanma.
+        WanmaError: no endpoint, secret, interface or claim store; later, from the event loop: no answer,
+            refused, or not wanma.
     """
     if launch.nodes == 1:
         return InProcessLink(launch, loop, make_join_request, on_message)
@@ -62,7 +63,9 @@ def open_coordinator_link(
         endpoint.address[0], launch.network_interface
     )  # a wrong interface is refused before any wait
     secret = load_rendezvous_secret(endpoint.is_loopback, environment)
-    return TcpLink(launch, endpoint, secret, loop, make_join_request, on_message, on_lost)
+    claims = open_claim_store(launch.claims, launch.run_directory)
+    claims.check_usable()
+    return TcpLink(launch, claims, endpoint, secret, loop, make_join_request, on_message, on_lost)
 
 
 class InProcessLink:

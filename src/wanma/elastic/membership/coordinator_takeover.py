@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 from socket import socket
 from typing import Protocol
 
@@ -34,13 +33,9 @@ from wanma.elastic.protocol.messages import (
 )
 from wanma.elastic.transport.endpoint import Endpoint, listen_at, listen_on_free_port, make_endpoint
 from wanma.elastic.transport.event_loop import EventLoop
-from wanma.job.run import generation_claims
-from wanma.job.run.generation_claims import Claim
+from wanma.job.run.generation_claims import Claim, ClaimStore
 
 logger = logging.getLogger("wanma.elastic")
-
-CLAIM_POLL_SECONDS = 0.1
-"""Time, in seconds, between two searches for another coordinator."""
 
 OnMessage = Callable[[Message], None]
 OnLost = Callable[[str], None]
@@ -81,11 +76,14 @@ class CoordinatorTakeover:
     def begin(self, pending_drain_request: DrainRequest | None) -> None:
         """End the ranks of this node, then search for the successor; with a request to stop, abort instead.
 
+        With a request to leave alone, the successor is asked again.
+
         Args:
             pending_drain_request: request of this node's user that the lost coordinator may not have seen.
         """
         self._on_message(TerminateCommand())
-        if pending_drain_request is not None:  # it may be lost: ranks would start here again
+        if pending_drain_request is not None and not pending_drain_request.node_only:
+            # It may be lost: ranks would start here again.
             self._on_message(AbortCommand(pending_drain_request.exit_code))
             return
         self._search_successor()
@@ -94,7 +92,9 @@ class CoordinatorTakeover:
         """Process a message of this node's supervisor to the coordinator, which does not exist now."""
         if isinstance(message, TerminationReport):
             self._termination = message
-        elif isinstance(message, DrainRequest | AbortRequest):
+        elif isinstance(message, AbortRequest) or (
+            isinstance(message, DrainRequest) and not message.node_only
+        ):
             self._on_message(AbortCommand(message.exit_code))
 
     def confirm_coordinator(self, coordinator_id: str) -> PreviousMembership | None:
@@ -151,7 +151,7 @@ class CoordinatorTakeover:
                 return
             if self.failover.claim.place:
                 self._link.dial()
-        self._loop.call_later(CLAIM_POLL_SECONDS, self._search_successor)
+        self._loop.call_later(self.failover.claims.poll_seconds, self._search_successor)
 
     def _check_claims(self) -> None:
         """Turn to the newest claim's coordinator; claim the run if that one is lost, too."""
@@ -175,8 +175,13 @@ class CoordinatorTakeover:
             failover.claim.generation + 1, place.text, new_nonce(), own_hostname, failover.start.node_rank
         )
         inherited_run = failover.inherit_run(own_hostname)
-        if not generation_claims.create_claim(self._launch.run_directory, claim):
-            listener.close()
+        is_claimed = False
+        try:
+            is_claimed = failover.claims.create(claim)
+        finally:
+            if not is_claimed:
+                listener.close()
+        if not is_claimed:
             return
         failover.follow_claim(claim)
         self._on_message(Notice(f"failover: this node now runs the coordinator, at {place.text}"))
@@ -202,16 +207,16 @@ class SuccessorLink(Protocol):
         """Host the run's coordinator on this node, and turn to it."""
 
 
-def is_claim_visible(run_directory: Path, claim: Claim) -> bool:
-    """Return True if the run directory shows a claim of that generation to this node."""
-    return generation_claims.read_claim(run_directory, claim.generation) is not None
+def is_claim_visible(claims: ClaimStore, generation: int) -> bool:
+    """Return True if the store shows a claim of `generation` to this node."""
+    return claims.read(generation) is not None
 
 
 def find_coordinator_claim(
-    run_directory: Path, coordinator_id: str, start: StartCommand, newest: Claim | None
+    claims: ClaimStore, coordinator_id: str, start: StartCommand, newest: Claim | None
 ) -> Claim | None:
-    """Return a coordinator's claim: the newest, or that of `start`; None: the run directory shows neither."""
-    for claim in (newest, generation_claims.read_claim(run_directory, start.generation)):
+    """Return a coordinator's claim: the newest, or that of `start`; None: the store shows neither."""
+    for claim in (newest, claims.read(start.generation)):
         if claim is not None and claim.coordinator == coordinator_id:
             return claim
     return None

@@ -19,7 +19,7 @@ from typing import Literal
 
 from wanma.elastic.coordinator.coordinator_server import CoordinatorServer
 from wanma.elastic.coordinator.failover import FailoverState, InheritedRun
-from wanma.elastic.launch_config import LaunchConfig
+from wanma.elastic.launch_config import LaunchConfig, get_hostname
 from wanma.elastic.membership.coordinator_takeover import (
     CoordinatorTakeover,
     OnLost,
@@ -27,12 +27,14 @@ from wanma.elastic.membership.coordinator_takeover import (
     find_coordinator_claim,
     is_claim_visible,
 )
+from wanma.elastic.protocol.failover_messages import ClaimUnseenReport
 from wanma.elastic.protocol.framing import new_nonce
 from wanma.elastic.protocol.messages import (
     ChannelReply,
     ChannelRequest,
     DrainCommand,
     DrainRequest,
+    HandOverCommand,
     Heartbeat,
     JoinRequest,
     Message,
@@ -55,11 +57,12 @@ from wanma.elastic.transport.handshake import ConnectionAttempt, ConnectionFailu
 from wanma.elastic.transport.liveness import LivenessListener
 from wanma.elastic.transport.reliable_channel import ReliableChannel
 from wanma.job.errors import WanmaError
-from wanma.job.run import generation_claims
-from wanma.job.run.generation_claims import Claim
+from wanma.job.run.generation_claims import Claim, ClaimStore
 
 logger = logging.getLogger("wanma.elastic")
 
+CLAIM_VISIBLE_SECONDS = 3.0
+"""Time, in seconds, after which every node sees the claim of a start: some file systems show names late."""
 JoinRequestFactory = Callable[[str], JoinRequest]
 """Function that makes the request to join, given the local address that reaches the coordinator."""
 
@@ -70,6 +73,7 @@ class TcpLink:
     def __init__(
         self,
         launch: LaunchConfig,
+        claims: ClaimStore,
         endpoint: Endpoint,
         secret: bytes,
         loop: EventLoop,
@@ -78,6 +82,7 @@ class TcpLink:
         on_lost: OnLost,
     ) -> None:
         self._launch, self._rendezvous, self._secret, self._loop = launch, endpoint, secret, loop
+        self._claims = claims
         self._make_join_request, self._on_message, self._on_lost = make_join_request, on_message, on_lost
         self._state: Literal["seeking", "attached", "cut", "orphaned", "closed"] = "seeking"
         self._endpoint = endpoint
@@ -96,7 +101,8 @@ class TcpLink:
         self._takeover: CoordinatorTakeover | None = None
         """Search for the successor of a lost coordinator; None unless this node is orphaned."""
         self._pending_drain_request: DrainRequest | None = None
-        """Stop request of this node's user, until the coordinator has received it."""
+        """Stop request of this node's user, until the coordinator has received it, or this node has left."""
+        self._drain_requested_at = 0.0
         self._address = endpoint.address[0]
         self._liveness_listener: LivenessListener | None = None
         self._server: CoordinatorServer | None = None
@@ -112,9 +118,10 @@ class TcpLink:
 
     def send(self, message: Message) -> None:
         """Send to the coordinator; while there is none, carry out here what cannot wait."""
-        if self._state in ("attached", "cut"):
-            if isinstance(message, DrainRequest):
-                self._pending_drain_request = message
+        is_attached = self._state in ("attached", "cut")
+        if isinstance(message, DrainRequest) and (is_attached or message.node_only):
+            self._pending_drain_request, self._drain_requested_at = message, time.monotonic()
+        if is_attached:
             self._channel.send(message)
         elif self._takeover is not None:
             self._takeover.receive(message)
@@ -188,9 +195,9 @@ class TcpLink:
 
     def _read_newest_claim(self) -> Claim | None:
         try:
-            return generation_claims.newest_claim(self._launch.run_directory)
+            return self._claims.newest()
         except OSError as error:
-            logger.warning("cannot read the coordinator's endpoint from the run directory: %s", error)
+            logger.warning("cannot read the coordinator's endpoint from %s: %s", self._claims.location, error)
             return None
 
     def _foreign_process_error(self, reason: str) -> WanmaError:
@@ -250,6 +257,7 @@ class TcpLink:
             else:
                 self._takeover = None
                 self._send_join_request(connection, address, reply, previous)
+                self._repeat_drain_request()
                 self._notify(f"rejoined the run at {self._endpoint.text}")
         elif reply.coordinator_id != self._coordinator_id:
             connection.close()
@@ -280,6 +288,15 @@ class TcpLink:
                 previous_membership=previous,
             )
         )
+
+    def _repeat_drain_request(self) -> None:
+        """Ask another coordinator to leave, with the time that is left until the kill."""
+        if (request := self._pending_drain_request) is None:
+            return
+        if request.grace_seconds is not None:
+            elapsed = time.monotonic() - self._drain_requested_at
+            request = replace(request, grace_seconds=max(request.grace_seconds - elapsed, 0.0))
+        self.send(request)
 
     def _handle_attempt_failure(self, failure: ConnectionFailure) -> None:
         self._connection_attempt = None
@@ -316,8 +333,13 @@ class TcpLink:
                 raise WanmaError(reason, hint)
             case RedirectCommand():
                 self._follow_redirect(message)
+            case HandOverCommand(_, reason):
+                self._handle_coordinator_loss(reason, is_dead=True, hand_over=message)
             case _:
                 if isinstance(message, StartCommand):
+                    is_folder = self._claims.deadline_seconds is None
+                    if self._start is None and is_folder and self._launch.max_restarts:
+                        self._loop.call_later(CLAIM_VISIBLE_SECONDS, self._check_claim_visible)
                     self._start = message
                     self._channel.set_generation(message.generation)
                 elif isinstance(message, DrainCommand):
@@ -338,6 +360,18 @@ class TcpLink:
             self._channel.connection.send(Heartbeat(self._channel.received_count))
         self._loop.call_later(self._launch.heartbeat_timeout_seconds / 4, self._send_heartbeats)
 
+    def _check_claim_visible(self) -> None:
+        """Report a folder of claims that this node does not share with the coordinator."""
+        if self._state != "attached" or self._start is None:
+            return
+        try:
+            is_visible = is_claim_visible(self._claims, self._start.generation)
+        except OSError as error:
+            logger.warning("cannot read the claims in %s: %s", self._claims.location, error)
+            return
+        if not is_visible:
+            self._channel.send(ClaimUnseenReport(get_hostname(), self._claims.location))
+
     # Failover ------------------------------------------------------------------------------------
 
     def _follow_redirect(self, command: RedirectCommand) -> None:
@@ -352,9 +386,20 @@ class TcpLink:
         )
 
     def _handle_coordinator_loss(
-        self, reason: str, is_dead: bool, successor_claim: Claim | None = None
+        self,
+        reason: str,
+        is_dead: bool,
+        successor_claim: Claim | None = None,
+        hand_over: HandOverCommand | None = None,
     ) -> None:
-        """Process the loss of the coordinator; `successor_claim`: claim of another that has the run."""
+        """Process the loss of the coordinator, or its hand-over.
+
+        Args:
+            reason: reason in words.
+            is_dead: True if it starts no rank any more, and none of its ranks lives.
+            successor_claim: claim of another that has the run.
+            hand_over: command by which it has handed the run over.
+        """
         self._cancel_attempt()
         self._channel.detach()
         self._retry_seconds = 0.05
@@ -363,23 +408,35 @@ class TcpLink:
             self._search_coordinator()
             return
         lost = f"lost the coordinator at {self._endpoint.text}: {reason}"
-        run = self._launch.run_directory
         try:
             claim = (
                 successor_claim
-                if successor_claim is not None and is_claim_visible(run, successor_claim)
-                else find_coordinator_claim(run, self._coordinator_id, self._start, self._read_newest_claim())
+                if successor_claim is not None and is_claim_visible(self._claims, successor_claim.generation)
+                else find_coordinator_claim(
+                    self._claims, self._coordinator_id, self._start, self._read_newest_claim()
+                )
             )
             if claim is None or not self._launch.max_restarts:
                 self._on_lost(lost)
                 return
             failover = FailoverState(
-                run, self._start, claim, self._launch.heartbeat_timeout_seconds, reason, is_dead
+                self._claims,
+                self._start,
+                claim,
+                self._launch.heartbeat_timeout_seconds,
+                reason,
+                is_dead,
+                lost_nodes=set(hand_over.leaving_node_ranks) if hand_over is not None else set(),
+                is_hand_over=hand_over is not None,
             )
         except OSError as error:
-            self._on_lost(f"{lost}; cannot read the claims in {run}: {error}")
+            self._on_lost(f"{lost}; cannot read the claims in {self._claims.location}: {error}")
             return
-        self._notify(f"{lost}; terminating the ranks on this node")
+        self._notify(
+            f"the coordinator at {self._endpoint.text} hands the run over: its node leaves ({reason})"
+            if hand_over is not None
+            else f"{lost}; terminating the ranks on this node"
+        )
         self._state = "orphaned"
         self._takeover = CoordinatorTakeover(
             self._launch,
@@ -409,7 +466,14 @@ class TcpLink:
         self._cancel_attempt()
         self._endpoint = place
         self._server = CoordinatorServer(
-            self._launch, place, self._secret, listener, self._loop, claim=claim, inherited_run=inherited_run
+            self._launch,
+            self._claims,
+            place,
+            self._secret,
+            listener,
+            self._loop,
+            claim=claim,
+            inherited_run=inherited_run,
         )
 
     def _notify(self, text: str) -> None:

@@ -70,9 +70,11 @@ class WorkerSpec:
     backup_paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Rank of another node whose in-memory checkpoints this one keeps → two files, written in turn."""
     local_world_sizes: tuple[int, ...] = ()
+    rank_addresses: tuple[str, ...] = ()
+    """HOST:PORT reserved for each rank of all nodes, as in `StartCommand`."""
     restart: Restart | None = None
-    has_claim: bool = False
-    """True if the generation has a claim in the run directory."""
+    claims: str | None = None
+    """Folder or URL of the claims of generations; None: this one has no claim."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,8 @@ class ServeStoreCommand(Message):
     is_generation_scoped: ClassVar[bool] = False
     host: str
     port: int
+    store_kind: str = "torch"
+    """Protocol of the store, as in `launch_config.StoreKind`."""
 
 
 @dataclass(frozen=True)

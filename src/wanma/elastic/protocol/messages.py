@@ -109,6 +109,8 @@ class JoinRequest(Message):
     """Node's part in the generation whose coordinator it lost; None: it was in none."""
     topology_address: str = ""
     """Topology address of the node, e.g. `rack-3/switch-1`; empty if unknown."""
+    rank_ports: tuple[int, ...] = ()
+    """Free port on `address` for each rank of a script whose framework needs one; empty: it needs none."""
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,8 @@ class StartCommand(Message):
     """Node that hosts the coordinator; negative: it has no ranks."""
     failure_unix_seconds: float = 0.0
     """Time of the failure before, in unix seconds; 0: none, or unknown."""
+    rank_addresses: tuple[str, ...] = ()
+    """HOST:PORT for each rank of all nodes, from `JoinRequest.rank_ports`; empty: they need none."""
 
 
 @dataclass(frozen=True)
@@ -285,6 +289,8 @@ class DrainRequest(Message):
     """Time, in seconds, until everything here is killed; None: no kill follows."""
     reason: str = ""
     """Origin of the request, in words."""
+    node_only: bool = False
+    """True if this node alone has to stop: an elastic run may continue without it."""
 
 
 @dataclass(frozen=True)
@@ -299,7 +305,28 @@ class DrainCommand(Message):
 
 @dataclass(frozen=True)
 class DrainTimeoutReport(Message):
-    """Report that the ranks will not finish their step in the time that `DrainCommand` leaves."""
+    """Report that the ranks will not finish their step in the time that is left until the kill."""
+
+
+@dataclass(frozen=True)
+class ReleaseCommand(Message):
+    """Command to a node that leaves: its supervisor exits, as the run continues without it."""
+
+    is_generation_scoped: ClassVar[bool] = False
+    exit_code: int
+    nodes: int = 0
+    """Number of nodes that the run continues on; 0: unchanged, as this node was on standby."""
+
+
+@dataclass(frozen=True)
+class HandOverCommand(Message):
+    """Command to take over the run, as the coordinator's node leaves and no rank lives."""
+
+    is_generation_scoped: ClassVar[bool] = False
+    leaving_node_ranks: tuple[int, ...]
+    """Node ranks of the newest generation that leave with the coordinator."""
+    reason: str
+    """Reason why the coordinator's node leaves, in words."""
 
 
 @dataclass(frozen=True)
@@ -317,7 +344,7 @@ class FlushCommand(Message):
     timeout_seconds: float
     """Time, in seconds, until everything is killed, or the flush is given up."""
     is_run_failed: bool = False
-    """True if the run has failed and is not started again; no kill follows."""
+    """True if the flush records no interruption: the run has failed, or continues on other nodes."""
     attempt: int = 1
     """Number of this attempt, from 1; what the one before has written is given up."""
     writes_partial_checkpoint: bool = False
@@ -344,6 +371,8 @@ class AbortRequest(Message):
 
     is_generation_scoped: ClassVar[bool] = False
     exit_code: int
+    node_only: bool = False
+    """True if this node alone ends, as in `DrainRequest`; it does not wait for an answer."""
 
 
 @dataclass(frozen=True)
@@ -356,6 +385,9 @@ class FailureReport(Message):
 @dataclass(frozen=True)
 class CompletionReport(Message):
     """Report that all ranks of this node, or this worker, ended normally."""
+
+    is_serving: bool = False
+    """True if ranks of this node go on, as they serve those of other nodes: its loss is a failure."""
 
 
 @dataclass(frozen=True)

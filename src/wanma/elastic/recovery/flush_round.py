@@ -30,6 +30,7 @@ class FlushRound:
         end_command: end of the run after the flush.
         termination_reason: reason why the ranks had to be killed; empty if `end_command` has it.
         deadline: time at which everything is killed, or the flush is given up.
+        allows_parts: True if each node may keep its part in a place of its own, for the next start.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class FlushRound:
         end_command: AbortCommand,
         termination_reason: str,
         deadline: float,
+        allows_parts: bool = True,
     ) -> None:
         self.deadline = deadline
         self.error = ""
@@ -51,7 +53,7 @@ class FlushRound:
         """Result of `assign_flush` for the newest attempt that has one."""
         self._is_due = False
         """True if the commands of the attempt are not sent yet."""
-        self._untried_methods = {"again", "apart"}
+        self._untried_methods = {"again", "apart"} if allows_parts else {"again"}
         """Attempts that have not been tried."""
         self._writes_partial_checkpoints = False
         self._failure_reasons: list[str] = []

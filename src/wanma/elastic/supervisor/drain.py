@@ -56,6 +56,8 @@ class DrainController:
         self._worker_group: WorkerGroup | None = None
         self._step_time = StepTimeEstimate()
         self._flush_process: FlushProcess | None = None
+        self._is_departure = False
+        """True if this node may leave a run that continues: then it need not write its state."""
 
     def attach_workers(self, worker_group: WorkerGroup) -> None:
         """Watch the ranks of a generation, once they exist."""
@@ -68,10 +70,21 @@ class DrainController:
         self._step_time.update(worker_group.read_progress())
 
     def begin(self, command: DrainCommand) -> bool:
-        """Process a stop command, and return True if it brings a new deadline."""
-        if command.grace_seconds is None:
-            return False
-        deadline = time.monotonic() + command.grace_seconds
+        """Process a stop command of the run, and return True if it brings a new deadline."""
+        was_departure, self._is_departure = self._is_departure, False
+        is_new = command.grace_seconds is not None and self._set_deadline(command.grace_seconds)
+        if was_departure and not is_new and self._worker_group is not None:
+            self._check_deadline(self._worker_group)  # from now on, time to write is reserved
+        return is_new
+
+    def begin_departure(self, grace_seconds: float) -> None:
+        """Note the kill that follows a signal to this node, which asks to leave an elastic run."""
+        self._is_departure = True
+        self._set_deadline(grace_seconds)
+
+    def _set_deadline(self, grace_seconds: float) -> bool:
+        """Set the time of the kill; return False if about the same one is known."""
+        deadline = time.monotonic() + grace_seconds
         if (
             self.kill_deadline is not None and deadline >= self.kill_deadline - 1.0
         ):  # each node's own order, about the same
@@ -135,7 +148,7 @@ class DrainController:
         if not copies or any(position.is_draining for position in positions):
             return  # there is nothing else to write, or the ranks are saving
         now = time.monotonic()
-        places = 2 if self._launch.checkpoint_upload_url is not None else 1
+        places = 0 if self._is_departure else 2 if self._launch.checkpoint_upload_url is not None else 1
         at = compute_step_abandon_time(
             now, self.kill_deadline, copies, self._step_time.step_start, self._step_time.step_seconds, places
         )

@@ -12,13 +12,12 @@ import os
 import selectors
 import signal
 import socket
-import time
 from dataclasses import asdict
 
 from wanma.elastic.coordinator import user_notices as notices
 from wanma.elastic.coordinator.failover import NODE_LOST_HINT
 from wanma.elastic.coordinator.node_ranks import make_join_request
-from wanma.elastic.failure import Failure, explain_sigkill, failure_from_exit_code
+from wanma.elastic.failure import Failure
 from wanma.elastic.launch_config import LaunchConfig, OnEvent, RunOutcome, get_hostname
 from wanma.elastic.membership.coordinator_link import open_coordinator_link
 from wanma.elastic.protocol.local_messages import (
@@ -43,6 +42,7 @@ from wanma.elastic.protocol.messages import (
     Notice,
     ProgressRequest,
     RankStatusRequest,
+    ReleaseCommand,
     StartCommand,
     StragglerReport,
     SuspendCommand,
@@ -53,6 +53,7 @@ from wanma.elastic.protocol.messages import (
 from wanma.elastic.recovery.in_memory_checkpoint_files import InMemoryCheckpointFiles
 from wanma.elastic.supervisor.drain import DrainController
 from wanma.elastic.supervisor.failure_clock import FailureClock
+from wanma.elastic.supervisor.stop_signals import SIGINT_EXIT_CODE, STOP_SIGNALS, ReceivedSignals
 from wanma.elastic.supervisor.worker_group import WorkerGroup, make_network_environment
 from wanma.elastic.supervisor.worker_handle import WorkerHandle
 from wanma.elastic.supervisor.worker_monitor import WorkerMonitor, make_progress_report
@@ -63,20 +64,6 @@ from wanma.elastic.workers.linux_processes import process_state
 from wanma.hardware.discovery.network_interfaces import NetworkRoute, find_route_from, format_route
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory, write_atomically
-
-SIGHUP_TO_SIGKILL_SECONDS = 1.0
-"""Time, in seconds, from SIGHUP to SIGKILL for ranks that have to end."""
-SIGNAL_REPEAT_SECONDS = 1.0
-"""Time, in seconds, in which another SIGTERM is the same one: sent to the job, its shell and each process."""
-SIGINT_EXIT_CODE = 130
-"""Exit code of a run that Ctrl-C has stopped."""
-STOP_SIGNALS = {
-    signal.SIGINT: "Ctrl-C",
-    signal.SIGTERM: "SIGTERM",
-    signal.SIGUSR1: "SIGUSR1",
-    signal.SIGHUP: "SIGHUP",
-}
-"""Signals that ask the run to stop; SIGKILL follows a SIGTERM, and SIGTERM, some day, a SIGUSR1."""
 
 
 def run_supervisor(
@@ -117,8 +104,10 @@ class Supervisor:
         self._start: StartCommand | None = None
         self._pending_start: StartCommand | None = None
         """Start command that waits for the fork server."""
-        self._ending: AbortCommand | CompletionNotice | None = None
-        self._signal_times: dict[int, float] = {}
+        self._has_pending_suspend = False
+        """True if the ranks of `_pending_start` are to suspend after their first step."""
+        self._ending: AbortCommand | CompletionNotice | ReleaseCommand | None = None
+        self._signals = ReceivedSignals()
         """Signals that have come, and the time of each one's first."""
         self._drain_exit_code, self._drain_reason = 0, ""
         """Exit code of a run that was asked to stop (0: it was not), and the origin here, if no signal."""
@@ -137,6 +126,8 @@ class Supervisor:
         )
         self._is_terminating = False
         """True if a command has come to end the ranks, and some are not gone."""
+        self._has_left = False
+        """True if this node leaves a run that continues."""
         self._failure_clock = FailureClock()
         self._store_listener: socket.socket | None = None
         self._route = NetworkRoute(None, "", "")
@@ -165,7 +156,7 @@ class Supervisor:
         assert self._ending is not None
         self._notify_end(self._ending)
         failure = self._ending.failure if isinstance(self._ending, AbortCommand) else None
-        return RunOutcome(self._ending.exit_code, failure)
+        return RunOutcome(self._ending.exit_code, failure, self._has_left)
 
     def close(self) -> None:
         self._drain.close()
@@ -206,11 +197,9 @@ class Supervisor:
                 self._handle_start_command(message)
             case DrainCommand(exit_code, seconds, reason):
                 if self._drain.begin(message) or not self._drain_exit_code:
-                    in_steps = self._worker_group is None or not self._worker_group.is_outside_session
-                    is_local = bool(self._signal_times) or reason == self._drain_reason
-                    self._notify(
-                        notices.drain_text(exit_code, is_local, reason, seconds, stops_after_step=in_steps)
-                    )
+                    is_local, has_steps = bool(self._signals) or reason == self._drain_reason, self._has_steps
+                    text = notices.drain_text(exit_code, is_local, reason, seconds, has_steps=has_steps)
+                    self._notify(text)
                 self._drain_exit_code = exit_code
                 if self._worker_group is not None:
                     self._worker_group.request_drain(self._drain.kill_deadline, exit_code == SIGINT_EXIT_CODE)
@@ -220,7 +209,10 @@ class Supervisor:
                 self._failure_clock.record(self._worker_group)
                 self._worker_monitor.report_rank_statuses(self._hostname)
             case ProgressRequest():
-                self._link.send(make_progress_report(self._worker_group))
+                is_pending = self._pending_start is not None
+                self._link.send(make_progress_report(None if is_pending else self._worker_group))
+            case SuspendCommand() if self._pending_start is not None:
+                self._has_pending_suspend = True
             case SuspendCommand() if self._worker_group is not None:
                 self._worker_group.board.request_suspend()
             case TerminateCommand(report):
@@ -229,7 +221,8 @@ class Supervisor:
                 self._notify_straggler(message)
             case Notice(text):
                 self._notify(text, level="warning")
-            case AbortCommand() | CompletionNotice():
+            case AbortCommand() | CompletionNotice() | ReleaseCommand():
+                self._has_left = isinstance(message, ReleaseCommand)
                 self._end(message)
 
     def _handle_start_command(self, message: StartCommand) -> None:
@@ -237,7 +230,7 @@ class Supervisor:
         first = self._start is None
         if first:
             self._failure_clock.synchronize(message.failure_unix_seconds)
-        self._start = self._pending_start = message
+        self._start, self._pending_start, self._has_pending_suspend = message, message, False
         self._apply_plan(message)
         if (recovery := message.recovery) is not None:
             silent = self._launch.is_script and recovery.last_finished_step == 0
@@ -269,16 +262,16 @@ class Supervisor:
         if self._ending is None:
             self._end(AbortCommand(1, Failure(reason, hint=NODE_LOST_HINT)))
 
-    def _end(self, ending: AbortCommand | CompletionNotice) -> None:
+    def _end(self, ending: AbortCommand | CompletionNotice | ReleaseCommand) -> None:
         """End the ranks; from here on only their deaths matter."""
         self._ending = ending
         self._drain.close()
         if isinstance(ending, AbortCommand):
             self._write_report(ending.hang_report)
-        self._kill(signal.SIGHUP)  # ranks ignore SIGTERM
-        self._loop.call_later(SIGHUP_TO_SIGKILL_SECONDS, lambda: self._kill(signal.SIGKILL))
+        if self._worker_group is not None:
+            self._worker_group.end(isinstance(ending, CompletionNotice), self._notify)
 
-    def _notify_end(self, ending: AbortCommand | CompletionNotice) -> None:
+    def _notify_end(self, ending: AbortCommand | CompletionNotice | ReleaseCommand) -> None:
         """Tell the user the end, unless rank 0's record or the failure does."""
         if isinstance(ending, AbortCommand) and ending.flush_summary:
             self._notify(ending.flush_summary, level="warning")
@@ -326,36 +319,42 @@ class Supervisor:
     # Signals -------------------------------------------------------------------------------------
 
     def _handle_signal(self, number: int) -> None:
-        """Request a drain at the first signal; leave at once at the second, or at Ctrl-C after SIGTERM."""
-        is_second = number in self._signal_times or (
-            number == signal.SIGINT and signal.SIGTERM in self._signal_times
-        )
-        age = time.monotonic() - self._signal_times.setdefault(number, time.monotonic())
-        may_repeat = number in (signal.SIGUSR1, signal.SIGHUP) or (
-            number == signal.SIGTERM and age < SIGNAL_REPEAT_SECONDS
-        )
-        if self._ending is not None or (is_second and may_repeat):
+        """Request a drain at the first signal; leave at once at the second, or at Ctrl-C after SIGTERM.
+
+        All but Ctrl-C concern this node alone, if the run may continue without it.
+        """
+        if self._ending is not None or self._signals.is_repeat(number):
             return
+        is_second = self._signals.add(number)
         exit_code = SIGINT_EXIT_CODE if number == signal.SIGINT else self._launch.requeue_exit_code
+        node_only = number != signal.SIGINT and self._launch.replanner is not None
         if not is_second and self._worker_group is not None:
             seconds = self._launch.grace_seconds if number == signal.SIGTERM else None
-            self._link.send(DrainRequest(exit_code, seconds, STOP_SIGNALS[signal.Signals(number)]))
+            if node_only and seconds is not None:
+                self._drain.begin_departure(seconds)
+            reason = STOP_SIGNALS[signal.Signals(number)]
+            self._link.send(DrainRequest(exit_code, seconds, reason, node_only))
         else:
-            self._abort(exit_code)
+            self._abort(exit_code, node_only)
 
-    def _abort(self, exit_code: int) -> None:
-        self._link.send(AbortRequest(exit_code))
+    def _abort(self, exit_code: int, node_only: bool) -> None:
+        self._has_left = node_only and not self._drain_exit_code
+        self._link.send(AbortRequest(exit_code, node_only))
         self._end(AbortCommand(exit_code))
 
     def _handle_drain_timeout(self) -> None:
         """Leave with the exit code of a stop, as the kill is near."""
-        if self._ending is None:
-            self._notify(
-                "the grace period (cluster.grace_seconds) ended before the step or its checkpoint completed: "
-                "all ranks are killed\n  rerun the same command to resume from the newest checkpoint",
-                level="warning",
-            )
-            self._abort(self._launch.requeue_exit_code)
+        if self._ending is not None:
+            return
+        is_departure = not self._drain_exit_code and self._launch.replanner is not None
+        self._notify(notices.grace_end_text(is_departure, self._has_steps), level="warning")
+        self._abort(self._launch.requeue_exit_code, self._launch.replanner is not None)
+
+    @property
+    def _has_steps(self) -> bool:
+        """False for a script outside a session: it cannot be asked to stop after a step."""
+        group = self._worker_group
+        return not self._launch.is_script or (group is not None and not group.is_outside_session)
 
     # The fork server and its workers -------------------------------------------------------------
 
@@ -444,7 +443,11 @@ class Supervisor:
         self._pending_start = self._store_listener = None
         if self._drain_exit_code:
             team.request_drain(self._drain.kill_deadline, self._drain_exit_code == SIGINT_EXIT_CODE)
+        if self._has_pending_suspend:
+            team.board.request_suspend()
         self._drain.attach_workers(team)
+        if team.is_finished:  # its ranks only serve those of other nodes
+            self._link.send(team.make_end_report())
         self._worker_monitor = WorkerMonitor(
             team,
             self._loop,
@@ -484,13 +487,9 @@ class Supervisor:
         if self._ending is not None:
             return
         if not worker.has_reported_end:
-            log = str(self._run.rank_log(worker.spec.rank))
-            spec, killed = worker.spec, explain_sigkill(worker_group.oom_kills_at_start)
-            self._report_failure(
-                failure_from_exit_code(code, spec.rank, spec.node_rank, self._hostname, log, killed)
-            )
+            self._report_failure(worker_group.make_exit_failure(worker, code, self._hostname))
         if worker_group.is_finished:
-            self._link.send(SuspendReport() if worker_group.is_suspended else CompletionReport())
+            self._link.send(worker_group.make_end_report())
 
     def _report_failure(self, failure: Failure) -> None:
         self._failure_clock.record(self._worker_group)

@@ -11,26 +11,33 @@ from collections.abc import Callable, Mapping
 from wanma.checkpoint.in_memory.partner_ring import backed_up_ranks
 from wanma.elastic.coordinator.user_notices import RESTARTED_EVENT
 from wanma.elastic.diagnosis.hang_detector import HangDetector
-from wanma.elastic.launch_config import LaunchConfig
+from wanma.elastic.failure import Failure, explain_sigkill, failure_from_exit_code
+from wanma.elastic.launch_config import LaunchConfig, ScriptSettings
 from wanma.elastic.protocol.local_messages import ForkCommand, ServeStoreCommand, SignalCommand, WorkerSpec
 from wanma.elastic.protocol.messages import (
+    CompletionReport,
     Message,
     RankStatus,
     RankStatusRequest,
     RankWorkTime,
     Recovery,
     StartCommand,
+    SuspendReport,
 )
 from wanma.elastic.recovery.in_memory_checkpoint_files import InMemoryCheckpointFiles
+from wanma.elastic.supervisor.usage_recorder import UsageRecorder
 from wanma.elastic.supervisor.worker_handle import WorkerHandle
 from wanma.elastic.transport.event_loop import EventLoop
 from wanma.elastic.workers.fork_server_handle import ForkServerHandle
 from wanma.elastic.workers.progress_board import ProgressBoard, RankProgress
-from wanma.elastic.workers.worker_output import OutputReader
+from wanma.elastic.workers.worker_output import OutputReader, read_last_output
 from wanma.hardware.discovery.network_interfaces import INTERFACE_VARIABLES, NetworkRoute
-from wanma.hardware.discovery.resource_limits import count_oom_kills
+from wanma.job.run.resource_limits import count_oom_kills
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event, Restart
+
+SIGHUP_TO_SIGKILL_SECONDS = 1.0
+"""Time, in seconds, from SIGHUP to SIGKILL for ranks that have to end."""
 
 
 class WorkerGroup:
@@ -65,6 +72,7 @@ class WorkerGroup:
     ) -> None:
         self.start = start
         self._launch, self._loop = launch, loop
+        self._script = launch.script or ScriptSettings()
         self._is_draining = False
         self.board = ProgressBoard.create(launch.ranks_per_node)
         self.hang_detector = HangDetector(self.board, launch, time.monotonic())
@@ -73,21 +81,17 @@ class WorkerGroup:
         """Number of the kernel's out-of-memory kills before the start."""
         self._fork_server = fork_server
         self._output = self._open_output(on_event) if launch.is_script else None
-        if launch.is_script and start.first_rank == 0 and store_listener is not None:
-            fork_server.send(ServeStoreCommand(start.store_host, start.store_port), [store_listener.fileno()])
-            store_listener.close()
+        self._usage = self._record_usage(environment) if launch.is_script else None
+        if launch.script is not None and store_listener is not None:
+            self._serve_script_store(store_listener)
             store_listener = None
-        payload = os.memfd_create("wanma-payload", os.MFD_CLOEXEC)
-        with open(payload, "wb", closefd=False) as file:
-            file.write(launch.payload)
+            store_listener = None
+        payload = _write_payload(launch.payload)
         recovery = start.recovery
         restore = recovery.checkpoint_id if recovery is not None else None
-        restore_paths = (
-            memory_files.get_restore_paths(restore)
-            if memory_files is not None and restore is not None
-            else {}
-        )
+        restore_paths = {}
         if memory_files is not None:
+            restore_paths = memory_files.get_restore_paths(restore) if restore is not None else {}
             own_ranks = range(start.first_rank, start.first_rank + launch.ranks_per_node)
             backups = [peer for rank in own_ranks for peer in backed_up_ranks(rank, start.local_world_sizes)]
             memory_files.allocate(launch.ranks_per_node, sorted(backups), restore)
@@ -116,8 +120,9 @@ class WorkerGroup:
                 if memory_files is not None
                 else {},
                 local_world_sizes=start.local_world_sizes,
+                rank_addresses=start.rank_addresses,
                 restart=restart,
-                has_claim=launch.nodes > 1,
+                claims=(launch.claims or str(launch.run_directory)) if launch.nodes > 1 else None,
             )
             rank = WorkerHandle(spec, loop, on_message)
             self.workers.append(rank)
@@ -129,6 +134,26 @@ class WorkerGroup:
         os.close(payload)
         if store_listener is not None:
             store_listener.close()
+
+    def _record_usage(self, environment: Mapping[str, str]) -> UsageRecorder:
+        run, node_rank = RunDirectory(self._launch.run_directory), self.start.node_rank
+        interface = environment.get(INTERFACE_VARIABLES[0])
+        return UsageRecorder(run, node_rank, interface, self._loop, self._living_pids)
+
+    def _living_pids(self) -> dict[int, int]:
+        """Return the process number of each living rank."""
+        return {
+            worker.spec.rank: worker.pid
+            for worker in self.workers
+            if worker.pid is not None and not worker.has_exited
+        }
+
+    def _serve_script_store(self, listener: socket.socket) -> None:
+        """Serve the store of a script on the node of rank 0, in a process that outlives the ranks."""
+        if self.start.first_rank == 0 and self._script.store != "none":
+            command = ServeStoreCommand(self.start.store_host, self.start.store_port, self._script.store)
+            self._fork_server.send(command, [listener.fileno()])
+        listener.close()
 
     def _open_output(self, on_event: Callable[[Event], object]) -> OutputReader:
         run, first = RunDirectory(self._launch.run_directory), self.start.first_rank
@@ -151,8 +176,25 @@ class WorkerGroup:
 
     @property
     def is_finished(self) -> bool:
-        """True if all ranks did their work and have left."""
-        return all(rank.is_finished and rank.has_exited for rank in self.workers)
+        """True if all ranks did their work and have left, but for those that only serve others."""
+        services = self._script.service_ranks
+        return all(
+            rank.is_finished and rank.has_exited for rank in self.workers if rank.spec.rank not in services
+        )
+
+    def make_exit_failure(self, worker: WorkerHandle, exit_code: int, hostname: str) -> Failure:
+        """Return the failure of a rank whose process ended without a message."""
+        spec, log = worker.spec, RunDirectory(self._launch.run_directory).rank_log(worker.spec.rank)
+        return failure_from_exit_code(
+            exit_code,
+            spec.rank,
+            spec.node_rank,
+            hostname,
+            str(log),
+            explain_sigkill(self.oom_kills_at_start),
+            task=self._script.get_task(spec.rank),
+            last_output=read_last_output(log) if self._script.is_executed else "",
+        )
 
     @property
     def last_finished_step(self) -> int | None:
@@ -185,6 +227,10 @@ class WorkerGroup:
     def is_suspended(self) -> bool:
         """True if the ranks are suspended: they have left with in-memory checkpoints."""
         return self.is_finished and all(rank.is_suspending for rank in self.workers)
+
+    def make_end_report(self) -> SuspendReport | CompletionReport:
+        """Return the report to the coordinator that this node's own work `is_finished`."""
+        return SuspendReport() if self.is_suspended else CompletionReport(is_serving=not self.has_exited)
 
     def get_worker(self, rank: int) -> WorkerHandle:
         return self.workers[rank - self.start.first_rank]
@@ -233,6 +279,26 @@ class WorkerGroup:
             if not rank.has_exited:
                 self._fork_server.send(SignalCommand(rank.spec.rank, signal_number, to_process_group=True))
 
+    def end(self, is_completed: bool, notify: Callable[[str], object]) -> None:
+        """End the ranks that still run.
+
+        Args:
+            is_completed: True if the run has finished: what still runs only served others, and may take the
+                grace period to leave.
+            notify: shows a text to the user.
+        """
+        services = [
+            self._script.get_task(worker.spec.rank) for worker in self.workers if not worker.has_exited
+        ]
+        if is_completed and services:
+            notify(f"all other ranks have finished: ending {', '.join(services)}")
+            self.board.request_drain(None)  # for scripts that have not begun, and ignore the signal
+            self.kill(signal.SIGTERM)
+            self._loop.call_later(self._launch.grace_seconds, lambda: self.kill(signal.SIGKILL))
+            return
+        self.kill(signal.SIGHUP)  # ranks ignore SIGTERM
+        self._loop.call_later(SIGHUP_TO_SIGKILL_SECONDS, lambda: self.kill(signal.SIGKILL))
+
     def request_rank_statuses(self) -> None:
         """Ask the living ranks for their status."""
         for rank in self.workers:
@@ -250,6 +316,8 @@ class WorkerGroup:
     def close(self) -> None:
         if self._output is not None:
             self._output.close()
+        if self._usage is not None:
+            self._usage.close()
         for rank in self.workers:
             rank.close()
         self.board.close()
@@ -276,6 +344,14 @@ def make_network_environment(
             if launch.network_interface is not None or variable not in inherited:
                 added.setdefault(variable, value)
     return added
+
+
+def _write_payload(content: bytes) -> int:
+    """Return the descriptor of a file in memory with the argument of the entry function."""
+    payload = os.memfd_create("wanma-payload", os.MFD_CLOEXEC)
+    with open(payload, "wb", closefd=False) as file:
+        file.write(content)
+    return payload
 
 
 def _make_restart(recovery: Recovery, failed_at: float) -> Restart:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import re
 import socket
 from dataclasses import dataclass
 
@@ -41,8 +42,9 @@ def resolve_endpoint(rendezvous: str) -> Endpoint:
         ) from error
     family, _, _, _, address = addresses[0]
     host_address = str(address[0])
-    if host == socket.gethostname() and ipaddress.ip_address(host_address).is_loopback:
-        # Debian gives a host's own name 127.0.1.1, where the others do not reach it.
+    if ipaddress.ip_address(host_address).is_loopback and not _means_loopback(host):
+        # Debian gives a host's own name 127.0.1.1, where the others do not reach it. Any name but localhost
+        # is then one of this node's: with or without its domain, or the batch system's name for it.
         host_address = next((route.address for route in default_routes()), host_address)
         family = socket.AF_INET6 if ":" in host_address else socket.AF_INET
     endpoint = Endpoint(rendezvous, family, (host_address, int(address[1])))
@@ -53,6 +55,15 @@ def resolve_endpoint(rendezvous: str) -> Endpoint:
             EXIT_USAGE,
         )
     return endpoint
+
+
+def _means_loopback(host: str) -> bool:
+    """Return True for a loopback address, and for the names that mean one everywhere."""
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return re.search(r"(^|-|\.)(localhost|loopback)(\.|$)", host.lower()) is not None
+    return True
 
 
 def make_endpoint(host: str, port: int) -> Endpoint:

@@ -11,7 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar, cast
+
+Answer = TypeVar("Answer")
 
 
 class Timer:
@@ -54,6 +56,34 @@ class EventLoop:
                 if isinstance(key.fileobj, socket.socket) and self._is_watched(key.fileobj):
                     key.data(events)
         return True
+
+    def call_in_thread(
+        self, function: Callable[[], Answer], on_answer: Callable[[Answer], None], name: str
+    ) -> None:
+        """Call `function` in a thread of its own, and `on_answer` with its result in the loop.
+
+        An error in `function` is raised in the loop.
+        """
+        answers: list[tuple[Answer | None, Exception | None]] = []
+        receiver, sender = socket.socketpair()
+
+        def call() -> None:
+            try:
+                answers.append((function(), None))
+            except Exception as error:  # the loop raises it
+                answers.append((None, error))
+            sender.close()
+
+        def answered(_events: int) -> None:
+            self.unwatch(receiver)
+            receiver.close()
+            ((answer, error),) = answers
+            if error is not None:
+                raise error
+            on_answer(cast(Answer, answer))
+
+        self.watch(receiver, answered, selectors.EVENT_READ)
+        threading.Thread(target=call, daemon=True, name=name).start()
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
         timer = Timer(callback)

@@ -9,6 +9,7 @@ from operator import itemgetter
 from typing import Any
 
 from wanma.elastic.protocol.local_messages import CollectiveStateReport
+from wanma.torch_internals.loaded import flight_recorder_dumps, process_groups
 
 FLIGHT_RECORDER_ENTRIES = "128"
 """Number of entries that torch's recorder keeps; for TORCH_FR_BUFFER_SIZE."""
@@ -22,11 +23,8 @@ def read_collective_state() -> CollectiveStateReport:
     Point-to-point messages (pipeline stages) are not in Gloo's record.
     """
     ended, in_flight = _read_shared_memory_groups()
-    native = sys.modules.get("torch._C._distributed_c10d")
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        dump = getattr(native, name, None)
-        entries = json.loads(dump() or b"{}").get("entries", []) if dump is not None else []
-        if entries:
+    for dump in flight_recorder_dumps():
+        if entries := json.loads(dump).get("entries", []):
             return merge_records(entries, ended, in_flight)
     return merge_records([], ended, in_flight)
 
@@ -53,13 +51,12 @@ _TimedText = tuple[int, str]
 
 def _read_shared_memory_groups() -> tuple[list[_TimedText], list[_TimedText]]:
     """Return (ended, in flight) collectives of this process's groups over shared memory."""
-    distributed = sys.modules.get("torch.distributed.distributed_c10d")
     groups = sys.modules.get("wanma.collectives.shared_memory.process_group")
-    if distributed is None or groups is None:
+    if groups is None:
         return [], []
     ended: list[_TimedText] = []
     in_flight: list[_TimedText] = []
-    for group in list(distributed._world.pg_map):
+    for group in process_groups():
         if isinstance(group, groups.SharedMemoryProcessGroup):
             for timed, records in zip((ended, in_flight), group.read_flight_records(), strict=True):
                 timed += [(record.enqueued_unix_nanoseconds, record.text) for record in records]

@@ -147,13 +147,14 @@ class ForkServer:
         if find_fork_hazard({self._control.fileno(), *descriptors}):
             module = "wanma.elastic.workers.store_server"
             arguments = [
-                str(argument) for argument in (os.getpid(), *descriptors, command.host, command.port)
+                str(argument)
+                for argument in (os.getpid(), *descriptors, command.host, command.port, command.store_kind)
             ]
             process = subprocess.Popen([sys.executable, "-P", "-m", module, *arguments], pass_fds=descriptors)
             process.returncode = 0  # as for a rank
             self._store_pid = process.pid
         elif (pid := self._fork_child()) == 0:
-            run_store_server(descriptors[0], command.host, command.port)  # never returns
+            run_store_server(descriptors[0], command.host, command.port, command.store_kind)  # never returns
         else:
             self._store_pid = pid
 

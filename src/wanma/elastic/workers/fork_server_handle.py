@@ -22,7 +22,7 @@ from wanma.elastic.protocol.messages import (
 )
 from wanma.elastic.protocol.shared_secret import SECRET_VARIABLE
 from wanma.elastic.workers.linux_processes import require_linux
-from wanma.hardware.discovery.resource_limits import count_oom_kills
+from wanma.job.run.resource_limits import count_oom_kills
 
 SHUTDOWN_TIMEOUT_SECONDS = 10.0
 """Time, in seconds, that the fork server may take to end its workers before the kernel does it."""

@@ -63,6 +63,18 @@ def process_state(pid: int) -> str:
     return _STATES.get(status.rpartition(")")[2].split()[0], "")
 
 
+def process_start_time(pid: int) -> int | None:
+    """Return the start of a process in clock ticks since boot; None if it is gone or dead.
+
+    Together with the number it identifies a process: numbers are used again.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
 def find_fork_hazard(own_sockets: Collection[int]) -> str:
     """Return the reason why this process must not be forked now; empty if it may be.
 

@@ -1,8 +1,8 @@
 """Process that serves a generation's rendezvous store when all ranks run a user's script.
 
-The store outlives each of them, as torchrun's does, and no rank imports torch before its script does. Forked
-by the fork server (`run_store_server`), or started by exec when a fork would be unsafe (`python -m ... PARENT
-DESCRIPTOR HOST PORT`).
+The store outlives each of them, as torchrun's does, and no rank imports torch before its script does. It is
+torch's, or Horovod's over HTTP (`http_store`). Forked by the fork server (`run_store_server`), or started by
+exec when a fork would be unsafe (`python -m ... PARENT DESCRIPTOR HOST PORT KIND`).
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ import sys
 import traceback
 from typing import Any, NoReturn
 
+from wanma.elastic.workers.http_store import serve_http_store
 from wanma.elastic.workers.linux_processes import set_process_name
 from wanma.elastic.workers.signal_dispositions import configure_child_process
 
 
-def run_store_server(listener: int, host: str, port: int) -> NoReturn:
+def run_store_server(listener: int, host: str, port: int, kind: str) -> NoReturn:
     """Serve until the fork server ends this process."""
     try:
         set_process_name("wanma store")
+        if kind == "http":
+            serve_http_store(listener)
         store = serve_store(listener, host, port)
         while store is not None:
             signal.pause()
@@ -38,9 +41,9 @@ def serve_store(listener: int, host: str, port: int) -> Any:
 
 def main() -> None:
     """Serve a store in a process started by exec."""
-    parent, listener, host, port = sys.argv[1:]
+    parent, listener, host, port, kind = sys.argv[1:]
     configure_child_process(int(parent))
-    run_store_server(int(listener), host, int(port))
+    run_store_server(int(listener), host, int(port), kind)
 
 
 if __name__ == "__main__":

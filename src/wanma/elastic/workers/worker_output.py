@@ -23,6 +23,8 @@ POLL_SECONDS = 0.1
 PARTIAL_LINE_SECONDS = 10.0
 """Time, in seconds, after which a line without an end, such as a progress bar, is shown as it is."""
 CHUNK_BYTES = 1 << 20
+LAST_OUTPUT_LINES = 20
+"""Lines of a failed program's log that its failure shows."""
 MAX_LINE_BYTES = 1 << 16
 """Most bytes of a line; a longer one is split."""
 _START_LINE = re.compile(r"--- \d{4}-\d\d-\d\d [\d:]+ rank \d+ of .* ---$")
@@ -49,6 +51,20 @@ def start_line(spec: WorkerSpec, start_method: str) -> str:
 def exception_line(rank: int) -> str:
     """Return the line before the traceback of a rank's end: the log keeps it, and a failure shows it once."""
     return f"--- rank {rank} ends by an exception ---"
+
+
+def read_last_output(log: Path, lines: int = LAST_OUTPUT_LINES) -> str:
+    """Return the last lines that a rank has printed since its newest start; empty if its log has none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_LINE_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    last: list[str] = []
+    for line in text.splitlines():
+        last = [] if _START_LINE.match(line) else [*last[-lines + 1 :], line]
+    return "\n".join(last)
 
 
 class OutputReader:

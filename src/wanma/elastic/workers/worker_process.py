@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
+from wanma.elastic.claims.claim_stores import open_claim_store
 from wanma.elastic.failure import Failure, failure_from_exception
 from wanma.elastic.protocol.framing import Framer, decode
 from wanma.elastic.protocol.local_messages import EventReport, ExecArguments, WorkerSpec
@@ -36,7 +37,6 @@ from wanma.elastic.workers.signal_dispositions import configure_child_process
 from wanma.elastic.workers.store_server import serve_store
 from wanma.elastic.workers.worker_output import exception_line, start_line
 from wanma.job.file.import_path import import_object
-from wanma.job.run.generation_claims import GenerationFence
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event, MemoryFilePaths, WorkerContext
 
@@ -125,7 +125,10 @@ def _run(spec: WorkerSpec, descriptors: list[int], start_method: str, channel: S
             memory_files=_memory_files(spec),
             restart=spec.restart,
             local_world_sizes=spec.local_world_sizes,
-            fence=GenerationFence(Path(spec.run_directory), spec.generation) if spec.has_claim else None,
+            rank_addresses=spec.rank_addresses,
+            fence=open_claim_store(spec.claims, Path(spec.run_directory)).fence(spec.generation)
+            if spec.claims is not None
+            else None,
         )
         entry(worker, os.pread(payload, os.fstat(payload).st_size, 0))
     except SystemExit as leave:
@@ -164,7 +167,8 @@ def _failure(spec: WorkerSpec, error: BaseException, log: Path) -> Failure:
 
 def _strip_own_frames(trace: TracebackType | None) -> TracebackType | None:
     """Return the frames below the entry function of a script, or of other code that runs here."""
-    own_files = (__file__, "/wanma/api/launch/script_worker.py", "<frozen runpy>", "/runpy.py")
+    launchers = tuple(f"/wanma/api/launch/{name}.py" for name in ("script_worker", "script_main"))
+    own_files = (__file__, *launchers, "<frozen runpy>", "/runpy.py")
     while trace is not None and trace.tb_frame.f_code.co_filename.endswith(own_files):
         trace = trace.tb_next
     return trace

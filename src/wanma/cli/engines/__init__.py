@@ -1,0 +1,1 @@
+"""Commands for runs on engines: a module per command."""

@@ -1,0 +1,1 @@
+"""Claim stores of nodes that may share no file system."""

@@ -1,0 +1,126 @@
+"""Record of processor time, memory, network bytes and GPUs of a script's ranks on this node."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from wanma.elastic.transport.event_loop import EventLoop, Timer
+from wanma.job.run.run_directory import RunDirectory
+from wanma.observe.metrics.gpu import GpuReader, GpuReading, open_gpu_reader
+from wanma.observe.metrics.process_usage import read_network_bytes, read_process_table, sum_trees
+from wanma.observe.sinks.append_file import AppendFile
+from wanma.observe.sinks.jsonl import to_json_line
+
+FIRST_SAMPLE_SECONDS, SAMPLE_INTERVAL_SECONDS = 0.5, 5.0
+"""Time, in seconds, to the first record, and the longest between two; in between it doubles."""
+
+
+class UsageRecorder:
+    """Recorder that appends one line every few seconds, until it is closed.
+
+    Args:
+        run: run directory.
+        node_rank: node rank of this node.
+        interface: network interface of the run; None: unknown.
+        loop: event loop.
+        pids: returns the process number of each living rank.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        node_rank: int,
+        interface: str | None,
+        loop: EventLoop,
+        pids: Callable[[], Mapping[int, int]],
+    ) -> None:
+        self._interface, self._loop, self._pids = interface, loop, pids
+        self._newest: dict[int, dict[str, Any]] = {}
+        """Newest use of each rank, those that have ended included."""
+        self._gpus = NodeGpus(loop)
+        self._network_start = read_network_bytes(interface)
+        self._interval = FIRST_SAMPLE_SECONDS
+        self._file: AppendFile | None = None
+        with contextlib.suppress(OSError):  # a full disk does not end the run
+            self._file = AppendFile(run.node_usage(node_rank))
+        self._timer: Timer = loop.call_later(self._interval, self._sample)
+
+    def close(self) -> None:
+        """Stop recording; a second call does nothing."""
+        self._timer.cancel()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _sample(self) -> None:
+        if self._file is None:
+            return
+        self._gpus.request()
+        with contextlib.suppress(OSError):
+            self._file.write(to_json_line(self.read_record()))
+        self._interval = min(2 * self._interval, SAMPLE_INTERVAL_SECONDS)
+        self._timer = self._loop.call_later(self._interval, self._sample)
+
+    def read_record(self) -> dict[str, Any]:
+        """Return the present use of each rank; of one that has ended, the last."""
+        pids = self._pids()
+        usages = sum_trees(read_process_table(), pids.values())
+        for rank, pid in pids.items():
+            if pid in usages:
+                memory, earlier = usages[pid].memory_bytes, self._newest.get(rank)
+                self._newest[rank] = {
+                    "rank": rank,
+                    "cpu_seconds": usages[pid].cpu_seconds,
+                    "memory_bytes": memory,
+                    "peak_memory_bytes": max(memory, earlier["peak_memory_bytes"] if earlier else 0),
+                }
+        ranks = [self._newest[rank] for rank in sorted(self._newest)]
+        record: dict[str, Any] = {"time": time.time(), "ranks": ranks}
+        now = read_network_bytes(self._interface)
+        if now is not None and self._network_start is not None:
+            received, sent = (end - start for end, start in zip(now, self._network_start, strict=True))
+            record |= {"network_received_bytes": received, "network_sent_bytes": sent}
+        if self._gpus.readings:
+            record["gpus"] = [
+                {"gpu": number, "utilization": gpu.utilization, "memory_bytes": gpu.memory_bytes}
+                for number, gpu in enumerate(self._gpus.readings)
+            ]
+        return record
+
+
+class NodeGpus:
+    """State of this node's GPUs, read in a thread: a driver answers late, or never if its GPU hangs.
+
+    Args:
+        loop: event loop.
+        open_reader: returns the reader of the GPUs; None: there are none.
+    """
+
+    def __init__(
+        self, loop: EventLoop, open_reader: Callable[[], GpuReader | None] = open_gpu_reader
+    ) -> None:
+        self._loop, self._open_reader = loop, open_reader
+        self.readings: Sequence[GpuReading] = ()
+        """Newest state of each GPU; empty: there are none, or no answer has come yet."""
+        self._reader: GpuReader | None = None
+        self._is_asked = False
+        """True while an answer is awaited, and for good without a GPU or after an error of its driver."""
+
+    def request(self) -> None:
+        """Ask for the state, unless an earlier answer is still awaited."""
+        if not self._is_asked:
+            self._is_asked = True
+            self._loop.call_in_thread(self._read, self._store, "wanma-gpus")
+
+    def _read(self) -> Sequence[GpuReading]:
+        try:
+            self._reader = self._reader or self._open_reader()
+            return self._reader.read() if self._reader is not None else ()
+        except Exception:  # a driver that fails costs the record, not the run
+            return ()
+
+    def _store(self, readings: Sequence[GpuReading]) -> None:
+        self.readings, self._is_asked = readings, not readings

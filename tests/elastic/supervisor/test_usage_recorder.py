@@ -1,0 +1,120 @@
+"""Record of what a script's ranks use on a node."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wanma.elastic.supervisor import usage_recorder
+from wanma.elastic.supervisor.usage_recorder import NodeGpus, UsageRecorder
+from wanma.elastic.transport.event_loop import EventLoop
+from wanma.job.run.run_directory import RunDirectory
+from wanma.observe.metrics.gpu import GpuReading
+
+
+class Reader:
+    """Reader of two GPUs, one of which reports nothing."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def read(self) -> list[GpuReading]:
+        self.reads += 1
+        return [GpuReading(0.97, 60.0, False, 3e9), GpuReading(None, None, None)]
+
+
+@pytest.fixture
+def loop() -> Iterator[EventLoop]:
+    loop = EventLoop()
+    yield loop
+    loop.close()
+
+
+def run_until(loop: EventLoop, done: Any) -> None:
+    assert loop.run_until(done, time.monotonic() + 20)
+
+
+def test_the_use_of_ranks_and_gpus_is_recorded_every_few_seconds(
+    loop: EventLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("FIRST_SAMPLE_SECONDS", "SAMPLE_INTERVAL_SECONDS"):
+        monkeypatch.setattr(usage_recorder, name, 0.01)
+    monkeypatch.setattr(usage_recorder, "NodeGpus", lambda loop: NodeGpus(loop, Reader))
+    run = RunDirectory(tmp_path)
+    run.create()
+
+    def records() -> list[dict[str, Any]]:
+        file = run.node_usage(1)
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def poll() -> bool:
+        loop.call_later(0.01, lambda: None)
+        return any("gpus" in record for record in records())
+
+    began = time.time()
+    recorder = UsageRecorder(run, 1, None, loop, lambda: {5: os.getpid()})
+    run_until(loop, poll)
+    recorder.close()
+    newest = records()[-1]
+    assert newest["time"] >= began
+    assert [rank["rank"] for rank in newest["ranks"]] == [5]
+    assert newest["ranks"][0]["cpu_seconds"] > 0
+    assert newest["gpus"] == [
+        {"gpu": 0, "utilization": 0.97, "memory_bytes": 3e9},
+        {"gpu": 1, "utilization": None, "memory_bytes": None},
+    ]
+
+
+def test_a_driver_that_hangs_is_asked_once_and_holds_up_nothing(loop: EventLoop) -> None:
+    release, opened = threading.Event(), []
+
+    def hang() -> None:
+        opened.append(threading.current_thread())
+        release.wait(60)
+
+    gpus = NodeGpus(loop, hang)
+    for _ in range(3):
+        gpus.request()
+    assert gpus.readings == ()
+    release.set()
+    run_until(loop, lambda: not loop._selector.get_map())
+    assert len(opened) == 1
+    assert opened[0] is not threading.current_thread()
+
+
+def test_without_gpus_or_after_an_error_of_the_driver_nobody_asks_again(loop: EventLoop) -> None:
+    opened: list[str] = []
+
+    def fail() -> None:
+        opened.append("failed")
+        raise RuntimeError("GPU is lost")
+
+    for open_reader in (lambda: opened.append("no GPU"), fail):
+        gpus = NodeGpus(loop, open_reader)
+        gpus.request()
+        run_until(loop, lambda: not loop._selector.get_map())
+        gpus.request()
+        assert gpus.readings == ()
+    assert opened == ["no GPU", "failed"]
+
+
+def test_a_reader_stays_open(loop: EventLoop) -> None:
+    reader, opened = Reader(), []
+
+    def open_reader() -> Any:
+        opened.append(True)
+        return reader
+
+    gpus = NodeGpus(loop, open_reader)
+    for number in (1, 2):
+        gpus.request()
+        run_until(loop, lambda number=number: reader.reads == number and not loop._selector.get_map())
+    assert len(gpus.readings) == 2
+    assert opened == [True]
