@@ -1,4 +1,4 @@
-"""Shared parts of the comparisons: commands, disturbance by other programs, pairs, statistics, results.
+"""Shared parts of the comparisons: commands, disturbance by other programs, pairs, results.
 
 It runs in wanma's own environment and imports no torch; the contenders are commands.
 """
@@ -6,7 +6,6 @@ It runs in wanma's own environment and imports no torch; the contenders are comm
 from __future__ import annotations
 
 import argparse
-import ctypes
 import datetime
 import json
 import os
@@ -20,18 +19,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 
 from benchmarks.pace import product_seconds
+from wanma.bench.measurements.measurement import MachineUsage
+from wanma.bench.meter.disturbance import DisturbanceLimits, find_disturbances
+from wanma.bench.meter.foreign_cpu import ForeignCpu
+from wanma.bench.meter.process_tree import adopt_orphans, descendants, end_descendants
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
-PACKAGES = ("wanma", "torch", "accelerate", "lightning", "deepspeed", "numpy")
+PACKAGES = ("wanma", "torch", "numpy")
 
 
 class BenchmarkError(Exception):
     """Failure of a contender or of the environment; the message contains the way out."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Command of a contender."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    log: Path
 
 
 # ---------------------------------------------------------------- commands
@@ -49,33 +60,37 @@ class Finished:
 
 
 def run_command(
-    command: Sequence[str], environment: Mapping[str, str], log: Path, timeout_seconds: float
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path,
+    timeout_seconds: float,
+    folder: Path = ROOT,
 ) -> Finished:
-    """Run `command` in the repository's root until it and all that it started have ended.
+    """Run `command` in a folder until it and all that it started have ended.
 
     Raises:
         BenchmarkError: it failed, took too long, or left processes behind; with the end of its output.
     """
     adopt_orphans()
-    busy, own, started = busy_cpu_seconds(), _own_cpu_seconds(), time.time()
+    foreign, started = ForeignCpu(), time.time()
     clock = time.perf_counter()
+    bystanders = {process.pid for process in descendants()}
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, env=dict(environment), cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
+            command, env=dict(environment), cwd=folder, stdout=output, stderr=subprocess.STDOUT
         )
         try:
             code = process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
             raise _failure(command, log, f"took more than {timeout_seconds:.0f} s") from None
         finally:
-            survivors = _end_descendants()
+            survivors = end_descendants(bystanders)
     seconds = time.perf_counter() - clock
     if code != 0:
         raise _failure(command, log, f"ended with code {code}")
     if survivors:
         raise _failure(command, log, f"left processes behind: {', '.join(survivors)}")
-    others = (busy_cpu_seconds() - busy) - (_own_cpu_seconds() - own)
-    return Finished(started, seconds, max(others, 0.0) / seconds)
+    return Finished(started, seconds, max(foreign.seconds(), 0.0) / seconds)
 
 
 def _failure(command: Sequence[str], log: Path, what: str) -> BenchmarkError:
@@ -83,41 +98,7 @@ def _failure(command: Sequence[str], log: Path, what: str) -> BenchmarkError:
     return BenchmarkError(f"{shlex.join(command)}\n{what}; the end of its output:\n{tail}")
 
 
-def adopt_orphans() -> None:
-    """Make this process the parent of descendants whose own parent ends, so that their CPU time counts."""
-    set_child_subreaper = 36  # linux/prctl.h
-    if ctypes.CDLL(None, use_errno=True).prctl(set_child_subreaper, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
-
-
-def _end_descendants() -> list[str]:
-    """Collect ended descendants; kill and name those that do not end within a second."""
-    left = psutil.Process().children(recursive=True)
-    _, alive = psutil.wait_procs(left, timeout=1.0)
-    names = [f"{process.pid} {process.name()}" for process in alive if process.is_running()]
-    for process in alive:
-        if process.is_running():
-            process.kill()
-    psutil.wait_procs(alive, timeout=5.0)
-    return names
-
-
-def busy_cpu_seconds() -> float:
-    """Return the busy seconds of all CPUs since boot: user, nice, system, and stolen by other guests.
-
-    Interrupts are left out: the loopback traffic of the contenders' own collectives is among them.
-    """
-    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-    user, nice, system, steal = (int(fields[index]) for index in (0, 1, 2, 7))
-    return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK")
-
-
-def _own_cpu_seconds() -> float:
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
-
-
-# ---------------------------------------------------------------- samples and their statistics
+# ---------------------------------------------------------------- samples
 
 
 @dataclass(frozen=True)
@@ -137,7 +118,8 @@ def take_sample(measure: Callable[[], dict[str, Any]], noise: Noise) -> dict[str
     """
     for attempt in range(noise.retries + 1):
         sample = measure()
-        sample["disturbed"] = sample["foreign_cpu"] > noise.limit
+        usage = MachineUsage(foreign_cpu=sample["foreign_cpu"])
+        sample["disturbed"] = bool(find_disturbances(usage, DisturbanceLimits(noise.limit)))
         sample["repeated"] = attempt
         if not sample["disturbed"]:
             break
@@ -194,26 +176,6 @@ def undisturbed(piece: dict[str, Any]) -> list[dict[str, Any]]:
         for taken in piece.get("pairs", [])
         if not any(isinstance(sample, dict) and sample["disturbed"] for sample in taken.values())
     ]
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Median and its 95 % interval."""
-
-    median: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.median:.2f} ({self.low:.2f}–{self.high:.2f})"
-
-
-def estimate(values: Sequence[float], draws: int = 10_000) -> Estimate:
-    """Return the median with the percentile bootstrap's 95 % interval (Efron 1979); deterministic."""
-    array = np.asarray(values, dtype=float)
-    indices = np.random.default_rng(0).integers(len(array), size=(draws, len(array)))
-    low, high = np.percentile(np.median(array[indices], axis=1), [2.5, 97.5])
-    return Estimate(float(np.median(array)), float(low), float(high))
 
 
 # ---------------------------------------------------------------- results
@@ -333,8 +295,6 @@ def install_peers(venv: Path, pip_arguments: Sequence[str]) -> None:
     pip += ["--constraint", str(ROOT / "constraints.txt")]
     steps = [
         [sys.executable, "-m", "venv", str(venv)],
-        # torch first: DeepSpeed's installation looks for it.
-        [*pip, "torch"],
         [*pip, "--requirement", str(ROOT / "benchmarks" / "requirements.txt"), "--editable", str(ROOT)],
     ]
     for step in steps:

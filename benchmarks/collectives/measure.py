@@ -73,13 +73,13 @@ def measure(
             contenders["in_place"] = _runner(collective, elements, shared, in_place=True)
         source, target = torch.ones(elements), torch.zeros(elements)
         contenders["copy"] = lambda source=source, target=target: target.copy_(source)  # type: ignore[misc]
-        seconds[f"{size:g}"] = _in_turns(contenders, gloo)
+        seconds[f"{size:g}"] = in_turns(contenders, gloo)
     if rank == 0:
         Path(output).write_text(json.dumps(seconds))
     dist.destroy_process_group()
 
 
-def _in_turns(contenders: dict[str, Callable[[], object]], gloo: dist.ProcessGroup) -> dict[str, float]:
+def in_turns(contenders: dict[str, Callable[[], object]], gloo: dist.ProcessGroup) -> dict[str, float]:
     """Return the seconds of one call of each contender: the median of its turns, of the slowest rank."""
     repeats = {}
     for name, run in contenders.items():

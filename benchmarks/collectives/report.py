@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from benchmarks.common import Estimate, describe_environments, estimate, table, undisturbed
+from benchmarks.common import describe_environments, table, undisturbed
+from wanma.bench.statistics.estimates import Estimate, estimate
 
 HEADER = (
     *("collective", "ranks", "MiB", "Gloo, ms", "staged, ms", "in place, ms"),

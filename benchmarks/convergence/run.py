@@ -211,7 +211,7 @@ def report(runs: list[dict[str, Any]]) -> str:
     dates = sorted(run["date"] for run in runs)
     commits = ", ".join(dict.fromkeys(run["commit"] for run in runs))
     return (
-        "# What compressed, seldom and late exchanges make of the loss\n\n"
+        "# Loss under gradient compression, local steps and overlapped synchronization\n\n"
         f"Validation loss after {steps} steps; with whole gradients it has fallen from {first:.2f} to "
         f"{last:.2f}. All ways have the same settings. Of what only sites have (a beginning together, rate "
         "and momentum of the outer update) a few values were tried, with the first seed.\n\n"

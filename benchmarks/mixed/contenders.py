@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import BenchmarkError, clean_environment, run_command
-from benchmarks.gate import Gate
+from benchmarks.common import BenchmarkError, Start, clean_environment, run_command
+from benchmarks.mixed.gate import Gate
 from benchmarks.mixed.gated import VARIABLE
 from benchmarks.mixed.quota import Held, held_back
+from benchmarks.mixed.turns import Turn, blocks, foreign_cpu, own_clocks, steps_between, take_turns_by_steps
 from benchmarks.recovery.watch import read_lines
-from benchmarks.turns import Start, Turn, blocks, foreign_cpu, own_clocks, steps_between, take_turns_by_steps
 from wanma.data.opening import prepare_job_data
 from wanma.job.file.loading import load_job
 from wanma.job.run.run_directory import RunDirectory

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.gate import Gate
+from benchmarks.mixed.gate import Gate
 from wanma.job.run.worker import WorkerContext
 
 VARIABLE = "GATE"

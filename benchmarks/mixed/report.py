@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.common import describe_environments, estimate, table
+from benchmarks.common import describe_environments, table
+from wanma.bench.statistics.estimates import estimate
 
 GOAL = 0.9
 """Share of the ideal that planned and moving shares should reach; also the end of a recovery."""

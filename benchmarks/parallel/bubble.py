@@ -9,8 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from wanma.planner.pipeline import operation as replay
+from wanma.planner.pipeline.replay import TimedOperation, replay_operations
+
 Kind = Literal["forward", "loss", "backward", "input_backward", "weight_backward"]
-Key = tuple[str, int, int]
+_REPLAYED_KINDS: Mapping[Kind, replay.OperationKind] = {
+    "forward": "forward",
+    "backward": "backward",
+    "input_backward": "backward",
+    "weight_backward": "weight gradient",
+}
+"""Kinds of operations as a replay has them; both kinds of backward give the gradient of the input."""
 
 
 @dataclass(frozen=True)
@@ -47,24 +56,8 @@ def replayed_share(step: Step, stages: int) -> float:
     Raises:
         ValueError: the order waits for itself.
     """
-    ended: dict[Key, float] = {}
-    clocks, at = [0.0] * len(step), [0] * len(step)
-    while any(at[rank] < len(todo) for rank, todo in enumerate(step)):
-        moved = False
-        for rank, todo in enumerate(step):
-            while at[rank] < len(todo):
-                operation = todo[at[rank]]
-                needed = _needs(operation, stages)
-                if any(key not in ended for key in needed):
-                    break
-                begins = max([clocks[rank], *(ended[key] for key in needed)])
-                clocks[rank] = ended[_key(operation)] = begins + operation.cpu_seconds
-                at[rank] += 1
-                moved = True
-        if not moved:
-            raise ValueError("the operations wait for each other")
-    busy = sum(operation.cpu_seconds for rank in step for operation in rank)
-    return 1.0 - busy / (len(step) * max(clocks))
+    times = replay_operations([_timed(rank) for rank in step], stages)
+    return 1.0 - sum(time.busy for time in times) / (len(step) * max(time.end for time in times))
 
 
 def unevenness(step: Step) -> float:
@@ -73,19 +66,14 @@ def unevenness(step: Step) -> float:
     return max(busy) * len(busy) / sum(busy)
 
 
-def _key(operation: Operation) -> Key:
-    """Return the key under which others wait; both kinds of backward give the gradient of the input."""
-    kind = "backward" if operation.kind == "input_backward" else operation.kind
-    return kind, operation.stage, operation.micro_batch
-
-
-def _needs(operation: Operation, stages: int) -> list[Key]:
-    """Return the operations that must have ended; those of the same rank are in its order."""
-    stage, number = operation.stage, operation.micro_batch
-    before: Mapping[Kind, list[Key]] = {
-        "forward": [("forward", stage - 1, number)] if stage > 0 else [],
-        "loss": [("forward", stage, number)],
-        "backward": [("backward", stage + 1, number)] if stage < stages - 1 else [("loss", stage, number)],
-        "weight_backward": [("backward", stage, number)],
-    }
-    return before["backward" if operation.kind == "input_backward" else operation.kind]
+def _timed(operations: Sequence[Operation]) -> list[TimedOperation]:
+    """Return the operations of a rank as a replay takes them: a loss is part of the forward before it."""
+    timed: list[TimedOperation] = []
+    for one in operations:
+        if one.kind == "loss":
+            forward, seconds = timed[-1]
+            timed[-1] = TimedOperation(forward, seconds + one.cpu_seconds)
+        else:
+            operation = replay.Operation(_REPLAYED_KINDS[one.kind], one.stage, one.micro_batch)
+            timed.append(TimedOperation(operation, one.cpu_seconds))
+    return timed

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from benchmarks.commands import Command
 from benchmarks.common import clean_environment, cores, run_command
 from benchmarks.parallel.bubble import Operation, Step, measured_share, replayed_share, unevenness
 from benchmarks.parallel.contenders import Setting, default_setting, torchrun
-from benchmarks.train.contenders import Command
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Schedule
 from wanma.planner.pipeline.schedules import bubble_fraction

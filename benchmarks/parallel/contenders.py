@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from benchmarks.common import cores
-from benchmarks.parallel.axes import AXES, Axis, even_cuts
-from benchmarks.train.contenders import (
+from benchmarks.commands import (
     TIMEOUT_SECONDS,
     Command,
     prepare_start,
@@ -17,14 +18,20 @@ from benchmarks.train.contenders import (
     wanma_command,
     with_speed,
 )
-from benchmarks.turns import blocks, take_turns
+from benchmarks.common import ROOT, BenchmarkError, cores
+from benchmarks.parallel.axes import AXES, Axis, even_cuts
+from wanma.bench.measurements.measurement import Measurement
+from wanma.bench.meter.machine_meter import MachineMeter
+from wanma.bench.programs.contender import Contender
+from wanma.bench.programs.execution import ExecutionRule, execute
+from wanma.bench.turns.own_clock import OwnClock
 from wanma.elastic.workers.environment import make_worker_environment
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.cluster import ClusterSection
 from wanma.models.config.presets import DECODER_PRESETS
 
-BLOCK_SECONDS = 10.0
-"""Seconds of turns that make one round."""
+MIN_SHARED_STEPS = 10
+"""Fewest steps of a contender while both took turns."""
 COMPARED_STEPS = 8
 """Steps of a long run whose losses are compared: rounding errors grow from step to step."""
 
@@ -138,7 +145,7 @@ def peer_command(setting: Setting) -> Command:
     return torchrun(
         setting,
         f"benchmarks/parallel/recipes/{setting.what.recipe}",
-        *("--job", "job.toml", "--result", "result.json", f"--batch={setting.per_rank}", "--fused"),
+        *("--job", "job.toml", "--result", "result.json", f"--batch={setting.per_rank}"),
     )
 
 
@@ -158,37 +165,71 @@ def measure(setting: Setting, wanma: bool, venv: Path, folder: Path) -> dict[str
     return with_speed(record, setting.warmup, setting.steps, setting.batch * setting.sequence)
 
 
-def measure_in_turns(setting: Setting, venv: Path, folder: Path) -> list[dict[str, Any]]:
-    """Train with both contenders at once, of which one runs at a time.
+def measure_in_turns(setting: Setting, venv: Path, folder: Path) -> dict[str, Any]:
+    """Train with both contenders at once, of which one runs at a time, as `wanma bench --turns` does.
 
     Returns:
-        a round for each block of `BLOCK_SECONDS`.
+        a record by contender, as `measure` returns it; its speed is of the steps that both made in turns.
+
+    Raises:
+        BenchmarkError: a contender failed, did not record every step, or made too few in turns.
     """
     commands = {"wanma": wanma_command(), "peer": peer_command(setting)}
-    starts = {}
+    contenders = []
     for name, command in commands.items():
         (folder / name).mkdir()
         alone = name == "peer" and setting.what.recipe is None
-        starts[name] = prepare_start(command, setting.job(one_process=alone), venv, folder / name)
-    pairs = take_turns(starts, setting.turn_seconds, TIMEOUT_SECONDS)
-    records = {
-        name: read_record(command, setting.total_steps, folder / name) for name, command in commands.items()
-    }
-    times = {name: record.pop("times")[:-1] for name, record in records.items()}
-    for record in records.values():
-        record["losses"] = record["losses"][:COMPARED_STEPS]
+        start = prepare_start(command, setting.job(one_process=alone), venv, folder / name)
+        variables = (f"{key}={value}" for key, value in start.environment.items())
+        words = ("env", "-i", *variables, *start.command)
+        contenders.append((Contender(name, "command", command=words, folder=str(ROOT)), folder / name))
+    measurements = execute(
+        contenders,
+        0,
+        ExecutionRule(timeout_seconds=TIMEOUT_SECONDS, turn_seconds=setting.turn_seconds),
+        make_meter=MachineMeter,
+        find_disturbances=lambda _: (),
+    )
+    records = {}
+    for one, command in zip(measurements, commands.values(), strict=True):
+        if one.error:
+            raise BenchmarkError(f"{one.contender} {one.error}")
+        records[one.contender] = read_record(command, setting.total_steps, folder / one.contender)
+    shared = shared_step_seconds(setting, measurements, records)
     tokens = setting.batch * setting.sequence
-    return [
-        {
-            name: {
-                "tokens_per_second": round(block.steps[name] * tokens / BLOCK_SECONDS, 1),
-                **record,
-                "foreign_cpu": round(block.foreign_cpu[name], 3),
-            }
-            for name, record in records.items()
+    return {
+        one.contender: {
+            "tokens_per_second": round(tokens / median(shared[one.contender]), 1),
+            **records[one.contender],
+            "losses": records[one.contender]["losses"][:COMPARED_STEPS],
+            "foreign_cpu": round(one.machine.foreign_cpu or 0.0, 3),
         }
-        for block in blocks(pairs, times, setting.warmup, BLOCK_SECONDS)
-    ]
+        for one in measurements
+    }
+
+
+def shared_step_seconds(
+    setting: Setting, measurements: Sequence[Measurement], records: Mapping[str, dict[str, Any]]
+) -> dict[str, list[float]]:
+    """Return the seconds of the steps that all contenders made in turns, without stops; takes out `times`.
+
+    Raises:
+        BenchmarkError: a contender made fewer than `MIN_SHARED_STEPS`.
+    """
+    times = {name: record.pop("times")[:-1] for name, record in records.items()}
+    began = max(one[setting.warmup - 1] for one in times.values())
+    ended = min(one[-1] for one in times.values())
+    found = {}
+    for one in measurements:
+        assert one.turns is not None
+        clock, stamps = OwnClock(one.started, one.turns.stops), times[one.contender]
+        inside = [clock.seconds_at(time) for time in stamps if began <= time <= ended]
+        found[one.contender] = [after - before for before, after in pairwise(inside)]
+        if len(found[one.contender]) < MIN_SHARED_STEPS:
+            raise BenchmarkError(
+                f"{one.contender} made {len(found[one.contender])} steps while both took turns; more --steps"
+            )
+    return found
 
 
 def default_setting(axis: str, ranks: int, precision: str) -> Setting:

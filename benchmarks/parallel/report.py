@@ -6,11 +6,12 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.common import describe_environments, estimate, table, undisturbed
+from benchmarks.common import describe_environments, table, undisturbed
 from benchmarks.parallel.axes import AXES
-from benchmarks.parallel.contenders import BLOCK_SECONDS, COMPARED_STEPS, Setting
+from benchmarks.parallel.contenders import COMPARED_STEPS, Setting
 from benchmarks.parallel.context import Traffic
 from benchmarks.train.report import LOSS_LIMITS, loss_difference, ratios
+from wanma.bench.statistics.estimates import estimate
 
 GOAL = 0.97
 """Goal for the interval of the ratio."""
@@ -29,7 +30,7 @@ def report(pieces: Sequence[Piece]) -> str:
     axes = [piece for piece in measured if "axis" in piece["settings"]]
     context = [piece for piece in axes if AXES[piece["settings"]["axis"]].context]
     beside = [piece for piece in axes if piece not in context]
-    parts = ["# Every axis beside its recipe in plain torch\n"]
+    parts = ["# Parallel plans beside their recipes in plain torch\n"]
     if axes:
         parts.append(_PREFACE)
     parts += [_ratios(group) for group in _groups(beside)]
@@ -48,7 +49,7 @@ _PREFACE = f"""\
 Ratio: wanma's tokens per second over the other's, median of the pairs with its 95 % bootstrap interval; the
 goal is an interval not below {GOAL}. Tokens per second: medians. Loss difference: the largest relative one of
 any step; in turns, of the first {COMPARED_STEPS}. In turns: both contenders live at once, and each is stopped
-while the other runs; a pair is {BLOCK_SECONDS:.0f} s of both.
+while the other runs; a pair is one execution of both (of before 2026-11-27: 10 s of both).
 """
 _CONTEXT = """\
 ## Context parallel beside the unsharded step

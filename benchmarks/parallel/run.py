@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: find `benchmarks`
 
+from benchmarks.commands import wanma_command
 from benchmarks.common import (  # after the path is set
     Noise,
     Results,
@@ -34,7 +35,6 @@ from benchmarks.common import (  # after the path is set
     commit,
     common_parser,
     describe_environment,
-    estimate,
     take_pairs,
     undisturbed,
 )
@@ -44,8 +44,8 @@ from benchmarks.parallel.bubble_runs import SCHEDULES, Bubble, measure_bubble
 from benchmarks.parallel.contenders import Setting, default_setting, measure, measure_in_turns, peer_command
 from benchmarks.parallel.context import measure_link
 from benchmarks.parallel.report import report
-from benchmarks.train.contenders import wanma_command
 from benchmarks.train.report import ratios
+from wanma.bench.statistics.estimates import estimate
 from wanma.data.opening import prepare_job_data
 from wanma.job.file.loading import load_job
 
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> None:
                 who: _in_a_folder(partial(_sample, setting, who, options.venv)) for who in ("wanma", "peer")
             }
         if isinstance(setting, Setting) and setting.turn_seconds:
-            if len(undisturbed(piece)) < options.pairs:
+            while len(undisturbed(piece)) < options.pairs and time.monotonic() < deadline:
                 _in_turns(setting, piece, options)
                 results.save(report(results.pieces))
             print(f"  ratio {estimate(ratios(piece))} of {len(ratios(piece))} pairs", flush=True)
@@ -103,18 +103,18 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _in_turns(setting: Setting, piece: dict[str, Any], options: argparse.Namespace) -> None:
-    """Run both contenders once; every pair of their turns is a round."""
+    """Run both contenders once, in turns: a pair."""
     facts = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "product_seconds": product_seconds(),
     }
-    for taken in _in_a_folder(partial(measure_in_turns, setting, options.venv))():
-        for sample in taken.values():
-            sample["disturbed"] = sample["foreign_cpu"] > options.foreign_limit
-        ratio = taken["wanma"]["tokens_per_second"] / taken["peer"]["tokens_per_second"]
-        print(f"  {ratio:.3f} of {taken['peer']['tokens_per_second']:,.0f} tokens/s", flush=True)
-        piece["pairs"].append({**facts, **taken})
+    taken = _in_a_folder(partial(measure_in_turns, setting, options.venv))()
+    for sample in taken.values():
+        sample["disturbed"] = sample["foreign_cpu"] > options.foreign_limit
+    ratio = taken["wanma"]["tokens_per_second"] / taken["peer"]["tokens_per_second"]
+    print(f"  {ratio:.3f} of {taken['peer']['tokens_per_second']:,.0f} tokens/s", flush=True)
+    piece["pairs"].append({**facts, **taken})
 
 
 def _in_a_folder(measured: Callable[[Path], Result]) -> Callable[[], Result]:

@@ -175,7 +175,7 @@ def search_time(scale: int) -> dict[str, Any]:
 
 def page(kept: dict[str, Any]) -> str:
     lines = [
-        "# Plans on unlike machines",
+        "# Plans for heterogeneous clusters",
         "",
         f"{kept['machine']}; wanma at {kept['commit']}. `python -m benchmarks.planner.mixed`;",
         "searches in CPU seconds of one core.",

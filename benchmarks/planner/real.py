@@ -2,6 +2,7 @@
 
     python -m benchmarks.planner.real --calibrate         # a minute, at rest
     python -m benchmarks.planner.real --minutes 5         # carries on with the rounds that are left
+    python -m benchmarks.planner.real --fresh --calibrate    # the same, and forgets all that was measured
     python -m benchmarks.planner.real --memory --minutes 5   # only peaks, of few steps; needs no quiet
     python -m benchmarks.planner.real --report
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import random
 import sys
@@ -26,9 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS, ROOT, BenchmarkError, commit, machine, run_command
-from benchmarks.planner.quiet import Watch
 from benchmarks.planner.real_cases import MODELS, cases, job_text
 from benchmarks.planner.real_report import report, steps_that_count
+from wanma.bench.meter.machine_meter import MachineMeter
+from wanma.bench.meter.process_tree import adopt_orphans
 from wanma.data.opening import prepare_job_data
 from wanma.hardware.discovery.node import discover_node
 from wanma.job.file.loading import load_job
@@ -41,12 +44,18 @@ MEMORY_STEPS = 5
 WARM_UP = 2
 """First steps of a run, which do not count; nor does the last one, which saves."""
 TIMEOUT_SECONDS = 600.0
+METER_SECONDS = 0.25
+"""Time between two samples of what other programs use: steps are short."""
 
 
 def main() -> None:
     options = parse()
-    state: dict[str, Any] = json.loads(STATE.read_text()) if STATE.exists() else {"runs": []}
+    state: dict[str, Any] = {"runs": []}
+    if STATE.exists() and not options.fresh:
+        state = json.loads(STATE.read_text())
     try:
+        if not options.report:
+            check_machine(state)
         if options.calibrate:
             _calibrate(state, options.seconds)
         elif options.memory:
@@ -58,6 +67,26 @@ def main() -> None:
         print(text)
     except BenchmarkError as error:
         sys.exit(f"error: {error}")
+
+
+def check_machine(state: dict[str, Any]) -> None:
+    """Check that what was measured is of this processor.
+
+    Raises:
+        BenchmarkError: it is of another one, and medians over both would be of none.
+    """
+    (here,) = _processors(discover_node().to_json())
+    found = {name for run in state["runs"] for name in _processors(run["cluster"])}
+    if others := found - {here}:
+        raise BenchmarkError(
+            f"{STATE.name} has runs on {', '.join(sorted(others))}, and this is {here}: "
+            "begin again with --fresh --calibrate"
+        )
+
+
+def _processors(cluster: dict[str, Any]) -> set[str]:
+    """Return the names of the processors of a cluster."""
+    return {node["cpu"]["name"] for node in cluster["nodes"]}
 
 
 def _calibrate(state: dict[str, Any], seconds: float) -> None:
@@ -125,6 +154,12 @@ def _note_memory(state: dict[str, Any], taken: dict[str, Any]) -> None:
     state.setdefault("memory", {})[f"{taken['model']}, {taken['layout']}"] = noted
 
 
+def _foreign_cpu(meter: MachineMeter, record: dict[str, Any]) -> float:
+    """Return the mean CPUs of other programs during a step; infinite if unknown."""
+    found = meter.foreign_cpu(record["time"] - record["step_seconds"], record["time"])
+    return math.inf if found is None else round(found, 3)
+
+
 def _train(name: str, layout: str, steps: int, foreign_limit: float) -> dict[str, Any]:
     """Train once; return the plan, the steps, and the peak of rank 0's memory before the last step.
 
@@ -138,7 +173,8 @@ def _train(name: str, layout: str, steps: int, foreign_limit: float) -> dict[str
         environment = {
             key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GLIBC_", "MKL_"))
         }
-        with Watch() as watch:
+        adopt_orphans()
+        with MachineMeter(interval_seconds=METER_SECONDS) as meter:
             run_command(command, environment, Path(folder) / "output.log", TIMEOUT_SECONDS)
         records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         planned = json.loads((run / "plan.json").read_text())
@@ -146,7 +182,7 @@ def _train(name: str, layout: str, steps: int, foreign_limit: float) -> dict[str
         {
             "seconds": record["step_seconds"],
             "phases": record["phases"],
-            "others": round(watch.others(record["time"] - record["step_seconds"], record["time"]), 3),
+            "others": _foreign_cpu(meter, record),
         }
         for record in records[WARM_UP:-1]
     ]
@@ -178,6 +214,7 @@ def parse() -> argparse.Namespace:
     add("--calibrate", action="store_true", help="measure operators and collectives first")
     add("--seconds", type=float, default=20.0, help="of that, for each number of ranks")
     add("--memory", action="store_true", help="measure only peaks of memory")
+    add("--fresh", action="store_true", help="forget all that was measured; with --calibrate")
     add("--report", action="store_true", help="only the report of what was measured")
     add("--minutes", type=float, default=5.0, help="start no run after this (default 5)")
     add("--steps", type=int, default=14, help="of a run (default 14)")
@@ -187,7 +224,10 @@ def parse() -> argparse.Namespace:
     add("--foreign-limit", type=float, default=0.1, help="CPUs that others may use in one (default 0.1)")
     add("--model", nargs="+", choices=list(MODELS), help="only these")
     add("--layout", nargs="+", help="only these")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.fresh and not options.calibrate:
+        parser.error("--fresh forgets the calibration, too: add --calibrate")
+    return options
 
 
 if __name__ == "__main__":

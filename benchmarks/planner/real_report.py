@@ -9,8 +9,9 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from benchmarks.common import Estimate, estimate, table
+from benchmarks.common import table
 from benchmarks.planner.real_cases import CHECKED, MODELS, TAUGHT, cases, job_text
+from wanma.bench.statistics.estimates import Estimate, estimate
 from wanma.job.cluster import Cluster
 from wanma.job.file.loading import to_job
 from wanma.job.forecast.forecast import Forecast
@@ -157,7 +158,7 @@ def _table(rows: Sequence[Row], before: Calibration, after: Calibration) -> str:
             [
                 row.model,
                 row.layout,
-                f"{seconds:.3f} ({row.seconds.low:.3f}–{row.seconds.high:.3f})",
+                row.seconds.text(".3f"),
                 f"{plain.step.seconds:.3f}",
                 f"{plain.step.seconds / seconds - 1:+.1%}",
                 f"{corrected.step.seconds:.3f}",

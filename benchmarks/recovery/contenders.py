@@ -36,33 +36,32 @@ class Contender:
 
 
 DISK = "checkpoint.every_steps=10"
+IN_MEMORY_EVERY_STEP = Contender(
+    "wanma, an in-memory checkpoint every step", "wanma", ("checkpoint.in_memory_every_steps=1", DISK)
+)
 PARTS: Mapping[str, Mapping[str, Contender]] = {
     "torchrun": {
-        "wanma-1": Contender(
-            "wanma, a copy every step", "wanma", ("checkpoint.in_memory_every_steps=1", DISK)
-        ),
-        "torchrun-1": Contender("torchrun, a checkpoint every step", "torchrun", ("--every=1",)),
+        "wanma-1": IN_MEMORY_EVERY_STEP,
+        "torchrun-1": Contender("torchrun, a checkpoint on disk every step", "torchrun", ("--every=1",)),
         "wanma-auto": Contender(
-            "wanma, copies as it chooses", "wanma", ("checkpoint.in_memory_every_steps=auto", DISK)
+            "wanma, in-memory checkpoints auto", "wanma", ("checkpoint.in_memory_every_steps=auto", DISK)
         ),
-        "torchrun-10": Contender("torchrun, a checkpoint every 10", "torchrun", ("--every=10",)),
+        "torchrun-10": Contender("torchrun, a checkpoint on disk every 10", "torchrun", ("--every=10",)),
         "wanma-off": Contender(
-            "wanma, no copies, a checkpoint every 10", "wanma", ("checkpoint.in_memory_every_steps=off", DISK)
+            "wanma, a checkpoint on disk every 10", "wanma", ("checkpoint.in_memory_every_steps=off", DISK)
         ),
     },
     "torchft": {
-        "wanma-1": Contender(
-            "wanma, a copy every step", "wanma", ("checkpoint.in_memory_every_steps=1", DISK)
-        ),
+        "wanma-1": IN_MEMORY_EVERY_STEP,
         "torchft": Contender("torchft", "torchft"),
     },
-    "snapshots": {
+    "in-memory": {
         every: Contender(every, "wanma", (f"checkpoint.in_memory_every_steps={every}",))
         for every in ("off", "1", "2", "5", "10", "auto")
     },
     "supervisor": {
         "wanma-auto": Contender(
-            "wanma, copies as it chooses", "wanma", ("checkpoint.in_memory_every_steps=auto",)
+            "wanma, in-memory checkpoints auto", "wanma", ("checkpoint.in_memory_every_steps=auto",)
         )
     },
 }

@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.common import Estimate, describe_environments, estimate, table, undisturbed
+from benchmarks.common import describe_environments, table, undisturbed
 from benchmarks.recovery.contenders import PARTS
+from wanma.bench.statistics.estimates import Estimate, estimate
 
 GOAL_SECONDS, GOAL_RATIO, GOAL_OVERHEAD, GOAL_SUPERVISOR = 1.0, 0.5, 0.01, 0.005
 OURS = "wanma-1"
@@ -21,9 +22,9 @@ def report(pieces: Sequence[Piece]) -> str:
     if not measured:
         return "Nothing has been measured yet.\n"
     killed = [piece for piece in measured if piece["settings"]["kill_after"]]
-    copied = [piece for piece in measured if piece["settings"]["part"] == "snapshots"]
+    copied = [piece for piece in measured if piece["settings"]["part"] == "in-memory"]
     watched = [piece for piece in measured if piece["settings"]["part"] == "supervisor"]
-    parts = ["# What a failure costs\n"]
+    parts = ["# Cost of a failure\n"]
     if killed:
         parts.append(_PREFACE)
     for piece in sorted(killed, key=lambda piece: (piece["settings"]["ranks"], piece["settings"]["part"])):
@@ -31,9 +32,13 @@ def report(pieces: Sequence[Piece]) -> str:
         if piece["settings"]["part"] == "torchft":
             parts.append(_losses(piece))
     if copied:
-        parts += ["## What snapshots cost\n", _OVERHEAD, *(_overhead(piece) for piece in copied)]
+        parts += ["## Cost of in-memory checkpoints\n", _OVERHEAD, *(_overhead(piece) for piece in copied)]
     if watched:
-        parts += ["## What the supervisor takes\n", _SUPERVISION, *(_supervision(piece) for piece in watched)]
+        parts += [
+            "## CPU time of the supervisor\n",
+            _SUPERVISION,
+            *(_supervision(piece) for piece in watched),
+        ]
     commands = dict.fromkeys(line for piece in measured for line in piece["commands"].values())
     return "\n".join(
         [
@@ -41,7 +46,7 @@ def report(pieces: Sequence[Piece]) -> str:
             "## Commands\n",
             "".join(f"    {line}\n" for line in commands),
             f"A `job.toml`:\n\n```toml\n{measured[0]['job']}```\n",
-            "## Where and when\n",
+            "## Hardware and date\n",
             describe_environments(measured),
         ]
     )
@@ -49,25 +54,26 @@ def report(pieces: Sequence[Piece]) -> str:
 
 _PREFACE = f"""\
 SIGKILL to the process of the last rank, half a step after a fixed one. New step: seconds from the signal to
-the end of the first optimizer step that had not been finished before; any step: to the end of the first one
-after the failure, a repeated one where steps are repeated. Medians of the rounds, new step with its 95 %
-bootstrap interval, repeated steps with their range. Ratio: seconds to a new step of wanma with a copy every
-step over the contender's, within a round. Same weights: whether weights and optimizer state at the end are,
-bit for bit, those of the same contender's run in which nobody is killed. Step: the median before the kill.
+the end of the first optimizer step that had not been finished before. Any step: seconds to the end of the
+first one after the failure, a repeated one where steps are repeated. Medians of the rounds, new step with its
+95 % bootstrap interval, repeated steps with their range. Ratio: seconds to a new step of wanma with an
+in-memory checkpoint every step over the contender's, within a round. Same weights: whether weights and
+optimizer state at the end are, bit for bit, those of the same contender's run without a kill. Step: the
+median before the kill.
 
-Goals for wanma with a copy every step: {GOAL_SECONDS:g} s or less to a new step, no step repeated, and
-{GOAL_RATIO:g} or less of torchrun's seconds.
+Goals for wanma with an in-memory checkpoint every step: {GOAL_SECONDS:g} s or less to a new step, no step
+repeated, and {GOAL_RATIO:g} or less of torchrun's seconds.
 """
 _OVERHEAD = f"""\
-Nobody is killed. Seconds per step over the same steps of each run, all that happens in them included. A copy:
-how much longer a step in which one is made takes than the two steps beside it, in which none is, the median
-of all copies; the overhead is that over the steps between copies. Whole runs: the run with copies beside the
-one without of the same round, between which minutes lie. With "auto" the run chooses how many steps lie
-between copies, such that they take {GOAL_OVERHEAD:.0%} of the time or less by its own clocks.
+No rank is killed. Seconds per step over the same steps of each run, all that happens in them included. Cost
+of one: additional time of a step with an in-memory checkpoint over its two neighbors without, the median of
+all; the overhead is that cost over the interval. Complete runs: the run with in-memory checkpoints beside the
+one without of the same round, minutes apart. With "auto" the run selects the interval, such that in-memory
+checkpoints take {GOAL_OVERHEAD:.0%} of the time or less by its own clocks.
 """
 
 _SUPERVISION = f"""\
-Nobody is killed. Processor time of the processes beside the ranks over the measured steps, as a share of one
+No rank is killed. CPU time of the processes beside the ranks over the measured steps, as a share of one
 core during that time. Goal: {GOAL_SUPERVISOR:.1%} or less of both.
 """
 
@@ -114,16 +120,16 @@ def _losses(piece: Piece) -> str:
     discarded, samples = (_count(_values(piece, "torchft", key)) for key in lost)
     with_kill, without = (_middle(piece, "torchft", key) for key in ("final_loss", "final_loss_untroubled"))
     return (
-        f"torchft repeats nothing: it threw away {discarded} computed steps and trained on without {samples} "
+        f"torchft repeats nothing: it discarded {discarded} computed steps and continued without {samples} "
         f"samples of the data; all replicas took part again {rejoined}. Loss of the last step "
-        f"{with_kill:.6f}, with nobody killed {without:.6f}.\n"
+        f"{with_kill:.6f}, without a kill {without:.6f}.\n"
     )
 
 
 def _overhead(piece: Piece) -> str:
     rows = []
     without = _values(piece, "off", "step_seconds")
-    for name in PARTS["snapshots"]:
+    for name in PARTS["in-memory"]:
         seconds = _values(piece, name, "step_seconds")
         whole = estimate([taken / base - 1 for taken, base in zip(seconds, without, strict=True)])
         rows.append(
@@ -136,8 +142,8 @@ def _overhead(piece: Piece) -> str:
             ]
         )
     header = [
-        *("steps between copies", "step, ms", "a copy, of a step (95 %)", "overhead (95 %)"),
-        *("whole runs (95 %)", "same weights"),
+        *("interval, steps", "step, ms", "cost of one, of a step (95 %)", "overhead (95 %)"),
+        *("complete runs (95 %)", "same weights"),
     ]
     return f"{_describe(piece)}\n\n{table(header, rows)}"
 
@@ -155,8 +161,7 @@ def _copies(piece: Piece, name: str) -> tuple[str, str]:
 
 
 def _share(found: Estimate, digits: int = 1) -> str:
-    median, low, high = (f"{value:+.{digits}%}" for value in (found.median, found.low, found.high))
-    return f"{median} ({low} to {high})"
+    return found.text(f"+.{digits}%", " to ")
 
 
 def _supervision(piece: Piece) -> str:
@@ -166,15 +171,14 @@ def _supervision(piece: Piece) -> str:
     shares["both"] = [sum(one.values()) for one in taken]
     rows = []
     for process, values in shares.items():
-        found = estimate(values)
-        rows.append([process, f"{found.median:.2%} ({found.low:.2%} to {found.high:.2%})"])
+        rows.append([process, estimate(values).text(".2%", " to ")])
     step = f"A step takes {1000 * _middle(piece, name, 'step_seconds'):.0f} ms."
     return f"{_describe(piece)} {step}\n\n{table(['process', 'share of a core (95 %)'], rows)}"
 
 
 def _interval(piece: Piece, name: str) -> str:
     if name != "auto":
-        return "no copies" if name == "off" else name
+        return "none in memory" if name == "off" else name
     chosen = [taken["auto"]["every"] for taken in undisturbed(piece)]
     return f"auto: {_count([float(every) for every in chosen if every is not None])}"
 

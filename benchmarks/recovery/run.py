@@ -2,8 +2,8 @@
 
     python benchmarks/recovery/run.py --part torchrun --ranks 2 --pairs 7 --minutes 4
     python benchmarks/recovery/run.py --part torchft --ranks 2
-    python benchmarks/recovery/run.py --part snapshots      # nobody is killed: step time at each interval
-    python benchmarks/recovery/run.py --part supervisor     # nobody is killed: what the supervisor takes
+    python benchmarks/recovery/run.py --part in-memory      # no rank is killed: step time at each interval
+    python benchmarks/recovery/run.py --part supervisor     # no rank is killed: CPU time of the supervisor
     python benchmarks/recovery/run.py                       # everything that is not measured yet
     python benchmarks/recovery/run.py --report
 
@@ -95,7 +95,7 @@ def sample(
 ) -> dict[str, Any]:
     """Run one contender once, beside the undisturbed run of its kind."""
     if contender.kind not in whole:
-        print(f"  {contender.kind} with nobody killed, for its weights:", flush=True)
+        print(f"  {contender.kind} without a kill, for its weights:", flush=True)
         whole[contender.kind] = measure(setting, contender, inputs, venv, kill=False)
     taken = measure(setting, contender, inputs, venv, kill=setting.kill_after > 0)
     untroubled = whole[contender.kind]
@@ -106,7 +106,7 @@ def sample(
         new, first = taken["new_step_seconds"], taken["first_step_seconds"]
         repeated = taken["repeated_steps"]
         what = f"{new:.2f} s to a new step, {first:.2f} s to the first, {repeated} repeated, {what}"
-    same = "the same weights" if taken["same_weights"] else "OTHER WEIGHTS"
+    same = "same weights" if taken["same_weights"] else "DIFFERENT WEIGHTS"
     print(f"  {name}: {what}, {same}, {taken['command_seconds']:.0f} s in all", flush=True)
     return taken
 
@@ -135,11 +135,11 @@ def torchft_version(venv: Path) -> str | None:
 def settings(options: argparse.Namespace) -> Iterator[Setting]:
     for ranks in options.ranks:
         for part in options.part:
-            kills = part not in ("snapshots", "supervisor")
+            kills = part not in ("in-memory", "supervisor")
             if not kills and ranks != options.ranks[0]:
                 continue
             # torchft's dead replica takes part again only when it has started: that takes some seconds.
-            steps = {"torchrun": 40, "torchft": 70, "snapshots": 151, "supervisor": 171}[part]
+            steps = {"torchrun": 40, "torchft": 70, "in-memory": 151, "supervisor": 171}[part]
             yield Setting(
                 part=part,
                 ranks=ranks,
@@ -158,7 +158,7 @@ def parse() -> argparse.Namespace:
     parser = common_parser(__doc__, "recovery")
     add = parser.add_argument
     add("--part", nargs="+", choices=list(PARTS), default=list(PARTS), help="default: all")
-    add("--ranks", nargs="+", type=int, default=[2, 4], help="default: 2 4; snapshots, supervisor: the first")
+    add("--ranks", nargs="+", type=int, default=[2, 4], help="default: 2 4; in-memory, supervisor: the first")
     add("--kill-after", type=int, default=25, metavar="STEP", help="half a step after this one (default 25)")
     add("--steps", type=int, help="of a run; default: enough to carry on after the kill")
     add("--hidden", type=int, default=256)

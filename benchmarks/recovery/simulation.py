@@ -1,4 +1,4 @@
-"""Simulation of long runs under published failure rates: the share of useful time.
+"""Simulation of the goodput of long runs under published failure rates.
 
 It takes seconds, on any machine.
 
@@ -40,24 +40,26 @@ SYSTEMS = {
     "disk, training waits 30 s; 10 min": CheckpointTiers(CheckpointTier(30.0, 600.0)),
     "disk in the background; 10 min": CheckpointTiers(CheckpointTier(0.05, 600.0, 60.0)),
     "disk in the background; 2 min": CheckpointTiers(DISK),
-    "and own memory; 10 s": CheckpointTiers(DISK, None, MEMORY),
-    "and a partner's memory; 30 s": CheckpointTiers(DISK, PARTNER, MEMORY),
-    "the same, shrinks for 1 h": CheckpointTiers(DISK, PARTNER, MEMORY, replica_loss_seconds=3600 / 128),
+    "and in memory; 10 s": CheckpointTiers(DISK, None, MEMORY),
+    "and on the partner node; 30 s": CheckpointTiers(DISK, PARTNER, MEMORY),
+    "the same, a replica less for 1 h": CheckpointTiers(
+        DISK, PARTNER, MEMORY, replica_loss_seconds=3600 / 128
+    ),
 }
 RSC1 = FailureRates.from_counts(0, 6.5, 0, devices=8, days=1000)
 """Failure rate of RSC-1: 6.50 in 1,000 days of a node of 8 A100 (Kokolis et al. 2025, arXiv 2410.21680)."""
 PUBLISHED = (("Llama 3", 16_384, 0.90), ("MegaScale", 12_288, 0.90), ("ByteRobust", 9_600, 0.97))
-PLACES = ["copies; from failure to next step", "GPUs", "best steps between", "formula", "played"]
-SNAPSHOTS = ["GPUs", "steps", "1 s", "10 s", "60 s", "600 s"]
+TIERS = ["checkpoints; recovery time", "GPUs", "optimal intervals, steps", "closed form", "simulated"]
+IN_MEMORY = ["GPUs", "steps", "1 s", "10 s", "60 s", "600 s"]
 CHECKPOINTS = ["GPUs", "minutes", "60 s", "120 s", "600 s", "1,800 s"]
-CHECKS = ["stall", "Young", "Daly", "found", "share at Daly's", "played at found"]
+CHECKS = ["wait", "Young", "Daly", "search", "goodput at Daly's", "simulated at the search's"]
 RUNS = [
     "run",
     "GPUs",
     "hours, Llama 3's rate",
     "hours, RSC-1's",
-    "useful, %",
-    "minutes for each, Llama 3's rate",
+    "goodput, %",
+    "minutes per failure, Llama 3's rate",
 ]
 
 
@@ -70,7 +72,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
 
-    def played(recovery: CheckpointTiers, every: Sequence[float], devices: int) -> str:
+    def simulated(recovery: CheckpointTiers, every: Sequence[float], devices: int) -> str:
         """Return the mean and standard deviation over the runs, as text."""
         runs = [
             simulate_goodput(LLAMA3_FAILURE_RATES, recovery, every, devices, options.days, at)
@@ -82,21 +84,21 @@ def main() -> None:
         every = optimal_intervals(LLAMA3_FAILURE_RATES, recovery, devices, STEP)
         steps = ", ".join(f"{seconds / STEP:.0f}" for seconds in every)
         share = f"{100 * expected_goodput(LLAMA3_FAILURE_RATES, recovery, every, devices):.2f}"
-        return [name, f"{devices:,}", steps, share, played(recovery, every, devices)]
+        return [name, f"{devices:,}", steps, share, simulated(recovery, every, devices)]
 
-    def snapshots(devices: int, steps: int) -> list[str]:
+    def in_memory(devices: int, steps: int) -> list[str]:
         near = [CheckpointTier(0.05, restore, 0.5) for restore in (1.0, 10.0, 60.0, 600.0)]
         every = (STEP * steps, STEP * steps, STEP * max(steps, 100))
         return [
             f"{devices:,}",
             f"{steps:,}",
-            *(played(CheckpointTiers(DISK, at, at), every, devices) for at in near),
+            *(simulated(CheckpointTiers(DISK, at, at), every, devices) for at in near),
         ]
 
     def checkpoints(devices: int, minutes: int) -> list[str]:
         disks = [CheckpointTier(0.05, restore, 60.0) for restore in (60.0, 120.0, 600.0, 1800.0)]
         every = (STEP, STEP, 60.0 * minutes)
-        shares = (played(CheckpointTiers(disk, PARTNER, MEMORY), every, devices) for disk in disks)
+        shares = (simulated(CheckpointTiers(disk, PARTNER, MEMORY), every, devices) for disk in disks)
         return [f"{devices:,}", str(minutes), *shares]
 
     def check(stall: float) -> list[str]:
@@ -110,7 +112,7 @@ def main() -> None:
         )
         share = 100 * expected_goodput(LLAMA3_FAILURE_RATES, recovery, (daly,), 16_384)
         row = [f"{stall:g}", *(f"{seconds:,.1f}" for seconds in (young_interval(stall, mean), daly, *every))]
-        return [*row, f"{share:.2f}", played(recovery, every, 16_384)]
+        return [*row, f"{share:.2f}", simulated(recovery, every, 16_384)]
 
     def published(name: str, devices: int, share: float) -> list[str]:
         hours = [rates.mean_seconds_between(devices) / 3600 for rates in (LLAMA3_FAILURE_RATES, RSC1)]
@@ -126,22 +128,23 @@ def main() -> None:
     text = f"""# Long runs under failures, simulated
 
 {datetime.date.today()}, wanma at {commit()}: `{command}`.
-No hardware is needed. Shares of useful time in %, mean ± standard deviation of the runs; failures as in
-Llama 3's, steps of 6 s. Summary and assumptions: [Simulated goodput](recovery-goodput.md).
+No hardware takes part. Goodput in %, mean ± standard deviation of the runs; failure rates of Llama 3's run,
+steps of 6 s. Recovery time is the time from a failure to the next step. Summary and assumptions:
+[Simulated goodput](recovery-goodput.md).
 
-## Where copies are kept
+## Kinds of checkpoints
 
-{table(PLACES, [system(name, where, devices) for name, where in SYSTEMS.items() for devices in DEVICES])}
-## Steps between snapshots, own and partner's, and their seconds to recover; disk every 100 steps or more
+{table(TIERS, [system(name, where, devices) for name, where in SYSTEMS.items() for devices in DEVICES])}
+## Interval of in-memory checkpoints in steps, and their recovery time; on disk every 100 steps or more
 
-{table(SNAPSHOTS, [snapshots(devices, steps) for devices in DEVICES for steps in (1, 10, 100, 1000)])}
-## Minutes between checkpoints on disk and its seconds to recover; snapshots every step
+{table(IN_MEMORY, [in_memory(devices, steps) for devices in DEVICES for steps in (1, 10, 100, 1000)])}
+## Interval of checkpoints on disk in minutes, and their recovery time; in memory every step
 
 {table(CHECKPOINTS, [checkpoints(devices, minutes) for devices in DEVICES for minutes in (1, 10, 100)])}
-## Best interval beside Young and Daly: one place, 16,384 GPUs, 10 min to recover; in seconds
+## Optimal interval in seconds beside Young and Daly: disk only, 16,384 GPUs, recovery time 10 min
 
 {table(CHECKS, [check(stall) for stall in (0.05, 5.0, 30.0, 300.0, 1800.0)])}
-## Published runs: hours between failures, and what their useful share leaves for each
+## Published runs: hours between failures, and the time per failure that their goodput leaves
 
 {table(RUNS, [published(*run) for run in PUBLISHED])}"""
     print(text)

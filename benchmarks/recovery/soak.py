@@ -39,7 +39,7 @@ LOG = RESULTS / "recovery-soak.md"
 HEAD = """# Soak test
 
 One run with faults at random times, drawn by a seed: its ranks and fork server are killed, stopped or raise
-an exception. `--snapshots` is the interval of in-memory checkpoints.
+an exception. `--in-memory-every` is the interval of in-memory checkpoints.
 
 """
 RANKS = 2
@@ -76,7 +76,7 @@ hang_timeout_seconds = {hang}
 max_restarts = 10
 [checkpoint]
 every_steps = 100
-in_memory_every_steps = {snapshots}
+in_memory_every_steps = {in_memory_every}
 """
 
 
@@ -116,7 +116,7 @@ def main() -> int:
             finish(process, folder / "undisturbed", 300 + steps)
         print(f"undisturbed and without pauses: {time.monotonic() - began:.0f} s", flush=True)
         began = time.monotonic()
-        with running(folder / "disturbed", steps, PAUSE_SECONDS, options.snapshots) as process:
+        with running(folder / "disturbed", steps, PAUSE_SECONDS, options.in_memory_every) as process:
             faults = inject_faults(
                 process,
                 folder / "disturbed",
@@ -153,7 +153,7 @@ def make_inputs(folder: Path) -> None:
 
 
 @contextmanager
-def running(place: Path, steps: int, pause: float, snapshots: str) -> Iterator[subprocess.Popen[bytes]]:
+def running(place: Path, steps: int, pause: float, in_memory_every: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run the command in a folder of its own; it does not outlive the context."""
     (place / "orders").mkdir(parents=True)
     job = JOB.format(
@@ -164,7 +164,7 @@ def running(place: Path, steps: int, pause: float, snapshots: str) -> Iterator[s
         steps=steps,
         ranks=RANKS,
         hang=HANG_SECONDS,
-        snapshots=snapshots if snapshots.isdigit() else f'"{snapshots}"',
+        in_memory_every=in_memory_every if in_memory_every.isdigit() else f'"{in_memory_every}"',
     )
     (place / "job.toml").write_text(job)
     path = os.pathsep.join((str(ROOT), str(ROOT / "src")))
@@ -330,7 +330,7 @@ def stamp(unix: float) -> str:
 def command(options: argparse.Namespace) -> str:
     return (
         f"python benchmarks/recovery/soak.py --minutes {options.minutes:g} --every {options.every:g} "
-        f"--seed {options.seed} --snapshots {options.snapshots}"
+        f"--seed {options.seed} --in-memory-every {options.in_memory_every}"
     )
 
 
@@ -353,7 +353,9 @@ def parse() -> argparse.Namespace:
         default=random.SystemRandom().randrange(10_000),
         help="default: a new one, printed",
     )
-    add("--snapshots", default="auto", help="checkpoint.in_memory_every_steps of the run (default auto)")
+    add(
+        "--in-memory-every", default="auto", help="checkpoint.in_memory_every_steps of the run (default auto)"
+    )
     add(
         "--write",
         action="store_true",

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.commands import Command, train_once, with_speed
 from benchmarks.slow_links.interface import ADDRESSES, NAME, PORT
-from benchmarks.train.contenders import Command, train_once, with_speed
 from wanma.elastic.protocol.shared_secret import SECRET_VARIABLE as SECRET
 from wanma.elastic.workers.environment import make_worker_environment
 from wanma.job.plan.plan import Plan
@@ -37,10 +37,10 @@ OUTER = ("outer_learning_rate = 0.8", "outer_momentum = 0.5")
 EXPOSED = "exposed_communication_seconds"
 """Metric of a step: seconds that rank 0 waited for communication, by kind."""
 CONTENDERS = {
-    "plain": Contender("exact, after backward, one ring", ("overlap = false", "hierarchical = false")),
-    "overlap": Contender("exact, during backward, one ring", ("hierarchical = false",)),
+    "plain": Contender("exact, after backward, one ring", ("overlap = false", 'all_reduce = "backend"')),
+    "overlap": Contender("exact, during backward, one ring", ('all_reduce = "backend"',)),
     "hierarchical": Contender(
-        "exact, after backward, by machines", ("overlap = false", "hierarchical = true")
+        "exact, after backward, by machines", ("overlap = false", 'all_reduce = "hierarchical"')
     ),
     "both": Contender("exact, during backward, by machines (default)", ()),
     "bf16": Contender("rounded to bf16", ('compression = "bf16"',)),
@@ -158,8 +158,8 @@ def ddp_command(setting: Setting) -> Command:
     words = (
         *("torchrun", f"--nnodes={NODES}", f"--nproc-per-node={RANKS_EACH}", "--node-rank={node}"),
         *(f"--master-addr={ADDRESSES[0]}", f"--master-port={PORT}"),
-        *("benchmarks/train/peers/train_ddp.py", "--job", "job.toml", "--result", "result.json"),
-        *(f"--batch={setting.batch}", "--fused"),
+        *("benchmarks/slow_links/ddp.py", "--job", "job.toml", "--result", "result.json"),
+        f"--batch={setting.batch}",
     )
     tuned = make_worker_environment(ClusterSection(), Plan(dp_replicate=RANKS, threads_per_rank=1))
     return Command((*_apart(setting), *words), {**tuned, "GLOO_SOCKET_IFNAME": NAME})

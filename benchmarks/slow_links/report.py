@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.common import describe_environments, estimate, table, undisturbed
+from benchmarks.common import describe_environments, table, undisturbed
 from benchmarks.slow_links.contenders import CONTENDERS, NODES, RANKS_EACH, Setting
+from wanma.bench.statistics.estimates import estimate
 
 Piece = dict[str, Any]
 DDP = "DDP"
@@ -21,7 +22,7 @@ def report(pieces: Sequence[Piece]) -> str:
     by_link: dict[str, list[Piece]] = {}
     for piece in measured:
         by_link.setdefault(Setting(**piece["settings"]).link, []).append(piece)
-    parts = ["# Over slow links: wanma's ways to sum gradients beside PyTorch's DDP\n", _preface(measured)]
+    parts = ["# Gradient all-reduce over slow links beside PyTorch's DDP\n", _preface(measured)]
     parts += [_of_link(link, group) for link, group in by_link.items()]
     parts += ["## Commands\n", _commands(measured), "## Where and when\n", describe_environments(measured)]
     return "\n".join(parts)
@@ -37,7 +38,8 @@ def _preface(pieces: Sequence[Piece]) -> str:
         f"{NODES} network namespaces of one machine as machines, of {RANKS_EACH} ranks each, one thread a "
         f"rank. Model: {'; '.join(models)}. Ratio: wanma's tokens per second over DDP's in the same round, "
         "median with its 95 % bootstrap interval. Waited: seconds of a step in which rank 0 waited for "
-        "gradients. Losses are of the last measured step, of which those that communicate seldom have more.\n"
+        "gradients. Losses are of the last measured step, of which runs with less frequent synchronization "
+        "have more.\n"
     )
 
 

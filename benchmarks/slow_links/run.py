@@ -31,7 +31,6 @@ from benchmarks.common import (  # after the path is set
     carry_out,
     common_parser,
     describe_environment,
-    estimate,
     take_pairs,
 )
 from benchmarks.slow_links.apart import what_is_missing
@@ -44,6 +43,7 @@ from benchmarks.slow_links.contenders import (
     wanma_command,
 )
 from benchmarks.slow_links.report import DDP, ratios, report
+from wanma.bench.statistics.estimates import estimate
 from wanma.data.opening import prepare_job_data
 from wanma.job.file.loading import load_job
 

@@ -30,12 +30,12 @@ from benchmarks.common import (
     common_parser,
     describe_environment,
     describe_environments,
-    estimate,
     run_command,
     table,
     take_pairs,
     undisturbed,
 )
+from wanma.bench.statistics.estimates import estimate
 from wanma.data.opening import open_dataset, prepare_job_data
 from wanma.job.file.loading import load_job
 

@@ -1,1 +1,1 @@
-"""Comparison of wanma with its peers on the same model, data and batch."""
+"""Recorded comparison of wanma with its peers on the same model, data and batch."""

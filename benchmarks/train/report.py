@@ -1,16 +1,24 @@
-"""Report of the training comparison, as Markdown."""
+"""Report, as Markdown, of a recorded comparison of trainings; the suites `*-peers` have taken its place."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.common import describe_environments, estimate, table, undisturbed
-from benchmarks.train.contenders import PEERS
+from benchmarks.common import describe_environments, table, undisturbed
+from wanma.bench.statistics.estimates import estimate
 
 TITLES = {
     "a": "Table a: each peer as its documentation's quick start has it",
     "b": "Table b: each peer with every public switch that wanma uses",
+}
+PEERS = {
+    "ddp": "PyTorch DDP",
+    "fsdp2": "PyTorch FSDP2",
+    "accelerate": "Accelerate",
+    "fabric": "Lightning Fabric (DDP)",
+    "deepspeed": "DeepSpeed ZeRO-1",
+    "one-process": "wanma, one process with all cores",
 }
 LOSS_LIMITS = {"fp32": 1e-3, "bf16": 5e-2}
 """Maximum relative difference of a step's loss that still counts as the same training."""
@@ -59,6 +67,8 @@ def _preface(pieces: Sequence[Piece]) -> str:
         for s in (piece["settings"] for piece in pieces)
     )
     return (
+        "Recorded in 2026-11 by scripts of this repository that are now the suites `ddp-peers` and "
+        "`sharded-peers` of `wanma bench train`.\n\n"
         f"Model: {'; '.join(models)}. Ratio: wanma's tokens per second over the peer's, median of the pairs "
         "with its 95 % bootstrap interval. Tokens per second: medians. Loss difference: the largest relative "
         "one of any step.\n"
@@ -84,7 +94,7 @@ def _ratios(title: str, pieces: Sequence[Piece]) -> str:
         dropped = len(piece["pairs"]) - len(pairs)
         rows.append(
             [
-                PEERS[piece["settings"]["peer"]].title,
+                PEERS[piece["settings"]["peer"]],
                 *(f"{speed:,.0f}" for speed in speeds),
                 str(estimate(ratios(piece))),
                 f"{len(pairs)}" + (f" ({dropped} disturbed)" if dropped else ""),
@@ -118,7 +128,7 @@ def _losses(pieces: Sequence[Piece]) -> str:
     shown = sorted({round(index * (count - 1) / 5) for index in range(6)})
     rows = []
     for piece in pieces:
-        title = PEERS[piece["settings"]["peer"]].title
+        title = PEERS[piece["settings"]["peer"]]
         for name, who in ((f"wanma, beside {title}", "wanma"), (title, "peer")):
             losses = piece["pairs"][0][who]["losses"]
             rows.append([name, *(f"{losses[step]:.5f}" for step in shown)])

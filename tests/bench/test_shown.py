@@ -17,9 +17,10 @@ from wanma.bench.collectives.calibration_operators import forecast_seconds
 from wanma.bench.collectives.html_page import charts, results_page
 from wanma.bench.collectives.output_files import check_writable, write_results
 from wanma.bench.collectives.results import CSV_COLUMNS, CollectiveResults, to_csv
-from wanma.bench.collectives.terminal_tables import results_tables
-from wanma.collectives.measurement.bandwidth import CollectiveTiming
+from wanma.bench.collectives.terminal_tables import fastest_text, results_tables
+from wanma.collectives.measurement.bandwidth import CollectiveTiming, fastest_ranges
 from wanma.job.errors import JobError, WanmaError
+from wanma.observe.units import bytes_text
 from wanma.planner.hardware_model.calibration import (
     BenchmarkPoint,
     Calibration,
@@ -102,6 +103,22 @@ def test_a_forecast_stands_after_the_time_of_what_training_runs() -> None:
     assert all(len(words) == 5 for words in of_ring)
 
 
+def test_a_line_after_the_table_says_for_which_sizes_each_algorithm_is_the_fastest() -> None:
+    assert "\nfastest for every size: backend\n" in shown(sweep())
+    backend, ring = (
+        [one for one in sweep().timings if (one.collective, one.algorithm) == ("all_reduce", name)]
+        for name in ("backend", "ring")
+    )
+    late = [*backend[:2], *(replace(one, seconds=1.0) for one in backend[2:]), *ring]
+    text = fastest_text(late)
+    assert text == f"fastest: backend up to {bytes_text(SIZES[1])}, ring from {bytes_text(SIZES[2])}"
+    once = [*backend[:1], replace(backend[1], seconds=1.0), *backend[2:], *ring]
+    sizes = (bytes_text(SIZES[0]), bytes_text(SIZES[1]), bytes_text(SIZES[2]))
+    assert fastest_text(once) == "fastest: backend up to {}, ring at {}, backend from {}".format(*sizes)
+    assert fastest_text(ring) == ""
+    assert [part.algorithm for part in fastest_ranges(once)] == ["backend", "ring", "backend"]
+
+
 def test_the_table_fits_a_narrow_terminal() -> None:
     text = io.StringIO()
     timings = tuple(replace(one, algorithm="halving_doubling") for one in sweep().timings)
@@ -117,7 +134,14 @@ def test_forecasts_know_what_training_runs_and_nothing_else() -> None:
     assert foreseen("all_reduce", "backend") == all_reduce_seconds(LINK, RankGroup(4), 1 << 20)
     assert foreseen("all_gather", "direct") == all_gather_seconds(LINK, RankGroup(4), 1 << 20)
     assert foreseen("all_gather", "direct", on_cpu=False) is None, "there is no such way on a GPU"
-    assert foreseen("all_reduce", "ring") is None
+    assert foreseen("all_reduce", "ring") is None, "messages were not measured"
+    measured = replace(LINK, collective_factors={"send": (1.5, 3.0)})
+    for name in ("ring", "tree", "halving_doubling"):
+        expected = all_reduce_seconds(measured, RankGroup(4), 1 << 20, f"message_{name}")  # type: ignore[arg-type]
+        assert forecast_seconds(measured, "all_reduce", name, 4, 1 << 20, on_cpu=True) == expected
+        assert forecast_seconds(measured, "all_reduce", name, 4, 1 << 20, on_cpu=False) is None
+    for collective, name in (("all_reduce", "hierarchical"), ("all_gather", "ring")):
+        assert forecast_seconds(measured, collective, name, 4, 1 << 20, on_cpu=True) is None
     assert foreseen("broadcast", "backend") is None
     for unknown in (
         None,

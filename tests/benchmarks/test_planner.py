@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -170,3 +170,17 @@ def test_a_report_counts_errors_by_source_and_by_half(
         if line.startswith(("| Megatron-LM SC21 | fitted", "| all | checked"))
     ]
     assert len(halves) == 2
+
+
+def test_runs_of_another_processor_are_not_mixed_into_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    real = importlib.import_module("benchmarks.planner.real")
+
+    def cluster(name: str) -> dict[str, object]:
+        return {"nodes": [{"cpu": {"name": name}}]}
+
+    monkeypatch.setattr(real, "discover_node", lambda: SimpleNamespace(to_json=lambda: cluster("EPYC")))
+    real.check_machine({"runs": []})
+    real.check_machine({"runs": [{"cluster": cluster("EPYC")}]})
+    with pytest.raises(real.BenchmarkError, match=r"has runs on Xeon, and this is EPYC: begin again with"):
+        real.check_machine({"runs": [{"cluster": cluster("EPYC")}, {"cluster": cluster("Xeon")}]})

@@ -9,6 +9,11 @@ from types import ModuleType
 
 import pytest
 
+from wanma.planner.rules import capabilities
+from wanma.planner.search import space
+
+PAGE_TORCH_VERSION = (2, 13)
+"""Version of torch with which the page of searches was written."""
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
 
@@ -61,9 +66,14 @@ def test_the_page_of_other_models_is_what_the_code_gives() -> None:
 
 
 @pytest.mark.parametrize("devices", [64, 256, pytest.param(1024, marks=pytest.mark.exhaustive)])
-def test_the_page_of_searches_has_the_plans_that_the_code_finds(devices: int) -> None:
+def test_the_page_of_searches_has_the_plans_that_the_code_finds(
+    devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else: OMP_NUM_THREADS=1 python -m benchmarks.planner.speed --write"""
     speed = benchmark("speed")
+    # Versions of torch differ in the plans that they can run: with 2.11, some are found beyond the page's.
+    for reader in (capabilities, space):
+        monkeypatch.setattr(reader, "installed_torch_version", lambda: PAGE_TORCH_VERSION)
 
     def without_times(line: str) -> list[str]:
         cells = line.split("|")

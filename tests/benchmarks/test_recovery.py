@@ -207,7 +207,7 @@ def test_what_torchft_gave_up_is_counted(tmp_path, monkeypatch):
 def test_every_part_has_a_job_that_wanma_reads_and_the_same_task_for_the_peers(monkeypatch, tmp_path):
     pieces = settings(monkeypatch)
     assert [(piece.part, piece.ranks) for piece in pieces] == [
-        *(("torchrun", 2), ("torchft", 2), ("snapshots", 2), ("supervisor", 2)),
+        *(("torchrun", 2), ("torchft", 2), ("in-memory", 2), ("supervisor", 2)),
         *(("torchrun", 4), ("torchft", 4)),
     ]
     for piece in pieces:
@@ -309,7 +309,7 @@ def killed(seconds, repeated, same=True, **more):
 
 
 def test_the_report_says_what_each_contender_lost(monkeypatch):
-    torchrun, torchft, snapshots, supervisor = settings(monkeypatch, "--ranks", "2")
+    torchrun, torchft, in_memory, supervisor = settings(monkeypatch, "--ranks", "2")
     costs = {
         "wanma-1": killed(0.5, 0),
         "torchrun-1": killed(2.0, 1),
@@ -331,7 +331,7 @@ def test_the_report_says_what_each_contender_lost(monkeypatch):
     } | {"1": {"step_seconds": 0.11, "every": None, "copies": [], "same_weights": True}}
     text = module("report").report(
         [
-            piece(snapshots, copied),
+            piece(in_memory, copied),
             piece(torchft, {"wanma-1": killed(0.5, 0), "torchft": killed(1.0, 0, same=False, **lost)}),
             piece(torchrun, costs),
             piece(
@@ -345,16 +345,20 @@ def test_the_report_says_what_each_contender_lost(monkeypatch):
             ),
         ]
     )
-    assert "| wanma, a copy every step | 0.50 (0.50–0.50) | 0.50 | 0 |  | yes | 100 |" in text
-    assert "checkpoint every step | 2.00 (2.00–2.00) | 1.90 | 1 | 0.25 (0.25–0.25) | yes | 100 |" in text
+    assert (
+        "| wanma, an in-memory checkpoint every step | 0.50 (0.50–0.50) | 0.50 | 0 |  | yes | 100 |" in text
+    )
+    assert (
+        "checkpoint on disk every step | 2.00 (2.00–2.00) | 1.90 | 1 | 0.25 (0.25–0.25) | yes | 100 |" in text
+    )
     assert "| torchft | 1.00 (1.00–1.00) | 1.00 | 0 | 0.50 (0.50–0.50) | no | 100 |" in text
-    assert "threw away 1 computed steps and trained on without 80 samples" in text
-    assert "after 3.00 s. Loss of the last step 1.500000, with nobody killed 1.250000" in text
-    assert "| no copies | 100.0 |  |  |  | yes |" in text
+    assert "discarded 1 computed steps and continued without 80 samples" in text
+    assert "after 3.00 s. Loss of the last step 1.500000, without a kill 1.250000" in text
+    assert "| none in memory | 100.0 |  |  |  | yes |" in text
     assert "| 1 | 110.0 | – | – | +10.0% (+10.0% to +10.0%) | yes |" in text
     assert "| 2 | 100.0 | +12.0% (+6.0% to +24.0%) | +6.00% (+3.00% to +12.00%) | +0.0%" in text
     assert "| auto: 12 | 100.0 | +12.0% (+6.0% to +24.0%) | +1.00% (+0.50% to +2.00%) | +0.0%" in text
-    assert text.index("is killed, beside torchft") < text.index("What snapshots cost")
+    assert text.index("is killed, beside torchft") < text.index("Cost of in-memory checkpoints")
     assert "| supervisor | 0.30% (0.30% to 0.30%) |" in text
     assert "| both | 0.35% (0.35% to 0.35%) |" in text
 

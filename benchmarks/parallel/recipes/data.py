@@ -13,7 +13,7 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.parallel.recipes.common import clip, loss_share, shard
-from benchmarks.train.workload import Workload, arguments
+from benchmarks.workload import Workload, arguments
 
 
 def main() -> None:

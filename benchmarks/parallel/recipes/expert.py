@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from benchmarks.parallel.recipes.common import clip, loss_share, shard
-from benchmarks.train.workload import Workload, arguments
+from benchmarks.workload import Workload, arguments
 from wanma.models.config.dimensions import DecoderConfig
 from wanma.models.layers.experts import MixtureOfExperts
 

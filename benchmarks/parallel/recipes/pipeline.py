@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from benchmarks.parallel.axes import even_cuts
 from benchmarks.parallel.recipes.common import clip, loss_share
-from benchmarks.train.workload import Workload, arguments
+from benchmarks.workload import Workload, arguments
 
 SCHEDULES = {"1f1b": "1F1B", "interleaved_1f1b": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
 

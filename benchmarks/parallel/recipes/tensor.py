@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from benchmarks.parallel.recipes.common import clip, loss_share
-from benchmarks.train.workload import Workload, arguments
+from benchmarks.workload import Workload, arguments
 
 
 def main() -> None:

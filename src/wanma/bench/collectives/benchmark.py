@@ -10,14 +10,10 @@ calibration.
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import pickle
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from wanma.bench.collectives.calibration_operators import forecast_seconds
@@ -29,18 +25,15 @@ from wanma.bench.collectives.selection import (
     select_algorithms,
     select_dtypes,
 )
+from wanma.bench.measurements.rank_launch import RankLaunch, measure_on_ranks
 from wanma.collectives.measurement.bandwidth import CollectiveTiming
-from wanma.elastic.launch_config import LaunchConfig
-from wanma.elastic.workers.environment import make_worker_environment
-from wanma.engines.local import run_local as run_local
 from wanma.hardware.discovery.network_interfaces import check_interface
 from wanma.hardware.discovery.node import discover_node
-from wanma.hardware.discovery.resource_limits import usable_memory_bytes
-from wanma.hardware.discovery.topology_address import resolve_topology_address
 from wanma.job.cluster import Cluster, NodeGroup
-from wanma.job.errors import JobError, WanmaError
+from wanma.job.errors import JobError
 from wanma.job.file.cluster_overrides import parse_cluster_section
 from wanma.job.plan.plan import Plan
+from wanma.job.run.resource_limits import usable_memory_bytes
 from wanma.job.sections.cluster import ClusterSection
 from wanma.observe.units import bytes_text
 from wanma.planner.calibration.local_node import (
@@ -153,53 +146,19 @@ def _check_memory(selection: BenchmarkSelection, ranks: int, device: str) -> Non
         )
 
 
-@dataclass
-class _ProgressPrinter:
-    """Printer of the events of the ranks."""
-
-    ranks: int
-    progress: Callable[[str], None]
-
-    def on_event(self, event: dict[str, Any]) -> None:
-        if event["kind"] == "round":
-            self.progress(f"{self.ranks} ranks: round {event['number']}")
-        elif event["kind"] in ("message", "joined"):
-            self.progress(event["text"])
-
-
 def _run_benchmark(
     context: _BenchmarkContext, ranks: int, progress: Callable[[str], None]
 ) -> CollectiveResults | None:
     node, section, seconds = context.node, context.cluster_section, context.seconds
     plan = baseline_plan(node, ranks, section.nodes, uses_gpus=section.device != "cpu")
-    from wanma.bench.collectives.worker import RESULT_FILE, SETUP_TIMEOUT_SECONDS, CollectiveBenchmarkRequest
+    from wanma.bench.collectives.worker import CollectiveBenchmarkRequest
 
-    with tempfile.TemporaryDirectory(prefix="wanma-bench-") as folder:
-        launch = LaunchConfig(
-            run_directory=Path(folder),
-            entry=ENTRY,
-            payload=pickle.dumps(CollectiveBenchmarkRequest(plan, context.selection, seconds, section.nodes)),
-            preload_modules=PRELOAD,
-            ranks_per_node=ranks,
-            threads_per_rank=plan.threads_per_rank,
-            nodes=section.nodes,
-            node_rank=section.node_rank,
-            rendezvous=section.rendezvous,
-            network_interface=section.network_interface,
-            topology_address=resolve_topology_address(section, os.environ).path,
-            worker_environment=make_worker_environment(section, plan),
-            start_timeout_seconds=section.start_timeout_seconds + seconds,
-            hang_timeout_seconds=seconds + SETUP_TIMEOUT_SECONDS,
-            job_hash=_launch_fingerprint(context, ranks),
-        )
-        outcome = run_local(launch, _ProgressPrinter(plan.world_size, progress).on_event)
-        if outcome.exit_code != 0:
-            failure = outcome.failure_text or f"was stopped (exit code {outcome.exit_code})"
-            raise WanmaError(f"measuring {plan.world_size} ranks: {failure}", exit_code=outcome.exit_code)
-        written = Path(folder) / RESULT_FILE
-        return (
-            _collective_results(json.loads(written.read_text()), context, plan) if written.exists() else None
-        )
+    request = CollectiveBenchmarkRequest(plan, context.selection, seconds, section.nodes)
+    launch = RankLaunch(
+        ENTRY, PRELOAD, pickle.dumps(request), plan, seconds, section, _launch_fingerprint(context, ranks)
+    )
+    written = measure_on_ranks(launch, progress)
+    return None if written is None else _collective_results(written, context, plan)
 
 
 def _launch_fingerprint(context: _BenchmarkContext, ranks: int) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from wanma.bench.collectives.selection import DIRECT
 from wanma.planner.calibration.curve_fitting import forecast_collective_seconds
+from wanma.planner.cost.gradient_collectives import MESSAGE_ALGORITHMS
 from wanma.planner.hardware_model.calibration import BenchmarkKind
+from wanma.planner.hardware_model.collective_time import Algorithm, RankGroup, all_reduce_seconds
 from wanma.planner.hardware_model.model import HardwareModel
 
 BACKEND = "backend"
@@ -44,12 +46,19 @@ def forecast_seconds(
     Args:
         hardware_model: hardware model of the ranks; None, or one without known rates: nothing is known.
     """
-    operators = calibration_operators(collective, algorithm, on_cpu=on_cpu)
-    if (
-        hardware_model is None
-        or hardware_model.unknown
-        or hardware_model.device_count < ranks
-        or not operators
-    ):
+    if hardware_model is None or hardware_model.unknown or hardware_model.device_count < ranks:
         return None
-    return forecast_collective_seconds(hardware_model, operators[0], ranks, size_bytes)
+    if operators := calibration_operators(collective, algorithm, on_cpu=on_cpu):
+        return forecast_collective_seconds(hardware_model, operators[0], ranks, size_bytes)
+    message_algorithm = _message_algorithm(collective, algorithm, on_cpu=on_cpu)
+    if message_algorithm is None or "send" not in hardware_model.collective_factors:
+        return None
+    return all_reduce_seconds(hardware_model, RankGroup(ranks), size_bytes, message_algorithm)
+
+
+def _message_algorithm(collective: str, algorithm: str, *, on_cpu: bool) -> Algorithm | None:
+    """Return the cost model of an all-reduce of messages as `parallel.all_reduce` runs it on one node."""
+    name = next((name for name in MESSAGE_ALGORITHMS if name == algorithm), None)
+    if collective != "all_reduce" or not on_cpu or name in (None, "hierarchical"):
+        return None
+    return MESSAGE_ALGORITHMS[name]

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from wanma.bench.collectives.results import CollectiveResults
-from wanma.collectives.measurement.bandwidth import CollectiveTiming
+from wanma.collectives.measurement.bandwidth import CollectiveTiming, fastest_ranges
 from wanma.observe.units import bytes_text
 
 if TYPE_CHECKING:
@@ -29,14 +29,43 @@ def _result_tables(results: CollectiveResults) -> Iterator[RenderableType]:
     for (collective, dtype), group in groupby(
         results.timings, key=lambda timing: (timing.collective, timing.dtype)
     ):
+        timings = list(group)
         yield Text(f"\n{collective}, {dtype}", style="bold")
-        yield _timings_table(list(group))
+        yield _timings_table(timings)
+        if text := fastest_text(timings):
+            yield Text(text, style="dim")
     if results.disturbed:
         yield Text(
             f"\n{results.disturbed} of the measurements ran while other processes used the CPU; "
             "repeat on an idle node."
         )
     yield Text()
+
+
+def fastest_text(timings: Sequence[CollectiveTiming]) -> str:
+    """Return a line with the fastest algorithm by size; empty where only one was measured.
+
+    Example: 'fastest: tree up to 16.0 KiB, ring from 64.0 KiB'.
+    """
+    if len({timing.algorithm for timing in timings}) == 1:
+        return ""
+    ranges = fastest_ranges(timings)
+    if len(ranges) == 1:
+        return f"fastest for every size: {_name(ranges[0].algorithm)}"
+    first, *middle, last = ranges
+    parts = [f"{_name(first.algorithm)} up to {bytes_text(first.last_bytes)}"]
+    for part in middle:
+        span = f"{bytes_text(part.first_bytes)} to {bytes_text(part.last_bytes)}"
+        is_single = part.first_bytes == part.last_bytes
+        parts.append(
+            f"{_name(part.algorithm)} {'at ' + bytes_text(part.first_bytes) if is_single else 'from ' + span}"
+        )
+    parts.append(f"{_name(last.algorithm)} from {bytes_text(last.first_bytes)}")
+    return f"fastest: {', '.join(parts)}"
+
+
+def _name(algorithm: str) -> str:
+    return algorithm.replace("_", " ")
 
 
 def _timings_table(timings: Sequence[CollectiveTiming]) -> RenderableType:
@@ -59,7 +88,7 @@ def _timings_table(timings: Sequence[CollectiveTiming]) -> RenderableType:
             forecast = "" if timing.forecast_seconds is None else f"{1e6 * timing.forecast_seconds:,.0f}"
             table.add_row(
                 bytes_text(size) if timing is rows[0] else "",
-                timing.algorithm.replace("_", " "),
+                _name(timing.algorithm),
                 f"{1e6 * timing.seconds:,.0f}",
                 forecast,
                 f"{timing.bus_bandwidth / 1e9:.3g}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from wanma.bench.collectives.selection import DIRECT, BenchmarkSelection
+from wanma.bench.measurements.rank_measurement import open_rank_measurement
 from wanma.collectives.algorithms.algorithm_table import ALGORITHMS
 from wanma.collectives.algorithms.hierarchical_all_reduce import RanksByNode
 from wanma.collectives.measurement.microbenchmark import (
@@ -24,15 +24,8 @@ from wanma.collectives.measurement.microbenchmark import (
 )
 from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import WorkerContext
-from wanma.parallel.mesh.parallel_mesh import open_mesh
 from wanma.planner.calibration.microbenchmarks import DTYPES
 from wanma.planner.calibration.round_robin import MeasuredTime, measure_round_robin, sum_over_ranks
-
-RESULT_FILE = "collectives.json"
-SETUP_TIMEOUT_SECONDS = 300.0
-"""Timeout in seconds beyond the measurement: processes start and connect."""
-ROUND_EVENT = "round"
-"""Kind of the event that announces a round of measurements."""
 
 _BACKEND_ONLY_COLLECTIVES: dict[str, MeasuredCollective] = {
     "all_gather": "tensor_gather",
@@ -68,25 +61,22 @@ def benchmark_collectives_worker(worker: WorkerContext, payload: bytes) -> None:
         payload: a pickled `CollectiveBenchmarkRequest`, from the command that started this process.
     """
     request: CollectiveBenchmarkRequest = pickle.loads(payload)
-    torch.set_num_threads(request.plan.threads_per_rank)
-    worker.supervisor_client.report_progress(0, "joining")
-    with open_mesh(worker, request.plan, request.seconds + SETUP_TIMEOUT_SECONDS) as grid:
-        group = dist.group.WORLD
-        assert group is not None  # the grid has joined it
-        limits, limit = _bandwidth_limit_cases(request, group, grid.device)
-        cases = [*limits, *_collective_cases(request, group, grid.device)]
-
-        def report_case(number: int) -> None:
-            worker.supervisor_client.report_progress(number, "measuring")
-            if worker.rank == 0:
-                worker.supervisor_client.send_event({"kind": ROUND_EVENT, "number": number})
-
+    with open_rank_measurement(worker, request.plan, request.seconds) as measurement:
+        limits, limit = _bandwidth_limit_cases(request, measurement.group, measurement.device)
+        cases = [
+            *limits,
+            *collective_cases(request.selection, measurement.group, measurement.device, request.node_count),
+        ]
         timings = measure_round_robin(
-            cases, request.seconds, group, node_count=request.node_count, report_progress=report_case
+            cases,
+            request.seconds,
+            measurement.group,
+            node_count=request.node_count,
+            report_progress=measurement.report_round,
         )
-        if worker.rank == 0:
-            result = {
-                "backend": dist.get_backend(group),
+        measurement.write_result(
+            {
+                "backend": dist.get_backend(measurement.group),
                 "limit": limit,
                 "limits": [timing.seconds for timing in timings[: len(limits)]],
                 "timings": [
@@ -95,11 +85,11 @@ def benchmark_collectives_worker(worker: WorkerContext, payload: bytes) -> None:
                 ],
                 "disturbed": sum(timing.is_disturbed for timing in timings),
             }
-            (worker.run_directory / RESULT_FILE).write_text(json.dumps(result))
+        )
 
 
 @dataclass(frozen=True)
-class _CollectiveCase:
+class CollectiveCase:
     """Benchmark case, as `MeasurableCase` of `planner.calibration.round_robin`."""
 
     measure: Callable[[float], float]
@@ -112,7 +102,7 @@ class _CollectiveCase:
     """Bytes, rounded up to whole elements."""
 
 
-def _timing_row(case: _CollectiveCase, measurement: MeasuredTime) -> list[object]:
+def _timing_row(case: CollectiveCase, measurement: MeasuredTime) -> list[object]:
     return [
         case.collective,
         case.algorithm,
@@ -123,17 +113,18 @@ def _timing_row(case: _CollectiveCase, measurement: MeasuredTime) -> list[object
     ]
 
 
-def _collective_cases(
-    request: CollectiveBenchmarkRequest, group: dist.ProcessGroup, device: torch.device
-) -> Iterator[_CollectiveCase]:
-    selection, node_size = request.selection, group.size() // request.node_count
+def collective_cases(
+    selection: BenchmarkSelection, group: dist.ProcessGroup, device: torch.device, node_count: int
+) -> Iterator[CollectiveCase]:
+    """Yield a case for each collective, algorithm, precision and size of a selection."""
+    node_size = group.size() // node_count
     nodes = [range(first, first + node_size) for first in range(0, group.size(), node_size)]
     for dtype, (collective, algorithm) in product(selection.dtypes, selection.algorithms):
         measured, by = _measurement_name(collective, algorithm, device)
         for number, size in enumerate(selection.sizes):
             measure = partial(_time_collective, measured, by, size, DTYPES[dtype], group, device, nodes)
             rounded = round_up_bytes(size, group.size(), DTYPES[dtype])
-            yield _CollectiveCase(measure, collective, algorithm, dtype, number, rounded)
+            yield CollectiveCase(measure, collective, algorithm, dtype, number, rounded)
 
 
 def _time_collective(
@@ -171,14 +162,14 @@ def _measurement_name(
 
 def _bandwidth_limit_cases(
     request: CollectiveBenchmarkRequest, group: dist.ProcessGroup, device: torch.device
-) -> tuple[list[_CollectiveCase], str]:
+) -> tuple[list[CollectiveCase], str]:
     """Return cases that measure the limit for each size, and its description.
 
     A limit is the time in which a node's link, or a rank's share of the memory, moves as many bytes.
     """
     if request.node_count == 1 and device.type == "cpu":
         copies = [
-            _CollectiveCase(partial(measure_memory_copy, size, group, device))
+            CollectiveCase(partial(measure_memory_copy, size, group, device))
             for size in request.selection.sizes
         ]
         return copies, "copies within memory, all ranks at once"
@@ -195,7 +186,7 @@ def _bandwidth_limit_cases(
         mean = sum_over_ranks([local_seconds], group)[0] / ranks
         return mean / node_size
 
-    streams = [_CollectiveCase(partial(measure, size)) for size in request.selection.sizes]
+    streams = [CollectiveCase(partial(measure, size)) for size in request.selection.sizes]
     description = (
         "between two nodes, all their ranks" if request.node_count > 1 else "from each rank to the next, all"
     )

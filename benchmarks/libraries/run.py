@@ -1,0 +1,113 @@
+"""Speed of the wheel's libraries, on every level that this processor has, beside natively compiled ones.
+
+    make wheel && python benchmarks/libraries/run.py
+    python benchmarks/libraries/run.py --report
+
+A round is half a minute, in which the libraries take turns of 0.05 s. See benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import tempfile
+import time
+import zipfile
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: find `benchmarks`
+
+from benchmarks.common import (  # after the path is set
+    ROOT,
+    BenchmarkError,
+    Noise,
+    Results,
+    clean_environment,
+    common_parser,
+    machine,
+    run_command,
+    take_pairs,
+)
+from benchmarks.libraries.report import report
+from wanma.hardware.native.cpp_compiler import find_cpp_compiler
+from wanma.hardware.native.instruction_sets import CARRIED_SOURCES, carried_library, supported_levels
+from wanma.hardware.native.native_library import build_library
+
+ROUND_SECONDS = 600.0
+
+
+def main() -> None:
+    options = parse()
+    try:
+        if options.report:
+            print(report(Results(options.results).pieces))
+        else:
+            with tempfile.TemporaryDirectory(prefix="wanma-bench-") as folder:
+                run(options, Path(folder))
+    except BenchmarkError as error:
+        sys.exit(f"error: {error}")
+
+
+def run(options: argparse.Namespace, folder: Path) -> None:
+    """Measure rounds until there are enough."""
+    packages = _collect_libraries(options.wheel, folder)
+    results = Results(options.results)
+    piece = results.piece({"levels": list(packages), "foreign_limit": options.foreign_limit}, options.fresh)
+    versions = {"Python": platform.python_version(), "torch": version("torch")}
+    piece["environment"] = {"machine": machine(), "versions": versions}
+    take_pairs(
+        piece,
+        {"measured": partial(_sample, packages)},
+        pairs=options.pairs,
+        noise=Noise(options.foreign_limit, options.retries),
+        deadline=time.monotonic() + options.minutes * 60,
+        save=lambda: results.save(report(results.pieces)),
+    )
+    print(report(results.pieces))
+
+
+def _collect_libraries(wheel: Path | None, folder: Path) -> dict[str, Path]:
+    """Return the folders of libraries: natively compiled, and the wheel's by level."""
+    wheels = [wheel] if wheel is not None else sorted((ROOT / "dist").glob("*.whl"))
+    compiler = find_cpp_compiler()
+    if not wheels or compiler is None:
+        raise BenchmarkError("needs a wheel and a C++ compiler: run `make wheel`")
+    zipfile.ZipFile(wheels[-1]).extractall(folder / "wheel")
+    packages = {}
+    for name in ("native", *supported_levels()):
+        packages[name] = folder / name
+        packages[name].mkdir()
+        for source in map(Path, CARRIED_SOURCES):
+            library = (
+                build_library(ROOT / "src" / "wanma" / source, compiler)
+                if name == "native"
+                else carried_library(folder / "wheel" / "wanma" / source, name)
+            )
+            (packages[name] / f"{source.stem}.so").symlink_to(library)
+    return packages
+
+
+def _sample(packages: dict[str, Path]) -> dict[str, Any]:
+    """Measure one round; return `seconds` by case and library."""
+    with tempfile.TemporaryDirectory(prefix="wanma-bench-") as folder:
+        output = Path(folder) / "seconds.json"
+        command = [sys.executable, "-m", "benchmarks.libraries.measure", "--output", str(output)]
+        command += ["--packages", *(f"{name}={package}" for name, package in packages.items())]
+        environment = clean_environment(Path(sys.prefix))
+        finished = run_command(command, environment, Path(folder) / "log", ROUND_SECONDS)
+        return {"seconds": json.loads(output.read_text()), "foreign_cpu": finished.foreign_cpu}
+
+
+def parse() -> argparse.Namespace:
+    parser = common_parser(__doc__, "libraries")
+    parser.add_argument("--wheel", type=Path, help="default: the one in dist/")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Benchmark of `wanma bench` itself: its cost, its error rates between commits, and whether it repeats."""

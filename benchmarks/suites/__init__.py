@@ -1,0 +1,1 @@
+"""Recorded results of suites, which `wanma bench reproduce` runs again."""

@@ -1,1 +1,0 @@
-"""Training scripts, one per peer, as the peer's own documentation writes them."""

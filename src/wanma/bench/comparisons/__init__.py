@@ -1,0 +1,1 @@
+"""Results beside each other: comparison, history and reproduction."""

@@ -1,0 +1,160 @@
+"""Python environment of a command: a virtual environment with pinned packages, which its user has made.
+
+Nothing here installs a package. An environment that is missing, or whose versions differ from the pins, is
+refused with the command that makes it: see `creation`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from wanma.bench.environments.pinned_packages import read_pins, required_versions
+from wanma.engines.environment.lock_file import canonical
+from wanma.job.errors import EXIT_USAGE, WanmaError
+
+FOLDER_VARIABLE = "WANMA_BENCH_ENVIRONMENTS"
+"""Environment variable of the folder of the environments."""
+DEFAULT_FOLDER = Path("bench-environments")
+LIST_SECONDS = 60.0
+_LIST_PROGRAM = """\
+import importlib.metadata as metadata, json, platform
+found = {"python": platform.python_version()}
+for one in metadata.distributions():
+    found.setdefault(one.metadata["Name"], one.version)
+print(json.dumps(found))
+"""
+"""Program that prints versions by package; the first of equal names is the one that is imported."""
+
+
+@dataclass(frozen=True)
+class PythonEnvironment:
+    """Virtual environment of a command, and the versions that it must have."""
+
+    name: str
+    folder: str
+    requirements: str
+    """Path of the file of requirements from which it is made."""
+    pins: Mapping[str, str] = field(default_factory=dict)
+    """Versions by canonical name of the package."""
+
+    @property
+    def python(self) -> Path:
+        """Interpreter of the environment."""
+        return Path(self.folder) / "bin" / "python"
+
+    @property
+    def creation(self) -> str:
+        """Command that makes the environment."""
+        folder = str(Path(self.folder).parent)
+        words = ["wanma", "bench", "environment", self.requirements, "--environments", folder, "--make"]
+        return shlex.join(words)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "folder": self.folder,
+            "requirements": self.requirements,
+            "pins": dict(self.pins),
+        }
+
+    def check(self) -> dict[str, str]:
+        """Return the versions of Python and of all packages of the environment, by name.
+
+        Raises:
+            WanmaError: the environment is missing or damaged, or a version is not the pinned one.
+        """
+        if not self.python.exists():
+            raise WanmaError(
+                f"the environment '{self.name}' is missing: there is no {self.python}",
+                f"make it: {self.creation}\nor name the folder of your environments: --environments DIR, or "
+                f"{FOLDER_VARIABLE}",
+                EXIT_USAGE,
+            )
+        found = self._list_packages()
+        versions = {canonical(name): version for name, version in found.items()}
+        wrong = [
+            f"{name} {versions[name]} instead of {pin}" if name in versions else f"{name} {pin} is missing"
+            for name, pin in self.pins.items()
+            if name not in versions or not _is_pinned(versions[name], pin)
+        ]
+        if wrong:
+            raise WanmaError(
+                f"the environment '{self.name}' in {self.folder} is not that of {self.requirements}: "
+                f"{', '.join(wrong)}",
+                f"make it again: remove {self.folder}, and {self.creation}",
+                EXIT_USAGE,
+            )
+        return found
+
+    def _list_packages(self) -> dict[str, str]:
+        try:
+            listed = subprocess.run(
+                [str(self.python), "-I", "-c", _LIST_PROGRAM],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=LIST_SECONDS,
+            )
+            return dict(json.loads(listed.stdout))
+        except (OSError, subprocess.SubprocessError, ValueError) as error:
+            output = (getattr(error, "stderr", "") or "").strip()
+            raise WanmaError(
+                f"the environment '{self.name}' in {self.folder} does not work: {output or error}",
+                f"make it again: remove {self.folder}, and {self.creation}",
+                EXIT_USAGE,
+            ) from error
+
+
+def environments_folder(given: Path | None = None) -> Path:
+    """Return the folder of the environments: the given one, or that of the variable, or the default."""
+    return given or Path(os.environ.get(FOLDER_VARIABLE) or DEFAULT_FOLDER)
+
+
+def find_environment(name: str, requirements: Path, folder: Path) -> PythonEnvironment:
+    """Return the environment of a name, whose pins are those of a file of requirements.
+
+    Args:
+        name: name of the environment, and of its folder.
+        requirements: file of lines such as `torch==2.13.0`.
+        folder: folder of all environments.
+
+    Raises:
+        WanmaError: the file cannot be read, or a line pins no version.
+    """
+    place = (folder / name).absolute()  # links are kept: the folder may be one
+    pins = required_versions(read_pins(requirements))
+    return PythonEnvironment(name, str(place), str(requirements.resolve()), pins)
+
+
+def program_variables(
+    environment: PythonEnvironment | None, own: Mapping[str, str], inherited: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the environment variables of a program.
+
+    In an environment of its own it finds no modules of the caller: the variables are those of `activate`.
+    Else a PYTHONPATH of the contender comes before that of the caller.
+
+    Args:
+        environment: Python environment of the program; None: that of the caller.
+        own: variables of the contender.
+        inherited: variables of the caller.
+    """
+    if environment is not None:
+        kept = {name: value for name, value in inherited.items() if not name.startswith("PYTHON")}
+        path = os.pathsep.join((str(environment.python.parent), inherited.get("PATH", os.defpath)))
+        return {**kept, "PATH": path, "VIRTUAL_ENV": environment.folder, "PYTHONNOUSERSITE": "1", **own}
+    paths = [one["PYTHONPATH"] for one in (own, inherited) if one.get("PYTHONPATH")]
+    joined = {"PYTHONPATH": os.pathsep.join(paths)} if paths else {}
+    return {**inherited, **own, **joined}
+
+
+def _is_pinned(version: str, pin: str) -> bool:
+    """Return True if a version is the pinned one; 2.13.0+cpu is a build of 2.13.0 (PEP 440)."""
+    return version == pin or ("+" not in pin and version.partition("+")[0] == pin)

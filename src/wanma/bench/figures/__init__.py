@@ -1,0 +1,1 @@
+"""Figures that follow from measurements: metrics, estimates, scaling, parts of a step, and their texts."""

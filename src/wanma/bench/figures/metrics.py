@@ -1,0 +1,355 @@
+"""Metrics of a benchmark: unit, definition, direction, and their values in a measurement.
+
+A metric is a number of each step (`step_seconds`), of each measurement (`startup_seconds`), or a figure
+that the program reports (`checkpoint_stall_seconds`); the name of a figure ends in its unit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from typing import Literal
+
+from wanma.bench.machine_figures.definitions import find_machine_metric
+from wanma.bench.measurements.measurement import Measurement, StepRecord, Utilization
+from wanma.observe.units import MISSING_TEXT, bytes_text, duration_text, number_text, percent_text
+
+Direction = Literal["lower", "higher", ""]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Number that a benchmark measures."""
+
+    name: str
+    title: str
+    unit: str
+    definition: str
+    """Sentence that says what is divided by what, and over what."""
+    better: Direction = ""
+    """Better direction; empty: neither."""
+    is_per_step: bool = False
+    """True if each step has a value; otherwise each measurement has one."""
+
+    def text(self, value: float | None) -> str:
+        """Return a value with its unit."""
+        return value_text(value, self.unit)
+
+
+STEP_SECONDS = Metric(
+    "step_seconds",
+    "Step time",
+    "s",
+    "Wall clock from the end of one optimizer step to the end of the next.",
+    "lower",
+    True,
+)
+DATA_SHARE = "data_share"
+"""Name of the metric that is a share of the sum of the steps."""
+METRICS = (
+    STEP_SECONDS,
+    Metric(
+        "samples_per_second",
+        "Samples per second",
+        "1/s",
+        "Samples of a step of all ranks, divided by the time of the step.",
+        "higher",
+        True,
+    ),
+    Metric(
+        "targets_per_second",
+        "Targets per second",
+        "1/s",
+        "Tokens, or labelled samples, that the loss of a step counts, divided by the time of the step.",
+        "higher",
+        True,
+    ),
+    Metric(
+        "mfu",
+        "Model FLOPs utilization",
+        "share",
+        "FLOPs of the model in a step, attention counted causally, without recomputation, divided by the "
+        "time of the step and the dense peak of all devices.",
+        "higher",
+        True,
+    ),
+    Metric(
+        "mfu_full_attention",
+        "MFU, full attention",
+        "share",
+        "As MFU, with all attention scores, also those that a causal model masks (Megatron-LM, NeMo, "
+        "torchtitan).",
+    ),
+    Metric(
+        "mfu_palm",
+        "MFU of PaLM",
+        "share",
+        "FLOPs of a token are 6 N + 12 L H Q T: N parameters with the embedding, L layers, H heads of width "
+        "Q, T tokens (Chowdhery et al. 2022, appendix B; nanoGPT, llm-foundry).",
+    ),
+    Metric(
+        "mfu_6nd",
+        "MFU by 6 N D",
+        "share",
+        "FLOPs of a token are 6 N, without attention (Kaplan et al. 2020, Hoffmann et al. 2022).",
+    ),
+    Metric(
+        "hfu",
+        "Hardware FLOPs utilization",
+        "share",
+        "As MFU with full attention, and all that the plan recomputes (Narayanan et al. 2021).",
+    ),
+    Metric(
+        DATA_SHARE,
+        "Data wait",
+        "share",
+        "Time in which rank 0 waits for samples, divided by the time, over the steps after the warm-up.",
+    ),
+    Metric(
+        "loss",
+        "Final loss",
+        "",
+        "Training loss of the last step.",
+        "lower",
+    ),
+    Metric(
+        "startup_seconds",
+        "Start",
+        "s",
+        "Wall clock from the start of the command to the end of the first step.",
+        "lower",
+    ),
+    Metric(
+        "total_seconds",
+        "Execution",
+        "s",
+        "Wall clock from the start of the command to its end.",
+        "lower",
+    ),
+    Metric(
+        "peak_memory_bytes",
+        "Peak memory",
+        "B",
+        "Largest memory of the processes of one measurement together.",
+        "lower",
+    ),
+    Metric(
+        "time_to_target_seconds",
+        "Time to target",
+        "s",
+        "Wall clock from the start of the command to the first step or validation that reaches the target.",
+        "lower",
+    ),
+    Metric(
+        "samples_to_target",
+        "Samples to target",
+        "",
+        "Samples that were consumed when the target was reached.",
+        "lower",
+    ),
+    Metric(
+        "goodput",
+        "Goodput",
+        "share",
+        "Share of the wall clock, from the first start of the run to its end, in steps that last.",
+        "higher",
+    ),
+    Metric(
+        "checkpoint_stall_seconds",
+        "Checkpoint stall",
+        "s",
+        "Mean time for which training waits for a checkpoint.",
+        "lower",
+    ),
+    Metric(
+        "checkpoint_write_seconds",
+        "Checkpoint write",
+        "s",
+        "Mean time from the end of the stall until the checkpoint is committed, beside training.",
+        "lower",
+    ),
+    Metric(
+        "checkpoint_bytes_per_second",
+        "Checkpoint write rate",
+        "B/s",
+        "Bytes of all ranks over the time in which they are written.",
+        "higher",
+    ),
+    Metric(
+        "recovery_seconds",
+        "Recovery",
+        "s",
+        "Wall clock from a failure to the end of the next step; the longest of the run.",
+        "lower",
+    ),
+    Metric("repeated_steps", "Repeated steps", "", "Steps that recoveries repeated.", "lower"),
+    Metric(
+        "rank_memory_bytes",
+        "Memory of a rank",
+        "B",
+        "Peak of rank 0: resident memory on a CPU, memory allocated by PyTorch on a GPU.",
+        "lower",
+    ),
+    Metric(
+        "cpu_utilization",
+        "CPU utilization",
+        "share",
+        "CPU time of the contender's processes on this machine, divided by the time and its usable CPUs.",
+    ),
+    Metric(
+        "gpu_utilization",
+        "GPU utilization",
+        "share",
+        "Share of the time in which a kernel ran, by NVML, mean over the GPUs.",
+    ),
+    Metric(
+        "gpu_memory_bytes",
+        "GPU memory",
+        "B",
+        "Largest memory in use on a GPU of this machine, of all programs.",
+    ),
+    Metric(
+        "network_bytes_per_second",
+        "Network",
+        "B/s",
+        "Bytes sent and received on all interfaces of this machine but the loopback, over the time.",
+    ),
+    Metric(
+        "disk_bytes_per_second",
+        "Disk",
+        "B/s",
+        "Bytes read and written on the block devices of this machine, over the time.",
+    ),
+    Metric("validation_loss", "Validation loss", "", "Loss of the last validation.", "lower"),
+    Metric("perplexity", "Perplexity", "", "Perplexity of the last validation.", "lower"),
+    Metric("accuracy", "Accuracy", "share", "Accuracy of the last validation.", "higher"),
+)
+UTILIZATION = (
+    "cpu_utilization",
+    "gpu_utilization",
+    "peak_memory_bytes",
+    "gpu_memory_bytes",
+    "network_bytes_per_second",
+    "disk_bytes_per_second",
+)
+"""Metrics in the table of the utilization; without a better direction, but for the memory."""
+CONVENTION_METRICS = ("mfu_full_attention", "mfu_palm", "mfu_6nd", "hfu")
+"""Metrics that are multiples of the own MFU, by conventions of published tables."""
+_BY_NAME = {metric.name: metric for metric in METRICS}
+FIGURE_UNITS: tuple[tuple[str, str, Direction], ...] = (
+    ("flops_per_second", "FLOP/s", "higher"),
+    ("bytes_per_second", "B/s", "higher"),
+    ("per_second", "1/s", "higher"),
+    ("seconds", "s", "lower"),
+    ("bytes", "B", "lower"),
+    ("share", "share", ""),
+)
+"""Last words of a figure's name, its unit, and the direction in which it is better."""
+PHASE = "phases."
+"""Prefix of metrics that are a phase of a step."""
+
+_STEP_VALUES: dict[str, Callable[[StepRecord], float | None]] = {
+    "step_seconds": lambda step: step.seconds,
+    "samples_per_second": lambda step: _rate(step.samples, step.seconds),
+    "targets_per_second": lambda step: _rate(step.targets, step.seconds),
+    "mfu": lambda step: step.mfu,
+}
+_MEASUREMENT_VALUES: dict[str, Callable[[Measurement], float | None]] = {
+    "loss": lambda measurement: next(
+        (step.loss for step in reversed(measurement.steps) if step.loss is not None), None
+    ),
+    "startup_seconds": lambda measurement: measurement.startup_seconds,
+    "total_seconds": lambda measurement: measurement.seconds,
+    "peak_memory_bytes": lambda measurement: measurement.machine.peak_memory_bytes,
+    **{part.name: attrgetter(f"utilization.{part.name}") for part in fields(Utilization)},
+}
+
+
+def find_metric(name: str) -> Metric:
+    """Return the metric of this name; a figure of a program gets unit and direction from its suffix."""
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    if name.startswith(PHASE):
+        phase = name.removeprefix(PHASE).replace("_", " ")
+        return Metric(
+            name, f"Phase {phase}", "s", f"Time of a step in the phase '{phase}', rank 0.", "lower", True
+        )
+    if (machine := find_machine_metric(name)) is not None:
+        return Metric(name, machine.title, machine.unit, machine.definition, machine.better)
+    title = name.replace("_", " ").capitalize()
+    for suffix, unit, better in FIGURE_UNITS:
+        if name == suffix or name.endswith(f"_{suffix}"):  # not milliseconds, or megabytes
+            title = name.removesuffix(suffix).replace("_", " ").strip().capitalize() or title
+            title += " per second" if unit == "1/s" else ""
+            return Metric(name, title, unit, "Figure that the program reports.", better)
+    return Metric(name, title, "", "Figure that the program reports.")
+
+
+def metric_values(measurement: Measurement, name: str, first_step: int = 0) -> list[float]:
+    """Return the values of a metric in one measurement: one per step, or at most one.
+
+    Args:
+        measurement: the measurement; whether it counts is up to the caller.
+        name: name of the metric.
+        first_step: index of the first step that is steady; earlier ones are left out of metrics per step.
+    """
+    steps = measurement.compared_steps[first_step:]
+    if name in _STEP_VALUES:
+        values = [_STEP_VALUES[name](step) for step in steps]
+    elif name.startswith(PHASE):
+        values = [step.phases.get(name.removeprefix(PHASE)) for step in steps]
+    elif name == DATA_SHARE:
+        values = [_data_share(steps)]
+    elif name in _MEASUREMENT_VALUES:
+        values = [_MEASUREMENT_VALUES[name](measurement)]
+    else:
+        values = [measurement.figures.get(name)]
+    return [value for value in values if value is not None]
+
+
+def value_text(value: float | None, unit: str) -> str:
+    """Return a value of the units of `Metric` as text."""
+    match unit:
+        case "s":
+            return duration_text(value)
+        case "B":
+            return bytes_text(value)
+        case "share":
+            return percent_text(value)
+        case "B/s" | "FLOP/s":
+            return rate_text(value, unit)
+        case "1/s":
+            return f"{number_text(value)}/s"
+        case _:
+            return number_text(value)
+
+
+def rate_text(value: float | None, unit: str) -> str:
+    """Return a rate with three significant digits in a decimal multiple of its unit, such as '12.5 GB/s'."""
+    if value is None or not math.isfinite(value):
+        return MISSING_TEXT
+    prefix, size = decimal_prefix(value)
+    return f"{value / size:.3g} {prefix}{unit}"
+
+
+def decimal_prefix(value: float) -> tuple[str, float]:
+    """Return the prefix of a rate, such as 'G', and its size; links, disks and devices count in decimal."""
+    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= size:
+            return prefix, size
+    return "", 1.0
+
+
+def _data_share(steps: Sequence[StepRecord]) -> float | None:
+    """Return the share of the steps' time in the phase 'data'; None: no step has it.
+
+    It is a share of the sum: a loader that is late at every tenth step is late at no median one.
+    """
+    timed = [step for step in steps if "data" in step.phases and math.isfinite(step.seconds)]
+    return _rate(sum(step.phases["data"] for step in timed), sum(step.seconds for step in timed))
+
+
+def _rate(amount: float | None, seconds: float) -> float | None:
+    return None if amount is None or seconds <= 0 else amount / seconds

@@ -1,0 +1,114 @@
+"""One execution of a machine benchmark as a command: starts the ranks, prints their figures.
+
+python -m wanma.bench.machine.execution --ranks 2 --seconds 20 --folder runs
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import pickle
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from wanma.bench.calibration.node_calibration import threads_per_core
+from wanma.bench.collectives.benchmark import parse_benchmark_cluster
+from wanma.bench.machine.figures import execution_figures
+from wanma.bench.machine.machine_result import PROGRAM
+from wanma.bench.machine.storage_place import storage_folder
+from wanma.bench.machine_figures.case_names import PARTS, Part
+from wanma.bench.measurements.rank_launch import RankLaunch, measure_on_ranks
+from wanma.bench.programs.command_program import FIGURE_MARK
+from wanma.bench.programs.places import PYTHON, word
+from wanma.hardware.discovery.node import discover_node
+from wanma.job.cluster import NodeGroup
+from wanma.job.errors import WanmaError
+from wanma.job.sections.cluster import ClusterSection
+from wanma.planner.calibration.local_node import baseline_plan
+
+ENTRY = "wanma.bench.machine.worker:measure_machine_worker"
+PRELOAD = ("torch", "wanma.bench.machine.worker")
+FIGURES_PER_LINE = 20
+
+
+def measured_node(section: ClusterSection) -> NodeGroup:
+    """Return this node, without its GPUs if the cluster section leaves them out."""
+    (node,) = discover_node().nodes
+    return replace(node, devices=()) if section.device == "cpu" else node
+
+
+def run_execution(
+    ranks: int, seconds: float, parts: Sequence[Part], folder: Path, overrides: Sequence[str]
+) -> dict[str, float] | None:
+    """Measure once with the ranks of this node, and return the figures by name.
+
+    Args:
+        ranks: ranks on each node.
+        seconds: approximate duration of the rounds.
+        parts: parts of the machine.
+        folder: folder of the file system to measure.
+        overrides: keys of `[cluster]`.
+
+    Returns:
+        None on a node without rank 0.
+
+    Raises:
+        WanmaError: a rank failed, or the nodes did not meet.
+    """
+    section = parse_benchmark_cluster(overrides)
+    folder = storage_folder(folder)
+    node = measured_node(section)
+    plan = baseline_plan(node, ranks, section.nodes)
+    from wanma.bench.machine.worker import MachineRequest  # imports torch
+
+    request = MachineRequest(plan, seconds, threads_per_core(node, plan), folder, tuple(parts), section.nodes)
+    fingerprint = hashlib.sha256(repr((ranks, seconds, parts, section.nodes, section.device)).encode())
+    launch = RankLaunch(
+        ENTRY, PRELOAD, pickle.dumps(request), plan, seconds, section, fingerprint.hexdigest()[:16]
+    )
+    written = measure_on_ranks(launch, lambda text: print(text, file=sys.stderr, flush=True))
+    return None if written is None else execution_figures(written, plan.world_size)
+
+
+def print_figures(figures: Mapping[str, float]) -> None:
+    """Print figures as `wanma bench` reads them from the output of a command."""
+    words = [f"{name} {value!r}" for name, value in figures.items()]
+    for start in range(0, len(words), FIGURES_PER_LINE):
+        print(FIGURE_MARK, *words[start : start + FIGURES_PER_LINE], flush=True)
+
+
+def execution_command(
+    ranks: int, seconds: float, parts: Sequence[Part], folder: Path, overrides: Sequence[str]
+) -> tuple[str, ...]:
+    """Return the command line of an execution, by this interpreter; arguments as for `run_execution`."""
+    settings = [word for text in overrides for word in ("--set", text)]
+    return (
+        *(word(PYTHON), "-m", PROGRAM, "--ranks", str(ranks)),
+        *("--seconds", f"{seconds:g}", "--parts", ",".join(parts), "--folder", str(folder), *settings),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    parser = argparse.ArgumentParser(prog="wanma.bench.machine.execution")
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--set", action="append", default=[])
+    given = parser.parse_args(arguments)
+    parts = [part for part in PARTS if part in given.parts.split(",")]
+    try:
+        figures = run_execution(given.ranks, given.seconds, parts, given.folder, given.set)
+    except WanmaError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    if figures is not None:
+        print_figures(figures)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""Machine benchmark as a result: its name, the ranks of its contenders, and whether a result is one."""
+
+from __future__ import annotations
+
+from wanma.bench.figures.metrics import Metric, find_metric
+from wanma.bench.machine_figures.definitions import find_machine_metric, is_machine_detail
+from wanma.bench.results.result import BenchmarkResult, ContenderRecord
+
+SUITE = "machine"
+"""Name of the suite; that of a smoke test has a suffix."""
+RANKS, NODES = "ranks", "nodes"
+"""Settings of a contender: ranks of all nodes, and nodes."""
+PROGRAM = "wanma.bench.machine.execution"
+"""Module that each execution runs."""
+
+
+def is_machine_result(result: BenchmarkResult) -> bool:
+    """Return True if a result is of a machine's limits."""
+    return any(PROGRAM in contender.command for contender in result.contenders)
+
+
+def rank_count(contender: ContenderRecord) -> int:
+    """Return the number of ranks of all nodes."""
+    return int(contender.settings[RANKS])
+
+
+def node_count(contender: ContenderRecord) -> int:
+    """Return the number of nodes."""
+    return int(contender.settings[NODES])
+
+
+def limit_metrics(result: BenchmarkResult) -> list[Metric]:
+    """Return the metrics that are limits of the machine, those of single ranks, pairs and cases left out."""
+    names = dict.fromkeys(name for metrics in result.summaries.values() for name in metrics)
+    return [
+        find_metric(name)
+        for name in names
+        if find_machine_metric(name) is not None and not is_machine_detail(name)
+    ]

@@ -1,0 +1,1 @@
+"""Names and definitions of the figures of a machine benchmark."""

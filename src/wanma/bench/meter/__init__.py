@@ -1,0 +1,1 @@
+"""Meter of the machine during a measurement, and the rules by which it disturbs one."""

@@ -1,0 +1,66 @@
+"""Rules by which the state of the machine disturbs a measurement, so that it does not count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from wanma.bench.measurements.measurement import MachineUsage
+
+
+@dataclass(frozen=True)
+class DisturbanceLimits:
+    """Limits within which a measurement counts."""
+
+    foreign_cpu: float = 0.1
+    """Mean CPUs of programs outside the measurement."""
+    clock_share: float = 0.95
+    """Smallest mean CPU clock, as a share of the highest of all measurements."""
+    clock_step_seconds: float = 0.05
+    """Jump of the wall clock, by which step times would be wrong."""
+
+
+NO_LIMITS = DisturbanceLimits(foreign_cpu=1e9, clock_share=0.0, clock_step_seconds=1e9)
+"""Limits of a smoke test, which measures nothing, and of executions that several nodes count on."""
+
+
+def find_disturbances(
+    usage: MachineUsage,
+    limits: DisturbanceLimits = DisturbanceLimits(),
+    highest_clock_hertz: float | None = None,
+) -> tuple[str, ...]:
+    """Return the reasons why a measurement does not count; none: it counts.
+
+    What could not be read, is no reason.
+
+    Args:
+        usage: state of the machine during the measurement.
+        limits: limits of the rules.
+        highest_clock_hertz: highest mean clock of all measurements, see `highest_clock`; None: unknown.
+    """
+    reasons = []
+    if usage.foreign_cpu is not None and usage.foreign_cpu > limits.foreign_cpu:
+        reasons.append(
+            f"Other programs used {usage.foreign_cpu:.2f} CPUs; the limit is {limits.foreign_cpu:g}."
+        )
+    if usage.clock_hertz is not None and highest_clock_hertz:
+        share = usage.clock_hertz[1] / highest_clock_hertz
+        if share < limits.clock_share:
+            reasons.append(
+                f"The CPU clock was {usage.clock_hertz[1] / 1e9:.2f} GHz, {share:.0%} of the highest seen; "
+                f"the limit is {limits.clock_share:.0%}."
+            )
+    if usage.is_throttled:
+        heat = "" if usage.max_celsius is None else f" at up to {usage.max_celsius:.0f} °C"
+        reasons.append(f"A CPU or GPU reduced its clock because of heat or power{heat}.")
+    if usage.clock_step_seconds > limits.clock_step_seconds:
+        reasons.append(
+            f"The wall clock jumped by {usage.clock_step_seconds:.2f} s; "
+            f"the limit is {limits.clock_step_seconds:g} s."
+        )
+    return tuple(reasons)
+
+
+def highest_clock(usages: Iterable[MachineUsage]) -> float | None:
+    """Return the highest mean CPU clock of several measurements, in hertz; None if none is known."""
+    return max((usage.clock_hertz[1] for usage in usages if usage.clock_hertz is not None), default=None)

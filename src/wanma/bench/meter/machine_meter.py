@@ -1,0 +1,254 @@
+"""Meter of this machine while a measurement runs: a thread that takes a sample each second."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from wanma.bench.measurements.measurement import MachineUsage, Utilization
+from wanma.bench.meter.foreign_cpu import ForeignCpu
+from wanma.bench.meter.machine_files import MachineFiles
+from wanma.bench.meter.tree_reader import TreeReader
+from wanma.bench.meter.usage_series import UsageReading, foreign_cpu_between, utilization_between
+from wanma.observe.metrics.gpu import GpuReader, GpuReading, open_gpu_reader
+
+INTERVAL_SECONDS = 1.0
+MAX_COST = 0.002
+"""Largest share of a CPU that the meter uses: after an expensive sample, it waits longer for the next."""
+MARKED_INTERVAL_SHARE = 0.25
+"""Share of the interval after which the marked processes are read again: what one uses after that is lost."""
+BUSY_SHARE = 0.5
+"""Share of an interval from which a CPU counts as busy: the clock of an idle one is low by design."""
+
+
+class MachineMeter:
+    """Context manager that samples this machine until it is left.
+
+        adopt_orphans()
+        with MachineMeter() as meter:
+            run_the_command()
+        meter.usage     # MachineUsage(foreign_cpu=0.02, ...)
+
+    The measurement is the tree of one process, which must outlive it. With `adopt_orphans`, the CPU time of
+    all descendants that have ended is in the accounts of that process.
+
+    Args:
+        process: number of the root of the measurement's processes; None: this process.
+        root: folder that contains `proc` and `sys`.
+        interval_seconds: time between two samples.
+        wall_clock: source of unix seconds.
+        monotonic_clock: source of seconds that never jump.
+        open_gpus: function that opens the reader of the GPUs; None from it: there is none.
+    """
+
+    def __init__(
+        self,
+        process: int | None = None,
+        *,
+        root: Path = Path("/"),
+        interval_seconds: float = INTERVAL_SECONDS,
+        wall_clock: Callable[[], float] = time.time,
+        monotonic_clock: Callable[[], float] = time.monotonic,
+        open_gpus: Callable[[], GpuReader | None] = open_gpu_reader,
+    ) -> None:
+        self._process = os.getpid() if process is None else process
+        self._tree, self._files = TreeReader(self._process, root / "proc"), MachineFiles(root)
+        self._root, self._interval_seconds = root, interval_seconds
+        self._wall_clock, self._monotonic_clock = wall_clock, monotonic_clock
+        self._open_gpus = open_gpus
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="machine-meter", daemon=True)
+        self._failure: BaseException | None = None
+        self._usage: MachineUsage | None = None
+        self._own_seconds, self._peak_memory = 0.0, 0
+        self._max_foreign = -math.inf
+        self._clocks: list[float] = []
+        self._celsius: list[float] = []
+        self._readings: list[UsageReading] = []
+        self._is_gpu_throttled: bool | None = None
+        self._clock_step = 0.0
+
+    def __enter__(self) -> Self:
+        self._gpus = self._open_gpus()
+        self._foreign = self._open_foreign_cpu()
+        self._throttles = self._files.throttle_count()
+        self._offset = self._clock_offset()
+        self._busy = self._files.busy_seconds_by_cpu()
+        self._began = self._time = self._monotonic_clock()
+        self._foreign_seconds = 0.0
+        self._readings.append(self._reading([]))
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+        if self._failure is None:
+            self.sample()
+            self._usage = self._sum_up()
+        if self._gpus is not None:
+            self._gpus.close()
+        if self._failure is not None and error is None:
+            raise self._failure
+
+    @property
+    def usage(self) -> MachineUsage:
+        """Return the state of the machine from the begin to the end of the measurement.
+
+        Raises:
+            RuntimeError: the meter still runs.
+        """
+        if self._usage is None:
+            raise RuntimeError("the meter has not ended")
+        return self._usage
+
+    def add_mark(self, mark: bytes) -> None:
+        """Count processes with a mark in their command line or environment as the measurement's.
+
+        When one ends, the time since its last reading is lost to it, and counts as foreign: so they are read
+        more often than the machine is.
+        """
+        self._tree.add_mark(mark)
+
+    def utilization(self, start: float, end: float) -> Utilization:
+        """Return the utilization of the machine between two unix times of the measurement."""
+        return utilization_between(self._readings, start, end)
+
+    def foreign_cpu(self, start: float, end: float) -> float | None:
+        """Return the mean CPUs of other programs between two unix times, such as those of a step.
+
+        Times between two samples are interpolated; None: the meter did not run, or the kernel does not tell.
+        """
+        return foreign_cpu_between(self._readings, start, end)
+
+    def sample(self) -> None:
+        """Take one sample; the thread does it each second."""
+        now = self._monotonic_clock()
+        seconds, self._time = now - self._time, now
+        self._sample_foreign_cpu(seconds)
+        self._sample_clock(seconds)
+        if (celsius := self._files.celsius()) is not None:
+            self._celsius.append(celsius)
+        gpus = [] if self._gpus is None else self._gpus.read()
+        for gpu in gpus:
+            self._celsius += [] if gpu.celsius is None else [gpu.celsius]
+            if gpu.is_throttled is not None:
+                self._is_gpu_throttled = bool(self._is_gpu_throttled) or gpu.is_throttled
+        self._readings.append(self._reading(gpus))
+        offset = self._clock_offset()
+        self._clock_step = max(self._clock_step, abs(offset - self._offset))
+        self._offset = offset
+
+    def _run(self) -> None:
+        try:
+            wait = self._interval_seconds
+            while not self._wait(wait):
+                began = time.thread_time()
+                self.sample()
+                wait = max(self._interval_seconds, (time.thread_time() - began) / MAX_COST)
+        except BaseException as failure:
+            self._failure = failure
+
+    def _wait(self, seconds: float) -> bool:
+        """Wait, and read the marked processes meanwhile; return True if the meter is to stop.
+
+        A machine with many new processes makes a sample expensive, and samples rare; the marked ones are few.
+        """
+        left, cost, end = seconds, 0.0, time.monotonic() + seconds
+        while self._tree.has_marked:
+            step = max(MARKED_INTERVAL_SHARE * self._interval_seconds, cost / MAX_COST)
+            if left <= step:
+                break
+            if self._stop.wait(step):
+                return True
+            began = time.thread_time()
+            self._tree.refresh_marked()
+            cost, left = time.thread_time() - began, end - time.monotonic()
+        return self._stop.wait(max(left, 0.0))
+
+    def _open_foreign_cpu(self) -> ForeignCpu | None:
+        self._read_tree()
+        try:
+            return ForeignCpu(self._read_tree, self._root)
+        except OSError:
+            return None
+
+    def _sample_foreign_cpu(self, seconds: float) -> None:
+        if self._foreign is None:
+            self._read_tree()
+            return
+        foreign = self._foreign.seconds()
+        used, self._foreign_seconds = foreign - self._foreign_seconds, foreign
+        if seconds >= self._interval_seconds / 2:  # shorter ones are noise: the kernel counts in hundredths
+            self._max_foreign = max(self._max_foreign, used / seconds)
+
+    def _sample_clock(self, seconds: float) -> None:
+        busy = self._files.busy_seconds_by_cpu()
+        cpus = [
+            cpu for cpu, used in busy.items() if used - self._busy.get(cpu, used) >= BUSY_SHARE * seconds > 0
+        ]
+        self._busy = busy
+        if cpus and (hertz := self._files.clock_hertz(cpus)) is not None:
+            self._clocks.append(hertz)
+
+    def _read_tree(self) -> float:
+        """Return the CPU seconds of the measurement, and keep its largest memory.
+
+        A process that ends while the table is read is missing in it, and not yet in its parent's account: the
+        sum is smaller than before, and is read again.
+        """
+        for _ in range(3):
+            usage = self._tree.read()
+            if usage is not None and usage.all.cpu_seconds >= self._own_seconds:
+                memory = usage.all.memory_bytes
+                if self._process == os.getpid():
+                    memory -= usage.root.memory_bytes
+                self._own_seconds = usage.all.cpu_seconds
+                self._peak_memory = max(self._peak_memory, memory)
+                break
+        return self._own_seconds
+
+    def _reading(self, gpus: Sequence[GpuReading]) -> UsageReading:
+        return UsageReading(
+            self._wall_clock(),
+            self._own_seconds,
+            self._files.network_bytes(),
+            self._files.disk_bytes(),
+            [gpu.utilization for gpu in gpus if gpu.utilization is not None],
+            max((gpu.memory_bytes for gpu in gpus if gpu.memory_bytes is not None), default=None),
+            None if self._foreign is None else self._foreign_seconds,
+        )
+
+    def _clock_offset(self) -> float:
+        """Return unix time less monotonic time, from the one of several readings with the least delay."""
+        readings = []
+        for _ in range(3):
+            before, wall, after = self._monotonic_clock(), self._wall_clock(), self._monotonic_clock()
+            readings.append((after - before, wall - (before + after) / 2))
+        return min(readings)[1]
+
+    def _sum_up(self) -> MachineUsage:
+        seconds = self._time - self._began
+        foreign = None if self._foreign is None or seconds <= 0 else max(self._foreign_seconds / seconds, 0.0)
+        throttles = self._files.throttle_count()
+        is_cpu_throttled = (
+            None if throttles is None or self._throttles is None else throttles > self._throttles
+        )
+        known = [flag for flag in (self._is_gpu_throttled, is_cpu_throttled) if flag is not None]
+        return MachineUsage(
+            foreign_cpu=foreign,
+            max_foreign_cpu=None if foreign is None else max(self._max_foreign, foreign),
+            clock_hertz=(min(self._clocks), sum(self._clocks) / len(self._clocks)) if self._clocks else None,
+            max_celsius=max(self._celsius, default=None),
+            is_throttled=any(known) if known else None,
+            clock_step_seconds=self._clock_step,
+            peak_memory_bytes=self._peak_memory or None,
+        )

@@ -1,0 +1,101 @@
+"""Cells of the table of a scaling, shared by terminal and page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from wanma.bench.scale.sentences import interval_text, number_of_digits
+from wanma.bench.scale.stored_study import Curve, CurvePoint, Interval, PublishedScaling
+from wanma.observe.units import MISSING_TEXT, percent_text
+
+BAND_NOTE = (
+    "Forecast: throughput by the plan's forecast, as it was before any measurement; error: that of the "
+    "forecast where there is a measurement. Expected: forecast and measurements together, with the band in "
+    "which 90 % of measurements are expected."
+)
+
+
+def scale_columns(curve: Curve) -> tuple[str, ...]:
+    """Return the names of the columns of a curve."""
+    measured = ("measured/s", "forecast/s", "error") if has_measurements(curve) else ()
+    return (curve.unit, *measured, "expected/s (90 %)", "speedup", "ideal", "efficiency")
+
+
+def has_measurements(curve: Curve) -> bool:
+    return any(point.measured is not None for point in curve.points)
+
+
+def scale_rows(curve: Curve) -> Iterator[tuple[list[str], str]]:
+    """Yield the cells of each point with the reason why it has no forecast.
+
+    Neighbouring points with the same reason make one row.
+    """
+    for is_missing, group in groupby(curve.points, key=_reason_kind):
+        points = list(group)
+        if is_missing:
+            first, last = points[0].ranks, points[-1].ranks
+            yield [f"{first:,}" if first == last else f"{first:,}–{last:,}"], points[0].reason
+            continue
+        for point in points:
+            yield _cells(point, curve), ""
+
+
+PUBLISHED_COLUMNS = ("", "speedup", "ideal", "efficiency")
+
+
+def published_rows(scaling: PublishedScaling) -> list[tuple[str, str, str, str]]:
+    """Return the published figures and each forecast as cells of `PUBLISHED_COLUMNS`."""
+    ideal = number_of_digits(scaling.ideal, 4)
+    rows = [("published", f"{scaling.speedup:g}", ideal, percent_text(scaling.efficiency))]
+    for forecast in scaling.forecasts:
+        speedup = forecast.speedup
+        efficiency = MISSING_TEXT if speedup is None else percent_text(speedup.value / scaling.ideal)
+        rows.append((f"forecast, {forecast.settings}", _interval(speedup), ideal, efficiency))
+    return rows
+
+
+def published_title(scaling: PublishedScaling) -> str:
+    """Return the title of a published scaling with the units that it compares."""
+    return f"Published: {scaling.title}, {scaling.counts[-1]} {scaling.unit} over {scaling.counts[0]}"
+
+
+def published_notes(scaling: PublishedScaling) -> list[str]:
+    """Return the sentences below a published scaling."""
+    reasons = [
+        f"No forecast, {one.settings}: {one.reason}." for one in scaling.forecasts if one.speedup is None
+    ]
+    return [scaling.source, *scaling.sentences, *reasons]
+
+
+def _reason_kind(point: CurvePoint) -> str:
+    """Return the reason of a point that has neither measurement nor forecast, without its numbers."""
+    return re.sub(r"[\d.,]+", "", point.reason.partition(":")[0]) if point.measured is None else ""
+
+
+def efficiency_points(points: Sequence[CurvePoint]) -> list[CurvePoint]:
+    """Return the points that have an efficiency."""
+    return [point for point in points if point.efficiency is not None]
+
+
+def _cells(point: CurvePoint, curve: Curve) -> list[str]:
+    cells = [f"{point.ranks:,}"]
+    if has_measurements(curve):
+        cells += [
+            _interval(point.measured),
+            MISSING_TEXT if point.forecast is None else number_of_digits(point.forecast, 4),
+            MISSING_TEXT if point.error is None else f"{point.error:+.1%}",
+        ]
+    efficiency = point.efficiency
+    return [
+        *cells,
+        _interval(point.expected),
+        MISSING_TEXT if point.speedup is None else number_of_digits(point.speedup.value, 4),
+        number_of_digits(point.ideal, 4),
+        MISSING_TEXT if efficiency is None else percent_text(efficiency.value),
+    ]
+
+
+def _interval(interval: Interval | None) -> str:
+    return MISSING_TEXT if interval is None else interval_text(interval)

@@ -1,0 +1,1 @@
+"""Contenders: how each is started, watched and read."""

@@ -1,0 +1,239 @@
+"""One execution of contenders: start, watch, end and read them.
+
+A contender runs alone, or several live at once in turns: then all but one are stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from wanma.bench.measurements.measurement import MachineUsage, Measurement, TurnsTaken, Utilization
+from wanma.bench.meter.process_tree import adopt_orphans, descendants
+from wanma.bench.programs.contender import Contender
+from wanma.bench.programs.target import Target
+from wanma.bench.programs.watched_program import WatchedProgram
+from wanma.bench.turns.own_clock import figures_without_clocks, steps_without_stops
+from wanma.bench.turns.program_processes import ProgramProcesses
+from wanma.bench.turns.stop_guard import StopGuard
+from wanma.bench.turns.turn_count import shared_turns
+from wanma.bench.turns.turn_order import take_turns
+
+
+@dataclass(frozen=True)
+class ExecutionRule:
+    """End of an execution, and the duration of turns."""
+
+    steps: int | None = None
+    """Optimizer steps of a job; None: as the job says."""
+    target: Target | None = None
+    """End of the measurement; None: the program's own."""
+    timeout_seconds: float = 3600.0
+    """Time after which a program is killed, and its measurement an error; stops are not part of it."""
+    turn_seconds: float = 0.0
+    """Duration of a turn of contenders that live at once."""
+
+
+class Meter(Protocol):
+    """Meter of this machine, as a context that lasts as long as the program."""
+
+    def __enter__(self) -> Meter: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+
+    @property
+    def usage(self) -> MachineUsage:
+        """State of the machine during the context, after its end."""
+        ...
+
+    def add_mark(self, mark: bytes) -> None:
+        """Count processes with this mark in their command line or environment as the measurement's, too."""
+        ...
+
+    def utilization(self, start: float, end: float) -> Utilization:
+        """Return the utilization of the machine between two unix times of the context."""
+        ...
+
+
+class MeterFactory(Protocol):
+    """Maker of a meter of this machine, for which this process and its descendants are the measurement."""
+
+    def __call__(self) -> Meter: ...
+
+
+def execute(
+    contenders: Sequence[tuple[Contender, Path]],
+    round_number: int,
+    rule: ExecutionRule,
+    *,
+    make_meter: MeterFactory,
+    find_disturbances: Callable[[MachineUsage], tuple[str, ...]],
+) -> list[Measurement]:
+    """Run contenders once, until each ends or its target is reached, and read what they did.
+
+    Several contenders live at once, in turns and under one meter: what disturbs one, disturbs all.
+
+    Args:
+        contenders: each with an empty folder for its files; output.log has all that it printed.
+        round_number: round of the measurements.
+        rule: end of the execution, and duration of turns.
+        make_meter: meter of the machine.
+        find_disturbances: rule that names the reasons why a measurement does not count.
+
+    Raises:
+        WanmaError: a contender cannot be stopped for the turns of others.
+    """
+    adopt_orphans()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(ended_by_signals())
+        guard = stack.enter_context(StopGuard()) if len(contenders) > 1 else None
+        programs = _programs(contenders, rule, guard)
+        with make_meter() as meter:
+            for program in programs:
+                if program.program.mark:
+                    meter.add_mark(program.program.mark.encode())
+            try:
+                take_turns(programs, rule.turn_seconds)
+            finally:
+                for program in programs:
+                    program.end("")
+    first_end = min((one.ending.time for one in programs if one.ending is not None), default=math.inf)
+    found = [
+        read_measurement(program, round_number, rule, math.inf if guard is None else first_end)
+        for program in programs
+    ]
+    usage = meter.usage
+    if guard is not None:
+        usage = replace(usage, peak_memory_bytes=None)  # that of all contenders is nobody's
+    disturbances = find_disturbances(usage)
+    return [
+        one
+        if program.start_error is not None
+        else replace(
+            one,
+            machine=usage,
+            disturbances=disturbances,
+            utilization=meter.utilization(*steady_times(one)) if guard is None else Utilization(),
+        )
+        for program, one in zip(programs, found, strict=True)
+    ]
+
+
+def _programs(
+    contenders: Sequence[tuple[Contender, Path]], rule: ExecutionRule, guard: StopGuard | None
+) -> list[WatchedProgram]:
+    """Return the programs of contenders; with a guard they are stopped after each turn."""
+    bystanders = frozenset(process.pid for process in descendants())
+    programs: list[WatchedProgram] = []
+
+    def numbers_of_others(own: int) -> set[int]:
+        others = (one.processes for index, one in enumerate(programs) if index != own)
+        return set(bystanders).union(*(one.numbers for one in others if one is not None))
+
+    for index, (contender, folder) in enumerate(contenders):
+        program = WatchedProgram(
+            contender,
+            folder,
+            steps=rule.steps,
+            target=rule.target,
+            timeout_seconds=rule.timeout_seconds,
+            other_numbers=partial(numbers_of_others, index),
+        )
+        if guard is not None:
+            numbers = partial(numbers_of_others, index)
+            program.processes = ProgramProcesses(contender.name, numbers, guard)
+        programs.append(program)
+    return programs
+
+
+def read_measurement(
+    program: WatchedProgram, round_number: int, rule: ExecutionRule, shared_until: float
+) -> Measurement:
+    """Return what a program did, without the state of the machine.
+
+    Args:
+        program: a program that is over.
+        round_number: round of the measurement.
+        rule: rule by which it was executed.
+        shared_until: unix time until which all contenders took turns; infinite: it ran alone.
+    """
+    contender, running, ending = program.contender, program.running, program.ending
+    if running is None or ending is None:
+        error = program.start_error or OSError()
+        reason = f"{program.program.command[0]} cannot be started: {error.strerror}"
+        return Measurement(contender.name, round_number, time.time(), 0.0, 127, (), error=reason)
+    running.output.close()
+    started, clock, target = running.clock.started, running.clock, rule.target
+    records, figures = program.program.read(running.output.lines)
+    records = tuple(record for record in records if record.time >= started)  # a clock set back gives others
+    turns = None
+    if math.isfinite(shared_until):
+        shared = sum(record.time <= shared_until for record in records)
+        counted = shared_turns(records, clock, shared_until)
+        records, stopped = steps_without_stops(records, clock)
+        figures = figures_without_clocks(figures)
+        turns = TurnsTaken(rule.turn_seconds, tuple(clock.stops), stopped, shared, counted)
+    reached = None if target is None else target.first_reached(program.program.progress())
+    if reached is not None:
+        figures["time_to_target_seconds"] = clock.seconds_at(reached.time)
+        figures["samples_to_target"] = reached.samples
+    code = 0 if ending.is_stopped and not ending.problem else running.process.returncode
+    problem = ending.problem or _problem(code, ending.survivors, None if reached is not None else target)
+    return Measurement(
+        contender.name,
+        round_number,
+        started,
+        ending.seconds,
+        code,
+        records,
+        figures=figures,
+        error=running.output.with_last_lines(problem) if problem else "",
+        unwatched_hosts=program.program.leave_hosts(),
+        turns=turns,
+    )
+
+
+def steady_times(measurement: Measurement) -> tuple[float, float]:
+    """Return the unix times of the ends of the first and last step; without two steps, of the execution."""
+    records, started = measurement.steps, measurement.started
+    if len(records) > 1 and records[-1].time > records[0].time:
+        return records[0].time, records[-1].time
+    return started, started + measurement.seconds
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise SystemExit meanwhile, so that the program does not outlive this one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _problem(code: int, survivors: Sequence[str], missed: Target | None) -> str:
+    """Return the reason why an execution is an error; empty if it ended well."""
+    if code != 0:
+        return f"ended with exit code {code}"
+    if survivors:
+        return f"left processes behind: {', '.join(survivors)}"
+    return "" if missed is None else f"ended before {missed.text} was reached"

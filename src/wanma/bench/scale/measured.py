@@ -1,0 +1,69 @@
+"""Scaling of a result: its measurements by ranks, with the forecasts that its suite asks for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from wanma.bench.figures.breakdown import part_names, step_breakdowns
+from wanma.bench.figures.scaling import THROUGHPUT, find_scaling
+from wanma.bench.results.result import BenchmarkResult
+from wanma.bench.scale.growth import Growth
+from wanma.bench.scale.published import study_published
+from wanma.bench.scale.study import MeasuredPoint, read_growth, study_scaling
+from wanma.bench.statistics.estimates import Estimate
+from wanma.bench.suites.suite_file import SuiteFile
+
+
+def with_forecasts(
+    result: BenchmarkResult, file: SuiteFile, job_file: Path, progress: Callable[[str], None]
+) -> BenchmarkResult:
+    """Return the result with the scaling and the published scalings of its suite; as it is without any.
+
+    Args:
+        result: result with figures.
+        file: the suite.
+        job_file: its job.
+        progress: receives a line for each forecast.
+
+    Raises:
+        WanmaError: a cluster or a setting is wrong, or the model cannot be forecast.
+    """
+    if file.published:
+        published = study_published(file.published, job_file)
+        result = replace(result, published=[one.model_dump(mode="json") for one in published])
+    if file.scale is not None:
+        scaled, growth = read_growth(file.scale, job_file)
+        measured = measured_points(result, growth, file.scale.measure)
+        study = study_scaling(scaled, growth, file.scale, measured, progress)
+        result = replace(result, scale=study.model_dump(mode="json"))
+    return result
+
+
+def contender_name(growth: Growth, ranks: int) -> str:
+    """Return the name of the contender that measures a number of ranks."""
+    return f"{growth.axis}={ranks // growth.others}"
+
+
+def measured_points(
+    result: BenchmarkResult, growth: Growth, ranks: Sequence[int]
+) -> dict[int, MeasuredPoint]:
+    """Return the measurements of a result by ranks."""
+    scaling = find_scaling(result)
+    speedups = {} if scaling is None else {row.contender: row.speedup for row in scaling.rows}
+    breakdowns = step_breakdowns(result)
+    names = part_names(breakdowns)
+    parts = {one.contender: {names[key]: seconds for key, seconds in one.parts.items()} for one in breakdowns}
+    found: dict[int, MeasuredPoint] = {}
+    for count in ranks:
+        name = contender_name(growth, count)
+        estimate = result.summaries.get(name, {}).get(THROUGHPUT)
+        if estimate is None:
+            continue
+        first = next(iter(found.values()), None)
+        ratio = 1.0 if first is None else estimate.median / first.throughput.median
+        plain = Estimate(ratio, -math.inf, math.inf, estimate.count)
+        found[count] = MeasuredPoint(estimate, speedups.get(name, plain), parts.get(name, {}))
+    return found

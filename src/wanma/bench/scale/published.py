@@ -1,0 +1,92 @@
+"""Published scalings beside their forecasts, and their figures beside one another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from wanma.bench.scale.bands import band_rule
+from wanma.bench.scale.forecasts import ScaledJob
+from wanma.bench.scale.growth import growth_of
+from wanma.bench.scale.stored_study import PublishedForecast, PublishedScaling
+from wanma.bench.scale.study import forecast_speedup
+from wanma.bench.scale.targets import target_of_cluster
+from wanma.bench.suites.published_table import PublishedTable
+
+TOLERANCE = 0.01
+"""Relative difference up to which two published figures agree: they are rounded."""
+MIN_EPOCHS = 5
+"""Epochs below which the training of an image classifier from scratch is not complete."""
+
+
+def study_published(tables: Sequence[PublishedTable], job_file: Path) -> list[PublishedScaling]:
+    """Return the published scalings of a suite with forecasts of its job on their hardware.
+
+    Raises:
+        WanmaError: a cluster or a setting is wrong.
+    """
+    return [_study(table, job_file) for table in tables]
+
+
+def _study(table: PublishedTable, job_file: Path) -> PublishedScaling:
+    forecasts = [_forecast(table, job_file, settings) for settings in table.variants]
+    return PublishedScaling(
+        title=table.title,
+        source=table.source,
+        unit=table.unit,
+        counts=table.counts,
+        speedup=table.speedup,
+        efficiency=table.efficiency,
+        forecasts=forecasts,
+        sentences=published_sentences(table),
+    )
+
+
+def _forecast(table: PublishedTable, job_file: Path, settings: dict[str, str]) -> PublishedForecast:
+    """Return the forecast of one variant, or the reason why there is none."""
+    overrides = {"cluster.device": "auto", **settings}
+    text = ", ".join(f"{key} = {value}" for key, value in settings.items())
+    target = target_of_cluster(table.cluster)
+    per_unit = target.cluster.device_count or target.ranks_per_node
+    ranks = [count * per_unit for count in table.counts]
+    scaled = ScaledJob.read(job_file, overrides)
+    growth = growth_of(
+        scaled.job(overrides), table.axis, is_weak=table.weak, batch_ranks=ranks[0], settings=overrides
+    )
+    first, last = (scaled.forecast_layout(target, growth, count) for count in (ranks[0], ranks[-1]))
+    if first.samples_per_second is None or last.samples_per_second is None:
+        return PublishedForecast(settings=text, reason=first.reason or last.reason)
+    rule = band_rule(scaled.hardware_class(target))
+    ratio = last.samples_per_second / first.samples_per_second
+    return PublishedForecast(
+        settings=text,
+        speedup=forecast_speedup(rule, ratio, ranks[-1], ranks[0]),
+        samples_per_second=last.samples_per_second,
+    )
+
+
+def published_sentences(table: PublishedTable) -> list[str]:
+    """Return what the published figures say of one another: whether they agree, with the arithmetic."""
+    ideal = table.counts[-1] / table.counts[0]
+    efficiency = table.speedup / ideal
+    agree = abs(efficiency / table.efficiency - 1) <= TOLERANCE
+    sentences = [
+        f"Speedup {table.speedup:g} on {ideal:g} times the {table.unit} is an efficiency of "
+        f"{table.speedup:g} / {ideal:g} = {efficiency:.4g}"
+        + ("." if agree else f", and not the published {table.efficiency:g}.")
+    ]
+    if table.minutes and table.samples_per_minute and table.epoch_samples:
+        samples = table.minutes * table.samples_per_minute
+        epochs = samples / table.epoch_samples
+        text = (
+            f"{table.samples_per_minute:,.0f} samples a minute for {table.minutes:g} minutes are "
+            f"{table.samples_per_minute:,.0f} × {table.minutes:g} = {samples:,.0f} samples, and "
+            f"{samples:,.0f} / {table.epoch_samples:,} = {epochs:.3g} epochs"
+        )
+        if epochs < MIN_EPOCHS:
+            text += (
+                ", which is no complete training: the two figures contradict each other, and neither stands "
+                "beside a forecast"
+            )
+        sentences.append(f"{text}.")
+    return sentences

@@ -1,0 +1,160 @@
+"""Suite of a scaling: the job of a file on several numbers of ranks, each a contender."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wanma.bench.figures.scaling import SCALING_KEYS, THROUGHPUT
+from wanma.bench.runner import Rule
+from wanma.bench.scale.growth import Growth, default_axis, growth_of
+from wanma.bench.scale.measured import contender_name
+from wanma.bench.scale.targets import target_of_cluster, target_of_device
+from wanma.bench.suites.scale_table import DEFAULT_EFFICIENCY, DEFAULT_TO, Axis, ScaleTable, doubled_counts
+from wanma.bench.suites.suite_file import ContenderTable, Suite, SuiteFile, make_suite, override_text
+from wanma.bench.suites.suite_of_job import read_suite_file_or_job, rule_of, split_override
+from wanma.hardware.cluster_file.node_builder import parse_nics
+from wanma.hardware.discovery.node import discover_node
+from wanma.job.errors import EXIT_USAGE, WanmaError
+from wanma.job.file.loading import to_job
+from wanma.job.sections.job import Job
+
+
+@dataclass(frozen=True)
+class ScaleOptions:
+    """Options of a scaling that do not follow from its job."""
+
+    measure: Sequence[int] | None = None
+    """Numbers of ranks to be measured; None: 1, 2, 4 ... to the GPUs or cores of this node."""
+    to: int = DEFAULT_TO
+    weak: bool = False
+    axis: Axis | None = None
+    clusters: Sequence[str] = ()
+    gpus: Sequence[str] = ()
+    network: str | None = None
+    best_plan: bool = True
+    batch_ranks: int | None = None
+    """Number of ranks for which the job's global batch is meant; None: the fewest that are measured."""
+    efficiency: float = DEFAULT_EFFICIENCY
+
+
+def scale_suite(
+    path: Path, options: ScaleOptions, *, overrides: Sequence[str] = (), steps: int | None = None
+) -> tuple[Suite, Rule]:
+    """Return suite and rule of the scaling of a job, or of the job of a suite.
+
+    Args:
+        path: job file or suite file.
+        options: numbers of ranks, and hardware.
+        overrides: settings on every number of ranks, as KEY=VALUE.
+        steps: optimizer steps of an execution.
+
+    Raises:
+        WanmaError: the file has no single job, or an option contradicts it.
+    """
+    file = read_suite_file_or_job(path)
+    settings = _common_settings(path, file, dict(split_override(text) for text in overrides))
+    plain = make_suite(
+        path.stem,
+        file.model_copy(update={"contenders": [], "over": {}, "baseline": None, "weak": False}),
+        path.parent,
+    )
+    job = _job(plain.job_text, settings)
+    (node,) = discover_node().nodes
+    device = "cuda" if node.devices and job.cluster.device != "cpu" else "cpu"
+    # Read here too, so that a wrong one is refused before anything is measured.
+    others = [*map(target_of_cluster, options.clusters), *map(target_of_device, options.gpus)]
+    if options.network is not None:
+        parse_nics(options.network)
+    has_accelerators = any(target.has_accelerators for target in others)
+    axis = options.axis or default_axis(job, "cuda" if has_accelerators else device)
+    growth = growth_of(job, axis, is_weak=False, batch_ranks=1, settings=settings)
+    limit = len(node.devices) if device == "cuda" else node.cores
+    measure = _measured_ranks(options, growth, limit)
+    if device == "cpu" and measure and job.cluster.threads_per_rank is None:
+        # Equal threads for each rank: otherwise fewer ranks would have more cores each, and nothing scaled.
+        settings["cluster.threads_per_rank"] = str(max(node.cores // measure[-1], 1))
+    table = ScaleTable(
+        measure=measure,
+        to=options.to,
+        weak=options.weak,
+        axis=axis,
+        clusters=list(options.clusters),
+        gpus=list(options.gpus),
+        network=options.network,
+        best_plan=options.best_plan,
+        batch_ranks=options.batch_ranks or min([*measure], default=growth.others),
+        settings=settings,
+        efficiency=options.efficiency,
+    )
+    growth = growth_of(
+        job, axis, is_weak=table.weak, batch_ranks=table.batch_ranks, settings=dict(table.settings)
+    )
+    contenders = [
+        ContenderTable(name=contender_name(growth, ranks), settings={**growth.settings_of(ranks)})
+        for ranks in measure
+    ]
+    changes: dict[str, Any] = {
+        "title": f"Scaling of {file.title or path.stem}",
+        "contenders": contenders,
+        "over": {},
+        "weak": False,  # the settings of the contenders have their batches
+        "baseline": contenders[0].name if len(contenders) > 1 else None,
+        "scale": table,
+    }
+    if steps is not None:
+        changes["rule"] = file.rule.model_copy(update={"steps": steps})
+    if THROUGHPUT not in file.metrics:
+        changes["metrics"] = [THROUGHPUT, *file.metrics]
+    file = file.model_copy(update=changes)
+    return make_suite(f"scale-{path.stem}", file, path.parent), rule_of(file)
+
+
+def _measured_ranks(options: ScaleOptions, growth: Growth, limit: int) -> list[int]:
+    """Return the numbers of ranks to be measured.
+
+    Raises:
+        WanmaError: one is no multiple of the dimensions that do not grow.
+    """
+    if options.measure is None:
+        return [count * growth.others for count in doubled_counts(1, max(limit // growth.others, 1))]
+    wrong = [count for count in options.measure if count % growth.others]
+    if wrong:
+        raise WanmaError(
+            f"--measure {', '.join(map(str, wrong))}: the mesh dimensions beside {growth.axis} take "
+            f"{growth.others} ranks",
+            f"give multiples of {growth.others}",
+            EXIT_USAGE,
+        )
+    return sorted(set(options.measure))
+
+
+def _common_settings(path: Path, file: SuiteFile, overrides: dict[str, str]) -> dict[str, str]:
+    """Return the settings of all ranks: those of the suite's only contender, and the overrides.
+
+    Raises:
+        WanmaError: the suite has no job, or several contenders that are no scaling.
+    """
+    tables = file.contenders
+    if file.job is None or any(table.command for table in tables) or len(tables) > 1:
+        raise WanmaError(
+            f"{path} has no single job whose ranks could grow",
+            "give a job file, or a suite with a job and without [[contenders]]",
+            EXIT_USAGE,
+        )
+    left = [key for key in file.over if key not in SCALING_KEYS and key not in overrides]
+    if left:
+        raise WanmaError(
+            f"{path} varies {', '.join(left)}",
+            f"give one value: {' '.join(f'{key}=VALUE' for key in left)}",
+            EXIT_USAGE,
+        )
+    own = {key: override_text(value) for table in tables for key, value in table.settings.items()}
+    return {**own, **overrides}
+
+
+def _job(text: str, settings: dict[str, str]) -> Job:
+    return to_job(tomllib.loads(text), [f"{key}={value}" for key, value in settings.items()])

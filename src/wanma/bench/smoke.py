@@ -1,0 +1,106 @@
+"""Known suites in small: each runs in seconds, and shows that it works here."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from wanma.bench.benchmark import new_directory, run_benchmark
+from wanma.bench.machine_benchmark import smoke_suite
+from wanma.bench.meter.disturbance import NO_LIMITS
+from wanma.bench.runner import Rule
+from wanma.bench.suites.known_suites import known_suites
+from wanma.bench.suites.suite_file import Suite, find_suite, read_suite_file
+from wanma.bench.suites.suite_of_job import read_suite_or_job
+from wanma.job.errors import WanmaError
+
+MACHINE = "machine"
+"""Name of the machine benchmark among the suites."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """End of one suite."""
+
+    suite: str
+    seconds: float
+    problem: str = ""
+    """Reason of a failure; empty: it works."""
+    skipped: str = ""
+    """Reason why it did not run; empty: it ran."""
+
+    @property
+    def has_failed(self) -> bool:
+        return bool(self.problem)
+
+    def __str__(self) -> str:
+        state = (
+            f"failed: {self.problem}"
+            if self.problem
+            else f"not run: {self.skipped}"
+            if self.skipped
+            else "works"
+        )
+        return f"{self.suite:14} {self.seconds:6.1f} s  {state}"
+
+
+def list_suites() -> list[tuple[str, str]]:
+    """Return names and titles of the known suites, and of the machine benchmark."""
+    known = [(name, read_suite_file(path).title) for name, path in known_suites().items()]
+    return [*known, (MACHINE, "Limits of the machine: `wanma bench machine`")]
+
+
+def run_smoke(
+    names: Sequence[str], root: Path, progress: Callable[[str], None], environments: Path | None = None
+) -> Iterator[Outcome]:
+    """Run known suites in small.
+
+    Args:
+        names: names of the suites; empty: all.
+        root: folder of the results.
+        progress: receives a line for each measurement.
+        environments: folder of the Python environments; default: see `environments_folder`.
+
+    Yields:
+        the outcome of each suite as soon as it has ended.
+
+    Raises:
+        WanmaError: there is no such suite.
+    """
+    paths = {name: None if name == MACHINE else find_suite(name) for name in names}
+    for name, path in (paths or {**known_suites(), MACHINE: None}).items():
+        began = time.monotonic()
+        if path is not None and (missing := _missing(path, environments)):
+            yield Outcome(name, 0.0, skipped=f"it needs {', '.join(missing)}")
+            continue
+        progress(f"suite {name}")
+        problem = ""
+        try:
+            suite, rule = smoke_suite() if path is None else _in_small(path, environments)
+            suite = replace(suite, name=f"{suite.name}-smoke")  # another series in the history
+            result = run_benchmark(
+                suite, rule, new_directory(root, suite), limits=NO_LIMITS, progress=progress
+            )
+            problem = next((one.error for one in result.measurements if one.error), "")
+        except WanmaError as error:
+            problem = error.message
+        yield Outcome(name, time.monotonic() - began, problem)
+
+
+def _in_small(path: Path, environments: Path | None) -> tuple[Suite, Rule]:
+    return read_suite_or_job(path, is_smoke=True, environments=environments)
+
+
+def _missing(path: Path, environments: Path | None) -> list[str]:
+    """Return modules and Python environments that a suite needs and that are not here."""
+    needs = read_suite_file(path).needs
+    missing = [module for module in needs if importlib.util.find_spec(module) is None]
+    absent = [
+        f"the Python environment '{one.name}' in {Path(one.folder).parent}"
+        for one in _in_small(path, environments)[0].python_environments
+        if not one.python.exists()
+    ]
+    return [*missing, *absent]

@@ -1,0 +1,72 @@
+"""Table `[scale]` of a suite: numbers of ranks that are measured, and hardware for which it is forecast."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from wanma.job.errors import EXIT_USAGE, WanmaError
+from wanma.job.sections.base import Section
+
+Axis = Literal["dp_replicate", "dp_shard", "cp", "tp", "pp"]
+"""Mesh dimension that grows with the ranks."""
+DEFAULT_TO = 1024
+DEFAULT_EFFICIENCY = 0.8
+MAX_RANKS = 1_000_000
+
+
+class ScaleTable(Section):
+    """Scaling of the suite's job over numbers of ranks."""
+
+    measure: list[Annotated[int, Field(ge=1, le=MAX_RANKS)]] = Field(default_factory=list)
+    """Numbers of ranks that are measured here; empty: none."""
+    to: Annotated[int, Field(ge=1, le=MAX_RANKS)] = DEFAULT_TO
+    """Largest number of devices of a forecast."""
+    weak: bool = False
+    """True if the global batch grows with the ranks."""
+    axis: Axis
+    """Mesh dimension that grows with the ranks; the others stay as the job has them."""
+    clusters: list[str] = Field(default_factory=list)
+    """Cluster files or shorthands whose nodes are forecast too."""
+    gpus: list[str] = Field(default_factory=list)
+    """Devices of the catalogue, in their usual servers, that are forecast too."""
+    network: str | None = None
+    """Network cards of one node such as this one: "8x400G"; None: those of its reference server."""
+    best_plan: bool = True
+    """True if the best plan is searched for each number of devices, beside the layout of the job."""
+    batch_ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
+    """Number of ranks for which the job's global batch is meant, in weak scaling."""
+    settings: dict[str, str] = Field(default_factory=dict)
+    """Overrides of the job on every number of ranks."""
+    efficiency: Annotated[float, Field(gt=0, lt=1)] = DEFAULT_EFFICIENCY
+    """Efficiency below which scaling has its knee."""
+
+
+def parse_counts(text: str) -> list[int]:
+    """Parse numbers of ranks, '1,2,4' or '1..8' for 1, 2, 4, 8; 'none' is an empty list.
+
+    Raises:
+        WanmaError: the text is none of these.
+    """
+    if text.strip() == "none":
+        return []
+    first, dots, last = (part.strip().replace("_", "") for part in text.partition(".."))
+    words = [first, last] if dots else [part.strip().replace("_", "") for part in text.split(",")]
+    if not all(word.isdecimal() and 1 <= int(word) <= MAX_RANKS for word in words):
+        raise WanmaError(
+            f"--measure {text}: expected numbers of ranks", "write 1,2,4 or 1..4, or none", EXIT_USAGE
+        )
+    counts = [int(word) for word in words]
+    return doubled_counts(counts[0], counts[1]) if dots else sorted(set(counts))
+
+
+def doubled_counts(first: int, last: int, also: Sequence[int] = ()) -> list[int]:
+    """Return `first` and its doublings up to `last`, `last` itself, and those of `also` between them."""
+    counts = {first, last}
+    count = first
+    while count <= last:
+        counts.add(count)
+        count *= 2
+    return sorted(counts | {count for count in also if first <= count <= last})

@@ -1,0 +1,420 @@
+"""Schema of a suite file, and its reading.
+
+```toml
+title = "Replicas of a small decoder"
+metrics = ["samples_per_second", "step_seconds"]
+baseline = "dp_replicate=1"
+
+[job]                           # or: job = "gpt.toml", beside this file
+model.preset = "gpt-1m"
+data.text = ["stdlib"]
+train.steps = 40
+
+[over]                          # each combination is a contender
+"parallel.dp_replicate" = [1, 2]
+
+[rule]
+rounds = 5
+budget = "10m"
+```
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from wanma.bench.environments.pinned_packages import read_pins, required_versions
+from wanma.bench.environments.python_environment import PythonEnvironment, environments_folder
+from wanma.bench.programs.command_program import compile_patterns
+from wanma.bench.programs.contender import Contender, Fault, Patterns
+from wanma.bench.programs.places import ENVIRONMENTS, SUITE, Places, place_contender, word
+from wanma.bench.programs.redaction import redact_text
+from wanma.bench.programs.target import Target, parse_target
+from wanma.bench.suites.command_files import file_hashes
+from wanma.bench.suites.durations import parse_duration
+from wanma.bench.suites.job_words import JobWords
+from wanma.bench.suites.known_suites import known_suites
+from wanma.bench.suites.published_table import PublishedTable
+from wanma.bench.suites.scale_table import ScaleTable, doubled_counts
+from wanma.bench.suites.weak_batches import with_weak_batches
+from wanma.job.errors import EXIT_USAGE, WanmaError, did_you_mean
+from wanma.job.file.parser import parse_config_file
+from wanma.job.file.serialization import toml_value
+from wanma.job.sections.base import Section
+
+JOB_FILE = "job.toml"
+"""Name of the contenders' job file, in the folder of the result."""
+PINS_FOLDER = "environments"
+"""Name of the folder beside a suite that has the pins of its Python environments, as NAME.txt."""
+Value = bool | int | float | str | list[Any]
+
+
+class PatternsTable(Section):
+    """Patterns of a command's output; see `Patterns`."""
+
+    step: str | None = None
+    loss: str | None = None
+    samples: str | None = None
+    targets: str | None = None
+    samples_per_second: str | None = None
+    figures: dict[str, str] = Field(default_factory=dict)
+
+
+class FaultTable(Section):
+    """SIGKILL of a rank during the run."""
+
+    after_step: Annotated[int, Field(ge=1)]
+    rank: Annotated[int, Field(ge=0)] = 0
+
+
+class ContenderTable(Section):
+    """Contender with a name of its own."""
+
+    name: str
+    settings: dict[str, Value] = Field(default_factory=dict)
+    """Overrides of the job by key."""
+    command: list[str] = Field(default_factory=list)
+    """Command instead of the job; `{python}` is its interpreter, `{suite}` the folder of the suite.
+
+    It may name keys of the job: see `job_words`. The places are filled in when it runs: see `places`.
+    """
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Environment variables besides those of the caller."""
+    python_environment: str | None = None
+    """Name of the Python environment of the command, whose pins are in `environments/NAME.txt` beside the
+    suite; None: that of wanma."""
+    rank_variables: bool = False
+    """True gives a command the variables of wanma's ranks: threads, and on CPUs those of the allocator."""
+    patterns: PatternsTable = PatternsTable()
+    fault: FaultTable | None = None
+
+
+class RuleTable(Section):
+    """Amount of measuring."""
+
+    rounds: Annotated[int, Field(ge=1, le=1000)] = 10
+    """Maximum rounds; in a round each contender runs once."""
+    min_rounds: Annotated[int, Field(ge=1, le=1000)] = 7
+    """Rounds before the first look at the intervals: earlier looks claim more than 5 % false differences."""
+    precision: Annotated[float, Field(gt=0, lt=1)] = 0.02
+    """Half width of the interval, relative to the median, at which a contender is measured well enough."""
+    steps: Annotated[int, Field(ge=1)] | None = None
+    """Optimizer steps of a job; default: as the job says."""
+    budget: str | None = None
+    """Duration after which no execution starts, such as "30m"."""
+    timeout: str = "1h"
+    """Duration after which an execution is killed."""
+    turns: str | None = None
+    """Duration of turns, such as "1s", of contenders that live at once; default: each runs alone."""
+
+
+class SmokeTable(Section):
+    """The suite in seconds, which shows that it works."""
+
+    steps: Annotated[int, Field(ge=1)] | None = 4
+    rounds: Annotated[int, Field(ge=1, le=1000)] = 1
+    settings: dict[str, Value] = Field(default_factory=dict)
+    contenders: Annotated[int, Field(ge=1)] | None = None
+    """Maximum number of contenders; default: all."""
+
+
+class SuiteFile(Section):
+    """Content of a suite file."""
+
+    version: Literal[1] = 1
+    """Version of the schema."""
+    title: str = ""
+    description: str = ""
+    job: str | dict[str, Any] | None = None
+    """Job of the contenders: its tables, or a file beside this one."""
+    contenders: list[ContenderTable] = Field(default_factory=list)
+    over: dict[str, list[Value]] = Field(default_factory=dict)
+    weak: bool = False
+    """True if the global batch grows with the ranks of a contender: weak scaling."""
+    baseline: str | None = None
+    target: str | None = None
+    metrics: list[str] = Field(default_factory=list)
+    """Names of the metrics to be shown first."""
+    prepare: Literal["cifar10"] | None = None
+    """Data that is made before the first execution; the job names its folder by `{data}`."""
+    needs: list[str] = Field(default_factory=list)
+    """Modules without which the suite cannot run, such as "transformers"."""
+    rule: RuleTable = RuleTable()
+    smoke: SmokeTable = SmokeTable()
+    published: list[PublishedTable] = Field(default_factory=list)
+    """Published scalings of such a training, beside which forecasts stand."""
+    scale: ScaleTable | None = None
+    """Scaling of the job, forecast beside the contenders; `wanma bench scale` writes it."""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Suite whose contenders are known."""
+
+    name: str
+    file: SuiteFile
+    contenders: tuple[Contender, ...]
+    digest: str
+    """SHA-256 of all that decides what an execution does, in hexadecimal."""
+    job_text: str = ""
+    """Text of the job file of the contenders; empty: they are commands."""
+    folder: Path = Path()
+    """Folder of the suite file, in which relative paths start."""
+    environments: Path | None = None
+    """Folder of the Python environments; None: see `environments_folder`."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """SHA-256 of small files that commands name, by the word of the command."""
+
+    @property
+    def places(self) -> Places:
+        """Return the places of this machine that the words of the contenders stand for."""
+        return Places(self.folder, environments_folder(self.environments))
+
+    @property
+    def python_environments(self) -> list[PythonEnvironment]:
+        """Return the Python environments of the contenders, as they are on this machine."""
+        placed = (place_contender(one, self.places).python_environment for one in self.contenders)
+        return list({one.folder: one for one in placed if one is not None}.values())
+
+    @property
+    def title(self) -> str:
+        return self.file.title or self.name
+
+    @property
+    def target(self) -> Target | None:
+        return None if self.file.target is None else parse_target(self.file.target)
+
+
+def find_suite(name: str) -> Path:
+    """Return the file of a suite or job, which `name` is, or of the known suite with this name.
+
+    Raises:
+        WanmaError: there is none.
+    """
+    path = Path(name)
+    if path.suffix == ".toml" or path.is_file():
+        return path
+    known = known_suites()
+    if name not in known:
+        raise WanmaError(
+            f"there is no suite '{name}'.{did_you_mean(name, known)}",
+            f"name a file, or one of: {', '.join(known)}",
+            EXIT_USAGE,
+        )
+    return known[name]
+
+
+def is_suite(path: Path) -> bool:
+    """Return True if a file is a suite, and no job: only a suite has contenders, or a table of its own."""
+    tables, _ = parse_config_file(path)
+    return not {"model", "data", "train"} & tables.keys()
+
+
+def read_suite_file(path: Path) -> SuiteFile:
+    """Read a suite file.
+
+    Raises:
+        WanmaError: the file cannot be read, or is wrong.
+    """
+    tables, _ = parse_config_file(path)
+    try:
+        return SuiteFile.model_validate_json(json.dumps(tables), strict=True)
+    except ValidationError as error:
+        lines = [
+            f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_url=False)
+        ]
+        raise WanmaError(
+            f"{path} is not a suite: " + "; ".join(lines),
+            "see the keys of a suite in docs/guides/benchmark.md",
+            EXIT_USAGE,
+        ) from None
+
+
+def make_suite(
+    name: str, file: SuiteFile, folder: Path, *, is_smoke: bool = False, environments: Path | None = None
+) -> Suite:
+    """Return the suite of a file's content.
+
+    Args:
+        name: name of the suite.
+        file: content.
+        folder: folder in which relative paths start.
+        is_smoke: the suite in small.
+        environments: folder of the Python environments; default: see `environments_folder`.
+
+    Raises:
+        WanmaError: the content contradicts itself, or its job cannot be read.
+    """
+    text = _job_text(file, folder)
+    steps = file.smoke.steps if is_smoke else file.rule.steps
+    extra = file.smoke.settings if is_smoke else {}
+    contenders = [_contender(table, text, steps, folder, extra) for table in _tables(file)]
+    if file.weak and not is_smoke:  # a suite in small has batches of its own
+        contenders = with_weak_batches(contenders, text)
+    if is_smoke and file.smoke.contenders is not None:
+        contenders = contenders[: file.smoke.contenders]
+    names = [contender.name for contender in contenders]
+    if doubled := sorted({one for one in names if names.count(one) > 1}):
+        raise WanmaError(f"two contenders are called {', '.join(doubled)}", "give each a name", EXIT_USAGE)
+    if file.baseline is not None and file.baseline not in names and not is_smoke:
+        raise WanmaError(
+            f"baseline: there is no contender '{file.baseline}'",
+            f"contenders: {', '.join(names)}",
+            EXIT_USAGE,
+        )
+    if file.target is not None:
+        parse_target(file.target)
+    places = Places(folder, environments_folder(environments))
+    files = [file_hashes(one, place_contender(one, places), folder) for one in contenders]
+    parts: list[Any] = [
+        [contender.to_json() for contender in contenders], files, text, file.target, steps, is_smoke,
+    ]  # fmt: skip
+    parts += [] if file.rule.turns is None else [{"turns": parse_duration(file.rule.turns)}]
+    content = json.dumps(parts, sort_keys=True).encode()
+    return Suite(
+        name,
+        file,
+        tuple(contenders),
+        hashlib.sha256(content).hexdigest(),
+        text,
+        folder,
+        environments,
+        {one: digest for found in files for one, digest in found.items()},
+    )
+
+
+def _tables(file: SuiteFile) -> list[ContenderTable]:
+    """Return the contenders of a file: those listed, each with every combination of `over`."""
+    if file.scale is not None:
+        return file.contenders  # there may be none: it is only forecast
+    listed = file.contenders or [ContenderTable(name="")]
+    if not file.over:
+        return [table if table.name else table.model_copy(update={"name": "job"}) for table in listed]
+    found = []
+    for table in listed:
+        for values in itertools.product(*file.over.values()):
+            settings = dict(zip(file.over, values, strict=True))
+            own = " ".join(
+                f"{key.rpartition('.')[2]}={override_text(value)}" for key, value in settings.items()
+            )
+            name = " ".join(part for part in (table.name, redact_text(own)) if part)
+            found.append(table.model_copy(update={"name": name, "settings": {**table.settings, **settings}}))
+    return found
+
+
+def _contender(
+    table: ContenderTable, job_text: str, steps: int | None, folder: Path, extra: Mapping[str, Value]
+) -> Contender:
+    settings = {key: override_text(value) for key, value in {**table.settings, **extra}.items()}
+    if table.command:
+        return _command(table, JobWords(job_text, settings, steps), folder)
+    if not job_text:
+        raise WanmaError(
+            f"the contender '{table.name}' has neither a command nor a job",
+            'add `command = [...]` to it, or `job = "FILE"` or a table [job] to the suite',
+            EXIT_USAGE,
+        )
+    if table.python_environment is not None or table.rank_variables:
+        raise WanmaError(
+            f"the contender '{table.name}' is a job: python_environment and rank_variables are for commands",
+            "remove them: wanma runs in its own environment, with the variables of its ranks",
+            EXIT_USAGE,
+        )
+    fault = None if table.fault is None else Fault(table.fault.after_step, table.fault.rank)
+    return Contender(
+        table.name, "job", job=JOB_FILE, settings=settings, environment=table.environment, fault=fault
+    )
+
+
+def _command(table: ContenderTable, job: JobWords, folder: Path) -> Contender:
+    """Return the contender of a command.
+
+    Raises:
+        WanmaError: it names a key of the job that is not set, or an environment without a file of pins.
+    """
+    found = None
+    if (name := table.python_environment) is not None:
+        pins = f"{PINS_FOLDER}/{name}.txt"
+        found = PythonEnvironment(
+            name,
+            f"{word(ENVIRONMENTS)}/{name}",
+            f"{word(SUITE)}/{pins}",
+            required_versions(read_pins(folder / pins)),
+        )
+    if table.rank_variables and not job.job_text:
+        raise WanmaError(
+            f"the contender '{table.name}' wants the variables of ranks, and the suite has no job",
+            'add `job = "FILE"` or a table [job] to the suite',
+            EXIT_USAGE,
+        )
+    patterns = Patterns(**table.patterns.model_dump())
+    compile_patterns(patterns)
+    environment = {name: job.fill(value) for name, value in table.environment.items()}
+    return Contender(
+        table.name,
+        "command",
+        command=tuple(job.fill(one) for one in table.command),
+        environment={**(job.rank_variables() if table.rank_variables else {}), **environment},
+        python_environment=found,
+        patterns=patterns,
+    )
+
+
+def override_text(value: Value) -> str:
+    """Return a value as an override has it."""
+    return value if isinstance(value, str) else toml_value(value)
+
+
+def _job_text(file: SuiteFile, folder: Path) -> str:
+    """Return the job of a suite as the text of a job file; empty: it has none.
+
+    Raises:
+        WanmaError: the file of the job cannot be read.
+    """
+    if file.job is None:
+        return ""
+    if isinstance(file.job, str):
+        path = folder / file.job
+        try:
+            return path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise WanmaError(
+                f"{path} cannot be read: {error.strerror}", "correct `job` in the suite", EXIT_USAGE
+            ) from error
+    lines: list[str] = []
+    for section, content in file.job.items():
+        if not isinstance(content, Mapping):
+            lines.insert(0, f"{section} = {toml_value(content)}")
+            continue
+        lines.append(f"\n[{section}]")
+        lines += [f"{key} = {toml_value(value)}" for key, value in content.items()]
+    return "\n".join(lines) + "\n"
+
+
+def parse_over(texts: Sequence[str]) -> dict[str, list[Value]]:
+    """Parse `KEY=V1,V2,...`, and `KEY=1..6` as 1, 2, 4, 6.
+
+    Raises:
+        WanmaError: a text is neither.
+    """
+    found: dict[str, list[Value]] = {}
+    for text in texts:
+        key, equals, values = text.partition("=")
+        if not equals or not values:
+            raise WanmaError(
+                f"--over {text}: expected KEY=VALUE,VALUE", "for example parallel.tp=1,2,4", EXIT_USAGE
+            )
+        first, dots, last = values.partition("..")
+        if dots and first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last):
+            found[key] = [*doubled_counts(int(first), int(last))]
+        else:
+            found[key] = [part.strip() for part in values.split(",")]
+    return found

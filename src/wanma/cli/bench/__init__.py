@@ -1,0 +1,1 @@
+"""Command `wanma bench`: a module for each action."""

@@ -1,0 +1,14 @@
+"""Command `wanma bench`: benchmarks of trainings, of any program and of collectives, and their results."""
+
+from __future__ import annotations
+
+import argparse
+
+from wanma.cli.bench import collectives, environment, gate, machine, results, run, scale, smoke, train
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("bench", help="measure trainings, programs and collectives; compare results")
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
+    for module in (train, scale, run, machine, collectives, gate, smoke, environment, results):
+        module.add_parsers(actions)

@@ -1,0 +1,102 @@
+"""Action `wanma bench collectives`: time and bandwidth of collectives between ranks."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from wanma.cli.arguments import (
+    add_cluster_override_option,
+    add_rendezvous_options,
+    parse_integers,
+    parse_names,
+)
+from wanma.cli.bench.arguments import cluster_overrides
+from wanma.cli.output import print_progress
+
+_EXAMPLES = """\
+examples:
+  wanma bench collectives                                         # 2, 4 ... ranks of this node
+  wanma bench collectives --ranks 4 --collectives all_reduce --sizes 1K..64M --out bench
+  wanma bench collectives --ranks 2 --save                        # used by later forecasts
+  wanma bench collectives --nodes 2 --rendezvous 10.0.0.1:29500   # the same on each node
+
+Bandwidths are bus bandwidths by the definitions of nccl-tests; the limit is measured in the same run.
+"""
+
+
+def add_parsers(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    collectives = actions.add_parser(
+        "collectives", help="measure time and bandwidth by collective, algorithm and size", epilog=_EXAMPLES
+    )
+    collectives.add_argument(
+        "--ranks",
+        metavar="N,N",
+        type=parse_integers,
+        help="numbers of ranks, on one node; default: 2, 4 ... to its GPUs or cores",
+    )
+    collectives.add_argument(
+        "--sizes", metavar="SIZES", help="message sizes, such as 1K..64M or 4K,1M; default: 1K..256M"
+    )
+    collectives.add_argument(
+        "--collectives", metavar="NAME,NAME", type=parse_names, default=[], help="collectives; default: all"
+    )
+    collectives.add_argument(
+        "--algorithms",
+        metavar="NAME,NAME",
+        type=parse_names,
+        default=[],
+        help="algorithms, such as backend,ring; default: all",
+    )
+    collectives.add_argument(
+        "--dtypes", metavar="NAME,NAME", type=parse_names, default=[], help="data types; default: fp32"
+    )
+    collectives.add_argument(
+        "--seconds", metavar="N", type=float, help="seconds per number of ranks; default: 60"
+    )
+    collectives.add_argument(
+        "--out", metavar="DIR", type=Path, help="folder for results as JSON, CSV and HTML"
+    )
+    collectives.add_argument(
+        "--save", action="store_true", help="save the results for forecasts of this node"
+    )
+    collectives.add_argument(
+        "--nodes", metavar="N", help="number of nodes; run the same command on each (cluster.nodes)"
+    )
+    add_rendezvous_options(collectives)
+    add_cluster_override_option(collectives)
+    collectives.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from wanma.bench.collectives.benchmark import DEFAULT_SECONDS, bench_collectives, parse_benchmark_cluster
+    from wanma.bench.collectives.calibration import check_calibration_writable, save_to_calibration
+    from wanma.bench.collectives.output_files import check_writable, write_results
+    from wanma.bench.collectives.selection import DEFAULT_SIZES
+    from wanma.bench.collectives.terminal_tables import results_tables
+    from wanma.cli.output import print_content
+
+    overrides = cluster_overrides(arguments)
+    if arguments.save:
+        check_calibration_writable(parse_benchmark_cluster(overrides).nodes)
+    if arguments.out is not None:
+        check_writable(arguments.out)
+    sweeps = bench_collectives(
+        ranks=arguments.ranks or (),
+        sizes=DEFAULT_SIZES if arguments.sizes is None else arguments.sizes,
+        collectives=arguments.collectives,
+        algorithms=arguments.algorithms,
+        dtypes=arguments.dtypes,
+        seconds=DEFAULT_SECONDS if arguments.seconds is None else arguments.seconds,
+        overrides=overrides,
+        progress=print_progress,
+    )
+    if not sweeps:
+        print("measurement complete; results are shown on the node of rank 0")
+        return 0
+    print_content(results_tables(sweeps))
+    if arguments.out is not None:
+        print(f"Written: {', '.join(map(str, write_results(sweeps, arguments.out)))}")
+    if arguments.save:
+        print(f"Saved to {save_to_calibration(sweeps)}")
+    return 0

@@ -1,0 +1,112 @@
+"""Roofs, points below them, and shares of the limits."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from support.machine_results import machine_result
+from wanma.bench.machine_report.roofline import (
+    Roofs,
+    TrainingPoint,
+    find_roofs,
+    limit_shares,
+    point_line,
+    roof_line,
+)
+from wanma.bench.machine_report.roofline_chart import roofline_section, roofline_svg
+from wanma.bench.machine_report.training_points import read_points, with_new_point, write_points
+from wanma.bench.results.directory import ResultDirectory
+from wanma.job.errors import WanmaError
+
+ROOFS = Roofs("ranks=4", 4, {"fp32": 1e12, "bf16": 4e12}, 100e9, 10e9)
+POINT = TrainingPoint("a run", "fp32", 4, 1, 0.1, 20e9, 1e9, 0.25e9)
+
+
+def test_shares_are_those_of_each_limit() -> None:
+    shares = limit_shares(ROOFS, POINT)
+    assert shares is not None
+    assert shares.compute == pytest.approx(0.2)
+    assert shares.memory == pytest.approx(0.1)
+    assert shares.network == pytest.approx(0.25)
+    assert POINT.intensity == pytest.approx(20)
+    assert shares.roof == pytest.approx(0.2), "right of the ridge at 10 FLOP per byte, products bound it"
+
+
+def test_left_of_the_ridge_memory_is_the_roof() -> None:
+    assert ROOFS.attainable("fp32", 2.0) == pytest.approx(200e9)
+    assert ROOFS.attainable("fp32", 10.0) == pytest.approx(1e12)
+    bound = TrainingPoint("streams", "fp32", 4, 1, 0.1, 10e9, 5e9, 0.0)
+    shares = limit_shares(ROOFS, bound)
+    assert shares is not None
+    assert shares.roof == pytest.approx(0.5) == pytest.approx(shares.memory)
+
+
+def test_lines_name_roofs_and_shares() -> None:
+    assert roof_line(ROOFS) == (
+        "ranks=4: fp32 1 TFLOP/s from 10 FLOP/B on, bf16 4 TFLOP/s from 40 FLOP/B on; memory 100 GB/s; "
+        "ring 10 GB/s"
+    )
+    assert point_line(ROOFS, POINT) == (
+        "a run: 200 GFLOP/s at 20 FLOP/B (fp32): 20.0 % of the roof; of products 20.0 %, of memory 10.0 %, "
+        "of the ring 25.0 %"
+    )
+
+
+def test_a_precision_without_a_roof_and_other_ranks_are_told() -> None:
+    other = TrainingPoint("half", "fp16", 2, 1, 0.1, 20e9, 1e9, 0.0)
+    assert "products in fp16 were not measured" in point_line(ROOFS, other)
+    fewer = TrainingPoint("fewer", "bf16", 2, 1, 0.1, 20e9, 1e9, 0.0)
+    assert "2 ranks on a node; the roofs are of 4" in point_line(ROOFS, fewer)
+
+
+def test_roofs_are_medians_of_the_result() -> None:
+    result = machine_result(4, 5)
+    roofs = find_roofs(result)
+    assert roofs is not None
+    assert (roofs.contender, roofs.ranks_per_node) == ("ranks=4", 4)
+    assert roofs.flops_per_second.keys() == {"bf16", "fp32"}
+    estimate = result.summaries["ranks=4"]["memory_copy_bytes_per_second"]
+    assert roofs.memory_bytes_per_second == estimate.median
+
+
+def test_the_point_lies_below_its_roof_in_the_picture() -> None:
+    svg = roofline_svg(ROOFS, [POINT])
+    lines = [
+        [tuple(map(float, point.split(","))) for point in points.split()]
+        for points in re.findall(r'<polyline class="line c7" points="([^"]+)"', svg)
+    ]
+    slope, fp32, bf16 = lines
+    assert slope[-1] == bf16[0], "the slope ends at the highest roof"
+    assert fp32[0][1] > bf16[0][1], "a higher roof is further up"
+    assert slope[0][0] < fp32[0][0] < bf16[0][0], "and its ridge further right"
+    ((x, y),) = [
+        (float(x), float(y))
+        for x, y in re.findall(r'<circle class="dot c1" cx="([\d.]+)" cy="([\d.]+)"', svg)
+    ]
+    assert fp32[0][0] < x < bf16[0][0], "20 FLOP per byte"
+    assert y > fp32[0][1]
+
+
+def test_names_cannot_become_code() -> None:
+    evil = TrainingPoint("<script>", "fp32", 4, 1, 0.1, 20e9, 1e9, 0.25e9)
+    html = roofline_section(ROOFS, [evil])
+    assert "<script>" not in html
+    assert html.count('<div class="bar">') == 3
+
+
+def test_points_are_kept_beside_the_result(tmp_path: Path) -> None:
+    directory = ResultDirectory(tmp_path)
+    assert read_points(directory) == []
+    write_points(directory, [POINT])
+    assert read_points(directory) == [POINT]
+    newer = TrainingPoint("a run", "fp32", 4, 1, 0.2, 20e9, 1e9, 0.25e9)
+    assert with_new_point([POINT], newer) == [newer]
+    (tmp_path / "roofline.json").write_text('{"schema": 99, "points": []}')
+    with pytest.raises(WanmaError, match="schema 99"):
+        read_points(directory)
+    (tmp_path / "roofline.json").write_text("{}")
+    with pytest.raises(WanmaError, match="is damaged"):
+        read_points(directory)

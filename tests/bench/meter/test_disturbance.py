@@ -1,0 +1,59 @@
+"""Rules by which the machine disturbs a measurement."""
+
+from __future__ import annotations
+
+import pytest
+
+from wanma.bench.measurements.measurement import MachineUsage
+from wanma.bench.meter.disturbance import DisturbanceLimits, find_disturbances, highest_clock
+
+
+def test_a_quiet_machine_gives_no_reason() -> None:
+    usage = MachineUsage(
+        foreign_cpu=0.1,
+        max_foreign_cpu=1.5,
+        clock_hertz=(0.8e9, 2.5e9),
+        max_celsius=92.0,
+        is_throttled=False,
+        clock_step_seconds=0.05,
+    )
+    assert find_disturbances(usage, highest_clock_hertz=2.6e9) == ()
+    assert find_disturbances(MachineUsage(), highest_clock_hertz=2.6e9) == (), "what cannot be read"
+
+
+@pytest.mark.parametrize(
+    ("usage", "reason"),
+    [
+        (MachineUsage(foreign_cpu=0.32), "Other programs used 0.32 CPUs; the limit is 0.1."),
+        (
+            MachineUsage(clock_hertz=(1.0e9, 2.1e9)),
+            "The CPU clock was 2.10 GHz, 81% of the highest seen; the limit is 95%.",
+        ),
+        (
+            MachineUsage(is_throttled=True, max_celsius=99.6),
+            "A CPU or GPU reduced its clock because of heat or power at up to 100 °C.",
+        ),
+        (MachineUsage(is_throttled=True), "A CPU or GPU reduced its clock because of heat or power."),
+        (
+            MachineUsage(clock_step_seconds=2.5),
+            "The wall clock jumped by 2.50 s; the limit is 0.05 s.",
+        ),
+    ],
+)
+def test_each_disturbance_is_one_sentence_with_its_number(usage: MachineUsage, reason: str) -> None:
+    assert find_disturbances(usage, highest_clock_hertz=2.6e9) == (reason,)
+
+
+def test_a_machine_can_have_all_of_them_and_limits_can_be_wider() -> None:
+    usage = MachineUsage(foreign_cpu=0.5, clock_hertz=(1e9, 2e9), is_throttled=True, clock_step_seconds=0.2)
+    assert len(find_disturbances(usage, highest_clock_hertz=2.6e9)) == 4
+    wide = DisturbanceLimits(foreign_cpu=1, clock_share=0.5, clock_step_seconds=1)
+    (left,) = find_disturbances(usage, wide, 2.6e9)
+    assert "heat" in left
+
+
+def test_a_clock_is_compared_with_the_highest_of_all_measurements() -> None:
+    usages = [MachineUsage(clock_hertz=(1e9, hertz)) for hertz in (2.4e9, 2.6e9)]
+    assert highest_clock([*usages, MachineUsage()]) == 2.6e9
+    assert highest_clock([MachineUsage()]) is None
+    assert find_disturbances(usages[0]) == (), "nothing to compare with"

@@ -1,0 +1,175 @@
+"""Knees: the named cause is the part of a step that grew most, and the advised change has a later knee."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.scaling_jobs import JOBS, ScalingJob, curve
+from wanma.bench.programs.places import filled
+from wanma.bench.scale.alternatives import find_alternatives
+from wanma.bench.scale.forecasts import PointForecast, ScaledJob
+from wanma.bench.scale.growth import growth_of
+from wanma.bench.scale.knee import find_knee, part_growths
+from wanma.bench.scale.targets import target_of_cluster
+from wanma.bench.suites.prepared_data import prepare_cifar10
+from wanma.bench.suites.scale_table import doubled_counts
+from wanma.bench.suites.suite_file import find_suite, make_suite, read_suite_file
+from wanma.job.file.loading import load_job
+from wanma.job.forecast.forecast import STEP_TIME_KINDS, StepTime
+from wanma.planner.explain.step_time_parts import step_time_parts
+from wanma.planner.forecast.problem import build_problem
+from wanma.planner.job_planner import build_layout, complete_plan
+from wanma.planner.preparation.job_cluster import job_on_cluster
+
+LIMIT = 0.8
+JOB_PARAMETERS = pytest.mark.parametrize("job", JOBS.values(), ids=JOBS.keys())
+DATA = "data"
+
+
+def rank_seconds(job: ScalingJob, folder: Path, ranks: int, overrides: dict[str, str]) -> dict[str, float]:
+    """Return seconds of all ranks per sample by kind, planned without the code under test."""
+    scaled, target, _ = job.read(folder)
+    cluster = target.nodes_for(ranks)
+    loaded = load_job(folder / "job.toml", [f"{key}={value}" for key, value in overrides.items()])
+    loaded = job_on_cluster(loaded, cluster)
+    planned = complete_plan(
+        loaded, build_layout(loaded, cluster), cluster, scaled.workload, scaled.dimensions
+    )
+    assert planned.plan.world_size == ranks
+    assert planned.forecast is not None
+    step = planned.forecast.step
+    assert isinstance(step, StepTime)
+    problem = build_problem(loaded, cluster, scaled.workload, scaled.dimensions)
+    parts = step_time_parts(problem, planned.plan, step)
+    exchanged = sum(parts.values()) - sum(getattr(step, kind) for kind in STEP_TIME_KINDS if kind != DATA)
+    assert exchanged == pytest.approx(step.data, abs=1e-9 * step.seconds)
+    return {name: seconds * ranks / loaded.train.global_batch for name, seconds in parts.items()}
+
+
+@JOB_PARAMETERS
+def test_the_named_cause_is_the_part_that_grew_most(job: ScalingJob, tmp_path: Path) -> None:
+    _, _, growth, points = curve(job, tmp_path)
+    knee = find_knee(points, LIMIT)
+    assert knee is not None
+    assert knee.growths[0].part == job.cause
+    before, after = (
+        rank_seconds(job, tmp_path, ranks, growth.settings_of(ranks))
+        for ranks in (knee.reference.ranks, knee.ranks)
+    )
+    added = {part: after.get(part, 0.0) - before.get(part, 0.0) for part in {**before, **after}}
+    assert max(added, key=lambda part: added[part]) == job.cause
+    efficiency = sum(before.values()) / sum(after.values())
+    assert knee.efficiency == pytest.approx(efficiency)
+    assert sum(one.added for one in knee.growths) == pytest.approx(1 / efficiency - 1)
+    for one in knee.growths:
+        assert one.added == pytest.approx(added[one.part] / sum(before.values()), abs=1e-9)
+        assert one.after == pytest.approx(after.get(one.part, 0.0) / sum(after.values()), abs=1e-9)
+
+
+@JOB_PARAMETERS
+def test_the_knee_is_the_first_number_below_the_limit(job: ScalingJob, tmp_path: Path) -> None:
+    _, _, _, points = curve(job, tmp_path)
+    knee = find_knee(points, LIMIT)
+    assert knee is not None
+    rates = [
+        (point.ranks, point.samples_per_second / point.ranks)
+        for point in points
+        if point.samples_per_second is not None
+    ]
+    for number, (ranks, rate) in enumerate(rates):
+        best = max(one for _, one in rates[: number + 1])
+        if ranks < knee.ranks:
+            assert rate >= LIMIT * best
+        elif ranks == knee.ranks:
+            assert rate < LIMIT * best
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "shards over a slow network",
+        "experts in replicas",
+        pytest.param("tensors over nodes", marks=pytest.mark.full),
+        "stages with few micro-batches",
+    ],
+)
+def test_an_advised_change_really_has_the_later_knee(name: str, tmp_path: Path) -> None:
+    job = JOBS[name]
+    scaled, target, growth, points = curve(job, tmp_path)
+    knee = find_knee(points, LIMIT)
+    assert knee is not None
+    counts = job.counts(growth)
+    found = find_alternatives(scaled, target, growth, knee, counts, LIMIT)
+    assert found
+    assert knee.reference.samples_per_second is not None
+    best = knee.reference.samples_per_second / knee.reference.ranks
+    for one in found:
+        later = [count for count in counts if knee.ranks <= count]
+        efficiencies = {
+            count: (point.samples_per_second or 0.0) / count / best
+            for count in later
+            for point in [scaled.forecast_layout(one.change.target, one.change.growth, count)]
+        }
+        assert one.efficiency == pytest.approx(efficiencies[knee.ranks])
+        below = next((count for count in later if efficiencies[count] < LIMIT), None)
+        assert one.knee == below
+        assert below is None or below > knee.ranks
+        assert one.last == max(count for count in later if below is None or count < below)
+    knees = [one.knee or 10**9 for one in found]
+    assert knees == sorted(knees, reverse=True)
+
+
+def test_a_layout_that_ends_says_why(tmp_path: Path) -> None:
+    job = JOBS["shards over a fast network"]._replace(is_weak=False, batch=64, to=256)
+    _, _, _, points = curve(job, tmp_path)
+    knee = find_knee(points, LIMIT)
+    assert knee is not None
+    assert (knee.ranks, knee.efficiency, knee.last.ranks) == (128, None, 64)
+    assert "less than one sample each" in knee.reason
+
+
+def test_settings_that_the_plan_changed_are_explained(tmp_path: Path) -> None:
+    job = JOBS["shards over a slow network"]
+    scaled, target, growth, points = curve(job, tmp_path)
+
+    def pinned(ranks: int, plan: object) -> PointForecast:
+        kept = {
+            "parallel.micro_batch": str(plan.micro_batch),
+            "parallel.recompute": plan.recompute,
+        }
+        return scaled.forecast_layout(target, growth.with_settings(kept), ranks)
+
+    knee = find_knee(points, LIMIT, pinned)
+    assert knee is not None
+    assert "recompute = selective" in knee.changed
+    kept = pinned(knee.ranks, knee.reference.plan)
+    assert knee.unchanged_growths == part_growths(knee.reference, kept)
+    slower = 1 / (1 + sum(one.added for one in knee.unchanged_growths))
+    assert knee.efficiency is not None
+    assert slower < knee.efficiency, "the plan changed them because that is faster"
+
+
+def test_a_curve_without_a_forecast_has_no_knee() -> None:
+    assert find_knee([PointForecast(1, 8, reason="no"), PointForecast(2, 8, reason="no")], LIMIT) is None
+
+
+def test_a_loader_that_is_too_slow_is_named_and_more_threads_move_the_knee(tmp_path: Path) -> None:
+    path = find_suite("cifar10")
+    text = make_suite("cifar10", read_suite_file(path), path.parent).job_text
+    job = tmp_path / "job.toml"
+    job.write_text(filled(text, {"data": str(prepare_cifar10(tmp_path))}))
+    settings = {"train.global_batch": "2048", "cluster.device": "auto", "data.workers": "1"}
+    scaled = ScaledJob.read(job, settings)
+    target = target_of_cluster("1x4 V100 SXM2 16 GB, 1x100G")
+    growth = growth_of(scaled.job(settings), "dp_replicate", is_weak=False, batch_ranks=1, settings=settings)
+    counts = doubled_counts(1, 64)
+    points = [scaled.forecast_layout(target, growth, count) for count in counts]
+    knee = find_knee(points, LIMIT)
+    assert knee is not None
+    assert knee.growths[0].part == "exposed data loading"
+    found = find_alternatives(scaled, target, growth, knee, counts, LIMIT)
+    assert found[0].change.text.startswith("data.workers = ")
+    assert found[0].knee is not None
+    assert found[0].knee > knee.ranks

@@ -1,0 +1,265 @@
+"""`wanma bench machine`, really measured, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.benchmark_results import benchmark_result
+from support.command import share_compiled
+from support.launcher_environments import srun
+from wanma.bench.machine_benchmark import launched_overrides, machine_suite, node_role
+from wanma.bench.results.directory import ResultDirectory
+from wanma.cli.main import main
+from wanma.engines.launchers.placement import read_placement
+from wanma.hardware.discovery.node import discover_node
+from wanma.job.errors import JobError
+from wanma.job.run.resource_limits import cpu_model
+from wanma.planner.hardware_model.builder import build_hardware_model
+from wanma.planner.hardware_model.calibration import load_calibration
+
+CPU = ["--set", "cluster.device=cpu"]
+QUICK = ["--rounds", "1", "--seconds", "0.2", "--foreign-limit", "1000"]
+ON_CPU = not discover_node().nodes[0].devices
+JOB = """
+[model]
+preset = "gpt-1m"
+
+[data]
+text = ["stdlib"]
+sequence_length = 64
+
+[train]
+steps = 6
+global_batch = 4
+
+[parallel]
+dp_replicate = 2
+
+[cluster]
+device = "cpu"
+"""
+
+
+def bench(*words: str) -> int:
+    return main(["bench", *words])
+
+
+def newest(root: Path = Path("bench-results")) -> ResultDirectory:
+    return ResultDirectory(max(path for path in root.iterdir() if path.is_dir()))
+
+
+@pytest.mark.full
+def test_links_of_real_ranks_are_measured_and_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert bench("machine", "--ranks", "3", "--parts", "links", *QUICK, *CPU) == 0
+    shown = capsys.readouterr().out
+    assert "Link bandwidth" in shown
+    assert "Bisection" in shown
+    assert "GB/s from each rank (row) to each other" in shown
+    assert "Slower than the others of their kind" in shown
+    directory = newest()
+    figures = directory.read().measurements[0].figures
+    for first in range(3):
+        for second in range(3):
+            assert (f"pair.{first}-{second}_bytes_per_second" in figures) == (first != second)
+    assert figures["bisection_bytes_per_second"] > 0
+    assert not any(name.startswith(("product", "storage", "all_reduce")) for name in figures)
+    assert '<td class="n" style="background' in directory.page.read_text()
+    assert bench("list") == 0
+    assert "Limits of the machine" in capsys.readouterr().out
+    assert bench("show", directory.id) == 0
+    assert "Link latency" in capsys.readouterr().out
+    assert bench("history", "link_bytes_per_second", "--contender", "ranks=3") == 0
+    assert "GB/s" in capsys.readouterr().out
+    assert bench("export", directory.id, "--format", "markdown", "--out", "exported") == 0
+    assert "Link bandwidth (95 %)" in Path("exported/result.md").read_text()
+    assert "pair" not in Path("exported/result.md").read_text()
+    assert bench("compare", directory.id, directory.id) == 0
+    assert "Link bandwidth" in capsys.readouterr().out
+    assert bench("reproduce", directory.id) == 0, "with one execution each it cannot tell"
+    assert "cannot tell" in capsys.readouterr().out
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.skipif(not ON_CPU, reason="measures the processor, which a GPU hides")
+def test_the_whole_machine_is_measured_calibrated_and_compared_with_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    share_compiled(tmp_path / "cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text(JOB)
+    assert main(["train", "job.toml", "--run-dir", "run", "observe.console=quiet"]) == 0
+    capsys.readouterr()
+    assert bench("machine", "--ranks", "2", *QUICK, "--save", "--run", "run") == 0
+    shown = capsys.readouterr().out
+    for title in ("Matrix products, fp32", "Memory copy", "All-reduce bus bandwidth", "Storage write"):
+        assert title in shown
+    assert "run: " in shown
+    assert "of the roof; of products" in shown
+    (measured,) = load_calibration().devices
+    assert (measured.device, measured.ranks) == (cpu_model(), 2)
+    operators = {point.operator for point in measured.points}
+    assert operators >= {"product", "attention", "all_reduce", "tensor_gather", "send", "disk", "blocks"}
+    assert not build_hardware_model(discover_node(), calibration=load_calibration(), ranks=2).unknown
+    directory = newest()
+    (point,) = json.loads((directory.path / "roofline.json").read_text())["points"]
+    assert point["name"] == "run"
+    assert point["network_bytes"] > 1e6, "gradients of 0.9 million parameters"
+    assert 'aria-label="Roofline"' in directory.page.read_text()
+    options = ["--rounds", "1", "--steps", "30", "--foreign-limit", "1000"]
+    assert bench("train", "job.toml", *options) == 0
+    capsys.readouterr()
+    assert bench("machine", "--from", directory.id) == 0
+    shown = capsys.readouterr().out
+    assert "run: " in shown
+    assert "job of 2" in shown, "the training that was measured since"
+
+
+@pytest.mark.full
+def test_the_machine_in_small_is_part_of_the_smoke_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert bench("smoke", "--list") == 0
+    assert "machine" in capsys.readouterr().out
+    assert bench("smoke", "machine") == 0
+    assert "works" in capsys.readouterr().out
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("launcher", ["options", "srun"])
+def test_two_nodes_measure_together_and_the_first_one_keeps_the_result(
+    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{sock.getsockname()[1]}"
+    command = [sys.executable, "-m", "wanma", "bench", "machine", "--ranks", "2", "--parts", "links"]
+    command += ["--rounds", "2", "--seconds", "0.5", "--rendezvous", place, *CPU]
+    processes = []
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+        options, environment = ["--nodes", "2", "--node-rank", str(number)], dict(os.environ)
+        if launcher == "srun":
+            options, environment = [], environment | srun(number, size=2, tasks="1(x2)")
+        processes.append(
+            subprocess.Popen(
+                [*command, *options],
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=tmp_path / str(number),
+                env=environment,
+            )
+        )
+    (first, _), (second, _) = (one.communicate(timeout=280) for one in processes)
+    assert [one.returncode for one in processes] == [0, 0]
+    assert "Limits of 2 nodes" in first
+    assert second == "measurement complete; the result is on the node of rank 0\n"
+    assert not (tmp_path / "1" / "bench-results").exists()
+    directory = newest(tmp_path / "0" / "bench-results")
+    result = directory.read()
+    assert result.contender_names == ("nodes=2 ranks=4",)
+    assert len(result.measurements) == 2
+    assert "pair.1-2_bytes_per_second" in result.measurements[0].figures, "between the nodes"
+    monkeypatch.chdir(tmp_path / "0")
+    assert bench("reproduce", directory.id) == 2
+    assert "is of several nodes, which one command does not start" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--parts", "link"], "unknown part 'link'. Did you mean 'links'?"),
+        (["--ranks", "0"], "at least one rank"),
+        (["--ranks", "two"], "'two' is not a list of numbers"),
+        (["--ranks", "1", "--parts", "links"], "one rank has no links"),
+        (["--ranks", "4096"], "and this node has"),
+        (["--seconds", "0"], "--seconds 0: must be above 0"),
+        (["--rounds", "0"], "argument --rounds: '0' is not a number of at least 1"),
+        (["--folder", "no-such-folder"], "--folder no-such-folder is no folder"),
+        (["--set", "train.steps=3"], "train.steps is not a key of [cluster]"),
+        (["--nodes", "2"], "--nodes 2 without --node-rank"),
+        (
+            ["--nodes", "2", "--node-rank", "0", "--rendezvous", "a:1", "--ranks", "1,2"],
+            "several nodes measure one number",
+        ),
+        (
+            ["--nodes", "2", "--node-rank", "0", "--rendezvous", "a:1", "--save"],
+            "--save with --nodes 2",
+        ),
+        (["--save", "--parts", "compute"], "--save without memory"),
+        (["--run", "no-such-run"], "no-such-run"),
+        (["--from", "no-such-result"], "there is no result 'no-such-result'"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_message_before_anything_starts(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert bench("machine", *CPU, *arguments) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+    assert not Path("bench-results").exists()
+
+
+def test_a_result_of_trainings_has_no_roofs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = benchmark_result({"a": [1.0, 1.1, 0.9]})
+    ResultDirectory(Path("bench-results") / result.id).write_result(result)
+    assert bench("machine", "--from", result.id) == 2
+    assert "is no result of `wanma bench machine`" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    assert bench("machine", "--folder", str(tmp_path)) == 2
+    assert "cannot be written to, so that its storage cannot be measured" in capsys.readouterr().err
+
+
+def test_a_launcher_says_which_node_this_is() -> None:
+    placement = read_placement(srun(3, size=4, nodes=2, tasks="2(x2)"))
+    assert placement is not None
+    overrides = launched_overrides(["cluster.device=cpu", "cluster.rendezvous=a:1"], placement)
+    assert overrides[2:] == ["cluster.nodes=2", "cluster.rendezvous=a:1", "cluster.node_rank=1"]
+    assert node_role(overrides) == "follower"
+    assert node_role(overrides[:2]) == "single"
+    with pytest.raises(JobError, match=r"cluster\.nodes = 3"):
+        launched_overrides(["cluster.nodes=3"], placement)
+
+
+def test_one_rank_and_all_of_the_node_are_the_default() -> None:
+    suite, rule = machine_suite(overrides=["cluster.device=cpu"], seconds=5, rounds=3)
+    (node,) = discover_node().nodes
+    assert [contender.name for contender in suite.contenders] == [
+        f"ranks={count}" for count in sorted({1, node.cores})
+    ]
+    assert (rule.rounds, rule.min_rounds) == (3, 3)
+    assert suite.contenders[0].command[-2:] == ("--set", "cluster.device=cpu")
+
+
+def test_another_folder_or_duration_is_another_suite() -> None:
+    plain, longer, links = (
+        machine_suite(overrides=["cluster.device=cpu"], **options)[0].digest
+        for options in ({}, {"seconds": 5.0}, {"parts": ["links"]})
+    )
+    assert len({plain, longer, links}) == 3
