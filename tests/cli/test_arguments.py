@@ -48,6 +48,38 @@ def test_overrides_may_stand_before_and_after_options() -> None:
     assert parsed.command_line[:3] == ["wanma", "train", "a.toml"]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--rounds", "0"), "--rounds: '0' is not a number of at least 1"),
+        (("--steps", "-3"), "--steps: '-3' is not a number of at least 1"),
+        (("--precision", "2"), "--precision: '2' is not between 0 and 1, such as 0.02"),
+        (("--precision", "few"), "--precision: 'few' is not a number"),
+        (("--foreign-limit", "-1"), "--foreign-limit: '-1' is less than 0"),
+        (("--foreign-limit", "nan"), "--foreign-limit: 'nan' is not a number"),
+    ],
+    ids=str,
+)
+def test_numbers_of_a_benchmark_that_make_no_sense_are_refused(
+    options: tuple[str, str], message: str
+) -> None:
+    with pytest.raises(WanmaError) as refused:
+        parse(build_parser(), ["bench", "train", "gpt", *options])
+    assert message in refused.value.message
+
+
+@pytest.mark.parametrize(("text", "count"), [("8", 8), ("100_000", 100_000), ("1,024", 1024)])
+def test_counts_may_have_separators(text: str, count: int) -> None:
+    assert parse(build_parser(), ["bench", "scale", "gpt", "--to", text]).to == count
+
+
+@pytest.mark.parametrize("option", ["--local-rank=1", "--local_rank=1"])
+def test_the_local_rank_that_launchers_put_before_the_command_is_left_to_their_variables(option: str) -> None:
+    assert parse(build_parser(), [option, "train", "a.toml"]).job == Path("a.toml")
+    launched = parse(build_parser(), [option, "launch", "--local-rank", "a.py"])
+    assert launched.local_rank_option == "--local-rank", "that of the script"
+
+
 def test_options_for_several_machines_are_keys_of_the_job() -> None:
     line = ["train", "a.toml", "--nodes", "2", "--rendezvous", "h:1", "--node-rank", "1", "--fresh"]
     assert _cluster_overrides(parse(build_parser(), line)) == [

@@ -40,8 +40,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_names_of_examples_are_offered(folder: Path) -> None:
+    assert offered("wanma init gp", folder) == ["gpt"]
+
+
 def test_commands_are_completed(folder: Path) -> None:
-    assert offered("wanma re", folder) == ["report"]
+    assert offered("wanma rep", folder) == ["report"]
     assert set(offered("wanma ", folder)) >= {"train", "show", "doctor"}
 
 

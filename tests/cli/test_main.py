@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from wanma.cli import main as main_module
-from wanma.cli.commands import version
+from wanma.cli.installation import version
 from wanma.cli.main import main
 from wanma.job.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, WanmaError
 
@@ -85,8 +85,9 @@ def test_every_command_is_explained_in_the_overview_and_has_help_of_its_own(
         main(["--help"])
     listed = re.findall(r"^    (\w+)\s+\w", capsys.readouterr().out, re.MULTILINE)
     assert listed == [
-        "train", "plan", "launch", "runs", "show", "report", "sample", "export", "checkpoint", "doctor",
-        "cluster", "bench", "job", "completion", "version",
+        "init", "train", "plan", "launch", "runs", "show", "status", "logs", "attach", "cancel",
+        "explain", "resize", "shell", "engines", "report", "sample", "export", "checkpoint", "data",
+        "doctor", "cluster", "bench", "job", "completion", "version",
     ]  # fmt: skip
     for command in listed:
         with pytest.raises(SystemExit, match="0"):

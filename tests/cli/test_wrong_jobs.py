@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         (path / f"{name}.toml").write_text(text)
     (path / "own_code.py").write_text(OWN_CODE)
     (path / "words.txt").write_text("some words for a model to read\n" * 400)
-    (path / "rows.jsonl").write_text('{"text": "a row"}\n' * 400)
+    (path / "rows.jsonl").write_text('{"words": "a row"}\n' * 400)
     (path / "empty.txt").write_text("")
     (path / "folder").mkdir()
     (path / "adapters").mkdir()

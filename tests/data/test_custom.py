@@ -134,6 +134,24 @@ def test_samples_that_make_no_batch_are_told(item: Any, message: str) -> None:
         opened(Squares(item=item)).batch(range(3))
 
 
+@pytest.mark.parametrize(
+    ("item", "keys"),
+    [
+        (lambda i: {"input_ids": [i], "labels": i, **({"mask": [1]} if i % 2 else {})}, "mask"),
+        (lambda i: {"x": i, ("labels" if i % 2 else "target"): i}, "labels"),
+        (lambda i: {"x": i, "label": {"a": i, **({"b": i} if i % 2 else {})}}, "target b"),
+    ],
+    ids=["keyword argument", "target", "named target"],
+)
+def test_samples_with_different_keys_make_no_batch_whichever_is_first(item: Any, keys: str) -> None:
+    data = opened(Squares(item=item))
+    for samples in (range(20), range(19, -1, -1)):
+        with pytest.raises(
+            WanmaError, match=rf"data: samples \d+ and \d+ of Squares have different keys: .*{keys}"
+        ):
+            data.batch(samples)
+
+
 def test_empty_and_too_small_datasets_are_refused() -> None:
     with pytest.raises(JobError, match="Squares is empty"):
         opened(Squares(0))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from wanma.data.datasets.image_dataset import ImageDataset
-from wanma.data.datasets.image_files import find_image_files, read_image_files
+from wanma.data.images.image_files import find_image_files, read_image_files
 from wanma.data.opening import open_dataset
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.sections.data import DataSection

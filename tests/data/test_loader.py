@@ -3,14 +3,16 @@
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from wanma.data import step_loader
 from wanma.data.datasets.dataset import BatchedDataset
 from wanma.data.opening import open_dataset
-from wanma.data.step_loader import StepLoader
+from wanma.data.step_loader import StepBatches, StepLoader
 from wanma.job.errors import WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.data import DataSection
@@ -123,6 +125,67 @@ def test_loading_overlaps_with_training() -> None:
     assert waited < 7 * 0.02 / 2
 
 
+class LatePool:
+    """Threads that load a step only when it is waited for."""
+
+    def __init__(self) -> None:
+        self.submitted: list[int] = []
+
+    def submit(self, load: Callable[[int], StepBatches], step: int) -> Any:
+        self.submitted.append(step)
+        return SimpleNamespace(done=lambda: False, result=lambda: load(step), cancel=lambda: True)
+
+    def shutdown(self, **_: bool) -> None:
+        """Nothing runs."""
+
+
+@pytest.mark.parametrize(("copies", "handover"), [(True, 1e9), (True, 0.0), (False, 1e9)])
+def test_a_loop_that_waits_for_quick_steps_loads_them_itself(
+    copies: bool, handover: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_loader, "_HANDOVER_SECONDS", handover)
+    monkeypatch.setattr(step_loader, "_DIRECT_STEPS", 5)
+    train = TrainSection(steps=40, global_batch=4)
+    data = open_dataset(DataSection(validation_fraction=0), train, Numbers())
+    monkeypatch.setattr(type(data), "copies_from_memory", copies)
+    pool = LatePool()
+    with loader(data, train=train, prefetch=2) as steps:
+        steps._pool.shutdown()
+        monkeypatch.setattr(steps, "_pool", pool)
+        found = [next(steps) for _ in range(20)]
+        steps.switch_plan(Plan(micro_batch=2))
+        found += list(steps)
+    assert [step.step for step in found] == list(range(40))
+    assert [len(step.micro_batches) for step in found] == [4] * 20 + [2] * 20
+    for step in found:
+        samples = [sample for batch in step.micro_batches for sample in batch.samples.tolist()]
+        assert samples == list(range(4 * step.step, 4 * step.step + 4))
+    own = set(range(40)) - set(pool.submitted)
+    assert bool(own) == (copies and handover > 0)
+    assert len(own) in (0, *range(15, 30)), "threads go on after each five steps"
+
+
+def test_steps_that_are_there_in_time_are_never_loaded_by_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_loader, "_HANDOVER_SECONDS", 1e9)
+    train = TrainSection(steps=30, global_batch=4)
+    data = open_dataset(DataSection(validation_fraction=0), train, Numbers())
+    monkeypatch.setattr(type(data), "copies_from_memory", True)
+    threads = []
+    load = StepLoader.load
+
+    def note(self: StepLoader, step: int) -> StepBatches:
+        threads.append(threading.current_thread().name)
+        return load(self, step)
+
+    monkeypatch.setattr(StepLoader, "load", note)
+    with loader(data, train=train, prefetch=2) as steps:
+        for _ in steps:
+            for future in list(steps._prefetched):
+                future.result()  # a training step, in which all of them end
+    assert len(threads) == 30
+    assert all(name.startswith("wanma-loader") for name in threads)
+
+
 def test_an_error_while_loading_surfaces_at_next_with_its_traceback() -> None:
     def fail(index: int) -> None:
         raise ValueError("broken sample")
@@ -161,3 +224,38 @@ def test_leaving_early_joins() -> None:
 def test_without_a_step_left_there_is_nothing_to_load() -> None:
     with loader(Numbers(), start=6) as steps:
         assert list(steps) == []
+
+
+class Large:
+    """Samples of 4 kB."""
+
+    def __init__(self, loaded: list[int]) -> None:
+        self.loaded = loaded
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        self.loaded.append(index)
+        return torch.zeros(1000), index
+
+
+@pytest.mark.parametrize(("limit", "steps_ahead"), [(1, 1), (10_000, 2), (1 << 30, 5)])
+def test_steps_ahead_fit_into_their_bytes_and_one_always_is(limit: int, steps_ahead: int) -> None:
+    loaded: list[int] = []
+    train = TrainSection(steps=50, global_batch=1)
+    with loader(Large(loaded), train=train, prefetch=5, prefetch_bytes=limit) as steps:
+        next(steps)
+        for count in (1, 2, 3):
+            deadline = time.monotonic() + 20
+            while len(loaded) < count + steps_ahead and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(0.05)
+            assert len(loaded) == count + steps_ahead
+            next(steps)
+    assert next(iter(steps), None) is None
+
+
+def test_the_size_of_a_step_is_that_of_its_tensors() -> None:
+    with loader(Large([]), train=TrainSection(steps=1, global_batch=3)) as steps:
+        assert next(steps).memory_bytes == 3 * (4000 + 8)

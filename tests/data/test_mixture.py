@@ -69,6 +69,15 @@ def test_weights_without_a_short_period_are_scaled_and_stay_in_range_at_a_trilli
     assert indices.min() >= 0
 
 
-def test_weights_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="above 0"):
-        Mixture.from_weights([1.0, 0.0])
+def test_weights_are_zero_or_more_and_one_is_above() -> None:
+    for weights in ([1.0, -0.5], [0.0, 0.0], []):
+        with pytest.raises(ValueError, match="of at least 0, one of them above"):
+            Mixture.from_weights(weights)
+
+
+def test_a_source_of_weight_zero_gives_no_sample() -> None:
+    mixture = Mixture.from_weights([0.0, 3.0, 0.0, 1.0, 0.0])
+    sources, indices = mixture.locate_samples(np.arange(4000))
+    assert np.bincount(sources, minlength=5).tolist() == [0, 3000, 0, 1000, 0]
+    assert indices[sources == 1].tolist() == list(range(3000))
+    assert mixture.samples_before(4000) == (0, 3000, 0, 1000, 0)

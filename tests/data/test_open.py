@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from wanma.data import opening as front_door
 from wanma.data.datasets.dataset import BatchedDataset
+from wanma.data.index.records import cache_folder
 from wanma.data.opening import open_dataset, prepare_job_data
 from wanma.data.sampling.batch_size_schedule import global_batch_size, samples_consumed_before
-from wanma.data.text.corpus import token_cache_folder
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.data import DataSection, SourceSection
@@ -217,21 +217,21 @@ def test_progress_counts_all_sources_together(corpus: Path, tmp_path: Path) -> N
 
 
 def test_the_cache_is_the_jobs_or_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert token_cache_folder(DataSection(cache="/x")) == Path("/x")
+    assert cache_folder(DataSection(cache="/x").cache) == Path("/x")
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert token_cache_folder(DataSection()) == Path("/caches/wanma")
+    assert cache_folder(DataSection().cache) == Path("/caches/wanma")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert token_cache_folder(DataSection()) == Path.home() / ".cache" / "wanma"
+    assert cache_folder(DataSection().cache) == Path.home() / ".cache" / "wanma"
 
 
 QUIET = """
 import os, sys
 import wanma.data.opening
-import wanma.data.text.tokenization_process, wanma.data.text.tokenizer, wanma.data.text.documents
+import wanma.data.text.tokenization_process, wanma.data.text.tokenizer, wanma.data.text.encoding_task
 from wanma.job.sections.data import DataSection
 assert len(os.listdir("/proc/self/task")) == 1, "a thread after import"
 section = DataSection(text=[sys.argv[1]], sequence_length=16, cache=sys.argv[2], tokenizer=sys.argv[3])
-wanma.data.text.tokenization._TASK_BYTES = 2000
+wanma.data.text.encoding_task.TASK_BYTES = 2000
 wanma.data.text.tokenization._BPE_TEXT_PER_PROCESS = 100
 wanma.data.opening.prepare_job_data(section)
 assert len(os.listdir("/proc/self/task")) == 1, "a thread after prepare_job_data"
@@ -263,10 +263,24 @@ def test_preparing_imports_no_torch_and_leaves_no_thread_and_no_process(
     assert (result.stdout, result.returncode) == ("alone\n", 0), result.stderr
 
 
+def test_records_are_prepared_without_a_thread_of_their_libraries_here(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(
+        pa.table({"text": [f"row {number} of some" for number in range(50)]}), tmp_path / "a.parquet"
+    )
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    program = QUIET + 'assert "pyarrow" not in sys.modules\n'
+    command = [sys.executable, "-c", program, str(tmp_path / "a.parquet"), str(tmp_path / "cache"), "bytes"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (result.stdout, result.returncode) == ("alone\n", 0), result.stderr
+
+
 def test_storage_with_threads_is_prepared_in_another_process(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(front_door, "uses_async_filesystem", lambda _: True)
+    monkeypatch.setattr(front_door, "reads_remote_storage", lambda _: True)
     monkeypatch.setattr("wanma.data.text.corpus.open_or_build_token_file", None)  # not in this process
     seen: list[tuple[int, int]] = []
     job = section(corpus).model_copy(update={"cache": str(tmp_path)})

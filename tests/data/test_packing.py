@@ -28,7 +28,7 @@ def test_rows_are_consecutive_pieces_of_the_joined_segments(
         expected = [joined[row * length : row * length + length + 1] for row in rows]
         found = stream.read(np.array(rows))
         assert found.tolist() == expected
-        assert found.dtype == np.int64
+        assert found.dtype == tokens.dtype
         starts = {tokens[start] for start, _ in bounds}
         seams = [[token in starts for token in row] for row in expected]
         assert stream.segment_starts(np.array(rows)).tolist() == seams

@@ -163,3 +163,11 @@ def test_what_is_no_stream_of_samples_is_refused() -> None:
         _ = opened(Counting(0)).fingerprint
     with pytest.raises(JobError, match=r"data.workers = 2 is not supported: Counting is an iterable dataset"):
         open_dataset(DataSection(workers=2), TrainSection(), Counting())
+    with pytest.raises(JobError, match=r"data.shuffle = 'block' is not supported: Counting is an iterable"):
+        open_dataset(DataSection(shuffle="block"), TrainSection(), Counting())
+
+
+def test_a_sample_is_named_by_its_number_in_the_iteration() -> None:
+    data = opened(Counting())
+    assert data.sample_name(13) == "sample 13 of Counting"
+    assert data.order_identity == ""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -16,15 +17,18 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
-from wanma.data.text import token_file, tokenization
-from wanma.data.text.documents import Document, list_documents
+from wanma.data.documents.document_groups import DocumentGroup
+from wanma.data.documents.text_files import list_documents
+from wanma.data.stores.listing import StoredFile
+from wanma.data.text import encoding_task, token_file, tokenization
+from wanma.data.text.encoding_task import EncodingTask, ReadingSettings
+from wanma.data.text.part_writer import TokenFileWriter
 from wanma.data.text.token_file import (
     TokenFile,
     TokenFileCorruptError,
     open_or_build_token_file,
     open_token_file,
 )
-from wanma.data.text.tokenization import TokenFileWriter
 from wanma.data.text.tokenizer import BytesTokenizer, load_tokenizer
 from wanma.job.errors import WanmaError
 
@@ -32,7 +36,7 @@ TEXTS = [f"document {number}\n" * (number + 1) for number in range(20)]
 
 
 @pytest.fixture
-def documents(tmp_path: Path) -> list[Document]:
+def documents(tmp_path: Path) -> list[StoredFile]:
     folder = tmp_path / "corpus"
     folder.mkdir()
     for number, text in enumerate(TEXTS):
@@ -40,7 +44,7 @@ def documents(tmp_path: Path) -> list[Document]:
     return list_documents([str(folder)])
 
 
-def build(documents: list[Document], tmp_path: Path, **keywords: object) -> TokenFile:
+def build(documents: list[StoredFile], tmp_path: Path, **keywords: object) -> TokenFile:
     return open_or_build_token_file(documents, BytesTokenizer(), tmp_path / "cache", **keywords)  # type: ignore[arg-type]
 
 
@@ -48,7 +52,7 @@ def folders(tmp_path: Path) -> list[str]:
     return [path.name for path in (tmp_path / "cache" / "tokens").iterdir() if path.is_dir()]
 
 
-def test_every_document_is_there_in_order_with_its_end(documents: list[Document], tmp_path: Path) -> None:
+def test_every_document_is_there_in_order_with_its_end(documents: list[StoredFile], tmp_path: Path) -> None:
     file = build(documents, tmp_path)
     for text, start, end in zip(TEXTS, file.offsets[:-1], file.offsets[1:], strict=True):
         tokens = file.tokens[start:end]
@@ -58,7 +62,7 @@ def test_every_document_is_there_in_order_with_its_end(documents: list[Document]
     assert file.tokens.dtype == np.uint16
 
 
-def test_a_second_opening_builds_nothing(documents: list[Document], tmp_path: Path) -> None:
+def test_a_second_opening_builds_nothing(documents: list[StoredFile], tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     build(documents, tmp_path, progress=lambda *done: seen.append(done))
     total = sum(len(text) for text in TEXTS)
@@ -68,7 +72,7 @@ def test_a_second_opening_builds_nothing(documents: list[Document], tmp_path: Pa
     assert seen == []
 
 
-def test_a_changed_document_or_tokenizer_is_another_file(documents: list[Document], tmp_path: Path) -> None:
+def test_a_changed_document_or_tokenizer_is_another_file(documents: list[StoredFile], tmp_path: Path) -> None:
     first = build(documents, tmp_path)
     Path(documents[0].path).write_text("changed")
     second = build(list_documents([str(tmp_path / "corpus")]), tmp_path)
@@ -77,7 +81,7 @@ def test_a_changed_document_or_tokenizer_is_another_file(documents: list[Documen
 
 
 def test_the_fingerprint_is_of_the_content_and_not_of_its_place(
-    documents: list[Document], tmp_path: Path
+    documents: list[StoredFile], tmp_path: Path
 ) -> None:
     (tmp_path / "corpus").rename(tmp_path / "moved")
     moved = list_documents([str(tmp_path / "moved")])
@@ -93,9 +97,9 @@ def build_at(folder: Path) -> TokenFile:
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "words"])
 def test_processes_build_the_same_file_as_one(
-    documents: list[Document], tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+    documents: list[StoredFile], tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenization, "_TASK_BYTES", 500)
+    monkeypatch.setattr(encoding_task, "TASK_BYTES", 500)
     if tokenizer == "words":
         backend = Backend(models.WordLevel({"document": 0, "?": 1, "3": 2}, unk_token="?"))
         backend.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -116,10 +120,34 @@ def test_processes_build_the_same_file_as_one(
     ]  # fmt: skip
 
 
-def test_an_error_in_a_process_is_told_and_leaves_nothing(
-    documents: list[Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("cores", "processes"), [(1, []), (3, [3])])
+def test_a_large_corpus_takes_as_many_processes_as_cores_may_be_used(
+    documents: list[StoredFile],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cores: int,
+    processes: list[int],
 ) -> None:
-    monkeypatch.setattr(tokenization, "_TASK_BYTES", 500)
+    """Cores that a control group does not pay for would only throttle all processes."""
+    monkeypatch.setattr(encoding_task, "TASK_BYTES", 500)
+    monkeypatch.setattr(tokenization, "_BYTE_TEXT_PER_PROCESS", 1)
+    monkeypatch.setattr(tokenization, "usable_cores", lambda: cores)
+    encode, started = tokenization._tokenize_in_processes, []
+
+    def encode_in_processes(*arguments: Any) -> Any:
+        started.append(arguments[-1])
+        return encode(*arguments)
+
+    monkeypatch.setattr(tokenization, "_tokenize_in_processes", encode_in_processes)
+    file = build(documents, tmp_path)
+    assert file.header["tokens"] == sum(len(text) + 1 for text in TEXTS)
+    assert started == processes
+
+
+def test_an_error_in_a_process_is_told_and_leaves_nothing(
+    documents: list[StoredFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoding_task, "TASK_BYTES", 500)
     Path(documents[7].path).unlink()
     with pytest.raises(WanmaError, match=r"data\.text\[0\]: cannot read '.*07\.txt'"):
         build(documents, tmp_path, process_count=2)
@@ -127,9 +155,9 @@ def test_an_error_in_a_process_is_told_and_leaves_nothing(
 
 
 def test_a_process_that_dies_is_told_and_leaves_nothing(
-    documents: list[Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    documents: list[StoredFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenization, "_TASK_BYTES", 500)
+    monkeypatch.setattr(encoding_task, "TASK_BYTES", 500)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(WanmaError, match="a tokenization process exited early with code 1"):
         build(documents, tmp_path, process_count=2)
@@ -153,13 +181,12 @@ def test_binary_files_found_in_a_folder_are_left_out_and_counted(tmp_path: Path)
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
-        ("a.parquet", b"PAR1" + bytes(range(1, 200)), "a Parquet file"),
-        ("a.arrow", b"ARROW1\0\0", "an Arrow file"),
+        ("a.parquet", b"PAR1" + bytes(range(1, 200)), "its footer cannot be read"),
+        ("a.arrow", b"ARROW1\0\0", "it does not end with the mark of an Arrow file"),
         ("a.txt", "text".encode("utf-16"), "UTF-16; save it as UTF-8"),
         ("a.bin", b"text\0text", "binary"),
-        ("a.jsonl", b'{"text": "one"}\n{"text": "two"}\n', "JSON records"),
-        ("a.txt", b'\n{"text": "one"}\n\n{"text": "two"}\n', "JSON records"),
-        ("a.json", b'[\n {"text": "one"},\n {"text": "two"}\n]', "JSON records"),
+        ("a.jsonl", b'{"body": "one"}\n{"body": "two"}\n', "have no field 'text'; their fields are body"),
+        ("a.json", b'[\n {"body": "one"},\n {"id": 2}\n]', "have no field 'text'; their fields are body"),
     ],
 )
 def test_files_that_are_no_text_are_refused_by_their_content(
@@ -168,24 +195,29 @@ def test_files_that_are_no_text_are_refused_by_their_content(
     (tmp_path / name).write_bytes(content)
     with pytest.raises(WanmaError, match=told) as error:
         build(list_documents([str(tmp_path / name)]), tmp_path)
-    assert "data.factory" in (error.value.hint or "")
+    assert error.value.hint
     assert folders(tmp_path) == []
 
 
 @pytest.mark.parametrize(
-    "content", [b"{braces}\n{braces}\n", b'{"a": 1}\nand text', b"[1, 2]", b"PAR2 is text", b"ORC"]
+    "content",
+    [b"{braces}\n{braces}\n", b'{"a": 1}\nand text', b"[1, 2]", b"PAR2 is text", b"ORC", b"one, two\n3, 4\n"],
 )
 def test_text_that_begins_like_something_else_is_text(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(content)
     assert bytes(build(list_documents([str(tmp_path / "a.txt")]), tmp_path).tokens[:-1].tolist()) == content
 
 
-def test_a_folder_of_records_is_refused_and_one_with_some_among_its_texts_is_not(tmp_path: Path) -> None:
+def test_a_folder_of_records_without_the_field_is_refused_and_one_with_some_among_its_texts_is_not(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "corpus"
     folder.mkdir()
     for number in range(2):
-        (folder / f"{number}.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
-    with pytest.raises(WanmaError, match="most of 2 files: JSON records"):
+        (folder / f"{number}.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n')
+    with pytest.raises(
+        WanmaError, match=r"the jsonl records of .* have no field 'text'; their fields are body"
+    ):
         build(list_documents([str(folder)]), tmp_path)
     for number in range(2):
         (folder / f"{number}.txt").write_text("text")
@@ -212,7 +244,7 @@ def test_documents_that_are_not_utf8_are_replaced_and_counted_where_it_matters(t
 
 
 def test_memory_is_built_here_whatever_the_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(tokenization, "_TASK_BYTES", 10)
+    monkeypatch.setattr(encoding_task, "TASK_BYTES", 10)
     for name in "ab":
         fsspec.filesystem("memory").pipe(f"/built-here/{name}", name.encode() * 20)
     file = build(list_documents(["memory://built-here"]), tmp_path, process_count=2)
@@ -244,7 +276,7 @@ def edit_header(folder: Path, **values: object) -> None:
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_found_told_and_mended(
-    documents: list[Document], tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+    documents: list[StoredFile], tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = build(documents, tmp_path)
     content = whole.tokens.tolist()
@@ -258,7 +290,7 @@ def test_damage_is_found_told_and_mended(
     assert mended.tokens.tolist() == content
 
 
-def test_a_copied_cache_is_hashed_once(documents: list[Document], tmp_path: Path) -> None:
+def test_a_copied_cache_is_hashed_once(documents: list[StoredFile], tmp_path: Path) -> None:
     folder = build(documents, tmp_path).folder
     stamp = (folder / "verified.json").read_text()
     (folder / "verified.json").unlink()
@@ -270,9 +302,9 @@ def test_a_copied_cache_is_hashed_once(documents: list[Document], tmp_path: Path
 
 
 def test_a_full_disk_is_told_and_nothing_is_left(
-    documents: list[Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    documents: list[StoredFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: TokenFileWriter, content: bytes) -> None:
+    def full(self: TokenFileWriter, number: int, content: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(TokenFileWriter, "write_bytes", full)
@@ -284,22 +316,23 @@ def test_a_full_disk_is_told_and_nothing_is_left(
     assert folders(tmp_path) == []
 
 
-def test_a_disk_that_fills_up_in_a_process_is_told_alike(documents: list[Document], tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_in_a_process_is_told_alike(documents: list[StoredFile], tmp_path: Path) -> None:
     BytesTokenizer().save(tmp_path)
     (tmp_path / "part").symlink_to("/dev/full")  # every write to it fails as on a full disk
     process = tokenization._TokenizationProcess(tmp_path, "bytes")
     try:
+        task = EncodingTask(DocumentGroup("text", tuple(documents)), 0)
         with (
             pytest.raises(WanmaError, match="No space left on device"),
             token_file._explain_disk_errors(tmp_path),
         ):
-            process.encode(documents, tmp_path / "part")
+            process.encode(task, tmp_path / "part", ReadingSettings())
     finally:
         process.kill()
         process.close()
 
 
-def test_a_cache_that_cannot_be_made_is_told(documents: list[Document], tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_made_is_told(documents: list[StoredFile], tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
     with pytest.raises(WanmaError, match="cannot keep token files"):
         build(documents, tmp_path)
@@ -308,7 +341,7 @@ def test_a_cache_that_cannot_be_made_is_told(documents: list[Document], tmp_path
 BUILDER = """
 import sys, time
 from pathlib import Path
-from wanma.data.text.documents import list_documents
+from wanma.data.documents.text_files import list_documents
 from wanma.data.text.token_file import open_or_build_token_file
 from wanma.data.text.tokenizer import BytesTokenizer
 def progress(done, total):
@@ -325,7 +358,7 @@ def start_builder(tmp_path: Path, pause: float) -> subprocess.Popen[str]:
 
 
 def test_of_several_builders_one_builds_and_all_get_the_same(
-    documents: list[Document], tmp_path: Path
+    documents: list[StoredFile], tmp_path: Path
 ) -> None:
     builders = [start_builder(tmp_path, 0.2) for _ in range(3)]
     outputs = [builder.communicate(timeout=60)[0].split("\n") for builder in builders]
@@ -334,7 +367,7 @@ def test_of_several_builders_one_builds_and_all_get_the_same(
 
 
 def test_a_killed_builder_blocks_nobody_and_its_half_is_never_used(
-    documents: list[Document], tmp_path: Path
+    documents: list[StoredFile], tmp_path: Path
 ) -> None:
     killed = start_builder(tmp_path, 60)
     assert killed.stdout is not None

@@ -14,6 +14,19 @@ IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True)
+class BadSample:
+    """Sample that cannot be read, and that did not end the run (`data.bad_data`)."""
+
+    sample: int
+    """Index in the run's order."""
+    place: str
+    """File, and the row within it."""
+    cause: str
+    is_substituted: bool
+    """True: another sample has its position; False: its position is a padding row."""
+
+
+@dataclass(frozen=True)
 class Batch:
     """Micro-batch: `rows` samples of one data rank.
 
@@ -40,6 +53,8 @@ class Batch:
 
     Stored on the host, so that a loss can check it without waiting for a device.
     """
+    bad_samples: tuple[BadSample, ...] = ()
+    """Samples of these rows that cannot be read."""
 
     @property
     def rows(self) -> int:

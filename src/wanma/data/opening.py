@@ -6,21 +6,31 @@ workers are forked.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
+from glob import glob
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wanma.data.datasets.image_files import find_image_files, read_image_files
+from wanma.data.documents.text_files import STANDARD_LIBRARY
+from wanma.data.images.image_files import ImageFiles, UnknownImagesError, find_image_files, read_image_files
+from wanma.data.images.image_splits import only_entry
+from wanma.data.images.stored_images import open_image_sources
 from wanma.data.sampling.batch_size_schedule import samples_consumed_before
+from wanma.data.sampling.order import Shuffle
+from wanma.data.stores.filesystems import is_remote_entry
 from wanma.data.text.corpus import (
     build_token_files,
+    open_token_file_of,
+    preparation_of,
+    reads_records,
+    reads_remote_storage,
     resolve_text_sources,
-    storage_entries,
-    token_cache_folder,
 )
-from wanma.data.text.documents import uses_async_filesystem
-from wanma.data.text.preparation_process import prepare_in_subprocess
-from wanma.data.text.token_file import open_or_build_token_file
+from wanma.data.text.preparation_process import measure_in_subprocess, prepare_in_subprocess
 from wanma.data.text.tokenizer import Tokenizer, load_tokenizer
+from wanma.job.errors import JobError, WanmaError
+from wanma.job.forecast.data_feed import TextPreparation
 from wanma.job.sections.data import DataSection
 from wanma.job.sections.train import TrainSection
 
@@ -28,25 +38,68 @@ if TYPE_CHECKING:
     from wanma.data.datasets.dataset import BatchedDataset
 
 
-def prepare_job_data(section: DataSection, progress: Callable[[int, int], None] | None = None) -> None:
+_MEASURE_SECONDS = 20.0
+"""Seconds for which a plan waits for a store that holds the text."""
+
+
+def prepare_job_data(
+    section: DataSection,
+    progress: Callable[[int, int], None] | None = None,
+    announce: Callable[[TextPreparation], None] | None = None,
+    node: str = "",
+) -> None:
     """Prepare the data once for all ranks of a node: find it, and build token files that are missing.
 
     Args:
         section: the job's `[data]`.
         progress: called with (bytes done, bytes in all) while token files are built.
+        announce: called before token files are built, with what is missing.
+        node: name by which nodes with a common cache tell this one from others; empty: that of the host.
 
     Raises:
         JobError: the data or the tokenizer does not exist or has an unknown format.
         WanmaError: it cannot be read, is damaged, or the cache cannot be written.
     """
-    if section.images:
-        find_image_files(section.images)
-    elif section.factory:
+    if section.placement == "parts":
+        for _, part in part_sections(section):
+            prepare_job_data(part, progress, announce, node)
+    elif section.has_images:
+        if _find_image_files(section) is None:
+            open_image_sources(section, progress)
+    elif section.has_factory:
         return  # a dataset may import anything, torch and threads included: only ranks open it
-    elif any(uses_async_filesystem(entry) for entry in storage_entries(section)):
-        prepare_in_subprocess(section, progress)
+    elif reads_remote_storage(section):
+        prepare_in_subprocess(section, progress, announce, node)
     else:
-        build_token_files(section, progress)
+        texts, tokenizer = resolve_text_sources(section, node), load_tokenizer(section.tokenizer)
+        if reads_records(section, texts, tokenizer):
+            prepare_in_subprocess(section, progress, announce, node)
+        else:
+            if announce is not None:
+                announce(preparation_of(section, texts, tokenizer))
+            build_token_files(section, texts, tokenizer, progress)
+
+
+def text_preparation(section: DataSection) -> TextPreparation | None:
+    """Return the preparation that a job's text needs on this machine; None: there is no text to prepare.
+
+    Text that is not here, or whose store does not answer in time, is unknown and no error: a job may be
+    planned on another machine than it runs on.
+    """
+    entries = [*section.text, *(entry for source in section.sources for entry in source.text)]
+    if section.placement == "parts":
+        return None  # what this node lacks, others prepare
+    if section.has_images or section.has_factory or not any(entry != STANDARD_LIBRARY for entry in entries):
+        return None
+    try:
+        if reads_remote_storage(section):
+            if not section.probe_store:
+                return TextPreparation(0, 0, None, "", 1, is_remote=True, fault="data.probe_store = false")
+            return measure_in_subprocess(section, _MEASURE_SECONDS)
+        texts, tokenizer = resolve_text_sources(section), load_tokenizer(section.tokenizer)
+        return preparation_of(section, texts, tokenizer)
+    except WanmaError as error:
+        return TextPreparation(0, 0, None, "", 1, is_remote=False, fault=error.message)
 
 
 def open_dataset(section: DataSection, train: TrainSection, dataset: Any = None) -> BatchedDataset:
@@ -62,24 +115,105 @@ def open_dataset(section: DataSection, train: TrainSection, dataset: Any = None)
             validation.
     """
     total = samples_consumed_before(train, train.steps)
-    if dataset is not None or section.factory:
+    if section.placement == "parts":
+        if dataset is not None:
+            raise JobError(
+                "data.placement = 'parts' is not supported for a dataset of your own",
+                "name the files in data.text or data.images",
+            )
+        return _open_parts(section, train, total)
+    if dataset is not None:
+        return _open_user_dataset(dataset, section, train, total)
+    if section.factory:
         from wanma.data.datasets.map_dataset import call_dataset_factory
 
-        return _open_user_dataset(
-            call_dataset_factory(section) if dataset is None else dataset, section, train, total
-        )
-    if section.images:
-        from wanma.data.datasets.image_dataset import ImageDataset
+        dataset = call_dataset_factory(section.factory, section.arguments)
+        return _open_user_dataset(dataset, section, train, total)
+    if section.has_factory:
+        from wanma.data.datasets.dataset_mixture import open_dataset_mixture
 
-        images, test = read_image_files(section.images)
-        return ImageDataset(
-            images,
-            test,
-            validation_fraction=section.validation_fraction,
-            seed=train.seed,
-            total_samples=total,
-        )
+        return open_dataset_mixture(section, train.seed, total)
+    if section.has_images:
+        return _open_images(section, train, total)
     return _open_token_dataset(section, train, load_tokenizer(section.tokenizer), total)
+
+
+def part_sections(section: DataSection) -> list[tuple[str, DataSection]]:
+    """Return the entries of data in parts that this node has, each with the section of its part.
+
+    Raises:
+        JobError: it has none of them, or one is read into memory.
+    """
+    key = "images" if section.images else "text"
+    entries: list[str] = getattr(section, key)
+    found = [
+        entry
+        for entry in entries
+        if entry == STANDARD_LIBRARY or is_remote_entry(entry) or glob(str(Path(entry).expanduser()))  # noqa: PTH207  # a pattern of a path, perhaps absolute
+    ]
+    if not found:
+        raise JobError(
+            f"data.{key}: this node has none of {', '.join(entries)}",
+            "paths are relative to where wanma is started",
+        )
+    sections = [(entry, section.model_copy(update={key: [entry], "placement": "shared"})) for entry in found]
+    for entry, part in sections:
+        if part.images and _find_image_files(part) is not None:
+            raise JobError(
+                f"data.placement = 'parts' is not supported for '{entry}': arrays are normalized by their "
+                "own mean",
+                "store the images in files (a folder, WebDataset, Parquet), or set data.placement = 'shared'",
+            )
+    return sections
+
+
+def _open_parts(section: DataSection, train: TrainSection, total: int) -> BatchedDataset:
+    """Open the parts of the data that this node has."""
+    from wanma.data.datasets.parted_dataset import PartedDataset
+
+    return PartedDataset(
+        [(entry, open_dataset(part, train)) for entry, part in part_sections(section)],
+        host=socket.gethostname(),
+        shuffle=Shuffle.of_job(section),
+        is_interleaved=section.part_order == "interleaved",
+        seed=train.seed,
+        total_samples=total,
+    )
+
+
+def _find_image_files(section: DataSection) -> ImageFiles | None:
+    """Return the files of data sets that are read into memory; None: images in any other format.
+
+    Raises:
+        JobError: nothing is there.
+    """
+    path = only_entry(section.images)
+    if path is None:
+        return None
+    try:
+        return find_image_files(path)
+    except UnknownImagesError:
+        return None
+
+
+def _open_images(section: DataSection, train: TrainSection, total: int) -> BatchedDataset:
+    if _find_image_files(section) is None:
+        from wanma.data.datasets.stored_image_dataset import StoredImageDataset
+
+        return StoredImageDataset(open_image_sources(section), section, seed=train.seed, total_samples=total)
+    from wanma.data.datasets.image_dataset import ImageDataset
+
+    path = only_entry(section.images)
+    assert path is not None
+    images, test = read_image_files(path)
+    return ImageDataset(
+        images,
+        test,
+        validation_fraction=section.validation_fraction,
+        shuffle=Shuffle.of_job(section),
+        seed=train.seed,
+        total_samples=total,
+    )
 
 
 def _open_user_dataset(dataset: Any, section: DataSection, train: TrainSection, total: int) -> BatchedDataset:
@@ -103,9 +237,8 @@ def _open_token_dataset(
 ) -> BatchedDataset:
     from wanma.data.datasets.token_dataset import TokenDataset, TokenSource
 
-    cache = token_cache_folder(section)
     sources = [
-        TokenSource(text.name, text.weight, open_or_build_token_file(text.documents, tokenizer, cache))
+        TokenSource(text.name, text.weight, open_token_file_of(text, tokenizer, section))
         for text in resolve_text_sources(section)
     ]
     return TokenDataset(
@@ -114,6 +247,7 @@ def _open_token_dataset(
         sequence_length=section.sequence_length,
         validation_fraction=section.validation_fraction,
         document_masks=section.document_masks,
+        shuffle=Shuffle.of_job(section),
         seed=train.seed,
         total_samples=total,
     )

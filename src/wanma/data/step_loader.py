@@ -1,11 +1,14 @@
 """Step loader of a data rank: threads load steps ahead while the model trains.
 
 Threads and not processes: a step of text is a few memory copies, which numpy makes without the interpreter's
-lock. At most `prefetch` steps exist ahead of the loop, loaded or being loaded.
+lock, and Pillow decodes images without it. At most `prefetch` steps exist ahead of the loop, loaded or being
+loaded, and no more than fit into `prefetch_bytes`. A loop that waits for steps which load faster than threads
+hand them over loads them itself.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,11 +17,16 @@ from types import TracebackType
 
 from torch import Tensor
 
-from wanma.data.batch import Batch
+from wanma.data.batch import BadSample, Batch
 from wanma.data.datasets.dataset import BatchedDataset
 from wanma.data.sampling.batch_size_schedule import global_batch_size, samples_consumed_before
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.train import TrainSection
+
+_HANDOVER_SECONDS = 0.5e-3
+"""Time to load a step below which its hand-over between threads takes about as long."""
+_DIRECT_STEPS = 64
+"""Steps that a loop loads itself before the threads get ahead again, if they can."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,24 @@ class StepBatches:
     at the end.
     """
 
+    @property
+    def memory_bytes(self) -> int:
+        """Size of the tensors in bytes."""
+        return sum(
+            tensor.nbytes
+            for batch in self.micro_batches
+            for tensor in (
+                *batch.inputs,
+                *batch.keywords.values(),
+                *(batch.named_targets or {"": batch.targets}).values(),
+            )
+        )
+
+    @property
+    def bad_samples(self) -> list[BadSample]:
+        """Samples of this rank that cannot be read."""
+        return [sample for batch in self.micro_batches for sample in batch.bad_samples]
+
 
 class StepLoader:
     """Iterator over the steps from `start_step` to the end of the job, and its own context manager."""
@@ -51,6 +77,7 @@ class StepLoader:
         prefetch: int,
         threads: int = 1,
         pin_memory: bool = False,
+        prefetch_bytes: int | None = None,
     ) -> None:
         """Start the threads.
 
@@ -61,18 +88,28 @@ class StepLoader:
             data_parallel_rank: index of this rank among those that read different samples.
             start_step: the first step to yield.
             prefetch: maximum number of steps in memory ahead of the loop.
-            threads: number of steps loaded at once; more than 1 calls a user's dataset concurrently.
+            threads: number of steps loaded at once; more than 1 calls a user's dataset concurrently. A data
+                set may ask for more (`BatchedDataset.loader_threads`).
             pin_memory: page-locked tensors, which copy to a CUDA device without blocking.
+            prefetch_bytes: maximum size of the steps ahead of the loop; one step is loaded whatever its
+                size. None: no limit.
         """
         self._dataset = dataset
         self._plan = plan
         self._train = train
         self._data_parallel_rank = data_parallel_rank
         self._next_step = start_step
-        self._prefetch = prefetch
+        self._prefetch, self._prefetch_bytes = prefetch, prefetch_bytes
+        self._sample_bytes: float | None = None
+        """Largest size of a sample in the steps loaded so far; None: none is loaded."""
+        self._load_seconds: float | None = None
+        """Time that the last loaded step took; None: none is loaded."""
+        self._direct_steps = 0
+        """Steps that the loop still loads itself; 0: threads load."""
         self._pin_memory = pin_memory
         self._prefetched: deque[Future[StepBatches]] = deque()
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="wanma-loader")
+        self._threads = max(threads, dataset.loader_threads)
+        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="wanma-loader")
 
     def __iter__(self) -> Iterator[StepBatches]:
         return self
@@ -84,10 +121,14 @@ class StepLoader:
             StopIteration: the job's last step has been returned.
             Exception: whatever loading the step raised, with the traceback of the thread.
         """
+        had_time = bool(self._prefetched)
         self._prefetch_steps()
         if not self._prefetched:
-            raise StopIteration
-        step = self._prefetched.popleft().result()
+            return self._load_directly()
+        future = self._prefetched.popleft()
+        if had_time and not future.done() and self._loads_quickly and not self._direct_steps:
+            self._direct_steps = _DIRECT_STEPS
+        step = future.result()
         self._prefetch_steps()
         return step
 
@@ -103,18 +144,23 @@ class StepLoader:
         for future in self._prefetched:
             future.cancel()
         self._prefetched.clear()
+        if self._dataset.sample_source is not None:
+            self._dataset.sample_source.discard()
 
     def load(self, step: int) -> StepBatches:
         """Load one step in the calling thread: a pure function of the step's number."""
         size = global_batch_size(self._train, step)
         first_sample = samples_consumed_before(self._train, step)
+        samples = self._dataset.step_samples(first_sample, self._plan, size)
         micro_batches = [
-            self._dataset.batch(range(first_sample + rows.start, first_sample + rows.stop))
+            self._dataset.batch(samples[rows.start : rows.stop])
             for rows in self._plan.micro_batches(size, self._data_parallel_rank)
         ]
         if self._pin_memory:
             micro_batches = [_pin_batch(batch) for batch in micro_batches]
-        return StepBatches(step, first_sample, size, micro_batches)
+        loaded = StepBatches(step, first_sample, size, micro_batches)
+        self._sample_bytes = max(self._sample_bytes or 0.0, loaded.memory_bytes / size)
+        return loaded
 
     def close(self) -> None:
         """Stop loading and wait for the threads; steps that were loaded are dropped."""
@@ -130,10 +176,53 @@ class StepLoader:
     ) -> None:
         self.close()
 
+    def _load_timed(self, step: int) -> StepBatches:
+        began = time.perf_counter()
+        loaded = self.load(step)
+        self._load_seconds = time.perf_counter() - began
+        return loaded
+
+    @property
+    def _loads_quickly(self) -> bool:
+        """Return True if any thread may load a step, and the last one took less time than a hand-over."""
+        is_quick = self._load_seconds is not None and self._load_seconds < _HANDOVER_SECONDS
+        return self._dataset.copies_from_memory and is_quick
+
+    def _load_directly(self) -> StepBatches:
+        """Load the next step in the calling thread; threads go on after the last direct step, or a slow one.
+
+        Raises:
+            StopIteration: the job's last step has been returned.
+        """
+        if self._next_step >= self._train.steps:
+            raise StopIteration
+        self._next_step += 1
+        step = self._load_timed(self._next_step - 1)
+        self._direct_steps = self._direct_steps - 1 if self._loads_quickly else 0
+        self._prefetch_steps()
+        return step
+
     def _prefetch_steps(self) -> None:
+        if self._direct_steps:
+            return
         while len(self._prefetched) < self._prefetch and self._next_step < self._train.steps:
-            self._prefetched.append(self._pool.submit(self.load, self._next_step))
+            if self._prefetched and not self._has_room():
+                return
+            self._prefetched.append(self._pool.submit(self._load_timed, self._next_step))
             self._next_step += 1
+
+    def _has_room(self) -> bool:
+        """Return True if the next step fits beside those ahead of the loop.
+
+        Before the first step is loaded its size is unknown: then one step a thread is loaded.
+        """
+        if self._prefetch_bytes is None:
+            return True
+        if self._sample_bytes is None:
+            return len(self._prefetched) < self._threads
+        first = self._next_step - len(self._prefetched)
+        samples = sum(global_batch_size(self._train, step) for step in range(first, self._next_step + 1))
+        return samples * self._sample_bytes <= self._prefetch_bytes
 
 
 def _pin_batch(batch: Batch) -> Batch:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
@@ -16,12 +16,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wanma.data.batch import IGNORE_INDEX, Batch
+from wanma.data.datasets.load_times import LoadTimes
+from wanma.data.sampling.order import SampleOrder
 from wanma.data.sampling.permutation import IndexArray, permute_indices
 from wanma.data.text.tokenizer import Tokenizer
+from wanma.job.forecast.data_feed import SampleLoading
+from wanma.job.plan.plan import Plan
 
 InputKind = Literal["tokens", "images", "custom"]
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+class SampleSource(Protocol):
+    """Source of batches in the place of reading by this process."""
+
+    def take(self, is_validation: bool, sample_indices: IndexArray) -> Batch:
+        """Return the batch of these samples."""
+
+    def discard(self) -> None:
+        """Drop batches that were read ahead, because other ones will be taken."""
 
 
 class BatchedDataset(ABC):
@@ -37,11 +51,25 @@ class BatchedDataset(ABC):
     """Validation samples; 0: there is no validation data."""
     fingerprint: str
     """Hash of the content, equal on all ranks of a run."""
+    order: SampleOrder | None = None
+    """Order of the training samples; None: the data's own."""
     vocabulary_size: int | None = None
     image_shape: tuple[int, int, int] | None = None
     """Shape of an image: (channels, height, width); None: no images."""
     classes: int | None = None
     tokenizer: Tokenizer | None = None
+    loader_threads: int = 1
+    """Least number of steps that are worth loading at once; of a store, so that its link is never idle."""
+    copies_from_memory: ClassVar[bool] = False
+    """True if a batch is copied from arrays in memory or mapped files, which any thread may do."""
+    load_times: LoadTimes | None = None
+    """Seconds by part of loading; None: not measured."""
+    sample_source: SampleSource | None = None
+    """Source of batches, while ranks that need the same samples share their reading; None: this process."""
+    can_share_reading: bool = True
+    """True if a process can read any samples for others; False: it reads all in their order."""
+    is_costly_to_read: bool = False
+    """True if reading a sample costs more than its hand-over from another process."""
     padding_has_targets = False
     """Switch that lets padding rows keep a sample's targets, for losses that may not know `IGNORE_INDEX`.
 
@@ -54,23 +82,100 @@ class BatchedDataset(ABC):
         Empty `sample_indices` give one padding row, see `Batch`.
         """
         index_array = np.asarray(sample_indices, dtype=np.int64)
-        return self._train_batch(index_array) if len(index_array) else self._padding_batch()
+        return self._take(False, index_array) if len(index_array) else self._padding_batch()
 
     def validation_batch(self, indices: Sequence[int] | NDArray[Any]) -> Batch:
         """Return the validation samples with these indices in [0, validation_samples), in shuffled order."""
         index_array = np.asarray(indices, dtype=np.int64)
-        if not len(index_array):
-            return self._padding_batch()
-        rows = permute_indices(index_array, self.validation_samples, self.seed, "validation")
-        return self._validation_batch(index_array, rows)
+        return self._take(True, index_array) if len(index_array) else self._padding_batch()
+
+    def read_rows(  # of text and stored images
+        self,
+        is_validation: bool,  # noqa: ARG002
+        rows: IndexArray,  # noqa: ARG002
+        sample_indices: IndexArray,  # noqa: ARG002
+    ) -> Batch:
+        """Read stored rows, whatever the order of the run is; only text and stored images can.
+
+        Args:
+            is_validation: true for rows of validation.
+            rows: rows in [0, train_samples), or in [0, validation_samples).
+            sample_indices: sample indices that the rows have in the run.
+        """
+        raise TypeError(f"data of kind {self.input_kind!r} cannot lie in parts")
+
+    @property
+    def sample_form(self) -> str:
+        """Describe the form of a sample, which all parts of the data have alike."""
+        return ""
+
+    def close(self) -> None:  # noqa: B027  # most data have nothing to close
+        """End the reading of the data, also for other nodes."""
+
+    def read_samples(self, is_validation: bool, sample_indices: IndexArray) -> Batch:
+        """Read samples, at least one, of training or of validation in this process."""
+        if not is_validation:
+            return self._train_batch(sample_indices)
+        rows = permute_indices(sample_indices, self.validation_samples, self.seed, "validation")
+        return self._validation_batch(sample_indices, rows)
+
+    def step_samples(self, first_sample: int, plan: Plan, size: int) -> IndexArray:  # noqa: ARG002
+        """Return the sample indices of a step, those of each data rank at its rows of the plan.
+
+        Args:
+            first_sample: samples consumed by the steps before it.
+            plan: plan of the step.
+            size: samples of the step.
+        """
+        return np.arange(first_sample, first_sample + size)
+
+    def unread_batch(self, sample_indices: IndexArray) -> Batch | None:  # noqa: ARG002
+        """Return a batch of rows without content, for pipeline stages that need neither inputs nor targets.
+
+        Returns:
+            the batch; None: what those stages need must be read.
+        """
+        return None
+
+    def _take(self, is_validation: bool, sample_indices: IndexArray) -> Batch:
+        if self.sample_source is not None:
+            return self.sample_source.take(is_validation, sample_indices)
+        return self.read_samples(is_validation, sample_indices)
+
+    @property
+    def order_identity(self) -> str:
+        """Return the order as a checkpoint keeps it; empty: the data's own."""
+        return "" if self.order is None else self.order.identity()
 
     def sample_name(self, sample_index: int) -> str:
         """Describe the training sample with this index in words by which its owner can find it."""
         return f"sample {sample_index} of the run's order"
 
+    @property
+    def bad_file_count(self) -> int:
+        """Number of stored files that were left out as a whole, each of which counts as bad data."""
+        return 0
+
+    @property
+    def bad_data_note(self) -> str:
+        """Sentence about stored data that was left out as bad, for the run's records; empty: none was."""
+        return ""
+
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """Return sizes for the report, as JSON-able values; `epochs`: how often the run reads each source."""
+
+    def sample_loading(self) -> SampleLoading | None:
+        """Return the loading cost of a sample, measured on some; None: not that of stored files."""
+        return None
+
+    def record_rates(self, source: str) -> None:
+        """Keep the rates that this process has measured while it loaded, for later forecasts.
+
+        Args:
+            source: the run, as 'run NAME'.
+        """
+        del source  # data without rates of their own
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Decode `tokens` to text; only data of kind "tokens" can."""
@@ -88,7 +193,7 @@ class BatchedDataset(ABC):
 
     def _padding_batch(self) -> Batch:
         """Return a batch of one padding row, shaped like a sample."""
-        model = self._train_batch(np.zeros(1, np.int64))
+        model = self._take(False, np.zeros(1, np.int64))
         return Batch(
             inputs=model.inputs,
             targets=model.targets if self.padding_has_targets else mask_targets(model.targets),
@@ -104,11 +209,14 @@ def make_batch(
     targets: Tensor,
     sample_indices: IndexArray,
     keywords: dict[str, Tensor] | None = None,
+    classes: tuple[int, int] | None = None,
 ) -> Batch:
-    """Return a batch of real rows."""
+    """Return a batch of real rows; `classes` is the range of `targets`, found from them if it is None."""
     real = torch.ones(len(sample_indices), dtype=torch.bool)
     index_tensor = torch.from_numpy(sample_indices.copy())
-    return Batch(inputs, targets, index_tensor, real, keywords or {}, class_range=class_range(targets))
+    return Batch(
+        inputs, targets, index_tensor, real, keywords or {}, class_range=classes or class_range(targets)
+    )
 
 
 def class_range(targets: Tensor) -> tuple[int, int] | None:

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from wanma.data.batch import Batch
 from wanma.data.datasets.dataset import BatchedDataset, InputKind, make_batch
-from wanma.data.datasets.image_files import LabelledImages
-from wanma.data.sampling.permutation import IndexArray, shuffle_indices
+from wanma.data.images.image_files import LabelledImages
+from wanma.data.sampling.order import SampleOrder, Shuffle
+from wanma.data.sampling.permutation import IndexArray
 from wanma.job.errors import JobError
 
 _BLOCK = 4096
@@ -31,6 +32,7 @@ class ImageDataset(BatchedDataset):
         test: LabelledImages | None,
         *,
         validation_fraction: float,
+        shuffle: Shuffle,
         seed: int,
         total_samples: int,
     ) -> None:
@@ -44,6 +46,7 @@ class ImageDataset(BatchedDataset):
         self.seed = seed
         self.train_samples = len(train.labels)
         self.validation_samples = len(test.labels)
+        self.order: SampleOrder = SampleOrder.of_source(self.train_samples, shuffle, seed)
         channels, height, width = train.images.shape[1:]
         self.image_shape = (channels, height, width)
         self.classes = int(max(train.labels.max(), test.labels.max() if len(test.labels) else 0)) + 1
@@ -64,9 +67,7 @@ class ImageDataset(BatchedDataset):
         }
 
     def _train_batch(self, sample_indices: IndexArray) -> Batch:
-        return self._read(
-            self._train, shuffle_indices(sample_indices, self.train_samples, self.seed), sample_indices
-        )
+        return self._read(self._train, self.order.rows(sample_indices), sample_indices)
 
     def _validation_batch(self, sample_indices: IndexArray, rows: IndexArray) -> Batch:
         return self._read(self._test, rows, sample_indices)

@@ -7,8 +7,10 @@ Items are joined by torch's default collate.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,11 +21,18 @@ from torch.utils.data import default_collate
 from wanma.data.batch import Batch
 from wanma.data.datasets.dataset import BatchedDataset, InputKind, make_batch
 from wanma.data.datasets.fingerprint import dataset_fingerprint, hash_texts
+from wanma.data.datasets.joined_datasets import JoinedDatasets
+from wanma.data.datasets.reading_rates import ReadingRates
 from wanma.data.datasets.seeded_draws import SeededDraws, SeedGenerators
 from wanma.data.datasets.stream_reader import check_stream, is_stream
-from wanma.data.sampling.permutation import IndexArray, permute_indices, shuffle_indices
+from wanma.data.datasets.worker_processes import WorkerProcesses
+from wanma.data.index.records import cache_folder
+from wanma.data.sampling.holdout import Holdout
+from wanma.data.sampling.order import SampleOrder, Shuffle
+from wanma.data.sampling.permutation import IndexArray
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.file.import_path import import_object
+from wanma.job.forecast.data_feed import SampleLoading
 from wanma.job.sections.data import DataSection
 
 _LABEL_KEYS = ("label", "labels")
@@ -50,6 +59,10 @@ class UserDataset(BatchedDataset):
     targets_per_sample = 1
     read_labels: Callable[[Batch], Batch] | None = None
     """Function that prepares batches of samples that give their targets as `labels`; None: none."""
+    _rates: ReadingRates | None = None
+    """Times of reading samples, kept for forecasts; None: not measured."""
+    _processes: WorkerProcesses | None = None
+    """Processes that read the datasets; None: threads of this one do."""
 
     def __init__(
         self,
@@ -58,35 +71,50 @@ class UserDataset(BatchedDataset):
         *,
         validation_fraction: float,
         serialize_access: bool,
+        shuffle: Shuffle,
         seed: int,
         total_samples: int,
+        worker_processes: int = 0,
+        cache: Path | None = None,
     ) -> None:
         """Open the dataset and divide it.
 
         Args:
             train: the dataset.
-            validation: dataset, or None to keep a share of `train`, by position, since content is unknown.
+            validation: dataset, or None to keep a share of `train`, by a hash of the row, since content is
+                unknown.
             validation_fraction: that share; 0: none.
             serialize_access: let only one thread at a time into the datasets.
+            shuffle: order of the rows in an epoch.
             seed: the job's seed.
             total_samples: samples of the whole run.
+            worker_processes: processes that read the datasets; 0: threads of this one do.
+            cache: folder that keeps the times of reading for forecasts; None: they are not kept.
         """
+        if cache is not None:
+            # Unlike data of a common class, such as torch's TensorDataset, are told by their samples.
+            self._rates = ReadingRates(cache, lambda: f"{type(train).__qualname__} {self.fingerprint}")
+        if worker_processes:
+            self._processes = WorkerProcesses(
+                _ProcessReader(train, validation, seed), worker_processes, type(train).__name__
+            )
+        # Several threads or processes for a user's dataset: its samples take time.
+        self.is_costly_to_read = worker_processes > 0 or not serialize_access
         self._train = train
         self._validation = validation
         self._draws = SeededDraws(seed, serialize_access)
         self._total = total_samples
         self.seed = seed
         size = _length(train)
-        if validation is not None:
-            self.train_samples, self.validation_samples = size, _length(validation)
-        else:
-            validation_size = max(round(size * validation_fraction), 1) if validation_fraction else 0
-            if validation_size >= size:
-                raise JobError(
-                    f"data: a dataset of {size} samples is too small for a validation split",
-                    "add samples, or set data.validation_fraction=0",
-                )
-            self.train_samples, self.validation_samples = size - validation_size, validation_size
+        self._holdout = Holdout.of_share(size, 0 if validation is not None else validation_fraction)
+        self.train_samples = self._holdout.train_rows
+        if self.train_samples < 1:
+            raise JobError(
+                f"data: a dataset of {size} samples is too small for a validation split",
+                "add samples, or set data.validation_fraction=0",
+            )
+        self.validation_samples = self._holdout.validation_rows if validation is None else _length(validation)
+        self.order = SampleOrder.of_source(self.train_samples, shuffle, seed)
 
     @cached_property
     def fingerprint(self) -> str:  # type: ignore[override]  # it reads samples, and not every use wants it
@@ -94,7 +122,7 @@ class UserDataset(BatchedDataset):
         return hash_texts(*(dataset_fingerprint(part, self._read_item) for part in parts))
 
     def sample_name(self, sample_index: int) -> str:
-        (row,) = self._split_rows(shuffle_indices(np.asarray([sample_index]), self.train_samples, self.seed))
+        (row,) = self._train_rows(np.asarray([sample_index]))
         return f"sample {row} of {type(self._train).__name__}"
 
     def describe(self) -> dict[str, Any]:
@@ -106,27 +134,43 @@ class UserDataset(BatchedDataset):
             "epochs": self._total / self.train_samples,
         }
 
+    def sample_loading(self) -> SampleLoading | None:
+        return self._rates.sample_loading(self.train_samples) if self._rates is not None else None
+
+    def record_rates(self, source: str) -> None:
+        if self._rates is not None:
+            self._rates.record(source)
+
     def _train_batch(self, sample_indices: IndexArray) -> Batch:
-        rows = shuffle_indices(sample_indices, self.train_samples, self.seed)
-        return self._read(self._train, self._split_rows(rows), sample_indices)
+        return self._read(self._train, self._train_rows(sample_indices), sample_indices)
 
     def _validation_batch(self, sample_indices: IndexArray, rows: IndexArray) -> Batch:
         if self._validation is not None:
             return self._read(self._validation, rows, sample_indices)
-        return self._read(self._train, self._split_rows(rows + self.train_samples), sample_indices)
+        return self._read(self._train, self._holdout.validation_row(rows), sample_indices)
 
-    def _split_rows(self, rows: IndexArray) -> IndexArray:
-        """Map to rows of the dataset: a shuffle that no seed changes, whose last rows are for validation."""
+    def _train_rows(self, sample_indices: IndexArray) -> IndexArray:
+        """Return the row of each sample index in the dataset of training."""
+        assert self.order is not None
+        indices = self.order.rows(sample_indices)
         if self._validation is not None:
-            return rows
-        return permute_indices(rows, self.train_samples + self.validation_samples, "validation split")
+            return indices
+        return self._holdout.train_row(indices, ascending=self.order.shuffle.reads_neighbours)
 
     def _read(self, dataset: Any, rows: IndexArray, sample_indices: IndexArray) -> Batch:
+        if self._processes is not None:
+            return self._prepare_labels(
+                self._processes.read(dataset is not self._train, rows, sample_indices)
+            )
+        return self._read_here(dataset, rows, sample_indices)
+
+    def _read_here(self, dataset: Any, rows: IndexArray, sample_indices: IndexArray) -> Batch:
         def read(seed: SeedGenerators) -> list[Any]:
             items = []
-            for row, number in zip(rows.tolist(), sample_indices.tolist(), strict=True):
-                seed(number)
-                items.append(self._read_item(dataset, row))
+            with self._rates.measure(len(rows)) if self._rates is not None else nullcontext():
+                for row, number in zip(rows.tolist(), sample_indices.tolist(), strict=True):
+                    seed(number)
+                    items.append(self._read_item(dataset, row))
             return items
 
         return self._collate(self._draws.read(read), type(dataset).__name__, rows, sample_indices)
@@ -134,6 +178,7 @@ class UserDataset(BatchedDataset):
     def _collate(self, items: list[Any], name: str, rows: IndexArray, sample_indices: IndexArray) -> Batch:
         """Join items, read from `rows` of the dataset of that name, into a batch."""
         samples = [_to_sample(item, name) for item in items]
+        _check_same_keys(items, samples, name, rows)
         try:
             columns = [
                 (
@@ -170,18 +215,46 @@ class UserDataset(BatchedDataset):
         batch = replace(batch, target_key=_target_key(items[0]), named_targets=named_targets)
         if named_targets is not None:
             return replace(batch, class_range=None)
-        if self.read_labels is not None and batch.target_key in _LABEL_KEYS:
-            return self.read_labels(batch)
-        return batch
+        return self._prepare_labels(batch)
+
+    def _prepare_labels(self, batch: Batch) -> Batch:
+        if self.read_labels is None or batch.named_targets is not None or batch.target_key not in _LABEL_KEYS:
+            return batch
+        return self.read_labels(batch)
 
     @staticmethod
     def _read_item(dataset: Any, row: int) -> Any:
         try:
             return dataset[row]
         except Exception as error:
-            raise WanmaError(
-                f"data: sample {row} of {type(dataset).__name__} failed: {type(error).__name__}: {error}",
-            ) from error
+            is_joined = isinstance(dataset, JoinedDatasets)
+            place = dataset.name(row) if is_joined else f"sample {row} of {type(dataset).__name__}"
+            raise WanmaError(f"data: {place} failed: {type(error).__name__}: {error}") from error
+
+
+@dataclass
+class _ProcessReader:
+    """Reader of batches in a loader process."""
+
+    train: Any
+    validation: Any
+    seed: int
+
+    def __call__(self, is_validation: bool, rows: IndexArray, sample_indices: IndexArray) -> Batch:
+        dataset = self.validation if is_validation else self.train
+        return self._dataset._read_here(dataset, rows, sample_indices)
+
+    @cached_property
+    def _dataset(self) -> UserDataset:
+        return UserDataset(
+            self.train,
+            self.validation,
+            validation_fraction=0,
+            serialize_access=True,
+            shuffle=Shuffle(),
+            seed=self.seed,
+            total_samples=1,
+        )
 
 
 def wrap_user_dataset(dataset: Any, section: DataSection, seed: int, total_samples: int) -> UserDataset:
@@ -195,9 +268,12 @@ def wrap_user_dataset(dataset: Any, section: DataSection, seed: int, total_sampl
         train,
         validation,
         validation_fraction=section.validation_fraction,
-        serialize_access=section.workers == 1,
+        serialize_access=section.worker_count == 1,
+        shuffle=Shuffle.of_job(section),
         seed=seed,
         total_samples=total_samples,
+        worker_processes=section.worker_count if section.worker_processes else 0,
+        cache=cache_folder(section.cache),
     )
 
 
@@ -216,24 +292,28 @@ def check_dataset(dataset: Any) -> tuple[Any, Any]:
     return train, validation
 
 
-def call_dataset_factory(section: DataSection) -> Any:
-    """Call `data.factory` and return its result.
+def call_dataset_factory(name: str, arguments: Mapping[str, Any], key: str = "data") -> Any:
+    """Call the factory of a dataset and return its result.
+
+    Args:
+        name: its name, 'package.module:function'.
+        arguments: its keyword arguments.
+        key: table of the job whose key `factory` names it.
 
     Raises:
         JobError: it cannot be imported, is no function, or fails.
     """
-    assert section.factory is not None
-    factory: Callable[..., Any] = import_object(section.factory, "data.factory")
+    factory: Callable[..., Any] = import_object(name, f"{key}.factory")
     if not callable(factory):
-        raise JobError(f"data.factory = '{section.factory}' is {type(factory).__name__}, not a function")
+        raise JobError(f"{key}.factory = '{name}' is {type(factory).__name__}, not a function")
     try:
-        return factory(**section.arguments)
+        return factory(**arguments)
     except WanmaError:
         raise
     except Exception as error:
         raise JobError(
-            f"data.factory = '{section.factory}' failed: {type(error).__name__}: {error}",
-            f"correct the function, or data.arguments = {section.arguments}",
+            f"{key}.factory = '{name}' failed: {type(error).__name__}: {error}",
+            f"correct the function, or {key}.arguments = {dict(arguments)}",
         ) from error
 
 
@@ -288,6 +368,29 @@ def _target_key(item: Any) -> str | None:
     if not isinstance(item, Mapping):
         return None
     return next((key for key in _TARGET_KEYS if key in item), None)
+
+
+def _check_same_keys(items: list[Any], samples: list[Sample], name: str, rows: IndexArray) -> None:
+    """Refuse samples with different keys: a batch would have those of its first one, and lose others.
+
+    Which one is the first follows from the layout. Datasets of a mixture may differ in their keys.
+    """
+    first, *others = zip(items, samples, np.asarray(rows).tolist(), strict=True)
+    keys = _sample_keys(*first[:2])
+    for item, sample, row in others:
+        if (own := _sample_keys(item, sample)) != keys:
+            shown = [", ".join(sorted(one)) or "none" for one in (keys, own)]
+            raise WanmaError(
+                f"data: samples {first[2]} and {row} of {name} have different keys: {shown[0]}; {shown[1]}",
+                "return the same keys for every sample, in all datasets of data.sources",
+            )
+
+
+def _sample_keys(item: Any, sample: Sample) -> set[str]:
+    """Return the keys of a sample: of its target, of targets by name, of keyword arguments."""
+    targets = sample.target if isinstance(sample.target, Mapping) else ()
+    named = _target_key(item)
+    return {*sample.keywords, *(f"target {key}" for key in targets), *(() if named is None else (named,))}
 
 
 def _convert_list(value: Any) -> Any:

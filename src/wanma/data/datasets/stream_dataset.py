@@ -21,19 +21,32 @@ _MIN_CACHED_SAMPLES = 64
 class StreamDataset(UserDataset):
     """Data set of a stream, with an optional dataset for validation."""
 
+    can_share_reading = False
+
     def __init__(
         self, dataset: Any, validation: Any, section: DataSection, train: TrainSection, total_samples: int
     ) -> None:
         """Open the stream.
 
         Raises:
-            JobError: the dataset yields batches, or can be read only once.
+            JobError: the dataset yields batches, or can be read only once; or a key needs random access.
         """
-        if section.workers > 1:
+        if section.worker_count > 1:
             raise JobError(
                 f"data.workers = {section.workers} is not supported: {type(dataset).__name__} is an iterable "
                 "dataset",
                 "remove data.workers, or use a map-style dataset, which can be read by several threads",
+            )
+        if section.shuffle == "block":
+            raise JobError(
+                f"data.shuffle = 'block' is not supported: {type(dataset).__name__} is an iterable dataset, "
+                "which has an order of its own",
+                "remove data.shuffle, or use a map-style dataset",
+            )
+        if section.worker_processes:
+            raise JobError(
+                f"data.worker_processes is not supported: {type(dataset).__name__} is an iterable dataset",
+                "remove data.worker_processes, or use a map-style dataset",
             )
         self.seed = train.seed
         self._train, self._validation, self._total = dataset, validation, total_samples
@@ -54,6 +67,9 @@ class StreamDataset(UserDataset):
             "dataset": type(self._train).__qualname__,
             "validation_samples": self.validation_samples,
         }
+
+    def sample_name(self, sample_index: int) -> str:
+        return f"sample {sample_index} of {type(self._train).__name__}"
 
     def _train_batch(self, sample_indices: IndexArray) -> Batch:
         return self._collate(

@@ -9,15 +9,21 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from wanma.data.batch import IGNORE_INDEX, Batch
 from wanma.data.datasets.dataset import BatchedDataset, InputKind, make_batch
-from wanma.data.sampling.mixture import Mixture
-from wanma.data.sampling.permutation import IndexArray, shuffle_indices
+from wanma.data.sampling.mixture_schedule import SourceWeight
+from wanma.data.sampling.order import SampleOrder, Shuffle
+from wanma.data.sampling.order_window import OrderWindow
+from wanma.data.sampling.permutation import IndexArray
+from wanma.data.text.encoding_task import describe_bad_rows
 from wanma.data.text.sequence_packing import PackedSequences, find_document_boundaries
 from wanma.data.text.token_file import TokenFile
 from wanma.data.text.tokenizer import Tokenizer
 from wanma.data.text.validation_split import split_documents
+
+_DESCRIBED_BAD_ROWS = 20
 
 
 @dataclass(frozen=True)
@@ -25,7 +31,7 @@ class TokenSource:
     """Source of the mixture, with its open token file."""
 
     name: str
-    weight: float
+    weight: SourceWeight
     file: TokenFile
 
 
@@ -33,6 +39,7 @@ class TokenDataset(BatchedDataset):
     """Data set of token sequences; inputs are (rows, sequence), targets the same shifted by one."""
 
     input_kind: ClassVar[InputKind] = "tokens"
+    copies_from_memory: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -42,6 +49,7 @@ class TokenDataset(BatchedDataset):
         sequence_length: int,
         validation_fraction: float,
         document_masks: bool,
+        shuffle: Shuffle,
         seed: int,
         total_samples: int,
     ) -> None:
@@ -56,7 +64,13 @@ class TokenDataset(BatchedDataset):
             PackedSequences(source.file.tokens, split.validation, sequence_length)
             for source, split in zip(sources, splits, strict=True)
         ]
-        self._mixture = Mixture.from_weights([source.weight for source in sources])
+        self.order: SampleOrder = SampleOrder.of_mixture(
+            [stream.sequence_count for stream in self._train],
+            [source.weight for source in sources],
+            shuffle,
+            seed,
+        )
+        self._order_window = OrderWindow(self.order)
         self._document_masks = document_masks
         self._total = total_samples
         self._sequence_length = sequence_length
@@ -69,8 +83,17 @@ class TokenDataset(BatchedDataset):
         hashes = "".join(source.file.fingerprint for source in sources)
         self.fingerprint = hashlib.sha256(hashes.encode()).hexdigest()
 
+    @property
+    def bad_data_note(self) -> str:
+        return "; ".join(
+            f"{source.file.bad_row_count} bad rows or files of the source '{source.name}' were left out: "
+            f"{describe_bad_rows(source.file.bad_rows)}; they are listed in "
+            f"{source.file.folder / 'header.json'}"
+            for source in self._sources
+            if source.file.bad_row_count
+        )
+
     def describe(self) -> dict[str, Any]:
-        shares = np.array(self._mixture.source_weights) / sum(self._mixture.source_weights)
         return {
             "kind": self.input_kind,
             "fingerprint": self.fingerprint,
@@ -83,32 +106,52 @@ class TokenDataset(BatchedDataset):
             "sources": [
                 {
                     "name": source.name,
-                    "share": float(share),
+                    "share": share,
                     "documents": source.file.header["documents"],
                     "tokens": source.file.header["tokens"],
                     "skipped": source.file.header["skipped"],
                     "not_utf8": source.file.header["not_utf8"],
+                    "bad_rows": {
+                        "count": source.file.bad_row_count,
+                        "listed": source.file.bad_rows[:_DESCRIBED_BAD_ROWS],
+                    },
                     "train_tokens": train.token_count,
                     "validation_tokens": validation.token_count,
                     "validation_cut": split.validation_tail_fraction,
-                    "epochs": float(self._total * share / train.sequence_count),
+                    "epochs": epochs,
                     "token_file": str(source.file.folder),
                 }
-                for source, share, train, validation, split in zip(
-                    self._sources, shares, self._train, self._validation, self._splits, strict=True
+                for source, share, epochs, train, validation, split in zip(
+                    self._sources,
+                    self.order.shares(self._total),
+                    self.order.epochs(self._total),
+                    self._train,
+                    self._validation,
+                    self._splits,
+                    strict=True,
                 )
             ],
         }
 
+    @property
+    def sample_form(self) -> str:
+        tokenizer = f"{self.tokenizer.fingerprint:.12} of {self.vocabulary_size} tokens"
+        return f"{self._sequence_length} tokens, tokenizer {tokenizer}"
+
+    def read_rows(self, is_validation: bool, rows: IndexArray, sample_indices: IndexArray) -> Batch:
+        """Read rows of one text; see `BatchedDataset.read_rows`."""
+        streams = self._validation if is_validation else self._train
+        return self._read(streams[:1], np.zeros_like(rows), rows, sample_indices)
+
+    def unread_batch(self, sample_indices: IndexArray) -> Batch | None:
+        if self._document_masks:
+            return None
+        tokens = torch.zeros(1, 1, dtype=torch.int64).expand(len(sample_indices), self._sequence_length)
+        return make_batch((tokens,), tokens, sample_indices, classes=(0, 0))
+
     def _train_batch(self, sample_indices: IndexArray) -> Batch:
-        sources, indices = self._mixture.locate_samples(sample_indices)
-        for source in np.unique(sources):
-            source_mask = sources == source
-            epoch_size = self._train[source].sequence_count
-            indices[source_mask] = shuffle_indices(
-                indices[source_mask], epoch_size, self.seed, "source", int(source)
-            )
-        return self._read(self._train, sources, indices, sample_indices)
+        sources, rows = self._order_window.locate(sample_indices)
+        return self._read(self._train, sources, rows, sample_indices)
 
     def _validation_batch(self, sample_indices: IndexArray, rows: IndexArray) -> Batch:
         starts = np.cumsum([0] + [stream.sequence_count for stream in self._validation])
@@ -122,20 +165,34 @@ class TokenDataset(BatchedDataset):
         indices: IndexArray,
         sample_indices: IndexArray,
     ) -> Batch:
-        rows = np.empty((len(sample_indices), self._sequence_length + 1), np.int64)
-        segment_starts = np.zeros(rows.shape, bool)
+        rows, segment_starts = self._read_rows(streams, sources, indices)
+        shape = (len(rows), self._sequence_length)
+        inputs, targets = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.int64)
+        inputs.numpy()[:], targets.numpy()[:] = rows[:, :-1], rows[:, 1:]
+        if not self._document_masks:
+            classes = int(rows[:, 1:].min()), int(rows[:, 1:].max())  # of two bytes each, not of eight
+            return make_batch((inputs,), targets, sample_indices, classes=classes)
+        documents, positions, crosses_documents = find_document_boundaries(
+            rows, segment_starts, self.tokenizer.end_of_document_id
+        )
+        targets.numpy()[crosses_documents] = IGNORE_INDEX
+        keywords = {"documents": torch.from_numpy(documents), "positions": torch.from_numpy(positions)}
+        return make_batch((inputs,), targets, sample_indices, keywords)
+
+    def _read_rows(
+        self, streams: list[PackedSequences], sources: IndexArray, indices: IndexArray
+    ) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+        """Return tokens (rows, sequence + 1) as stored, and a mask of the starts of segments among them."""
+        first = int(sources[0])
+        if (sources == first).all():
+            rows = streams[first].read(indices)
+            starts = streams[first].segment_starts(indices) if self._document_masks else np.zeros((), bool)
+            return rows, starts
+        rows = np.empty((len(indices), self._sequence_length + 1), np.int64)
+        starts = np.zeros(rows.shape, bool)
         for source in np.unique(sources):
-            source_mask = sources == source
-            rows[source_mask] = streams[source].read(indices[source_mask])
+            mask = sources == source
+            rows[mask] = streams[source].read(indices[mask])
             if self._document_masks:
-                segment_starts[source_mask] = streams[source].segment_starts(indices[source_mask])
-        keywords = {}
-        targets = rows[:, 1:].copy()
-        if self._document_masks:
-            documents, positions, crosses_documents = find_document_boundaries(
-                rows, segment_starts, self.tokenizer.end_of_document_id
-            )
-            targets[crosses_documents] = IGNORE_INDEX
-            keywords = {"documents": torch.from_numpy(documents), "positions": torch.from_numpy(positions)}
-        inputs = torch.from_numpy(rows[:, :-1].copy())
-        return make_batch((inputs,), torch.from_numpy(targets), sample_indices, keywords)
+                starts[mask] = streams[source].segment_starts(indices[mask])
+        return rows, starts

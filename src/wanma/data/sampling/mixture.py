@@ -29,16 +29,19 @@ class Mixture:
 
     @classmethod
     def from_weights(cls, weights: Sequence[float]) -> Mixture:
-        """Build a mixture that is exact for decimal weights; a period over 2**31 is scaled down to it."""
+        """Build a mixture that is exact for decimal weights; a period over 2**31 is scaled down to it.
+
+        A source of weight 0 gives no sample.
+        """
         fractions = [Fraction(repr(float(weight))) for weight in weights]
-        if not fractions or any(fraction <= 0 for fraction in fractions):
-            raise ValueError(f"a mixture needs weights above 0, not {list(weights)}")
         total = sum(fractions)
+        if total == 0 or any(fraction < 0 for fraction in fractions):
+            raise ValueError(f"a mixture needs weights of at least 0, one of them above, not {list(weights)}")
         fractions = [fraction / total for fraction in fractions]
         period = lcm(*(fraction.denominator for fraction in fractions))
         if period > _MAX_PERIOD:
             period = _MAX_PERIOD - len(fractions)  # room for a source that rounds up to one sample
-        return cls(tuple(max(round(fraction * period), 1) for fraction in fractions))
+        return cls(tuple(max(round(fraction * period), int(fraction > 0)) for fraction in fractions))
 
     def locate_samples(self, sample_indices: IndexArray) -> tuple[IndexArray, IndexArray]:
         """Return the source of each sample index, and the index within that source's own endless stream."""
@@ -60,6 +63,24 @@ class Mixture:
             indices[positions] = np.where(goes_left, left_count, indices[positions] - left_count)
             pending += [(first, middle, positions[goes_left]), (middle, end, positions[~goes_left])]
         return sources, indices
+
+    def samples_before(self, sample_index: int) -> tuple[int, ...]:
+        """Return how many samples each source gives before the sample with this index."""
+        counts = [0] * len(self.source_weights)
+        pending = [(0, len(self.source_weights), sample_index)]
+        while pending:
+            first, end, count = pending.pop()
+            if end - first == 1:
+                counts[first] = count
+            elif count:  # else the weights of the whole subtree may be 0
+                middle = (first + end) // 2
+                left_weight, total_weight = (
+                    sum(self.source_weights[first:middle]),
+                    sum(self.source_weights[first:end]),
+                )
+                left_count = int(_left_before(np.array(count), left_weight, total_weight))
+                pending += [(first, middle, left_count), (middle, end, count - left_count)]
+        return tuple(counts)
 
 
 def _left_before(sample_indices: IndexArray, left_weight: int, total_weight: int) -> IndexArray:

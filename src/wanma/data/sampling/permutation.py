@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 IndexArray = NDArray[np.int64]
+
+_Network = Callable[[NDArray[np.uint64], int, NDArray[np.uint64]], NDArray[np.uint64]]
+"""Function (values, bits, round keys) -> values: a bijection of the integers of that many bits."""
 
 _ROUNDS = 8
 _MAX_SIZE = 1 << 62
@@ -31,11 +35,28 @@ def shuffle_indices(stream_positions: IndexArray, epoch_size: int, *key: int | s
     Returns:
         Indices in [0, epoch_size), same shape as `stream_positions`.
     """
+    return map_epochs(
+        stream_positions,
+        epoch_size,
+        lambda positions, epoch: permute_indices(positions, epoch_size, *key, epoch),
+    )
+
+
+def map_epochs(
+    stream_positions: IndexArray, epoch_size: int, order: Callable[[IndexArray, int], IndexArray]
+) -> IndexArray:
+    """Return the sample index for each of `stream_positions`, where `order` is the order of one epoch.
+
+    Args:
+        stream_positions: positions in the endless stream of epochs.
+        epoch_size: samples of one epoch.
+        order: function (positions in [0, epoch_size), epoch) -> sample indices.
+    """
     epochs, positions = np.divmod(stream_positions, epoch_size)
     indices = np.empty_like(positions)
     for epoch in np.unique(epochs):
         epoch_mask = epochs == epoch
-        indices[epoch_mask] = permute_indices(positions[epoch_mask], epoch_size, *key, int(epoch))
+        indices[epoch_mask] = order(positions[epoch_mask], int(epoch))
     return indices
 
 
@@ -45,33 +66,106 @@ def permute_indices(positions: IndexArray, size: int, *key: int | str) -> IndexA
     Raises:
         ValueError: a position outside [0, size), or a size beyond 2**62.
     """
+    _check_positions(positions, size)
+    return _walk_cycle(positions, size, _round_keys(key), _feistel)
+
+
+def invert_permutation(indices: IndexArray, size: int, *key: int | str) -> IndexArray:
+    """Return the positions at which `permute_indices` with the same size and key gives `indices`.
+
+    Raises:
+        ValueError: as `permute_indices`.
+    """
+    _check_positions(indices, size)
+    return _walk_cycle(indices, size, _round_keys(key), _invert_feistel)
+
+
+def permute_in_groups(
+    positions: IndexArray, groups: IndexArray, sizes: IndexArray, *key: int | str
+) -> IndexArray:
+    """Return a keyed permutation of [0, size) at `positions`, another one for each group.
+
+    Args:
+        positions: position of each element in its group.
+        groups: number of each element's group, 0 or more.
+        sizes: size of each element's group; few different ones, since each is computed by itself.
+        key: key of all groups together.
+
+    Returns:
+        Positions in [0, size), same shape as `positions`.
+
+    Raises:
+        ValueError: a position outside its group.
+    """
+    # The keys of group g are element g of the splitmix64 streams that the round keys of `key` start.
+    round_keys = _mix(groups.astype(np.uint64)[None, :], _round_keys(key)[:, None])
+    permuted = np.empty_like(positions)
+    for size in np.unique(sizes):
+        mask = sizes == size
+        _check_positions(positions[mask], int(size))
+        permuted[mask] = _walk_cycle(positions[mask], int(size), round_keys[:, mask], _feistel)
+    return permuted
+
+
+def _check_positions(positions: IndexArray, size: int) -> None:
     if not 1 <= size <= _MAX_SIZE:
         raise ValueError(f"cannot permute {size} positions; from 1 to 2**62 can")
     if positions.size and (positions.min() < 0 or positions.max() >= size):
         raise ValueError(f"positions {positions.min()}..{positions.max()} outside [0, {size})")
+
+
+def _walk_cycle(
+    positions: IndexArray, size: int, round_keys: NDArray[np.uint64], network: _Network
+) -> IndexArray:
+    """Apply `network` until every value is inside [0, size).
+
+    Args:
+        positions: integers in [0, size).
+        size: size of the permutation.
+        round_keys: keys of the rounds, (rounds,), or (rounds, positions) with keys of their own.
+        network: Feistel network, or its inverse, which walks the same cycles backward.
+    """
     bits = (size - 1).bit_length()
-    round_keys = _round_keys(key)
-    values = _feistel(positions.astype(np.uint64), bits, round_keys)
+    values = network(positions.astype(np.uint64), bits, round_keys)
     is_outside = values >= size
     while is_outside.any():  # at most half of the domain is outside: two passes on average
-        values[is_outside] = _feistel(values[is_outside], bits, round_keys)
+        keys = round_keys if round_keys.ndim == 1 else round_keys[:, is_outside]
+        values[is_outside] = network(values[is_outside], bits, keys)
         is_outside = values >= size
     return values.astype(np.int64)
 
 
 def _feistel(values: NDArray[np.uint64], bits: int, round_keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Apply an unbalanced Feistel network on `bits` bits: each round keys one half by the other."""
-    low_bits = np.uint64(bits - bits // 2)
-    low_mask = np.uint64((1 << int(low_bits)) - 1)
-    high_mask = np.uint64((1 << (bits // 2)) - 1)
-    low, high = values & low_mask, values >> low_bits
+    low, high, low_bits, low_mask, high_mask = _split_halves(values, bits)
     for index in range(0, _ROUNDS, 2):
         low = low ^ (_mix(high, round_keys[index]) & low_mask)
         high = high ^ (_mix(low, round_keys[index + 1]) & high_mask)
     return (high << low_bits) | low
 
 
-def _mix(values: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
+def _invert_feistel(
+    values: NDArray[np.uint64], bits: int, round_keys: NDArray[np.uint64]
+) -> NDArray[np.uint64]:
+    """Apply the inverse of `_feistel`: its rounds backward."""
+    low, high, low_bits, low_mask, high_mask = _split_halves(values, bits)
+    for index in reversed(range(0, _ROUNDS, 2)):
+        high = high ^ (_mix(low, round_keys[index + 1]) & high_mask)
+        low = low ^ (_mix(high, round_keys[index]) & low_mask)
+    return (high << low_bits) | low
+
+
+def _split_halves(
+    values: NDArray[np.uint64], bits: int
+) -> tuple[NDArray[np.uint64], NDArray[np.uint64], np.uint64, np.uint64, np.uint64]:
+    """Return the low and the high half of `values`, the bits of the low one, and the masks of both."""
+    low_bits = np.uint64(bits - bits // 2)
+    low_mask = np.uint64((1 << int(low_bits)) - 1)
+    high_mask = np.uint64((1 << (bits // 2)) - 1)
+    return values & low_mask, values >> low_bits, low_bits, low_mask, high_mask
+
+
+def _mix(values: NDArray[np.uint64], key: np.uint64 | NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Apply the finalizer of splitmix64 (Steele et al. 2014): every input bit reaches every output bit."""
     mixed = values + key
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

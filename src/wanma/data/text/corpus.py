@@ -3,24 +3,44 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from wanma.data.text.documents import STANDARD_LIBRARY, Document, list_documents
-from wanma.data.text.token_file import TokenFile, open_or_build_token_file
-from wanma.data.text.tokenizer import load_tokenizer
+from wanma.data.documents.corpus_acceptance import (
+    acceptances,
+    entries_identity,
+    is_accepted,
+    report_unused,
+)
+from wanma.data.documents.document_groups import holds_records
+from wanma.data.documents.text_files import STANDARD_LIBRARY, list_documents
+from wanma.data.index.records import cache_folder
+from wanma.data.sampling.mixture_schedule import SourceWeight
+from wanma.data.stores.filesystems import is_remote_entry
+from wanma.data.stores.listing import StoredFile
+from wanma.data.text.encoding_task import ReadingSettings
+from wanma.data.text.preparation_measurement import measure_preparation
+from wanma.data.text.token_file import TokenFile, open_or_build_token_file, token_folder
+from wanma.data.text.tokenization import Progress
+from wanma.data.text.tokenizer import Tokenizer
 from wanma.data.text.validation_split import split_documents
+from wanma.job.forecast.data_feed import TextPreparation
 from wanma.job.sections.data import DataSection
 
 log = logging.getLogger("wanma.data")
 
 
-def build_token_files(section: DataSection, progress: Callable[[int, int], None] | None = None) -> None:
-    """Build the token files of text, and check that they hold enough for the job's sequences."""
-    texts = resolve_text_sources(section)
-    tokenizer = load_tokenizer(section.tokenizer)
+def build_token_files(
+    section: DataSection, texts: Sequence[TextSource], tokenizer: Tokenizer, progress: Progress | None = None
+) -> None:
+    """Build the token files of text, and check that they hold enough for the job's sequences.
+
+    Args:
+        section: the job's `[data]`.
+        texts: its sources, see `resolve_text_sources`.
+        tokenizer: its tokenizer.
+        progress: called with (bytes done, bytes in all).
+    """
     files: list[TokenFile] = []
     totals = [sum(document.size for document in text.documents) for text in texts]
     for number, text in enumerate(texts):
@@ -30,9 +50,12 @@ def build_token_files(section: DataSection, progress: Callable[[int, int], None]
             if progress is not None:
                 progress(text_start + document_bytes, sum(totals))
 
-        files.append(
-            open_or_build_token_file(text.documents, tokenizer, token_cache_folder(section), advance)
-        )
+        folder = token_folder(text.documents, tokenizer, cache_folder(section.cache), text.settings)
+        is_built = folder.is_dir()
+        files.append(open_token_file_of(text, tokenizer, section, advance))
+        if is_built:  # a build tells it before its long work
+            notes = acceptances(folder).get(entries_identity(text.documents), ())
+            report_unused(text.documents, notes)
     splits = split_documents(files, section.validation_fraction, section.sequence_length)
     if splits[0].validation_tail_fraction:
         log.warning(
@@ -42,34 +65,86 @@ def build_token_files(section: DataSection, progress: Callable[[int, int], None]
         )
 
 
-def token_cache_folder(section: DataSection) -> Path:
-    """Return the folder of token files: `data.cache`, or wanma's folder in the user's cache."""
-    if section.cache is not None:
-        return Path(section.cache).expanduser()
-    cache_home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache_home) if cache_home else Path.home() / ".cache") / "wanma"
+def open_token_file_of(
+    text: TextSource, tokenizer: Tokenizer, section: DataSection, progress: Progress | None = None
+) -> TokenFile:
+    """Open the token file of a source, or build it; see `open_or_build_token_file`."""
+    return open_or_build_token_file(
+        text.documents, tokenizer, cache_folder(section.cache), progress, settings=text.settings
+    )
 
 
-def storage_entries(section: DataSection) -> list[str]:
-    return [*section.text, *(entry for source in section.sources for entry in source.text), section.tokenizer]
+def preparation_of(
+    section: DataSection, texts: Sequence[TextSource], tokenizer: Tokenizer
+) -> TextPreparation:
+    """Return the preparation that the text of a job needs on this machine; see `measure_preparation`."""
+    cache = cache_folder(section.cache)
+    missing = [
+        document
+        for text in texts
+        if not token_folder(text.documents, tokenizer, cache, text.settings).is_dir()
+        for document in text.documents
+    ]
+    size = sum(document.size for text in texts for document in text.documents)
+    return measure_preparation(section, size, missing, tokenizer)
+
+
+def reads_records(section: DataSection, texts: Sequence[TextSource], tokenizer: Tokenizer) -> bool:
+    """Return True if token files are to be built of more than plain text, by libraries that start threads."""
+    cache = cache_folder(section.cache)
+    return any(
+        not is_accepted(token_folder(text.documents, tokenizer, cache, text.settings), text.documents)
+        and holds_records(text.documents)
+        for text in texts
+    )
+
+
+def reads_remote_storage(section: DataSection) -> bool:
+    """Return True if text or tokenizer are in remote storage, whose libraries start threads."""
+    entries = [
+        *section.text,
+        *(entry for source in section.sources for entry in source.text),
+        section.tokenizer,
+    ]
+    return any(is_remote_entry(entry) for entry in entries)
 
 
 @dataclass(frozen=True)
 class TextSource:
-    """One text source of a job: name, weight in the mixture, and documents."""
+    """One text source of a job: name, weight in the mixture, and files with documents."""
 
     name: str
-    weight: float
-    documents: Sequence[Document]
+    weight: SourceWeight
+    documents: Sequence[StoredFile]
+    settings: ReadingSettings = field(default_factory=ReadingSettings)
 
 
-def resolve_text_sources(section: DataSection) -> list[TextSource]:
-    """Return the text sources of a job; without any, the standard library's source."""
-    if section.sources:
-        return [
-            TextSource(
-                source.name, source.weight, list_documents(source.text, f"data.sources[{number}].text")
-            )
-            for number, source in enumerate(section.sources)
-        ]
-    return [TextSource("text", 1.0, list_documents(section.text or [STANDARD_LIBRARY]))]
+def resolve_text_sources(section: DataSection, node: str = "") -> list[TextSource]:
+    """Return the text sources of a job; without any, the standard library's source.
+
+    Args:
+        section: the job's `[data]`.
+        node: name of this node, see `ReadingSettings.node`.
+    """
+    if not section.sources:
+        documents = list_documents(section.text or [STANDARD_LIBRARY])
+        return [TextSource("text", 1.0, documents, _settings(section, None, node))]
+    return [
+        TextSource(
+            source.name,
+            source.weight,
+            list_documents(source.text, f"data.sources[{number}].text"),
+            _settings(section, source.text_field, node),
+        )
+        for number, source in enumerate(section.sources)
+    ]
+
+
+def _settings(section: DataSection, text_field: str | None, node: str) -> ReadingSettings:
+    return ReadingSettings(
+        text_field or section.text_field,
+        section.bad_data,
+        section.bad_data_limit,
+        section.cache_bytes,
+        node=node,
+    )

@@ -1,6 +1,7 @@
 """Child process that runs `prepare_job_data` (`python -m wanma.data.text.preparation_process`).
 
-The section comes in as JSON; progress and an error, if any, go out as one JSON object per line.
+The section and the name of the node come in as JSON, a line each; progress and an error, if any, go out as
+one JSON object per line.
 """
 
 from __future__ import annotations
@@ -11,26 +12,50 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
 
-from wanma.data.text.corpus import build_token_files
+from wanma.data.text.corpus import build_token_files, preparation_of, resolve_text_sources
+from wanma.data.text.tokenizer import load_tokenizer
 from wanma.job.errors import WanmaError
+from wanma.job.forecast.data_feed import TextPreparation
 from wanma.job.sections.data import DataSection
 
+_MEASURE, _ANNOUNCE = "--measure", "--announce"
+"""Arguments of a process that measures and prepares nothing, and of one that measures before it prepares."""
 
-def prepare_in_subprocess(section: DataSection, progress: Callable[[int, int], None] | None) -> None:
-    """Build token files in a child process, so that its threads end with it."""
+
+def prepare_in_subprocess(
+    section: DataSection,
+    progress: Callable[[int, int], None] | None,
+    announce: Callable[[TextPreparation], None] | None = None,
+    node: str = "",
+) -> None:
+    """Build token files in a child process, so that its threads end with it.
+
+    Args:
+        section: the job's `[data]`.
+        progress: called with (bytes done, bytes in all).
+        announce: called before it begins, with what is to be prepared.
+        node: name of this node, see `ReadingSettings.node`.
+    """
     command = [sys.executable, "-m", "wanma.data.text.preparation_process"]
+    if announce is not None:
+        command.append(_ANNOUNCE)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdin is not None
         assert child.stdout is not None
         try:
-            child.stdin.write(section.model_dump_json() + "\n")
+            child.stdin.write(f"{section.model_dump_json()}\n{json.dumps(node)}\n")
             child.stdin.flush()
             for line in child.stdout:
                 message = json.loads(line)
                 if "error" in message:
                     raise WanmaError(*message["error"])
-                if progress is not None:
+                if "preparation" in message:
+                    if announce is not None:
+                        announce(TextPreparation.from_json(message["preparation"]))
+                elif progress is not None:
                     progress(*message["progress"])
             code = child.wait()
         finally:
@@ -39,21 +64,58 @@ def prepare_in_subprocess(section: DataSection, progress: Callable[[int, int], N
         raise WanmaError(f"the data preparation process exited with code {code}", "see its message above")
 
 
-def main() -> None:
+def measure_in_subprocess(section: DataSection, deadline_seconds: float) -> TextPreparation:
+    """Return the preparation that a job's text needs, measured in a child process.
+
+    Raises:
+        WanmaError: the text is missing or cannot be read, or its store did not answer in time.
+    """
+    command = [sys.executable, "-m", "wanma.data.text.preparation_process", _MEASURE]
+    try:
+        child = subprocess.run(
+            command,
+            input=f'{section.model_dump_json()}\n""\n',
+            capture_output=True,
+            text=True,
+            timeout=deadline_seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise WanmaError(
+            f"the store did not answer within {deadline_seconds:g} s; data.probe_store=false asks it nothing"
+        ) from None
+    for line in child.stdout.splitlines():
+        message = json.loads(line)
+        if "error" in message:
+            raise WanmaError(*message["error"])
+        return TextPreparation.from_json(message["preparation"])
+    raise WanmaError(f"the measuring process exited with code {child.returncode}: {child.stderr[-300:]}")
+
+
+def main(*arguments: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; our parent decides
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints must not look like an answer
     section = DataSection.model_validate_json(sys.stdin.readline())
+    node = json.loads(sys.stdin.readline())
+
+    def answer(**message: Any) -> None:
+        print(json.dumps(message), file=answers, flush=True)
+
     try:
-        build_token_files(
-            section,
-            lambda processed, total: print(
-                json.dumps({"progress": [processed, total]}), file=answers, flush=True
-            ),
-        )
+        texts, tokenizer = resolve_text_sources(section, node), load_tokenizer(section.tokenizer)
+        if arguments:
+            answer(preparation=asdict(preparation_of(section, texts, tokenizer)))
+        if _MEASURE not in arguments:
+            build_token_files(
+                section,
+                texts,
+                tokenizer,
+                lambda processed, total: answer(progress=[processed, total]),
+            )
     except WanmaError as error:
-        print(json.dumps({"error": [error.message, error.hint, error.exit_code]}), file=answers, flush=True)
+        answer(error=[error.message, error.hint, error.exit_code])
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

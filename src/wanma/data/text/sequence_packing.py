@@ -23,6 +23,9 @@ class PackedSequences:
         lengths = segments[:, 1] - segments[:, 0]
         self._length = sequence_length
         self._tokens = tokens
+        self._windows: NDArray[Any] = (
+            sliding_window_view(tokens, sequence_length + 1) if len(tokens) > sequence_length else tokens
+        )
         self._starts = np.concatenate([[0], np.cumsum(lengths)])  # of each segment, in the stream
         self._file_offset = (
             segments[:, 0] - self._starts[:-1]
@@ -30,15 +33,15 @@ class PackedSequences:
         self.token_count = int(lengths.sum())
         self.sequence_count = max((self.token_count - 1) // sequence_length, 0)
 
-    def read(self, sequence_indices: IndexArray) -> NDArray[np.int64]:
-        """Return the tokens (rows, sequence_length + 1) of the sequences with these indices."""
+    def read(self, sequence_indices: IndexArray) -> NDArray[Any]:
+        """Return the tokens (rows, sequence_length + 1) of the sequences with these indices, as stored."""
         starts = sequence_indices * self._length
         first, last = self._segment(starts), self._segment(starts + self._length)
         is_in_one_segment = first == last
         if is_in_one_segment.all():
-            windows: NDArray[Any] = self._windows[starts + self._file_offset[first]]
-            return windows.astype(np.int64)
-        rows = np.empty((len(sequence_indices), self._length + 1), np.int64)
+            rows: NDArray[Any] = self._windows[starts + self._file_offset[first]]
+            return rows
+        rows = np.empty((len(sequence_indices), self._length + 1), self._tokens.dtype)
         rows[is_in_one_segment] = self._windows[
             starts[is_in_one_segment] + self._file_offset[first[is_in_one_segment]]
         ]
@@ -49,10 +52,6 @@ class PackedSequences:
     def segment_starts(self, sequence_indices: IndexArray) -> NDArray[np.bool_]:
         """Return a mask (rows, sequence_length + 1), true at each segment's first token, after other text."""
         return np.isin(self._positions(sequence_indices), self._starts)
-
-    @property
-    def _windows(self) -> NDArray[Any]:
-        return sliding_window_view(self._tokens, self._length + 1)
 
     def _segment(self, positions: IndexArray) -> NDArray[np.intp]:
         return np.searchsorted(self._starts, positions, side="right") - 1

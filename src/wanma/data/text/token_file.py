@@ -2,43 +2,77 @@
 
 One folder per (documents, tokenizer, format), named by their identity:
 
-    tokens.bin      every document's tokens and its end-of-document token, uint16 or uint32, little endian
+    tokens.bin      every document's tokens and its end-of-document token, uint16 or uint32, little endian;
+                    missing where a local file holds them in this form, which is then mapped as it is
     offsets.bin     int64: document i is tokens[offsets[i] : offsets[i + 1]]
     digests.bin     uint64: a hash of each document's content, which decides its side of the split
     header.json     format, sizes and SHA-256 of the three, and the hash of all: equal where the data is equal
     verified.json   files (size, times, inode) whose hashes were verified; a changed file is hashed again
+    accepted.json   entries of jobs, besides the builder's, whose files may be read as these documents are
 
 A folder appears by one rename after everything in it has reached the disk. The lock of a builder dies with
-its process, so a half-built folder belongs to no one and the next builder removes it. No torch here.
+its process; the next builder goes on with what it has left. No torch here.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
-import os
 import shutil
+import socket
+import tempfile
+import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wanma.data.text.content_detection import unsupported_content_error
-from wanma.data.text.documents import Document
-from wanma.data.text.tokenization import Progress, TokenFileWriter, tokenize_documents
+from wanma.data.documents.corpus_acceptance import (
+    accept_documents,
+    document_key,
+    entries_identity,
+    is_accepted,
+    note_acceptance,
+    report_unused,
+    unused_notes,
+)
+from wanma.data.documents.document_groups import DocumentGroup
+from wanma.data.stores.atomic_file import sync_to_disk
+from wanma.data.stores.listing import StoredFile
+from wanma.data.text.encoding_task import (
+    EncodingResult,
+    ReadingSettings,
+    check_bad_limit,
+    check_corpus,
+)
+from wanma.data.text.part_writer import TOKEN_FILES, JournalMismatchError, TokenFileWriter
+from wanma.data.text.preparation_measurement import record_preparation
+from wanma.data.text.shared_tasks import (
+    build_folder_of,
+    builder_lock,
+    is_being_built,
+    remove_abandoned_builds,
+)
+from wanma.data.text.stored_tokens import StoredTokens, find_stored_tokens
+from wanma.data.text.tokenization import (
+    Progress,
+    encoding_processes,
+    help_tokenizing,
+    tokenize_documents,
+)
 from wanma.data.text.tokenizer import Tokenizer
-from wanma.job.errors import JobError, WanmaError
+from wanma.job.errors import EXIT_USAGE, WanmaError
 from wanma.job.run.run_directory import write_json
 
 _FORMAT = "wanma-tokens"
 _VERSION = 1
-_FILES = ("tokens.bin", "offsets.bin", "digests.bin")
+_LISTED_BAD_ROWS = 1000
 
 log = logging.getLogger("wanma.data")
 
@@ -63,47 +97,101 @@ class TokenFile:
         return str(self.header["data_hash"])
 
     @property
+    def bad_rows(self) -> list[list[Any]]:
+        """Bad rows and files that were left out: address, row (None: the whole file), cause; up to 1,000."""
+        return list(self.header.get("bad_rows", {}).get("listed", []))
+
+    @property
+    def bad_row_count(self) -> int:
+        """Number of all bad rows and files that were left out."""
+        return int(self.header.get("bad_rows", {}).get("count", 0))
+
+    @property
     def lengths(self) -> NDArray[np.int64]:
         """Number of tokens of each document, including its end."""
         return np.diff(self.offsets)
 
 
 def open_or_build_token_file(
-    documents: Sequence[Document],
+    documents: Sequence[StoredFile],
     tokenizer: Tokenizer,
     cache_folder: Path,
     progress: Progress | None = None,
     process_count: int | None = None,
+    settings: ReadingSettings | None = None,
 ) -> TokenFile:
     """Open the token file of `documents`, building it first when it is missing or damaged.
 
     Safe to call from many processes at once: one builds, the others wait and open its result.
 
     Args:
-        documents: the corpus, in order.
+        documents: the files of the corpus, in order.
         tokenizer: the tokenizer.
         cache_folder: folder of token files.
         progress: called with (bytes done, bytes in all) while building.
         process_count: encoding processes; default: by the size of the corpus and the usable cores.
+        settings: keys of the job that decide what the documents are; default: the job's defaults.
 
     Raises:
         WanmaError: a document cannot be read, the disk is full, or the cache cannot be written to.
     """
-    folder = cache_folder / "tokens" / _cache_key(documents, tokenizer)
+    settings = settings or ReadingSettings()
+    folder = token_folder(documents, tokenizer, cache_folder, settings)
     with _explain_disk_errors(folder.parent):
-        with suppress(FileNotFoundError, TokenFileCorruptError):
-            return open_token_file(folder)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(folder):  # look again: the last holder may have built or repaired the file
-            try:
-                return open_token_file(folder)
-            except FileNotFoundError:
-                pass
-            except TokenFileCorruptError as error:
-                log.warning("token file %s is damaged (%s) and is built again", folder, error)
-                shutil.rmtree(folder)
-            _build(folder, documents, tokenizer, progress, process_count)
-            return open_token_file(folder)
+        file = _open_or_build(folder, documents, tokenizer, settings, progress, process_count)
+    check_bad_limit(file.bad_row_count, file.bad_rows, settings)
+    return file
+
+
+def token_folder(
+    documents: Sequence[StoredFile], tokenizer: Tokenizer, cache_folder: Path, settings: ReadingSettings
+) -> Path:
+    """Return the folder of a token file, which exists once it is complete; arguments as of its opening."""
+    return cache_folder / "tokens" / _cache_key(documents, tokenizer, settings)
+
+
+def _open_or_build(
+    folder: Path,
+    documents: Sequence[StoredFile],
+    tokenizer: Tokenizer,
+    settings: ReadingSettings,
+    progress: Progress | None,
+    process_count: int | None,
+) -> TokenFile:
+    with suppress(FileNotFoundError, TokenFileCorruptError):
+        return _open_accepted(folder, documents, settings)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+
+    def help_builder() -> None:
+        _help(folder, documents, tokenizer, settings, progress, process_count)
+
+    with builder_lock(folder, _node_of(settings), help_builder):
+        # Look again: the last holder may have built or repaired the file.
+        try:
+            return _open_accepted(folder, documents, settings)
+        except FileNotFoundError:
+            pass
+        except TokenFileCorruptError as error:
+            log.warning("token file %s is damaged (%s) and is built again", folder, error)
+            shutil.rmtree(folder)
+        _build(folder, documents, tokenizer, settings, progress, process_count)
+        return open_token_file(folder)
+
+
+def _open_accepted(folder: Path, documents: Sequence[StoredFile], settings: ReadingSettings) -> TokenFile:
+    """Open a token file; for entries that it was not accepted for, its documents are looked at before.
+
+    Raises:
+        JobError: records lack the field of the job.
+        FileNotFoundError, TokenFileCorruptError: as of `open_token_file`.
+    """
+    file = open_token_file(folder)
+    if not is_accepted(folder, documents):
+        with tempfile.TemporaryDirectory(prefix="wanma-blocks-") as scratch:
+            opener = replace(settings, cache_folder=scratch).opener(documents)
+            _, unused = accept_documents(documents, settings.text_field, opener)
+        note_acceptance(folder, documents, unused_notes(unused, settings.text_field))
+    return file
 
 
 def open_token_file(folder: Path) -> TokenFile:
@@ -119,8 +207,13 @@ def open_token_file(folder: Path) -> TokenFile:
         header = json.loads((folder / "header.json").read_text(encoding="utf-8"))
         if (header["format"], header["version"]) != (_FORMAT, _VERSION):
             raise TokenFileCorruptError(f"its format is {header['format']} {header['version']}")
-        _verify(folder, header)
-        tokens = np.memmap(folder / "tokens.bin", dtype=header["dtype"], mode="r")
+        stored = StoredTokens(**header["stored_tokens"]) if "stored_tokens" in header else None
+        _verify(folder, header, stored)
+        tokens: NDArray[Any]
+        if stored is not None:
+            tokens = stored.map(header["dtype"])
+        else:
+            tokens = np.memmap(folder / "tokens.bin", dtype=header["dtype"], mode="r")
         offsets = np.memmap(folder / "offsets.bin", dtype="<i8", mode="r")
         digests = np.memmap(folder / "digests.bin", dtype="<u8", mode="r")
     except (ValueError, KeyError, TypeError) as error:
@@ -130,24 +223,30 @@ def open_token_file(folder: Path) -> TokenFile:
     return TokenFile(folder, header, tokens, offsets, digests)
 
 
-def _verify(folder: Path, header: dict[str, Any]) -> None:
+def _verify(folder: Path, header: dict[str, Any], stored: StoredTokens | None) -> None:
     """Compare sizes and hashes; hash only files that have changed since they were last verified."""
-    file_stats = {name: _stat(folder / name) for name in _FILES}
-    for name in _FILES:
-        if not (folder / name).is_file():
+    paths = {name: folder / name for name in TOKEN_FILES}
+    if stored is not None:
+        paths["tokens.bin"] = Path(stored.path)
+    file_stats = {name: _stat(path) for name, path in paths.items()}
+    for name, path in paths.items():
+        if not path.is_file():
             raise TokenFileCorruptError(f"{name} is not a file")
-        if file_stats[name][0] != header["files"][name]["size"]:
-            raise TokenFileCorruptError(
-                f"{name} has {file_stats[name][0]} bytes, not {header['files'][name]['size']}"
-            )
+        size, listed_size = file_stats[name][0], header["files"][name]["size"]
+        if path.parent == folder and size != listed_size:  # a mapped range is hashed, or its file has changed
+            raise TokenFileCorruptError(f"{name} has {size} bytes, not {listed_size}")
     stamp_file = folder / "verified.json"
     with suppress(FileNotFoundError, ValueError):  # without a readable stamp, hash
         if json.loads(stamp_file.read_text(encoding="utf-8")) == file_stats:
             return
-    for name in _FILES:
-        with (folder / name).open("rb") as stream:
-            if hashlib.file_digest(stream, "sha256").hexdigest() != header["files"][name]["sha256"]:
-                raise TokenFileCorruptError(f"the content of {name} does not match its hash")
+    for name, path in paths.items():
+        if stored is not None and name == "tokens.bin":
+            digest = stored.sha256()
+        else:
+            with path.open("rb") as stream:
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        if digest != header["files"][name]["sha256"]:
+            raise TokenFileCorruptError(f"the content of {path.name} does not match its hash")
     with suppress(OSError):  # a shared cache may be read-only, or full: then each opening hashes
         write_json(stamp_file, file_stats)
 
@@ -157,108 +256,203 @@ def _stat(path: Path) -> list[int]:
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
-def _cache_key(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
-    """Return the folder's name: a hash of everything that determines the tokens, documents unread."""
-    document_keys = [
-        [document.url, document.size, document.version, document.is_named] for document in documents
-    ]
-    text = json.dumps([_FORMAT, _VERSION, tokenizer.fingerprint, document_keys])
+def _cache_key(documents: Sequence[StoredFile], tokenizer: Tokenizer, settings: ReadingSettings) -> str:
+    """Return the folder's name: a hash of everything that determines the tokens, documents unread.
+
+    Keys of the job that have their default are not part of it, so that older token files stay in use.
+    """
+    document_keys = [document_key(document) for document in documents]
+    text = json.dumps([_FORMAT, _VERSION, tokenizer.fingerprint, document_keys, *settings.identity])
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def _build(
     folder: Path,
-    documents: Sequence[Document],
+    documents: Sequence[StoredFile],
     tokenizer: Tokenizer,
+    settings: ReadingSettings,
     progress: Progress | None,
     process_count: int | None,
 ) -> None:
-    build_folder = folder.with_name(f"{folder.name}.building")
-    shutil.rmtree(build_folder, ignore_errors=True)  # of a builder that died: we hold the lock
-    build_folder.mkdir()
+    """Build a token file; after an interruption or a failure of a store the work that is done stays.
+
+    Bad data and a full disk leave nothing: another try would begin with other data, or needs the space.
+    """
+    build_folder = build_folder_of(folder)
+    build_folder.mkdir(exist_ok=True)
+    _remove_unjoined_parts(build_folder)
+    remove_abandoned_builds(folder.parent)
+    settings = _with_block_cache(settings, build_folder)
+    is_begun, start = _has_parts(build_folder), time.perf_counter()
     try:
-        with TokenFileWriter(build_folder / "tokens.bin", tokenizer.dtype) as writer:
-            result = tokenize_documents(documents, tokenizer, writer, build_folder, progress, process_count)
-        if not result.lengths:
-            raise JobError(
-                f"{documents[0].job_key}: the corpus is empty: none of {len(documents)} files contains text "
-                f"({result.binary_files} are binary)",
-                "name files or folders with text, or use ['stdlib']",
-            )
-        if 2 * result.json_record_files > len(
-            result.lengths
-        ):  # a few data files among much else are accepted
-            raise unsupported_content_error(
-                documents[0].job_key, f"most of {len(documents)} files", "records", ""
-            )
-        offsets = np.concatenate([[0], np.cumsum(result.lengths, dtype=np.int64)])
-        hashes = {
-            "tokens.bin": writer.sha256,
-            "offsets.bin": _write_array(build_folder / "offsets.bin", offsets.astype("<i8")),
-            "digests.bin": _write_array(build_folder / "digests.bin", np.array(result.digests, dtype="<u8")),
-        }
-        header = {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "dtype": tokenizer.dtype.str,
-            "tokens": int(offsets[-1]),
-            "documents": len(result.lengths),
-            "vocabulary": tokenizer.vocabulary_size,
-            "end_of_document": tokenizer.end_of_document_id,
-            "tokenizer": tokenizer.fingerprint,
-            "skipped": {"binary": result.binary_files, "empty": result.empty_files},
-            "not_utf8": result.non_utf8_documents,
-            "files": {
-                name: {"size": (build_folder / name).stat().st_size, "sha256": hashes[name]}
-                for name in _FILES
-            },
-            "data_hash": hashlib.sha256(
-                "".join([tokenizer.fingerprint, *hashes.values()]).encode()
-            ).hexdigest(),
-        }
+        groups, unused = accept_documents(documents, settings.text_field, settings.opener(documents))
+        notes = unused_notes(unused, settings.text_field)
+        report_unused(documents, notes)
+        stored = find_stored_tokens(groups, tokenizer)
+        built = _encode(build_folder, groups, tokenizer, settings, progress, process_count, stored)
+        if stored is not None and built.hashes["tokens.bin"] != stored.sha256():  # a document was left out
+            stored = None
+            built = _encode(build_folder, groups, tokenizer, settings, progress, process_count, stored)
+        reasons = "; ".join(one.describe(settings.text_field) for one in unused)
+        check_corpus(documents, built.result, reasons)
+        header = _header(build_folder, groups, tokenizer, built, stored)
+        header["accepted"] = {entries_identity(documents): notes}
         write_json(build_folder / "header.json", header)
-        _sync(build_folder / "header.json")
-        _sync(build_folder)
-        write_json(build_folder / "verified.json", {name: _stat(build_folder / name) for name in _FILES})
+        _remove_temporary(build_folder)
+        sync_to_disk(build_folder / "header.json")
+        sync_to_disk(build_folder)
+        paths = {name: build_folder / name for name in TOKEN_FILES}
+        if stored is not None:
+            paths["tokens.bin"] = Path(stored.path)
+        write_json(build_folder / "verified.json", {name: _stat(path) for name, path in paths.items()})
         build_folder.rename(folder)
-        _sync(folder.parent)
-    except BaseException:
-        shutil.rmtree(build_folder, ignore_errors=True)  # the first error is the one to report
+        if not is_begun and stored is None:
+            processes = encoding_processes(groups, tokenizer, process_count)
+            seconds = time.perf_counter() - start
+            record_preparation(folder.parent.parent, documents, tokenizer, seconds, processes)
+        _remove_temporary(folder)  # of a helper that began a task at the last moment
+        sync_to_disk(folder.parent)
+    except BaseException as error:
+        is_final = isinstance(error, OSError) or getattr(error, "exit_code", 0) == EXIT_USAGE
+        if is_final or not _has_parts(build_folder):
+            shutil.rmtree(build_folder, ignore_errors=True)  # the first error is the one to report
         raise
 
 
-def _write_array(path: Path, array: NDArray[Any]) -> str:
-    content = array.tobytes()
-    with path.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    return hashlib.sha256(content).hexdigest()
+@dataclass(frozen=True)
+class _Built:
+    """Files of a token file, without its header."""
+
+    result: EncodingResult
+    hashes: dict[str, str]
+    tokens: int
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Hold the lock as the only builder of `folder`. The kernel drops the lock of a process that dies."""
-    with folder.with_name(f"{folder.name}.lock").open("a+") as file:
+def _encode(
+    folder: Path,
+    groups: Sequence[DocumentGroup],
+    tokenizer: Tokenizer,
+    settings: ReadingSettings,
+    progress: Progress | None,
+    process_count: int | None,
+    stored: StoredTokens | None,
+) -> _Built:
+    """Write the three files; parts that a killed builder has left are kept."""
+    identity = {"tokenizer": tokenizer.fingerprint, "settings": settings.identity}
+    for is_last in (False, True):
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            log.info("waiting for process %s, which builds the token file %s", file.read() or "?", folder)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        file.truncate()
-        file.write(str(os.getpid()))
-        file.flush()
-        yield
+            with TokenFileWriter(folder, tokenizer.dtype, identity, stored is None) as writer:
+                result = tokenize_documents(
+                    groups, tokenizer, writer, settings, _node_of(settings), progress, process_count
+                )
+            return _Built(result, writer.hashes, writer.tokens)
+        except JournalMismatchError:  # another version of wanma has cut the corpus into other tasks
+            if is_last:
+                raise
+            (folder / "journal.jsonl").unlink()
+    raise AssertionError("unreachable")
+
+
+def _remove_unjoined_parts(build_folder: Path) -> None:
+    """Remove the parts of a killed builder that had not reached the token file."""
+    for path in (*build_folder.glob("part-*"), *build_folder.glob("tokenizer-*")):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _help(
+    folder: Path,
+    documents: Sequence[StoredFile],
+    tokenizer: Tokenizer,
+    settings: ReadingSettings,
+    progress: Progress | None,
+    process_count: int | None,
+) -> None:
+    """Encode tasks of a token file that another node builds in the common cache, until it has ended.
+
+    A failure is left to the builder, which meets it too.
+    """
+    build_folder = build_folder_of(folder)
+
+    def is_over() -> bool:
+        return not is_being_built(folder) or not build_folder.is_dir()
+
+    if not build_folder.is_dir():
+        return
+    try:
+        settings = _with_block_cache(settings, build_folder)
+        groups, _ = accept_documents(documents, settings.text_field, settings.opener(documents))
+        count = help_tokenizing(
+            groups, tokenizer, build_folder, settings, _node_of(settings), is_over, progress, process_count
+        )
+        log.info("%s tasks of the token file %s were encoded here for another node", count, folder)
+    except (WanmaError, OSError) as error:
+        log.info("the builder of the token file %s goes on alone: %s", folder, error)
+
+
+def _with_block_cache(settings: ReadingSettings, build_folder: Path) -> ReadingSettings:
+    """Return settings with a cache of remote files, which every node has for itself."""
+    if settings.cache_folder:
+        return settings
+    cache_folder = build_folder / f"blocks-{_node_of(settings)}"
+    return replace(settings, cache_folder=str(cache_folder))
+
+
+def _remove_temporary(build_folder: Path) -> None:
+    """Remove everything but the token file itself."""
+    for path in build_folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name not in (*TOKEN_FILES, "header.json", "verified.json"):
+            path.unlink(missing_ok=True)
+
+
+def _has_parts(build_folder: Path) -> bool:
+    """Return True if a builder that goes on finds parts in the folder."""
+    journal = build_folder / "journal.jsonl"
+    return journal.exists() and journal.read_bytes().count(b"\n") > 1
+
+
+def _header(
+    folder: Path,
+    groups: Sequence[DocumentGroup],
+    tokenizer: Tokenizer,
+    built: _Built,
+    stored: StoredTokens | None,
+) -> dict[str, Any]:
+    """Return the content of header.json."""
+    result, hashes = built.result, built.hashes
+    sizes = {name: (folder / name).stat().st_size for name in TOKEN_FILES if (folder / name).exists()}
+    if stored is not None:
+        sizes["tokens.bin"] = stored.size
+    header: dict[str, Any] = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "dtype": tokenizer.dtype.str,
+        "tokens": built.tokens,
+        "documents": result.documents,
+        "vocabulary": tokenizer.vocabulary_size,
+        "end_of_document": tokenizer.end_of_document_id,
+        "tokenizer": tokenizer.fingerprint,
+        "skipped": {"binary": result.binary_files, "empty": result.empty_documents},
+        "not_utf8": result.non_utf8_documents,
+        "formats": dict(Counter(group.format_name or "text" for group in groups)),
+        "bad_rows": {"count": len(result.bad_rows), "listed": result.bad_rows[:_LISTED_BAD_ROWS]},
+        "files": {name: {"size": sizes[name], "sha256": hashes[name]} for name in TOKEN_FILES},
+        "data_hash": hashlib.sha256("".join([tokenizer.fingerprint, *hashes.values()]).encode()).hexdigest(),
+    }
+    return header if stored is None else {**header, "stored_tokens": stored.to_json()}
+
+
+def node_name() -> str:
+    """Return the name of this node, by which builders with a common cache tell each other."""
+    return socket.gethostname()
+
+
+def _node_of(settings: ReadingSettings) -> str:
+    return settings.node or node_name()
 
 
 @contextmanager

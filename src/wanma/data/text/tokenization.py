@@ -1,4 +1,4 @@
-"""Encoding of a corpus: in this process when it is small, else in several that each take documents in turn.
+"""Encoding of a corpus: in this process when it is small, else in several that each take tasks in turn.
 
 The processes are fresh interpreters (`tokenization_process.py`), neither forked nor re-importing the user's
 script, so that this works from any process and from any script. They are gone when `tokenize_documents`
@@ -7,229 +7,245 @@ returns.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import queue
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from itertools import chain, islice
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from wanma.data.text.content_detection import detect_content, unsupported_content_error
-from wanma.data.text.documents import Document, filesystem_to_json
+from wanma.data.documents.document_groups import DocumentGroup
+from wanma.data.stores.filesystems import is_shared_memory
+from wanma.data.text.encoding_task import (
+    EncodingResult,
+    EncodingTask,
+    ReadingSettings,
+    check_bad_limit,
+    plan_tasks,
+    run_task,
+)
+from wanma.data.text.part_writer import TokenFileWriter
+from wanma.data.text.shared_tasks import Encode, EncodedPart, SharedTasks
+from wanma.data.text.task_json import task_to_json
 from wanma.data.text.tokenizer import BytesTokenizer, Tokenizer
 from wanma.job.errors import WanmaError
+from wanma.job.run.resource_limits import usable_cores
 
 Progress = Callable[[int, int], None]
 """Callback for (bytes done, bytes in all)."""
 
-_TASK_BYTES = 1 << 20
+_Done = tuple[int, EncodingTask, EncodedPart | None]
+"""Number of a task, the task, and its part; None: another node encodes it, which only a helper leaves so."""
+
 _BYTE_TEXT_PER_PROCESS = 512 << 20
 _BPE_TEXT_PER_PROCESS = 4 << 20
 """Bytes of text per additional process: copying bytes is fast, merging them into words is not."""
-
-
-@dataclass
-class TokenizationResult:
-    """Result of encoding, in the documents' order; documents without tokens are only counted."""
-
-    lengths: list[int] = field(default_factory=list)
-    digests: list[int] = field(default_factory=list)
-    binary_files: int = 0
-    empty_files: int = 0
-    non_utf8_documents: int = 0
-    json_record_files: int = 0
-    """Number of files with tokens that are JSON records."""
-
-    def extend(self, other: TokenizationResult) -> None:
-        self.lengths += other.lengths
-        self.digests += other.digests
-        self.binary_files += other.binary_files
-        self.empty_files += other.empty_files
-        self.non_utf8_documents += other.non_utf8_documents
-        self.json_record_files += other.json_record_files
-
-
-class TokenFileWriter:
-    """Writer of a token file that computes its hash, and syncs it to disk when closed without an error."""
-
-    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
-        self.sha256 = ""
-        self._hash = hashlib.sha256()
-        self._dtype = dtype
-        self._file = path.open("wb")
-
-    def write(self, tokens: NDArray[Any]) -> None:
-        self.write_bytes(tokens.astype(self._dtype, copy=False).tobytes())
-
-    def write_bytes(self, content: bytes) -> None:
-        self._hash.update(content)
-        self._file.write(content)
-
-    def __enter__(self) -> TokenFileWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._file:
-            if error is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-                self.sha256 = self._hash.hexdigest()
+_TASKS_PER_PROCESS = 2
+"""Tasks for each process that are done or under way before their parts are joined."""
 
 
 def tokenize_documents(
-    documents: Sequence[Document],
+    groups: Sequence[DocumentGroup],
     tokenizer: Tokenizer,
     writer: TokenFileWriter,
-    scratch: Path,
+    settings: ReadingSettings,
+    node: str,
     progress: Progress | None = None,
     process_count: int | None = None,
-) -> TokenizationResult:
-    """Write every document's tokens, in order, to `writer`.
+) -> EncodingResult:
+    """Write every document's tokens, in order, to `writer`; parts that it has already are not done again.
 
     Args:
-        documents: the corpus, in order.
+        groups: the corpus, in order.
         tokenizer: the tokenizer.
-        writer: the token file.
-        scratch: existing folder for the processes' parts; they are removed one by one.
+        writer: the token file; its folder holds the processes' parts, which are removed one by one.
+        settings: keys of the job.
+        node: name of this node; others with a common cache may help.
         progress: called with (bytes done, bytes in all).
         process_count: number of processes; default: by the size of the corpus, up to the cores.
+
+    Raises:
+        WanmaError: a file cannot be read, or data is bad and refused, or too much of it is bad.
     """
-    total_bytes = sum(document.size for document in documents)
-    tasks = _group_tasks(documents)
-    if process_count is None:
-        is_bytes = isinstance(tokenizer, BytesTokenizer)
-        process_count = min(
-            _usable_cores(), total_bytes // (_BYTE_TEXT_PER_PROCESS if is_bytes else _BPE_TEXT_PER_PROCESS)
-        )
-    are_readable_by_processes = all("memory" not in document.filesystem.protocol for document in documents)
-    total_result = TokenizationResult()
+    total_bytes = sum(group.size for group in groups)
     processed_bytes = 0
+    total = EncodingResult()
     if progress:
         progress(0, total_bytes)
-    if (
-        process_count > 1 and len(tasks) > 1 and are_readable_by_processes
-    ):  # no other process can read files in our memory
-        results = _tokenize_in_processes(tasks, tokenizer, writer, scratch, min(process_count, len(tasks)))
-    else:
-        results = (tokenize_in_process(task, tokenizer, writer) for task in tasks)
-    for task, result in zip(tasks, results, strict=True):
-        total_result.extend(result)
-        processed_bytes += sum(document.size for document in task)
+
+    def note(task: EncodingTask, result: EncodingResult) -> None:
+        nonlocal processed_bytes
+        total.extend(result)
+        check_bad_limit(len(total.bad_rows), total.bad_rows, settings)
+        processed_bytes += task.size
         if progress:
-            progress(processed_bytes, total_bytes)
-    return total_result
+            progress(min(processed_bytes, total_bytes), total_bytes)
+
+    shared = SharedTasks(writer.folder, node)
+    tasks: Iterator[tuple[int, EncodingTask]] = enumerate(plan_tasks(groups, writer.folder, settings))
+    for number, task in tasks:
+        written = writer.written_result(task.name)
+        if written is None:
+            tasks = chain([(number, task)], tasks)
+            break
+        note(task, EncodingResult(**written))
+        shared.mark_joined(number)
+    runner = _Runner(tokenizer, writer.folder, settings, shared.run_as_builder)
+    for number, task, encoded in runner.run(tasks, encoding_processes(groups, tokenizer, process_count)):
+        assert encoded is not None
+        part, result = encoded
+        writer.append(part, task.name, result.to_json())
+        shared.mark_joined(number)
+        note(task, result)
+    if progress and processed_bytes != total_bytes:  # rows are counted by their share of a file
+        progress(total_bytes, total_bytes)
+    return total
 
 
-def tokenize_in_process(
-    documents: Sequence[Document], tokenizer: Tokenizer, writer: TokenFileWriter
-) -> TokenizationResult:
-    """Encode documents one after the other in this process."""
-    result = TokenizationResult()
-    for document in documents:
-        digest = hashlib.blake2b(digest_size=8)
-        length, is_valid_utf8, is_detected = 0, True, False
-        for piece in document.read_chunks():
-            if not is_detected:
-                is_detected = True
-                content, name = detect_content(piece)
-                if content != "text" and document.is_named:
-                    raise unsupported_content_error(document.job_key, document.url, content, name)
-                if content == "binary":
-                    result.binary_files += 1
-                    break
-                result.json_record_files += content == "records"
-            digest.update(piece)
-            if tokenizer.needs_utf8 and is_valid_utf8:
-                is_valid_utf8 = _is_utf8(piece)
-            tokens = tokenizer.encode(piece)
-            writer.write(tokens)
-            length += len(tokens)
-        else:
-            if length:
-                writer.write(np.array([tokenizer.end_of_document_id]))
-                result.lengths.append(length + 1)
-                result.digests.append(int.from_bytes(digest.digest(), "little"))
-                result.non_utf8_documents += not is_valid_utf8
-            else:
-                result.empty_files += 1
-    return result
+def help_tokenizing(
+    groups: Sequence[DocumentGroup],
+    tokenizer: Tokenizer,
+    folder: Path,
+    settings: ReadingSettings,
+    node: str,
+    is_over: Callable[[], bool],
+    progress: Progress | None = None,
+    process_count: int | None = None,
+) -> int:
+    """Encode tasks of a token file that another node builds, and return their number.
+
+    Args:
+        groups, tokenizer, settings, process_count: as of `tokenize_documents`.
+        folder: folder of the unfinished token file.
+        node: name of this node.
+        is_over: returns True once the builder has ended.
+        progress: called with (bytes in the token file, bytes in all), after tasks of this node.
+    """
+    shared = SharedTasks(folder, node)
+    planned_bytes = [0]  # of all tasks before each number
+
+    def planned_tasks() -> Iterator[EncodingTask]:
+        for task in plan_tasks(groups, folder, settings):
+            planned_bytes.append(planned_bytes[-1] + task.size)
+            yield task
+
+    tasks = shared.open_tasks(planned_tasks(), is_over)
+    runner = _Runner(tokenizer, folder, settings, shared.run_as_helper)
+    total_bytes = sum(group.size for group in groups)
+    count = 0
+    for _, _, encoded in runner.run(tasks, encoding_processes(groups, tokenizer, process_count)):
+        count += encoded is not None
+        if progress:
+            joined_bytes = planned_bytes[min(shared.joined, len(planned_bytes) - 1)]
+            progress(min(joined_bytes, total_bytes), total_bytes)
+    return count
 
 
-def _usable_cores() -> int:
-    """Return the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def text_per_process(tokenizer: Tokenizer) -> int:
+    """Return the bytes of text for each additional process."""
+    return _BYTE_TEXT_PER_PROCESS if isinstance(tokenizer, BytesTokenizer) else _BPE_TEXT_PER_PROCESS
 
 
-def _is_utf8(text: bytes) -> bool:
-    try:
-        text.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
+def encoding_processes(groups: Sequence[DocumentGroup], tokenizer: Tokenizer, given: int | None) -> int:
+    """Return the number of encoding processes; 0 or 1: this one encodes."""
+    if any(is_shared_memory(file.filesystem) for group in groups for file in group.files):
+        return 1  # no other process reads our memory
+    if given is not None:
+        return given
+    return min(usable_cores(), sum(group.size for group in groups) // text_per_process(tokenizer))
 
 
-def _group_tasks(documents: Sequence[Document]) -> list[list[Document]]:
-    """Group documents into tasks of about a megabyte, the unit of work and of progress."""
-    tasks: list[list[Document]] = [[]]
-    size = 0
-    for document in documents:
-        if tasks[-1] and size + document.size > _TASK_BYTES:
-            tasks.append([])
-            size = 0
-        tasks[-1].append(document)
-        size += document.size
-    return tasks
+class _Runner:
+    """Runner of numbered tasks, in this process or in several.
+
+    Args:
+        tokenizer: the tokenizer.
+        folder: folder of the parts.
+        settings: keys of the job.
+        claim: function (number, task, encode) that lets `encode` write the part unless another node does.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        folder: Path,
+        settings: ReadingSettings,
+        claim: Callable[[int, EncodingTask, Encode], EncodedPart | None],
+    ) -> None:
+        self._tokenizer, self._folder, self._settings, self._claim = tokenizer, folder, settings, claim
+
+    def run(self, tasks: Iterator[tuple[int, EncodingTask]], process_count: int) -> Iterator[_Done]:
+        """Yield (number, task, result) in the order of the tasks."""
+        first = list(islice(tasks, max(process_count, 2)))
+        rest = chain(first, tasks)
+        count = min(process_count, len(first))
+        if count > 1:
+            return _tokenize_in_processes(
+                rest, self._tokenizer, self._folder, self._settings, self._claim, count
+            )
+        return self._tokenize_here(rest)
+
+    def _tokenize_here(self, tasks: Iterable[tuple[int, EncodingTask]]) -> Iterator[_Done]:
+        for number, task in tasks:
+
+            def encode(part: Path, task: EncodingTask = task) -> EncodingResult:
+                return run_task(task, self._tokenizer, part, self._settings)
+
+            yield number, task, self._claim(number, task, encode)
 
 
 def _tokenize_in_processes(
-    tasks: list[list[Document]],
+    tasks: Iterable[tuple[int, EncodingTask]],
     tokenizer: Tokenizer,
-    writer: TokenFileWriter,
-    scratch: Path,
+    folder: Path,
+    settings: ReadingSettings,
+    claim: Callable[[int, EncodingTask, Encode], EncodedPart | None],
     process_count: int,
-) -> Iterator[TokenizationResult]:
-    """Encode tasks in processes, each held by one thread; results are joined in the order of the tasks."""
-    tokenizer.save(scratch)
+) -> Iterator[_Done]:
+    """Encode tasks in processes, each held by one thread; results come in the order of the tasks."""
+    tokenizer_folder = Path(tempfile.mkdtemp(prefix="tokenizer-", dir=folder))
+    tokenizer.save(tokenizer_folder)
     idle_processes: queue.SimpleQueue[_TokenizationProcess] = queue.SimpleQueue()
     processes: list[_TokenizationProcess] = []
+    pending: deque[tuple[int, EncodingTask, Future[EncodedPart | None]]] = deque()
 
-    def encode(number: int) -> TokenizationResult:
-        process = idle_processes.get()
-        try:
-            return process.encode(tasks[number], scratch / f"part-{number}")
-        finally:
-            idle_processes.put(process)
+    def encode(number: int, task: EncodingTask) -> EncodedPart | None:
+        def encode_in_process(part: Path) -> EncodingResult:
+            process = idle_processes.get()
+            try:
+                return process.encode(task, part, settings)
+            finally:
+                idle_processes.put(process)
+
+        return claim(number, task, encode_in_process)
 
     pool = ThreadPoolExecutor(process_count, thread_name_prefix="wanma-tokens")
     try:
         for _ in range(process_count):
-            processes.append(_TokenizationProcess(scratch, tokenizer.fingerprint))
+            processes.append(_TokenizationProcess(tokenizer_folder, tokenizer.fingerprint))
             idle_processes.put(processes[-1])
-        for number, result in enumerate(pool.map(encode, range(len(tasks)))):
-            part = scratch / f"part-{number}"
-            with part.open("rb") as stream:
-                while block := stream.read(1 << 22):
-                    writer.write_bytes(block)
-            part.unlink()
-            yield result
+        for number, task in tasks:
+            pending.append((number, task, pool.submit(encode, number, task)))
+            if len(pending) >= _TASKS_PER_PROCESS * process_count:
+                first, oldest, future = pending.popleft()
+                yield first, oldest, future.result()
+        while pending:
+            first, oldest, future = pending.popleft()
+            yield first, oldest, future.result()
     finally:  # also when a document fails or the user interrupts: the kill frees the waiting threads
         for process in processes:
             process.kill()
         pool.shutdown(wait=True, cancel_futures=True)
         for process in processes:
             process.close()
-    (scratch / "tokenizer.json").unlink()
+        shutil.rmtree(tokenizer_folder, ignore_errors=True)
 
 
 class _TokenizationProcess:
@@ -239,17 +255,10 @@ class _TokenizationProcess:
         command = [sys.executable, "-m", "wanma.data.text.tokenization_process", str(folder), fingerprint]
         self._popen = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def encode(self, documents: list[Document], output_path: Path) -> TokenizationResult:
-        filesystems: list[str] = []
-        rows = []
-        for document in documents:
-            text = filesystem_to_json(document.filesystem)
-            if text not in filesystems:
-                filesystems.append(text)
-            row = [filesystems.index(text), document.path, document.url, document.is_named, document.job_key]
-            rows.append(row)
-        answer = self._request({"part": str(output_path), "filesystems": filesystems, "documents": rows})
-        return TokenizationResult(**answer["built"])
+    def encode(self, task: EncodingTask, part: Path, settings: ReadingSettings) -> EncodingResult:
+        """Let the process encode a task; arguments and errors as of `run_task`."""
+        request = {"task": task_to_json(task), "part": str(part), "settings": asdict(settings)}
+        return EncodingResult(**self._request(request)["result"])
 
     def _request(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self._popen.stdin is not None
@@ -279,7 +288,3 @@ class _TokenizationProcess:
 
     def close(self) -> None:
         self._popen.communicate()
-
-
-def tokenization_result_to_json(built: TokenizationResult) -> dict[str, Any]:
-    return asdict(built)

@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from wanma.data.text.documents import Document, filesystem_from_json
-from wanma.data.text.tokenization import TokenFileWriter, tokenization_result_to_json, tokenize_in_process
+from wanma.data.text.encoding_task import ReadingSettings, run_task
+from wanma.data.text.task_json import task_from_json
 from wanma.data.text.tokenizer import Tokenizer, load_tokenizer
 from wanma.job.errors import WanmaError
 
@@ -32,14 +32,9 @@ def main(folder: str, fingerprint: str) -> None:
 
 
 def _handle_request(request: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
-    filesystems = [filesystem_from_json(text) for text in request["filesystems"]]
-    documents = [
-        Document(filesystems[filesystem_index], path, url, 0, "", explicit, key)
-        for filesystem_index, path, url, explicit, key in request["documents"]
-    ]
+    task, settings = task_from_json(request["task"]), ReadingSettings(**request["settings"])
     try:
-        with TokenFileWriter(Path(request["part"]), tokenizer.dtype) as writer:
-            return {"built": tokenization_result_to_json(tokenize_in_process(documents, tokenizer, writer))}
+        return {"result": run_task(task, tokenizer, Path(request["part"]), settings).to_json()}
     except WanmaError as error:
         return {"error": [error.message, error.hint, error.exit_code]}
     except OSError as error:

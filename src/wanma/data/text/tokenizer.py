@@ -13,7 +13,7 @@ import fsspec
 import numpy as np
 from numpy.typing import NDArray
 
-from wanma.data.text.documents import is_local
+from wanma.data.stores.filesystems import is_local
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.retry import STORAGE_RETRY_POLICY, retry
 

@@ -1,4 +1,4 @@
-"""Detection of a file's content by its first bytes: text, JSON records, or a binary format. No torch here."""
+"""Detection of plain text by its first bytes, beside JSON records and binary formats. No torch here."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _FORMAT_SIGNATURES = (
     (b"Obj\x01", "an Avro file"),
     (b"SQLite format 3", "an SQLite database"),
     (b"PK\x03\x04", "a zip archive, such as .npz, .docx or a PyTorch file"),
-    (b"\x1f\x8b", "compressed by gzip; its name must end in .gz"),
+    (b"\x1f\x8b", "compressed by gzip"),
     (b"\x28\xb5\x2f\xfd", "compressed by zstd"),
-    (b"BZh", "compressed by bzip2; its name must end in .bz2"),
-    (b"\xfd7zXZ", "compressed by xz; its name must end in .xz"),
+    (b"BZh", "compressed by bzip2"),
+    (b"\xfd7zXZ", "compressed by xz"),
     (b"%PDF-", "a PDF"),
     (b"\x89PNG", "an image"),
     (b"\xff\xd8\xff", "an image"),
@@ -50,18 +50,20 @@ def detect_content(head: bytes) -> tuple[Content, str]:
     return ("records", "") if _has_records(head) else ("text", "")
 
 
-def unsupported_content_error(key: str, url: str, content: Content, name: str) -> JobError:
-    """Build the error about a document that is not text."""
-    if content == "records":
-        return JobError(
-            f"{key}: {url}: JSON records are not supported; data.text reads plain text",
-            "write the text of the records to plain text files, one per document, or return a dataset of "
-            "tokens from data.factory",
-        )
+def unsupported_content_error(key: str, url: str, name: str) -> JobError:
+    """Build the error about a file that holds neither text nor records."""
     return JobError(
         f"{key}: {url} is not plain text: {name}",
-        "write its text to plain text files, one per document, or return a dataset of tokens from "
+        "write its text to plain text files, JSON lines or Parquet, or return a dataset of tokens from "
         "data.factory; images are read by data.images",
+    )
+
+
+def records_without_text_error(key: str, reasons: str) -> JobError:
+    """Build the error about records that lack the field of the text."""
+    return JobError(
+        f"{key}: {reasons}",
+        "set data.text_field to the field that holds the text or the token ids, or leave these files out",
     )
 
 

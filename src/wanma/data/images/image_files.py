@@ -25,6 +25,10 @@ _TRAIN_ARRAY_NAMES = (("x_train", "y_train"), ("images", "labels"))
 _TEST_ARRAY_NAMES = (("x_test", "y_test"), ("test_images", "test_labels"))
 
 
+class UnknownImagesError(JobError):
+    """Error: files that are in no format of this reader."""
+
+
 @dataclass(frozen=True)
 class LabelledImages:
     """Set of labelled images: images (count, channels, height, width), labels (count,) int64."""
@@ -89,7 +93,7 @@ def find_image_files(path: str, key: str = "data.images") -> ImageFiles:
     archives = [name for name in names if name.suffix == ".npz"]
     if len(archives) == 1:
         return _find_npz(archives[0], key)
-    raise JobError(
+    raise UnknownImagesError(
         f"{key}: '{path}' contains no images in a supported format",
         "use MNIST files (*train*images*idx3*), CIFAR-10 binary files (data_batch_1.bin ...), or an .npz "
         "file",

@@ -1,0 +1,123 @@
+"""Arguments that actions on data share: the data, their format, the cache folder and the processes."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from wanma.cli.arguments import parse_count, parse_names
+from wanma.job.errors import JobError
+
+if TYPE_CHECKING:
+    from wanma.data.tools.selection import DataSelection
+
+JOB_SUFFIXES = (".toml", ".yaml", ".yml")
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+
+
+def add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add DATA and the options about its format; `select_data` reads them."""
+    parser.add_argument(
+        "entries",
+        metavar="DATA",
+        nargs="+",
+        help="files, folders, globs or URLs; or a job file and KEY=VALUE overrides",
+    )
+    parser.set_defaults(overrides=[])
+    parser.add_argument(
+        "--format", metavar="NAME", default="", help="read as this format; default: found by content"
+    )
+    parser.add_argument(
+        "--option",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="option of the format, such as unit=sequence; repeatable",
+    )
+    parser.add_argument(
+        "--cache", metavar="DIR", help="folder of indexes; default: data.cache, or the user's cache folder"
+    )
+
+
+def add_process_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--processes",
+        metavar="N",
+        type=parse_count,
+        help="processes that read at once; default: by the size, up to the cores",
+    )
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def add_field_options(parser: argparse.ArgumentParser, activity: str) -> None:
+    """Add the options that choose fields of rows.
+
+    Args:
+        activity: use of the fields, such as 'written'.
+    """
+    parser.add_argument(
+        "--fields", metavar="A,B", type=parse_names, default=[], help=f"fields that are {activity}"
+    )
+    parser.add_argument(
+        "--exclude", metavar="A,B", type=parse_names, default=[], help=f"fields that are not {activity}"
+    )
+
+
+def select_data(arguments: argparse.Namespace) -> DataSelection:
+    """Return the data that the arguments name.
+
+    Raises:
+        JobError: a missing entry, a wrong job, an unknown format or option.
+        WanmaError: storage that cannot be read.
+    """
+    from wanma.data.tools.selection import FormatChoice, parse_option, select_entries, select_job_data
+
+    choice = FormatChoice(arguments.format, dict(map(parse_option, arguments.option)))
+    entries = [*arguments.entries, *arguments.overrides]
+    jobs = [entry for entry in entries if entry.endswith(JOB_SUFFIXES) and "://" not in entry]
+    if not jobs:
+        return select_entries(entries, choice, arguments.cache)
+    others = [entry for entry in entries[1:] if "=" not in entry]
+    if jobs[0] != entries[0] or others:
+        raise JobError(
+            f"{jobs[0]} is a job, and '{others[0] if others else entries[0]}' stands beside it",
+            "name one job and its overrides, or files of data",
+        )
+    from wanma.job.file.loading import load_job
+
+    job = load_job(Path(entries[0]), entries[1:])
+    return select_job_data(job.data, choice, arguments.cache)
+
+
+@contextmanager
+def shown_progress(label: str, *, is_quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """Yield a callback for (bytes done, bytes in all) that shows progress on standard error.
+
+    Args:
+        label: work that goes on, such as 'reading'.
+        is_quiet: show nothing.
+    """
+    import sys
+
+    from wanma.observe.console.dataset_progress import LINE_INTERVAL_SECONDS, show_dataset_progress
+
+    with show_dataset_progress(
+        is_quiet, sys.stderr, label=label, first_line_seconds=LINE_INTERVAL_SECONDS
+    ) as progress:
+        yield progress
+
+
+def parse_size(text: str) -> int:
+    """Parse a number of bytes such as 64MB, 1GiB or 5000, for argparse."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a size, such as 256MB")
+    base = 1024 if match[3] else 1000
+    return max(int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " ")), 1)

@@ -1,0 +1,1 @@
+"""Node cache: blocks of remote files on a node's disk, downloaded once for all its processes."""

@@ -1,0 +1,383 @@
+"""Node cache between remote stores and all readers of a node: each block leaves the store once.
+
+A file is cut into blocks, whose names are hashes of its URL, its version and their number: runs share them,
+and a changed file has others. A reader sees a `ByteSource`. Where a block finds no room, the cache reads the
+ranges from the store, so that a limit below the size of one file is slow and never a deadlock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wanma.data.cache.block_store import TRAILER_BYTES, BlockStore, Reservation
+from wanma.data.stores.byte_source import ByteSource
+from wanma.data.stores.file_locks import exclusive_lock
+from wanma.data.stores.filesystems import is_local, shown_cause
+from wanma.data.stores.listing import StoredFile
+from wanma.data.stores.remote_file import (
+    MAX_REQUEST_BYTES,
+    READ_RETRY_POLICY,
+    RemoteFile,
+    WholeFilesOnlyError,
+    open_file,
+)
+from wanma.job.errors import WanmaError
+from wanma.job.retry import RetryPolicy, retry
+
+log = logging.getLogger(__name__)
+
+_DOWNLOAD_WAIT_SECONDS = 400.0
+"""Wait for another process that downloads the same block; then this one reads the store itself."""
+_WHOLE_FILE_WAIT_SECONDS = 3600.0
+_DISK_PAUSE_SECONDS = 60.0
+"""Time without the cache after an error of the disk."""
+_MAX_MAPPED_BLOCKS = 32
+_THREADS = 16
+
+
+@dataclass(frozen=True)
+class CacheTraffic:
+    """Traffic of this process with a node cache, since it started."""
+
+    hits: int = 0
+    """Blocks found in the cache, once for each read."""
+    misses: int = 0
+    """Blocks downloaded into the cache."""
+    downloaded_bytes: int = 0
+    """Bytes of the blocks downloaded."""
+    uncached_bytes: int = 0
+    """Bytes read from the store past the cache, for lack of room or because the disk failed."""
+    evicted_blocks: int = 0
+    """Blocks removed to make room."""
+    damaged_blocks: int = 0
+    """Blocks whose checksum was wrong; they were downloaded again."""
+
+
+class NodeCache:
+    """Cache of remote files in a folder that all processes of a node share.
+
+    It may be used from several threads and processes, after a fork, and may be pickled.
+
+    Args:
+        folder: folder on a local disk; made if it is missing.
+        limit_bytes: largest size of the folder's blocks.
+        block_bytes: size of a block; a download is one request for it.
+
+    Raises:
+        WanmaError: the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path, limit_bytes: int, block_bytes: int = MAX_REQUEST_BYTES) -> None:
+        self.folder, self.limit_bytes, self.block_bytes = folder, limit_bytes, block_bytes
+        try:
+            self.store = BlockStore(folder, limit_bytes)
+        except OSError as error:
+            raise WanmaError(
+                f"cannot make the node cache in {folder}: {error.strerror or error}",
+                "choose a folder on a local disk that this user may write",
+            ) from error
+        self._process = _ProcessState()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.folder, self.limit_bytes, self.block_bytes)
+
+    def open(self, file: StoredFile) -> ByteSource:
+        """Return the bytes of a listed file through the cache; a local file is mapped and not copied."""
+        return open_file(file) if is_local(file.filesystem) else CachedFile(file, self)
+
+    @property
+    def traffic(self) -> CacheTraffic:
+        """Traffic of this process with the cache."""
+        state = self.process_state()
+        with state.lock:
+            return CacheTraffic(
+                state.hits,
+                state.misses,
+                state.downloaded_bytes,
+                state.uncached_bytes,
+                self.store.evicted_blocks,
+                self.store.damaged_blocks,
+            )
+
+    def process_state(self) -> _ProcessState:
+        """Return the state of this process; a forked one begins with its own."""
+        if self._process.process_id != os.getpid():
+            self._process = _ProcessState()
+            self.store = BlockStore(self.folder, self.limit_bytes)
+        return self._process
+
+    @property
+    def max_mapped_blocks(self) -> int:
+        """Blocks that this process keeps mapped, and so in the cache: a share that leaves room for others."""
+        return max(1, min(_MAX_MAPPED_BLOCKS, self.limit_bytes // self.block_bytes // 16))
+
+    @property
+    def max_group_blocks(self) -> int:
+        """Blocks that one read holds at once: each is an open file and takes a part of the limit."""
+        if self.limit_bytes < self.block_bytes:  # none will find room
+            return _MAX_MAPPED_BLOCKS
+        return max(1, min(_MAX_MAPPED_BLOCKS, self.limit_bytes // self.block_bytes // 2))
+
+
+class _ProcessState:
+    """Mapped blocks, threads and counters of one process."""
+
+    def __init__(self) -> None:
+        self.process_id = os.getpid()
+        self.lock = threading.Lock()
+        self.mapped: OrderedDict[str, memoryview] = OrderedDict()
+        self.disk_retry_time = 0.0
+        self.has_warned = False
+        self.hits = self.misses = self.downloaded_bytes = self.uncached_bytes = 0
+        self._threads: ThreadPoolExecutor | None = None
+
+    def map(
+        self, function: Callable[[int], memoryview | None], items: Sequence[int]
+    ) -> list[memoryview | None]:
+        """Call `function` with each item in threads; after a failure, later calls may be dropped."""
+        if len(items) == 1:
+            return [function(items[0])]
+        with self.lock:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="wanma-cache")
+        return list(self._threads.map(function, items))
+
+
+class CachedFile:
+    """Remote file behind a node cache; attributes and methods as of `ByteSource`.
+
+    Args:
+        file: the file, as listed.
+        cache: the cache.
+        policy: retries of each request.
+    """
+
+    def __init__(self, file: StoredFile, cache: NodeCache, policy: RetryPolicy = READ_RETRY_POLICY) -> None:
+        self._remote, self._cache, self._policy = RemoteFile(file, policy), cache, policy
+        self.url, self.size, self.version = self._remote.url, file.size, file.version
+        identity = f"{file.url}\0{file.version}\0{file.size}\0{cache.block_bytes}"
+        self._key = hashlib.sha256(identity.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+        self._is_whole_only = False
+
+    def read(self, start: int, end: int) -> bytes | memoryview:
+        """Return bytes [start, end); fewer only where the file ends. Errors as of `ByteSource.read`."""
+        return self.read_ranges([(start, end)])[0]
+
+    def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes | memoryview]:
+        """Return the bytes of several ranges [start, end), in order; missing blocks come in parallel."""
+        block_bytes = self._cache.block_bytes
+        segments: dict[int, list[tuple[int, int, int]]] = {}
+        for number, (start, end) in enumerate(ranges):
+            start, end = max(start, 0), min(end, self.size)
+            while start < end:
+                block = start // block_bytes
+                stop = min(end, (block + 1) * block_bytes)
+                segments.setdefault(block, []).append((number, start, stop))
+                start = stop
+        parts: list[list[bytes]] = [[] for _ in ranges]
+        blocks = sorted(segments)
+        group_blocks = self._cache.max_group_blocks
+        for first in range(0, len(blocks), group_blocks):
+            group = blocks[first : first + group_blocks]
+            for number, content in self._read_group(group, segments):
+                parts[number].append(content)
+        return [found[0] if len(found) == 1 else b"".join(found) for found in parts]
+
+    @contextmanager
+    def pin(self, start: int, end: int) -> Iterator[None]:
+        """Keep the blocks of bytes [start, end) in the cache until the block ends; each is an open file.
+
+        Blocks without room in the cache are not kept.
+        """
+        size = self._cache.block_bytes
+        blocks = range(max(start, 0) // size, -(-min(end, self.size) // size))
+        views = self._cache.process_state().map(self._block, blocks) if blocks else []
+        try:
+            yield
+        finally:
+            del views
+
+    def _read_group(
+        self, blocks: Sequence[int], segments: dict[int, list[tuple[int, int, int]]]
+    ) -> Iterator[tuple[int, bytes]]:
+        """Yield (number of the range, bytes) of each segment of `blocks`, in order."""
+        views = self._cache.process_state().map(self._block, blocks)
+        missing = [
+            segment
+            for block, view in zip(blocks, views, strict=True)
+            if view is None
+            for segment in segments[block]
+        ]
+        uncached = iter(self._remote.read_ranges([(start, end) for _, start, end in missing]))
+        self._count(uncached_bytes=sum(end - start for _, start, end in missing))
+        for block, view in zip(blocks, views, strict=True):
+            first = block * self._cache.block_bytes
+            for number, start, end in segments[block]:
+                yield number, bytes(next(uncached) if view is None else view[start - first : end - first])
+
+    def _block(self, block: int) -> memoryview | None:
+        """Return the content of a block in mapped memory, downloaded if missing; None: no room for it."""
+        name = self._block_name(block)
+        state = self._cache.process_state()
+        if (view := self._find(name)) is not None:
+            self._count(hits=1)
+            return view
+        if time.monotonic() < state.disk_retry_time:
+            return None
+        try:
+            if not self._is_whole_only:
+                try:
+                    return self._download(name, block)
+                except WholeFilesOnlyError:
+                    self._is_whole_only = True
+            return self._download_whole(block)
+        except OSError as error:
+            self._bypass_disk(error)
+            return None
+
+    def _find(self, name: str) -> memoryview | None:
+        """Return a block that this process has mapped, or that is in the folder."""
+        state = self._cache.process_state()
+        with state.lock:
+            if (view := state.mapped.get(name)) is not None:
+                state.mapped.move_to_end(name)
+                return view
+        try:
+            view = self._cache.store.map(name)
+        except OSError as error:
+            self._bypass_disk(error)
+            return None
+        if view is not None:
+            self._remember(name, view)
+        return view
+
+    def _remember(self, name: str, view: memoryview) -> None:
+        state = self._cache.process_state()
+        with state.lock:
+            state.mapped[name] = view
+            while len(state.mapped) > self._cache.max_mapped_blocks:
+                state.mapped.popitem(last=False)
+
+    def _download(self, name: str, block: int) -> memoryview | None:
+        """Download a block under its lock, unless another process has done so meanwhile."""
+        start, end = self._block_range(block)
+        with self._cache.store.lock(name, _DOWNLOAD_WAIT_SECONDS) as lock:
+            if (view := self._find(name)) is not None:
+                self._count(hits=1)
+                return view
+            reservation = self._reserve(name, end - start) if lock is not None else None
+            if reservation is None:
+                return None
+            try:
+                content = self._remote.read(start, end)
+            except BaseException:
+                self._cache.store.release(reservation)
+                raise
+            self._write(reservation, content)
+            return self._find(name)
+
+    def _download_whole(self, block: int) -> memoryview | None:
+        """Download all blocks by one request, for a server without ranges, and return one of them."""
+        lock_file = self._cache.folder / "locks" / f"whole-{self._key[:2]}"
+        with exclusive_lock(lock_file, _WHOLE_FILE_WAIT_SECONDS) as lock:
+            if (view := self._find(self._block_name(block))) is not None:
+                self._count(hits=1)
+                return view
+            if lock is None:
+                raise self._no_room_error()
+            try:
+                retry(self._stream_blocks, self._policy)
+            except WanmaError:
+                raise
+            except Exception as error:  # a storage library may raise anything
+                raise self._remote.unreadable_error(error) from shown_cause(error)
+            if (view := self._find(self._block_name(block))) is None:
+                raise self._no_room_error()
+            return view
+
+    def _stream_blocks(self) -> None:
+        """Write the blocks of the whole file."""
+        count = -(-self.size // self._cache.block_bytes)
+        if self.size + count * TRAILER_BYTES > self._cache.limit_bytes:
+            raise self._no_room_error()
+        for block, content in enumerate(self._remote.stream(self._cache.block_bytes)):
+            try:
+                self._store_block(self._block_name(block), content)
+            except OSError as error:
+                raise WanmaError(
+                    f"the node cache in {self._cache.folder} cannot keep '{self.url}', whose server sends "
+                    f"whole files only: {error.strerror or error}",
+                    "free space on the disk, or copy the file to a store that reads ranges",
+                ) from error
+
+    def _store_block(self, name: str, content: bytes) -> None:
+        with self._cache.store.lock(name, _DOWNLOAD_WAIT_SECONDS) as lock:
+            if self._cache.store.map(name) is not None:
+                return
+            reservation = self._reserve(name, len(content)) if lock is not None else None
+            if reservation is None:
+                raise self._no_room_error()
+            self._write(reservation, content)
+
+    def _reserve(self, name: str, size: int) -> Reservation | None:
+        """Take space for a block, if necessary that of blocks that this process only keeps for later."""
+        if (reservation := self._cache.store.reserve(name, size)) is not None:
+            return reservation
+        state = self._cache.process_state()
+        with state.lock:
+            if not state.mapped:
+                return None
+            state.mapped.clear()
+        return self._cache.store.reserve(name, size, search=True)
+
+    def _write(self, reservation: Reservation, content: bytes | memoryview) -> None:
+        try:
+            reservation.write(content)
+        except BaseException:
+            self._cache.store.release(reservation)
+            raise
+        self._count(misses=1, downloaded_bytes=len(content))
+
+    def _no_room_error(self) -> WanmaError:
+        return WholeFilesOnlyError(
+            f"the server of '{self.url}' sends whole files only, and the node cache in {self._cache.folder} "
+            f"({self._cache.limit_bytes / 2**20:,.0f} MiB) has no room for its {self.size / 2**20:,.0f} MiB",
+            "raise data.cache_bytes, the limit of the cache, or copy the file to a store that reads ranges",
+        )
+
+    def _bypass_disk(self, error: OSError) -> None:
+        """Read past the cache for a while after an error of the disk, with one warning for each process."""
+        state = self._cache.process_state()
+        with state.lock:
+            state.disk_retry_time = time.monotonic() + _DISK_PAUSE_SECONDS
+            is_first, state.has_warned = not state.has_warned, True
+        if is_first:
+            log.warning(
+                "the node cache in %s cannot be used (%s); data is read from the store itself",
+                self._cache.folder,
+                error.strerror or error,
+            )
+
+    def _block_name(self, block: int) -> str:
+        return f"{self._key}-{block:08x}"
+
+    def _block_range(self, block: int) -> tuple[int, int]:
+        start = block * self._cache.block_bytes
+        return start, min(start + self._cache.block_bytes, self.size)
+
+    def _count(self, **amounts: int) -> None:
+        state = self._cache.process_state()
+        with state.lock:
+            for name, amount in amounts.items():
+                setattr(state, name, getattr(state, name) + amount)

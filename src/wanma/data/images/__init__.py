@@ -1,0 +1,1 @@
+"""Stored images of a job: the fields of their records, their classes and their transform, without torch."""

@@ -1,0 +1,151 @@
+"""Loading cost of stored images: bytes of a sample from the files, decoding measured on some samples."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from wanma.data.formats.format import BadDataError
+from wanma.data.images.stored_images import StoredImages, sampled_rows
+from wanma.data.images.transform import uniform_draws
+from wanma.data.index.records import read_each
+from wanma.data.stores.data_file import OpenableFile
+from wanma.data.stores.filesystems import is_local
+from wanma.data.stores.listing import StoredFile
+from wanma.data.stores.rate_records import read_rates, write_rates
+from wanma.data.stores.remote_file import MAX_REQUEST_BYTES
+from wanma.data.stores.store_probe import measured_store_rates, record_store_rates
+from wanma.job.errors import JobError
+from wanma.job.forecast.data_feed import SampleLoading
+
+_KIND, _FIGURE = "decoding", "core_seconds"
+_MIN_RECORDED_SAMPLES = 64
+"""Samples of a run from which on its measurement is kept."""
+_SECONDS = 0.3
+"""Seconds of decoding after which the measurement ends."""
+
+
+def measure_loading(
+    images: StoredImages, *, read_threads: int, loader_threads: int, cache: Path, is_store_probed: bool
+) -> SampleLoading:
+    """Return the loading cost of the training samples.
+
+    What a run on this machine has measured with the same images comes first. Else the samples are those that
+    opening the images has read, so that a store is asked for no others.
+
+    Args:
+        images: the images.
+        read_threads: files that one rank reads from a store at once.
+        loader_threads: least number of steps that one rank loads at once.
+        cache: folder of the job's cache, which keeps records of measurements.
+        is_store_probed: measure a store of which there is no record.
+    """
+    index = images.train
+    record = read_rates(cache, _KIND, _name(images))
+    decode_seconds = record.figures.get(_FIGURE) if record is not None else None
+    origin = "measured on this machine"
+    if record is None or not decode_seconds:
+        decode_seconds = _decode_seconds(images)
+    else:
+        origin = record.origin
+    sizes = [file.size for group in index.groups for file in group.files]
+    return SampleLoading(
+        samples=index.rows,
+        sample_bytes=sum(sizes) / index.rows,
+        file_bytes=sum(sizes) / len(sizes),
+        decode_seconds=decode_seconds,
+        is_remote=images.is_remote,
+        read_threads=read_threads,
+        loader_threads=loader_threads,
+        cache_block_bytes=MAX_REQUEST_BYTES,
+        decode_origin=origin,
+        store=measured_store_rates(_files(images), cache, is_probed=is_store_probed),
+    )
+
+
+def mean_loading(parts: Sequence[SampleLoading], shares: Sequence[float]) -> SampleLoading:
+    """Return the loading cost of a mixture: the mean of its sources by their shares of the samples.
+
+    Args:
+        parts: the cost of each source.
+        shares: share of each source in the samples of the run.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    known = [
+        (part.decode_seconds, share)
+        for part, share in zip(parts, shares, strict=True)
+        if part.decode_seconds is not None and share
+    ]
+    largest = parts[max(range(len(parts)), key=shares.__getitem__)]
+    return replace(
+        largest,
+        samples=sum(part.samples for part in parts),
+        sample_bytes=sum(part.sample_bytes * share for part, share in zip(parts, shares, strict=True)),
+        file_bytes=sum(part.file_bytes * share for part, share in zip(parts, shares, strict=True)),
+        decode_seconds=sum(one * share for one, share in known) / sum(share for _, share in known)
+        if known
+        else None,
+        is_remote=any(part.is_remote for part in parts),
+        store=next((part.store for part in parts if part.store is not None), None),
+    )
+
+
+def record_loading(
+    images: StoredImages, cache: Path, source: str, *, samples: int, core_seconds: float
+) -> None:
+    """Keep what a run has measured while it loaded images, for later forecasts of the same images.
+
+    Args:
+        images: the images.
+        cache: folder of the job's cache.
+        source: the run, as 'run NAME'.
+        samples: samples that it has decoded.
+        core_seconds: seconds of one core that they took.
+    """
+    if samples >= _MIN_RECORDED_SAMPLES and core_seconds > 0:
+        write_rates(cache, _KIND, _name(images), source, {_FIGURE: core_seconds / samples})
+    if images.is_remote and (files := _files(images)):
+        record_store_rates(files[0], cache, source)
+
+
+def _name(images: StoredImages) -> str:
+    """Return what decides about the cost of decoding: the images and their transform."""
+    return f"{images.train.fingerprint} {images.fields.image} {images.transform!r}"
+
+
+def _files(images: StoredImages) -> list[StoredFile]:
+    """Return the listed files of the training samples that are not on this machine."""
+    files = [
+        file.stored for group in images.train.groups for file in group.files if isinstance(file, OpenableFile)
+    ]
+    return [file for file in files if not is_local(file.filesystem)]
+
+
+def _decode_seconds(images: StoredImages) -> float | None:
+    """Return the median seconds to decode and transform one sample; None: none can be decoded.
+
+    The first one is decoded twice: its first decoding imports Pillow's decoder.
+    """
+    sampled = read_each(images.train, sampled_rows(images.train))
+    records = [one for one in sampled if not isinstance(one, BadDataError)]
+    out = np.empty(images.transform.shape, np.float32)
+    seconds: list[float] = []
+    begin = time.perf_counter()
+    for number, record in enumerate([*records[:1], *records]):
+        draws = uniform_draws(0, "loading measurement", number)
+        start = time.perf_counter()
+        try:
+            images.transform.write(record[images.fields.image], out, draws)
+        except (ValueError, KeyError, JobError):
+            continue  # reported with its row when training reads it
+        if number:
+            seconds.append(time.perf_counter() - start)
+        if seconds and time.perf_counter() - begin > _SECONDS:
+            break
+    return statistics.median(seconds) if seconds else None

@@ -1,0 +1,327 @@
+"""Labelled images of a job in stored files of any format: their indexes, fields, classes and transform.
+
+A job has one source of images, or a mixture of several, which share the transform and the classes. No torch
+here: a command opens them, too, to find what is wrong before ranks start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wanma.data.formats.arrays import NumpyArrays
+from wanma.data.formats.format import BadDataError, Format, Record, UnreadableFileError
+from wanma.data.formats.image_folder import ImageFolder
+from wanma.data.images.fields import (
+    Classes,
+    ImageFields,
+    bad_sample,
+    find_classes,
+    find_fields,
+    join_classes,
+)
+from wanma.data.images.image_splits import ImageSplit, SplitFiles, find_image_split
+from wanma.data.images.transform import ImageTransform, fit_transform, import_pillow, open_image
+from wanma.data.index.records import cache_folder, has_remote, open_index, read_each
+from wanma.data.index.sample_index import DamagedFile, SampleIndex
+from wanma.data.sampling.mixture_schedule import SourceWeight
+from wanma.job.errors import EXIT_USAGE, JobError
+from wanma.job.sections.data import DataSection
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_SAMPLED = 16
+"""Samples that are looked at before the start."""
+
+Progress = Callable[[int, int], None]
+"""Function (bytes done, bytes in all)."""
+
+
+@dataclass(frozen=True)
+class StoredImages:
+    """Labelled images in stored files."""
+
+    train: SampleIndex
+    validation: SampleIndex | None
+    """Images of a split of their own; None: there is none."""
+    fields: ImageFields
+    classes: Classes
+    transform: ImageTransform
+    is_remote: bool
+    """True if a file is not in local storage."""
+    validation_fields: ImageFields
+    """Fields of `validation`."""
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """One source of images of a job."""
+
+    name: str
+    """Name in reports; "images" for the only source of a job."""
+    weight: SourceWeight
+    images: StoredImages
+
+
+@dataclass(frozen=True)
+class _SourceKeys:
+    """Keys of a job that declare one source of images."""
+
+    name: str
+    weight: SourceWeight
+    entries: Sequence[str]
+    image_field: str | None
+    label_field: str | None
+    class_names: tuple[str, ...]
+    key: str
+    """Key of the entries, for messages."""
+    fields_key: str
+    """Table of the keys that name the fields, for messages."""
+
+
+@dataclass(frozen=True)
+class _OpenSource:
+    """Files of one source, with some of their samples."""
+
+    keys: _SourceKeys
+    train: SampleIndex
+    validation: SampleIndex | None
+    fields: ImageFields
+    validation_fields: ImageFields
+    records: list[Record]
+    """Sampled records of training, at least one."""
+    is_remote: bool
+
+
+def open_image_sources(section: DataSection, progress: Progress | None = None) -> list[ImageSource]:
+    """Open the images of a job, building indexes that are missing: one source, or those of its mixture.
+
+    Raises:
+        JobError: nothing is there, the fields or the size of the images are unclear, or the sources of a
+            mixture contradict each other.
+        BadDataError, WanmaError: files cannot be read, or have no known format.
+    """
+    import_pillow()
+    folder = cache_folder(section.cache)
+    declared = _declared_sources(section)
+    splits = [
+        find_image_split(one.entries, one.key, by_name=bool(section.sources)) for one in declared
+    ]  # a lone data set known by its name is read into memory
+    advance = _Advance(progress, sum(split.train.size + split.validation.size for split in splits))
+    opened = [
+        _open_source(keys, split, section, folder, advance)
+        for keys, split in zip(declared, splits, strict=True)
+    ]
+    _check_file_limit(
+        damaged_files(index for one in opened for index in (one.train, one.validation)),
+        section.bad_data_limit,
+    )
+    transform = _fit_transform(opened, section)
+    skips_damaged = section.bad_data in ("skip", "substitute")
+    classes = [
+        find_classes(
+            one.train,
+            one.fields.label,
+            folder,
+            skips_damaged=skips_damaged,
+            sampled=one.records,
+            key=one.keys.key,
+            class_names=one.keys.class_names,
+            progress=progress,
+        )
+        for one in opened
+    ]
+    joined = join_classes({one.keys.name: found for one, found in zip(opened, classes, strict=True)})
+    return [
+        ImageSource(
+            one.keys.name,
+            one.keys.weight,
+            StoredImages(
+                one.train,
+                one.validation,
+                one.fields,
+                joined[one.keys.name],
+                replace(transform, key=one.keys.key),
+                one.is_remote,
+                one.validation_fields,
+            ),
+        )
+        for one in opened
+    ]
+
+
+def damaged_files(indexes: Iterable[SampleIndex | None]) -> list[DamagedFile]:
+    """Return the files of indexes that are left out as a whole, each once; None stands for no index."""
+    return list(dict.fromkeys(one for index in indexes if index is not None for one in index.damaged))
+
+
+def _check_file_limit(files: Sequence[DamagedFile], limit: int) -> None:
+    """Refuse more damaged files than the job allows.
+
+    Raises:
+        JobError: they are more; names the first.
+    """
+    if len(files) > limit:
+        raise JobError(
+            f"data.bad_data_limit: {len(files):,} files of images cannot be read, more than {limit:,}; "
+            f"the first: {files[0].file}: {files[0].cause}",
+            "list them with `wanma data verify`, mend them, or raise data.bad_data_limit",
+        )
+
+
+def with_way_out(error: BadDataError) -> BadDataError:
+    """Return the error of an image or a file with the key of the job that decides about it.
+
+    It ends a run without a restart, unless the file may be whole another time.
+    """
+    hint = error.hint or "mend or remove it, or set data.bad_data to skip or substitute"
+    code = error.exit_code if isinstance(error, UnreadableFileError) else EXIT_USAGE
+    return BadDataError(error.file, error.cause, error.row, hint, code)
+
+
+def sampled_rows(index: SampleIndex) -> NDArray[np.int64]:
+    """Return the samples that are looked at before the start, spread over all."""
+    return np.unique(np.linspace(0, index.rows - 1, min(index.rows, _SAMPLED)).astype(np.int64))
+
+
+def _declared_sources(section: DataSection) -> list[_SourceKeys]:
+    options = section.image_transform
+    if not section.sources:
+        return [
+            _SourceKeys(
+                "images",
+                1.0,
+                section.images,
+                options.image_field,
+                options.label_field,
+                (),
+                "data.images",
+                "data.image_transform",
+            )
+        ]
+    return [
+        _SourceKeys(
+            source.name,
+            source.weight,
+            source.images,
+            source.image_field or options.image_field,
+            source.label_field or options.label_field,
+            tuple(source.class_names),
+            f"data.sources[{number}].images",
+            f"data.sources[{number}]",
+        )
+        for number, source in enumerate(section.sources)
+    ]
+
+
+class _Advance:
+    """Progress of several indexes as one.
+
+    Args:
+        progress: called with (bytes done, bytes in all) of all files; None: nobody is told.
+        total: bytes in all.
+    """
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+
+    def of_index(self, done: int, _: int) -> None:
+        """Tell the bytes that the index at work has done."""
+        if self._progress is not None:
+            self._progress(min(self._done + done, self._total), self._total)
+
+    def finish_index(self, size: int) -> None:
+        """Count the files of an index, `size` bytes, as done."""
+        self._done += size
+
+
+def _open_source(
+    keys: _SourceKeys, split: ImageSplit, section: DataSection, folder: Path, advance: _Advance
+) -> _OpenSource:
+    """Open the files of one source, and find the fields of its samples."""
+
+    def open_part(part: SplitFiles, data_format: Format | None = None) -> SampleIndex:
+        try:
+            index = open_index(
+                part.files,
+                folder,
+                section.cache_bytes,
+                data_format=NumpyArrays(part.arrays) if part.arrays else data_format,
+                skip_damaged=section.bad_data in ("skip", "substitute"),
+                progress=advance.of_index,
+            )
+        except BadDataError as error:
+            raise with_way_out(error) from error
+        advance.finish_index(part.size)
+        return index
+
+    train = open_part(split.train)
+    validation = open_part(split.validation, train.data_format) if split.validation.files else None
+    records = _sample(train, section)
+    arrays = [part.arrays for part in (split.train, split.validation)]
+    if arrays[0]:
+        fields = ImageFields(*arrays[0])
+        validation_fields = ImageFields(*arrays[1]) if arrays[1] else fields
+    else:
+        fields = validation_fields = _find_fields(train, records, keys)
+    is_remote = has_remote([*split.train.files, *split.validation.files])
+    return _OpenSource(keys, train, validation, fields, validation_fields, records, is_remote)
+
+
+def _sample(index: SampleIndex, section: DataSection) -> list[Record]:
+    """Read some samples, at least one: the fields, the size and the channels follow from them."""
+    read = read_each(index, sampled_rows(index))
+    errors = [one for one in read if isinstance(one, BadDataError)]
+    records = [one for one in read if not isinstance(one, BadDataError)]
+    if errors and (section.bad_data not in ("skip", "substitute") or not records):
+        raise with_way_out(errors[0])
+    return records
+
+
+def _find_fields(index: SampleIndex, records: list[Record], keys: _SourceKeys) -> ImageFields:
+    label = keys.label_field
+    if label is None and isinstance(index.data_format, ImageFolder) and "class" in records[0]:
+        label = "class"  # names, so that the numbers of another split's folders do not matter
+    return find_fields(records, keys.image_field, label, key=keys.key, fields_key=keys.fields_key)
+
+
+def _fit_transform(sources: Sequence[_OpenSource], section: DataSection) -> ImageTransform:
+    """Return the transform of all sources; they have one size already, or the job resizes them."""
+    images = {one.keys.name: _decodable_images(one) for one in sources}
+    if section.image_transform.size is None:
+        sizes = {name: found[0].size for name, found in images.items()}
+        first, *others = sizes
+        if different := [name for name in others if sizes[name] != sizes[first]]:
+            shown = " x ".join(map(str, sizes[first])), " x ".join(map(str, sizes[different[0]]))
+            raise JobError(
+                f"data.sources: an image of '{first}' has {shown[0]} pixels, one of '{different[0]}' "
+                f"{shown[1]}",
+                "set data.image_transform.size, to which all are resized",
+            )
+    return fit_transform(section.image_transform, [image for found in images.values() for image in found])
+
+
+def _decodable_images(source: _OpenSource) -> list[Image]:
+    """Return the sampled images, at least one."""
+    images = []
+    causes: list[str] = []
+    for record in source.records:
+        try:
+            images.append(open_image(record[source.fields.image]))
+        except (ValueError, KeyError) as error:  # reported with its row when it is read
+            is_missing = isinstance(error, KeyError)
+            causes.append(f"it has no field {source.fields.image!r}" if is_missing else str(error))
+    if not images:
+        first = bad_sample(source.train, int(sampled_rows(source.train)[0]), causes[0])
+        raise JobError(
+            f"{source.keys.key}: none of {len(source.records)} sampled images can be decoded; "
+            f"{first.message}",
+            f"set {source.keys.fields_key}.image_field to the field of the images, or write them again",
+        )
+    return images

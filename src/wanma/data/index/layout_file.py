@@ -1,0 +1,121 @@
+"""File of a layout: facts and arrays, mapped into memory when it is opened.
+
+8 bytes     magic number
+uint64      size of the header
+uint64      hash of the header
+header      JSON: rows, facts, digests, and of each array its name, type, shape, position and hash
+arrays      each from a multiple of 64 bytes
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from wanma.data.formats.format import Layout
+
+_MAGIC = b"WANMAIX\x01"
+_ALIGNMENT = 64
+_PREFIX_BYTES = 24
+
+
+class LayoutFileCorruptError(Exception):
+    """Error: a layout file contradicts its header; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class StoredLayout:
+    """Layout as stored, with facts about its origin."""
+
+    layout: Layout
+    identity: str
+    """Hash of the content that the layout describes, equal on all nodes."""
+
+
+def serialize(stored: StoredLayout) -> list[bytes]:
+    """Return the content of a layout file, in parts."""
+    tables: dict[str, tuple[str, list[int], int, str]] = {}
+    position = 0
+    for name, table in stored.layout.tables.items():
+        position = _aligned(position)
+        tables[name] = (table.dtype.str, list(table.shape), position, hash_array(table))
+        position += table.nbytes
+    header = json.dumps(
+        {
+            "rows": stored.layout.rows,
+            "facts": dict(stored.layout.facts),
+            "digest": stored.layout.digest,
+            "identity": stored.identity,
+            "tables": tables,
+            "size": position,
+        }
+    ).encode()
+    header_hash = xxhash.xxh3_64_intdigest(header).to_bytes(8, "little")
+    parts = [_MAGIC, len(header).to_bytes(8, "little"), header_hash, header]
+    written = _PREFIX_BYTES + len(header)
+    parts.append(bytes(_aligned(written) - written))
+    written = 0
+    for (_, _, position, _), table in zip(tables.values(), stored.layout.tables.values(), strict=True):
+        parts += [bytes(position - written), np.ascontiguousarray(table).tobytes()]
+        written = position + table.nbytes
+    return parts
+
+
+def open_layout(path: Path, verify: bool = False) -> StoredLayout:
+    """Map a layout file.
+
+    Args:
+        path: the file.
+        verify: compare the arrays with their hashes, which reads all of them.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        LayoutFileCorruptError: sizes or hashes differ.
+    """
+    with path.open("rb") as file:
+        prefix = file.read(_PREFIX_BYTES)
+        header_size = int.from_bytes(prefix[8:16], "little")
+        content = file.read(header_size)
+        if prefix[:8] != _MAGIC or xxhash.xxh3_64_intdigest(content) != int.from_bytes(prefix[16:], "little"):
+            raise LayoutFileCorruptError("its header is damaged")
+        header: dict[str, Any] = json.loads(content)
+        start = _aligned(_PREFIX_BYTES + header_size)
+        size = file.seek(0, 2)
+        if size != (start + header["size"] if header["size"] else size):
+            raise LayoutFileCorruptError(f"it has {size} bytes, not {start + header['size']}")
+        mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    tables: dict[str, NDArray[Any]] = {}
+    for name, (dtype, shape, position, content_hash) in header["tables"].items():
+        count = int(np.prod(shape, dtype=np.int64))
+        table = np.frombuffer(mapped, dtype, count, start + position) if count else np.empty(0, dtype)
+        tables[name] = table.reshape(shape)
+        if verify and hash_array(table) != content_hash:
+            raise LayoutFileCorruptError(f"its array {name} is damaged")
+    layout = Layout(header["rows"], tables, header["facts"], header["digest"])
+    return StoredLayout(layout, header["identity"])
+
+
+def hash_array(array: NDArray[Any]) -> str:
+    """Return the hash of an array's values."""
+    return xxhash.xxh3_128(np.ascontiguousarray(array).tobytes()).hexdigest()
+
+
+def hash_layout(layout: Layout, facts: Mapping[str, Any]) -> str:
+    """Return the hash of a layout and of facts about its content."""
+    tables = {
+        name: [table.dtype.str, list(table.shape), hash_array(table)] for name, table in layout.tables.items()
+    }
+    text = json.dumps([layout.rows, tables, dict(layout.facts), layout.digest, dict(facts)], sort_keys=True)
+    return xxhash.xxh3_128(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _aligned(position: int) -> int:
+    return (position + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT

@@ -1,0 +1,102 @@
+"""Samples of a list of files by one global number."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wanma.data.formats.format import BadDataError, FileGroup, Format, Layout, Record, RowReader, Rows
+from wanma.data.index.group_scan import open_or_scan
+
+_OPEN_READERS = 64
+"""Readers that stay open: each may hold a mapped file and decoded row groups."""
+
+
+@dataclass(frozen=True)
+class DamagedFile:
+    """File whose content cannot be read, and which counts as empty."""
+
+    file: str
+    cause: str
+
+
+@dataclass(frozen=True)
+class SampleIndex:
+    """Index of groups of files: the samples of all groups, one group after the other.
+
+    Reads are safe from several threads at once.
+    """
+
+    data_format: Format
+    groups: Sequence[FileGroup]
+    row_starts: NDArray[np.int64]
+    """Global number of the first sample of each group, then the number of samples: (groups + 1)."""
+    fingerprint: str
+    """Hash of format, options and content: equal on all nodes that have the same content."""
+    layout_files: Sequence[Path]
+    """File of the layout of each group."""
+    damaged: tuple[DamagedFile, ...] = ()
+    """Files that were skipped when the index was built."""
+    _readers: OrderedDict[int, RowReader] = field(default_factory=OrderedDict, repr=False, compare=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    @property
+    def rows(self) -> int:
+        """Number of samples."""
+        return int(self.row_starts[-1])
+
+    def locate(self, samples: Rows) -> tuple[NDArray[np.int64], Rows]:
+        """Return for each global sample number the number of its group and its row within the group.
+
+        Raises:
+            IndexError: a number is outside [0, `rows`).
+        """
+        if len(samples) and not 0 <= samples.min() <= samples.max() < self.rows:
+            raise IndexError(f"samples {samples.min()} to {samples.max()} of {self.rows}")
+        numbers = np.searchsorted(self.row_starts, samples, side="right") - 1
+        return numbers, samples - self.row_starts[numbers]
+
+    def read(self, samples: Rows) -> list[Record]:
+        """Return samples by their global numbers, in their order; a number may be repeated.
+
+        Raises:
+            BadDataError: a sample is damaged; names the file and the row within it.
+        """
+        numbers, rows = self.locate(samples)
+        if len(numbers) and (numbers == numbers[0]).all():
+            return self.reader(int(numbers[0])).read(rows)
+        records: list[Record] = [{}] * len(samples)
+        for number in np.unique(numbers).tolist():
+            places = np.flatnonzero(numbers == number)
+            for place, record in zip(places.tolist(), self.reader(number).read(rows[places]), strict=True):
+                records[place] = record
+        return records
+
+    def layout(self, number: int) -> Layout:
+        """Return the layout of a group, mapped into memory; one that was removed is found again."""
+        layout = open_or_scan(self.groups[number], self.data_format, self.layout_files[number]).layout
+        rows = int(self.row_starts[number + 1] - self.row_starts[number])
+        if layout.rows != rows:
+            raise BadDataError(
+                self.groups[number].url, f"it has {layout.rows} samples, not {rows} as indexed"
+            )
+        return layout
+
+    def reader(self, number: int) -> RowReader:
+        """Return the reader of a group; the last ones that were used stay open."""
+        with self._lock:
+            if (reader := self._readers.get(number)) is not None:
+                self._readers.move_to_end(number)
+                return reader
+        reader = self.data_format.open(self.groups[number], self.layout(number))
+        with self._lock:
+            self._readers[number] = reader
+            while len(self._readers) > _OPEN_READERS:
+                self._readers.popitem(last=False)
+        return reader

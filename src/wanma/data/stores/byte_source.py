@@ -1,0 +1,63 @@
+"""Bytes of one stored file, read by ranges, wherever the file is."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+
+class ByteSource(Protocol):
+    """File of known size whose ranges can be read in any order, from several threads at once."""
+
+    url: str
+    """Address of the file, for messages; without credentials."""
+    size: int
+    """Size in bytes, as stored."""
+    version: str
+    """Version of the content: the store's tag, or size and time of modification."""
+
+    def read(self, start: int, end: int) -> bytes | memoryview:
+        """Return bytes [start, end); fewer only where the file ends.
+
+        Raises:
+            WanmaError: the file is gone, has another version by now, or cannot be read.
+        """
+        ...
+
+    def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes | memoryview]:
+        """Return the bytes of several ranges [start, end), in their order; remote ones in parallel."""
+        ...
+
+
+class MappedFile:
+    """Local file in mapped memory; a read is a view of it and copies nothing.
+
+    Args:
+        path: the file.
+        version: see `ByteSource`; empty: size and time of modification.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, version: str = "") -> None:
+        self.url = str(path)
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            self.size = status.st_size
+            self.version = version or f"{status.st_size}:{status.st_mtime_ns}"
+            # An empty file cannot be mapped.
+            self._view = memoryview(
+                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.size else b""
+            )
+
+    def read(self, start: int, end: int) -> memoryview:
+        """Return bytes [start, end) without a copy; fewer only where the file ends."""
+        return self._view[start:end]
+
+    def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes | memoryview]:
+        """Return the bytes of several ranges [start, end), in their order."""
+        return [self._view[start:end] for start, end in ranges]

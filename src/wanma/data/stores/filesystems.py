@@ -1,0 +1,131 @@
+"""Filesystems (fsspec) behind entries of a job: local or remote, with a thread or without; their errors."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from urllib.parse import urlsplit
+
+import fsspec
+from fsspec.core import get_filesystem_class, url_to_fs
+from fsspec.utils import get_protocol
+
+from wanma.job.errors import STORAGE_EXTRAS, JobError, WanmaError, missing_extra_error
+from wanma.job.url_credentials import CREDENTIALS_HINT, redact_credentials
+
+_PATHS_WITHOUT_HOST = ("webhdfs", "hdfs")
+"""Protocols whose paths in fsspec lack the host of the URL."""
+
+
+def open_filesystem(entry: str) -> tuple[Any, str]:
+    """Return the filesystem of `entry` without remembered listings, and the path of `entry` in it.
+
+    Raises:
+        ValueError: unknown protocol, or no host in the URL.
+        ImportError: the package for the protocol is not installed.
+    """
+    try:
+        filesystem, path = url_to_fs(entry)
+    except (TypeError, KeyError) as error:  # a missing argument of the constructor, such as the host
+        raise ValueError(f"incomplete address ({error})") from error
+    filesystem.invalidate_cache()
+    return filesystem, path
+
+
+def file_url(filesystem: Any, path: str, entry: str) -> str:
+    """Return the URL of a file that `entry` names or contains; HDFS keeps the host of `entry`."""
+    if (protocol := _protocols(filesystem)[0]) in _PATHS_WITHOUT_HOST:
+        return f"{protocol}://{urlsplit(entry).netloc}{path}"
+    url: str = filesystem.unstrip_protocol(path)
+    return url
+
+
+def is_local(filesystem: Any) -> bool:
+    """Return True for local storage, whose failures persist: only network access is retried."""
+    return "file" in _protocols(filesystem)
+
+
+def is_shared_memory(filesystem: Any) -> bool:
+    """Return True for the files in this process's memory (`memory://`), which no other process can read."""
+    return "memory" in _protocols(filesystem)
+
+
+def _protocols(filesystem: Any) -> tuple[str, ...]:
+    protocol = filesystem.protocol
+    return (protocol,) if isinstance(protocol, str) else tuple(protocol)
+
+
+def uses_async_filesystem(entry: str) -> bool:
+    """Return True if reading `entry` starts fsspec's thread for asynchronous storage (s3, gs, http etc.)."""
+    for part in entry.split("::"):
+        protocol = get_protocol(part)
+        try:
+            if protocol != "file" and get_filesystem_class(protocol).async_impl:
+                return True
+        except (ImportError, ValueError):
+            return False  # cannot be read at all, which the listing reports better
+    return False
+
+
+def is_remote_entry(entry: str) -> bool:
+    """Return True if `entry` is read over a network, by libraries that start threads."""
+    is_known = any(get_protocol(part) in STORAGE_EXTRAS for part in entry.split("::"))
+    return is_known or uses_async_filesystem(entry)
+
+
+def filesystem_to_json(filesystem: Any) -> str:
+    """Serialize a filesystem for a process that reads on our behalf; inverse of `filesystem_from_json`."""
+    text: str = filesystem.to_json()
+    return text
+
+
+def filesystem_from_json(text: str) -> Any:
+    return fsspec.AbstractFileSystem.from_json(text)
+
+
+def unreadable_error(name: str, key: str, error: Exception) -> WanmaError:
+    """Return the error for a file or an entry that cannot be read, with its cause and without credentials."""
+    name = redact_credentials(name)
+    prefix = f"{key}: " if key else ""
+    if isinstance(error, PermissionError):
+        if "://" in name and not name.startswith("file://"):
+            return WanmaError(
+                f"{prefix}no permission to read '{name}': {_cause(error)}",
+                f"allow this user to read it, or renew expired credentials; {CREDENTIALS_HINT}",
+            )
+        return WanmaError(
+            f"{prefix}no permission to read '{name}'", "change the permissions of the file, or exclude it"
+        )
+    if isinstance(error, ImportError):
+        protocol = name.partition("://")[0]
+        if protocol in STORAGE_EXTRAS:
+            return missing_extra_error(*STORAGE_EXTRAS[protocol], f"{key} = '{name}'" if key else f"'{name}'")
+        return JobError(f"{prefix}'{name}' needs a package that is not installed: {error}")
+    if isinstance(error, ValueError):
+        return JobError(
+            f"{prefix}'{name}' is not a readable path or URL: {_cause(error)}", _known_protocols()
+        )
+    return WanmaError(f"{prefix}cannot read '{name}': {_cause(error)}")
+
+
+def _cause(error: Exception) -> str:
+    """Return the text of an error and of its retries, without the secrets in its URLs."""
+    cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    return redact_credentials(cause + notes)
+
+
+def shown_cause(error: Exception) -> Exception | None:
+    """Return `error` as the cause of another; None if its text holds credentials, which logs would show."""
+    texts = [str(error), *(os.fspath(name) for name in _file_names(error))]
+    return error if all(redact_credentials(text) == text for text in texts) else None
+
+
+def _file_names(error: Exception) -> list[str]:
+    return [name for name in (getattr(error, "filename", None),) if isinstance(name, str)]
+
+
+def _known_protocols() -> str:
+    return "URLs start with one of " + ", ".join(
+        f"{name}://" for name in ("file", "memory", "http", "s3", "gs", "abfs", "hf", "hdfs", "webhdfs")
+    )

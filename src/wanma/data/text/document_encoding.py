@@ -1,0 +1,66 @@
+"""Encoding of one document of records: text by the tokenizer, token ids as they are. No torch here."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wanma.data.documents.rows import Document
+from wanma.data.documents.text_files import split_pieces
+from wanma.data.text.tokenizer import Tokenizer
+
+
+def encode_document(document: Document, tokenizer: Tokenizer) -> Iterator[NDArray[Any]]:
+    """Yield the tokens of a document in pieces, without its end of document.
+
+    Raises:
+        ValueError: a token id is outside the vocabulary.
+    """
+    if isinstance(document, bytes):
+        for piece in split_pieces(io.BytesIO(document)):
+            yield tokenizer.encode(piece)
+    elif len(tokens := without_end(document, tokenizer)):
+        check_tokens(tokens, tokenizer)
+        yield tokens
+
+
+def without_end(tokens: NDArray[Any], tokenizer: Tokenizer) -> NDArray[Any]:
+    """Return token ids without the end of document that stored documents mostly have."""
+    return tokens[:-1] if len(tokens) and int(tokens[-1]) == tokenizer.end_of_document_id else tokens
+
+
+def check_tokens(tokens: NDArray[Any], tokenizer: Tokenizer, first: int = 0) -> None:
+    """Refuse token ids outside the vocabulary.
+
+    Args:
+        tokens: the ids, at least one.
+        tokenizer: the tokenizer of the job.
+        first: position of the first one in its document.
+
+    Raises:
+        ValueError: the message names the first one and its position.
+    """
+    if int(tokens.min()) >= 0 and int(tokens.max()) < tokenizer.vocabulary_size:
+        return
+    place = int(np.argmax((tokens < 0) | (tokens >= tokenizer.vocabulary_size)))
+    raise ValueError(
+        f"the token {int(tokens[place])} at its position {first + place} is outside the vocabulary of "
+        f"{tokenizer.vocabulary_size} tokens of data.tokenizer"
+    )
+
+
+def document_digest(document: Document, tokenizer: Tokenizer) -> int:
+    """Return the hash of a document's content, which decides its side of the validation split.
+
+    Token ids have the same one in any integer type, with and without their end of document.
+    """
+    if isinstance(document, bytes):
+        content = document
+    else:
+        content = without_end(document, tokenizer).astype("<u4").tobytes()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")

@@ -1,0 +1,198 @@
+"""Measurement of a job's text before its preparation: bytes, what is prepared, and the tokenizer's rate.
+
+The rate is that of an earlier preparation with the same tokenizer and kind of files, if this machine has made
+one; else that of encoding the first bytes of the largest file. No torch here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+
+from fsspec.utils import infer_compression
+
+from wanma.data.documents.content_detection import detect_content
+from wanma.data.documents.rows import Document, document_of
+from wanma.data.formats.compression import detect_compression
+from wanma.data.index.records import cache_folder, has_remote
+from wanma.data.stores.byte_source import ByteSource
+from wanma.data.stores.data_file import OpenableFile
+from wanma.data.stores.filesystems import is_local
+from wanma.data.stores.listing import StoredFile
+from wanma.data.stores.rate_records import RateRecord, read_rates, write_rates
+from wanma.data.stores.remote_file import RemoteFile
+from wanma.data.stores.store_probe import measured_store_rates
+from wanma.data.text.document_encoding import encode_document
+from wanma.data.text.tokenization import text_per_process
+from wanma.data.text.tokenizer import BytesTokenizer, Tokenizer
+from wanma.job.errors import WanmaError
+from wanma.job.forecast.data_feed import TextPreparation
+from wanma.job.retry import RetryPolicy
+from wanma.job.sections.data import DataSection
+
+MIN_MEASURED_BYTES = 4 << 20
+"""Missing bytes below which nothing is measured: they are tokenized within seconds."""
+_SAMPLE_BYTES = 256 << 10
+_SAMPLE_RETRY_POLICY = RetryPolicy(
+    max_attempts=3, deadline_seconds=10.0, initial_backoff_seconds=0.2, max_backoff_seconds=2.0
+)
+"""Retries of reading them: only the preparation itself waits for a store that is down."""
+_PIECE_BYTES = 64 << 10
+_TOKEN_SUFFIXES = (".npy", ".npz", ".bin", ".idx")
+"""Suffixes of files that mostly hold token ids, which are copied."""
+_SECONDS = 0.3
+"""Seconds of a core after which the measurement ends."""
+
+
+MIN_RECORDED_BYTES = 16 << 20
+"""Bytes of a preparation from which on its rate is kept: the start of processes takes part of a short one."""
+_KIND, _FIGURE = "tokens", "bytes_per_second"
+
+
+def measure_preparation(
+    section: DataSection, text_bytes: int, documents: Sequence[StoredFile], tokenizer: Tokenizer
+) -> TextPreparation:
+    """Return the preparation that a job's text needs on this machine.
+
+    Args:
+        section: the job's `[data]`.
+        text_bytes: stored bytes of all its text.
+        documents: files whose token file is missing.
+        tokenizer: its tokenizer.
+    """
+    cache = cache_folder(section.cache)
+    size = sum(document.size for document in documents)
+    rate, origin = None, "nothing to measure"
+    if size >= MIN_MEASURED_BYTES:
+        rate, origin = _rate(documents, section.text_field, tokenizer, cache)
+    is_remote = has_remote(documents)
+    is_probed = section.probe_store and size >= MIN_MEASURED_BYTES
+    return TextPreparation(
+        text_bytes=text_bytes,
+        missing_bytes=size,
+        bytes_per_second=rate,
+        rate_origin=origin,
+        per_process_bytes=text_per_process(tokenizer),
+        is_remote=is_remote,
+        store=measured_store_rates(documents, cache, is_probed=is_probed) if is_remote else None,
+    )
+
+
+def _rate(
+    documents: Sequence[StoredFile], text_field: str, tokenizer: Tokenizer, cache: Path
+) -> tuple[float | None, str]:
+    """Return the bytes that one process encodes in a second, None if unknown, and the origin in words."""
+    if (found := recorded_rate(cache, documents, tokenizer)) is not None:
+        return found[0], found[1].origin
+    largest = max(documents, key=lambda document: document.size)
+    try:
+        head = bytes(_open_sample(largest).read(0, _SAMPLE_BYTES))
+    except (WanmaError, OSError) as error:  # the preparation reports it, with its cause
+        return None, f"assumed: the first bytes of the largest file cannot be read ({type(error).__name__})"
+    content, name = detect_content(head[: head.rfind(b"\n") + 1] or head)
+    is_copied = PurePosixPath(largest.path).suffix in _TOKEN_SUFFIXES or isinstance(tokenizer, BytesTokenizer)
+    if not is_copied and (infer_compression(largest.path) or detect_compression(head)):
+        return None, f"assumed: {OpenableFile(largest).url} is compressed"
+    if not is_copied and content == "binary":
+        return None, f"assumed: {OpenableFile(largest).url} is no text ({name})"
+    if is_copied:
+        tokenizer = BytesTokenizer()  # whatever the bytes are, they are copied and hashed
+    pieces = _record_texts(head, text_field) if content == "records" else _pieces(head)
+    return encoding_rate(pieces, tokenizer), "measured on this machine on the first bytes of the largest file"
+
+
+def _open_sample(file: StoredFile) -> ByteSource:
+    if is_local(file.filesystem):
+        return OpenableFile(file).open()
+    return RemoteFile(file, _SAMPLE_RETRY_POLICY)
+
+
+def encoding_rate(
+    pieces: Iterator[tuple[int, Document]],
+    tokenizer: Tokenizer,
+    clock: Callable[[], float] = time.thread_time,
+) -> float | None:
+    """Return the stored bytes that one process encodes and hashes in a second; None: there is no piece.
+
+    The first piece is encoded twice: its first encoding fills the tokenizer's tables. Time is that of a core,
+    so that other programs do not count.
+
+    Args:
+        pieces: stored bytes and text of each piece.
+        tokenizer: the tokenizer.
+        clock: clock in seconds of this thread's core.
+    """
+    done, start = 0, 0.0
+    for number, (size, text) in enumerate(pieces):
+        if not number:
+            _encode(text, tokenizer)
+            start = clock()
+        _encode(text, tokenizer)
+        done += size
+        if clock() - start > _SECONDS:
+            break
+    elapsed = clock() - start
+    return done / elapsed if done and elapsed > 0 else None
+
+
+def _encode(text: Document, tokenizer: Tokenizer) -> None:
+    with suppress(ValueError):  # ids outside the vocabulary, which the preparation reports
+        for tokens in encode_document(text, tokenizer):
+            hashlib.sha256(tokens.tobytes())
+
+
+def _pieces(head: bytes) -> Iterator[tuple[int, bytes]]:
+    for start in range(0, len(head), _PIECE_BYTES):
+        piece = head[start : start + _PIECE_BYTES]
+        yield len(piece), piece
+
+
+def _record_texts(head: bytes, text_field: str) -> Iterator[tuple[int, Document]]:
+    """Yield the stored bytes and the document of JSON lines; other records count as their bytes."""
+    for line in head.split(b"\n")[:-1] or [head]:
+        try:
+            yield len(line) + 1, document_of(json.loads(line), text_field)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            yield len(line) + 1, line
+
+
+def record_preparation(
+    cache: Path, documents: Sequence[StoredFile], tokenizer: Tokenizer, seconds: float, processes: int
+) -> None:
+    """Keep the rate of a whole preparation, in stored bytes per second and process.
+
+    Args:
+        cache: folder of the job's cache.
+        documents: all files of the text.
+        tokenizer: its tokenizer.
+        seconds: duration of reading, encoding and writing.
+        processes: processes that encoded.
+    """
+    size = sum(document.size for document in documents)
+    if size < MIN_RECORDED_BYTES or seconds <= 0:
+        return
+    rate = size / seconds / max(processes, 1)
+    write_rates(cache, _KIND, _name(documents, tokenizer), "preparation", {_FIGURE: rate})
+
+
+def recorded_rate(
+    cache: Path, documents: Sequence[StoredFile], tokenizer: Tokenizer
+) -> tuple[float, RateRecord] | None:
+    """Return the rate of an earlier preparation of such files, in bytes/s and process; None: none is kept."""
+    record = read_rates(cache, _KIND, _name(documents, tokenizer))
+    if record is None or record.figures.get(_FIGURE, 0.0) <= 0:
+        return None
+    return record.figures[_FIGURE], record
+
+
+def _name(documents: Sequence[StoredFile], tokenizer: Tokenizer) -> str:
+    """Return what decides about the rate: the tokenizer and the suffix of most bytes."""
+    sizes: Counter[str] = Counter()
+    for document in documents:
+        sizes["".join(PurePosixPath(document.path).suffixes[-2:]).lower()] += document.size
+    return f"{tokenizer.fingerprint} {sizes.most_common(1)[0][0] if sizes else ''}"

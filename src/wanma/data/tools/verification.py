@@ -1,0 +1,262 @@
+"""Verification of stored data: every byte is scanned, every row read and decoded; damage is listed.
+
+Nothing of the index of jobs is used: files are scanned anew, in a folder of the verification's own. Rows that
+are done are noted there, so that an interrupted verification can go on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wanma.data.documents.record_fields import TOKEN_FIELDS
+from wanma.data.formats.arrow_tables import ArrowTables, Parquet
+from wanma.data.formats.format import BadDataError, Record
+from wanma.data.formats.image_folder import is_image
+from wanma.data.index.sample_index import SampleIndex
+from wanma.data.text.tokenizer import load_tokenizer
+from wanma.data.tools.images import check_image, has_pillow
+from wanma.data.tools.record_content import record_decoder
+from wanma.data.tools.row_reading import Damage, RowTask, plan_tasks, read_rows, row_url, shown_path
+from wanma.data.tools.selection import DataSelection, Progress
+from wanma.data.tools.task_processes import ProcessCrash, Work, useful_processes
+from wanma.data.tools.values import image_bytes
+from wanma.data.tools.work_folder import locked_folder
+
+_IMAGE_FIELDS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
+"""Fields whose bytes are images, by the suffixes of WebDataset."""
+_TOKEN_FIELDS = (*TOKEN_FIELDS, "array")
+"""Fields whose integers are tokens; "array" is that of a .npy file, of which a row may be one token."""
+_TOKEN_TYPES = (np.ndarray, list, int, np.integer)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Result of reading all data."""
+
+    files: int
+    rows: int
+    """Number of rows, without those of damaged files."""
+    size: int
+    """Stored bytes."""
+    damages: tuple[Damage, ...]
+    resumed_rows: int = 0
+    """Number of rows that an interrupted verification had read before."""
+    images_decoded: bool = True
+    """False if images were only found by their first bytes, because Pillow is not installed."""
+
+    @property
+    def damaged_files(self) -> int:
+        """Number of files that cannot be read at all."""
+        return sum(damage.row is None for damage in self.damages)
+
+    @property
+    def damaged_rows(self) -> int:
+        return sum(damage.rows for damage in self.damages if damage.row is not None)
+
+
+def verify_data(
+    selection: DataSelection,
+    *,
+    processes: int | None = None,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> Verification:
+    """Read all data, and list what is damaged.
+
+    Args:
+        selection: the sources.
+        processes: processes that read at once; default: by the size, up to the usable cores.
+        resume: go on where an interrupted verification of the same files was.
+        progress: called with (bytes done, bytes in all); a file counts twice, scanned and read.
+
+    Raises:
+        WanmaError: a store fails, or the cache cannot be written to.
+    """
+    sizes = [source.size for source in selection.sources]
+    total = 2 * sum(sizes)
+    with _own_folder(selection, resume) as folder:
+        indexes = []
+        for number, source in enumerate(selection.sources):
+            start = sum(sizes[:number])
+            advance = partial(_advance, progress, start, total)
+            indexes.append(source.open_index(folder, advance, skip_damaged=True))
+        tasks = [task for number, index in enumerate(indexes) for task in plan_tasks(index, number)]
+        done = _read_journal(folder / "done.jsonl")
+        with (folder / "done.jsonl").open("a", encoding="utf-8") as journal:
+            damages = [damage for task in tasks for damage in done.get(task, ())]
+            pending = [task for task in tasks if task not in done]
+            read = sum(task.size for task in done)
+            for task, found in _read_tasks(selection, indexes, pending, processes):
+                damages += found
+                read += task.size
+                journal.write(json.dumps([asdict(task), [asdict(one) for one in found]]) + "\n")
+                journal.flush()
+                _advance(progress, sum(sizes), total, read, 0)
+    damages += _damaged_files(selection, indexes)
+    return Verification(
+        sum(len(source.files) for source in selection.sources),
+        sum(index.rows for index in indexes),
+        sum(sizes),
+        tuple(_merge(damages)),
+        sum(task.end - task.start for task in done if task in set(tasks)),
+        has_pillow(),
+    )
+
+
+def _advance(progress: Progress | None, start: int, total: int, done: int, _: int) -> None:
+    if progress is not None:
+        progress(min(start + done, total), total)
+
+
+def _read_tasks(
+    selection: DataSelection, indexes: Sequence[SampleIndex], tasks: Sequence[RowTask], limit: int | None
+) -> Iterator[tuple[RowTask, list[Damage]]]:
+    names = [source.name for source in selection.sources]
+    is_shared = not any(source.is_in_memory for source in selection.sources)
+    processes = useful_processes(sum(task.size for task in tasks), limit, is_shared=is_shared)
+    tables = any(isinstance(index.data_format, Parquet | ArrowTables) for index in indexes)
+    vocabulary = load_tokenizer(selection.tokenizer).vocabulary_size if selection.tokenizer else 0
+    work = Work(_verify_rows, indexes, (names, vocabulary))
+    for task, found in work.run(tasks, processes, is_isolated=tables and is_shared):
+        if isinstance(found, ProcessCrash):
+            url = shown_path(indexes[task.source].groups[task.group].url)
+            cause = "reading these rows ends the process: the library of the format fails on the damage"
+            found = [Damage(names[task.source], url, task.start, cause, task.end - task.start)]
+        yield task, found
+
+
+def _verify_rows(
+    indexes: Sequence[SampleIndex], common: tuple[Sequence[str], int], task: RowTask
+) -> list[Damage]:
+    """Read the rows of a task, and return what is damaged."""
+    names, vocabulary = common
+    index, name = indexes[task.source], names[task.source]
+    damages = []
+    for row, rows, found in read_rows(index, task, record_decoder(index.data_format)):
+        if isinstance(found, BadDataError):
+            damages.append(Damage(name, shown_path(found.file), row, found.cause, rows))
+        else:
+            damages += [
+                Damage(name, row_url(index, task.group, row), row, cause)
+                for cause in record_faults(found, vocabulary)
+            ]
+    return damages
+
+
+def record_faults(record: Record, vocabulary: int = 0) -> Iterator[str]:
+    """Yield the faults of values that can be read, but not used in training.
+
+    Args:
+        record: the record, decoded.
+        vocabulary: size of the vocabulary of its tokens; 0: unknown.
+    """
+    for name, value in record.items():
+        if (content := image_bytes(value)) is not None and is_image(content):
+            if (cause := check_image(content)) is not None:
+                yield f"the image '{name}' cannot be decoded: {cause}"
+        elif content is not None and name in _IMAGE_FIELDS:
+            yield f"'{name}' is no image: {len(content):,} bytes"
+        elif isinstance(value, np.ndarray) and value.dtype.kind == "f" and value.ndim > 1:
+            if count := int(np.count_nonzero(~np.isfinite(value))):
+                yield f"{count} numbers of the array '{name}' are NaN or infinite"
+        elif vocabulary and name in _TOKEN_FIELDS and isinstance(value, _TOKEN_TYPES):
+            tokens = np.asarray(value)
+            if (
+                tokens.size
+                and tokens.dtype.kind in "iu"
+                and not 0 <= tokens.min() <= tokens.max() < vocabulary
+            ):
+                wrong = int(tokens.max() if tokens.max() >= vocabulary else tokens.min())
+                yield f"the token {wrong} in '{name}' is outside of the vocabulary of {vocabulary}"
+
+
+def _damaged_files(selection: DataSelection, indexes: Sequence[SampleIndex]) -> list[Damage]:
+    return [
+        Damage(source.name, shown_path(one.file), None, one.cause)
+        for source, index in zip(selection.sources, indexes, strict=True)
+        for one in index.damaged
+    ]
+
+
+def _merge(damages: Sequence[Damage]) -> list[Damage]:
+    """Return damages by file and row; consecutive rows with one cause are one."""
+    merged: list[Damage] = []
+    for one in sorted(damages, key=lambda one: (one.source, one.file, -1 if one.row is None else one.row)):
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and one.row is not None
+            and last.row is not None
+            and (last.source, last.file, last.cause, last.row + last.rows)
+            == (one.source, one.file, one.cause, one.row)
+        ):
+            merged[-1] = replace(last, rows=last.rows + one.rows)
+        else:
+            merged.append(one)
+    return merged
+
+
+@contextmanager
+def _own_folder(selection: DataSelection, resume: bool) -> Iterator[Path]:
+    """Yield the folder of this verification: empty, or as an interrupted one left it; removed at the end.
+
+    Raises:
+        WanmaError: another process verifies the same files, or the folder cannot be written to.
+    """
+    identity = [
+        [source.name, source.data_format.name, source.data_format.options, file.url, file.size, file.version]
+        for source in selection.sources
+        for file in source.files
+    ]
+    text = json.dumps([identity, selection.tokenizer]).encode("utf-8", "surrogatepass")
+    folder = selection.cache_folder / "verification" / hashlib.sha256(text).hexdigest()[:32]
+    hint = "free space, or choose another cache folder with --cache"
+    with locked_folder(folder, "verifies the same files", hint):
+        if not resume:
+            _empty(folder)
+        yield folder
+        shutil.rmtree(folder, ignore_errors=True)  # an interrupted one leaves it
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != ".lock":
+            path.unlink()
+
+
+def _read_journal(path: Path) -> dict[RowTask, list[Damage]]:
+    """Return the tasks that are done, with their damage; a last line that was cut is removed."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    whole = [line for line in lines if line.endswith("\n")]
+    path.write_text("".join(whole), encoding="utf-8")
+    done: dict[RowTask, list[Damage]] = {}
+    for line in whole:
+        task, damages = json.loads(line)
+        done[RowTask(**task)] = [Damage(**one) for one in damages]
+    return done
+
+
+def verification_json(found: Verification) -> dict[str, Any]:
+    """Return the result as JSON."""
+    return {
+        "files": found.files,
+        "rows": found.rows,
+        "bytes": found.size,
+        "damaged_files": found.damaged_files,
+        "damaged_rows": found.damaged_rows,
+        "resumed_rows": found.resumed_rows,
+        "images_decoded": found.images_decoded,
+        "damages": [asdict(one) for one in found.damages],
+    }

@@ -1,0 +1,120 @@
+"""Fields that a corpus lacks: refused or told, whatever the cache holds."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from wanma.data.documents.text_files import list_documents
+from wanma.data.opening import prepare_job_data
+from wanma.data.text import token_file
+from wanma.data.text.encoding_task import ReadingSettings
+from wanma.data.text.token_file import TokenFile, open_or_build_token_file, token_folder
+from wanma.data.text.tokenizer import BytesTokenizer
+from wanma.job.errors import JobError
+from wanma.job.sections.data import DataSection
+
+
+def build(entries: Sequence[str | Path], cache: Path) -> TokenFile:
+    return open_or_build_token_file(list_documents([*map(str, entries)]), BytesTokenizer(), cache)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """A folder of two plain texts and one file of records without the field."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for name in ("a", "b"):
+        (folder / f"{name}.txt").write_text("plain text " * 20)
+    (folder / "c.jsonl").write_text('{"body": "one"}\n')
+    return folder
+
+
+def test_a_wrong_field_is_refused_although_a_token_file_of_the_same_documents_exists(
+    corpus: Path, tmp_path: Path
+) -> None:
+    built = build([corpus], tmp_path / "cache")
+    for _ in range(2):
+        with pytest.raises(JobError, match=r"c\.jsonl have no field 'text'; their fields are body"):
+            build([corpus / "*.txt", corpus / "*.jsonl"], tmp_path / "cache")
+    assert build([corpus], tmp_path / "cache").folder == built.folder
+
+
+def test_a_token_file_of_an_older_version_is_refused_for_a_wrong_field(tmp_path: Path) -> None:
+    """The older version has read tables without the field as plain text."""
+    (tmp_path / "a.txt").write_text("id,body\n1,one\n" * 20)
+    (tmp_path / "b.csv").write_text("id,body\n1,one\n" * 20)
+    other = build([tmp_path / "a.txt"], tmp_path / "cache")
+    folder = token_folder(
+        list_documents([f"{tmp_path}/*.csv"]), BytesTokenizer(), tmp_path / "cache", ReadingSettings()
+    )
+    shutil.copytree(other.folder, folder)
+    header = json.loads((folder / "header.json").read_text())
+    del header["accepted"]
+    (folder / "header.json").write_text(json.dumps(header))
+    with pytest.raises(JobError, match=r"csv records of .*b\.csv have no field 'text'; .* id, body"):
+        build([f"{tmp_path}/*.csv"], tmp_path / "cache")
+
+
+def test_entries_that_a_token_file_was_accepted_for_are_looked_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name * 100)
+    folder = build([f"{tmp_path}/*.txt"], tmp_path / "cache").folder
+    assert not (folder / "accepted.json").exists()
+    build([f"{tmp_path}/a*.txt", f"{tmp_path}/b*.txt"], tmp_path / "cache")
+    assert len(json.loads((folder / "accepted.json").read_text())) == 2
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the documents are looked at again")
+
+    monkeypatch.setattr(token_file, "accept_documents", refuse)
+    build([f"{tmp_path}/a*.txt", f"{tmp_path}/b*.txt"], tmp_path / "cache")
+    assert build([f"{tmp_path}/*.txt"], tmp_path / "cache").folder == folder
+
+
+def test_arrays_that_a_glob_names_are_read_although_a_folder_has_left_them_out(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text " * 50)
+    np.save(tmp_path / "b.npy", np.array([[97, 98, 256]], "i4"))
+    assert build([tmp_path], tmp_path.parent / "cache").header["documents"] == 1
+    globs = [f"{tmp_path}/*.txt", f"{tmp_path}/*.npy"]
+    assert build(globs, tmp_path.parent / "cache").header["documents"] == 2
+
+
+def test_records_read_as_plain_text_are_told_at_each_preparation(
+    corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    section = DataSection(
+        text=[str(corpus)], cache=str(tmp_path / "cache"), sequence_length=8, validation_fraction=0
+    )
+    build([corpus], tmp_path / "cache")
+    for _ in range(2):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            prepare_job_data(section)
+        assert caplog.text.count("c.jsonl, have no field 'text'; their fields are body") == 1
+        assert "data.text[0]: 1 files of the format jsonl" in caplog.text
+        assert "they are read as plain text" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("suffix", "content"), [("csv", "id,body\n1,one\n"), ("json", '[{"id": 1, "body": "one"}]')]
+)
+def test_tables_without_the_field_that_are_most_of_a_folder_are_refused(
+    tmp_path: Path, suffix: str, content: str
+) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / "README.md").write_text("about the tables")
+    for number in range(3):
+        (folder / f"{number}.{suffix}").write_text(content)
+    with pytest.raises(JobError, match=r"have no field 'text'; their fields are id, body") as error:
+        build([folder], tmp_path / "cache")
+    assert "data.text_field" in error.value.hint
