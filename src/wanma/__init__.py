@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from wanma.api.best_plans import plan
     from wanma.api.load import Loaded, load
+    from wanma.api.metric_log import log
     from wanma.api.session import session
     from wanma.api.train import Result, train
     from wanma.data.batch import Batch
+    from wanma.data.index.records import open_records
     from wanma.job.callbacks import (
         Callback,
         CheckpointEnd,
@@ -42,6 +44,8 @@ __all__ = [
     "global_batch",
     "global_rows",
     "load",
+    "log",
+    "open_records",
     "plan",
     "session",
     "train",
@@ -53,8 +57,10 @@ _HOMES = {
     "session": "wanma.api.session",
     "load": "wanma.api.load",
     "Loaded": "wanma.api.load",
+    "log": "wanma.api.metric_log",
     "plan": "wanma.api.best_plans",
     "Batch": "wanma.data.batch",
+    "open_records": "wanma.data.index.records",
     "global_batch": "wanma.parallel.data_parallel.global_batch",
     "global_rows": "wanma.parallel.data_parallel.global_batch",
     **dict.fromkeys(

@@ -177,7 +177,7 @@ def _tokenizer(run: RunDirectory, job: Job) -> Tokenizer | None:
     folder = run.path / "tokenizer"
     if folder.is_dir():
         return load_tokenizer(folder)
-    return load_tokenizer(job.data.tokenizer) if job.data.text or job.data.sources else None
+    return load_tokenizer(job.data.tokenizer) if job.data.has_text else None
 
 
 def _build_model(

@@ -25,7 +25,9 @@ from wanma.api.run.run_records import (
 from wanma.api.run.session_callbacks import with_callbacks
 from wanma.api.run.user_update import check_user_optimizer
 from wanma.elastic.workers.signal_dispositions import stop_signals_ignored
-from wanma.elastic.workers.torchrun_variables import TorchrunProcess, read_torchrun_variables
+from wanma.engines.launchers.launcher_placement import LauncherPlacement
+from wanma.engines.launchers.node_leader import mark_output_as_forwarded
+from wanma.engines.launchers.placement import read_placement
 from wanma.job.callbacks import Callback
 from wanma.job.errors import WanmaError
 from wanma.job.file.loading import to_job
@@ -48,6 +50,7 @@ from wanma.planner.preparation.job_planning import (
     PreparedJob,
     complete_run_plan,
     initial_layout,
+    note_level,
     peak_flops_per_second,
     plan_notes,
 )
@@ -85,8 +88,8 @@ def session(
     """Open a training session in this process; see `Session` for its use.
 
     Under `wanma launch --ranks N SCRIPT` each of the N processes gets its rank's session, and the command
-    decides on nodes and run directory. Ranks of torchrun and similar launchers get theirs too, without a
-    supervisor of wanma. Otherwise this process is the only rank.
+    decides on nodes and run directory. Ranks of torchrun, mpirun, srun and similar launchers get theirs too,
+    without a supervisor of wanma. Otherwise this process is the only rank.
 
     Args:
         job: a job, its sections as nested mappings, or the path of a job file. `[model]` may be left
@@ -114,6 +117,7 @@ def session(
     input_kind(job.model)  # refuses a preset that does not exist
     require_fixed_nodes(job, "a loop in wanma.session")
     worker, section = current_worker_context.get(), launch_cluster_section.get()
+    placement = read_placement() if worker is None else None
     launched = ClusterSection(**section) if section is not None else None
     warnings: list[str] = []
     if worker is not None:
@@ -123,13 +127,13 @@ def session(
     start = initial_layout(job, custom_model=True)
     planned = complete_run_plan(job, start, None)
     prepared = PreparedJob(start.cluster, planned, None, peak_flops_per_second(planned.plan, start.cluster))
-    launcher_rank = read_torchrun_variables() if worker is None else None
-    if launcher_rank is not None:
-        job = _with_launcher_nodes(job, launcher_rank)
+    if placement is not None:
+        mark_output_as_forwarded(placement)
+        job = _with_launcher_nodes(job, placement)
     with (
         _enter_supervised_session(worker)
         if worker is not None
-        else _open_unsupervised(job, run_directory, launcher_rank) as rank
+        else _open_unsupervised(job, run_directory, placement) as rank
     ):
         if launched is not None and rank.rank == 0:
             start_event = {
@@ -172,7 +176,7 @@ def _open_session(
     from wanma.training.run.numerics import configure_numerics
 
     run, plan = RunDirectory(worker.run_directory), prepared.plan
-    reads_text = bool(job.data.text or job.data.sources)
+    reads_text = job.data.has_text
 
     def on_start(workload: Workload | None) -> None:
         if worker.rank == 0:
@@ -189,7 +193,7 @@ def _open_session(
         )
         if worker.rank == 0:
             for note in [*job_change_notes(run, job), *plan_notes(job, prepared.plan_result)]:
-                _send_message(worker, note, "info")
+                _send_message(worker, note, note_level(note, prepared.plan_result))
             if not run.job.exists():
                 write_run_files(run, job, prepared, sys.argv, reads_text=reads_text)
         with session:
@@ -198,75 +202,92 @@ def _open_session(
 
 @contextmanager
 def _open_unsupervised(
-    job: Job, run_directory: Path | str | None, launcher_rank: TorchrunProcess | None
+    job: Job, run_directory: Path | str | None, placement: LauncherPlacement | None
 ) -> Iterator[WorkerContext]:
     """Yield a rank without a supervisor; rank 0 opens the run directory and console itself.
 
     Args:
-        launcher_rank: place among the ranks of another launcher; None: this is the only rank.
+        placement: place among the ranks of another launcher; None: this is the only rank.
     """
     run = resolve_run_directory(job, run_directory)
     run.create()
-    if launcher_rank is not None and launcher_rank.rank > 0:
-        yield _torchrun_worker_context(launcher_rank, run, NullSupervisorClient())
+    if placement is not None and placement.rank > 0:
+        yield _launched_worker_context(placement, run, NullSupervisorClient())
         return
     with lock_run(run), open_console(run, job.observe, job.train.steps) as console:
         earlier_events = count_events(run)
         failure: str | None = None
+        is_aborted = False
         try:
             control = NullSupervisorClient(console.write)
             yield (
-                _torchrun_worker_context(launcher_rank, run, control)
-                if launcher_rank
+                _launched_worker_context(placement, run, control)
+                if placement is not None
                 else WorkerContext.single_process(run.path.absolute(), control)
             )
+        except KeyboardInterrupt:
+            is_aborted = True
+            raise
         except BaseException as error:
             plain = traceback.format_exception_only(error)[-1].strip()
             failure = str(error) if isinstance(error, WanmaError) else plain
             raise
         finally:
-            record_run_end(run, failure, console.write, earlier_events)
+            record_run_end(run, failure, console.write, earlier_events, is_aborted)
 
 
-def _torchrun_worker_context(
-    launcher_rank: TorchrunProcess, run: RunDirectory, supervisor_client: NullSupervisorClient
+def _launched_worker_context(
+    placement: LauncherPlacement, run: RunDirectory, supervisor_client: NullSupervisorClient
 ) -> WorkerContext:
-    """Return the worker context of a rank that another launcher, such as torchrun, has started."""
+    """Return the worker context of a rank that another launcher, such as torchrun, has started.
+
+    Raises:
+        WanmaError: the ranks of this node are not consecutive.
+    """
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch exports them so
 
+    if not placement.has_consecutive_ranks:
+        raise WanmaError(
+            f"rank {placement.rank} has local rank {placement.local_rank} of {placement.local_world_size}: "
+            f"{placement.launcher} has dealt out the ranks over the nodes in turn, and wanma needs "
+            "consecutive ranks on each",
+            "start it with `mpirun --map-by slot ...` or `srun --distribution=block ...`",
+        )
+    restart = placement.restart_count
     launcher_store = TCPStore(
-        launcher_rank.store_host,
-        launcher_rank.store_port,
-        is_master=launcher_rank.serves_store,
+        placement.require_host(),
+        placement.store_port or placement.port,
+        is_master=placement.rank == 0 and placement.store_port is None,
         multi_tenant=True,
     )
-    opened = launcher_store.add(f"wanma/{launcher_rank.restart_count}/opened/{launcher_rank.rank}", 1)
-    store = PrefixStore(f"wanma/{launcher_rank.restart_count}/{opened}", launcher_store)
-    if launcher_rank.rank == 0:
+    opened = launcher_store.add(f"wanma/{restart}/opened/{placement.rank}", 1)
+    store = PrefixStore(f"wanma/{restart}/{opened}", launcher_store)
+    if placement.rank == 0:
         store.set("generation", str(os.getpid()))
+        nodes = f" --nodes {placement.nodes}" if placement.nodes > 1 else ""
         text = (
-            f"{launcher_rank.world_size} ranks of another launcher: hangs are not detected, and a restart "
+            f"{placement.world_size} ranks of another launcher: hangs are not detected, and a restart "
             "resumes from the newest checkpoint on disk; for hang detection and recovery use "
-            f"`{launcher_rank.wanma_command}`"
+            f"`wanma launch --ranks {placement.local_world_size}{nodes}`"
         )
         supervisor_client.send_event({"kind": "message", "level": "info", "text": text})
     return WorkerContext(
-        rank=launcher_rank.rank,
-        local_rank=launcher_rank.local_rank,
-        world_size=launcher_rank.world_size,
-        local_world_size=launcher_rank.local_world_size,
-        node_rank=launcher_rank.node_rank,
+        rank=placement.rank,
+        local_rank=placement.local_rank,
+        world_size=placement.world_size,
+        local_world_size=placement.local_world_size,
+        node_rank=placement.rank // placement.local_world_size,
         generation=int(store.get("generation")),
         run_directory=run.path.absolute(),
         store=store,
         supervisor_client=supervisor_client,
-        local_world_sizes=launcher_rank.local_world_sizes,
+        local_world_sizes=(placement.local_world_size,) * placement.nodes,
     )
 
 
-def _with_launcher_nodes(job: Job, launcher_rank: TorchrunProcess) -> Job:
+def _with_launcher_nodes(job: Job, placement: LauncherPlacement) -> Job:
     """Return `job` with the number of nodes on which another launcher has started ranks."""
-    nodes = {"nodes": len(launcher_rank.local_world_sizes)}
+    nodes = {"nodes": placement.nodes}
     return job.model_copy(update={"cluster": job.cluster.model_copy(update=nodes)})
 
 

@@ -14,12 +14,15 @@ from wanma.api.run.job_run import train_job
 from wanma.api.run.model_override import override_model_name
 from wanma.api.run.run_records import resolve_run_directory
 from wanma.api.run.user_update import check_user_optimizer
-from wanma.elastic.workers.torchrun_variables import read_torchrun_variables
+from wanma.engines.launchers.job_placement import place_job
+from wanma.engines.launchers.launcher_placement import LauncherPlacement
+from wanma.engines.launchers.node_leader import mark_output_as_forwarded, release_default_binding
+from wanma.engines.launchers.placement import read_placement
 from wanma.job.callbacks import Callback
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.file.loading import to_job
 from wanma.job.run.run_directory import RunDirectory
-from wanma.job.run.worker import current_worker_context
+from wanma.job.run.worker import WorkerContext, current_worker_context
 from wanma.job.sections.job import Job
 
 if TYPE_CHECKING:
@@ -93,13 +96,18 @@ def train(
     Raises:
         WanmaError: the job is wrong, or the training failed; the message is the failing rank's.
     """
-    _require_no_rank()
+    placement = read_placement()
+    _require_no_rank(placement)
     _check_objects(model, data, loss, metrics)
     callbacks = check_callbacks(callbacks)
     if model is not None:
         kind = type(model)
         overrides = override_model_name(job, overrides, f"{kind.__module__}:{kind.__qualname__}")
     job = to_job(job, overrides)
+    if placement is not None:
+        mark_output_as_forwarded(placement)
+        release_default_binding(placement)
+        job = place_job(job, placement)
     run = resolve_run_directory(job, run_directory)
     objects = {
         "model": model,
@@ -128,18 +136,24 @@ def train(
     return result
 
 
-def _require_no_rank() -> None:
-    """Refuse a process that is a rank: each would start ranks, and all would train in one run directory."""
-    worker, launcher_rank = current_worker_context.get(), read_torchrun_variables()
-    known = worker or launcher_rank
-    if known is not None:
-        starter = "`wanma launch`" if worker is not None else "torchrun or a similar launcher"
-        raise JobError(
-            f"wanma.train starts ranks itself, but {starter} started this process as rank "
-            f"{known.rank} of {known.world_size}",
-            "run the script with `python`; the job's [parallel] sets the number of ranks. To use "
-            "the ranks of a launcher, write a loop with wanma.session",
-        )
+def _require_no_rank(placement: LauncherPlacement | None) -> None:
+    """Refuse a process that is a rank: each would start ranks, and all would train in one run directory.
+
+    The only process that a launcher has started on its node is none: it starts the node's ranks.
+    """
+    known: WorkerContext | LauncherPlacement
+    if (worker := current_worker_context.get()) is not None:
+        known, starter = worker, "`wanma launch`"
+    elif placement is not None and placement.local_world_size > 1:
+        known, starter = placement, placement.launcher
+    else:
+        return
+    raise JobError(
+        f"wanma.train starts ranks itself, but {starter} started this process as rank "
+        f"{known.rank} of {known.world_size}",
+        "run the script with `python`; the job's [parallel] sets the number of ranks. To use "
+        "the ranks of a launcher, write a loop with wanma.session",
+    )
 
 
 def _check_objects(model: Any, data: Any, loss: Any, metrics: Any) -> None:

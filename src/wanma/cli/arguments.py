@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,37 @@ def add_step_option(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         help="use the checkpoint of step N; default: the newest complete one",
+    )
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a run's place: --engine and --detach."""
+    parser.add_argument(
+        "--engine", metavar="NAME", help="place of the run (cluster.engine); `wanma engines` lists them"
+    )
+    parser.add_argument(
+        "-d",
+        "--detach",
+        action="store_true",
+        help="start in the background, or submit, and return",
+    )
+
+
+def add_rendezvous_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options by which nodes that run the same command meet: --rendezvous and --node-rank."""
+    parser.add_argument(
+        "--rendezvous", metavar="HOST:PORT", help="rendezvous address of the nodes (cluster.rendezvous)"
+    )
+    parser.add_argument("--node-rank", metavar="R", help="rank of this node (cluster.node_rank)")
+
+
+def add_cluster_override_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="override of a [cluster] key; repeatable",
     )
 
 
@@ -135,6 +167,54 @@ def parse_integers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"'{text}' is not a list of numbers, such as 1,2,4") from None
+
+
+def parse_count(text: str) -> int:
+    """Parse a number of at least 1, such as 8 or 100_000, for argparse."""
+    digits = text.replace("_", "").replace(",", "")
+    if not digits.isdecimal() or int(digits) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of at least 1")
+    return int(digits)
+
+
+def parse_share(text: str) -> float:
+    """Parse a number between 0 and 1, for argparse."""
+    value = _parse_number(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not between 0 and 1, such as 0.02")
+    return value
+
+
+def parse_amount(text: str) -> float:
+    """Parse a number that is not negative, for argparse."""
+    value = _parse_number(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"'{text}' is less than 0")
+    return value
+
+
+def _parse_number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if math.isnan(value):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number")
+    return value
+
+
+def parse_names(text: str) -> list[str]:
+    """Parse names with commas between them, for argparse."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def override_texts(values: Mapping[str, object]) -> list[str]:
+    """Return options that are another form of a key as overrides, so that one place checks them.
+
+    Args:
+        values: values by key; None: the option is not given.
+    """
+    return [f"{key}={value}" for key, value in values.items() if value is not None]
 
 
 def set_completer(action: argparse.Action, completer: Completer) -> None:

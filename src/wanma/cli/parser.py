@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from wanma import __version__
+from wanma.cli.bench import bench
 from wanma.cli.commands import (
-    bench,
     checkpoint,
     cluster,
-    completion,
     doctor,
     export,
     job,
@@ -22,20 +21,32 @@ from wanma.cli.commands import (
     sample,
     show,
     train,
-    version,
 )
+from wanma.cli.data import data
+from wanma.cli.engines import attach, cancel, engines, explain, logs, resize, shell, status
+from wanma.cli.installation import completion, init, version
 from wanma.job.errors import JobError, did_you_mean
 
 COMMANDS = (
+    init,
     train,
     plan,
     launch,
     runs,
     show,
+    status,
+    logs,
+    attach,
+    cancel,
+    explain,
+    resize,
+    shell,
+    engines,
     report,
     sample,
     export,
     checkpoint,
+    data,
     doctor,
     cluster,
     bench,
@@ -49,6 +60,7 @@ Distributed AI training: plan, train, recover, measure and explain.
 
 start here:
   wanma doctor                          check devices, network and packages of this node
+  wanma init gpt                        write an example to start from; without a name: list all
   wanma train JOB.toml --dry-run        check a job and show its plan; starts nothing
   wanma train JOB.toml [KEY=VALUE ...]  train; the same command resumes after a stop
   wanma show                            results of the newest run
@@ -80,6 +92,8 @@ def build_parser() -> Parser:
     """Return the parser of all commands."""
     parser = Parser(prog="wanma", description=_DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"wanma {__version__}")
+    # torch.distributed.launch and deepspeed put it before the command; their variables say the same.
+    parser.add_argument("--local-rank", "--local_rank", dest="launcher_local_rank", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for module in COMMANDS:
         module.add_parser(commands)

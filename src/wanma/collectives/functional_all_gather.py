@@ -8,10 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 from torch.library import Library
 
 from wanma.collectives.shared_memory.process_group import SharedMemoryProcessGroup
+from wanma.torch_internals.distributed import resolve_process_group
+from wanma.torch_internals.operators import FUNCTIONAL_COLLECTIVES, functional_collectives
 
 
 @cache
@@ -26,7 +27,7 @@ def patch_functional_all_gather() -> Library:
     Returns:
         The library that holds the replacement; torch's operator returns when it is deleted.
     """
-    library = Library("_c10d_functional", "IMPL")
+    library = Library(FUNCTIONAL_COLLECTIVES, "IMPL")
     library.impl("all_gather_into_tensor", _all_gather, "CPU")
     return library
 
@@ -35,21 +36,17 @@ def _all_gather(part: Tensor, ranks: int, group: Any) -> Tensor:
     if part.is_complex():  # Gloo has no complex types
         return torch.view_as_complex(_all_gather(torch.view_as_real(part), ranks, group))
     if _is_shared(group):  # shared memory has its own coalesced all-gather, without that fault
-        (output,) = torch.ops._c10d_functional.all_gather_into_tensor_coalesced([part], ranks, group)
+        (output,) = functional_collectives.all_gather_into_tensor_coalesced([part], ranks, group)
         return output  # type: ignore[no-any-return]
     output = part.new_empty((ranks * part.shape[0], *part.shape[1:]))
-    gathered: Tensor = torch.ops._c10d_functional.all_gather_into_tensor_out(part, ranks, group, out=output)
+    gathered: Tensor = functional_collectives.all_gather_into_tensor_out(part, ranks, group, out=output)
     return gathered
 
 
 def _is_shared(group: Any) -> bool:
     """Return True if a group, or a group by its name, shares memory; operators are given either."""
     if isinstance(group, str):
-        group = _group_by_name(group)
+        group = resolve_process_group(group)
     elif isinstance(group, torch.ScriptObject):
         group = dist.ProcessGroup.unbox(group)
     return isinstance(group, SharedMemoryProcessGroup)
-
-
-_group_by_name: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
-"""Process group of a name; torch has no public function for it."""

@@ -77,6 +77,10 @@ class NodeGroup:
     """Price of one node per hour, in the currency of the cluster file; None when unknown."""
     disk_bytes_per_second: float | None = None
     """Write bandwidth of one node's disks in bytes per second (reads are no slower); None when unknown."""
+    store_bytes_per_second: float | None = None
+    """Bandwidth of one node to remote storage of data in bytes per second; None when unknown."""
+    store_latency_seconds: float | None = None
+    """Seconds of a request to that storage until its first byte; None when unknown."""
     days_between_failures: float | None = None
     """Mean days between failures of one node, with its share of the network; None when unknown."""
     hosts: tuple[str, ...] = ()

@@ -103,6 +103,23 @@ def missing_extra_error(package: str, extra: str, purpose: str) -> WanmaError:
     )
 
 
+STORAGE_EXTRAS = {
+    "s3": ("s3fs", "s3"),
+    "s3a": ("s3fs", "s3"),
+    "gs": ("gcsfs", "gcs"),
+    "gcs": ("gcsfs", "gcs"),
+    "abfs": ("adlfs", "azure"),
+    "abfss": ("adlfs", "azure"),
+    "az": ("adlfs", "azure"),
+    "http": ("aiohttp", "http"),
+    "https": ("aiohttp", "http"),
+    "hf": ("huggingface_hub", "huggingface"),
+    "webhdfs": ("requests", "hdfs"),
+    "hdfs": ("pyarrow", "hdfs"),
+}
+"""Package that implements each storage protocol, and wanma's extra that installs it."""
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return ` Did you mean 'x'?` for the closest choice; empty if no choice is close."""
     close = closest_match(word, choices)

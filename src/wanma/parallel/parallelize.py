@@ -224,8 +224,7 @@ def parallelize(
         plan,
         parallel_mesh,
     )
-    # Waits of the process for other tensor, context and expert ranks.
-    waits = get_functional_wait_time() if max(plan.tp, plan.cp, plan.ep) > 1 else FunctionalWaitTime()
+    waits = _time_functional_collectives(plan, parallel_mesh)
     clock = ComputeTimer(
         parallel_mesh.device.type,
         lambda: parallel_mesh.communication_timer.exposed_seconds + waits.seconds,
@@ -304,6 +303,18 @@ def _build_random_draws(spec: ModelSpec, model: nn.Module, plan: Plan, seed: int
     )
 
 
+def _time_functional_collectives(plan: Plan, parallel_mesh: ParallelMesh) -> FunctionalWaitTime:
+    """Time the waits of the process for other tensor, context and expert ranks, and tell their kinds."""
+    if max(plan.tp, plan.cp, plan.ep) == 1:
+        return FunctionalWaitTime()
+    timer = parallel_mesh.communication_timer
+    if plan.tp == 1:
+        timer.functional_kind = "context" if plan.cp > 1 else "data"
+    if plan.ep > 1:
+        timer.expert_group = parallel_mesh.dim_mesh("ep").get_group().group_name
+    return get_functional_wait_time()
+
+
 def _parallelize_part(
     part: nn.Module,
     spec: ModelSpec,
@@ -328,6 +339,9 @@ def _parallelize_part(
     blocks = _blocks(part, spec.parallel_spec)
     apply_recompute(blocks, plan)  # before compile, so that compile sees it
     if plan.compile:
+        # The compiler's guards do not see all that a run sets: code of an earlier run in this process, with
+        # another dropout or layout, would be used again and give other numbers.
+        torch.compiler.reset()
         for block in blocks or [part]:
             block.compile()
     apply_activation_offload(blocks, plan, disk_pool)

@@ -13,6 +13,7 @@ from wanma.job.sections.job import Job
 from wanma.job.sections.parallel import ParallelSection
 from wanma.models.config.dimensions import DecoderConfig
 from wanma.observe.units import count_text
+from wanma.planner.all_reduce_choice import all_reduce_reasons, largest_message_bytes, nccl_switch_note
 from wanma.planner.batch_share_rules import check_job_shares, check_plan_shares
 from wanma.planner.forecast.plan_forecast import (
     forecast_plan,
@@ -25,11 +26,7 @@ from wanma.planner.forecast.problem import (
     host_memory_overflow_reason,
     select_device_type,
 )
-from wanma.planner.gradient_reduction import (
-    check_buckets,
-    gradient_reduction_reasons,
-    with_gradient_reduction,
-)
+from wanma.planner.gradient_reduction import check_buckets, with_gradient_reduction
 from wanma.planner.hardware_model.calibration import Calibration
 from wanma.planner.infeasibility import no_plan_error, plan_too_large_error
 from wanma.planner.pipeline.schedules import DEFAULT_VIRTUAL_STAGES, plan_stage_cuts
@@ -117,7 +114,8 @@ def search_job_plan(
             job, inputs.cluster, inputs.workload, inputs.dimensions, search_result, world_sizes
         )
     problem = inputs.problem(ranks=max(best.plan.world_size // job.cluster.nodes, 1))
-    plan, forecast = with_gradient_reduction(job, best.plan, problem.hardware), best.forecast
+    plan, forecast = best.plan, best.forecast
+    plan = with_gradient_reduction(job, plan, problem.hardware, problem.workload)
     check_buckets(job, plan)
     if plan != best.plan:
         forecast = forecast_plan(problem, plan)
@@ -127,7 +125,7 @@ def search_job_plan(
     detailed = with_pipeline_rank_memory(problem, plan, forecast)
     reasons = (
         *selection_reasons(search_result),
-        *gradient_reduction_reasons(plan, problem.hardware),
+        *_gradient_reduction_reasons(problem, plan),
         *detailed.reasons,
     )
     chosen = replace(best, plan=plan, forecast=forecast)
@@ -135,8 +133,11 @@ def search_job_plan(
     return PlanResult(plan, replace(detailed, reasons=reasons), replace(search_result, candidates=candidates))
 
 
-def build_layout(job: Job, cluster: Cluster) -> Plan:
+def build_layout(job: Job, cluster: Cluster, world_size: int | None = None) -> Plan:
     """Return the part of a job's plan that does not depend on the model: mesh sizes, device, threads.
+
+    Args:
+        world_size: number of ranks of an open layout (`parallel = "auto"`); default: all devices.
 
     Raises:
         JobError: the sizes contradict each other or the nodes; names the keys.
@@ -144,7 +145,7 @@ def build_layout(job: Job, cluster: Cluster) -> Plan:
     parallel = job.parallel
     device = select_device_type(job, cluster)
     if parallel.auto:
-        parallel = _default_layout(job, cluster, device)
+        parallel = _default_layout(job, cluster, device, world_size)
     shard = parallel.shard or ("parameters" if parallel.dp_shard > 1 else "none")
     check_job_shares(job)
     synchronization = build_synchronization(parallel)
@@ -231,7 +232,7 @@ def complete_plan(
     if untimed is None:
         chosen = _search_open_settings(problem, plan)
     plan, reasons = chosen if chosen is not None else _choose_by_rule(problem, plan, rows)
-    plan = with_gradient_reduction(job, plan, problem.hardware)
+    plan = with_gradient_reduction(job, plan, problem.hardware, workload)
     check_plan_shares(job, plan, sample_group_of(job, dimensions, workload))
     forecast = with_pipeline_rank_memory(problem, plan, forecast_plan(problem, plan))
     if (overflow := host_memory_overflow_reason(problem, plan, forecast)) is not None:
@@ -242,8 +243,12 @@ def complete_plan(
         )
     if forecast.memory_bytes > problem.memory_limit_bytes:
         raise plan_too_large_error(problem, plan, forecast, untimed if job.parallel.auto else None)
-    reduction_reasons = gradient_reduction_reasons(plan, problem.hardware)
-    reasons = [_layout_reason(job, plan), *reasons, *reduction_reasons, *forecast.reasons]
+    reasons = [
+        _layout_reason(job, plan),
+        *reasons,
+        *_gradient_reduction_reasons(problem, plan),
+        *forecast.reasons,
+    ]
     return PlanResult(plan, replace(forecast, reasons=tuple(reasons)))
 
 
@@ -341,14 +346,26 @@ def _with_stage_cuts(job: Job, plan: Plan, workload: Workload | None, blocks: in
     return plan
 
 
-def _default_layout(job: Job, cluster: Cluster, device: str) -> ParallelSection:
+def _default_layout(job: Job, cluster: Cluster, device: str, world_size: int | None) -> ParallelSection:
     """Return the parallel sizes of `auto` without a search; sizes that the job gives stay.
 
     All GPUs become one sharded replica; on CPUs one process per node uses all cores. One process was the
     faster on the CPUs measured, for the same cores: two ranks pay for communication what threads share for
     nothing (docs/results/performance.md).
+
+    Raises:
+        JobError: the sizes that the job gives do not make `world_size`.
     """
     parallel = job.parallel
+    if world_size is not None:
+        others = parallel.pp * parallel.dp_replicate * parallel.cp * parallel.tp
+        dp_shard = parallel.dp_shard if parallel.dp_shard > 1 else max(world_size // others, 1)
+        if dp_shard * others != world_size:
+            raise JobError(
+                f"{world_size} ranks were started, and the sizes in [parallel] make {dp_shard * others}",
+                f"unset the sizes, or start {dp_shard * others} processes",
+            )
+        return parallel.model_copy(update={"dp_shard": dp_shard})
     if parallel.dp_shard > 1:
         return parallel
     # Remote nodes are assumed to have as many devices as those described.
@@ -359,11 +376,21 @@ def _default_layout(job: Job, cluster: Cluster, device: str) -> ParallelSection:
     )
 
 
+def _gradient_reduction_reasons(problem: PlanningProblem, plan: Plan) -> list[str]:
+    """Return sentences on the algorithm of the gradients' all-reduce; none where the transport's own runs."""
+    message_bytes = largest_message_bytes(problem.job, plan, problem.workload)
+    reasons = all_reduce_reasons(plan, problem.hardware, problem.job.cluster.nodes, message_bytes)
+    note = nccl_switch_note(plan)
+    return reasons if note is None else [*reasons, note]
+
+
 def _layout_reason(job: Job, plan: Plan) -> str:
     if not job.parallel.auto:
         return f"{plan.world_size} {('rank' if plan.world_size == 1 else 'ranks')}, as set in the job"
     if plan.device == "cuda":
         return f"{plan.world_size} GPUs found; {plan.shard} sharded over {plan.dp_shard} of them"
+    if plan.world_size > job.cluster.nodes:
+        return f"{plan.world_size} ranks, as started or as set in the job"
     return (
         "one process per node with all its cores: on CPUs, threads are faster than ranks "
         "(docs/results/performance.md)"

@@ -17,6 +17,7 @@ from wanma.job.cluster import Cluster
 from wanma.job.node_range import is_elastic
 from wanma.job.plan.plan import DEFAULT_BUCKET_BYTES, Plan
 from wanma.job.sections.job import Job
+from wanma.planner.all_reduce_choice import all_reduce_unavailable_reason, search_algorithm
 from wanma.planner.cost.compression_cost import SEARCHED_COMPRESSIONS
 from wanma.planner.forecast.plan_forecast import time_unavailable_reason
 from wanma.planner.forecast.problem import (
@@ -27,7 +28,7 @@ from wanma.planner.forecast.problem import (
     host_memory_overflow_reason,
     select_device_type,
 )
-from wanma.planner.gradient_reduction import choose_bucket_bytes, hierarchical_unavailable_reason
+from wanma.planner.gradient_reduction import choose_bucket_bytes
 from wanma.planner.hardware_model.builder import is_calibrated
 from wanma.planner.heterogeneous.mesh_plans import search_mesh_plans, with_mesh_plans
 from wanma.planner.heterogeneous.node_pools import HeterogeneousHardware, build_heterogeneous_hardware
@@ -224,7 +225,7 @@ def _base_plan(job: Job, cluster: Cluster) -> Plan:
         overlap=job.parallel.overlap,
         bucket_bytes=job.parallel.bucket_bytes or DEFAULT_BUCKET_BYTES,
         # Plans without use for it ignore it, and `job_planner` removes it.
-        hierarchical=job.parallel.hierarchical is not False and job.cluster.nodes > 1,
+        all_reduce=search_algorithm(job),
     )
 
 
@@ -253,7 +254,7 @@ def _base_plans(problem: PlanningProblem, cluster: Cluster) -> list[Plan]:
 
 
 def _with_support(problem: PlanningProblem, search_result: SearchResult) -> SearchResult:
-    """Fill in forecast-only reasons, threads per rank and hierarchical all-reduce of a search result."""
+    """Fill in forecast-only reasons, threads per rank and all-reduce of a search result."""
     (node,) = problem.cluster.nodes
 
     def with_support(candidate: Candidate) -> Candidate:
@@ -262,8 +263,8 @@ def _with_support(problem: PlanningProblem, search_result: SearchResult) -> Sear
             ranks_per_node = min(len(node.devices), plan.world_size)
             threads = problem.job.cluster.threads_per_rank or max(node.cores // ranks_per_node, 1)
             plan = replace(plan, threads_per_rank=threads)
-        if plan.hierarchical and hierarchical_unavailable_reason(plan, problem.job.cluster.nodes) is not None:
-            plan = replace(plan, hierarchical=False)
+        if all_reduce_unavailable_reason(plan, plan.all_reduce, problem.job.cluster.nodes) is not None:
+            plan = replace(plan, all_reduce="backend")
         reason = unsupported_reason(problem.job, plan, problem.cluster)
         return replace(
             candidate,

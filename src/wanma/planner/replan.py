@@ -95,7 +95,7 @@ def replan(
     """Decide on the plan to continue with on the nodes that are there now.
 
     A job that fixes its layout keeps it except for its data-parallel sizes, which absorb the change of
-    devices.
+    devices; with as many ranks as its sizes give, nothing of it changes.
 
     Args:
         problem: planning problem of the run.
@@ -116,21 +116,22 @@ def replan(
     if remaining_steps < 1:
         raise ValueError(f"steps_left = {remaining_steps}: no step is left to plan for")
     machines = available_cluster.node_count
-    has_sites = current_plan.synchronization is not None  # searches have no sites: use all nodes
-    job = (
-        _job_on_nodes(problem.job, machines)
-        if has_sites
-        else _job_with_open_layout(problem.job, current_plan, machines)
-    )
     # A run that continues keeps its number of ranks per node.
     ranks_per_node = max(math.ceil(current_plan.world_size / problem.cluster.node_count), 1)
+    has_sites = current_plan.synchronization is not None  # searches have no sites: use all nodes
+    is_as_written = _fills_job_layout(problem.job.parallel, ranks_per_node * machines)
+    job = (
+        _job_on_nodes(problem.job, machines)
+        if has_sites or is_as_written
+        else _job_with_open_layout(problem.job, current_plan, machines, ranks_per_node)
+    )
     inputs = PlanningInputs(job, available_cluster, problem.workload, problem.dimensions, calibration)
     now = inputs.problem(ranks=ranks_per_node)
     obstacle = _infeasible_reason(now, current_plan, ranks_per_node)
     worlds = None if problem.job.parallel.auto else [ranks_per_node * machines]
     try:
         is_untimed = worlds and time_search_unavailable_reason(inputs)
-        if has_sites or is_untimed:
+        if (has_sites or is_untimed) and not is_as_written:
             job = _job_with_max_replicas(problem.job, current_plan, machines, ranks_per_node)
         planned = plan_for_job(replace(inputs, job=job), world_sizes=worlds)
     except JobError:
@@ -226,16 +227,24 @@ def replan_cost(
     )
 
 
-def _job_with_open_layout(job: Job, current_plan: Plan, node_count: int) -> Job:
+def _fills_job_layout(parallel: ParallelSection, ranks: int) -> bool:
+    """Return True if the sizes that the job sets give exactly so many ranks: then nothing of it changes."""
+    sizes = (parallel.pp, parallel.dp_replicate, parallel.dp_shard, parallel.cp, parallel.tp)
+    return not parallel.auto and math.prod(sizes) == ranks
+
+
+def _job_with_open_layout(job: Job, current_plan: Plan, node_count: int, ranks_per_node: int) -> Job:
     """Return the job with the settings open that a re-plan on `node_count` nodes may change."""
     parallel = job.parallel
     fields = parallel.model_dump(exclude_unset=parallel.auto, exclude=set(DATA_PARALLEL_KEYS) | {"auto"})
     if not parallel.auto:
-        # The state may now be sharded where one rank had all of it, and conversely.
-        fields["shard"] = parallel.shard if current_plan.shard != "none" else None
+        # One rank has all of the state, whatever the job says; several may shard what one had.
+        shares_state = ranks_per_node * node_count > parallel.pp * parallel.tp
+        keeps_shard = parallel.shard != "none" or current_plan.shard != "none"
+        fields["shard"] = parallel.shard if shares_state and keeps_shard else None
         fields["virtual_stages"] = current_plan.virtual_stages
     # The choice for the former nodes need not suit these.
-    fields |= {"hierarchical": _reopened_hierarchical(parallel), "bucket_bytes": None}
+    fields |= {"all_reduce": _reopened_all_reduce(parallel), "bucket_bytes": None}
     section = ParallelSection.model_validate({**fields, "auto": True})
     return _job_on_nodes(job, node_count).model_copy(update={"parallel": section})
 
@@ -266,7 +275,8 @@ def _job_with_max_replicas(job: Job, current_plan: Plan, node_count: int, ranks_
             "choose smaller sizes in [parallel], or parallel = 'auto' after `wanma cluster --calibrate`",
         )
     data = ranks // ranks_per_sample
-    replicas = data if current_plan.dp_shard == 1 else math.gcd(current_plan.dp_replicate, data)
+    layout = current_plan if current_plan.dp_shard > 1 else job.parallel  # one rank shards nothing
+    replicas = _replicas_of_layout(layout.dp_replicate, layout.dp_shard, data)
     if current_plan.synchronization is not None:
         replicas = _replicas_of_sites(current_plan, data)
     sizes: dict[str, Any] = {"dp_replicate": replicas, "dp_shard": data // replicas}
@@ -278,10 +288,24 @@ def _job_with_max_replicas(job: Job, current_plan: Plan, node_count: int, ranks_
     open_again = {
         "micro_batch": None,
         "bucket_bytes": None,
-        "hierarchical": _reopened_hierarchical(job.parallel),
+        "all_reduce": _reopened_all_reduce(job.parallel),
     }
     section = job.parallel.model_copy(update={**sizes, **open_again})
     return _job_on_nodes(job, node_count).model_copy(update={"parallel": section})
+
+
+def _replicas_of_layout(dp_replicate: int, dp_shard: int, data_ranks: int) -> int:
+    """Return the number of replicas for `data_ranks` data ranks, where shards are kept rather than replicas.
+
+    What was sharded may be too large for one rank.
+    """
+    if dp_shard == 1:
+        return data_ranks
+    replicas = math.gcd(dp_replicate, data_ranks)
+    if replicas < data_ranks:
+        return replicas
+    shards = math.gcd(dp_shard, data_ranks)
+    return data_ranks // shards if shards > 1 else 1
 
 
 def _replicas_of_sites(current_plan: Plan, data_ranks: int) -> int:
@@ -300,8 +324,8 @@ def _replicas_of_sites(current_plan: Plan, data_ranks: int) -> int:
     return data_ranks // current_plan.dp_shard
 
 
-def _reopened_hierarchical(parallel: ParallelSection) -> Literal["auto", False]:
-    return False if parallel.hierarchical is False else "auto"
+def _reopened_all_reduce(parallel: ParallelSection) -> Literal["auto", "backend"]:
+    return "backend" if parallel.all_reduce == "backend" else "auto"
 
 
 def _infeasible_reason(problem: PlanningProblem, current_plan: Plan, ranks_per_node: int) -> str | None:

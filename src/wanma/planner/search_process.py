@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from wanma.hardware.discovery.resource_limits import usable_cores
+from wanma.job.run.resource_limits import usable_cores
 from wanma.planner.search.result import SearchResult
 
 LEAST_GRIDS = 100

@@ -22,8 +22,8 @@ FAILED_START_TEXT = "a later start failed before its first step and left the run
 
 PHASE_COLOURS = dict(
     zip(
-        ("forward_backward", "optimizer", "communication", "data", "checkpoint", "validation"),
-        range(1, 7),
+        ("forward_backward", "optimizer", "communication", "data", "checkpoint", "validation", "host"),
+        range(1, 8),
         strict=True,
     )
 )
@@ -48,6 +48,7 @@ def state_sentence(report: Report) -> str:
         "running": f"Running: {steps} done, last activity {quiet} ago." if quiet else "Running.",
         "finished": f"Finished: {steps}.",
         "interrupted": f"Stopped on request after {steps}. Run the same command to resume.",
+        "aborted": f"Aborted after {steps}. Run the same command to resume from the last checkpoint.",
         "failed": f"Failed after {steps}. Run the same command to resume from the last checkpoint.",
         "crashed": f"Crashed after {steps}. Run the same command to resume from the last checkpoint.",
     }
@@ -108,6 +109,28 @@ def phase_times(report: Report) -> list[PhaseTime]:
         if seconds > 0:
             shares.append(PhaseTime(name.replace("_", " and "), colour, seconds))
     return shares
+
+
+def data_loading_text(report: Report) -> str:
+    """Describe the part of loading that takes most of the loader threads' time; empty if none is recorded.
+
+    Example: 'waiting for data 3 %: decode dominates, 82 % of 12 s in loader threads (data.workers = 2)'.
+    """
+    loaded = {
+        part: sum(value for value in report.steps.get(f"load_seconds.{part}", []) if value > 0)
+        for part in ("read", "decode", "collate")
+    }
+    total, phases = sum(loaded.values()), phase_times(report)
+    if not total or not phases:
+        return ""
+    waited = sum(phase.seconds for phase in phases if phase.name == "data")
+    share = 100 * waited / sum(phase.seconds for phase in phases)
+    largest = max(loaded, key=loaded.__getitem__)
+    workers = report.loader_workers or report.job.get("data", {}).get("workers", 1)
+    return (
+        f"waiting for data {share:.0f} %: {largest} dominates, {100 * loaded[largest] / total:.0f} % of "
+        f"{duration_text(total)} in loader threads (data.workers = {workers})"
+    )
 
 
 def event_text(event: Event) -> str:

@@ -37,6 +37,7 @@ from wanma.report.forecast_comparison import (
 )
 from wanma.report.key_figures import (
     FAILED_START_TEXT,
+    data_loading_text,
     event_text,
     key_figures,
     parameter_count_text,
@@ -200,6 +201,7 @@ def _phases(report: Report) -> str:
     if not shares:
         return ""
     total = sum(share.seconds for share in shares)
+    loading = data_loading_text(report)
     rows = "".join(
         table_row(
             legend_entry(share.name, share.colour),
@@ -212,7 +214,8 @@ def _phases(report: Report) -> str:
         "Step time by phase",
         bar((f"c{share.colour}", share.seconds / total) for share in shares)
         + bar_caption(count_text(len(report.steps["step"]), "recorded step"), duration_text(total))
-        + f"<table>{rows}</table>",
+        + f"<table>{rows}</table>"
+        + (f"<p class=note>{escape(loading)}</p>" if loading else ""),
     )
 
 

@@ -14,6 +14,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -25,10 +26,11 @@ from wanma.job.run.worker import Event
 from wanma.observe.sinks.jsonl import START_FAILED
 from wanma.observe.sinks.renamed_records import with_new_names as record_with_new_names
 
-RunState = Literal["new", "running", "finished", "interrupted", "failed", "crashed"]
+RunState = Literal["new", "running", "finished", "interrupted", "aborted", "failed", "crashed"]
 """State of a run.
 
-new: nothing was recorded yet; crashed: began, and neither runs nor recorded an end.
+new: nothing was recorded yet; interrupted: stopped on request, with a checkpoint; aborted: the same without
+one, as by a second Ctrl-C; crashed: began, and neither runs nor recorded an end.
 """
 
 TAIL_BYTES = 1 << 16
@@ -50,6 +52,8 @@ class Report:
     """Cluster for which the run was planned."""
     parameters: int | None
     """Parameters of the whole model; None when the plan does not have them."""
+    loader_workers: int | None
+    """Loader threads of a rank; None when the plan does not have them."""
     environment: dict[str, Any]
     steps: dict[str, list[float]]
     """Columns of metrics.jsonl by key, those of objects as 'phases.NAME'.
@@ -64,7 +68,7 @@ class Report:
     checkpoints: tuple[Event, ...]
     messages: tuple[Event, ...]
     recoveries: tuple[Event, ...]
-    """Failures that did not end the run, and resizes to more nodes."""
+    """Failures that did not end the run, and resizes."""
     events: tuple[Event, ...]
     """All events as written, under the names of today."""
     state: RunState
@@ -149,7 +153,7 @@ class Report:
         )
         begins = [event["time"] for event in self.starts]
         total = 0.0
-        for begin, end in zip(begins, [*begins[1:], math.inf], strict=True):
+        for begin, end in pairwise([*begins, math.inf]):
             own_stamps = [stamp for stamp in stamps if begin <= stamp < end]
             total += own_stamps[-1] - begin if own_stamps else 0.0
         return total
@@ -179,6 +183,7 @@ def read_report(run: RunDirectory, tail_only: bool = False) -> Report:
         forecast=planned.get("forecast") or {},
         cluster=planned.get("cluster") or {},
         parameters=planned.get("parameters"),
+        loader_workers=planned.get("loader_workers"),
         environment=environment,
         steps=steps,
         non_finite=non_finite,
@@ -191,6 +196,12 @@ def read_report(run: RunDirectory, tail_only: bool = False) -> Report:
         state=_state(_without_failed_starts(events), records, job),
         problems=tuple(problems),
     )
+
+
+def is_finished(run: RunDirectory, since: float) -> bool:
+    """Return True if the run has finished all steps since a time in unix seconds."""
+    ends = [event for event in _records(run.events, [], TAIL_BYTES) if event["kind"] in ("start", "finish")]
+    return bool(ends) and ends[-1].get("outcome") == "finished" and ends[-1]["time"] > since
 
 
 def _since_fresh_start(events: list[Event]) -> list[Event]:
@@ -215,7 +226,7 @@ def _state(events: list[Event], records: list[Event], job: dict[str, Any]) -> Ru
     newest = ends[-1]
     if newest["kind"] == "finish":
         outcome = newest.get("outcome")
-        return outcome if outcome in ("finished", "failed") else "interrupted"
+        return outcome if outcome in ("finished", "aborted", "failed") else "interrupted"
     if newest.get("host") == socket.gethostname():
         return "running" if is_process_alive(newest.get("process")) else "crashed"
     silence = time.time() - max(entry.get("time", 0.0) for entry in [newest, *records[-1:], *events[-1:]])
@@ -256,7 +267,7 @@ def _of_current_history(events: list[Event]) -> tuple[tuple[Event, ...], tuple[E
     return validations, checkpoints
 
 
-_GROUPS = ("phases", "exposed_communication_seconds", "communication_seconds")
+_GROUPS = ("phases", "load_seconds", "exposed_communication_seconds", "communication_seconds")
 """Keys of a record that hold seconds by name."""
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wanma.job.forecast.forecast import MEMORY_KINDS
@@ -15,29 +17,49 @@ from wanma.report.exposed_communication import exposed_communication, exposed_co
 from wanma.report.forecast_comparison import forecast_comparison_sentence, rank_memory_comparisons
 from wanma.report.key_figures import (
     FAILED_START_TEXT,
+    data_loading_text,
     event_text,
     key_figures,
     parameter_count_text,
     phase_times,
     state_sentence,
 )
-from wanma.report.run_report import Report, read_report
+from wanma.report.run_report import Report, RunState, read_report
 from wanma.report.script_run import read_script_run
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
 STATE_STYLES = {
     "new": "dim",
+    "pending": "dim",
+    "cancelled": "yellow",
     "running": "cyan",
     "finished": "green",
     "interrupted": "yellow",
+    "aborted": "yellow",
     "failed": "red",
     "crashed": "red",
 }
 SPARKLINE_WIDTH = 60
 MAX_SHOWN_MESSAGES = 10
 MAX_SHOWN_RANKS = 8
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Engine of a submitted run, and the run's state as the engine knows it."""
+
+    state: str
+    place: str
+    """Engine and its name of the run, such as 'slurm 4711'."""
+
+    def overrules(self, recorded: RunState) -> bool:
+        """Return True if the engine knows better than the records, which a lost run no longer writes."""
+        ended = recorded in ("finished", "interrupted", "aborted", "failed")
+        known = self.state in ("finished", "failed", "cancelled", "running")
+        return self.state == "pending" or (known and not ended)
 
 
 def run_summary(report: Report) -> str:
@@ -90,8 +112,13 @@ def run_summary(report: Report) -> str:
     return "\n".join(lines)
 
 
-def runs_table(runs: Iterable[RunDirectory]) -> Table:
-    """Return a table with one line per run; reads only the end of each run's metrics."""
+def runs_table(runs: Iterable[RunDirectory], placements: Mapping[Path, Placement] | None = None) -> Table:
+    """Return a table with one line per run; reads only the end of each run's metrics.
+
+    Args:
+        runs: run directories.
+        placements: engines of the submitted runs, by run directory; None: no run was submitted.
+    """
     from rich.table import Table
     from rich.text import Text
 
@@ -101,28 +128,51 @@ def runs_table(runs: Iterable[RunDirectory]) -> Table:
     for name in ("steps", "loss", "tokens/s", "MFU", "memory", "last activity"):
         # On a narrow terminal these columns wrap too, not only the names.
         table.add_column(name, justify="right", no_wrap=name not in ("steps", "last activity"))
+    if placements:
+        table.add_column("engine", overflow="fold")
     for run in runs:
+        placement = (placements or {}).get(run.path)
+        places = [placement.place if placement is not None else "–"] if placements else []
         if (script := read_script_run(run)) is not None:
             age = duration_text(time.time() - script.last_activity) + " ago"
             steps = f"script, {duration_text(script.seconds)}"
             if script.restarts:
                 steps += f", {count_text(script.restarts, 'restart')}"
-            state = Text(script.state, STATE_STYLES[script.state])
-            table.add_row(Text(run.name), state, steps, *["–"] * 4, age)
+            state = _state_cell(script.state, placement)
+            metrics = script.newest_metrics
+            if "step" in metrics:
+                steps = f"{metrics['step']:,}, {steps}"
+            loss = metrics.get("loss")
+            loss_text = number_text(loss) if isinstance(loss, float | int) else "–"
+            peak_bytes = max((one.peak_memory_bytes for one in script.usage), default=None)
+            table.add_row(
+                Text(run.name), state, steps, loss_text, "–", "–", bytes_text(peak_bytes), age, *places
+            )
             continue
         report = read_report(run, tail_only=True)
         age = duration_text(time.time() - report.last_activity) + " ago" if report.last_activity else "–"
         table.add_row(
             Text(run.name),
-            Text(report.state, STATE_STYLES[report.state]),
+            _state_cell(report.state, placement),
             f"{report.last_step:,}/{report.total_steps:,}",
             number_text(report.last("loss")),
             number_text(report.median("tokens_per_second")),
             percent_text(report.median("mfu")),
             bytes_text(report.highest("memory_bytes")),
             age,
+            *places,
         )
     return table
+
+
+def _state_cell(recorded: RunState, placement: Placement | None) -> Text:
+    """Return the state by the records, or by the engine of a submitted run where that knows better."""
+    from rich.text import Text
+
+    name: str = recorded
+    if placement is not None and placement.overrules(recorded):
+        name = placement.state
+    return Text(name, STATE_STYLES.get(name, ""))
 
 
 def _phase_lines(report: Report) -> list[str]:
@@ -132,7 +182,12 @@ def _phase_lines(report: Report) -> list[str]:
     if not shares:
         return []
     waited = ", ".join(exposed_communication_text(part) for part in exposed_communication(report))
-    return [f"  time: {parts}", *([f"  exposed communication, median step: {waited}"] if waited else [])]
+    loading = data_loading_text(report)
+    return [
+        f"  time: {parts}",
+        *([f"  {loading}"] if loading else []),
+        *([f"  exposed communication, median step: {waited}"] if waited else []),
+    ]
 
 
 def _rank_lines(report: Report) -> list[str]:

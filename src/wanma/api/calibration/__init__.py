@@ -1,1 +1,1 @@
-"""Calibration of this machine and its correction by finished runs."""
+"""Correction of the calibration by finished runs."""

@@ -88,7 +88,7 @@ def export(
     path = checkpoint or find_valid(run.checkpoints, step, on_message)
     run_copy = run.path / "tokenizer"
     # A user's own dataset holds tokens: the job's tokenizer was not used by the run.
-    reads_text = run_copy.is_dir() or bool(job.data.text or job.data.sources)
+    reads_text = run_copy.is_dir() or job.data.has_text
     tokenizer = load_tokenizer(run_copy if run_copy.is_dir() else job.data.tokenizer) if reads_text else None
     vocabulary = tokenizer.vocabulary_size if tokenizer is not None else None
     length = job.data.sequence_length

@@ -8,7 +8,7 @@ from dataclasses import replace
 from wanma.job.forecast.forecast import Workload
 from wanma.job.plan.plan import Plan
 from wanma.observe.units import bytes_text, duration_text, percent_text
-from wanma.planner.explain.scaling import ScalingPoint
+from wanma.planner.explain.scaling import ScalingPoint, scaling_unit
 from wanma.planner.explain.timeline import Span, SpanKind, Timeline
 from wanma.planner.presentation.formatting import evenly_spread_indices, throughput, throughput_unit
 from wanma.planner.search.result import Candidate, SearchResult
@@ -154,13 +154,13 @@ def scale_charts(points: Sequence[ScalingPoint], workload: Workload | None) -> l
     if not timed:
         return []
     xs, rates, shares = ([entry[column] for entry in timed] for column in range(3))
-    unit = throughput_unit(workload)
+    unit, counted = throughput_unit(workload), scaling_unit(points)
     charts = (
         Chart("Throughput", [Series(unit, 3, xs, rates, marks_all_points=True)], unit),
         Chart(
             "Efficiency",
-            [Series("per device", 1, xs, shares, marks_all_points=True)],
-            "per device, relative to the smallest device count",
+            [Series(f"per {counted[:-1]}", 1, xs, shares, marks_all_points=True)],
+            f"per {counted[:-1]}, relative to the fewest",
             percent_text,
             lambda share: f"{100 * share:.3g} %",
         ),
@@ -171,7 +171,7 @@ def scale_charts(points: Sequence[ScalingPoint], workload: Workload | None) -> l
             x_ticks=xs,
             x_text=lambda devices: f"{devices:,.0f}",
             x_is_log=len(xs) > 1,
-            tooltip_text=lambda bucket: f"{bucket.center:,.0f} devices",
+            tooltip_text=lambda bucket: f"{bucket.center:,.0f} {counted}",
         )
         for chart in charts
     ]

@@ -8,7 +8,7 @@ from html import escape
 from wanma.api.plan_report.charts import pareto_chart, scale_charts, step_figure
 from wanma.job.forecast.forecast import Forecast, StepTime, Workload
 from wanma.observe.units import MISSING_TEXT, bytes_text, count_text, duration_text, number_text, percent_text
-from wanma.planner.explain.scaling import ScalingPoint
+from wanma.planner.explain.scaling import ScalingPoint, scaling_unit
 from wanma.planner.presentation.formatting import (
     MEMORY_COLOURS,
     TIME_KINDS,
@@ -286,9 +286,10 @@ def _scaling_section(points: Sequence[ScalingPoint], workload: Workload | None) 
     if charts:
         yield f'<section class="charts">{"".join(chart_figure(chart) for chart in charts)}</section>'
     rows = "".join(_scaling_row(point, workload) for point in points)
-    head = table_header(("devices", throughput_unit(workload), "efficiency", "plan"), ("devices",))
+    unit = scaling_unit(points)
+    head = table_header((unit, throughput_unit(workload), "efficiency", "plan"), (unit,))
     table = f"<table>{head}{rows}</table>"
-    yield f'<section class="card plans"><h2>Scaling over device counts</h2>{table}</section>'
+    yield f'<section class="card plans"><h2>Scaling over {unit}</h2>{table}</section>'
 
 
 def _scaling_row(point: ScalingPoint, workload: Workload | None) -> str:

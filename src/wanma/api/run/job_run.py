@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,9 +29,13 @@ from wanma.api.run.run_records import (
 )
 from wanma.checkpoint.store.checkpoint_folder import remove_partial
 from wanma.elastic.launch_config import LaunchConfig, RunOutcome
+from wanma.elastic.protocol.shared_secret import SECRET_VARIABLE
 from wanma.elastic.workers.environment import make_worker_environment
 from wanma.elastic.workers.fork_server_handle import ForkServerHandle
-from wanma.engines.local import run_local as run_local
+from wanma.engines.engine import PLACED_BY_VARIABLE
+from wanma.engines.local.foreground import run_local as run_local
+from wanma.engines.node_keeper import NodeKeeper
+from wanma.engines.selection import get_engine
 from wanma.hardware.discovery.network_interfaces import check_interface
 from wanma.hardware.discovery.topology_address import resolve_topology_address
 from wanma.job.callbacks import Callback
@@ -41,17 +46,27 @@ from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event
 from wanma.job.sections.job import Job
-from wanma.observe.console.dataset_progress import show_dataset_progress
+from wanma.observe.console.console import Console
+from wanma.observe.console.dataset_progress import announcer, show_dataset_progress
 from wanma.observe.console.opening import open_console
-from wanma.planner.preparation.job_planning import PreparedJob, initial_layout, plan_notes, prepare_job
+from wanma.planner.preparation.job_planning import (
+    InitialLayout,
+    PreparedJob,
+    initial_layout,
+    note_level,
+    plan_notes,
+    prepare_job,
+)
+from wanma.planner.preparation.loader_workers import workers_note
+from wanma.torch_internals.loaded import COMPILER_MODULE
 from wanma.training.loop.train_request import TrainRequest
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 ENTRY = "wanma.training.loop.train_worker:train_worker"
-PRELOAD = ("torch", "torch._dynamo", "wanma.training.loop.train_worker")
-"""Modules imported once, before the ranks are forked; FSDP2 imports dynamo at its first use."""
+PRELOAD = ("torch", COMPILER_MODULE, "wanma.training.loop.train_worker")
+"""Modules imported once, before the ranks are forked; FSDP2 imports the compiler at its first use."""
 SUPERVISOR_EVENT_KINDS = ("straggler",)
 """Kinds of events that come from a supervisor, to be recorded here."""
 
@@ -64,6 +79,7 @@ def train_job(
     user_objects: dict[str, Any] | None = None,
     callbacks: Sequence[Callback] = (),
     on_failure: Callable[[str], None] | None = None,
+    world_size: int | None = None,
 ) -> int:
     """Train `job` on this node, or this node's part of it; continue an interrupted run.
 
@@ -73,6 +89,7 @@ def train_job(
         user_objects: `model`, `data`, `loss` that the user passed in Python.
         callbacks: called during the run, before those that the job names.
         on_failure: receives the message of a failed run; default: it is shown on the console.
+        world_size: number of ranks of an open layout (`parallel = "auto"`); default: the planner's choice.
 
     Returns:
         the exit code: 0 finished, 130 or 143 stopped in order or at once by a signal, else failed.
@@ -83,44 +100,38 @@ def train_job(
     check_interface(job.cluster.network_interface)
     run = resolve_run_directory(job, run_directory)
     called = CallbackThread([*callbacks, *load_callbacks(job.observe.callbacks)], run)
-    start = initial_layout(job)
+    start = initial_layout(job, world_size=world_size)
     node = ForkServerHandle.start(preload_modules(job), make_worker_environment(job.cluster, start.plan))
     try:
         # The fork server imports torch meanwhile.
-        with show_dataset_progress(is_quiet=job.observe.console == "quiet") as progress:
-            prepared = prepare_job(
-                job, start, objects=user_objects, progress=progress, read_custom_model=is_elastic(job)
-            )
+        prepared = _prepare(job, start, user_objects)
         run.create()
         with lock_run(run) if job.cluster.nodes == 1 else contextlib.nullcontext():
             launch = _launch(run, job, prepared, user_objects or {})
             earlier_events = count_events(run)
-            notes = [*job_change_notes(run, job), *plan_notes(job, prepared.plan_result)]
+            notes = _start_notes(run, job, prepared)
             is_new = not run.job.exists()
-            reads_text = "data" not in (user_objects or {}) and not (job.data.factory or job.data.images)
+            reads_text = "data" not in (user_objects or {}) and not (
+                job.data.has_factory or job.data.has_images
+            )
             if is_new:
                 write_run_files(run, job, prepared, command_line or [], reads_text=reads_text)
-            with open_console(run, job.observe, job.train.steps) as console, called:
+            with (
+                open_console(run, job.observe, job.train.steps) as console,
+                called,
+                _node_keeper(job, run, console.write) as keeper,
+            ):
                 for note in notes:
-                    console.write({"kind": "message", "level": "info", "text": note})
+                    level = note_level(note, prepared.plan_result)
+                    console.write({"kind": "message", "level": level, "text": note})
 
-                planned: Event = {}
-
-                def on_event(event: Event) -> str | None:
-                    if event["kind"] == "planned":
-                        planned.update(event)
-                    if event["kind"] == "start" and not is_new and not event.get("is_restart"):
+                def update_files() -> None:
+                    if not is_new:
                         update_run_files(
                             run, job, prepared, command_line or [], console.write, reads_text=reads_text
                         )
-                    if event["kind"] == "start" and planned:
-                        update_plan_file(run, prepared, planned, console.write)
-                    if event["kind"] in SUPERVISOR_EVENT_KINDS:
-                        record_supervisor_event(run, event, console.write)
-                    else:
-                        console.write(event)
-                    return called.on_event(event)
 
+                on_event = _event_handler(run, prepared, console, called, keeper, update_files)
                 outcome = run_local(launch, on_event, node)
                 if job.cluster.nodes == 1:  # no rank is left that could still save
                     with contextlib.suppress(OSError):
@@ -128,12 +139,90 @@ def train_job(
                 failure, exit_code = _end_callbacks(outcome, called)
                 if failure is not None and on_failure is None:
                     console.write({"kind": "message", "level": "error", "text": failure})
-                record_run_end(run, failure, console.write, earlier_events)
+                if not outcome.has_left:
+                    record_run_end(run, failure, console.write, earlier_events, is_aborted=exit_code != 0)
             if failure is not None and on_failure is not None:
                 on_failure(failure)
             return exit_code
     finally:
         node.close()
+
+
+def _prepare(job: Job, start: InitialLayout, user_objects: dict[str, Any] | None) -> PreparedJob:
+    """Prepare the data and complete the plan, with their progress on the console."""
+    is_quiet = job.observe.console == "quiet"
+    with show_dataset_progress(is_quiet=is_quiet) as progress:
+        return prepare_job(
+            job,
+            start,
+            objects=user_objects,
+            progress=progress,
+            announce=announcer(is_quiet=is_quiet),
+            read_custom_model=is_elastic(job),
+        )
+
+
+def _start_notes(run: RunDirectory, job: Job, prepared: PreparedJob) -> list[str]:
+    """Return the notes to the user at the start of a run."""
+    return [
+        *job_change_notes(run, job),
+        *plan_notes(job, prepared.plan_result),
+        *workers_note(job, prepared.workers),
+    ]
+
+
+def _event_handler(
+    run: RunDirectory,
+    prepared: PreparedJob,
+    console: Console,
+    called: CallbackThread,
+    keeper: NodeKeeper | None,
+    on_first_start: Callable[[], None],
+) -> Callable[[Event], str | None]:
+    """Return the function that gets the run's events: it records and shows them, and passes them on.
+
+    Args:
+        run: run directory.
+        prepared: the job's plan, which another may replace.
+        console: console of the run.
+        called: the user's callbacks.
+        keeper: keeper of the number of nodes; None: it does not change.
+        on_first_start: called when the ranks have accepted the job.
+    """
+    planned: Event = {}
+
+    def on_event(event: Event) -> str | None:
+        if event["kind"] == "planned":
+            planned.update(event)
+        if event["kind"] == "start" and not event.get("is_restart"):
+            on_first_start()
+        if event["kind"] == "start" and planned:
+            update_plan_file(run, prepared, planned, console.write)
+        if keeper is not None:
+            keeper.on_event(event)
+        if event["kind"] in SUPERVISOR_EVENT_KINDS:
+            record_supervisor_event(run, event, console.write)
+        else:
+            console.write(event)
+        return called.on_event(event)
+
+    return on_event
+
+
+def _node_keeper(
+    job: Job, run: RunDirectory, write: Callable[[Event], None]
+) -> AbstractContextManager[NodeKeeper | None]:
+    """Return the keeper of the number of nodes of a run that an engine has placed here, if it may change."""
+    engine = os.environ.get(PLACED_BY_VARIABLE)
+    if engine != job.cluster.engine or not is_elastic(job) or not run.engine.exists():
+        return contextlib.nullcontext()  # without its record the engine cannot be asked from this node
+    secret = os.environ.get(SECRET_VARIABLE, "")
+    return NodeKeeper(
+        run,
+        get_engine(engine),
+        secret,
+        lambda text: write({"kind": "message", "level": "info", "text": text}),
+    )
 
 
 def _end_callbacks(outcome: RunOutcome, callbacks: CallbackThread) -> tuple[str | None, int]:
@@ -154,10 +243,13 @@ def preload_modules(job: Job) -> tuple[str, ...]:
     return PRELOAD if job.model.huggingface is None else (*PRELOAD, "wanma.models.huggingface.causal_model")
 
 
-def dry_run(job: Job, run_directory: Path | None = None) -> RenderableType:
+def dry_run(job: Job, run_directory: Path | None = None, world_size: int | None = None) -> RenderableType:
     """Describe what `train_job` would run: the validated job, the plan, memory and sizes.
 
     Starts nothing; refuses what the ranks would refuse, as far as one process can tell.
+
+    Args:
+        world_size: as of `train_job`.
 
     Raises:
         WanmaError: as of `train_job`, `preflight`; the exit code is a usage error's.
@@ -169,9 +261,11 @@ def dry_run(job: Job, run_directory: Path | None = None) -> RenderableType:
         check_interface(job.cluster.network_interface)
         load_callbacks(job.observe.callbacks)
         resolve_run_directory(job, run_directory).check_writable()
-        start = initial_layout(job)
+        start = initial_layout(job, world_size=world_size)
         with show_dataset_progress(is_quiet=False) as progress:
-            prepared = prepare_job(job, start, progress=progress, read_custom_model=True)
+            prepared = prepare_job(
+                job, start, progress=progress, announce=announcer(is_quiet=False), read_custom_model=True
+            )
         preflight_result = preflight(job, prepared.plan)
     except WanmaError as error:
         error.exit_code = EXIT_USAGE  # nothing was started, so it is a usage error
@@ -181,6 +275,8 @@ def dry_run(job: Job, run_directory: Path | None = None) -> RenderableType:
 
 def _launch(run: RunDirectory, job: Job, prepared: PreparedJob, user_objects: dict[str, Any]) -> LaunchConfig:
     plan, workload = prepared.plan, prepared.workload
+    fingerprint = _launch_fingerprint(job, plan)
+    job = prepared.resolve(job)  # each machine's own affair, as it changes no sample
     payload = partial(_worker_payload, user_objects, workload.flops_per_sample if workload else None)
     return LaunchConfig(
         run_directory=run.path.absolute(),
@@ -192,12 +288,13 @@ def _launch(run: RunDirectory, job: Job, prepared: PreparedJob, user_objects: di
         nodes=job.cluster.nodes,
         node_rank=job.cluster.node_rank,
         rendezvous=job.cluster.rendezvous,
+        claims=job.cluster.claims,
         network_interface=job.cluster.network_interface,
         topology_address=resolve_topology_address(job.cluster, os.environ, cluster=prepared.cluster).path,
         worker_environment=make_worker_environment(job.cluster, plan),
         start_timeout_seconds=job.cluster.start_timeout_seconds,
         hang_timeout_seconds=job.cluster.hang_timeout_seconds,
-        job_hash=_launch_fingerprint(job, plan),
+        job_hash=fingerprint,
         max_restarts=job.cluster.max_restarts,
         replanner=make_replanner(job, prepared, payload),
         min_nodes=job.cluster.min_nodes or job.cluster.nodes,

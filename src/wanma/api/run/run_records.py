@@ -5,7 +5,6 @@ They are shared by `job_run.py`, by a user's own loop (`session.py`) and by `wan
 
 from __future__ import annotations
 
-import fcntl
 import importlib.metadata
 import os
 import platform
@@ -15,7 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from wanma.data.stores.file_locks import exclusive_lock
 from wanma.data.text.tokenizer import load_tokenizer
+from wanma.engines.launchers.batch_launchers import array_task_hint
 from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
 from wanma.job.file.loading import load_recorded_job
 from wanma.job.file.serialization import job_differences, job_to_toml
@@ -40,20 +41,16 @@ def lock_run(run: RunDirectory) -> Iterator[None]:
     Raises:
         WanmaError: another process, or this one, already holds the lock.
     """
-    with (run.path / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    with exclusive_lock(run.path / ".lock", 0) as lock:
+        if lock is None:
             raise WanmaError(
                 f"another process is training in {run.path}",
-                "wait for it, stop it with Ctrl-C, or choose another run directory: --run-dir DIR, in Python "
-                "run_directory=",
+                array_task_hint(os.environ)
+                or "wait for it, stop it with Ctrl-C, or choose another run directory: --run-dir DIR, in "
+                "Python run_directory=",
                 EXIT_USAGE,
-            ) from None
-        try:
-            yield
-        finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # closing is not enough if the user's program forked meanwhile
+            )
+        yield
 
 
 def write_run_files(
@@ -148,9 +145,13 @@ def record_supervisor_event(run: RunDirectory, event: Event, write: Callable[[Ev
 
 
 def record_run_end(
-    run: RunDirectory, failure: str | None, write: Callable[[Event], None], events_before_start: int
+    run: RunDirectory,
+    failure: str | None,
+    write: Callable[[Event], None],
+    events_before_start: int,
+    is_aborted: bool = False,
 ) -> None:
-    """Record a failure that the ranks could no longer record, and write the report.
+    """Record an end that the ranks could no longer record, and write the report.
 
     A run does not fail because a report could not be written, so that only gives a warning.
 
@@ -158,10 +159,13 @@ def record_run_end(
         failure: reason of a failed run; None otherwise.
         write: receives the warnings.
         events_before_start: `count_events` before this start.
+        is_aborted: the run was asked to end; ranks that drained have recorded their end.
     """
     try:
         if failure is not None:
             _record_failure(run, failure, events_before_start)
+        elif is_aborted:
+            _record_abort(run, events_before_start)
     except (OSError, WanmaError) as error:
         write(
             {"kind": "message", "level": "warning", "text": f"the end of the run was not recorded: {error}"}
@@ -185,6 +189,13 @@ def _record_failure(run: RunDirectory, text: str, events_before_start: int) -> N
         append_final_event(run, START_FAILED, text=text)
     else:
         append_final_event(run, "finish", outcome="failed", text=text)
+
+
+def _record_abort(run: RunDirectory, events_before_start: int) -> None:
+    """Record that this start was ended on request, unless it never began or has recorded its end."""
+    since = read_report(run, tail_only=True).events[events_before_start:]
+    if [event["kind"] for event in since if event["kind"] in ("start", "finish")][-1:] == ["start"]:
+        append_final_event(run, "finish", outcome="aborted")
 
 
 def _has_start(events: Sequence[Event]) -> bool:

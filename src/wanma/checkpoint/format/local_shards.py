@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from wanma.checkpoint.format.manifest import DTYPE_BYTES, METADATA_KEY, Box
 from wanma.job.errors import WanmaError
+from wanma.torch_internals.dtensor import StridedShard, compute_local_shape_and_global_offset
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -130,7 +129,7 @@ def local_box(name: str, tensor: torch.Tensor) -> Box | None:
     for axis, placement in enumerate(placements):
         # FSDP2 over tensor parallel: the outer mesh dimension splits what the inner ones have split already,
         # which is a contiguous box exactly if `split_factor` is the number of inner parts.
-        if isinstance(placement, _StridedShard):
+        if isinstance(placement, StridedShard):
             inner = math.prod(
                 mesh.size(inner_axis)
                 for inner_axis in range(axis + 1, mesh.ndim)

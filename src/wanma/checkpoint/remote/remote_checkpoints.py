@@ -69,8 +69,14 @@ class RemoteCheckpoints:
         content = self.storage.read(f"{step_folder_name(step)}/{MANIFEST_FILE}")
         return None if content is None else _parse_remote_manifest(self, step, content)
 
-    def upload(self, path: Path, step: int) -> int:
+    def upload(self, path: Path, step: int, check_fence: Callable[[], None] = lambda: None) -> int:
         """Upload the committed checkpoint at `path`, unless it is there already.
+
+        Args:
+            path: folder of the checkpoint.
+            step: its step.
+            check_fence: raises when this process may no longer write into the run; called before a manifest
+                is removed or written.
 
         Returns:
             Bytes sent.
@@ -80,6 +86,7 @@ class RemoteCheckpoints:
         manifest_path = f"{step_folder_name(step)}/{MANIFEST_FILE}"
         if (uploaded := self.storage.read(manifest_path)) is not None and uploaded != content:
             self._metrics.pop(step, None)
+            check_fence()
             self.storage.remove(
                 manifest_path
             )  # this step has no checkpoint there until the new one is complete
@@ -88,6 +95,7 @@ class RemoteCheckpoints:
                 lambda name: self.storage.upload_file(path / name, f"{step_folder_name(step)}/{name}"),
                 manifest.files,
             )
+            check_fence()
             self.storage.write(manifest_path, content)
         self._metrics[step] = (best_metric_of(manifest), manifest.metric)
         return 0 if uploaded == content else manifest.bytes + len(content)

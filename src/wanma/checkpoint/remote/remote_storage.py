@@ -13,22 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from wanma.job.errors import EXIT_USAGE, WanmaError, missing_extra_error
+from wanma.job.errors import EXIT_USAGE, STORAGE_EXTRAS, WanmaError, missing_extra_error
 from wanma.job.retry import STORAGE_RETRY_POLICY, RetryingFile, RetryPolicy, retry
 from wanma.job.url_credentials import CREDENTIALS_HINT, has_credentials, redact_credentials
 
 Result = TypeVar("Result")
 
-_EXTRAS = {
-    "s3": ("s3fs", "s3"),
-    "s3a": ("s3fs", "s3"),
-    "gs": ("gcsfs", "gcs"),
-    "gcs": ("gcsfs", "gcs"),
-    "abfs": ("adlfs", "azure"),
-    "abfss": ("adlfs", "azure"),
-    "az": ("adlfs", "azure"),
-}
-"""Package that implements each protocol, and wanma's extra that installs it."""
+SMALL_FILE_BYTES = 1 << 16
 
 
 def is_url(text: str) -> bool:
@@ -55,8 +46,8 @@ def check_url(url: str, key: str) -> None:
         for part in protocol.split("::"):
             get_filesystem_class(part)
     except ImportError as error:
-        if protocol in _EXTRAS:
-            raise missing_extra_error(*_EXTRAS[protocol], f"{key} = '{url}'") from error
+        if protocol in STORAGE_EXTRAS:
+            raise missing_extra_error(*STORAGE_EXTRAS[protocol], f"{key} = '{url}'") from error
         raise WanmaError(f"{key} = '{url}': {error}", "install the missing package", EXIT_USAGE) from error
     except ValueError as error:
         supported = ", ".join(name for name in ("s3", "gs", "abfs", "sftp") if name in available_protocols())
@@ -136,18 +127,42 @@ class RemoteStorage:
 
         return self._retry("cannot read", path, fetch)
 
-    def write(self, path: str, content: bytes) -> None:
-        """Write a small file, and read it back to verify its content."""
+    def read_small(self, path: str) -> bytes | None:
+        """Return the content of a file of at most `SMALL_FILE_BYTES`, by one request; None: no such file."""
+        return self._retry("cannot read", path, lambda: self._read_small(path))
+
+    def write(self, path: str, content: bytes, *, verifies: bool = True) -> None:
+        """Write a small file, and read it back to verify its content, unless `verifies` is False."""
 
         def send() -> None:
             self._with_parent_folder(
                 path, lambda: self._filesystem.pipe_file(self._absolute_path(path), content)
             )
+            if not verifies:
+                return
             stored = self._filesystem.cat_file(self._absolute_path(path))
             if stored != content:
                 raise OSError(f"{len(content):,} bytes were written, {len(stored):,} others read back")
 
         self._retry("cannot write", path, send)
+
+    def create(self, path: str, content: bytes) -> bool:
+        """Write a small file if there is none; return False if it exists with another content.
+
+        Libraries raise different errors for a file that exists, and an answer may be lost on its way back: so
+        the content decides, and must be the writer's own.
+        """
+
+        def send() -> bool:
+            try:
+                self._filesystem.pipe_file(self._absolute_path(path), content, mode="create")
+            except Exception:
+                if (existing := self._read_small(path)) is None:
+                    raise
+                return existing == content
+            return True
+
+        return self._retry("cannot create", path, send)
 
     def upload_file(self, local: Path, path: str) -> None:
         """Upload a file and verify its size."""
@@ -220,6 +235,13 @@ class RemoteStorage:
             return {str(entry["name"]).rstrip("/").rpartition("/")[2]: entry for entry in entries}
 
         return self._retry("cannot list", path, look)
+
+    def _read_small(self, path: str) -> bytes | None:
+        try:  # a range: without one, s3fs first asks for the size, and may take it from an older listing
+            content = self._filesystem.cat_file(self._absolute_path(path), start=0, end=SMALL_FILE_BYTES)
+        except FileNotFoundError:
+            return None
+        return bytes(content)
 
     def _absolute_path(self, path: str) -> str:
         return f"{self._root}/{path}" if path else self._root

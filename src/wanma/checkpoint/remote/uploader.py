@@ -15,6 +15,7 @@ import hashlib
 import json
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ class Uploader:
         url: destination.
         policy: retention policy of the uploaded ones; None: all stay.
         retry_policy: limits of the retries.
+        check_fence: called before a checkpoint appears at the URL, and before others are removed; raises when
+            the ranks of this process have been superseded.
     """
 
     def __init__(
@@ -60,8 +63,10 @@ class Uploader:
         url: str,
         policy: RetentionPolicy | None = None,
         retry_policy: RetryPolicy = STORAGE_RETRY_POLICY,
+        check_fence: Callable[[], None] = lambda: None,
     ) -> None:
         self._folder, self._url, self._policy, self._retry_policy = folder, url, policy, retry_policy
+        self._check_fence = check_fence
         self._stop = threading.Event()
         self._changed = threading.Condition()
         self._last_step = 0
@@ -145,7 +150,7 @@ class Uploader:
             self._locked_path = path
             try:
                 digest = hashlib.sha256((path / MANIFEST_FILE).read_bytes()).hexdigest()
-                uploaded_bytes = checkpoints.upload(path, step)
+                uploaded_bytes = checkpoints.upload(path, step, self._check_fence)
             except Exception as error:
                 if not path.exists():  # removed before it was held: there is a newer one
                     continue
@@ -182,6 +187,7 @@ class Uploader:
     def _prune(self, checkpoints: RemoteCheckpoints, step: int) -> None:
         assert self._policy is not None
         try:
+            self._check_fence()
             removed = checkpoints.prune(
                 self._policy, self._last_step, [saved_step for saved_step, _ in list_committed(self._folder)]
             )

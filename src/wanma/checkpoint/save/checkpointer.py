@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -29,6 +28,7 @@ from wanma.checkpoint.save.commit import commit_checkpoint
 from wanma.checkpoint.save.commit_session import CommitSession
 from wanma.checkpoint.save.file_buffer import BufferAllocator, FileBuffer
 from wanma.checkpoint.save.file_writer import write_file
+from wanma.checkpoint.save.relay import ReceivingCommitSession, RelayedCommitSession, StoreChannel
 from wanma.checkpoint.store.best_metric import BestMetric
 from wanma.checkpoint.store.checkpoint_folder import (
     NOT_SAVED,
@@ -37,6 +37,15 @@ from wanma.checkpoint.store.checkpoint_folder import (
     remove_partial,
 )
 from wanma.job.errors import WanmaError
+
+
+@dataclass(frozen=True)
+class CheckpointRelay:
+    """Way of checkpoints to rank 0 from ranks whose nodes do not share its folder."""
+
+    channel: StoreChannel
+    senders: tuple[int, ...]
+    """Ranks that send their parts."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +116,7 @@ class Checkpointer:
         deadline_seconds: how long rank 0 waits for the other ranks' parts after its own.
         allocator: memory for the copy that is being saved; None: host memory.
         check_fence: called before a checkpoint is committed; raises when these ranks have been superseded.
+        relay: way to rank 0 for ranks whose nodes do not share `folder`; None: all share it.
 
     Raises:
         WanmaError: `folder` cannot be written to.
@@ -128,6 +138,7 @@ class Checkpointer:
         deadline_seconds: float = 600.0,
         allocator: BufferAllocator | None = None,
         check_fence: Callable[[], None] = lambda: None,
+        relay: CheckpointRelay | None = None,
     ) -> None:
         if keep < 1:
             raise WanmaError(
@@ -143,11 +154,12 @@ class Checkpointer:
         self._pruner = CheckpointPruner(RetentionPolicy(keep, keep_best, keep_every_steps, self._best_by))
         self._locked_paths = locked_paths
         self._check_fence = check_fence
+        self._relay = relay
         self._buffer = FileBuffer(rank, replicas if replicas is not None else range(world_size), allocator)
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._results: list[SaveResult] = []
-        self._aborted_saves: list[Path] = []
+        self._aborted_saves: list[CommitSession] = []
         self._save_number = 0
         self.removed_saves: list[str] = []
         """Unfinished saves of killed runs that were removed at the start (rank 0)."""
@@ -186,7 +198,7 @@ class Checkpointer:
         start_time = time.perf_counter()
         self._save_number += 1  # before anything can fail: the ranks tell their saves apart by it
         partial = self._folder / f"{step_folder_name(step)}.partial-{self._generation}-{self._save_number}"
-        session = CommitSession(partial, self._rank, self._world_size, self._deadline_seconds)
+        session = self._make_session(partial)
         try:
             unreported = self._take_failures()  # without the save in progress: that is for the next `poll`
             self._join_thread()
@@ -218,6 +230,16 @@ class Checkpointer:
         self._thread.start()
         return pending
 
+    def _make_session(self, partial: Path) -> CommitSession:
+        common = self._world_size, self._deadline_seconds
+        if self._relay is None:
+            return CommitSession(partial, self._rank, *common)
+        if self._rank == 0:
+            return ReceivingCommitSession(partial, *common, self._relay.channel, self._relay.senders)
+        if self._rank in self._relay.senders:
+            return RelayedCommitSession(partial, self._rank, *common, self._relay.channel)
+        return CommitSession(partial, self._rank, *common)
+
     def poll(self) -> list[SaveResult]:
         """Return the results of the saves that have ended since the last call; never blocks."""
         with self._lock:
@@ -245,7 +267,7 @@ class Checkpointer:
         """
         self._join_thread()
         try:
-            self._remove_failed_saves()
+            self._remove_failed_saves(is_last=True)
         except OSError as error:
             raise WanmaError(
                 f"cannot remove the files of a failed save from {self._folder}: {error}"
@@ -256,7 +278,7 @@ class Checkpointer:
     def remove_failed_saves(self) -> None:
         """Remove the remains of failed saves, as far as possible (rank 0)."""
         with contextlib.suppress(OSError):
-            self._remove_failed_saves()
+            self._remove_failed_saves(is_last=True)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -301,6 +323,7 @@ class Checkpointer:
                     request.state_json,
                     self._check_fence,
                 )
+                request.session.announce_commit()
                 result = replace(result, total_bytes=manifest.bytes)
             else:
                 request.session.wait_for_commit(final)
@@ -318,7 +341,11 @@ class Checkpointer:
         """Write this rank's file; return its rank manifest."""
         content = self._buffer.content
         name = data_file_name(self._rank)
-        digest = write_file(request.partial / name, content) if content else ""
+        digest = ""
+        if isinstance(request.session, RelayedCommitSession):
+            digest = request.session.write(content)
+        elif content:
+            digest = write_file(request.partial / name, content)
         return {
             "rank": self._rank,
             "file": {"name": name, "bytes": len(content), "sha256": digest} if content else None,
@@ -333,7 +360,11 @@ class Checkpointer:
         """Free the space of a failed save, notify the other ranks, and return one error."""
         if isinstance(error, WanmaError):
             cause, hint = error.message, error.hint
-        elif isinstance(error, FileNotFoundError) and not request.partial.exists():
+        elif (
+            isinstance(error, FileNotFoundError)
+            and not request.partial.exists()
+            and not isinstance(request.session, RelayedCommitSession)
+        ):
             cause = "rank 0 aborted the save and removed its folder"
             hint = "see the log of rank 0 for the cause"
         elif isinstance(error, OSError):
@@ -367,7 +398,7 @@ class Checkpointer:
 
     def _abort_save(self, partial: Path, session: CommitSession, cause: str) -> None:
         """Remove this rank's part, and notify the other ranks."""
-        self._aborted_saves.append(partial)
+        self._aborted_saves.append(session)
         (partial / data_file_name(self._rank)).unlink(missing_ok=True)
         session.remove_own()
         if self._world_size > 1:
@@ -375,11 +406,11 @@ class Checkpointer:
         else:
             self._remove_failed_saves()
 
-    def _remove_failed_saves(self) -> None:
+    def _remove_failed_saves(self, is_last: bool = False) -> None:
         """Remove the folders of failed saves, which still tell the other ranks the reason (rank 0)."""
         while self._aborted_saves:
-            if self._rank == 0 and self._aborted_saves[0].exists():
-                shutil.rmtree(self._aborted_saves[0])
+            if self._rank == 0:
+                self._aborted_saves[0].remove_folder(waits_for_ranks=is_last)
             self._aborted_saves.pop(0)
 
 

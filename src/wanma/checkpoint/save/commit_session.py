@@ -9,6 +9,7 @@ its text. The fate of the folder shows the outcome: renamed, it is committed.
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,9 @@ from wanma.job.run.run_directory import write_atomically
 
 _ABORT_ATTEMPTS = 5
 _ABORT_PAUSE_SECONDS = 0.2
+_REMOVAL_WAIT_SECONDS = 5.0
+"""Longest wait for the other ranks, some of which may be dead, before their folder is removed."""
+_REMOVAL_PAUSE_SECONDS = 0.02
 
 
 class CommitSession:
@@ -92,6 +96,9 @@ class CommitSession:
             "speed",
         )
 
+    def announce_commit(self) -> None:
+        """Tell ranks that do not see the folder that it is committed (rank 0); here all see it."""
+
     def wait_for_commit(self, final: Path) -> None:
         """Wait until rank 0 has committed (other ranks).
 
@@ -112,6 +119,33 @@ class CommitSession:
     def remove_own(self) -> None:
         """Remove this rank's manifest."""
         self._path("table", self._rank).unlink(missing_ok=True)
+
+    def remove_folder(self, waits_for_ranks: bool) -> None:
+        """Remove the folder of a failed save (rank 0).
+
+        Args:
+            waits_for_ranks: wait some seconds until all other ranks have left their notes. A rank that
+                comes later makes the folder anew, and after the last save nobody would remove that.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        expected_names = {self._path("failed", rank).name for rank in range(1, self._world_size)}
+        deadline = time.monotonic() + min(self._deadline_seconds, _REMOVAL_WAIT_SECONDS)
+        while self._partial.exists():
+            is_late = time.monotonic() > deadline
+            if (
+                not waits_for_ranks
+                or is_late
+                or expected_names <= {path.name for path in self._partial.iterdir()}
+            ):
+                try:
+                    shutil.rmtree(self._partial)
+                    return
+                except OSError:  # a rank wrote into it meanwhile
+                    if is_late:
+                        raise
+            time.sleep(_REMOVAL_PAUSE_SECONDS)
 
     def remove_all(self) -> None:
         """Remove all rank manifests, once they are merged (rank 0)."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,8 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
-    from wanma.api.calibration.machine_calibration import DEFAULT_SECONDS, calibrate, calibration_table
-    from wanma.cli.output import print_content
+    from wanma.bench.calibration.node_calibration import DEFAULT_SECONDS, calibrate, calibration_table
+    from wanma.cli.output import print_content, print_progress
 
     if arguments.where is not None or arguments.devices:
         raise JobError(
@@ -82,7 +81,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         ranks=arguments.ranks or (),
         seconds=DEFAULT_SECONDS if arguments.seconds is None else arguments.seconds,
         output=arguments.output,
-        progress=lambda text: print(text, file=sys.stderr, flush=True),
+        progress=print_progress,
     )
     print_content(calibration_table(measured))
     if disturbed := sum(measurement.disturbed for measurement in measured):

@@ -65,7 +65,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         default=[],
         help="forecast on another cluster, e.g. gpus=2048",
     )
-    analysis.add_argument("--scale", metavar="A..B", help="best plan by number of GPUs, e.g. 64..4096")
+    analysis.add_argument(
+        "--scale", metavar="A..B", help="best plan by number of GPUs, or of nodes without, e.g. 64..4096"
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print the result as JSON")
     output.add_argument("--html", metavar="FILE", type=Path, help="write the result as one HTML page")

@@ -16,7 +16,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from wanma.cli.output import print_content
+    from wanma.api.engines.control import run_placements
+    from wanma.cli.output import print_content, print_warning
     from wanma.job.run.run_directory import list_runs
     from wanma.report.terminal import runs_table
 
@@ -24,5 +25,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not runs:
         print(f"no runs in {arguments.runs.absolute()} yet; `wanma train JOB` makes one")
         return 0
-    print_content(runs_table(runs))
+    placements, problems = run_placements(runs)
+    for problem in problems:
+        print_warning(problem)
+    print_content(runs_table(runs, placements))
     return 0

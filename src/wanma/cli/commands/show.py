@@ -17,11 +17,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     chosen = resolve_run(arguments, allow_scripts=True)
+    from wanma.cli.engines.records import warn_about_records
     from wanma.cli.output import print_content
     from wanma.report.run_report import read_report
     from wanma.report.script_run import read_script_run, script_summary
     from wanma.report.terminal import run_summary
 
+    warn_about_records(chosen)
     script = read_script_run(chosen)
     print_content(script_summary(script) if script is not None else run_summary(read_report(chosen)))
     return 0

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from wanma.cli.arguments import add_job_arguments
+from wanma.cli.arguments import (
+    add_engine_options,
+    add_job_arguments,
+    add_rendezvous_options,
+    override_texts,
+)
+from wanma.cli.output import print_submitted
+from wanma.engines.launchers.launcher_placement import LauncherPlacement
+
+if TYPE_CHECKING:
+    from wanma.job.sections.job import Job
 
 _EXAMPLES = """\
 examples:
@@ -13,6 +26,9 @@ examples:
   wanma train examples/gpt.toml train.steps=500 parallel.dp_shard=2 train.precision=bf16
   wanma train examples/gpt.toml --dry-run
   wanma train examples/gpt.toml --nodes 2 --rendezvous 10.0.0.1:29500   # the same on each node
+  wanma train examples/gpt.toml --engine slurm --nodes 8                # once, on a login node
+  mpirun -n 4 wanma train examples/gpt.toml               # or srun, torchrun -m: ranks and nodes are theirs
+  wanma train examples/gpt.toml --engine ssh --nodes 3                  # once, anywhere: hosts of cluster.ssh
 
 After a crash or Ctrl-C the same command resumes from the newest checkpoint.
 Ctrl-C completes the step and saves a checkpoint; a second Ctrl-C exits at once. `wanma job` lists all keys.
@@ -32,34 +48,85 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="N",
         help="number of nodes, or a range: 2..8; run the same command on each (cluster.nodes)",
     )
-    parser.add_argument(
-        "--rendezvous", metavar="HOST:PORT", help="rendezvous address of the nodes (cluster.rendezvous)"
-    )
-    parser.add_argument("--node-rank", metavar="R", help="rank of this node (cluster.node_rank)")
+    add_engine_options(parser)
+    add_rendezvous_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from wanma.engines.launchers.node_leader import run_on_node
+    from wanma.engines.launchers.placement import read_placement
+
+    placement = read_placement()
+    return run_on_node(placement, lambda: _train(arguments, placement))
+
+
+def _train(arguments: argparse.Namespace, placement: LauncherPlacement | None) -> int:
+    from wanma.engines.engine import CODE_ARCHIVE_VARIABLE
+    from wanma.engines.launchers.job_placement import launched_world_size, place_job, reject_detach
     from wanma.job.file.loading import load_job
 
+    if CODE_ARCHIVE_VARIABLE in os.environ:
+        from wanma.api.engines.placing import enter_code_snapshot
+
+        enter_code_snapshot()
     job = load_job(arguments.job, [*arguments.overrides, *_cluster_overrides(arguments)])
+    world_size = None
+    if placement is not None:
+        job = place_job(job, placement)
+        world_size = launched_world_size(job.cluster, placement)
     # Modules that need torch are imported once the job is valid.
+    from wanma.api.engines.placing import is_placed
+
+    reject_detach(arguments.detach, placement)
+    is_started = placement is not None or is_placed(job.cluster)
+    if (job.cluster.engine != "local" or arguments.detach) and not is_started:
+        return _submit(job, arguments)
     from wanma.api.run.job_run import dry_run, train_job
 
     if arguments.dry_run:
         from wanma.cli.output import print_content
 
-        print_content(dry_run(job, arguments.run_dir))
+        print_content(dry_run(job, arguments.run_dir, world_size))
         return 0
-    return train_job(job, run_directory=arguments.run_dir, command_line=arguments.command_line)
+    if job.cluster.environment is not None and not is_started:
+        note = "cluster.environment is for submitted runs (-d, --engine): this one uses the packages of"
+        print(f"{note} {sys.executable}", file=sys.stderr)
+    return train_job(
+        job,
+        run_directory=arguments.run_dir,
+        command_line=arguments.command_line,
+        world_size=world_size,
+    )
+
+
+def _submit(job: Job, arguments: argparse.Namespace) -> int:
+    """Submit the job to its engine and, unless it is to be detached, show it until it ends."""
+    from wanma.api.engines.attachment import attach
+    from wanma.api.engines.submission import dry_submission, submit_job
+    from wanma.engines.selection import get_engine
+
+    if arguments.dry_run:
+        from wanma.cli.output import print_content
+
+        print_content(dry_submission(job, arguments.run_dir))
+        return 0
+    engine = get_engine(job.cluster.engine)
+    is_held = engine.ends_with_caller and not arguments.detach
+    run, record = submit_job(job, arguments.run_dir, engine=engine, is_held=is_held)
+    if not arguments.detach:
+        return attach(run, record, from_start=False, engine=engine, is_held=is_held)
+    print_submitted(run, record.notes)
+    return 0
 
 
 def _cluster_overrides(arguments: argparse.Namespace) -> list[str]:
-    """Return options that are another form of a key as overrides, so that one place checks them."""
+    """Return the options that are another form of a key as overrides."""
     written = {
+        "cluster.engine": arguments.engine,
         "cluster.nodes": arguments.nodes,
         "cluster.rendezvous": arguments.rendezvous,
         "cluster.node_rank": arguments.node_rank,
         "checkpoint.resume": "false" if arguments.fresh else None,
     }
-    return [f"{key}={value}" for key, value in written.items() if value is not None]
+    return override_texts(written)

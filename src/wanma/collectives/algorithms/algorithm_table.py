@@ -11,7 +11,6 @@ so that all ranks have the same bits, and have them again the next time.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from types import MappingProxyType
 
 import torch
@@ -20,8 +19,6 @@ from torch import Tensor
 
 from wanma.collectives.algorithms.communication_schedules import (
     CommunicationSchedule,
-    PeerSlice,
-    SendReceive,
     halving_doubling_all_reduce,
     ring_all_gather,
     ring_all_reduce,
@@ -30,7 +27,7 @@ from wanma.collectives.algorithms.communication_schedules import (
     tree_broadcast,
 )
 from wanma.collectives.algorithms.hierarchical_all_reduce import RanksByNode, hierarchical_all_reduce
-from wanma.job.errors import WanmaError
+from wanma.collectives.algorithms.message_batch import MessageBatch
 
 Algorithm = Callable[[Tensor, dist.ProcessGroup, RanksByNode], None]
 """Function that runs a collective in place on a contiguous buffer of one dimension.
@@ -43,19 +40,13 @@ that chunk, and gets the others. broadcast: it becomes the buffer of the group's
 """
 
 
-def run_schedule(
-    schedule: CommunicationSchedule,
-    buffer: Tensor,
-    group: dist.ProcessGroup,
-    timeout: timedelta | None = None,
-) -> None:
+def run_schedule(schedule: CommunicationSchedule, buffer: Tensor, group: dist.ProcessGroup) -> None:
     """Execute this rank's part of a communication schedule.
 
     Args:
         schedule: generator of the exchanges of one rank.
         buffer: (elements,), contiguous.
         group: process group whose ranks execute the same schedule.
-        timeout: limit of each message; default: the group's.
 
     Raises:
         ValueError: the buffer is no contiguous tensor of one dimension.
@@ -64,69 +55,22 @@ def run_schedule(
     if buffer.ndim != 1 or not buffer.is_contiguous():
         raise ValueError(f"a buffer of one dim, contiguous, is exchanged in place (given: {buffer.shape})")
     scratch: Tensor | None = None
+    messages = MessageBatch(group)
     with torch.no_grad():
         for exchange in schedule(group.rank(), group.size(), buffer.numel()):
-            receive_slice = exchange.receive
-            if receive_slice is None:
-                _send_and_receive(exchange, buffer, None, group, timeout)
-                continue
-            target = buffer[receive_slice.start : receive_slice.stop]
-            if not exchange.reduces:
-                _send_and_receive(exchange, buffer, target, group, timeout)
-                continue
-            if scratch is None or scratch.numel() < len(receive_slice):
-                scratch = torch.empty_like(target)
-            incoming = scratch[: len(receive_slice)]
-            _send_and_receive(exchange, buffer, incoming, group, timeout)
-            target.add_(incoming)
-
-
-def _send_and_receive(
-    step: SendReceive,
-    buffer: Tensor,
-    receive_buffer: Tensor | None,
-    group: dist.ProcessGroup,
-    timeout: timedelta | None,
-) -> None:
-    """Send and receive the two parts of an exchange at once, and wait until both are done."""
-    messages: list[tuple[PeerSlice, bool, Tensor]] = []
-    if step.receive is not None and receive_buffer is not None:
-        messages.append((step.receive, False, receive_buffer))
-    if step.send is not None:
-        messages.append((step.send, True, buffer[step.send.start : step.send.stop]))
-    if buffer.device.type != "cpu":
-        # NCCL starts both of a pair's messages together, or each would wait for the other.
-        operations = [
-            dist.P2POp(dist.isend if is_sent else dist.irecv, tensor, group=group, group_peer=part.peer)
-            for part, is_sent, tensor in messages
-        ]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-        return
-    in_flight = []
-    for part, is_sent, tensor in messages:
-        try:
-            begin = group.send if is_sent else group.recv
-            in_flight.append((part, is_sent, begin([tensor], part.peer, 0)))
-        except RuntimeError as error:
-            raise _peer_error(part.peer, is_sent, group, error) from error
-    for part, is_sent, work in in_flight:
-        try:
-            if timeout is None:
-                work.wait()
-            else:
-                work.wait(timeout)
-        except RuntimeError as error:
-            raise _peer_error(part.peer, is_sent, group, error) from error
-
-
-def _peer_error(peer: int, is_sent: bool, group: dist.ProcessGroup, error: RuntimeError) -> WanmaError:
-    peer_rank, own_rank = (dist.get_global_rank(group, rank) for rank in (peer, group.rank()))
-    failure = "receives nothing from" if is_sent else "sends nothing to"
-    return WanmaError(
-        f"rank {peer_rank} {failure} rank {own_rank}: {error}",
-        f"read the end of rank {peer_rank}'s log, and check the network between the two nodes",
-    )
+            sent, received = exchange.send, exchange.receive
+            target = incoming = buffer[received.start : received.stop] if received else buffer[:0]
+            if exchange.reduces and received:
+                if scratch is None or scratch.numel() < len(received):
+                    scratch = torch.empty_like(target)
+                incoming = scratch[: len(received)]
+            if received:
+                messages.receive(incoming, received.peer)
+            if sent:
+                messages.send(buffer[sent.start : sent.stop], sent.peer)
+            messages.wait()
+            if exchange.reduces:
+                target.add_(incoming)
 
 
 def _algorithm_from(schedule: CommunicationSchedule) -> Algorithm:

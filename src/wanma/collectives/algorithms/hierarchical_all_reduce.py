@@ -16,8 +16,7 @@ segment between two neighbouring cuts, of whichever nodes, has one owner on each
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -25,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wanma.job.errors import WanmaError
+from wanma.collectives.algorithms.message_batch import MessageBatch
 
 RanksByNode = Sequence[Sequence[int]]
 """Ranks within the group, by node; each rank is on one node, and no node is empty."""
@@ -53,7 +52,7 @@ def hierarchical_all_reduce(bucket: Tensor, group: dist.ProcessGroup, ranks_by_n
     rank = group.rank()
     own_node = next(number for number, node in enumerate(ranks_by_node) if rank in node)
     peers, elements = ranks_by_node[own_node], bucket.numel()
-    messages = _PointToPointBatch(group)
+    messages = MessageBatch(group)
     parts = dict(zip(peers, _split_evenly(0, elements, len(peers)), strict=True))
     own_part = parts[rank]
 
@@ -116,7 +115,7 @@ def group_ranks_by_node(ranks: Sequence[int], local_world_sizes: Sequence[int]) 
 
 
 def _all_reduce_between_nodes(
-    bucket: Tensor, segment: BucketSegment, own_node: int, messages: _PointToPointBatch
+    bucket: Tensor, segment: BucketSegment, own_node: int, messages: MessageBatch
 ) -> None:
     """Sum one segment over its owners; this rank is the owner on node `own_node`."""
     count = len(segment.owners)
@@ -164,41 +163,3 @@ def _add_up(target: Tensor, parts: Sequence[Tensor]) -> None:
     for part in parts[2:]:
         total += part
     target.copy_(total)
-
-
-class _PointToPointBatch:
-    """Messages between this rank and others of a group, started at once and waited for together."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._ranks = dist.get_process_group_ranks(group)
-        self._in_flight: list[tuple[int, Tensor, dist.Work]] = []
-
-    def send(self, tensor: Tensor, rank: int, tag: int) -> None:
-        if tensor.numel():
-            with self._name_peer_in_errors(rank):
-                self._in_flight.append((rank, tensor, self._group.send([tensor], rank, tag)))
-
-    def receive(self, tensor: Tensor, rank: int, tag: int) -> Tensor:
-        """Start to receive into `tensor`, which is complete after `wait`."""
-        if tensor.numel():
-            with self._name_peer_in_errors(rank):
-                self._in_flight.append((rank, tensor, self._group.recv([tensor], rank, tag)))
-        return tensor
-
-    def wait(self) -> None:
-        in_flight, self._in_flight = self._in_flight, []
-        for rank, _, work in in_flight:
-            with self._name_peer_in_errors(rank):
-                work.wait()
-
-    @contextmanager
-    def _name_peer_in_errors(self, rank: int) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            peer_rank, own_rank = self._ranks[rank], self._ranks[self._group.rank()]
-            raise WanmaError(
-                f"hierarchical all-reduce: rank {own_rank} received no reply from rank {peer_rank}: {error}",
-                f"read logs/rank-{peer_rank}.log of the run directory",
-            ) from error

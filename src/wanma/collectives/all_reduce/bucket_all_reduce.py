@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from wanma.collectives.shared_memory.backend import as_shared_memory_group
+from wanma.torch_internals.fake_tensors import is_fake
 
 
 class PendingAllReduce(Protocol):
@@ -86,13 +87,17 @@ class ThreadedAllReduce:
     The function is one of wanma's own algorithms, which send from rank to rank and add in between. Waiting
     releases Python's lock, and so does adding.
 
+    Once a bucket has failed, all later ones fail with the same error: messages of the failed bucket that
+    still arrive would be taken for those of the next. The thread ends with this object, so that it keeps no
+    connections of the function open.
+
     Args:
         function: sums a bucket in place; called in the order of the buckets.
     """
 
     def __init__(self, function: Callable[[Tensor], None]) -> None:
         self._function = function
-        self._queue: queue.SimpleQueue[_QueuedAllReduce] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_QueuedAllReduce | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def __call__(self, bucket: Tensor) -> PendingAllReduce:
@@ -100,20 +105,29 @@ class ThreadedAllReduce:
         self._queue.put(pending)
         if self._thread is None:
             # A daemon thread: a rank whose peers are gone does not wait for them before it exits.
-            self._thread = threading.Thread(target=self._run, daemon=True, name="wanma-sums")
+            self._thread = threading.Thread(
+                target=_sum_queued_buckets, args=(self._function, self._queue), daemon=True, name="wanma-sums"
+            )
             self._thread.start()
+            weakref.finalize(self, self._queue.put, None)
         return pending
 
-    def _run(self) -> None:
-        with torch.no_grad():
-            while True:
-                pending = self._queue.get()
-                try:
-                    self._function(pending.bucket)
-                except BaseException as error:
-                    pending.error = error
-                pending.done.set()
-                del pending  # frees the bucket
+
+def _sum_queued_buckets(
+    function: Callable[[Tensor], None], buckets: queue.SimpleQueue[_QueuedAllReduce | None]
+) -> None:
+    """Sum the buckets of the queue in their order, until it holds None."""
+    failure: BaseException | None = None
+    with torch.no_grad():
+        while (pending := buckets.get()) is not None:
+            try:
+                if failure is None:
+                    function(pending.bucket)
+            except BaseException as error:
+                failure = error
+            pending.error = failure
+            pending.done.set()
+            del pending  # frees the bucket
 
 
 class _QueuedAllReduce:

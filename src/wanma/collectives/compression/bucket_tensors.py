@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,11 +14,7 @@ from torch import Tensor
 
 from wanma.collectives.compression.compression_traits import CODEC_BLOCK_ELEMENTS, MAX_SLICE_ELEMENTS
 from wanma.collectives.compression.overlap import CollectiveSteps, require_work
-
-all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""All-gather of one tensor; the second name is the older one: torch 2.13 warns of it, 2.11 has no other."""
-reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""Reduce-scatter of one tensor, by its new or old name, as `all_gather`."""
+from wanma.torch_internals.distributed import all_gather_single
 
 
 @dataclass
@@ -163,7 +159,7 @@ def align_up(elements: int) -> int:
 def all_gather_rows(part: Tensor, group: dist.ProcessGroup) -> CollectiveSteps[Tensor]:
     """All-gather every rank's part, of equal size: (elements,) → (ranks, elements)."""
     gathered = part.new_empty(group.size() * part.numel())
-    yield require_work(all_gather(gathered, part, group=group, async_op=True))
+    yield require_work(all_gather_single(gathered, part, group=group, async_op=True))
     return gathered.view(group.size(), -1)
 
 

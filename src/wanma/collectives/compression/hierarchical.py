@@ -26,9 +26,7 @@ from wanma.collectives.compression.bucket_tensors import (
     Compressor,
     ErrorFeedback,
     align_up,
-    all_gather,
     compute_row_elements,
-    reduce_scatter,
     slice_bucket,
 )
 from wanma.collectives.compression.overlap import CollectiveSteps
@@ -37,6 +35,7 @@ from wanma.collectives.compression.uncompressed import (
     IdentityCompressor,
     compute_all_reduce_bytes,
 )
+from wanma.torch_internals.distributed import all_gather_single, reduce_scatter_single
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ class HierarchicalCompressor:
                 target += error
                 error.zero_()
         owned_values = work.new_empty(row)
-        reduce_scatter(owned_values, work.view(-1), group=intra_node)
+        reduce_scatter_single(owned_values, work.view(-1), group=intra_node)
         del work, target  # while the compressed values travel
         own_slices = [part for part in slices if part.owner == own_rank]
         pieces = [_owned_tensor(part, owned_values) for part in own_slices]
@@ -138,7 +137,7 @@ class HierarchicalCompressor:
             if _has_residual(part.tensor):
                 part.tensor.residual[0, part.start : part.stop] = piece.residual[0]
         sums = owned_values.new_empty(intra_node.size(), row)
-        all_gather(sums.view(-1), owned_values, group=intra_node)
+        all_gather_single(sums.view(-1), owned_values, group=intra_node)
         for part in slices:
             part.tensor.values[0, part.start : part.stop] = sums[part.owner, part.buffer_range]
         return sent_bytes

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from wanma.collectives.timing.communication_timer import CommunicationTimer
+from wanma.torch_internals.fake_tensors import is_fake
+from wanma.torch_internals.fsdp import AllGather, ReduceScatter
 
 _GATHER, _SCATTER = 0, 1
 """Message tags; a gather that was started ahead is in flight beside a scatter."""

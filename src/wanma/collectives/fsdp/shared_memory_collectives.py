@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from wanma.collectives.shared_memory.process_group import SharedMemoryProcessGroup
 from wanma.collectives.timing.communication_timer import CommunicationTimer
+from wanma.torch_internals.distributed import AllgatherOptions, ReduceScatterOptions
+from wanma.torch_internals.fsdp import AllGather, ReduceScatter
 
 
 class SharedMemoryAllGather(AllGather):

@@ -7,8 +7,8 @@ that it compares with the speed of the link, whatever the number of ranks. Pure 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 BUS_FACTORS: Mapping[str, Callable[[int], float]] = MappingProxyType(
@@ -57,3 +57,29 @@ class CollectiveTiming:
     def link_utilization(self) -> float:
         """Bus bandwidth over the link's bandwidth, from 0 to about 1."""
         return self.bus_bandwidth / self.link_bytes_per_second
+
+
+@dataclass(frozen=True)
+class FastestRange:
+    """Neighbouring measured sizes for which one algorithm is the fastest."""
+
+    algorithm: str
+    first_bytes: int
+    last_bytes: int
+
+
+def fastest_ranges(timings: Sequence[CollectiveTiming]) -> list[FastestRange]:
+    """Return the ranges of sizes by their fastest algorithm, rising; neighbours differ in the algorithm.
+
+    Args:
+        timings: timings of one collective, in one precision, on one number of ranks.
+    """
+    ranges: list[FastestRange] = []
+    for size in sorted({timing.size_bytes for timing in timings}):
+        rows = [timing for timing in timings if timing.size_bytes == size]
+        fastest = min(rows, key=lambda timing: timing.seconds).algorithm
+        if ranges and ranges[-1].algorithm == fastest:
+            ranges[-1] = replace(ranges[-1], last_bytes=size)
+        else:
+            ranges.append(FastestRange(fastest, size, size))
+    return ranges

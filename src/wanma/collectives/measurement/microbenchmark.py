@@ -23,6 +23,7 @@ from wanma.collectives.fsdp.point_to_point_collectives import PointToPointAllGat
 from wanma.collectives.fsdp.shared_memory_collectives import SharedMemoryAllGather, SharedMemoryReduceScatter
 from wanma.collectives.shared_memory.backend import as_shared_memory_group
 from wanma.collectives.timing.communication_timer import CommunicationTimer
+from wanma.torch_internals.operators import functional_collectives
 
 TrainingCollective = Literal[
     "all_reduce",
@@ -82,12 +83,12 @@ def measure_collective(
         raise ValueError(f"a collective takes two ranks and a byte (given: {ranks} and {buffer_bytes})")
     elements = round_up_bytes(buffer_bytes, ranks, dtype) // dtype.itemsize
     if algorithm == BACKEND_ALGORITHM:
-        return _measure_slowest(
+        return measure_slowest(
             _runner(collective, elements, group, device, dtype), group, device, target_seconds
         )
     buffer = torch.zeros(elements, device=device, dtype=dtype)
     run = partial(ALGORITHMS[collective][algorithm], buffer, group, ranks_by_node or [range(ranks)])
-    return _measure_slowest(run, group, device, target_seconds)
+    return measure_slowest(run, group, device, target_seconds)
 
 
 def round_up_bytes(buffer_bytes: int, ranks: int, dtype: torch.dtype) -> int:
@@ -105,17 +106,17 @@ def measure_memory_copy(
     """
     source = torch.zeros(buffer_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return _measure_slowest(lambda: target.copy_(source), group, device, target_seconds)
+    return measure_slowest(lambda: target.copy_(source), group, device, target_seconds)
 
 
-def _measure_slowest(
+def measure_slowest(
     run: Callable[[], object], group: dist.ProcessGroup, device: torch.device, target_seconds: float
 ) -> float:
     """Return the seconds of one run on the slowest rank, measured over runs that fill `target_seconds`."""
     run()  # connections are made at their first use
-    seconds_per_run = _max_over_ranks(_measure_average(run, 1, device), group, device)
+    seconds_per_run = _max_over_ranks(measure_average(run, 1, device), group, device)
     return _max_over_ranks(
-        _measure_average(run, max(1, int(target_seconds / max(seconds_per_run, 1e-9))), device), group, device
+        measure_average(run, max(1, int(target_seconds / max(seconds_per_run, 1e-9))), device), group, device
     )
 
 
@@ -125,7 +126,7 @@ def _max_over_ranks(seconds: float, group: dist.ProcessGroup, device: torch.devi
     return float(longest)
 
 
-def _measure_average(run: Callable[[], object], repeats: int, device: torch.device) -> float:
+def measure_average(run: Callable[[], object], repeats: int, device: torch.device) -> float:
     """Return the seconds of one run, averaged over `repeats` runs."""
     _synchronize(device)
     start = time.perf_counter()
@@ -158,14 +159,13 @@ def _runner(
         return lambda: _wait(dist.all_reduce(buffer, group=group, async_op=True))
     if collective == "broadcast":
         return lambda: _wait(dist.broadcast(buffer, group=group, group_src=0, async_op=True))
-    functional = torch.ops._c10d_functional
     if collective in ("all_gather", "tensor_gather"):
-        return lambda: functional.wait_tensor(
-            functional.all_gather_into_tensor(part, ranks, group.group_name)
+        return lambda: functional_collectives.wait_tensor(
+            functional_collectives.all_gather_into_tensor(part, ranks, group.group_name)
         )
     if collective in ("reduce_scatter", "tensor_scatter"):
-        return lambda: functional.wait_tensor(
-            functional.reduce_scatter_tensor(buffer, "sum", ranks, group.group_name)
+        return lambda: functional_collectives.wait_tensor(
+            functional_collectives.reduce_scatter_tensor(buffer, "sum", ranks, group.group_name)
         )
     received_buffer = torch.empty_like(buffer)
     if collective == "all_to_all":

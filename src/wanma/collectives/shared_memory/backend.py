@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]  # public, unlisted
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, unlisted
 
 from wanma.collectives.shared_memory.arena import (
     CHUNK_BYTES,
@@ -29,6 +29,8 @@ from wanma.collectives.shared_memory.arena import (
 from wanma.collectives.shared_memory.native_library import MAX_RANKS
 from wanma.collectives.shared_memory.process_group import SharedMemoryProcessGroup
 from wanma.job.errors import WanmaError
+from wanma.torch_internals.distributed import is_backend_registered, start_sequence_numbers
+from wanma.torch_internals.loaded import process_groups
 
 GLOO_FALLBACK_HINT = "set parallel.collectives to 'auto', which falls back to Gloo, or to 'gloo'"
 
@@ -61,7 +63,7 @@ def register_backend(options: SharedMemoryOptions) -> str:
     """Register a backend and return its name for `init_process_group` and `new_group`."""
     name = "shared_or_error" if options.is_required else "shared"
     _options_by_backend[name] = options
-    if name.upper() not in dist.Backend._plugins:
+    if not is_backend_registered(name):
         dist.Backend.register_backend(name, _make_group_factory(name), extended_api=True, devices=["cpu"])
     return name
 
@@ -78,8 +80,8 @@ def as_shared_memory_group(group: dist.ProcessGroup | None) -> SharedMemoryProce
 
 def allocated_bytes() -> int:
     """Return the largest memory, in bytes, that this process's groups held for its own tensors."""
-    groups = list(distributed_c10d._world.pg_map)
-    return sum(group.allocated_bytes for group in groups if isinstance(group, SharedMemoryProcessGroup))
+    groups = (group for group in process_groups() if isinstance(group, SharedMemoryProcessGroup))
+    return sum(group.allocated_bytes for group in groups)
 
 
 def get_fallback_reason(group: dist.ProcessGroup) -> str:
@@ -108,7 +110,7 @@ def _create_group(options: Any, shared_memory_options: SharedMemoryOptions) -> A
     gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, ranks, timeout=options.timeout)
     gloo.options.global_ranks_in_group = options.global_ranks_in_group
     gloo.options.group_name = options.group_id
-    gloo._set_sequence_number_for_group()
+    start_sequence_numbers(gloo)
     if ranks == 1:
         return gloo
     # The same store may have seen a group of this name before, whose messages are not for this one.

@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.futures import Future
 
 from wanma.collectives.shared_memory.arena import Arena
@@ -26,6 +24,7 @@ from wanma.collectives.shared_memory.errors import SharedMemoryError
 from wanma.collectives.shared_memory.flight_recorder import MAX_RECORDS, CollectiveRecord
 from wanma.collectives.shared_memory.native_calls import are_dense_on_cpu
 from wanma.collectives.shared_memory.native_library import CollectiveStatus
+from wanma.torch_internals.distributed import AsyncCollectiveTensor, ReceiveWork
 
 ANY_SOURCE = -1
 """Source rank of a message from any rank."""
@@ -69,7 +68,7 @@ class MessageRecord:
     done: bool = False
 
 
-class MessageWork(dist.Work):
+class MessageWork(ReceiveWork):
     """Handle of one message, as torch's callers wait for it."""
 
     def __init__(self, messages: PointToPoint, record: MessageRecord, tag: int, tensor: Tensor) -> None:
@@ -131,7 +130,7 @@ class MessageWork(dist.Work):
     def result(self) -> list[Tensor]:
         return [] if self.tensor is None else [self.tensor]
 
-    def _source_rank(self) -> int:
+    def source_rank(self) -> int:
         return self.record.peer
 
     def get_future(self) -> Future[Any]:
@@ -155,7 +154,6 @@ class MessageWork(dist.Work):
 
     # Torch's names of these methods.
     getFuture = get_future  # noqa: N815
-    source_rank = _source_rank
 
 
 class _Send(MessageWork):

@@ -19,15 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    ReduceScatterOptions,
-)
 
 from wanma.collectives.balanced_owners import assign_balanced_owners
 from wanma.collectives.shared_memory.arena import Arena
@@ -47,10 +38,23 @@ from wanma.collectives.shared_memory.native_calls import (
 from wanma.collectives.shared_memory.native_library import CollectiveStatus, NativeCall
 from wanma.collectives.shared_memory.point_to_point import ANY_SOURCE, PointToPoint
 from wanma.collectives.shared_memory.work import FutureCompleter, SharedMemoryWork
+from wanma.torch_internals.distributed import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+    add_older_method_names,
+    register_gloo_for_cpu,
+    set_default_timeout,
+)
 
 _MAX_TIMEOUT_SECONDS = 10 * 365 * 86400.0
 
 
+@add_older_method_names
 class SharedMemoryProcessGroup(dist.ProcessGroup):
     """Process group of ranks on one node, over an arena.
 
@@ -88,8 +92,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         # that are here pass what they do not do to a group beside this one.
         self._fallback_group = dist.ProcessGroup(store, self._rank, self._ranks)
         for group in (self, self._fallback_group):
-            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+            register_gloo_for_cpu(group, gloo)
 
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
         return "shared"
@@ -298,18 +301,11 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
             failure_text(status, message, failed_rank, [], global_ranks[self._rank], seconds)
         )
 
-    # Torch's earlier names of these methods.
-    _allgather_base = all_gather_single  # type: ignore[assignment]  # names of arguments
-    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # names of arguments
-    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]  # names of arguments
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]  # names of arguments
-    alltoall_base = all_to_all_single  # type: ignore[assignment]  # names of arguments
-
     # ------------------------------------------------------------------ what torch and the supervisor ask
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
-        self._gloo._set_default_timeout(timeout)
+        set_default_timeout(self._gloo, timeout)
 
     def shutdown(self) -> None:
         """Leave the group: peers that wait for this rank fail at once."""

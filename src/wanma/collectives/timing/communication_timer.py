@@ -53,6 +53,10 @@ class CommunicationTimer:
         """Exposed time of all kinds since the start, in seconds; `take_totals` does not reset it."""
         self.blocking_depth = 0
         """Number of `time_blocking_transfer` contexts that are open."""
+        self.functional_kind: ParallelismKind = "tensor"
+        """Kind of the waits in functional collectives outside contexts, but for those of `expert_group`."""
+        self.expert_group = ""
+        """Name of the process group among which experts are split; empty: there is none."""
 
     @property
     def is_busy(self) -> bool:
@@ -99,6 +103,10 @@ class CommunicationTimer:
             self.add_exposed("data", now - self._data_wait_start)
             self._data_wait_start = None
 
+    def exposed_so_far(self) -> dict[str, float]:
+        """Return the exposed time by kind since the last `take_totals`, in seconds."""
+        return dict(self._exposed)
+
     def take_totals(self) -> CommunicationTime:
         """Return the seconds since the last call; communication in flight counts up to now and goes on."""
         now = time.perf_counter()
@@ -129,10 +137,9 @@ def time_blocking_transfer(kind: ParallelismKind) -> BlockingTransfer:
     return BlockingTransfer(_current.get(), kind)
 
 
-def is_timed() -> bool:
-    """Return True inside a `time_blocking_transfer` context that counts the present wait."""
-    communication_timer = _current.get()
-    return communication_timer is not None and communication_timer.blocking_depth > 0
+def current_timer() -> CommunicationTimer | None:
+    """Return the timer of the calls inside a model; None outside `use_timer`."""
+    return _current.get()
 
 
 class AsyncTransfer:

@@ -1,32 +1,40 @@
-"""Time that this process has waited in torch's functional collectives on CPUs, in seconds.
+"""Time that this process waits in torch's functional collectives on CPUs, in seconds.
 
 Tensor, context and expert parallelism communicate within forward and backward. A rank's waits there are the
-other ranks' time, the rest is its own. Waits outside functional collectives go to a `CommunicationTimer`.
+other ranks' time, the rest is its own. They go to the `CommunicationTimer` in use, by kind; without one they
+are added up here.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.library import Library
 
-from wanma.collectives.timing.communication_timer import is_timed
+from wanma.collectives.timing.communication_timer import current_timer
+from wanma.torch_internals.dispatch import PRIVATE_USE_KEYS
+from wanma.torch_internals.distributed import group_name
+from wanma.torch_internals.operators import FUNCTIONAL_COLLECTIVES, functional_collectives
+
+MAX_PENDING_ALL_TO_ALLS = 64
+"""All-to-alls whose results are remembered until they are waited for."""
 
 
 @dataclass
 class FunctionalWaitTime:
-    """Total wait time of one process."""
+    """Total time of one process that no `CommunicationTimer` has."""
 
     seconds: float = 0.0
     """Wait time so far, in seconds."""
 
 
 def get_functional_wait_time() -> FunctionalWaitTime:
-    """Return the wait time of this process, a single object."""
+    """Return the wait time of this process, a single object; from the first call on, waits are timed."""
     wait_time, _ = _install_timer()
     return wait_time
 
@@ -36,22 +44,40 @@ def _install_timer() -> tuple[FunctionalWaitTime, Library]:
     """Replace the operator by which all functional collectives are waited for, and return its total.
 
     DTensors, tensor and expert parallelism and compiled code call it, eager or not, forward and backward.
+    Only the call of a collective has the group: the storage tells the results of experts' all-to-alls.
 
-    torch has one kernel of it for all devices. The replacement calls that kernel under the dispatch key of
-    another device, or the call would come back here.
+    torch has one kernel of each operator for all devices. The replacement calls that kernel under the
+    dispatch key of another device, or the call would come back here.
     """
-    wait_time, library = FunctionalWaitTime(), Library("_c10d_functional", "IMPL")
-    operator = torch.ops._c10d_functional.wait_tensor.default
-    backend_keys = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
+    wait_time, library = FunctionalWaitTime(), Library(FUNCTIONAL_COLLECTIVES, "IMPL")
+    wait_operator = functional_collectives.wait_tensor.default
+    exchange_operator = functional_collectives.all_to_all_single.default
+    exchanged: deque[int] = deque(maxlen=MAX_PENDING_ALL_TO_ALLS)
 
     def wait(tensor: Tensor) -> Tensor:
-        is_counted, start = is_timed(), time.perf_counter()
+        start = time.perf_counter()
         try:
-            result: Tensor = operator.redispatch(backend_keys, tensor)
+            result: Tensor = wait_operator.redispatch(PRIVATE_USE_KEYS, tensor)
         finally:
-            if not is_counted:  # the caller counts it
-                wait_time.seconds += time.perf_counter() - start
+            seconds, communication_timer = time.perf_counter() - start, current_timer()
+            if communication_timer is None:
+                wait_time.seconds += seconds
+            elif not communication_timer.blocking_depth:  # else the context counts it
+                address = tensor.untyped_storage().data_ptr() if exchanged else 0
+                if address in exchanged:
+                    exchanged.remove(address)
+                    communication_timer.add_blocking_transfer("expert", seconds)
+                else:
+                    communication_timer.add_blocking_transfer(communication_timer.functional_kind, seconds)
         return result
 
+    def exchange(*arguments: Any) -> Tensor:
+        output: Tensor = exchange_operator.redispatch(PRIVATE_USE_KEYS, *arguments)
+        communication_timer = current_timer()
+        if communication_timer is not None and group_name(arguments[-1]) == communication_timer.expert_group:
+            exchanged.append(output.untyped_storage().data_ptr())
+        return output
+
     library.impl("wait_tensor", wait, "CPU")
+    library.impl("all_to_all_single", exchange, "CPU")
     return wait_time, library

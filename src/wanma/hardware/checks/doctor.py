@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import ipaddress
 import os
 import platform
 import shutil
-import socket
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,18 +26,25 @@ from wanma.hardware.discovery.network_interfaces import (
     NetworkRoute,
     default_routes,
     list_interfaces,
+    loopback_hostname,
 )
 from wanma.hardware.discovery.node import discover_node, list_gpus
-from wanma.hardware.discovery.resource_limits import cpu_model, usable_cores, usable_memory_bytes
 from wanma.hardware.native.cpp_compiler import find_cpp_compiler
-from wanma.hardware.native.native_library import COLLECTIVES_SOURCE, build_library
+from wanma.hardware.native.instruction_sets import find_carried_library
+from wanma.hardware.native.native_library import COLLECTIVES_SOURCE, find_or_build_library
 from wanma.job.cluster import Device
 from wanma.job.errors import WanmaError
+from wanma.job.run.resource_limits import cpu_model, usable_cores, usable_memory_bytes
+from wanma.torch_internals.versions import (
+    FIRST_TORCH_VERSION,
+    NEWEST_TRIED_TORCH_VERSION,
+    parse_version,
+    untried_version_note,
+    version_text,
+)
 
-TESTED_TORCH_VERSIONS = ((2, 11), (2, 13))
-"""First and last torch release that the parity tests ran on."""
 NO_TORCH_MESSAGE = "torch is not installed"
-INSTALL_TORCH_HINT = "pip install 'torch>=2.11,<2.14'"
+INSTALL_TORCH_HINT = f"pip install 'torch>={version_text(FIRST_TORCH_VERSION)}'"
 MIN_SHARED_MEMORY_BYTES = 2**30
 MIN_FREE_DISK_BYTES = 10 * 2**30
 MIN_DISK_BYTES_PER_SECOND = 100 * 10**6
@@ -103,17 +108,17 @@ def _check_torch() -> CheckResult:
         import torch
     except ImportError as error:
         return CheckResult("torch", "missing", f"cannot be imported: {error}", INSTALL_TORCH_HINT)
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    first, last = TESTED_TORCH_VERSIONS
-    proven = f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
-    if not first <= (major, minor) <= last:
+    first, newest = version_text(FIRST_TORCH_VERSION), version_text(NEWEST_TRIED_TORCH_VERSION)
+    if parse_version(torch.__version__) < FIRST_TORCH_VERSION:
         return CheckResult(
             "torch",
             "warn",
-            f"{torch.__version__}, outside the tested range {proven}",
+            f"{torch.__version__}: older than {first}, the first supported",
             INSTALL_TORCH_HINT,
         )
-    return CheckResult("torch", "ok", f"{torch.__version__} (tested: {proven})")
+    if (note := untried_version_note(torch.__version__)) is not None:
+        return CheckResult("torch", "warn", note)
+    return CheckResult("torch", "ok", f"{torch.__version__} (tested: {first} to {newest})")
 
 
 def _check_gpus() -> list[CheckResult]:
@@ -196,10 +201,9 @@ def _check_memory() -> CheckResult:
 def _check_compiler() -> CheckResult:
     compiler = find_cpp_compiler()
     if compiler is None:
-        advice = (
-            "apt-get install g++ (or your system's); without it parallel.compile is off on the CPU, and "
-            "collectives go through Gloo"
-        )
+        advice = "apt-get install g++ (or your system's); without it parallel.compile is off on the CPU"
+        if find_carried_library(COLLECTIVES_SOURCE) is None:
+            advice += ", and collectives go through Gloo"
         return CheckResult("C++ compiler", "missing", "none found", advice)
     return CheckResult("C++ compiler", "ok", compiler)
 
@@ -207,19 +211,19 @@ def _check_compiler() -> CheckResult:
 def _check_shared_memory_collectives() -> CheckResult:
     """Check that ranks of this node can share memory; compile the library for it if necessary."""
     name = "collectives within a node"
-    compiler = find_cpp_compiler()
-    if compiler is None:
-        return CheckResult(name, "warn", "Gloo, over TCP: there is no C++ compiler", "apt-get install g++")
-    try:
-        build_library(COLLECTIVES_SOURCE, compiler)
-    except WanmaError as error:
-        return CheckResult(name, "warn", f"Gloo, over TCP: {error.message}", error.hint)
+    library = find_or_build_library(COLLECTIVES_SOURCE)
+    if library.path is None:
+        remedy = library.hint or "apt-get install g++"
+        return CheckResult(name, "warn", f"Gloo, over TCP: {library.failure_reason}", remedy)
     if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
         advice = "use Linux 5.3 or later"
         return CheckResult(
             name, "warn", "Gloo, over TCP: memfd_create or pidfd_open is not available", advice
         )
-    return CheckResult(name, "ok", "shared memory (parallel.collectives)")
+    origin = "compiled on this node"
+    if library.path == find_carried_library(COLLECTIVES_SOURCE):
+        origin = f"carried by the wheel for {library.path.parent.name}"
+    return CheckResult(name, "ok", f"shared memory (parallel.collectives), {origin}")
 
 
 def _check_backends() -> CheckResult:
@@ -286,13 +290,10 @@ def _check_network_variables(
 
 def _check_hostname_address(routes: Sequence[NetworkRoute]) -> list[CheckResult]:
     """Check the address of this node's own name: Debian gives it one that other nodes cannot reach."""
-    name = socket.gethostname()
-    try:
-        address = socket.gethostbyname(name)
-    except OSError:
-        return []  # a name without an address is not used
-    if not ipaddress.ip_address(address).is_loopback:
+    found = loopback_hostname()
+    if found is None:
         return []
+    name, address = found
     if not routes:
         advice = "set cluster.rendezvous to an address rather than to the host name of this node"
         text = f"{name} resolves to {address} on this node, which other nodes cannot reach"

@@ -21,7 +21,9 @@ def probe_gloo_loopback() -> str:
     import torch
     import torch.distributed
 
-    dist: Any = torch.distributed  # its process group classes are untyped
+    from wanma.torch_internals.distributed import make_gloo_group
+
+    dist: Any = torch.distributed  # its stores are untyped
     store = dist.HashStore()
     timeout = timedelta(seconds=GLOO_TIMEOUT_SECONDS)
     sums: dict[int, float] = {}
@@ -29,10 +31,7 @@ def probe_gloo_loopback() -> str:
 
     def reduce(rank: int) -> None:
         try:
-            options = dist.ProcessGroupGloo._Options()
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-            options._timeout = timeout
-            group = dist.ProcessGroupGloo(store, rank, 2, options)
+            group = make_gloo_group(store, rank, 2, "127.0.0.1", timeout)
             tensor = torch.tensor([rank + 1.0])
             group.allreduce([tensor]).wait()
             sums[rank] = tensor.item()

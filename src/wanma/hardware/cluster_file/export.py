@@ -111,6 +111,10 @@ def _node(node: NodeGroup, custom_devices: dict[str, Keys]) -> tuple[Keys, list[
         "power_watts": node.power_watts,
         "price_per_hour": node.price_per_hour,
         "disk_gb_per_second": _gigabytes(node.disk_bytes_per_second),
+        "store_gb_per_second": _gigabytes(node.store_bytes_per_second),
+        "store_latency_milliseconds": (
+            None if node.store_latency_seconds is None else round(node.store_latency_seconds * 1e3, 9)
+        ),
         "days_between_failures": node.days_between_failures,
         "hosts": list(node.hosts) or None,
     }

@@ -10,6 +10,16 @@ from wanma.hardware.cluster_file.node_builder import MAX_NODES
 _BRACKETS = re.compile(r"([^\[\]]*)\[([^\[\]]*)\](.*)")
 
 
+def expand_host_lists(text: str) -> Iterator[str]:
+    """Expand several host lists, separated by commas: 'n[1-2,7],gpu-[01-02]-ib,login'.
+
+    Raises:
+        ValueError: as `expand_host_list`.
+    """
+    for part in re.split(r",(?![^\[\]]*\])", text):
+        yield from expand_host_list(part.strip())
+
+
 def expand_host_list(text: str) -> Iterator[str]:
     """Expand a host list as Slurm writes it: 'node[01-03,7]' → node01, node02, node03, node7.
 

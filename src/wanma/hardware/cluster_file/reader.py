@@ -310,9 +310,13 @@ def _build_nodes(
         node = replace(node, cpu=cpu.to_processor(node.cores, node.memory_bytes))
     power_watts = node.power_watts if section.power_watts is None else section.power_watts
     disk = None if section.disk_gb_per_second is None else _bytes(section.disk_gb_per_second)
+    store = None if section.store_gb_per_second is None else _bytes(section.store_gb_per_second)
+    latency = section.store_latency_milliseconds
     return replace(
         node,
         power_watts=power_watts,
+        store_bytes_per_second=store,
+        store_latency_seconds=None if latency is None else latency / 1e3,
         price_per_hour=section.price_per_hour,
         disk_bytes_per_second=disk,
         days_between_failures=section.days_between_failures,

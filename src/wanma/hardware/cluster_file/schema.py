@@ -72,6 +72,15 @@ class NodesSection(Section):
     disk_gb_per_second: float | None = Field(
         None, gt=0, le=1e5, description="write rate of the local disks of one node, 10⁹ bytes per second"
     )
+    store_gb_per_second: float | None = Field(
+        None,
+        gt=0,
+        le=1e5,
+        description="bandwidth of one node to remote storage of data (s3://, ...), 10⁹ bytes per second",
+    )
+    store_latency_milliseconds: float | None = Field(
+        None, ge=0, le=1e5, description="time of a request to that storage until its first byte"
+    )
     days_between_failures: float | None = Field(
         None,
         gt=0,

@@ -12,15 +12,23 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from wanma.hardware.discovery.resource_limits import cpu_model, usable_cores
+import psutil
+
+from wanma.hardware.discovery.cpu_load import busy_cpu_seconds
 from wanma.job.errors import WanmaError
+from wanma.job.run.resource_limits import cpu_model, usable_cores
 from wanma.job.run.run_directory import write_json
+from wanma.job.run.user_cache import user_cache_folder
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 PROBE_SECONDS = 0.15
 """Duration of the measurement per precision, in seconds."""
 MATRIX_SIZE = 1024
 """Rows and columns of the probed matrices: large enough to exceed the caches."""
+BUSY_CPUS = 0.1
+"""CPUs that other programs use from which on a node is busy."""
+ALL_CORES_SHARE = 0.9
+"""Rate of a core among others that compute, as a share of its rate alone: their common clock is lower."""
 SLOW_MATRIX_SIZE = 256
 """Rows and columns for precisions that this CPU only emulates: one of `MATRIX_SIZE` takes seconds."""
 
@@ -36,7 +44,8 @@ def measure_cpu_peak(threads: int | None = None, path: Path | None = None) -> di
 
     Returns:
         FLOP/s by precision: the fastest of many products, now or in an earlier measurement. It is a
-        peak, and other work on the node can only lower a measurement.
+        peak, and other work on the node can only lower a measurement; where there is any, the rate is that
+        of one core's CPU time, times the cores.
 
     Raises:
         WanmaError: the result cannot be written.
@@ -75,8 +84,7 @@ def read_cpu_peak(threads: int, path: Path | None = None) -> dict[str, float]:
 
 def cpu_peak_file(environment: Mapping[str, str] = os.environ) -> Path:
     """Return the file of measured peaks: `wanma/cpu-peak.json` in the user's cache folder."""
-    cache = environment.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "wanma" / "cpu-peak.json"
+    return user_cache_folder(environment) / "cpu-peak.json"
 
 
 def _measure_precision(precision: str) -> float:
@@ -96,17 +104,30 @@ def _measure_precision(precision: str) -> float:
         seconds(SLOW_MATRIX_SIZE)  # the first product of a precision also builds its kernel
         emulated = seconds(SLOW_MATRIX_SIZE) * (MATRIX_SIZE / SLOW_MATRIX_SIZE) ** 3 > PROBE_SECONDS
         size = SLOW_MATRIX_SIZE if emulated else MATRIX_SIZE
-        deadline = time.perf_counter() + PROBE_SECONDS
+        start, foreign = time.perf_counter(), _foreign_cpu_seconds()
+        deadline = start + PROBE_SECONDS
         best = seconds(size)
         while time.perf_counter() < deadline:
             best = min(best, seconds(size))
+        busy_cpus = (_foreign_cpu_seconds() - foreign) / (time.perf_counter() - start)
         # On a busy node the threads of every product wait for one that has lost its core. The CPU time of a
-        # single thread counts no waits, so its rate bounds the peak from below.
+        # single thread counts no waits: the peak is that of one core, times the cores.
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        best = min(best, *(seconds(size, time.thread_time) for _ in range(3)))
+        alone = min(seconds(size, time.thread_time) for _ in range(3))
         torch.set_num_threads(threads)
-    return 2 * size**3 / best
+    cores = max(threads * _cores_per_cpu() * ALL_CORES_SHARE, 1.0) if busy_cpus > BUSY_CPUS else 1.0
+    return 2 * size**3 / min(best, alone / cores)
+
+
+def _foreign_cpu_seconds() -> float:
+    """Return the CPU seconds of other programs since boot, other guests of this machine included."""
+    return (busy_cpu_seconds() or 0.0) - time.process_time()
+
+
+def _cores_per_cpu() -> float:
+    """Return the cores per CPU that the kernel shows: 0.5 where two threads share each core."""
+    return (psutil.cpu_count(logical=False) or 1) / (psutil.cpu_count() or 1)
 
 
 def _key(threads: int) -> str:

@@ -188,6 +188,19 @@ def route_by_interface(
     raise WanmaError(f"{INTERFACE_KEY}: {problem}", f"choose from: {names_text}", EXIT_USAGE)
 
 
+def loopback_hostname() -> tuple[str, str] | None:
+    """Return this host's name and its address if that is a loopback address; None: it is not.
+
+    Debian's installer gives the name such an address, which other nodes cannot reach.
+    """
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:  # the name has no address
+        return None
+    return (name, address) if ipaddress.ip_address(address).is_loopback else None
+
+
 def check_interface(name: str | None) -> None:
     """Reject a named interface that cannot be used, before anything is started.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from wanma.hardware.cluster_file.node_builder import MAX_NIC_GIGABITS, MAX_NICS, Nics
-from wanma.hardware.discovery.resource_limits import ROOT
+from wanma.job.run.resource_limits import ROOT
 
 
 def detect_nics(root: Path = ROOT) -> Nics | None:

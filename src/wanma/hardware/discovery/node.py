@@ -17,9 +17,9 @@ from wanma.hardware.catalogue.lookup import find_by_driver_name
 from wanma.hardware.cluster_file.node_builder import inter_node_levels, intra_node_levels
 from wanma.hardware.discovery.cpu_peak import read_cpu_peak
 from wanma.hardware.discovery.nics import detect_nics
-from wanma.hardware.discovery.resource_limits import cpu_model, usable_cores, usable_memory_bytes
 from wanma.job.cluster import Cluster, Device, NodeGroup
 from wanma.job.errors import WanmaError
+from wanma.job.run.resource_limits import cpu_model, usable_cores, usable_memory_bytes
 
 MEBIBYTE = 2**20
 NVIDIA_SMI_TIMEOUT_SECONDS = 30
@@ -147,7 +147,10 @@ def _gpus_from_nvidia_smi() -> list[DiscoveredGpu]:
         raise _driver_error(output.splitlines()[-1] if output else f"exit code {answer.returncode}")
     gpus = []
     for line in answer.stdout.splitlines():
-        uuid, name, mebibytes = (field.strip() for field in line.split(","))
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) != 3 or not fields[0].startswith("GPU-"):
+            continue  # a warning, as of a corrupted infoROM
+        uuid, name, mebibytes = fields
         has_shared_memory = not mebibytes.isdigit()  # "[N/A]": one memory for CPU and GPU
         memory_bytes = usable_memory_bytes() if has_shared_memory else int(mebibytes) * MEBIBYTE
         gpus.append(DiscoveredGpu(uuid, _device(name, memory_bytes)))

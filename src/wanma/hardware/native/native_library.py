@@ -1,4 +1,7 @@
-"""Compilation and cache of wanma's C++ libraries: for this node's processor, once for all runs of a user."""
+"""Lookup of wanma's C++ libraries: carried by the wheel, or compiled for this node's processor.
+
+A library is compiled once for all runs of a user.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wanma.hardware.native.cpp_compiler import find_cpp_compiler
+from wanma.hardware.native.instruction_sets import COMPILER_FLAGS, find_carried_library
 from wanma.job.errors import WanmaError
+from wanma.job.run.user_cache import user_cache_folder
 
 COLLECTIVES_SOURCE = Path(__file__).parents[2] / "collectives" / "shared_memory" / "native" / "group.cpp"
 """Source of the collectives over shared memory."""
-COMPILER_FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
-"""Compiler flags; without contraction to fused multiply-add, results do not depend on the processor."""
+NATIVE_FLAGS = (*COMPILER_FLAGS, "-march=native")
+"""Compiler flags for this node's processor."""
 COMPILE_TIMEOUT_SECONDS = 120.0
 """Timeout in seconds; a compilation takes about four."""
 _MAX_ERROR_CHARACTERS = 2000
@@ -31,21 +36,41 @@ class NativeLibrary:
 
     path: Path | None
     failure_reason: str = ""
+    hint: str = ""
+    """Remedy, if the reason does not name it."""
 
 
-def build_and_check_library(source: Path) -> NativeLibrary:
-    """Compile `source` with this node's compiler, as `build_library`, and check that the library loads."""
+def find_or_build_library(source: Path) -> NativeLibrary:
+    """Return the library of `source` that the wheel carries for this processor, else compile it.
+
+    The library is checked: it loads. Carried and compiled libraries give equal bits.
+    """
+    carried = find_carried_library(source)
+    load_error = "" if carried is None else _load_error(carried)
+    if carried is not None and not load_error:
+        return NativeLibrary(carried)
     compiler = find_cpp_compiler()
     if compiler is None:
-        return NativeLibrary(None, "no C++ compiler was found (apt-get install g++)")
+        reason = "no C++ compiler was found (apt-get install g++)"
+        if load_error:
+            reason = f"the library of the wheel cannot be loaded ({load_error}), and {reason}"
+        return NativeLibrary(None, reason)
     try:
         path = build_library(source, compiler)
-        ctypes.CDLL(str(path))
     except WanmaError as error:
-        return NativeLibrary(None, error.message)
-    except OSError as error:
-        return NativeLibrary(None, f"the compiled code cannot be loaded: {error}")
+        return NativeLibrary(None, error.message, error.hint)
+    if load_error := _load_error(path):
+        return NativeLibrary(None, f"the compiled code cannot be loaded: {load_error}")
     return NativeLibrary(path)
+
+
+def _load_error(library: Path) -> str:
+    """Load a library and return the linker's error; empty: there is none."""
+    try:
+        ctypes.CDLL(str(library))
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def build_library(source: Path, compiler: str, environment: Mapping[str, str] = os.environ) -> Path:
@@ -77,8 +102,7 @@ def build_library(source: Path, compiler: str, environment: Mapping[str, str] = 
 
 def library_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Return `wanma/native` in the user's cache folder."""
-    cache = environment.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "wanma" / "native"
+    return user_cache_folder(environment) / "native"
 
 
 def _compile(source: Path, compiler: str, library: Path) -> None:
@@ -87,7 +111,7 @@ def _compile(source: Path, compiler: str, library: Path) -> None:
         output = Path(scratch) / library.name
         try:
             subprocess.run(
-                [compiler, *COMPILER_FLAGS, str(source), "-o", str(output)],
+                [compiler, *NATIVE_FLAGS, str(source), "-o", str(output)],
                 check=True,
                 capture_output=True,
                 text=True,
@@ -116,7 +140,7 @@ def _fingerprint(source: Path, compiler: str) -> str:
     # The compiler is identified by path, size and time: to ask for its version would start a process.
     program = Path(compiler).resolve()
     status = program.stat()
-    digest.update(f"{program} {status.st_size} {status.st_mtime_ns} {' '.join(COMPILER_FLAGS)}\0".encode())
+    digest.update(f"{program} {status.st_size} {status.st_mtime_ns} {' '.join(NATIVE_FLAGS)}\0".encode())
     digest.update(_processor_identity().encode())
     return digest.hexdigest()[:24]
 

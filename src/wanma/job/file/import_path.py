@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,11 +12,19 @@ from typing import Any
 
 from wanma.job.errors import JobError, did_you_mean
 
+CODE_FOLDER_VARIABLE = "WANMA_CODE_FOLDER"
+"""Environment variable of the folder of a code snapshot, in which a submitted run finds the user's code."""
+
+
+def code_folder() -> Path:
+    """Return the folder of the user's code: that of the run's code snapshot, or the working directory."""
+    return Path(os.environ.get(CODE_FOLDER_VARIABLE) or Path.cwd())
+
 
 def import_object(path: str, key: str) -> Any:
     """Return the object named by `path`, such as 'package.module:function' or 'package.module:Class.method'.
 
-    The current working directory is searched first, as with `python -m`.
+    The code folder is searched first: the working directory, as with `python -m`, or that of a code snapshot.
 
     Args:
         path: import path from the job.
@@ -28,7 +37,7 @@ def import_object(path: str, key: str) -> Any:
     module_name, colon, attributes = path.partition(":")
     if not colon or not module_name or not attributes:
         raise JobError(f"{key} = '{path}' is not an import path", "write it as 'package.module:function'")
-    with _working_directory_first():
+    with _code_folder_first():
         target: Any = _import_module(module_name, path, key)
     parent_path = module_name
     for attribute in attributes.split("."):
@@ -52,7 +61,7 @@ def _import_module(name: str, path: str, key: str) -> Any:
         if name == missing or name.startswith(f"{missing}."):
             raise JobError(
                 f"{key} = '{path}': module '{missing}' does not exist",
-                f"start wanma in its folder, or install it (searched: {Path.cwd()} and Python's path)",
+                f"start wanma in its folder, or install it (searched: {code_folder()} and Python's path)",
             ) from error
         raise JobError(
             f"{key} = '{path}': importing {name} failed because it needs '{missing}', which is not installed",
@@ -66,13 +75,13 @@ def _import_module(name: str, path: str, key: str) -> Any:
 
 
 @contextmanager
-def _working_directory_first() -> Iterator[None]:
-    """Search the working directory first during one import and last afterwards.
+def _code_folder_first() -> Iterator[None]:
+    """Search the code folder first during one import and last afterwards.
 
     It stays last in the path, so that the imported code can import its siblings later; it does not stay
     first, so that a user's `profile.py` never replaces the standard library's for other imports.
     """
-    directory = str(Path.cwd())
+    directory = str(code_folder())
     was_on_path = directory in sys.path
     sys.path.insert(0, directory)
     # A file written after this process first listed its folder would otherwise not be seen.

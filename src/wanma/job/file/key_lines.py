@@ -33,7 +33,7 @@ def toml_key_lines(text: str) -> dict[KeyPath, int]:
 
 
 def toml_tokens(text: str) -> list[Token]:
-    """Return the keys and text values of valid TOML in their order; line ends count as one character."""
+    """Return the keys, texts and truth values of valid TOML in order; line ends count as one character."""
     scanner = _TomlScanner(text)
     scanner.lines()
     return scanner.tokens
@@ -166,6 +166,9 @@ class _TomlScanner:
         else:
             while self.offset < len(self.text) and self._peek() not in ",]}#\n":
                 self._advance(1)
+            word = self.text[start : self.offset].rstrip()
+            if word in ("true", "false"):
+                self.tokens.append(Token(path, start, start + len(word), line, is_key=False))
 
     def _array(self, path: KeyPath) -> None:
         self._advance(1)

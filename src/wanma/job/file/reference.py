@@ -58,7 +58,7 @@ def _renamed() -> str:
     """Return the table of renamed keys and values as a chapter of the guide."""
     rows = [f"| `{old}` | `{new}` |" for old, new in KEYS.items()]
     for key, values in VALUES.items():
-        rows += [f'| `{key} = "{old}"` | `"{new}"` |' for old, new in values.items()]
+        rows += [f"| `{key} = {toml_value(old)}` | `{toml_value(new)}` |" for old, new in values.items()]
     return _RENAMED + "\n".join(rows) + "\n"
 
 

@@ -19,6 +19,7 @@ KEYS = {
     "parallel.share_moves": "parallel.batch_share_schedule",
     "parallel.sequence": "parallel.sequence_parallel",
     "parallel.context": "parallel.cp_method",
+    "parallel.hierarchical": "parallel.all_reduce",
     "parallel.outer_rate": "parallel.outer_learning_rate",
     "parallel.overlap_mix": "parallel.overlap_mixing_factor",
     "cluster.interface": "cluster.network_interface",
@@ -34,9 +35,10 @@ KEYS = {
 }
 """New path of each renamed key, by its old path; dotted, without list positions."""
 
-_NOTHING = {"nothing": "none"}
-VALUES = {
+_NOTHING: dict[str | bool, str] = {"nothing": "none"}
+VALUES: dict[str, dict[str | bool, str]] = {
     "parallel.shard": _NOTHING,
+    "parallel.all_reduce": {True: "hierarchical", False: "backend"},
     "parallel.offload_parameters": _NOTHING,
     "parallel.offload_optimizer": _NOTHING,
     "parallel.offload_activations": _NOTHING,
@@ -57,7 +59,7 @@ class Renaming:
     path: KeyPath
     """Path of the key as given."""
     old: str
-    """Old path of a key, such as 'parallel.context', or old value."""
+    """Old path of a key, such as 'parallel.context', or old value as TOML writes it, without quotes."""
     new: str
     is_value: bool = False
 
@@ -68,7 +70,8 @@ class Renaming:
 
     def __str__(self) -> str:
         if self.is_value:
-            return f"{dotted_name(self.path)} = '{self.old}' is renamed to '{self.new}'"
+            old = self.old if self.old in ("true", "false") else f"'{self.old}'"
+            return f"{dotted_name(self.path)} = {old} is renamed to '{self.new}'"
         return f"'{self.old}' is renamed to '{self.new}'"
 
 
@@ -109,8 +112,8 @@ def _renamings(value: Any, path: KeyPath) -> Iterator[Renaming]:
     elif isinstance(value, list):
         for index, item in enumerate(value):
             yield from _renamings(item, (*path, index))
-    elif isinstance(value, str) and (new := _new_values(path).get(value)) is not None:
-        yield Renaming(path, value, new, is_value=True)
+    elif isinstance(value, str | bool) and (new := _new_values(path).get(value)) is not None:
+        yield Renaming(path, value if isinstance(value, str) else str(value).lower(), new, is_value=True)
 
 
 def _renamed(value: Any, path: KeyPath) -> Any:
@@ -123,7 +126,7 @@ def _renamed(value: Any, path: KeyPath) -> Any:
         }
     if isinstance(value, list):
         return [_renamed(item, (*path, index)) for index, item in enumerate(value)]
-    return _new_values(path).get(value, value) if isinstance(value, str) else value
+    return _new_values(path).get(value, value) if isinstance(value, str | bool) else value
 
 
 def _new_name(path: KeyPath) -> Any:
@@ -138,5 +141,5 @@ def _new_key(path: KeyPath) -> str | None:
     return None if has_dots else KEYS.get(dotted_name(path))
 
 
-def _new_values(path: KeyPath) -> Mapping[str, str]:
+def _new_values(path: KeyPath) -> Mapping[str | bool, str]:
     return VALUES.get(dotted_name(new_path(path)), {})

@@ -11,7 +11,7 @@ import re
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 import annotated_types
 from pydantic.fields import FieldInfo
@@ -50,7 +50,7 @@ class KeySchema:
 
 @dataclass(frozen=True)
 class TableSchema:
-    """Schema of one table: a section `[train]`, or a repeated table `[[data.sources]]`."""
+    """Schema of one table: `[train]`, one inside it, `[cluster.slurm]`, or a repeated `[[data.sources]]`."""
 
     path: str
     is_repeated: bool
@@ -81,19 +81,21 @@ def schema_keys(root: type[Section] = Job) -> dict[str, KeySchema]:
 
 
 def _walk_sections(path: str, section: type[Section], *, is_repeated: bool) -> Iterator[TableSchema]:
-    hints = get_type_hints(section)
-    inner = {name: _repeated_section(hint) for name, hint in hints.items() if name in section.model_fields}
+    hints = {name: hint for name, hint in get_type_hints(section).items() if name in section.model_fields}
     yield TableSchema(
         path=path,
         is_repeated=is_repeated,
         help=(section.__doc__ or "").strip(),
         keys=tuple(
-            _key_schema(f"{path}.{name}", hints[name], field) for name, field in section.model_fields.items()
+            _key_schema(f"{path}.{name}", hints[name], field)
+            for name, field in section.model_fields.items()
+            if not _is_section(hints[name])
         ),
     )
-    for name, inner_section in inner.items():
-        if inner_section is not None:
-            yield from _walk_sections(f"{path}.{name}", inner_section, is_repeated=True)
+    for name, hint in hints.items():
+        repeated = _repeated_section(hint)
+        if repeated is not None or _is_section(hint):
+            yield from _walk_sections(f"{path}.{name}", repeated or hint, is_repeated=repeated is not None)
 
 
 def _key_schema(path: str, hint: Any, field: FieldInfo) -> KeySchema:
@@ -122,9 +124,13 @@ def _union(hint: Any) -> tuple[Any, ...]:
 
 def _repeated_section(hint: Any) -> type[Section] | None:
     arguments = get_args(hint)
-    if get_origin(hint) is list and isinstance(arguments[0], type) and issubclass(arguments[0], Section):
+    if get_origin(hint) is list and _is_section(arguments[0]):
         return arguments[0]
     return None
+
+
+def _is_section(hint: Any) -> TypeGuard[type[Section]]:
+    return isinstance(hint, type) and issubclass(hint, Section)
 
 
 def _choices(hint: Any) -> tuple[str, ...]:

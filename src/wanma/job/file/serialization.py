@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from functools import reduce
 from typing import Any
 
 from wanma.job.errors import JobError
@@ -27,9 +28,11 @@ def job_to_toml(job: Job) -> str:
     """
     blocks = []
     for table in schema_tables():
-        section, _, inner = table.path.partition(".")
-        values = getattr(job, section)
-        for table_values in getattr(values, inner) if inner else [values]:
+        section, *inner = table.path.split(".")
+        tables = reduce(getattr, inner, getattr(job, section))
+        if inner and not table.is_repeated and tables == type(tables)():
+            continue  # an engine that is not used
+        for table_values in tables if table.is_repeated else [tables]:
             lines = [table.header]
             for key in table.keys:
                 value = getattr(table_values, key.name)

@@ -107,14 +107,17 @@ def _edits(
 
 def _described(renaming: Renaming) -> str:
     if renaming.is_value:
-        return f"{dotted_name(renaming.new_path)}: '{renaming.old}' → '{renaming.new}'"
+        old = renaming.old if renaming.old in ("true", "false") else f"'{renaming.old}'"
+        return f"{dotted_name(renaming.new_path)}: {old} → '{renaming.new}'"
     return f"{renaming.old} → {renaming.new}"
 
 
 def _quoted(old: str, renaming: Renaming) -> str:
-    """Return the new name in the quotes of the old one."""
+    """Return the new name in the quotes of the old one; a word for a truth value gets some."""
     new = renaming.new if renaming.is_value else renaming.new.rpartition(".")[2]
     quote = old[0] if old[0] in "\"'" else ""
+    if renaming.is_value and renaming.old in ("true", "false"):
+        quote = '"'
     return f"{quote}{new}{quote}"
 
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
+from wanma.job.forecast.data_feed import DataFeed, PreparationForecast, SampleLoading, TextPreparation
 from wanma.job.forecast.operators import Operator
 
 
@@ -70,6 +71,10 @@ class Workload:
     """Samples that a micro-batch must hold together for modules with batch statistics."""
     input_elements_per_sample: float | None = None
     """Input elements of one sample as it is loaded; None: its tokens."""
+    loading: SampleLoading | None = None
+    """Loading cost of a sample in stored files; None: token files, or arrays in memory."""
+    preparation: TextPreparation | None = None
+    """Preparation of the text; None: no text, or it is not known here."""
 
     @property
     def parameters(self) -> int:
@@ -107,7 +112,9 @@ class Workload:
             LayerWorkload(**{**layer, "operators": tuple(map(Operator.from_json, layer["operators"]))})
             for layer in value["layers"]
         )
-        return cls(**{**value, "layers": layers})
+        loading = SampleLoading.from_json(value["loading"]) if value.get("loading") else None
+        text = TextPreparation.from_json(value["preparation"]) if value.get("preparation") else None
+        return cls(**{**value, "layers": layers, "loading": loading, "preparation": text})
 
 
 @dataclass(frozen=True)
@@ -236,6 +243,10 @@ class Forecast:
     model_flops_utilisation: float | None = None
     """Model FLOPs without recompute divided by the devices' peak in the plan's precision, 0 .. 1."""
     run: RunCost | None = None
+    data_feed: DataFeed | None = None
+    """Forecast of the data feed; None where step time or loading is unknown."""
+    preparation: PreparationForecast | None = None
+    """Forecast of the text preparation before the first step; None: nothing to prepare, or unknown."""
     pipeline_ranks: tuple[PipelineRankMemory, ...] = ()
     """Memory of each rank of a pipeline, whose stages differ; empty if every rank holds as much as the
     fullest, and while a search compares plans."""

@@ -19,6 +19,7 @@ from wanma.job.plan.placement import ReplicaPlacement
 from wanma.job.plan.stage_order import V_SHAPED_SCHEDULES, stages_of_pipeline_rank
 from wanma.job.plan.synchronization import Synchronization
 from wanma.job.sections.parallel import (
+    AllReduceAlgorithm,
     Compression,
     ContextParallelMethod,
     Offload,
@@ -93,8 +94,8 @@ class Plan:
     """Overlap of gradient reduction and parameter gathering with backward."""
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     """Maximum bytes of gradients that replicas reduce in one message; a larger tensor is sent alone."""
-    hierarchical: bool = False
-    """Hierarchical all-reduce: within each node, then between nodes with one part per rank."""
+    all_reduce: AllReduceAlgorithm = "backend"
+    """Algorithm of the replicas' all-reduce, NCCL's or of `collectives.algorithms`; "backend": its choice."""
     device: str = "cpu"
     threads_per_rank: int = 1
     approximate: tuple[str, ...] = ()
@@ -201,6 +202,11 @@ class Plan:
             and self.precision in ("fp32", "fp64")
             and self.offload_parameters == "none"
         )
+
+    @property
+    def all_reduces_by_messages(self) -> bool:
+        """True if replicas all-reduce by an algorithm of `collectives.algorithms`."""
+        return self.all_reduce != "backend" and self.computes_on_master_weights
 
     @property
     def reshards_after_forward(self) -> bool:

@@ -5,12 +5,20 @@ runs/NAME/
     script.json         of `wanma launch`: the script, its processes, its end
     plan.json           the plan and its forecast
     environment.json    versions, host, devices, command line
+    engine.json         of a submitted run: the submission, and the engine's name of it
+    engine/             of a submitted run: its job, batch script, and the output of its supervisors
+    data-parts.json     of `data.placement = "parts"`: the parts, and the nodes that had them
     returned.json       fingerprint of the weights that `wanma.train` has given to the user's module
     metrics.jsonl       one object per optimizer step
     events.jsonl        validations, checkpoints, messages, starts and ends
     logs/rank-N.log     standard output and error of each rank
+    logs/rank-N.jsonl   of `wanma.log`: metrics of each rank but rank 0
+    logs/bad-samples-N.jsonl  samples that rank N could not read, with `data.bad_data` other than refuse
+    logs/node-N.jsonl   of `wanma launch`: use of processor, memory, network and GPUs, every few seconds
+    logs/mpi-N.log      of `wanma launch --framework mpi`: output of mpirun, or of its daemon on node N
     checkpoints/        step-00000100/ ...; see docs/reference/checkpoint-format.md
-    generations/        claims of the starts of the ranks; see `generation_claims`
+    generations/        claims of the starts of the ranks; see `folder_claims`
+    code/               commit and changes of the code: commit.json, diff.patch
     scratch/            tensors offloaded to disk, while the run lasts
     report.html         self-contained
 """
@@ -54,6 +62,21 @@ class RunDirectory:
         return self.path / "environment.json"
 
     @property
+    def engine(self) -> Path:
+        """Record of the engine that the run was submitted to; a run in the foreground has none."""
+        return self.path / "engine.json"
+
+    @property
+    def engine_files(self) -> Path:
+        """Folder of the files of a submission: job, batch script, output of the supervisors."""
+        return self.path / "engine"
+
+    @property
+    def data_parts(self) -> Path:
+        """Parts of data that lie on different nodes, and the nodes that had them."""
+        return self.path / "data-parts.json"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
@@ -64,6 +87,11 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def code(self) -> Path:
+        """Folder of the code's provenance: `commit.json` and `diff.patch`."""
+        return self.path / "code"
 
     @property
     def scratch(self) -> Path:
@@ -80,6 +108,22 @@ class RunDirectory:
 
     def rank_log(self, rank: int) -> Path:
         return self.path / "logs" / f"rank-{rank}.log"
+
+    def rank_metrics(self, rank: int) -> Path:
+        """Metrics that a script logs on a rank other than 0."""
+        return self.path / "logs" / f"rank-{rank}.jsonl"
+
+    def bad_samples(self, rank: int) -> Path:
+        """Samples that a rank could not read and skipped or substituted."""
+        return self.path / "logs" / f"bad-samples-{rank}.jsonl"
+
+    def node_usage(self, node_rank: int) -> Path:
+        """Use of processors, memory and network by a script's ranks on one node."""
+        return self.path / "logs" / f"node-{node_rank}.jsonl"
+
+    def mpi_log(self, node_rank: int) -> Path:
+        """Output of mpirun on node 0, and of its daemon on another node."""
+        return self.path / "logs" / f"mpi-{node_rank}.log"
 
     def create(self) -> None:
         """Create the folders.
@@ -139,10 +183,11 @@ def list_runs(folder: Path) -> list[RunDirectory]:
 
 
 def is_run(path: Path) -> bool:
-    """Return True if a training, or a script of `wanma launch`, has run in folder `path`."""
-    return any(file.is_file() for file in (RunDirectory(path).job, RunDirectory(path).script))
+    """Return True if a training, or a script of `wanma launch`, has run in folder `path` or waits there."""
+    run = RunDirectory(path)
+    return any(file.is_file() for file in (run.job, run.script, run.engine))
 
 
 def _start_time(run: RunDirectory) -> float:
-    """Return the Unix time in seconds at which the newest job or script of the run was written."""
-    return max(file.stat().st_mtime for file in (run.job, run.script) if file.is_file())
+    """Return the Unix time in seconds of the newest start of the run."""
+    return max(file.stat().st_mtime for file in (run.job, run.script, run.engine) if file.is_file())

@@ -181,13 +181,20 @@ class WorkerContext:
     """Cause of the restart; None for the first ranks of the command."""
     local_world_sizes: tuple[int, ...] = ()
     """Number of ranks of each node; empty if unknown, on one node."""
+    rank_addresses: tuple[str, ...] = ()
+    """HOST:PORT reserved for each rank; empty: the ranks need none."""
     fence: GenerationFence | None = None
-    """Generation fence, checked before each write to the run directory; None: no other could follow."""
+    """Generation fence, checked before each commit, upload and record; None: no other could follow."""
 
     def check_fence(self) -> None:
         """Raise `WanmaError` if ranks of a newer generation have taken over the run."""
         if self.fence is not None:
             self.fence.check()
+
+    def check_record_fence(self) -> None:
+        """Check as `check_fence`, before a record; raise `OSError` if no recent answer is known."""
+        if self.fence is not None:
+            self.fence.check_record()
 
     @property
     def node_ranks(self) -> range:

@@ -8,12 +8,16 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from wanma.job.sections.base import Section
+from wanma.job.sections.engines import EngineName, SlurmSection, SshSection
+from wanma.job.url_credentials import CREDENTIALS_HINT, has_credentials
 
 
 class ClusterSection(Section):
     """Nodes, devices, rendezvous, timeouts and recovery of the run."""
 
-    engine: Literal["local"] = Field("local", description="launcher of the processes")
+    engine: EngineName = Field(
+        "local", description="place of the run: this machine, hosts reached by ssh, or a Slurm cluster"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="device type; auto: cuda when present")
     file: str | None = Field(
         None,
@@ -35,6 +39,11 @@ class ClusterSection(Section):
         None, ge=0, le=1_000_000, description="rank of this node; default: by topology address, then arrival"
     )
     rendezvous: str | None = Field(None, description="rendezvous address HOST:PORT, on one of the nodes")
+    claims: str | None = Field(
+        None,
+        description="folder, or URL in an object store (s3, gs, abfs), of this run alone, where coordinators "
+        "claim the run; for nodes that share no run directory; default: the run directory",
+    )
     network_interface: str | None = Field(
         None, description="network interface of collectives; default: by route"
     )
@@ -93,6 +102,22 @@ class ClusterSection(Section):
         le=255,
         description="exit code after SIGTERM, SIGUSR1 or SIGHUP, for schedulers that requeue by exit code",
     )
+    code_snapshot: bool = Field(
+        True,
+        description="submitted runs: use the user's code as it was at the submission; false: as it is in the "
+        "working directory when they start",
+    )
+    environment: str | None = Field(
+        None,
+        description="submitted runs: lock file (requirements.txt, pylock.toml, uv.lock) from which each node "
+        "makes a virtual environment once; default: the interpreter of the engine",
+    )
+    system_site_packages: bool = Field(
+        False,
+        description="environment: packages of the interpreter count, too, as venv has it",
+    )
+    ssh: SshSection = Field(default_factory=SshSection, description="settings of engine = 'ssh'")
+    slurm: SlurmSection = Field(default_factory=SlurmSection, description="settings of engine = 'slurm'")
 
     @model_validator(mode="before")
     @classmethod
@@ -107,6 +132,22 @@ class ClusterSection(Section):
         return {**value, "min_nodes": int(match[1]), "nodes": int(match[2])}
 
     @model_validator(mode="after")
+    def _check_components(self) -> ClusterSection:
+        components = self.slurm.components if self.engine == "slurm" else []
+        if not components:
+            return self
+        count = sum(component.nodes for component in components)
+        if self.nodes != count:
+            raise ValueError(
+                f"slurm.components have {count} nodes in all, so nodes = {count} (given: {self.nodes})"
+            )
+        if self.min_nodes is not None and self.min_nodes < self.nodes:
+            raise ValueError(
+                "a run with slurm.components has a fixed number of nodes: set nodes, and no range"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_nodes_and_rendezvous(self) -> ClusterSection:
         if self.min_nodes is not None and self.min_nodes > self.nodes:
             raise ValueError(
@@ -114,6 +155,14 @@ class ClusterSection(Section):
             )
         if self.node_rank is not None and self.node_rank >= self.nodes:
             raise ValueError(f"node_rank must be 0 to nodes - 1 = {self.nodes - 1} (given: {self.node_rank})")
+        if self.environment is not None and self.slurm.container is not None:
+            raise ValueError(
+                "environment and slurm.container are both set: an image has its packages; remove one"
+            )
+        if self.claims is not None and has_credentials(self.claims):  # not repeated in the message
+            raise ValueError(
+                f"claims contains credentials or a query, which records would show; {CREDENTIALS_HINT}"
+            )
         if self.rendezvous is not None:
             host, _, port = self.rendezvous.rpartition(":")
             if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):

@@ -14,6 +14,7 @@ Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "host", "disk"]
 CollectiveTransport = Literal["auto", "shared_memory", "gloo"]
+AllReduceAlgorithm = Literal["backend", "ring", "tree", "halving_doubling", "hierarchical"]
 Compression = Literal["none", "bf16", "fp16", "int8", "topk", "powersgd"]
 OuterCompression = Literal["none", "bf16", "int8"]
 SyncMethod = Literal["local_sgd", "diloco", "delayed"]
@@ -108,10 +109,11 @@ class ParallelSection(Section):
         description="dp_replicate: maximum bytes of gradients in one message; default: the fewest that "
         "fill the network",
     )
-    hierarchical: Literal["auto"] | bool = Field(
+    all_reduce: Literal["auto", "backend", "ring", "tree", "halving_doubling", "hierarchical"] = Field(
         "auto",
-        description="dp_replicate on several nodes: reduce within each node first, then between nodes; "
-        "auto: if faster",
+        description="dp_replicate: algorithm of the gradients' all-reduce: the transport's own (backend), "
+        "fewest bytes (ring), fewest messages (tree), few of both (halving_doubling), within each node first "
+        "(hierarchical); auto: between nodes of CPU ranks the fastest by forecast, else backend",
     )
     offload_parameters: Offload = Field(
         "none", description="memory that holds parameters while unused: device (none), host, disk"

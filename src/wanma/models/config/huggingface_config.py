@@ -6,13 +6,14 @@ a published model costs nothing.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from wanma.job.errors import JobError, missing_extra_error
+from wanma.job.errors import EXIT_USAGE, JobError, WanmaError, missing_extra_error
 from wanma.job.sections.model import ModelSection
 from wanma.models.config.dimensions import DecoderConfig
 from wanma.models.config.resolution import reject_architecture_keys
@@ -27,16 +28,35 @@ def read_section_config(section: ModelSection) -> dict[str, Any]:
 
     Raises:
         JobError: it is no local file, needs code from elsewhere, or has settings that would be ignored.
-        WanmaError: transformers is not installed.
+        WanmaError: transformers is not installed, or too old.
     """
     assert section.huggingface is not None
     if importlib.util.find_spec("transformers") is None:
         raise missing_extra_error("transformers", "huggingface", "model.huggingface")
+    _require_transformers_version()
     reject_architecture_keys(section, "model.huggingface")
     config = read_config_file(Path(section.huggingface).expanduser(), "model.huggingface")
     # TOML has no null.
     overrides = {key: None if value == "null" else value for key, value in section.arguments.items()}
     return {**config, **overrides}
+
+
+def _require_transformers_version() -> None:
+    try:
+        installed = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        return  # a source tree on the path
+    if int(installed.partition(".")[0]) < _FIRST_MAJOR_VERSION:
+        raise WanmaError(
+            f"model.huggingface needs transformers {_FIRST_MAJOR_VERSION}.0 or later, and {installed} is "
+            "installed.",
+            "pip install --upgrade 'wanma[huggingface]'; model.factory trains models of any version",
+            EXIT_USAGE,
+        )
+
+
+_FIRST_MAJOR_VERSION = 5
+"""First major version whose experts, configs and checkpoints have the layout that wanma reads."""
 
 
 def read_config_file(path: Path, key: str) -> dict[str, Any]:

@@ -24,6 +24,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from wanma.job.errors import JobError, WanmaError
 from wanma.models.huggingface.derived_parallel_spec import derive_parallel_spec, find_block_list
 from wanma.models.huggingface.forward_probe import ProbeResult
+from wanma.models.huggingface.installed_transformers import (
+    VERSION,
+    allow_autocast_on_meta,
+    require_family,
+    scales_residual_projections,
+)
 from wanma.models.huggingface.module_replacement import (
     ATTENTION_IMPLEMENTATION,
     MASK_KEYWORD,
@@ -42,6 +48,14 @@ from wanma.models.layers.attention import AttentionMask
 from wanma.models.layers.experts import Experts
 from wanma.models.layers.router import RouterGate
 from wanma.models.structure.parallel_spec import ParallelSpec, tie_parameters
+from wanma.torch_internals.modules import (
+    registered_buffers,
+    registered_children,
+    registered_parameters,
+    set_registered_buffers,
+    set_registered_children,
+    set_registered_parameters,
+)
 
 
 def build_transformers_config(
@@ -60,7 +74,7 @@ def build_transformers_config(
     if settings_from_file["model_type"] not in CONFIG_MAPPING:
         raise JobError(
             f"model.huggingface: model_type {settings_from_file['model_type']!r} is not supported by the "
-            "installed transformers",
+            f"installed transformers {VERSION}",
             "update transformers if the model is newer: pip install --upgrade transformers",
         )
     try:
@@ -72,6 +86,7 @@ def build_transformers_config(
             f"model.huggingface: transformers rejects the config: {error}",
             "correct the file, or override the key in model.arguments",
         ) from error
+    require_family(config.model_type)
     validate_config(config, vocabulary_size, sequence_length)
     return config
 
@@ -184,7 +199,9 @@ class CausalTransformersModel(TransformersStateDictAdapter):
         if self.config.model_type == "gpt2" and name.endswith("c_proj.weight"):
             # Only for this family transformers treats the layers that add to the residual stream differently
             # (Radford et al. 2019, section 2.3), and looks for it in modules that are ours here.
-            tensor.normal_(0.0, deviation / math.sqrt(2 * self.config.n_layer), generator=generator)
+            if scales_residual_projections(cast(PreTrainedModel, self), self.config):
+                deviation /= math.sqrt(2 * self.config.n_layer)
+            tensor.normal_(0.0, deviation, generator=generator)
         elif isinstance(owner, (Experts, RouterGate)):
             tensor.normal_(0.0, deviation, generator=generator)
         else:
@@ -209,6 +226,7 @@ class CausalTransformersModel(TransformersStateDictAdapter):
 
 def _build_adapted_model(config: PreTrainedConfig) -> PreTrainedModel:
     """Build transformers' model with wanma's modules."""
+    allow_autocast_on_meta()
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), attn_implementation=ATTENTION_IMPLEMENTATION, dtype=torch.float32
@@ -219,7 +237,8 @@ def _build_adapted_model(config: PreTrainedConfig) -> PreTrainedModel:
     replace_modules(model)
     # A tied tensor has the name that comes first: that of the embedding, which the first stage holds.
     base = str(find_block_list(model)).partition(".")[0]
-    model._modules = {base: model._modules[base], **model._modules}
+    children = registered_children(model)
+    set_registered_children(model, {base: children[base], **children})
     return model
 
 
@@ -249,7 +268,7 @@ def _initialize_by_transformers(
 ) -> None:
     """Fill `tensor`, in place of a parameter of `owner`, by transformers' own rule."""
     clone = _copy_without_parameters(owner)
-    clone._parameters[kind] = tensor.fill_(math.nan)  # type: ignore[assignment]  # a stand-in
+    registered_parameters(clone)[kind] = tensor.fill_(math.nan)  # type: ignore[assignment]  # a stand-in
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(generator.initial_seed())
         _innermost_model(model, name.rpartition(".")[0])._init_weights(clone)
@@ -265,13 +284,14 @@ def _compute_buffers(model: PreTrainedModel, module: nn.Module, path: str) -> Ma
     computed_buffers: list[dict[str, Tensor]] = []
     for fill_value in (0, 1):
         clone = _copy_without_parameters(module)
-        clone._buffers = {
+        buffers: dict[str, Tensor | None] = {
             name: torch.full(buffer.shape, fill_value, dtype=buffer.dtype)
-            for name, buffer in module._buffers.items()
+            for name, buffer in registered_buffers(module).items()
             if buffer is not None
         }
+        set_registered_buffers(clone, buffers)
         _innermost_model(model, path)._init_weights(clone)
-        computed_buffers.append(cast(dict[str, Tensor], clone._buffers))
+        computed_buffers.append(cast(dict[str, Tensor], registered_buffers(clone)))
     for name, value in computed_buffers[0].items():
         if not torch.equal(value, computed_buffers[1][name]):
             raise WanmaError(
@@ -296,10 +316,11 @@ def _copy_without_parameters(module: nn.Module) -> nn.Module:
     """
     clone = object.__new__(type(module))
     clone.__dict__.update(module.__dict__)
-    clone._parameters = {
-        name: torch.empty(0) if value is not None else None  # type: ignore[misc]  # only stand-ins
-        for name, value in module._parameters.items()
+    stand_ins = {
+        name: torch.empty(0) if value is not None else None
+        for name, value in registered_parameters(module).items()
     }
+    set_registered_parameters(clone, stand_ins)
     if isinstance(clone, nn.Embedding):
         clone.padding_idx = None  # a tile does not know whether it holds that row
     return clone

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from wanma.models.huggingface.forward_probe import ProbeResult
+from wanma.models.huggingface.installed_transformers import published_tp_plan
 from wanma.models.huggingface.module_replacement import find_attention_modules
 from wanma.models.layers.experts import MixtureOfExperts
 from wanma.models.layers.router import RouterGate
@@ -29,6 +30,9 @@ _GPT2_TP_PLAN = {
 
 Its query, key and value are one matrix there (`UnfusedQKVAttention`).
 """
+
+_OUTPUT_LAYER_STYLES = ("colwise_gather_output", "colwise_rep")
+"""Names of the output layer's style: from transformers 5.1 on, and before."""
 
 _STYLES: dict[str, TensorParallelStyle] = {
     "colwise": "column",
@@ -71,13 +75,13 @@ def derive_parallel_spec(model: PreTrainedModel, probe_result: ProbeResult) -> P
 
 
 def _derive_styles(model: PreTrainedModel, blocks: str) -> dict[str, TensorParallelStyle]:
-    plan = _GPT2_TP_PLAN if model.config.model_type == "gpt2" else dict(model._tp_plan or {})
+    plan = _GPT2_TP_PLAN if model.config.model_type == "gpt2" else published_tp_plan(model)
     roles: dict[str, TensorParallelStyle] = {}
     for path, module in model.named_modules():
         style = next((s for pattern, s in plan.items() if _matches(path, pattern)), None)
         if isinstance(module, RouterGate):
             roles[path] = "norm"  # it acts on single tokens
-        elif path == _output_layer_path(model) and style == "colwise_gather_output":
+        elif path == _output_layer_path(model) and style in _OUTPUT_LAYER_STYLES:
             roles[path] = "head"
         elif style in _STYLES:
             is_key_or_value = re.search(r"\.(k_proj|v_proj|key|value)$", path) is not None

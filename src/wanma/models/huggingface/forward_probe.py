@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from wanma.job.errors import JobError, WanmaError
@@ -35,6 +33,7 @@ from wanma.models.huggingface.position_lookups import (
 )
 from wanma.models.huggingface.token_lookups import reads_tokens
 from wanma.models.layers.experts import MixtureOfExperts
+from wanma.torch_internals.dispatch import TorchDispatchMode, tree_leaves
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ def _moe_config(config: Any) -> DecoderConfig:
         config.num_key_value_heads,
         width,
         config.vocab_size,
-        experts=config.num_local_experts,
+        experts=getattr(config, "num_local_experts", None) or config.num_experts,
         experts_per_token=config.num_experts_per_tok,
         normalize_routing_weights=getattr(config, "norm_topk_prob", True),
     )

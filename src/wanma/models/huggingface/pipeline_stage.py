@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from wanma.models.huggingface.forward_probe import hidden_states_argument
+from wanma.torch_internals.modules import registered_buffers, registered_parameters
 
 
 class StageBoundary:
@@ -114,8 +115,8 @@ def _make_absent(
 ) -> nn.Module:
     for name, _ in list(block.named_children()):
         delattr(block, name)
-    for tensors in (block._parameters, block._buffers):
-        tensors.clear()
+    registered_parameters(block).clear()
+    registered_buffers(block).clear()
     _make_edge(block, stage_boundary, is_entry=is_entry, is_exit=is_exit, kind=_AbsentBlock)
     return block
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+
+from wanma.torch_internals.dispatch import TorchDispatchMode, operator_schema, tree_leaves, tree_map
 
 
 class PositionLookupTracer(TorchDispatchMode):
@@ -46,7 +46,7 @@ class PositionLookupTracer(TorchDispatchMode):
                 self.tables[id(args[0])] = args[0]
                 self.rows[id(args[0])] = self._values[id(args[1])][1]
         elif isinstance(result, Tensor) and not result.dtype.is_floating_point:
-            if func._schema.is_mutable:
+            if operator_schema(func).is_mutable:
                 self._values.clear()  # a change in place is not traced
             elif self._is_traceable(func, result, args, kwargs or {}):
                 with suppress(Exception):  # a result that cannot be computed here is not traced

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
+
+from wanma.torch_internals.dispatch import TorchDispatchMode, tree_leaves
+from wanma.torch_internals.operators import to_copy
 
 
 def reads_tokens(model: PreTrainedModel, sequence_length: int, **keywords: Any) -> bool:
@@ -60,4 +61,4 @@ class _TokenLookupMode(TorchDispatchMode):
         return result
 
 
-_COPY_OPERATORS = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
+_COPY_OPERATORS = (to_copy.default, torch.ops.aten.clone.default)

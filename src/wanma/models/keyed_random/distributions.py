@@ -14,6 +14,7 @@ GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST_MULTIPLIER = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND_MULTIPLIER = 0x94D049BB133111EB - (1 << 64)
 
+_MAX_INT64 = (1 << 63) - 1
 _RANDOM_BITS = {torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}
 """Random bits of a uniform number that is exact in its dtype; 24 for fp32."""
 
@@ -45,16 +46,28 @@ def draw_uniform_int16(row_keys: Tensor, positions: Tensor | None, shape: torch.
     """
     columns, features = (shape[1], shape[2:].numel()) if len(shape) > 2 else (1, shape[1:].numel())
     if positions is None or len(shape) <= 2:
-        positions = torch.arange(columns, device=row_keys.device)
-    keys = hash_int64(row_keys.unsqueeze(1) + positions * GOLDEN_GAMMA)  # (rows, columns)
-    quads = torch.arange(-(-features // 4), device=keys.device) * GOLDEN_GAMMA
+        offsets = _key_offsets(columns, row_keys.device)
+    else:
+        offsets = positions * GOLDEN_GAMMA
+    keys = hash_int64(row_keys.unsqueeze(1) + offsets)  # (rows, columns)
+    quads = _key_offsets(-(-features // 4), keys.device)
     hashes = hash_int64(keys.unsqueeze(2) + quads)  # (rows, columns, rest / 4)
     return hashes.view(torch.int16)[..., :features].reshape(shape)
 
 
 def element_keys(row_keys: Tensor, count: int) -> Tensor:
     """Return keys (rows, count) int64 for `count` numbers of each row."""
-    return hash_int64(row_keys.unsqueeze(1) + torch.arange(count, device=row_keys.device) * GOLDEN_GAMMA)
+    return hash_int64(row_keys.unsqueeze(1) + _key_offsets(count, row_keys.device))
+
+
+def _key_offsets(count: int, device: torch.device) -> Tensor:
+    """Return 0, 1, ... times GOLDEN_GAMMA, (count,) int64 that wraps around.
+
+    The mask changes no number. Without it a compiler takes the product for an index of its loop: that of
+    torch 2.15 computes it as a signed C++ integer, whose overflow is undefined, and the loop writes beyond
+    its end.
+    """
+    return (torch.arange(count, device=device) & _MAX_INT64) * GOLDEN_GAMMA
 
 
 def draw_uniform(keys: Tensor, dtype: torch.dtype) -> Tensor:

@@ -25,6 +25,7 @@ from wanma.models.keyed_random.distributions import (
 )
 from wanma.models.keyed_random.sample_context import SampleDependentModule
 from wanma.models.structure.parameter_initialization import stable_hash
+from wanma.torch_internals.modules import registered_children
 
 
 class KeyedDropout(SampleDependentModule):
@@ -181,10 +182,10 @@ def replace_dropout(model: nn.Module) -> int:
         (parent, name, f"{path}.{name}" if path else name)
         for path, parent in model.named_modules()
         # Not named_children(), which leaves out the second name of a module that has two.
-        for name in parent._modules
+        for name in registered_children(parent)
     ]
     for parent, name, path in locations:
-        child = parent._modules[name]
+        child = registered_children(parent)[name]
         if not isinstance(child, _DROPOUT_CLASSES) or child.p == 0:
             continue
         if child in keyed_modules:

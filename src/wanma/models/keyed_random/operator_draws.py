@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from wanma.job.errors import WanmaError
 from wanma.job.user_frames import calling_frame_text
@@ -32,6 +31,8 @@ from wanma.models.keyed_random.distributions import (
     hash_scalar,
 )
 from wanma.models.structure.parameter_initialization import stable_hash
+from wanma.torch_internals.dispatch import TorchDispatchMode, operator_schema
+from wanma.torch_internals.operators import FUSED_DROPOUT
 
 SampleDimPosition = Literal["batch first", "batch second", "heads folded in"]
 """Position of the sample dim in the tensors of a torch module."""
@@ -84,8 +85,9 @@ class KeyedDrawMode(TorchDispatchMode):
         tags = getattr(func, "tags", ())
         if _RANDOM_TAG not in tags and getattr(func, "name", str)() not in _UNTAGGED_OPERATORS:
             return func(*args, **kwargs)
-        arguments = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
-        arguments.update(zip((a.name for a in func._schema.arguments), args, strict=False))
+        schema = operator_schema(func)
+        arguments = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+        arguments.update(zip((a.name for a in schema.arguments), args, strict=False))
         arguments.update(kwargs)
         if _draws_nothing(arguments):
             return func(*args, **kwargs)
@@ -98,7 +100,7 @@ class KeyedDrawMode(TorchDispatchMode):
             )
         if self._call_counter.is_reseeded:
             return self._accept_own_seed(func, func(*args, **kwargs))
-        handler = _OPERATOR_HANDLERS.get(func._schema.name.removeprefix("aten::"))
+        handler = _OPERATOR_HANDLERS.get(schema.name.removeprefix("aten::"))
         if handler is None or "out" in arguments or isinstance(arguments.get("high"), Tensor):
             raise self._unkeyable_error(func, "that wanma cannot key by sample")
         self.draw_count += 1
@@ -312,8 +314,8 @@ def _multinomial(mode: KeyedDrawMode, func: Any, arguments: dict[str, Any]) -> T
 
 def _dropout(mode: KeyedDrawMode, func: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
     x: Tensor = arguments["self"] if "self" in arguments else arguments["input"]
-    # `_fused_dropout` takes the keep probability.
-    p = arguments["p"] if func._schema.name == "aten::_fused_dropout" else 1 - arguments["p"]
+    # The fused one takes the keep probability.
+    p = arguments["p"] if operator_schema(func).name == f"aten::{FUSED_DROPOUT}" else 1 - arguments["p"]
     keep_mask = mode.draw_mask(func, x.shape, p, x.device)
     return torch.where(keep_mask, x / p if p else x, 0.0), keep_mask
 
@@ -348,7 +350,7 @@ _OPERATOR_HANDLERS: dict[str, OperatorHandler] = {
     "normal": _normal,
     "multinomial": _multinomial,
     "native_dropout": _dropout,
-    "_fused_dropout": _dropout,
+    FUSED_DROPOUT: _dropout,
     "rrelu_with_noise": _rrelu,
 }
 """Answers by name of the operator."""

@@ -11,10 +11,9 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from wanma.job.errors import WanmaError
+from wanma.torch_internals.modules import BatchNormBase, InstanceNormBase
 
 
 @runtime_checkable
@@ -32,7 +31,7 @@ class StepStatistics(Protocol):
         """Update once per optimizer step, by `pop_sums` summed over ranks with different samples."""
 
 
-class GroupedBatchNorm(_BatchNorm):
+class GroupedBatchNorm(BatchNormBase):
     """Batch normalization whose training statistics are those of `group_size` consecutive samples.
 
     Parameters, buffers, attributes and state-dict keys are those of `nn.BatchNorm2d`. Running
@@ -50,7 +49,7 @@ class GroupedBatchNorm(_BatchNorm):
     running_mean: Tensor
     running_var: Tensor
     num_batches_tracked: Tensor
-    original_class: ClassVar[type[_BatchNorm] | None] = None
+    original_class: ClassVar[type[BatchNormBase] | None] = None
     """Class of a converted module before its conversion; None: it was made as a grouped one."""
 
     def __init__(
@@ -180,7 +179,7 @@ def find_sample_coupling_modules(model: nn.Module) -> list[str]:
     return [
         name or type(module).__name__
         for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and not isinstance(module, GroupedBatchNorm)
+        if isinstance(module, BatchNormBase) and not isinstance(module, GroupedBatchNorm)
     ]
 
 
@@ -189,7 +188,7 @@ def find_instance_norm_statistics(model: nn.Module) -> list[str]:
     return [
         name or type(module).__name__
         for name, module in model.named_modules()
-        if isinstance(module, _InstanceNorm) and module.track_running_stats
+        if isinstance(module, InstanceNormBase) and module.track_running_stats
     ]
 
 
@@ -211,7 +210,7 @@ def convert_batch_norm(model: nn.Module, group_size: int) -> nn.Module:
         WanmaError: a module keeps no running statistics, so that evaluation would couple samples too.
     """
     for name, module in model.named_modules():
-        if not isinstance(module, _BatchNorm) or isinstance(module, GroupedBatchNorm):
+        if not isinstance(module, BatchNormBase) or isinstance(module, GroupedBatchNorm):
             continue
         if not module.track_running_stats or isinstance(module, nn.modules.lazy.LazyModuleMixin):
             raise WanmaError(
@@ -225,12 +224,12 @@ def convert_batch_norm(model: nn.Module, group_size: int) -> nn.Module:
     return model
 
 
-def _torch_class(kind: type[_BatchNorm]) -> type[_BatchNorm]:
+def _torch_class(kind: type[BatchNormBase]) -> type[BatchNormBase]:
     """Return torch's class that `kind` is or derives from."""
-    return next(base for base in kind.__mro__ if base.__module__ == _BatchNorm.__module__)
+    return next(base for base in kind.__mro__ if base.__module__ == BatchNormBase.__module__)
 
 
-def _calls_torch_forward(kind: type[_BatchNorm]) -> bool:
+def _calls_torch_forward(kind: type[BatchNormBase]) -> bool:
     """Return True if every forward between `kind` and torch's own calls the next by `super()`."""
     user_classes = kind.__mro__[: kind.__mro__.index(_torch_class(kind))]
     return all(
@@ -241,14 +240,14 @@ def _calls_torch_forward(kind: type[_BatchNorm]) -> bool:
 
 
 @cache
-def _grouped_class(kind: type[_BatchNorm]) -> type[GroupedBatchNorm]:
+def _grouped_class(kind: type[BatchNormBase]) -> type[GroupedBatchNorm]:
     """Return a subclass of `kind` whose normalization is the grouped one."""
     torchs = _torch_class(kind)
     bases = (GroupedBatchNorm, kind) if kind is torchs else (kind, _grouped_class(torchs))  # type: ignore[arg-type]
     return type(f"Grouped{kind.__name__}", bases, {"__module__": kind.__module__, "original_class": kind})
 
 
-def _new_empty_grouped(kind: type[_BatchNorm]) -> GroupedBatchNorm:
+def _new_empty_grouped(kind: type[BatchNormBase]) -> GroupedBatchNorm:
     """Return a grouped module without content, to be filled by `copy` and `pickle`."""
     grouped = _grouped_class(kind)  # type: ignore[arg-type]  # a class is hashable
     return grouped.__new__(grouped)

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from wanma.models.config.dimensions import DecoderConfig
 from wanma.models.layers.feed_forward import FeedForward
 from wanma.models.layers.router import RouterGate, TopKRouter
+from wanma.torch_internals.fake_tensors import FakeTensor
+from wanma.torch_internals.operators import grouped_mm
 
 
 class MixtureOfExperts(nn.Module):
@@ -101,14 +102,14 @@ class GroupedFeedForward(nn.Module):
         Returns:
             (n, hidden).
         """
-        if _supports_grouped_mm(rows, gate):
+        if grouped_mm is not None and _supports_grouped_mm(rows, gate):
             ends = counts.cumsum(0, dtype=torch.int32)
             inner = weighted_swiglu(
-                torch._grouped_mm(rows, gate.transpose(1, 2), offs=ends),
-                torch._grouped_mm(rows, up.transpose(1, 2), offs=ends),
+                grouped_mm(rows, gate.transpose(1, 2), offs=ends),
+                grouped_mm(rows, up.transpose(1, 2), offs=ends),
                 weights,
             )
-            return torch._grouped_mm(inner, down.transpose(1, 2), offs=ends)
+            return grouped_mm(inner, down.transpose(1, 2), offs=ends)
         sizes = counts_to_list(counts, len(rows))
         # All experts, also those without rows: every parameter then has a gradient on every rank, which
         # the reduction between them requires.
@@ -194,7 +195,6 @@ def _supports_grouped_mm(rows: Tensor, gate: Tensor) -> bool:
         and rows.dtype == gate.dtype == torch.bfloat16
         and rows.shape[0] > 0
         and all(size % 8 == 0 for size in gate.shape[1:])
-        and hasattr(torch, "_grouped_mm")
     )
 
 

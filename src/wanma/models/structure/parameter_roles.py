@@ -14,11 +14,11 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from wanma.job.sections.train import ParameterGroupSection
 from wanma.models.structure.repeated_blocks import find_repeated_blocks
+from wanma.torch_internals.modules import ConvolutionBase, NormBase
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class ParameterRole:
     """True if it has two dimensions."""
 
 
-_NORM_CLASSES = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
+_NORM_CLASSES = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, NormBase)
 _EMBEDDING_CLASSES = (nn.Embedding, nn.EmbeddingBag)
 _MATMUL_CLASSES = (
     nn.Linear,
     nn.Bilinear,
-    nn.modules.conv._ConvNd,
+    ConvolutionBase,
     nn.RNNBase,
     nn.RNNCellBase,
     nn.MultiheadAttention,

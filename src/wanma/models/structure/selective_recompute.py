@@ -6,14 +6,16 @@ from typing import Any
 
 import torch
 
+from wanma.torch_internals import operators
+
 MATMUL_OPERATORS = frozenset(
     {
         torch.ops.aten.mm.default,
         torch.ops.aten.addmm.default,
         torch.ops.aten.bmm.default,
         torch.ops.aten.baddbmm.default,
-        torch.ops.aten._scaled_mm.default,
-        torch.ops.aten._grouped_mm.default,
+        operators.scaled_mm.default,
+        operators.aten_grouped_mm.default,
     }
 )
 """Matrix products, of which every second one is saved.
@@ -24,15 +26,15 @@ Half of them run again, for about half of the memory (as in torchtitan,
 
 SAVED_OPERATORS = frozenset(
     {
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-        torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
+        operators.flash_attention.default,
+        operators.cpu_flash_attention.default,
+        operators.efficient_attention.default,
+        operators.cudnn_attention.default,
+        operators.overrideable_attention.default,
         torch.ops.aten.convolution.default,
         # Collectives that other ranks would have to repeat.
-        torch.ops._c10d_functional.reduce_scatter_tensor.default,
-        torch.ops._c10d_functional.all_to_all_single.default,
+        operators.functional_collectives.reduce_scatter_tensor.default,
+        operators.functional_collectives.all_to_all_single.default,
     }
 )
 

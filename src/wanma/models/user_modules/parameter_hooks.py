@@ -8,6 +8,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from wanma.torch_internals.autograd import (
+    gradient_hooks,
+    post_accumulate_hooks,
+    remove_gradient_hooks,
+    remove_post_accumulate_hooks,
+)
+
 Hook = Callable[[Tensor], Any]
 
 
@@ -22,32 +29,29 @@ class ParameterHooks:
 
     def take_from(self, parameter: nn.Parameter) -> None:
         """Take over the hooks of a parameter that backward does not reach."""
-        untyped: Any = parameter
-        if untyped._backward_hooks:
-            self.gradient_hooks.append(untyped._backward_hooks)
-            untyped._backward_hooks = None
-        if untyped._post_accumulate_grad_hooks:
-            self.post_accumulate_hooks.append(untyped._post_accumulate_grad_hooks)
-            untyped._post_accumulate_grad_hooks = None
+        if hooks := gradient_hooks(parameter):
+            self.gradient_hooks.append(hooks)
+            remove_gradient_hooks(parameter)
+        if hooks := post_accumulate_hooks(parameter):
+            self.post_accumulate_hooks.append(hooks)
+            remove_post_accumulate_hooks(parameter)
 
     def __bool__(self) -> bool:
         return any(map(len, (*self.gradient_hooks, *self.post_accumulate_hooks)))
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
-    untyped: Any = parameter
-    return bool(untyped._backward_hooks or untyped._post_accumulate_grad_hooks)
+    return bool(gradient_hooks(parameter) or post_accumulate_hooks(parameter))
 
 
 def collect_hooks(model: nn.Module) -> dict[str, tuple[list[Hook], list[Hook]]]:
     """Return the hooks by parameter name, in a form that `register_hooks` accepts in another process."""
     hooks = {}
     for name, parameter in model.named_parameters():
-        untyped: Any = parameter
         if has_hooks(parameter):
-            kinds = untyped._backward_hooks, untyped._post_accumulate_grad_hooks
-            gradient_hooks, post_hooks = ([*(kind or {}).values()] for kind in kinds)
-            hooks[name] = gradient_hooks, post_hooks
+            on_gradient = [*(gradient_hooks(parameter) or {}).values()]
+            after_gradient = [*(post_accumulate_hooks(parameter) or {}).values()]
+            hooks[name] = on_gradient, after_gradient
     return hooks
 
 

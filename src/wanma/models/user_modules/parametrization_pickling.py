@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from wanma.torch_internals.modules import CHILDREN
+
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     def reducer_override(self, obj: Any) -> Any:
@@ -37,9 +39,9 @@ def _new_empty_module(kind: type[nn.Module]) -> nn.Module:
 
 def _restore_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
     """Give a module its attributes, and a class of its own with the parametrizations."""
-    modules = dict(attributes["_modules"])
+    modules = dict(attributes[CHILDREN])
     lists = modules.pop("parametrizations")
-    module.__dict__.update(attributes, _modules=modules)
+    module.__dict__.update({**attributes, CHILDREN: modules})
     for name, parametrizations in lists.items():
         # torch makes the class and the property from a stand-in tensor; then its parametrizations are put in.
         module.register_parameter(name, nn.Parameter(torch.zeros(1)))

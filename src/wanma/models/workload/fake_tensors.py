@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch._subclasses.fake_tensor import FakeTensorMode
-
-_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+from wanma.torch_internals.fake_tensors import FakeTensorMode, without_fake_tensor_log
 
 
 @contextmanager
@@ -17,9 +14,5 @@ def fake_tensor_mode() -> Iterator[FakeTensorMode]:
 
     Failures are reported by their exception alone: torch's log would repeat them.
     """
-    was_disabled, _LOG.disabled = _LOG.disabled, True
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            yield mode
-    finally:
-        _LOG.disabled = was_disabled
+    with without_fake_tensor_log(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        yield mode

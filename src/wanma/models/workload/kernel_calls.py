@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from wanma.job.forecast.operators import OperatorKind, OperatorPhase
+from wanma.torch_internals import operators
+from wanma.torch_internals.autograd import storage_id
+from wanma.torch_internals.dispatch import operator_schema, tree_leaves
 
 aten = torch.ops.aten
 
@@ -59,10 +61,10 @@ def list_kernel_calls(
         return list(_KERNEL_RULES[operator](arguments, keywords, result))
     inputs, outputs = _tensors((arguments, keywords)), _tensors(result)
     if any(tensor.layout is not torch.strided for tensor in (*inputs, *outputs)):
-        return []  # sparse gradients: `_embedding_bag_backward` counts their kernels
+        return []  # sparse gradients: `_bag_backward` counts their kernels
     mutated = _written_tensors(operator, arguments)
-    sources = {_storage_id(tensor) for tensor in inputs}
-    if not mutated and all(_storage_id(tensor) in sources for tensor in outputs):
+    sources = {storage_id(tensor) for tensor in inputs}
+    if not mutated and all(storage_id(tensor) in sources for tensor in outputs):
         return []
     reads = inputs
     if operator in _WRITE_ONLY_OPERATORS:
@@ -72,7 +74,7 @@ def list_kernel_calls(
 
 
 def _written_tensors(operator: Any, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
-    schema = operator._schema
+    schema = operator_schema(operator)
     if not schema.is_mutable:
         return ()
     written = (
@@ -85,7 +87,7 @@ def _written_tensors(operator: Any, arguments: Sequence[Any]) -> tuple[Tensor, .
 
 def _operator_kind(operator: Any) -> tuple[OperatorKind, int, int]:
     """Return kind, number of kernels, and number of times that the inputs are read."""
-    name = operator._schema.name.removeprefix("aten::").rstrip("_")
+    name = operator_schema(operator).name.removeprefix("aten::").rstrip("_")
     if name in _NORMALIZATION_COSTS:
         return ("normalisation", *_NORMALIZATION_COSTS[name])
     if name in _REDUCTION_OPERATORS:
@@ -214,14 +216,14 @@ _KERNEL_RULES: dict[Any, Any] = dict(
         _matmul_rule(aten.baddbmm.default, 1),
         (aten.convolution.default, _convolution),
         (aten.convolution_backward.default, _convolution_backward),
-        (aten._scaled_dot_product_flash_attention_for_cpu.default, _attention),
-        (aten._scaled_dot_product_flash_attention_for_cpu_backward.default, _attention_backward),
+        (operators.cpu_flash_attention.default, _attention),
+        (operators.cpu_flash_attention_backward.default, _attention_backward),
         (aten.embedding.default, _lookup),
-        (aten._embedding_bag.default, _lookup),
-        (aten._embedding_bag_forward_only.default, _lookup),
+        (operators.embedding_bag.default, _lookup),
+        (operators.embedding_bag_forward_only.default, _lookup),
         (aten.embedding_dense_backward.default, _lookup_backward),
-        (aten._sparse_coo_tensor_with_dims_and_tensors.default, _sparse_gradient),
-        (aten._embedding_bag_backward.default, _bag_backward),
+        (operators.sparse_coo_tensor.default, _sparse_gradient),
+        (operators.embedding_bag_backward.default, _bag_backward),
     ]
 )
 
@@ -234,7 +236,7 @@ _FREE_OPERATORS = frozenset(
         aten.new_empty_strided.default,
         aten.detach.default,
         aten.lift_fresh.default,
-        aten._unsafe_view.default,
+        operators.unsafe_view.default,
     }
 )
 """Operators without a kernel that the comparison of storages does not recognize as views."""
@@ -256,42 +258,37 @@ _WRITE_ONLY_OPERATORS = frozenset(
 _NORMALIZATION_COSTS = {
     # Kernels, and times that the inputs are read: statistics first, unless they fit a block of threads.
     "native_batch_norm": (2, 2),
-    "_native_batch_norm_legit": (2, 2),
+    operators.NATIVE_BATCH_NORM_LEGIT: (2, 2),
     "cudnn_batch_norm": (2, 2),
     "native_batch_norm_backward": (2, 2),
     "native_group_norm": (2, 2),
     "native_group_norm_backward": (3, 2),
     "native_layer_norm": (1, 1),
     "native_layer_norm_backward": (2, 2),
-    "_fused_rms_norm": (1, 1),
-    "_fused_rms_norm_backward": (2, 2),
-    "_softmax": (1, 1),
-    "_softmax_backward_data": (1, 1),
-    "_log_softmax": (1, 1),
-    "_log_softmax_backward_data": (1, 1),
+    operators.FUSED_RMS_NORM: (1, 1),
+    operators.FUSED_RMS_NORM_BACKWARD: (2, 2),
+    operators.SOFTMAX: (1, 1),
+    operators.SOFTMAX_BACKWARD: (1, 1),
+    operators.LOG_SOFTMAX: (1, 1),
+    operators.LOG_SOFTMAX_BACKWARD: (1, 1),
 }
 
 _REDUCTION_OPERATORS = frozenset(
     """
     sum mean var var_mean std norm linalg_vector_norm amax amin argmax argmin max min prod any all logsumexp
-    cumsum cumprod max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d
-    max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d nll_loss_forward nll_loss2d_forward
+    cumsum cumprod max_pool2d_with_indices avg_pool2d adaptive_max_pool2d
+    max_pool3d_with_indices avg_pool3d nll_loss_forward nll_loss2d_forward
     """.split()  # noqa: SIM905  # reads better than a list
-)
+) | {operators.ADAPTIVE_AVG_POOL2D, operators.ADAPTIVE_AVG_POOL3D}
 
 _GATHER_OPERATORS = frozenset(
     """
-    gather scatter scatter_add index index_put _index_put_impl index_select index_add index_copy take sort
+    gather scatter scatter_add index index_put index_select index_add index_copy take sort
     topk max_pool2d_with_indices_backward max_pool3d_with_indices_backward masked_select unique2 roll flip
     repeat
     """.split()  # noqa: SIM905
-)
+) | {operators.INDEX_PUT_IMPL}
 
 
 def _tensors(tree: Any) -> tuple[Tensor, ...]:
     return tuple(leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
-
-
-def _storage_id(tensor: Tensor) -> int:
-    identity: int = tensor.untyped_storage()._cdata
-    return identity

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from wanma.job.errors import WanmaError
 from wanma.job.forecast.forecast import LayerWorkload, Workload
@@ -23,7 +22,11 @@ from wanma.models.layers.batch_norm import GroupedBatchNorm
 from wanma.models.structure.repeated_blocks import find_repeated_blocks
 from wanma.models.workload.fake_tensors import fake_tensor_mode
 from wanma.models.workload.operator_fusion import group_operators
-from wanma.models.workload.operator_trace import OperatorTrace, SampleScaling, storage_id
+from wanma.models.workload.operator_trace import OperatorTrace, SampleScaling
+from wanma.torch_internals.autograd import storage_id
+from wanma.torch_internals.dispatch import tree_leaves
+from wanma.torch_internals.modules import BUFFERS, CHILDREN, PARAMETERS
+from wanma.torch_internals.operators import is_mkldnn_enabled, set_mkldnn_enabled
 
 
 @dataclass(frozen=True)
@@ -335,16 +338,13 @@ def _set_single_group(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
 
 @contextmanager
 def _without_mkldnn() -> Iterator[None]:
-    """Disable MKL-DNN: recurrent layers are then single products instead of one operator for a whole layer.
-
-    Not `torch.backends.mkldnn.flags`, which warns of settings of other devices.
-    """
-    enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
+    """Disable MKL-DNN: recurrent layers are then single products, not one operator for a whole layer."""
+    enabled = is_mkldnn_enabled()
+    set_mkldnn_enabled(False)
     try:
         yield
     finally:
-        torch._C._set_mkldnn_enabled(enabled)
+        set_mkldnn_enabled(enabled)
 
 
 def _sparse_gradient_parameters(fake_module: nn.Module) -> set[int]:
@@ -371,5 +371,4 @@ def _copy_without_storage(module: nn.Module) -> nn.Module:
 
 
 def _attributes(part: nn.Module) -> list[Any]:
-    registries = ("_parameters", "_buffers", "_modules")
-    return [value for name, value in vars(part).items() if name not in registries]
+    return [value for name, value in vars(part).items() if name not in (PARAMETERS, BUFFERS, CHILDREN)]

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from wanma.job.errors import WanmaError
 from wanma.job.forecast.operators import Attention, Matmul, OperatorKind, OperatorPhase
 from wanma.models.structure.selective_recompute import SelectiveRecomputePolicy
 from wanma.models.workload.kernel_calls import AttentionShape, KernelCall, list_kernel_calls
+from wanma.torch_internals.autograd import current_node, next_node_number, node_number, storage_id
+from wanma.torch_internals.dispatch import TorchDispatchMode
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class OperatorTrace(TorchDispatchMode):
         """
         self._module_path = module_path
         self._recompute_policy = SelectiveRecomputePolicy()
-        self._start_nodes.append(_next_node())
+        self._start_nodes.append(next_node_number())
         self._module_paths.append(module_path)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -196,24 +197,13 @@ class OperatorTrace(TorchDispatchMode):
 
     def _module_of_node(self) -> str:
         """Return the unit of the running backward node; one that adds up gradients counts for the last."""
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if node is None:
             return self._module_path
-        number = node._sequence_nr()
+        number = node_number(node)
         if number <= self._start_nodes[-1]:
             self._module_path = self._module_paths[max(bisect.bisect_right(self._start_nodes, number) - 1, 0)]
         return self._module_path
-
-
-def storage_id(tensor: Tensor) -> int:
-    """Return the identity of a tensor's storage, unique among those in use."""
-    identity: int = tensor.untyped_storage()._cdata
-    return identity
-
-
-def _next_node() -> int:
-    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]  # not exported
-    return number
 
 
 def _is_prime(number: int) -> bool:

@@ -18,8 +18,8 @@ class SublayerCost:
     parameters: int
     matmul_widths: tuple[int, ...]
     """Widths of the outputs of its matrix products, in their order."""
-    multiply_adds: int
-    """Number of multiply-adds of those products."""
+    matmul_input_widths: tuple[int, ...]
+    """Widths of their inputs, in the same order; of experts those of one."""
     saved_elements: int
     expert_parameters: int = 0
     """Number of parameters of routed experts, included in `parameters`."""
@@ -29,6 +29,17 @@ class SublayerCost:
     """Number of multiply-adds per pair of tokens in attention."""
     always_saved_elements: int = 0
     """Elements that selective recompute saves beside every second product, included in `saved_elements`."""
+
+    @property
+    def product_multiply_adds(self) -> tuple[int, ...]:
+        """Number of multiply-adds of each matrix product, in their order."""
+        pairs = zip(self.matmul_widths, self.matmul_input_widths, strict=True)
+        return tuple(output_width * input_width for output_width, input_width in pairs)
+
+    @property
+    def multiply_adds(self) -> int:
+        """Number of multiply-adds of all matrix products."""
+        return sum(self.product_multiply_adds)
 
 
 def attention_cost(config: DecoderConfig) -> SublayerCost:
@@ -58,7 +69,7 @@ def attention_cost(config: DecoderConfig) -> SublayerCost:
     return SublayerCost(
         parameters,
         (query, key, key, hidden),
-        matrices,
+        (hidden, hidden, hidden, query),
         saved_elements,
         score_multiply_adds=2 * query,
         always_saved_elements=query + heads,
@@ -90,7 +101,7 @@ def feed_forward_cost(config: DecoderConfig, *, has_experts: bool) -> SublayerCo
         return SublayerCost(
             matrices + hidden,
             (*[inner_width] * input_matrices, hidden),
-            matrices,
+            (*[hidden] * input_matrices, inner_width),
             2 * hidden + 2 * input_matrices * inner_width + 1,
         )
     count, choices, width = config.experts, config.experts_per_token, config.expert_width
@@ -98,10 +109,11 @@ def feed_forward_cost(config: DecoderConfig, *, has_experts: bool) -> SublayerCo
     expert_parameters = 3 * hidden * width
     always_used = hidden * count + 3 * hidden * shared
     products = (count, choices * width, choices * width, choices * hidden)
+    inputs = (hidden, hidden, hidden, width)
     return SublayerCost(
         hidden + always_used + count * expert_parameters,
         (*products, shared, shared, hidden) if shared else products,
-        always_used + choices * expert_parameters,
+        (*inputs, hidden, hidden, shared) if shared else inputs,
         2 * hidden + 1 + choices * (hidden + 3 * width + 1) + 2 * count + 4 * shared,
         expert_parameters=count * expert_parameters,
         inactive_expert_parameters=(count - choices) * expert_parameters,
@@ -133,7 +145,7 @@ def _latent_attention_cost(config: DecoderConfig) -> SublayerCost:
     return SublayerCost(
         matrices + hidden + query_rank + rank,
         products,
-        matrices,
+        inputs,
         saved_elements,
         score_multiply_adds=heads * (plain + rotary + value),
         always_saved_elements=heads * (value + 1),

@@ -20,7 +20,7 @@ from wanma.observe.console.progress import (
     resize_event_text,
     validation_text,
 )
-from wanma.observe.units import duration_text
+from wanma.observe.units import count_text, duration_text
 
 LEVEL_PREFIXES = {"info": "", "warning": "warning: ", "error": "error: "}
 
@@ -126,4 +126,4 @@ def start_text(progress: RunProgress) -> str:
     if progress.first_step > 1:
         source = f" ({progress.source})" if progress.source else ""
         return f"resuming from step {progress.first_step - 1:,} of {progress.steps:,}{source}"
-    return f"training {progress.steps:,} steps"
+    return f"training {count_text(progress.steps, 'step')}"

@@ -1,4 +1,4 @@
-"""Progress display of the building of token files, before a run's own console opens."""
+"""Progress display of work on data: of its preparation before a run, and of commands."""
 
 from __future__ import annotations
 
@@ -16,31 +16,48 @@ LINE_INTERVAL_SECONDS = 5.0
 
 @contextmanager
 def show_dataset_progress(
-    is_quiet: bool, stream: TextIO | None = None
+    is_quiet: bool,
+    stream: TextIO | None = None,
+    *,
+    label: str = "preparing data",
+    first_line_seconds: float = 0.0,
 ) -> Iterator[Callable[[int, int], None]]:
     """Yield a callback for (bytes done, bytes in total); nothing is shown if it is never called.
 
     with show_dataset_progress(quiet=False) as progress:
         prepare(section, progress)
+
+    Args:
+        is_quiet: show nothing.
+        stream: output; default: standard output.
+        label: the work.
+        first_line_seconds: time before the first line, without a terminal.
     """
     stream = stream or sys.stdout
     if is_quiet:
         yield _ignore_progress
     elif stream.isatty():
-        yield from _bar_progress(stream)
+        yield from _bar_progress(stream, label)
     else:
-        yield _line_progress(stream)
+        yield _line_progress(stream, label, first_line_seconds)
+
+
+def announcer(*, is_quiet: bool, stream: TextIO | None = None) -> Callable[[str], None] | None:
+    """Return the function that shows a sentence about work on data before it begins; None if quiet."""
+    if is_quiet:
+        return None
+    return lambda text: print(f"preparing data: {text}", file=stream or sys.stdout, flush=True)
 
 
 def _ignore_progress(_done: int, _total: int) -> None:
     pass
 
 
-def _bar_progress(stream: TextIO) -> Iterator[Callable[[int, int], None]]:
+def _bar_progress(stream: TextIO, label: str) -> Iterator[Callable[[int, int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("building token files"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    columns = (TextColumn(label, markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(file=stream), transient=True) as bar:
         tasks: list[TaskID] = []
 
@@ -52,18 +69,14 @@ def _bar_progress(stream: TextIO) -> Iterator[Callable[[int, int], None]]:
         yield advance
 
 
-def _line_progress(stream: TextIO) -> Callable[[int, int], None]:
-    last: float | None = None
+def _line_progress(stream: TextIO, label: str, first_line_seconds: float) -> Callable[[int, int], None]:
+    last = time.monotonic() + first_line_seconds - LINE_INTERVAL_SECONDS
 
     def advance(processed: int, total: int) -> None:
         nonlocal last
         now = time.monotonic()
-        if last is None or now - last > LINE_INTERVAL_SECONDS:
-            print(
-                f"building token files: {bytes_text(processed)} of {bytes_text(total)}",
-                file=stream,
-                flush=True,
-            )
+        if now - last >= LINE_INTERVAL_SECONDS:
+            print(f"{label}: {bytes_text(processed)} of {bytes_text(total)}", file=stream, flush=True)
             last = now
 
     return advance

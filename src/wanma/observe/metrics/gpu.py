@@ -1,8 +1,10 @@
-"""Utilization and power of one GPU, sampled in the background through NVML."""
+"""State of GPUs through NVML: a background sampler of one GPU, and a reader of all GPUs of the node."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -10,6 +12,11 @@ from wanma.job.errors import missing_extra_error
 
 SAMPLE_INTERVAL_SECONDS = 1.0
 WATTS_PER_MILLIWATT = 1e-3
+THROTTLE_REASONS = 0x08 | 0x20 | 0x40 | 0x80
+"""Bits of NVML's clock event reasons that are faults: hardware slowdown, heat by software and by hardware,
+power brake. The software power cap (0x04) is not among them: a GPU at full load runs at it all the time."""
+NVML_TEMPERATURE_GPU = 0
+"""NVML's number of the sensor on the GPU's die."""
 
 
 class GpuSampler:
@@ -79,3 +86,82 @@ class GpuSampler:
                 nvml.nvmlShutdown()
         except nvml.NVMLError as error:
             self.failure_reason = f"GPU utilization and power are no longer recorded: {error}"
+
+
+@dataclass(frozen=True)
+class GpuReading:
+    """State of one GPU at one time. None: it does not report this."""
+
+    utilization: float | None
+    """Share of the last sampling period of the driver in which a kernel ran, 0 to 1."""
+    celsius: float | None
+    is_throttled: bool | None
+    """True if its clock is reduced because of heat or a fault of its power supply."""
+    memory_bytes: float | None = None
+    """Memory in use, of all programs."""
+
+
+class GpuReader:
+    """Reader of all GPUs of this node, also of those that others use.
+
+    Args:
+        nvml: module `pynvml`.
+
+    Raises:
+        NVMLError: there is no driver.
+    """
+
+    def __init__(self, nvml: Any) -> None:
+        self._nvml = nvml
+        nvml.nvmlInit()
+        self._handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+
+    def read(self) -> list[GpuReading]:
+        """Return the state of each GPU."""
+        nvml = self._nvml
+        readings = []
+        for handle in self._handles:
+            rates = self._value(nvml.nvmlDeviceGetUtilizationRates, handle)
+            celsius = self._value(nvml.nvmlDeviceGetTemperature, handle, NVML_TEMPERATURE_GPU)
+            reasons = self._value(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
+            memory = self._value(nvml.nvmlDeviceGetMemoryInfo, handle)
+            readings.append(
+                GpuReading(
+                    utilization=None if rates is None else rates.gpu / 100,
+                    celsius=celsius,
+                    is_throttled=None if reasons is None else bool(reasons & THROTTLE_REASONS),
+                    memory_bytes=None if memory is None else float(memory.used),
+                )
+            )
+        return readings
+
+    @property
+    def is_empty(self) -> bool:
+        """Return True if the node has no GPU."""
+        return not self._handles
+
+    def close(self) -> None:
+        """Give the driver back."""
+        self._nvml.nvmlShutdown()
+
+    def _value(self, read: Callable[..., Any], *arguments: object) -> Any:
+        try:
+            return read(*arguments)
+        except self._nvml.NVMLError:
+            return None
+
+
+def open_gpu_reader() -> GpuReader | None:
+    """Return a reader of this node's GPUs; None without `nvidia-ml-py`, without a driver or without a GPU."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        reader = GpuReader(pynvml)
+    except pynvml.NVMLError:
+        return None
+    if reader.is_empty:
+        reader.close()
+        return None
+    return reader

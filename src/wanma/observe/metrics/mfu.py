@@ -8,9 +8,10 @@ def model_flops_utilization(
 ) -> float | None:
     """Return the share of the devices' peak that the model's own arithmetic used (0 .. 1).
 
-    The convention (Chowdhery et al. 2022, appendix B): model FLOPs are the multiply-adds × 2 of forward and
-    backward (three times forward), attention counted causally (only the half of the scores that is used),
-    without recompute and without the optimizer; the peak is dense and of the precision of the products.
+    The convention is that of Chowdhery et al. 2022 (appendix B), but for attention: model FLOPs are the
+    multiply-adds × 2 of forward and backward (three times forward), attention counted causally (only the half
+    of the scores that is used), without recompute and without the optimizer; the peak is dense and of the
+    precision of the products. `models.workload.flop_conventions` has those of published tables.
 
     Args:
         flops_per_sample: forward and backward of one sample, `Workload.flops_per_sample`.

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-PHASES = ("data", "forward_backward", "communication", "optimizer", "checkpoint", "validation")
-"""Phases of a step record; `communication` is its exposed part, not the overlapped one."""
+PHASES = ("data", "forward_backward", "communication", "optimizer", "checkpoint", "host", "validation")
+"""Phases of a step record; `communication` is its exposed part, not the overlapped one. `host` is the Python
+of the training loop outside the others: records, reports to the supervisor, hooks."""
 
 
 class PhaseTimer:

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 
 from wanma.collectives.timing.communication_timer import time_blocking_transfer
 from wanma.job.errors import JobError
+from wanma.torch_internals.distributed import all_to_all_single, wait_tensor
 
 
 def all_to_all_attention(
@@ -112,5 +112,5 @@ def _timed_all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _run_all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     # The functional form is one that torch.compile can trace, and whose result selective recompute keeps.
-    output: Tensor = functional.wait_tensor(functional.all_to_all_single(x.contiguous(), None, None, group))
+    output: Tensor = wait_tensor(all_to_all_single(x.contiguous(), None, None, group))
     return output

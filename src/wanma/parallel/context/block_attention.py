@@ -16,6 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from wanma.torch_internals.operators import (
+    cpu_flash_attention,
+    cpu_flash_attention_backward,
+    flash_attention,
+    flash_attention_backward,
+)
+
 TILE_ELEMENTS = 1 << 24
 """Largest number of elements of scores or mask in memory at once: 64 MiB in fp32."""
 
@@ -223,7 +230,7 @@ def _concatenate_queries(parts: list[Tensor]) -> Tensor:
 
 
 def _cpu_forward(inputs: _KernelInputs) -> _ForwardResult:
-    output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    output, log_sum = cpu_flash_attention(
         inputs.query,
         inputs.key,
         inputs.value,
@@ -242,7 +249,7 @@ def _cpu_backward(
     inputs: _KernelInputs, result: _ForwardResult, gradient: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients: tuple[Tensor, Tensor, Tensor]
-    gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    gradients = cpu_flash_attention_backward(
         gradient,
         inputs.query,
         inputs.key,
@@ -268,7 +275,7 @@ _FLASH_ON_CPU = _Kernel(_cpu_forward, _cpu_backward, is_flash=True)
 
 
 def _cuda_forward(inputs: _KernelInputs) -> _ForwardResult:
-    output, log_sum, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+    output, log_sum, *_ = flash_attention(
         inputs.query, inputs.key, inputs.value, 0.0, inputs.causal, False, scale=inputs.scale
     )
     return _ForwardResult(output, log_sum)
@@ -280,7 +287,7 @@ def _cuda_backward(
     query, key = inputs.query, inputs.key
     no_dropout_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
     gradients: tuple[Tensor, Tensor, Tensor]
-    gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+    gradients = flash_attention_backward(
         gradient,
         query,
         key,

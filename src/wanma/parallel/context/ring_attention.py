@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from wanma.collectives.timing.communication_timer import AsyncTransfer
 from wanma.parallel.context.block_attention import (
@@ -25,6 +24,7 @@ from wanma.parallel.context.block_attention import (
     compute_block_attention,
     compute_block_attention_backward,
 )
+from wanma.torch_internals.distributed import resolve_process_group
 
 
 def ring_attention(
@@ -200,7 +200,7 @@ class _Ring:
     """Ring of ranks as this rank sees it, between its two neighbours."""
 
     def __init__(self, group: str) -> None:
-        self._group = _resolve_group(group)
+        self._group = resolve_process_group(group)
         self.rank, self.size = self._group.rank(), self._group.size()
 
     def send_to_next(self, tensor: Tensor, tag: int) -> _PendingReceive:
@@ -217,10 +217,6 @@ class _Ring:
             ]
         )
         return _PendingReceive(tensor, receive_buffer, works, transfer)
-
-
-_resolve_group: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
-"""Resolver of a process group's name: an operator takes only the name, and torch has no public way back."""
 
 
 @dataclass(frozen=True)
@@ -299,7 +295,7 @@ def ring_message_bytes(operator: Any, arguments: tuple[Any, ...]) -> tuple[str, 
         gradient_bytes = (key.numel() + value.numel()) * max(key.element_size(), 4)
     else:
         return "", []
-    ranks = _resolve_group(group).size()
+    ranks = resolve_process_group(group).size()
     key_value_bytes = (key.numel() + value.numel()) * key.element_size()
     return group, [key_value_bytes] * (ranks - 1) + ([gradient_bytes] * ranks if gradient_bytes else [])
 

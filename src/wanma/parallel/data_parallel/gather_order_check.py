@@ -19,19 +19,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 from wanma.collectives.fsdp.point_to_point_collectives import PointToPointAllGather
 from wanma.job.errors import AllRanksError
 from wanma.job.plan.plan import Plan
 from wanma.parallel.data_parallel.shared_memory_weights import gathers_from_other_ranks
-from wanma.parallel.parameters.fsdp_units import fsdp_param_group, fsdp_units
+from wanma.parallel.parameters.fsdp_units import fsdp_units
+from wanma.torch_internals.distributed import has_backend_for
+from wanma.torch_internals.fake_tensors import is_fake
+from wanma.torch_internals.fsdp import AllGather, all_gather_of, parameter_group
 
 _TAG = 2
 """Tag of the messages that announce a gather: no other message has it."""
 _CHECKED_STEPS = 3
+_CPU = torch.device("cpu")
+"""Device of the messages: process groups of GPUs may have a backend for it or not."""
 _HASHES = 1 << 16
 """Number of hash values: few enough that sums of squares over the ranks are exact in fp64."""
 
@@ -49,20 +52,20 @@ def install_gather_order_check(
     """
     if plan.device == "cpu" and stays_unsharded:
         model.register_forward_pre_hook(
-            _UnshardAll([unit for unit in fsdp_units(model) if fsdp_param_group(unit)])
+            _UnshardAll([unit for unit in fsdp_units(model) if parameter_group(unit)])
         )
         return None
     names = {id(module): name for name, module in model.named_modules()}
     gathered = [
-        unit
+        (unit, group)
         for unit in fsdp_units(model)
-        if fsdp_param_group(unit) is not None and gathers_from_other_ranks(fsdp_param_group(unit))
+        if (group := parameter_group(unit)) is not None and gathers_from_other_ranks(group)
     ]
-    if {id(unit) for unit in gathered} <= {id(model)}:
+    if {id(unit) for unit, _ in gathered} <= {id(model)}:
         return None
-    watch = GatherOrderCheck(plan, [names[id(unit)] or "the rest of the model" for unit in gathered])
-    for number, unit in enumerate(gathered):
-        unit.set_custom_all_gather(_CheckedGather(watch, number, fsdp_param_group(unit)._all_gather_comm))
+    watch = GatherOrderCheck(plan, [names[id(unit)] or "the rest of the model" for unit, _ in gathered])
+    for number, (unit, group) in enumerate(gathered):
+        unit.set_custom_all_gather(_CheckedGather(watch, number, all_gather_of(group)))
     return watch
 
 
@@ -112,7 +115,7 @@ class GatherOrderCheck:
             raise self._order_error("ranks gathered parts of the model in different orders")
 
     def _compare(self, number: int, group: dist.ProcessGroup) -> Callable[[], None]:
-        if self._plan.device != "cpu" and (self.steps >= _CHECKED_STEPS or not _has_cpu(group)):
+        if self._plan.device != "cpu" and (self.steps >= _CHECKED_STEPS or not has_backend_for(group, _CPU)):
             return _no_check
         own_number, rank = torch.tensor([number]), group.rank()
         unit_numbers = [
@@ -196,15 +199,6 @@ class _CheckedWork(dist.Work):
         return self._work.wait(timeout) if timeout is not None else self._work.wait()
 
 
-def _has_cpu(group: dist.ProcessGroup) -> bool:
-    """Return whether a GPU process group can also send messages from host memory."""
-    try:
-        group._get_backend(torch.device("cpu"))
-    except RuntimeError:
-        return False
-    return True
-
-
 def _no_check() -> None:
     """No-op check of a gather that needs none."""
 
@@ -217,5 +211,5 @@ class _UnshardAll:
 
     def __call__(self, *_: Any) -> None:
         for unit in self._gathered_units:
-            if fsdp_param_group(unit).is_sharded:
+            if (group := parameter_group(unit)) is not None and group.is_sharded:
                 unit.unshard()

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wanma.collectives.compression.bucket_tensors import all_gather, reduce_scatter
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh
+from wanma.torch_internals.distributed import all_gather_single, reduce_scatter_single
 
 _SUMMED_AS = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 """Dtype in which gradients of low precision are summed over ranks, so that no summand is rounded away."""
@@ -252,7 +252,7 @@ class _RowExchange:
         byte_rows = _padded(flat, max_rows).view(torch.uint8)  # which every backend knows
         parts = byte_rows.new_empty((ranks * max_rows, byte_rows.shape[1]))
         with self.parallel_mesh.communication_timer.time_blocking_transfer("data"):
-            all_gather(parts, byte_rows, group=self.group)
+            all_gather_single(parts, byte_rows, group=self.group)
         gathered = parts.view(own.dtype)
         if min(self.sizes) < max_rows:
             pieces = gathered.split(max_rows)
@@ -269,7 +269,7 @@ class _RowExchange:
             parts = torch.view_as_real(parts).flatten(1)
         own_rows = parts.new_empty((max_rows, parts.shape[1]))
         with self.parallel_mesh.communication_timer.time_blocking_transfer("data"):
-            reduce_scatter(own_rows, parts, group=self.group)
+            reduce_scatter_single(own_rows, parts, group=self.group)
         if dtype.is_complex:
             own_rows = torch.view_as_complex(own_rows.unflatten(1, (-1, 2)))
         return own_rows[:size].to(whole.dtype).view(size, *whole.shape[1:])

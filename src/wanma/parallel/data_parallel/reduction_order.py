@@ -18,15 +18,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_map_only
 
 from wanma.collectives.timing.communication_timer import CommunicationTimer
 from wanma.parallel.data_parallel.gather_order_check import GatherOrderCheck
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh
 from wanma.parallel.parameters.forward_changes import GatheredCopyCheck
-from wanma.parallel.parameters.fsdp_units import fsdp_param_group, fsdp_units
+from wanma.parallel.parameters.fsdp_units import fsdp_units
+from wanma.torch_internals.autograd import is_backward_running, is_view
+from wanma.torch_internals.dispatch import tree_map_only
+from wanma.torch_internals.fake_tensors import is_fake
+from wanma.torch_internals.fsdp import (
+    FsdpParameter,
+    FsdpParameterGroup,
+    finish_reductions,
+    parameter_group,
+    pending_gradient,
+    set_training_state,
+    set_zero_gradient,
+    training_state,
+    unify_gradient_dtypes,
+    unsharded_or_none,
+)
 
 
 class UnitReducer:
@@ -50,7 +63,7 @@ class UnitReducer:
             axis.get_group() if axis.size() > 1 else None for axis in axes
         ]
         self._is_first_rank = all(axis.get_local_rank() == 0 for axis in axes)
-        groups = [(unit, fsdp_param_group(unit)) for unit in fsdp_units(model)]
+        groups = [(unit, parameter_group(unit)) for unit in fsdp_units(model)]
         self._units = [_Unit(unit, group) for unit, group in groups if group is not None]
         self._gathered_copies = {unit: GatheredCopyCheck(model, unit.group) for unit in self._units}
         for unit in self._units:
@@ -188,8 +201,8 @@ class UnitReducer:
         self._has_order = True
 
     def _pre_forward(self, unit: _Unit, forward: Any, *arguments: Any) -> Any:
-        # A recomputed forward does not count: torch._C has the only test for one, which FSDP2 uses too.
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        # A recomputed forward, which runs within a backward, does not count.
+        if torch.is_grad_enabled() and not is_backward_running():
             unit.forwards += 1
         result = forward(*arguments)
         self._gathered_copies[unit].record_versions()
@@ -201,7 +214,7 @@ class UnitReducer:
         if not self.reshards or not torch.is_grad_enabled():
             return output
         # A change in place of a view would take FSDP2's hook away, which gathers the unit for its backward.
-        return tree_map_only(Tensor, lambda tensor: tensor.clone() if tensor._is_view() else tensor, output)
+        return tree_map_only(Tensor, lambda tensor: tensor.clone() if is_view(tensor) else tensor, output)
 
     def _post_backward(self, unit: _Unit, *_: Any) -> None:
         """Note that backward has passed a use of `unit`; FSDP2 also calls it at the end, for each unit."""
@@ -256,9 +269,9 @@ class _UnitFacts:
 class _Unit:
     """FSDP2 unit and the progress of backward in it."""
 
-    def __init__(self, module: FSDPModule, group: Any) -> None:
+    def __init__(self, module: FSDPModule, group: FsdpParameterGroup) -> None:
         self._module, self.group = module, group
-        self._idle_state, self._fsdp_post_backward = group._training_state, group.post_backward
+        self._idle_state, self._fsdp_post_backward = training_state(group), group.post_backward
         self.had_gradient = [False] * len(group.fsdp_params)
         """Parameters that had a gradient in this step, on this rank."""
         self.end_micro_batch()
@@ -274,20 +287,20 @@ class _Unit:
 
     def has_gradient(self) -> bool:
         """Return whether this rank has a gradient that has not been reduced."""
-        return any(_gradient(shard) is not None for shard in self._trained())
+        return any(pending_gradient(shard) is not None for shard in self._trained())
 
     def gradient_flags(self) -> list[bool]:
         """Return a flag by parameter: this rank has had a gradient in this step, reduced or not."""
         shards = zip(self.had_gradient, self.group.fsdp_params, strict=True)
         return [
-            had_gradient or (_is_trained(shard) and _gradient(shard) is not None)
+            had_gradient or (_is_trained(shard) and pending_gradient(shard) is not None)
             for had_gradient, shard in shards
         ]
 
     def accumulate(self, *, reshard: bool) -> None:
         """Accumulate unsharded gradients without a reduction."""
         group = self.group
-        if not all(hasattr(shard, "_unsharded_param") for shard in group.fsdp_params):
+        if any(unsharded_or_none(shard) is None for shard in group.fsdp_params):
             return  # it has never been used
         saved_settings = group.reduce_grads, group.reshard_after_backward
         group.reduce_grads, group.reshard_after_backward = False, reshard and saved_settings[1]
@@ -300,15 +313,12 @@ class _Unit:
         if not (trained := list(self._trained())):
             return
         self.had_gradient = self.gradient_flags()
-        missing = [shard for shard in trained if _gradient(shard) is None]
-        if any(not hasattr(shard, "_unsharded_param") for shard in missing):
+        missing = [shard for shard in trained if pending_gradient(shard) is None]
+        if any(unsharded_or_none(shard) is None for shard in missing):
             self._module.unshard()
         for shard in missing:
-            shard.unsharded_param.grad = torch.zeros_like(shard.unsharded_param)
-        if any(shard.unsharded_accumulated_grad is not None for shard in trained):
-            for shard in trained:  # FSDP2 reduces gradients of one precision
-                shard.accumulate_unsharded_grad_if_needed()
-                shard.to_accumulated_grad_if_needed()
+            set_zero_gradient(shard)
+        unify_gradient_dtypes(trained)
         reduces, self.group.reduce_grads = self.group.reduce_grads, True
         self._fsdp_post_backward()
         self.group.reduce_grads = reduces
@@ -320,8 +330,8 @@ class _Unit:
             had_gradient: flag by parameter, as in `_UnitFacts`.
         """
         if self.group.device.type != "cpu":
-            self.group.finalize_backward()  # waits for what was reduced after FSDP2 has
-        self.group._training_state = self._idle_state
+            finish_reductions(self.group)  # those after FSDP2's own end
+        set_training_state(self.group, self._idle_state)
         if self.group.reshard_after_backward:
             self.group.reshard()
         for shard, is_real in zip(self.group.fsdp_params, had_gradient, strict=True):
@@ -329,16 +339,9 @@ class _Unit:
                 shard.sharded_param.grad = None
         self.had_gradient = [False] * len(self.had_gradient)
 
-    def _trained(self) -> Iterator[Any]:
+    def _trained(self) -> Iterator[FsdpParameter]:
         return (shard for shard in self.group.fsdp_params if _is_trained(shard))
 
 
-def _is_trained(shard: Any) -> bool:
+def _is_trained(shard: FsdpParameter) -> bool:
     return bool(shard.sharded_param.requires_grad)
-
-
-def _gradient(shard: Any) -> Tensor | None:
-    """Return the gradient of one of FSDP2's parameters that has not been reduced."""
-    if (accumulated := shard.unsharded_accumulated_grad) is not None:
-        return accumulated  # type: ignore[no-any-return]
-    return shard.unsharded_param.grad if hasattr(shard, "_unsharded_param") else None

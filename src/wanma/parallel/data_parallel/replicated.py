@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from wanma.checkpoint.format.local_shards import local_tensor
 from wanma.collectives.timing.communication_timer import CommunicationTimer
@@ -36,6 +35,7 @@ from wanma.parallel.parameters.replicated_parameters import (
     wrap_local,
 )
 from wanma.parallel.parameters.stale_parameters import StaleParameterCheck
+from wanma.torch_internals.dispatch import tree_map_only
 
 
 class Replicated:

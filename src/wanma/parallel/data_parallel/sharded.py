@@ -35,7 +35,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor, Shard
 
 from wanma.collectives.fsdp.point_to_point_collectives import (
@@ -46,6 +45,7 @@ from wanma.collectives.fsdp.point_to_point_collectives import (
 from wanma.collectives.fsdp.shared_memory_collectives import SharedMemoryAllGather, SharedMemoryReduceScatter
 from wanma.collectives.shared_memory.backend import as_shared_memory_group
 from wanma.collectives.timing.communication_timer import CommunicationTimer
+from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
 from wanma.models.structure.repeated_blocks import find_shared_parameters
 from wanma.parallel.data_parallel.reduction_order import UnitReducer
@@ -58,8 +58,10 @@ from wanma.parallel.memory.recompute import exclude_hooks_from_recompute
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh
 from wanma.parallel.parameters.freezing import RequiresGradSync
 from wanma.parallel.parameters.frozen_weights import FrozenWeights, find_gather_free_weights
-from wanma.parallel.parameters.fsdp_units import fsdp_param_group, fsdp_units
+from wanma.parallel.parameters.fsdp_units import fsdp_units
 from wanma.parallel.parameters.stale_parameters import StaleParameterCheck
+from wanma.torch_internals.fsdp import AllGather, ReduceScatter, parameter_group, unsharded_or_none
+from wanma.torch_internals.versions import SHARDED_INTEGER_PARAMETERS, installed_torch_version
 
 PRECISION_DTYPES = {
     "fp64": torch.float64,
@@ -89,6 +91,9 @@ def apply_data_parallel(
         full_precision_output: give the model's output as fp32, for losses that do not care themselves.
         compression: sums gradients in fewer bytes; None: they are summed as they are.
         permanently_frozen: names of parameters that are frozen for good.
+
+    Raises:
+        JobError: the installed torch cannot shard one of the parameters.
     """
     if plan.computes_on_master_weights:
         input_dtype = torch.float64 if plan.precision == "fp64" else None
@@ -111,6 +116,7 @@ def apply_data_parallel(
     ):
         frozen = FrozenWeights(model, parallel_mesh, gather_free)
     unsharded = find_replicated_parameters(model) | (frozen.parameters if frozen is not None else set())
+    _require_shardable(model, unsharded, plan)
     policy, root_policy = _precision_policies(plan, full_precision_output=full_precision_output)
     blocks = _communication_units(model, blocks, plan, unsharded)
     expert_ids = {id(parameter) for module in experts for parameter in module.parameters()}
@@ -143,6 +149,20 @@ def apply_data_parallel(
         frozen,
         UnitReducer(model, parallel_mesh, communication_timer),
     )
+
+
+def _require_shardable(model: nn.Module, unsharded: Collection[nn.Parameter], plan: Plan) -> None:
+    version, problem = installed_torch_version(), SHARDED_INTEGER_PARAMETERS
+    if not problem.affects(version):
+        return
+    exceptions = {id(parameter) for parameter in unsharded}
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point() and id(parameter) not in exceptions:
+            raise JobError(
+                f"parallel.shard = '{plan.shard}': parameter {name} has dtype {parameter.dtype}, and "
+                f"{problem.describe(version)}",
+                f"make it a buffer (register_buffer), or {problem.update_hint}",
+            )
 
 
 def _communication_units(
@@ -299,7 +319,7 @@ class Sharded:
 
         It takes no memory, and modules may read each other's weights.
         """
-        groups = [fsdp_param_group(unit) for unit in fsdp_units(self.model)]
+        groups = [parameter_group(unit) for unit in fsdp_units(self.model)]
         if self.shared_memory_weights is not None and all(
             is_in_shared_memory(group) for group in groups if group is not None
         ):
@@ -324,11 +344,11 @@ class Sharded:
 
     def forward_parameters(self) -> Iterator[Tensor]:
         """Yield the tensors beside the module's parameters that are or were its parameters."""
-        for group in filter(None, map(fsdp_param_group, fsdp_units(self.model))):
+        for group in filter(None, map(parameter_group, fsdp_units(self.model))):
             for shard in group.fsdp_params:
                 yield shard.sharded_param
-                if hasattr(shard, "_unsharded_param"):
-                    yield shard._unsharded_param
+                if (unsharded := unsharded_or_none(shard)) is not None:
+                    yield unsharded
         yield from self.stale_parameter_check.original_parameters()
         if self.replicated is not None:
             yield from self.replicated.forward_parameters()

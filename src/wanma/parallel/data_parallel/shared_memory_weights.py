@@ -24,8 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import BarrierOptions
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 from wanma.collectives.shared_memory.backend import as_shared_memory_group
 from wanma.collectives.shared_memory.process_group import SharedMemoryProcessGroup
@@ -33,7 +31,21 @@ from wanma.collectives.timing.communication_timer import CommunicationTimer
 from wanma.job.errors import WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.parallel.parameters.forward_changes import checksum, is_checked_step, lost_change_error
-from wanma.parallel.parameters.fsdp_units import fsdp_param_group, fsdp_units
+from wanma.parallel.parameters.fsdp_units import fsdp_units
+from wanma.torch_internals.autograd import version_counter
+from wanma.torch_internals.distributed import BarrierOptions
+from wanma.torch_internals.dtensor import local_part, set_local_part
+from wanma.torch_internals.fsdp import (
+    AllGather,
+    FsdpParameter,
+    FsdpParameterGroup,
+    adopt_gather_extensions,
+    all_gather_of,
+    full_size,
+    parameter_group,
+    set_shard_data,
+    shard_data,
+)
 
 
 class SharedMemoryWeights:
@@ -101,7 +113,7 @@ def share_weights_in_memory(
     """
     if plan.device != "cpu" or plan.offload_parameters != "none":
         return None
-    shards: dict[SharedMemoryProcessGroup, list[tuple[str, Any]]] = {}
+    shards: dict[SharedMemoryProcessGroup, list[tuple[str, FsdpParameter]]] = {}
     for name, shard in _named_fsdp_params(model):
         if (
             _is_dim0_sharded(shard)
@@ -112,16 +124,16 @@ def share_weights_in_memory(
         return None
     weights, shared_ids = SharedMemoryWeights(tuple(shards), communication_timer), set()
     for group, group_shards in shards.items():
-        parts = [(shard._sharded_param_data.numel(), _compute_dtype(shard)) for _, shard in group_shards]
+        parts = [(shard_data(shard).numel(), _compute_dtype(shard)) for _, shard in group_shards]
         for (name, shard), shared_views in zip(group_shards, group.allocate_shared(parts), strict=True):
             if shared_views is not None:
                 weights.parameters.append(SharedMemoryParameter(name, shard, *shared_views))
                 shared_ids.add(id(shard))
     for unit in fsdp_units(model):
-        if (unit_group := fsdp_param_group(unit)) is not None:
+        if (unit_group := parameter_group(unit)) is not None:
             is_fully_shared = shared_ids.issuperset(id(shard) for shard in unit_group.fsdp_params)
             unit.set_custom_all_gather(
-                _SharedMemoryGather(weights, None if is_fully_shared else unit_group._all_gather_comm)
+                _SharedMemoryGather(weights, None if is_fully_shared else all_gather_of(unit_group))
             )
 
     def keep(*_: Any) -> None:
@@ -133,16 +145,16 @@ def share_weights_in_memory(
     return weights
 
 
-def is_in_shared_memory(group: Any) -> bool:
+def is_in_shared_memory(group: FsdpParameterGroup) -> bool:
     """Return whether all parameters of one of FSDP2's groups lie unsharded in memory that ranks share.
 
     A gather copies nothing then. A group that is not sharded computes with a copy.
     """
-    gather = group._all_gather_comm
+    gather = all_gather_of(group)
     return isinstance(gather, _SharedMemoryGather) and gather.is_complete
 
 
-def gathers_from_other_ranks(group: Any) -> bool:
+def gathers_from_other_ranks(group: FsdpParameterGroup) -> bool:
     """Return whether parameters of one of FSDP2's groups come from other ranks at each gather."""
     shards: int = getattr(group.mesh_info, "shard_mesh_size", 1)
     return shards > 1 and not is_in_shared_memory(group)
@@ -190,13 +202,13 @@ class SharedMemoryParameter:
             hold a change to the shard against whoever computes with `full_tensor`.
     """
 
-    def __init__(self, name: str, shard: Any, full_tensor: Tensor, own_part: Tensor) -> None:
+    def __init__(self, name: str, shard: FsdpParameter, full_tensor: Tensor, own_part: Tensor) -> None:
         self._name, self._shard = name, weakref.ref(shard)
-        self._full_tensor = full_tensor[: shard._orig_size.numel()].view(shard._orig_size)
+        self._full_tensor = full_tensor[: full_size(shard).numel()].view(full_size(shard))
         self._own_part = own_part
         self._pre_all_gather = _PreAllGather(torch.zeros(1, dtype=full_tensor.dtype))
         self._is_shard = shard.sharded_param.dtype == full_tensor.dtype
-        self._version = self._full_tensor._version
+        self._version = version_counter(self._full_tensor)
         self._checksum: Tensor | None = None
         self.attach_shard()
 
@@ -210,10 +222,10 @@ class SharedMemoryParameter:
 
         `Module.to` and `load_state_dict(assign=True)` replace it.
         """
-        shard: Any = self._shard()
-        if shard is None or hasattr(shard.sharded_param._local_tensor, "fsdp_pre_all_gather"):
+        shard = self._shard()
+        if shard is None or hasattr(local_part(shard.sharded_param), "fsdp_pre_all_gather"):
             return
-        local: Any = shard.sharded_param._local_tensor
+        local: Any = local_part(shard.sharded_param)
         if self._is_shard:
             if local.dtype != self._own_part.dtype:
                 raise WanmaError(
@@ -225,17 +237,18 @@ class SharedMemoryParameter:
             own_part = self._own_part[: local.numel()].view(local.size())
             if own_part.data_ptr() != local.data_ptr():
                 own_part.copy_(local)
-            shard._sharded_param_data, shard.sharded_param._local_tensor = self._own_part, own_part
+            set_shard_data(shard, self._own_part)
+            set_local_part(shard.sharded_param, own_part)
             local = own_part
         local.fsdp_pre_all_gather, local.fsdp_post_all_gather = self._pre_all_gather, self._post_all_gather
-        shard._init_extensions()
+        adopt_gather_extensions(shard)
 
     @torch.no_grad()
     def copy_shard_in(self) -> None:
         """Copy the shard into this rank's part."""
-        shard: Any = self._shard()
+        shard = self._shard()
         if not self._is_shard and shard is not None:
-            local = shard.sharded_param._local_tensor
+            local = local_part(shard.sharded_param)
             self._own_part[: local.numel()].copy_(local.view(-1))
 
     def record_checksum(self) -> None:
@@ -249,7 +262,7 @@ class SharedMemoryParameter:
             WanmaError: a module has changed a weight in its forward.
         """
         previous_checksum, self._checksum = self._checksum, None
-        if self._full_tensor._version != self._version or (
+        if version_counter(self._full_tensor) != self._version or (
             previous_checksum is not None and checksum(self._own_part) != previous_checksum
         ):
             raise lost_change_error(self._name, on_cpu=True)
@@ -276,16 +289,16 @@ class _PreAllGather:
         return (self._token,), None
 
 
-def _named_fsdp_params(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _named_fsdp_params(model: nn.Module) -> Iterator[tuple[str, FsdpParameter]]:
     """Yield FSDP2's parameters of all units with their names."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for unit in fsdp_units(model):
-        group = fsdp_param_group(unit)
+        group = parameter_group(unit)
         for shard in group.fsdp_params if group is not None else ():
             yield names.get(id(shard.sharded_param), "a parameter"), shard
 
 
-def _is_dim0_sharded(shard: Any) -> bool:
+def _is_dim0_sharded(shard: FsdpParameter) -> bool:
     """Return whether the ranks' shards, padded to equal length, follow each other in the full tensor.
 
     They must also be gathered as they are.
@@ -293,11 +306,11 @@ def _is_dim0_sharded(shard: Any) -> bool:
     return bool(
         getattr(shard.mesh_info, "shard_mesh_size", 1) > 1
         and shard.fsdp_placement.dim == 0
-        and shard._orig_size.numel() > 0
-        and not hasattr(shard.sharded_param._local_tensor, "fsdp_pre_all_gather")
+        and full_size(shard).numel() > 0
+        and not hasattr(local_part(shard.sharded_param), "fsdp_pre_all_gather")
     )
 
 
-def _compute_dtype(shard: Any) -> torch.dtype:
+def _compute_dtype(shard: FsdpParameter) -> torch.dtype:
     dtype: torch.dtype = shard.sharded_param.dtype
     return (shard.mp_policy.param_dtype or dtype) if dtype.is_floating_point else dtype

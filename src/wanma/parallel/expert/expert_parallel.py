@@ -14,7 +14,6 @@ from fnmatch import fnmatchcase
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
 
@@ -31,6 +30,7 @@ from wanma.models.structure.parallel_spec import ParallelSpec
 from wanma.parallel.context.sequence_shards import context_rank_positions
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh
 from wanma.parallel.tensor.local_parameters import local_shard, redistribute_local, use_local_parameters
+from wanma.torch_internals.distributed import all_to_all_single, all_to_all_single_autograd
 
 
 def apply_expert_parallel(model: nn.Module, parallel_spec: ParallelSpec, parallel_mesh: ParallelMesh) -> None:

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from wanma.collectives.compression import int8_codec
 from wanma.collectives.compression.bucket_tensors import BucketTensor, Compressor, ErrorFeedback
@@ -30,11 +29,13 @@ from wanma.collectives.compression.hierarchical import HierarchicalCompressor, N
 from wanma.collectives.compression.overlap import CollectiveSteps, run_interleaved
 from wanma.collectives.compression.power_sgd import choose_approximation_rank, draw_initial_q
 from wanma.collectives.compression.uncompressed import compute_uncompressed_bytes
-from wanma.hardware.native.native_library import NativeLibrary, build_and_check_library
+from wanma.hardware.native.native_library import NativeLibrary, find_or_build_library
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Compression
 from wanma.parallel.gradients.reduction_groups import build_node_groups
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh
+from wanma.torch_internals.dtensor import StridedShard
+from wanma.torch_internals.operators import foreach_norm
 
 ERROR_KIND, POWER_SGD_Q_KIND = "error", "q"
 """Kinds of tensors that are kept per parameter: error feedback, and PowerSGD's matrix Q."""
@@ -178,7 +179,7 @@ class GradientCompression:
         errors = [memory.residual for memory in self._error_feedbacks.values() if memory.residual is not None]
         if not errors:
             return 0.0
-        norms = torch.stack(list(torch._foreach_norm(errors)))
+        norms = torch.stack(list(foreach_norm(errors)))
         return float(torch.linalg.vector_norm(norms)) / self.gradient_scale
 
     def pop_traffic(self) -> CompressionTraffic:
@@ -266,7 +267,7 @@ def build_compression(parallel_mesh: ParallelMesh, seed: int) -> GradientCompres
         return None
     has_native_codec = any(COMPRESSION_TRAITS[method].has_native_codec for method in methods)
     needs_library = has_native_codec and parallel_mesh.device.type == "cpu"
-    native = build_and_check_library(int8_codec.NATIVE_SOURCE) if needs_library else None
+    native = find_or_build_library(int8_codec.NATIVE_SOURCE) if needs_library else None
     return GradientCompression(
         parallel_mesh.plan, seed, parallel_mesh.device, build_node_groups(parallel_mesh), native
     )
@@ -329,8 +330,8 @@ def _global_sizes(
 
 def _prepend_dim(placement: Placement) -> Placement:
     """Return the placement for a tensor with one more dim before the others."""
-    if isinstance(placement, _StridedShard):
-        return _StridedShard(placement.dim + 1, split_factor=placement.split_factor)
+    if isinstance(placement, StridedShard):
+        return StridedShard(placement.dim + 1, split_factor=placement.split_factor)
     return Shard(placement.dim + 1) if isinstance(placement, Shard) else placement
 
 

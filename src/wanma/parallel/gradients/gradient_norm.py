@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from wanma.job.plan.plan import Plan
+from wanma.torch_internals.operators import foreach_norm
 
 
 def local_squared_norm(gradients: Iterable[Tensor], plan: Plan) -> Tensor:
@@ -32,6 +33,6 @@ def local_squared_norm(gradients: Iterable[Tensor], plan: Plan) -> Tensor:
         gradients_by_copies[copies].append(gradient)
     total = torch.zeros((), dtype=torch.float64)
     for copies, tensors in gradients_by_copies.items():
-        norms = torch.stack(torch._foreach_norm(tensors)).double()
+        norms = torch.stack(foreach_norm(tensors)).double()
         total = total.to(norms.device) + norms.square().sum() / copies
     return total

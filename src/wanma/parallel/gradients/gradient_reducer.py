@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from wanma.collectives.all_reduce.bucket_all_reduce import FlattenBucket, PendingAllReduce, StartAllReduce
 from wanma.collectives.timing.communication_timer import CommunicationTimer
+from wanma.torch_internals.fake_tensors import is_fake
 
 
 @dataclass(frozen=True)

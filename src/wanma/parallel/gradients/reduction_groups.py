@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from wanma.collectives.algorithms.hierarchical_all_reduce import group_ranks_by_node, hierarchical_all_reduce
+from wanma.collectives.algorithms.algorithm_table import ALGORITHMS
+from wanma.collectives.algorithms.hierarchical_all_reduce import group_ranks_by_node
 from wanma.collectives.all_reduce.bucket_all_reduce import (
     FlattenBucket,
     StartAllReduce,
@@ -49,15 +49,19 @@ def build_reduction_groups(parallel_mesh: ParallelMesh, *, overlaps_backward: bo
         group = (
             _new_replica_group(parallel_mesh) if name == "replicate" and is_shared else dim_mesh.get_group()
         )
-        if name == "replicate" and parallel_mesh.plan.hierarchical:
-            nodes = group_ranks_by_node(dist.get_process_group_ranks(group), parallel_mesh.local_world_sizes)
-            begin: StartAllReduce = ThreadedAllReduce(
-                partial(hierarchical_all_reduce, group=group, ranks_by_node=nodes)
-            )
+        if name == "replicate" and parallel_mesh.plan.all_reduces_by_messages:
+            begin = _make_message_all_reduce(parallel_mesh, group)
+            groups.append(ReductionGroup(group, begin, torch.cat))
         else:
-            begin = make_backend_all_reduce(group)
-        groups.append(ReductionGroup(group, begin, make_bucket_flattener(group)))
+            groups.append(ReductionGroup(group, make_backend_all_reduce(group), make_bucket_flattener(group)))
     return groups
+
+
+def _make_message_all_reduce(parallel_mesh: ParallelMesh, group: dist.ProcessGroup) -> StartAllReduce:
+    """Return a function that starts the plan's algorithm of `collectives.algorithms` over `group`."""
+    all_reduce = ALGORITHMS["all_reduce"][parallel_mesh.plan.all_reduce]
+    nodes = group_ranks_by_node(dist.get_process_group_ranks(group), parallel_mesh.local_world_sizes)
+    return ThreadedAllReduce(lambda bucket: all_reduce(bucket, group, nodes))
 
 
 def build_node_groups(parallel_mesh: ParallelMesh) -> NodeGroups | None:
@@ -69,7 +73,7 @@ def build_node_groups(parallel_mesh: ParallelMesh) -> NodeGroups | None:
     Returns:
         None where the plan does not sum by nodes first.
     """
-    if not parallel_mesh.plan.hierarchical:
+    if parallel_mesh.plan.all_reduce != "hierarchical":
         return None
     intra_node: dist.ProcessGroup | None = None
     inter_node: dist.ProcessGroup | None = None

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from wanma.collectives.timing.communication_timer import CommunicationTimer
 from wanma.parallel.gradients.gradient_compression import GradientCompression
 from wanma.parallel.gradients.gradient_reducer import Bucket
+from wanma.torch_internals.fake_tensors import is_fake
 
 
 def all_reduce_compressed(

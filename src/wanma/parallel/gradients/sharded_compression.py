@@ -19,14 +19,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 from wanma.job.errors import WanmaError
 from wanma.parallel.gradients.gradient_compression import (
     GradientCompression,
     GradientLayout,
     replicated_layout,
+)
+from wanma.torch_internals.fsdp import (
+    FsdpParameter,
+    ReduceScatter,
+    full_size,
+    module_parameter,
+    parameter_group,
+    reduce_scatter_of,
 )
 
 _MAX_NAMES_IN_MESSAGE = 5
@@ -47,11 +53,11 @@ def compress_fsdp_unit(
         compression: compressed exchanges of this rank.
         names: id of each sharded parameter → its name in the full model.
     """
-    group: Any = unit._get_fsdp_state()._fsdp_param_group
+    group = parameter_group(unit)
     if group is None:
         return
     shards, replicas = group.mesh_info.shard_mesh_size, group.mesh_info.replicate_mesh_size
-    parameters: list[Any] = group.fsdp_params
+    parameters = group.fsdp_params
     if replicas > 1:
         layouts = [_hsdp_layout(parameter, names[id(parameter.sharded_param)]) for parameter in parameters]
         info = group.mesh_info
@@ -63,7 +69,7 @@ def compress_fsdp_unit(
             _reduce_scatter_layout(parameter, names[id(parameter.sharded_param)], shards)
             for parameter in parameters
         ]
-        inner: ReduceScatter = group._reduce_scatter_comm
+        inner = reduce_scatter_of(group)
         unit.set_custom_reduce_scatter(CompressedReduceScatter(compression, layouts, inner))
     else:
         return
@@ -161,10 +167,10 @@ def _buffer_slices(layouts: Sequence[GradientLayout], width: int) -> list[tuple[
     return places
 
 
-def _hsdp_layout(parameter: Any, name: str) -> GradientLayout:
+def _hsdp_layout(parameter: FsdpParameter, name: str) -> GradientLayout:
     """Return the layout of this rank's shard of a parameter, which all its replicas hold alike."""
     padded_shape = tuple(parameter.padded_sharded_param_size)
-    layout = replicated_layout(name, partial(_module_parameter, parameter), padded_shape)
+    layout = replicated_layout(name, partial(module_parameter, parameter), padded_shape)
     return GradientLayout(
         name,
         layout.get_parameter,
@@ -175,30 +181,18 @@ def _hsdp_layout(parameter: Any, name: str) -> GradientLayout:
     )
 
 
-def _reduce_scatter_layout(parameter: Any, name: str, shards: int) -> GradientLayout:
+def _reduce_scatter_layout(parameter: FsdpParameter, name: str, shards: int) -> GradientLayout:
     """Return the layout of a full parameter whose sum is scattered among its shards.
 
     One that is cut along another dim than the first comes with its parts below each other.
     """
     padded_shape = tuple(parameter.padded_sharded_param_size)
-    full_shape = tuple(parameter._orig_size)
+    full_shape = tuple(full_size(parameter))
     if parameter.fsdp_placement.dim != 0:
         full_shape = (shards * padded_shape[0], *padded_shape[1:])
     length = math.prod(padded_shape)
     columns = max(math.prod(padded_shape[1:]), 1)
-    return GradientLayout(name, partial(_module_parameter, parameter), shards, length, columns, full_shape)
-
-
-def _module_parameter(parameter: Any) -> Tensor:
-    """Return the parameter as checkpoints know it: the one in its module.
-
-    `materialize_parameters` has put another there than FSDP2 was given, which finds it before the first
-    forward.
-    """
-    module_parameter: Tensor = parameter.sharded_param
-    if parameter.sharded_state is ShardedState.SHARDED:
-        module_parameter = getattr(parameter._module_info.module, parameter._module_info.param_name)
-    return module_parameter
+    return GradientLayout(name, partial(module_parameter, parameter), shards, length, columns, full_shape)
 
 
 def parameter_names_by_id(model: nn.Module) -> dict[int, str]:

@@ -21,7 +21,10 @@ from torch.distributed.tensor import DTensor
 from wanma.job.plan.plan import Plan
 from wanma.parallel.memory.disk_pool import DiskPool
 from wanma.parallel.memory.offload_target import DiskTarget, HostTarget, OffloadedStorage, OffloadTarget
-from wanma.parallel.parameters.fsdp_units import fsdp_param_group, fsdp_units
+from wanma.parallel.parameters.fsdp_units import fsdp_units
+from wanma.torch_internals.autograd import storage_id, version_counter
+from wanma.torch_internals.dtensor import local_part, set_local_part, spec_of, wrap_by_spec
+from wanma.torch_internals.fsdp import parameter_group, set_shard_data, shard_data
 
 MIN_OFFLOAD_BYTES = 1 << 12
 """Largest tensor, in bytes, that is not offloaded: to fetch one takes longer than it is worth."""
@@ -57,16 +60,16 @@ def apply_parameter_offload(
         return
     assert disk_pool is not None
     for unit in fsdp_units(model):
-        group = fsdp_param_group(unit)
+        group = parameter_group(unit)
         for shard in group.fsdp_params if group is not None else ():
             # FSDP2 gathers the padded shard, of which the parameter is a view.
-            parameter: Any = shard.sharded_param
-            offloaded = disk_pool.empty_like(shard._sharded_param_data)
-            offloaded.copy_(shard._sharded_param_data)
+            parameter = shard.sharded_param
+            offloaded = disk_pool.empty_like(shard_data(shard))
+            offloaded.copy_(shard_data(shard))
             padded_shard = offloaded.view(shard.padded_sharded_param_size)
             dim = shard.fsdp_placement.dim
-            shard._sharded_param_data = offloaded
-            parameter._local_tensor = padded_shard.narrow(dim, 0, parameter._local_tensor.size(dim))
+            set_shard_data(shard, offloaded)
+            set_local_part(parameter, padded_shard.narrow(dim, 0, local_part(parameter).size(dim)))
         disk_pool.release_pages()
     _release_pages_after_blocks(blocks, disk_pool)
 
@@ -141,7 +144,7 @@ class _ActivationOffloader:
 
     def storage_of(self, tensor: Tensor) -> OffloadedStorage:
         # A storage that was written to since has another version.
-        key = _storage_id(tensor), tensor._version
+        key = _storage_id(tensor), version_counter(tensor)
         offloaded = self._storages.get(key)
         if offloaded is None:
             offloaded = self._storages[key] = OffloadedStorage(tensor.untyped_storage(), self.target)
@@ -166,7 +169,7 @@ class _BlockActivations:
         self._is_in_backward = False
 
     def pack(self, tensor: Tensor) -> Tensor | _OffloadedTensor:
-        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        local = local_part(tensor) if isinstance(tensor, DTensor) else tensor
         if not self._is_offloadable(local):
             return tensor
         offloaded = self._offloader.storage_of(local)
@@ -208,7 +211,7 @@ class _OffloadedTensor:
         self._storage = storage
         self._dtype, self._device = local.dtype, local.device
         self._view = local.storage_offset(), local.size(), local.stride()
-        self._spec = tensor._spec if isinstance(tensor, DTensor) else None
+        self._spec = spec_of(tensor) if isinstance(tensor, DTensor) else None
 
     def restore(self) -> Tensor:
         offset, size, stride = self._view
@@ -216,10 +219,8 @@ class _OffloadedTensor:
         local.set_(self._storage.reload(), offset, size, stride)
         if self._spec is None:
             return local
-        return DTensor(local, self._spec, requires_grad=False)
+        return wrap_by_spec(local, self._spec)
 
 
 def _storage_id(tensor: Tensor) -> int:
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    identity: int = local.untyped_storage()._cdata
-    return identity
+    return storage_id(local_part(tensor) if isinstance(tensor, DTensor) else tensor)

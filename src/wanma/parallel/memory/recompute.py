@@ -14,11 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
-    _CachedTorchDispatchMode,
-    _CachingTorchDispatchMode,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
@@ -30,9 +27,10 @@ from wanma.models.keyed_random.sample_context import SampleDependentModule
 from wanma.models.structure.selective_recompute import SelectiveRecomputePolicy
 from wanma.parallel.context.ring_attention import RING_ATTENTION_OPERATOR
 from wanma.parallel.memory.recomputed_attributes import RecomputedAttributeCheck
-
-_SELECTIVE_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
-"""Dispatch modes in which torch runs a block the first and the second time."""
+from wanma.torch_internals.autograd import version_counter
+from wanma.torch_internals.dispatch import active_dispatch_modes, pop_dispatch_mode, push_dispatch_mode
+from wanma.torch_internals.modules import forward_hooks, registered_buffers
+from wanma.torch_internals.recompute import SELECTIVE_RECOMPUTE_MODES, skip_side_effects_of_compiled_recompute
 
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """Contexts of the first run of a block and of the second."""
@@ -46,7 +44,7 @@ def apply_recompute(blocks: list[nn.Module], plan: Plan) -> None:
     """
     if plan.compile and plan.recompute != "none":
         # Dropout counts its calls. A compiled block computes its masks once more, from the same keys.
-        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+        skip_side_effects_of_compiled_recompute()
     for index in plan.recomputed_blocks(len(blocks)):
         block = blocks[index]
         contexts = _recompute_contexts(block, is_selective=plan.recompute == "selective")
@@ -60,7 +58,7 @@ def _with_recompute(
     buffer_owners = [
         (path, module)
         for path, module in block.named_modules()
-        if module._buffers and not type(module).__module__.startswith("wanma.")
+        if registered_buffers(module) and not type(module).__module__.startswith("wanma.")
     ]
 
     attributes = RecomputedAttributeCheck(block)
@@ -96,15 +94,15 @@ def _with_recompute(
 
 def _versions(arguments: tuple[Any, ...]) -> list[int]:
     """Return the version counters of tensors, which count their changes in place."""
-    return [x._version for x in arguments if isinstance(x, torch.Tensor)]
+    return [version_counter(x) for x in arguments if isinstance(x, torch.Tensor)]
 
 
 def _buffer_versions(modules: list[tuple[str, nn.Module]]) -> dict[str, tuple[int, int]]:
     """Return the identity and version counter of each buffer, by path."""
     return {
-        f"{path}.{name}".lstrip("."): (id(buffer), buffer._version)
+        f"{path}.{name}".lstrip("."): (id(buffer), version_counter(buffer))
         for path, module in modules
-        for name, buffer in module._buffers.items()
+        for name, buffer in registered_buffers(module).items()
         if buffer is not None
     }
 
@@ -144,21 +142,21 @@ def exclude_hooks_from_recompute(module: nn.Module) -> None:
     torch 2.13 expects the same operators in the second run, and a sharded module that is gathered in the
     first may still be so in the second.
     """
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+    for hooks in forward_hooks(module):
         for key, hook in hooks.items():
             hooks[key] = _outside_selective_mode(hook)
 
 
 def _outside_selective_mode(hook: Callable[..., Any]) -> Callable[..., Any]:
     def run(*arguments: Any, **keywords: Any) -> Any:
-        modes = _get_current_dispatch_mode_stack()
-        if not modes or not isinstance(modes[-1], _SELECTIVE_MODES):
+        modes = active_dispatch_modes()
+        if not modes or not isinstance(modes[-1], SELECTIVE_RECOMPUTE_MODES):
             return hook(*arguments, **keywords)
-        _pop_mode()
+        pop_dispatch_mode()
         try:
             return hook(*arguments, **keywords)
         finally:
-            _push_mode(modes[-1])
+            push_dispatch_mode(modes[-1])
 
     return run
 

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 
 from wanma.checkpoint.format.local_shards import local_tensor
 from wanma.job.errors import JobError
 from wanma.models.user_modules.user_attributes import MODULE_ATTRIBUTES, is_user_object
+from wanma.torch_internals.fake_tensors import is_fake
 
 _CHECKED_RUNS = 4
 """Number of first runs of a block that are checked."""

@@ -14,7 +14,7 @@ from wanma.collectives.shared_memory.backend import (
 )
 from wanma.collectives.shared_memory.native_library import load_library
 from wanma.hardware.native.cpp_compiler import find_cpp_compiler
-from wanma.hardware.native.native_library import COLLECTIVES_SOURCE, NativeLibrary, build_and_check_library
+from wanma.hardware.native.native_library import COLLECTIVES_SOURCE, NativeLibrary, find_or_build_library
 from wanma.job.errors import WanmaError
 from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.parallel import CollectiveTransport
@@ -44,11 +44,11 @@ def select_backend(worker: WorkerContext, device: torch.device, collectives: Col
 
 
 def load_collectives_library() -> NativeLibrary:
-    """Return the library of the shared-memory collectives, compiled from C++ where it is not there yet.
+    """Return the library of the shared-memory collectives: the wheel's, else compiled from C++.
 
     Compiling takes about four seconds, once for this user and processor.
     """
-    library = build_and_check_library(COLLECTIVES_SOURCE)
+    library = find_or_build_library(COLLECTIVES_SOURCE)
     if library.path is not None and not load_library(library.path).wanma_has_float16():
         return NativeLibrary(
             None, f"{find_cpp_compiler()} does not support 16-bit floats (g++ 12 or later does)"

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # makes groups that pretend known
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from wanma.collectives.all_reduce.nccl_switch import nccl_algorithm, nccl_algorithm_environment
 from wanma.collectives.functional_all_gather import patch_functional_all_gather
 from wanma.collectives.timing.communication_timer import CommunicationTimer, use_timer
 from wanma.job.errors import WanmaError
@@ -20,6 +20,8 @@ from wanma.job.plan.plan import MESH_DIMS, Plan
 from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.parallel import CollectiveTransport
 from wanma.parallel.mesh.backend_selection import log_backend, select_backend
+from wanma.torch_internals.dtensor import clear_dtensor_caches, unflatten_mesh
+from wanma.torch_internals.fake_groups import FAKE_BACKEND
 
 
 @dataclass(frozen=True)
@@ -123,17 +125,20 @@ def open_mesh(
         )
     patch_functional_all_gather()
     backend = select_backend(worker, device, collectives)
-    dist.init_process_group(
-        backend, store=store, rank=worker.rank, world_size=worker.world_size, timeout=timeout
-    )
-    try:
-        log_backend(worker, collectives)
-        parallel_mesh = build_mesh(plan, worker.rank, device, worker.local_world_sizes)
-        # The host's clock times the waits of a CPU, not the work of a GPU.
-        with use_timer(parallel_mesh.communication_timer) if device.type == "cpu" else nullcontext():
-            yield parallel_mesh
-    finally:
-        dist.destroy_process_group()
+    with nccl_algorithm_environment(nccl_algorithm(plan)):
+        dist.init_process_group(
+            backend, store=store, rank=worker.rank, world_size=worker.world_size, timeout=timeout
+        )
+        try:
+            log_backend(worker, collectives)
+            parallel_mesh = build_mesh(plan, worker.rank, device, worker.local_world_sizes)
+            # The host's clock times the waits of a CPU, not the work of a GPU.
+            with use_timer(parallel_mesh.communication_timer) if device.type == "cpu" else nullcontext():
+                yield parallel_mesh
+            # Not after an error: the end of a group waits for its collectives, in which peers may have died.
+            clear_dtensor_caches()
+        finally:
+            dist.destroy_process_group()
 
 
 def build_mesh(
@@ -156,12 +161,12 @@ def build_mesh(
         fake_dims = [
             name for name, size in zip(names, sizes, strict=True) if size == 1 or name in unused_dims
         ]
-        backends: dict[str, Any] = dict.fromkeys(fake_dims, "fake") if saves_groups else {}
-        if plan.sites > 1 and "site" in names and dist.get_backend() != "fake":  # of a dry run
+        backends: dict[str, Any] = dict.fromkeys(fake_dims, FAKE_BACKEND) if saves_groups else {}
+        if plan.sites > 1 and "site" in names and dist.get_backend() != FAKE_BACKEND:  # of a dry run
             # A group of its own even where it is the world: what is under way for steps must not hold up what
             # the world tells each other at each of them.
             backends["site"] = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        return root._unflatten(0, sizes, names, backends or None)
+        return unflatten_mesh(root, sizes, names, backends)
 
     sites = () if plan.synchronization is None else (plan.sites,)
     dim_sizes = {axis: getattr(plan, axis) for axis in MESH_DIMS} | {

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from wanma.checkpoint.format.local_shards import local_tensor
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh
+from wanma.torch_internals.dtensor import make_spec, wrap_by_spec
 
 
 def replicate_local_over_sites(local: Tensor, like: Tensor, parallel_mesh: ParallelMesh) -> Tensor:
@@ -33,9 +33,7 @@ def replicate_local_over_sites(local: Tensor, like: Tensor, parallel_mesh: Paral
         mesh = parallel_mesh.expert_mesh["expert_site", *names]
     else:
         mesh = parallel_mesh.parameter_mesh["state_site", *names]
-    meta = TensorMeta(like.shape, like.stride(), local.dtype)
-    spec = DTensorSpec(mesh, (Replicate(), *like.placements), tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=False)
+    return wrap_by_spec(local, make_spec(mesh, (Replicate(), *like.placements), like, local.dtype))
 
 
 def replicate_over_sites(tensor: Tensor, parallel_mesh: ParallelMesh) -> Tensor:
@@ -48,7 +46,6 @@ def place_on_site(tensor: Tensor, parallel_mesh: ParallelMesh) -> Tensor:
     if isinstance(tensor, DTensor):
         return tensor
     mesh = parallel_mesh.parameter_mesh["replicate", "shard"]
-    meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
-    spec = DTensorSpec(mesh, (Replicate(), Replicate()), tensor_meta=meta)
+    spec = make_spec(mesh, (Replicate(), Replicate()), tensor, tensor.dtype)
     with torch.no_grad():
-        return DTensor(tensor.detach(), spec, requires_grad=False)
+        return wrap_by_spec(tensor.detach(), spec)

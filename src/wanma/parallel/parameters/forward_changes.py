@@ -12,15 +12,17 @@ the first steps and in some of the later ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 
 from wanma.checkpoint.format.local_shards import local_tensor
 from wanma.job.errors import AllRanksError, JobError
+from wanma.torch_internals.autograd import gradient_hooks, post_accumulate_hooks, version_counter
+from wanma.torch_internals.dtensor import local_part
+from wanma.torch_internals.fake_tensors import is_fake
+from wanma.torch_internals.fsdp import FsdpParameter, FsdpParameterGroup
 
 CHECKED_FIRST_STEPS = 3
 """Number of first steps in which values are compared.
@@ -94,7 +96,7 @@ class ForwardChangeCheck:
             tensors: tensors that compute, in the order of the names.
         """
         self._tensors = tensors
-        self._versions = [tensor._version for tensor in tensors]
+        self._versions = [version_counter(tensor) for tensor in tensors]
         compares = is_checked_step(self._steps) and not any(map(has_no_data, tensors))
         self._checksums = [checksum(tensor) for tensor in tensors] if compares else None
 
@@ -152,7 +154,7 @@ class ForwardChangeCheck:
         return [
             index
             for index, (tensor, version) in enumerate(zip(self._tensors, self._versions, strict=True))
-            if tensor._version != version
+            if version_counter(tensor) != version
             or (self._checksums is not None and bool(checksum(tensor) != self._checksums[index]))
         ]
 
@@ -165,7 +167,7 @@ class GatheredCopyCheck:
         group: FSDP2's parameter group of the unit.
     """
 
-    def __init__(self, model: nn.Module, group: Any) -> None:
+    def __init__(self, model: nn.Module, group: FsdpParameterGroup) -> None:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._group = group
         self._names = [names.get(id(shard.sharded_param), "a parameter") for shard in group.fsdp_params]
@@ -176,7 +178,7 @@ class GatheredCopyCheck:
     def record_versions(self) -> None:
         """Note the versions of the copies after a gather. A further gather leaves them as they are."""
         if self._versions is None:
-            self._versions = [shard.unsharded_param._version for shard in self._group.fsdp_params]
+            self._versions = [version_counter(shard.unsharded_param) for shard in self._group.fsdp_params]
             self._addresses = [
                 0 if has_no_data(shard.unsharded_param) else local_tensor(shard.unsharded_param).data_ptr()
                 for shard in self._group.fsdp_params
@@ -191,7 +193,7 @@ class GatheredCopyCheck:
         if not is_checked_step(self._steps) or not self._group.is_unsharded:
             return
         for index, (name, shard) in enumerate(zip(self._names, self._group.fsdp_params, strict=True)):
-            local = shard.sharded_param._local_tensor
+            local = local_part(shard.sharded_param)
             if has_no_data(shard.unsharded_param):
                 continue
             full_weight, dim = local_tensor(shard.unsharded_param), shard.fsdp_placement.dim
@@ -215,14 +217,14 @@ class GatheredCopyCheck:
                 _require_no_hooks(name, shard.unsharded_param)
         for index, shard in enumerate(self._group.fsdp_params if self._versions is not None else ()):
             assert self._versions is not None
-            if shard.unsharded_param._version != self._versions[index]:
+            if version_counter(shard.unsharded_param) != self._versions[index]:
                 raise self._lost_change_error(self._names[index])
 
     def _lost_change_error(self, name: str) -> JobError:
         return lost_change_error(name, on_cpu=self._group.device.type == "cpu")
 
 
-def _require_no_hooks(name: str, computing: Any, own_hooks: int = 0) -> None:
+def _require_no_hooks(name: str, computing: Tensor, own_hooks: int = 0) -> None:
     """Refuse hooks on a tensor that computes: they would see one micro-batch's gradient.
 
     Args:
@@ -230,7 +232,7 @@ def _require_no_hooks(name: str, computing: Any, own_hooks: int = 0) -> None:
         computing: tensor that computes.
         own: number of wanma's own hooks on it.
     """
-    if computing._backward_hooks or len(computing._post_accumulate_grad_hooks or ()) > own_hooks:
+    if gradient_hooks(computing) or len(post_accumulate_hooks(computing) or ()) > own_hooks:
         raise JobError(
             f"{name}: a forward pass registers a hook on this parameter, but the hook would get the "
             "gradient of one micro-batch on one rank",
@@ -238,7 +240,7 @@ def _require_no_hooks(name: str, computing: Any, own_hooks: int = 0) -> None:
         )
 
 
-def _shard_start(shard: Any, size: int) -> int:
+def _shard_start(shard: FsdpParameter, size: int) -> int:
     """Return the index at which this rank's part begins in a dim of `size` elements."""
     shards, rank = (
         getattr(shard.mesh_info, "shard_mesh_size", 1),

@@ -14,7 +14,14 @@ import torch
 from torch import nn
 
 from wanma.job.errors import WanmaError
-from wanma.parallel.parameters.fsdp_units import fsdp_param_group, fsdp_units
+from wanma.parallel.parameters.fsdp_units import fsdp_units
+from wanma.torch_internals.fsdp import (
+    FsdpParameter,
+    FsdpParameterGroup,
+    choose_gradient_dtype,
+    parameter_group,
+    unsharded_or_none,
+)
 
 LOW_PRECISION_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -69,7 +76,7 @@ class RequiresGradSync:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._shards: list[_ShardFlag] = []
         for unit in fsdp_units(model):
-            if (group := fsdp_param_group(unit)) is None:
+            if (group := parameter_group(unit)) is None:
                 continue
             shards = [
                 _ShardFlag(shard, name, name in permanently_frozen)
@@ -78,12 +85,11 @@ class RequiresGradSync:
             ]
             self._shards += shards
 
-            def follow(*_: Any, group: Any = group, shards: list[_ShardFlag] = shards) -> None:
+            def follow(*_: Any, group: FsdpParameterGroup = group, shards: list[_ShardFlag] = shards) -> None:
                 for shard in shards:
                     shard.adopt_after_forward()
-                # FSDP2 looks once in which precision a unit's gradients are summed, if any are.
-                if group._orig_dtype is None and any(shard.is_trained for shard in shards):
-                    group._init_mp_dtypes()
+                if any(shard.is_trained for shard in shards):
+                    choose_gradient_dtype(group)
 
             # Before FSDP2's own, which may put the shards in their places again.
             assert isinstance(unit, nn.Module)
@@ -98,7 +104,7 @@ class RequiresGradSync:
 class _ShardFlag:
     """Flag of one parameter."""
 
-    def __init__(self, shard: Any, name: str, is_permanently_frozen: bool) -> None:
+    def __init__(self, shard: FsdpParameter, name: str, is_permanently_frozen: bool) -> None:
         self._shard, self._name, self._is_permanently_frozen = shard, name, is_permanently_frozen
         self._last_requires_grad: bool = shard.sharded_param.requires_grad
 
@@ -108,11 +114,11 @@ class _ShardFlag:
 
     def adopt_after_forward(self) -> None:
         """Adopt the flag of the gathered tensor, after a forward."""
-        self._last_requires_grad = self._shard._unsharded_param.requires_grad
+        self._last_requires_grad = self._shard.unsharded_param.requires_grad
         self._set_trained(self._last_requires_grad)
 
     def adopt_late_change(self) -> None:
-        unsharded = getattr(self._shard, "_unsharded_param", None)
+        unsharded = unsharded_or_none(self._shard)
         if unsharded is not None and unsharded.requires_grad != self._last_requires_grad:
             self._set_trained(unsharded.requires_grad)
 

@@ -32,6 +32,7 @@ from wanma.parallel.parameters.replicated_parameters import (
     is_expert_parameter,
     replicate_parameters,
 )
+from wanma.torch_internals.autograd import version_counter
 
 
 @torch.no_grad()
@@ -183,7 +184,7 @@ def _compute_parameter(parameter: ReplicatedParameter) -> nn.Parameter:
 def _version_and_address(parameter: ReplicatedParameter) -> tuple[int, int]:
     computing = _compute_parameter(parameter)
     address = 0 if has_no_data(computing) else local_tensor(computing).data_ptr()
-    return computing._version, address
+    return version_counter(computing), address
 
 
 def _is_shared_memory(mesh: DeviceMesh) -> bool:

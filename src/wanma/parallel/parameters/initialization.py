@@ -9,6 +9,7 @@ from torch import nn
 
 from wanma.checkpoint.format.local_shards import local_box, local_tensor
 from wanma.models.structure.parameter_initialization import draw_initial_shard
+from wanma.torch_internals.modules import registered_buffers
 
 
 def materialize_parameters(
@@ -24,7 +25,7 @@ def materialize_parameters(
     model.to_empty(device=parameter_device)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(buffer_device)
+            registered_buffers(module)[name] = buffer.to(buffer_device)
         reset = getattr(module, "reset_buffers", None)
         if callable(reset):
             reset()

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from wanma.checkpoint.format.local_shards import local_tensor
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh
 from wanma.parallel.parameters.freezing import raise_frozen_released
+from wanma.torch_internals.fake_tensors import is_fake
+from wanma.torch_internals.modules import registered_parameters
 
 
 def replicate_parameters(
@@ -37,7 +38,7 @@ def replicate_parameters(
     replicated = (Replicate(), Replicate())
     replicated_by_parameter: dict[nn.Parameter, ReplicatedParameter] = {}
     for path, module in model.named_modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in registered_parameters(module).items():
             if parameter is None or (selected is not None and parameter not in selected):
                 continue
             if parameter not in replicated_by_parameter:
@@ -104,7 +105,7 @@ class ReplicatedParameter:
     def install(self, parameter: nn.Parameter) -> None:
         """Set `parameter` in the modules under their names."""
         for module, name in self.owners:
-            module._parameters[name] = parameter
+            registered_parameters(module)[name] = parameter
 
     def prepare_compute_parameter(self, on_gradient: Callable[[Tensor], None] | None = None) -> nn.Parameter:
         """Return the tensor that computes in the memory of the state; created again where that has moved.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +32,10 @@ from wanma.parallel.mesh.parallel_mesh import ParallelMesh
 from wanma.parallel.parameters.stale_parameters import StaleParameterCheck
 from wanma.parallel.pipeline.timed_stage import BubbleTimer, TimedPipelineStage
 from wanma.parallel.profiling.compute_timer import ComputeTimer
+from wanma.planner.pipeline.replay import TimedOperation
 from wanma.planner.pipeline.schedules import SPLIT_BACKWARD
+from wanma.torch_internals.autograd import is_view, version_counter
+from wanma.torch_internals.pipelining import drop_backward_actions
 
 SCHEDULES: dict[Schedule, type[PipelineScheduleSingle | PipelineScheduleMulti]] = {
     "gpipe": ScheduleGPipe,
@@ -127,9 +130,16 @@ class PipelineRunner:
                 "use parallel.schedule = 'interleaved_1f1b'",
             ) from error
         self._stale_parameter_check.check()
+        self._compute_timer.start()
         for part in self._data_parallel.values():
             part.finalize_gradients()
+        self._compute_timer.stop(is_forward=False)
         return total
+
+    @property
+    def operations(self) -> Sequence[TimedOperation]:
+        """Operations of this rank in its last training step, in their order, by the host's clock."""
+        return self._bubble_timer.operations
 
     def evaluate(
         self, batch: Batch, positions: Tensor | None, micro_batches: int, loss: MicroBatchLoss
@@ -193,10 +203,7 @@ class PipelineRunner:
         """
         kind: Any = ScheduleZBVZeroBubble if self._plan.is_v_shaped else ScheduleLoopedBFS
         schedule: Any = kind(stages, n_microbatches=count, loss_fn=self._timed_loss, scale_grads=False)
-        schedule.pipeline_order_with_comms = {
-            rank: [action for action in actions if action.computation_type.name in _FORWARD_ACTIONS]
-            for rank, actions in schedule.pipeline_order_with_comms.items()
-        }
+        drop_backward_actions(schedule)
         return schedule
 
     def _stage(self, number: int, activations: list[_StageActivation]) -> TimedPipelineStage:
@@ -264,9 +271,9 @@ class PipelineRunner:
         part = self._model_parts[number]
         training_modes = {module: module.training for module in part.modules()}
         try:
-            version = stage_input._version
+            version = version_counter(stage_input)
             output = part.eval()(stage_input, **keywords)
-            self._sample_hooks[number].modifies_input |= stage_input._version != version
+            self._sample_hooks[number].modifies_input |= version_counter(stage_input) != version
         finally:
             part.train(training_modes[part])  # modules may do more there than note the mode
             for module, training in training_modes.items():
@@ -300,7 +307,7 @@ class PipelineRunner:
 
     def _timed_loss(self, output: Tensor, target: Tensor) -> Tensor:
         assert self._loss is not None
-        with self._bubble_timer:
+        with self._bubble_timer.time_loss():
             self._compute_timer.start()
             loss = self._loss(output, target)
             self._compute_timer.stop(is_forward=True)
@@ -359,19 +366,14 @@ class _SampleKeyHook:
         with self._key_scope:
             if output is not None and self._forward is not None:
                 self._forward.end_forward()
-        return (
-            output.clone() if self._no_views and isinstance(output, Tensor) and output._is_view() else output
-        )
+        return output.clone() if self._no_views and isinstance(output, Tensor) and is_view(output) else output
 
 
 SAMPLE_INDICES_KEYWORD = "wanma_samples"
 """Name under which a micro-batch's samples travel beside the model's own keyword arguments."""
-_FORWARD_ACTIONS = ("FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
-"""Names of the actions of torch's schedules that belong to a forward."""
 _CHANGED_MEANWHILE = "has been modified by an inplace operation"
 """Part of torch's message about a tensor that changed before its backward."""
 _SPLIT_BACKWARD_ERRORS = {
     "backward through the graph a second": "a parameter that one stage uses twice",
-    "'_input_metadata' is invalid": "a stage in which only frozen matrices follow a trained normalization",
 }
 """Parts of torch's messages when it fails to take a backward apart, and the cause of each."""

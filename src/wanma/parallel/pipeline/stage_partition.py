@@ -15,7 +15,8 @@ from wanma.job.plan.plan import Plan
 from wanma.models.layers.batch_norm import GroupedBatchNorm
 from wanma.models.structure.parallel_spec import ParallelSpec
 from wanma.planner.pipeline.schedules import SPLIT_BACKWARD, balanced_cuts, invalid_cuts_reason
-from wanma.planner.rules.capabilities import installed_torch_version
+from wanma.torch_internals.modules import has_hooks, registered_children
+from wanma.torch_internals.versions import SPLIT_BACKWARD_OF_REUSED_PARAMETERS, installed_torch_version
 
 
 def pipeline_parallel_spec(model: nn.Module, parallel_spec: ParallelSpec | None, plan: Plan) -> ParallelSpec:
@@ -36,13 +37,11 @@ def pipeline_parallel_spec(model: nn.Module, parallel_spec: ParallelSpec | None,
     if parallel_spec is None and type(model) is nn.Sequential:
         _require_no_hooks(model, "", key)
         _require_unshared_parameters(model, key)
-        version = installed_torch_version()
-        if plan.schedule in SPLIT_BACKWARD and version < (2, 13):
+        version, problem = installed_torch_version(), SPLIT_BACKWARD_OF_REUSED_PARAMETERS
+        if plan.schedule in SPLIT_BACKWARD and problem.affects(version):
             raise JobError(
-                f"parallel.schedule = '{plan.schedule}' with a custom module: torch "
-                f"{version[0]}.{version[1]} computes wrong gradients for parameters that a forward pass "
-                "uses several times",
-                "use parallel.schedule = 'interleaved_1f1b', or torch 2.13",
+                f"parallel.schedule = '{plan.schedule}' with a custom module: {problem.describe(version)}",
+                f"use parallel.schedule = 'interleaved_1f1b', or {problem.update_hint}",
             )
         return ParallelSpec(blocks="")
     raise JobError(
@@ -66,7 +65,7 @@ def extract_stage(model: nn.Module, parallel_spec: ParallelSpec, plan: Plan, sta
     absent_tensors = _TensorReferences(model)
     blocks = model.get_submodule(parallel_spec.blocks)
     # Not named_children(), which leaves out the second name of a module that has two.
-    names = [name for name, child in blocks._modules.items() if child is not None]
+    names = [name for name, child in registered_children(blocks).items() if child is not None]
     cuts = plan.stage_cuts or _cuts_by_parameters(blocks, parallel_spec, plan)
     if reason := invalid_cuts_reason(
         cuts,
@@ -159,13 +158,7 @@ def _require_no_hooks(model: nn.Module, blocks: str, key: str) -> None:
     parts = blocks.split(".") if blocks else []
     for path in (".".join(parts[:depth]) for depth in range(len(parts) + 1)):
         module = model.get_submodule(path)
-        hooks = (
-            module._forward_pre_hooks,
-            module._forward_hooks,
-            module._backward_pre_hooks,
-            module._backward_hooks,
-        )
-        if any(hooks):
+        if has_hooks(module):
             raise JobError(
                 f"{key}: {path or type(model).__name__} has a hook, but every stage would run the "
                 "hook on its part",
@@ -176,7 +169,7 @@ def _require_no_hooks(model: nn.Module, blocks: str, key: str) -> None:
 
 def _cuts_by_parameters(blocks: nn.Module, parallel_spec: ParallelSpec, plan: Plan) -> tuple[int, ...]:
     """Return cuts balanced by parameters, for models of unknown FLOPs; empty for too few blocks."""
-    block_list = [block for block in blocks._modules.values() if block is not None]
+    block_list = [block for block in registered_children(blocks).values() if block is not None]
     sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in block_list]
     first, last = (
         0.0 if parallel_spec.first_stage_modules else None,

@@ -7,54 +7,56 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage
-
 from wanma.collectives.timing.communication_timer import CommunicationTimer
 from wanma.job.errors import JobError, WanmaError
 from wanma.parallel.profiling.compute_timer import ComputeTimer
+from wanma.planner.pipeline.operation import Operation, OperationKind
+from wanma.planner.pipeline.replay import TimedOperation
+from wanma.torch_internals.pipelining import NeighborPipelineStage
 
 _CHANGED = "a leaf Variable that requires grad is being used in an in-place operation"
 """Part of torch's message about a stage that writes to its input."""
 
 
 class BubbleTimer:
-    """Timer of a rank's own work within a schedule; all other time it waits for other stages."""
+    """Timer of a rank's operations within a schedule; all other time it waits for other stages."""
 
     def __init__(self, communication_timer: CommunicationTimer) -> None:
         self._communication_timer = communication_timer
-        self._seconds = 0.0
-        self._depth, self._start = 0, 0.0
+        self.operations: list[TimedOperation] = []
+        """Operations of the last schedule, in their order; the loss is part of the last stage's forward."""
 
-    def __enter__(self) -> None:
-        if self._depth == 0:
-            self._start = time.perf_counter()
-        self._depth += 1
+    @contextmanager
+    def time_operation(self, kind: OperationKind, stage: int, micro_batch: int) -> Iterator[None]:
+        """Time one operation of a stage."""
+        start = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - start
+        self.operations.append(TimedOperation(Operation(kind, stage, micro_batch), seconds))
 
-    def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self._seconds += time.perf_counter() - self._start
+    @contextmanager
+    def time_loss(self) -> Iterator[None]:
+        """Time a loss, which belongs to the forward that has just ended."""
+        start = time.perf_counter()
+        yield
+        operation, seconds = self.operations[-1]
+        self.operations[-1] = TimedOperation(operation, seconds + time.perf_counter() - start)
 
     @contextmanager
     def measure_bubble(self) -> Iterator[None]:
         """Record the wait for other stages, around a complete schedule."""
-        self._seconds, self._depth = 0.0, 0
+        self.operations.clear()
         start = time.perf_counter()
         yield
-        self._communication_timer.add_blocking_transfer(
-            "pipeline", max(time.perf_counter() - start - self._seconds, 0.0)
-        )
+        wait = time.perf_counter() - start - sum(operation.seconds for operation in self.operations)
+        self._communication_timer.add_blocking_transfer("pipeline", max(wait, 0.0))
 
 
-class TimedPipelineStage(PipelineStage):
-    """Pipeline stage of torch that does not greet its own rank before the first step.
-
-    torch greets all neighbours; torch 2.11 does so even where a rank holds neighbouring stages, and Gloo
-    refuses it.
+class TimedPipelineStage(NeighborPipelineStage):
+    """Pipeline stage of torch that measures its own work.
 
     Args:
-        bubble_timer: timer of the rank's own work within a schedule.
+        bubble_timer: timer of the rank's operations within a schedule.
         compute_timer: timer of the rank's compute.
         arguments: positional arguments of torch's stage.
         keywords: keyword arguments of torch's stage.
@@ -66,11 +68,11 @@ class TimedPipelineStage(PipelineStage):
         super().__init__(*arguments, **keywords)
         self._bubble_timer, self._compute_timer = bubble_timer, compute_timer
 
-    def forward_one_chunk(self, *arguments: Any, **keywords: Any) -> Any:
-        with self._bubble_timer:
+    def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **keywords: Any) -> Any:
+        with self._bubble_timer.time_operation("forward", self.stage_index, fwd_chunk_id):
             self._compute_timer.start()
             try:
-                output = super().forward_one_chunk(*arguments, **keywords)
+                output = super().forward_one_chunk(fwd_chunk_id, *arguments, **keywords)
             except RuntimeError as error:
                 if isinstance(error.__cause__, WanmaError):
                     raise error.__cause__ from error
@@ -84,11 +86,11 @@ class TimedPipelineStage(PipelineStage):
             self._compute_timer.stop(is_forward=True)
             return output
 
-    def backward_one_chunk(self, *arguments: Any, **keywords: Any) -> Any:
-        with self._bubble_timer:
+    def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **keywords: Any) -> Any:
+        with self._bubble_timer.time_operation("backward", self.stage_index, bwd_chunk_id):
             self._compute_timer.start()
             try:
-                output = super().backward_one_chunk(*arguments, **keywords)
+                output = super().backward_one_chunk(bwd_chunk_id, *arguments, **keywords)
             except RuntimeError as error:  # torch's own, around the cause
                 if isinstance(error.__cause__, WanmaError):
                     raise error.__cause__ from error
@@ -96,12 +98,9 @@ class TimedPipelineStage(PipelineStage):
             self._compute_timer.stop(is_forward=False)
             return output
 
-    def backward_weight_one_chunk(self, *arguments: Any, **keywords: Any) -> Any:
-        with self._bubble_timer:
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **keywords: Any) -> Any:
+        with self._bubble_timer.time_operation("weight gradient", self.stage_index, bwd_chunk_id):
             self._compute_timer.start()
-            output = super().backward_weight_one_chunk(*arguments, **keywords)
+            output = super().backward_weight_one_chunk(bwd_chunk_id, *arguments, **keywords)
             self._compute_timer.stop(is_forward=False)
             return output
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]

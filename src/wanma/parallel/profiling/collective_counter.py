@@ -9,23 +9,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from wanma.parallel.context.ring_attention import ring_message_bytes
+from wanma.torch_internals.dispatch import TorchDispatchMode, operator_schema, tree_leaves
+from wanma.torch_internals.distributed import resolve_process_group
+from wanma.torch_internals.operators import (
+    ALL_GATHER_BASE,
+    FUNCTIONAL_COLLECTIVES,
+    FUNCTIONAL_COLLECTIVES_WITH_AUTOGRAD,
+    REDUCE_SCATTER_BASE,
+)
 
 _KINDS = {
     "allreduce_": "all-reduce",
     "allreduce_coalesced_": "all-reduce",
     "all_reduce": "all-reduce",
     "all_reduce_coalesced": "all-reduce",
-    "_allgather_base_": "all-gather",
+    ALL_GATHER_BASE: "all-gather",
     "allgather_": "all-gather",
     "allgather_into_tensor_coalesced_": "all-gather",
     "all_gather_into_tensor": "all-gather",
     "all_gather_into_tensor_coalesced": "all-gather",
-    "_reduce_scatter_base_": "reduce-scatter",
+    REDUCE_SCATTER_BASE: "reduce-scatter",
     "reduce_scatter_": "reduce-scatter",
     "reduce_scatter_tensor_coalesced_": "reduce-scatter",
     "reduce_scatter_tensor": "reduce-scatter",
@@ -38,7 +43,7 @@ _KINDS = {
     "send": "send",
     "recv_": "receive",
 }
-_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_NAMESPACES = ("c10d", FUNCTIONAL_COLLECTIVES, FUNCTIONAL_COLLECTIVES_WITH_AUTOGRAD)
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,8 @@ class CollectiveCounter(TorchDispatchMode):
         for size in messages:
             for direction in ("send", "receive"):
                 self.counts[CollectiveCall(direction, _ranks([ring]), size)] += 1
-        kind = _KINDS.get(func._schema.name.partition("::")[2]) if func.namespace in _NAMESPACES else None
+        name = operator_schema(func).name.partition("::")[2]
+        kind = _KINDS.get(name) if func.namespace in _NAMESPACES else None
         if kind is not None:
             leaves = tree_leaves((args, kwargs))
             sizes = [leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor)]
@@ -90,11 +96,7 @@ def _ranks(leaves: list[Any]) -> tuple[int, ...]:
     for leaf in reversed(leaves):
         if isinstance(leaf, str):
             try:
-                return tuple(dist.get_process_group_ranks(_resolve_group(leaf)))
+                return tuple(dist.get_process_group_ranks(resolve_process_group(leaf)))
             except (RuntimeError, ValueError):
                 continue  # another text argument, such as the reduction's name
     return ()
-
-
-_resolve_group: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
-"""Resolver of a process group's name, by which functional collectives know it; torch has no public way."""

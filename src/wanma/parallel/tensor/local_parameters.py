@@ -17,6 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from wanma.collectives.timing.communication_timer import time_blocking_transfer
+from wanma.torch_internals.dispatch import below_autograd
+from wanma.torch_internals.modules import registered_parameters
+from wanma.torch_internals.operators import functional_collectives
 
 LocalTensorFunction = Callable[[DTensor], Tensor]
 """Function from a parameter to the plain tensor that a rank computes with; differentiable."""
@@ -40,15 +43,15 @@ def use_local_parameters(
     forward = type(module).forward
 
     def local_forward(x: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-        dtensors = dict(module._parameters)
+        dtensors = dict(registered_parameters(module))
         for name, part in local_tensors.items():
-            module._parameters[name] = part(dtensors[name])  # type: ignore[arg-type,assignment]  # as torch.func's
+            registered_parameters(module)[name] = part(dtensors[name])  # type: ignore[arg-type,assignment]  # as torch.func's
         try:
             if wrapper is None:
                 return forward(module, x, *arguments, **keywords)  # type: ignore[no-any-return]
             return wrapper(lambda forward_input: forward(module, forward_input, *arguments, **keywords), x)
         finally:
-            module._parameters.update(dtensors)
+            registered_parameters(module).update(dtensors)
 
     module.forward = local_forward
 
@@ -102,12 +105,12 @@ def _timed_collective(x: Tensor, source: Placement, target: Placement, ranks: in
         return _run_collective(x, source, target, ranks, group)
     # Gradients go by `_Redistribute`: the operators' own autograd, which is written in Python, would only
     # look on.
-    with time_blocking_transfer("tensor"), torch._C._AutoDispatchBelowAutograd():
+    with time_blocking_transfer("tensor"), below_autograd():
         return _run_collective(x, source, target, ranks, group)
 
 
 def _run_collective(x: Tensor, source: Placement, target: Placement, ranks: int, group: str) -> Tensor:
-    collectives = torch.ops._c10d_functional
+    collectives = functional_collectives
     output: Tensor
     if isinstance(source, Shard) and isinstance(target, Replicate):
         gathered = collectives.all_gather_into_tensor(x.contiguous(), ranks, group)

@@ -6,10 +6,10 @@ import platform
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from wanma.hardware.discovery.resource_limits import cpu_model
 from wanma.job.cluster import NodeGroup
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
+from wanma.job.run.resource_limits import cpu_model
 
 
 def rank_counts(

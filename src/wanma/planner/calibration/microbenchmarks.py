@@ -95,20 +95,48 @@ def run_microbenchmarks(
         folder: folder on the disk to measure; None: neither disk nor host memory is measured.
         extra_cases: additional cases.
     """
-    native = _native_precisions(group, device, precisions)
-    cases = [*_cases(group, device, native, threads_per_core), *extra_cases]
-    if folder is not None:
-        # Wall time, not CPU time: a disk makes the process wait.
-        cases += [
-            BenchmarkCase(operator, shape, "", _timed_run(device, 1.0, make))
-            for operator, shape, make in host_benchmark_cases(device, folder)
-        ]
+    cases = operator_cases(group, device, precisions, threads_per_core, folder)
+    if group.size() > 1:
+        cases += _collective_cases(group, device)
+    cases += extra_cases
     times = measure_round_robin(cases, seconds, group)
     points = tuple(
         BenchmarkPoint(case.operator, case.shape, time.seconds, case.precision)
         for case, time in zip(cases, times, strict=True)
     )
     return BenchmarkResults(points, sum(time.is_disturbed for time in times))
+
+
+def collective_buffers(device: torch.device) -> tuple[int, ...]:
+    """Return the buffer sizes of collectives on a kind of device, in bytes."""
+    return CPU_BUFFERS if device.type == "cpu" else GPU_BUFFERS
+
+
+def operator_cases(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    precisions: tuple[str, ...],
+    threads_per_core: float = 1.0,
+    folder: Path | None = None,
+) -> list[BenchmarkCase]:
+    """Return the cases of operators, host and disk, which need no other rank."""
+    native = _native_precisions(group, device, precisions)
+    cases = list(_device_cases(device, native, threads_per_core))
+    if folder is not None:
+        # Wall time, not CPU time: a disk makes the process wait.
+        cases += [
+            BenchmarkCase(operator, shape, "", timed_run(device, 1.0, make))
+            for operator, shape, make in host_benchmark_cases(device, folder)
+        ]
+    return cases
+
+
+def _collective_cases(group: dist.ProcessGroup, device: torch.device) -> Iterator[BenchmarkCase]:
+    """Yield the cases of every collective of training."""
+    for collective in TRAINING_COLLECTIVES:
+        for size in collective_buffers(device):
+            run = partial(measure_collective, collective, size, group, device)
+            yield BenchmarkCase(collective, (group.size(), size), "", run)
 
 
 @dataclass(frozen=True)
@@ -123,16 +151,15 @@ class BenchmarkCase:
     `round_robin.MeasurableCase`."""
 
 
-def _cases(
-    group: dist.ProcessGroup, device: torch.device, precisions: tuple[str, ...], threads_per_core: float
+def _device_cases(
+    device: torch.device, precisions: tuple[str, ...], threads_per_core: float
 ) -> Iterator[BenchmarkCase]:
-    """Yield the cases of a device: operators in each precision, and collectives."""
-    on_cpu = device.type == "cpu"
-    timed = partial(_timed_run, device, threads_per_core)
-    products, streams, attentions, buffers = (
-        (CPU_MATMULS, CPU_STREAMS, CPU_ATTENTION, CPU_BUFFERS)
-        if on_cpu
-        else (GPU_MATMULS, GPU_STREAMS, GPU_ATTENTION, GPU_BUFFERS)
+    """Yield the cases of a device: operators in each precision."""
+    timed = partial(timed_run, device, threads_per_core)
+    products, streams, attentions = (
+        (CPU_MATMULS, CPU_STREAMS, CPU_ATTENTION)
+        if device.type == "cpu"
+        else (GPU_MATMULS, GPU_STREAMS, GPU_ATTENTION)
     )
     largest = max(max(m * n, m * k, n * k) for m, n, k in products)
     for name in precisions:
@@ -145,12 +172,6 @@ def _cases(
     for elements in streams:
         yield BenchmarkCase("stream", (2 * 4 * elements,), "", timed(partial(_stream, device, elements)))
     yield BenchmarkCase("dispatch", (DISPATCH_KERNELS,), "", timed(partial(_dispatch, device)))
-    if group.size() == 1:
-        return
-    for collective in TRAINING_COLLECTIVES:
-        for size in buffers:
-            run = partial(measure_collective, collective, size, group, device)
-            yield BenchmarkCase(collective, (group.size(), size), "", run)
 
 
 def _matmul_cases(
@@ -216,10 +237,10 @@ def _dispatch(device: torch.device) -> Callable[[], object]:
 
 
 _Timing = Callable[[Callable[[], Callable[[], object]]], Callable[[float], float]]
-"""Type of `_timed_run` for one device."""
+"""Type of `timed_run` for one device."""
 
 
-def _timed_run(
+def timed_run(
     device: torch.device, threads_per_core: float, prepare_run: Callable[[], Callable[[], object]]
 ) -> Callable[[float], float]:
     """Return the function that measures the run that `prepare_run` prepares."""

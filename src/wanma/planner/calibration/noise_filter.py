@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 MAX_FOREIGN_CPUS = 0.1
@@ -24,6 +24,8 @@ class Round:
     total_cpu_seconds: float
     """CPU seconds that all programs used in the round; 0 where the kernel does not report them."""
     wall_seconds: float
+    seconds_by_rank: tuple[float, ...] = ()
+    """Seconds of one run on each rank."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class ClassifiedRound:
 
     seconds: float
     is_quiet: bool
+    seconds_by_rank: tuple[float, ...] = ()
 
 
 def classify_rounds(rounds: Sequence[Round]) -> list[ClassifiedRound]:
@@ -40,7 +43,9 @@ def classify_rounds(rounds: Sequence[Round]) -> list[ClassifiedRound]:
     for stretch in _windows(rounds):
         foreign_seconds = sum(measured.total_cpu_seconds - measured.own_cpu_seconds for measured in stretch)
         is_quiet = foreign_seconds <= MAX_FOREIGN_CPUS * sum(measured.wall_seconds for measured in stretch)
-        classified += (ClassifiedRound(measured.seconds, is_quiet) for measured in stretch)
+        classified += (
+            ClassifiedRound(measured.seconds, is_quiet, measured.seconds_by_rank) for measured in stretch
+        )
     return classified
 
 
@@ -54,11 +59,25 @@ def quiet_quartile_seconds(rounds: Sequence[ClassifiedRound]) -> float:
 
     It lies below the median, because an unnoticed disturbance can only have made a round longer.
     """
-    counted = (
+    return _lower_quartile(measured.seconds for measured in _counted_rounds(rounds))
+
+
+def quiet_quartile_seconds_by_rank(rounds: Sequence[ClassifiedRound]) -> tuple[float, ...]:
+    """Return the same of each rank's times."""
+    times = zip(*(measured.seconds_by_rank for measured in _counted_rounds(rounds)), strict=True)
+    return tuple(map(_lower_quartile, times))
+
+
+def _counted_rounds(rounds: Sequence[ClassifiedRound]) -> Sequence[ClassifiedRound]:
+    """Return the quiet rounds; all where too few are quiet."""
+    return (
         [measured for measured in rounds if measured.is_quiet] if has_enough_quiet_rounds(rounds) else rounds
     )
-    times = sorted(measured.seconds for measured in counted)
-    return times[(len(times) - 1) // 4]
+
+
+def _lower_quartile(times: Iterable[float]) -> float:
+    ordered = sorted(times)
+    return ordered[(len(ordered) - 1) // 4]
 
 
 def _windows(rounds: Sequence[Round]) -> Iterator[list[Round]]:

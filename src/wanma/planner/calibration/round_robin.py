@@ -20,6 +20,7 @@ from wanma.planner.calibration.noise_filter import (
     classify_rounds,
     has_enough_quiet_rounds,
     quiet_quartile_seconds,
+    quiet_quartile_seconds_by_rank,
 )
 
 MIN_ROUNDS, MAX_ROUNDS = 4, 40
@@ -42,6 +43,8 @@ class MeasuredTime:
     seconds: float
     is_disturbed: bool
     """True if other programs were busy in all but a few of its rounds."""
+    seconds_by_rank: tuple[float, ...] = ()
+    """Time of each rank; a case of a few ranks alone is measured by theirs."""
 
 
 def measure_round_robin(
@@ -73,7 +76,11 @@ def measure_round_robin(
         for rounds, classified_round in zip(rounds_by_case, classified, strict=True):
             rounds.append(classified_round)
     return [
-        MeasuredTime(quiet_quartile_seconds(rounds), not has_enough_quiet_rounds(rounds))
+        MeasuredTime(
+            quiet_quartile_seconds(rounds),
+            not has_enough_quiet_rounds(rounds),
+            quiet_quartile_seconds_by_rank(rounds),
+        )
         for rounds in rounds_by_case
     ]
 
@@ -101,9 +108,17 @@ def _reduce_rounds(rows: list[list[float]], group: dist.ProcessGroup, node_count
 
     CPU seconds of its ranks and of all programs are those of one node, all nodes being alike.
     """
-    ranks = group.size()
+    ranks, rank = group.size(), group.rank()
     summed = sum_over_ranks([number for row in rows for number in row], group)
+    own = [seconds if other == rank else 0.0 for seconds, *_ in rows for other in range(ranks)]
+    by_rank = sum_over_ranks(own, group)  # (cases, ranks): each rank adds its own column
     return [
-        Round(summed[at] / ranks, summed[at + 1] / node_count, summed[at + 2] / ranks, summed[at + 3] / ranks)
-        for at in range(0, len(summed), 4)
+        Round(
+            summed[4 * case] / ranks,
+            summed[4 * case + 1] / node_count,
+            summed[4 * case + 2] / ranks,
+            summed[4 * case + 3] / ranks,
+            tuple(by_rank[ranks * case : ranks * (case + 1)]),
+        )
+        for case in range(len(rows))
     ]

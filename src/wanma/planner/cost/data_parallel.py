@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from wanma.job.plan.plan import Plan
 from wanma.planner.cost.decoder_layers import FrameworkTraits
-from wanma.planner.cost.gradient_collectives import GradientCollectives
+from wanma.planner.cost.gradient_collectives import (
+    GradientCollectives,
+    all_reduce_cost_algorithm,
+    gradient_element_bytes,
+)
 from wanma.planner.cost.offload import (
     OffloadTransfers,
     gradient_transfer_seconds,
@@ -19,7 +23,6 @@ from wanma.planner.cost.offload import (
     weight_transfer_seconds,
 )
 from wanma.planner.hardware_model.collective_time import (
-    Algorithm,
     RankGroup,
     all_gather_seconds,
     leaves_innermost_level,
@@ -53,9 +56,10 @@ class DataParallelCost:
         )
         """Share of the parameters that a step casts, and gathers once; frozen ones are stored in compute
         precision."""
-        self.gradient_bytes = framework.gradient_bytes * self.trainable_share
+        self.gradient_element_bytes = gradient_element_bytes(plan, framework.gradient_bytes)
+        self.gradient_bytes = self.gradient_element_bytes * self.trainable_share
         """Bytes per parameter of a gradient, as it is reduced without compression."""
-        self.gradient_collectives = GradientCollectives(plan, hardware, float(framework.gradient_bytes))
+        self.gradient_collectives = GradientCollectives(plan, hardware, self.gradient_element_bytes)
         self.weight_bytes = ELEMENT_BYTES[plan.precision]
         """Bytes per parameter of a weight, as it is gathered to be computed with."""
         self.reduces_per_block = reduces_per_block(plan)
@@ -78,7 +82,7 @@ class DataParallelCost:
         next block is gathered while one computes; a pipeline keeps blocks gathered. With sharded gradients
         (ZeRO-2) a block's gradients are reduced as well, but its parameters stay unsharded within a step.
         """
-        gather, reduce = self._block_seconds(parameters)
+        gather, reduce = self.block_seconds(parameters)
         if not self.overlaps_compute:
             return gather, gather + reduce
         return exposed_seconds(gather, forward), exposed_seconds(gather + reduce, backward)
@@ -90,7 +94,7 @@ class DataParallelCost:
         program = self.hardware.program
         return program.parameters_seconds if self.reshards_after_forward else program.gradients_seconds
 
-    def _block_seconds(self, parameters: float) -> tuple[float, float]:
+    def block_seconds(self, parameters: float) -> tuple[float, float]:
         """Return (gather, reduce) seconds of one block, including buffer copies on a CPU."""
         if parameters not in self._seconds_by_size:
             self._seconds_by_size[parameters] = self._exchange_seconds(parameters)
@@ -125,7 +129,7 @@ class DataParallelCost:
         `activation_bytes` of activations to the device and back; see `cost.offload`. Activations of layers
         that are no blocks stay on the device.
         """
-        gather, reduce = self._block_seconds(parameters)
+        gather, reduce = self.block_seconds(parameters)
         copies = self._offload_transfers(parameters, activation_bytes if is_block else 0.0, micro_batches)
         if not self.overlaps_compute:
             weights = parameters / self.plan.tp * self.weight_bytes
@@ -197,7 +201,7 @@ class DataParallelCost:
     def _copy_in_seconds(self, unsharded_elements: float) -> float:
         """Return the seconds of copying gradients into the buffer that is reduced."""
         traffic = (
-            unsharded_elements * self.trainable_share * (self.weight_bytes + self.framework.gradient_bytes)
+            unsharded_elements * self.trainable_share * (self.weight_bytes + self.gradient_element_bytes)
         )
         return memory_bound_seconds(self.hardware.chip, traffic, 1 if traffic else 0)
 
@@ -241,15 +245,6 @@ class DataParallelCost:
             )
         return memory_bound_seconds(self.hardware.chip, gradients * traffic, kernels)
 
-    def _algorithm(self) -> Algorithm | None:
-        """Return the algorithm of the replicas' all-reduce; None: the fastest, as NCCL chooses.
-
-        On CPUs it is Gloo's ring, or the hierarchical algorithm of wanma.
-        """
-        if self.overlaps_compute or not leaves_innermost_level(self.hardware, self.replicas):
-            return None
-        return "hierarchical" if self.plan.hierarchical and self.plan.computes_on_master_weights else "ring"
-
     def reduce_gather_per_step(self, parameters: float) -> tuple[float, float]:
         """Return (reduce, gather) seconds, once a step, of a rank's gradients and updated weights.
 
@@ -257,7 +252,8 @@ class DataParallelCost:
         """
         unsharded = parameters / self.plan.tp
         sharded = unsharded * self.trainable_share / self.shards.size
-        reduce = self.gradient_collectives.all_reduce(self.replicas, sharded, self._algorithm())
+        algorithm = all_reduce_cost_algorithm(self.plan, self.hardware, self.replicas)
+        reduce = self.gradient_collectives.all_reduce(self.replicas, sharded, algorithm)
         rounding = 0.0
         if self.has_shared_memory_weights and self.weight_bytes < 4.0:
             parts = unsharded * self.cast_share / self.shards.size

@@ -7,7 +7,9 @@ of the plan matches. Pure functions, without torch.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from wanma.collectives.compression.compression_traits import (
     COMPRESSION_TRAITS,
@@ -16,7 +18,7 @@ from wanma.collectives.compression.compression_traits import (
     MAX_SLICE_ELEMENTS,
 )
 from wanma.job.plan.plan import Plan
-from wanma.job.sections.parallel import Compression
+from wanma.job.sections.parallel import AllReduceAlgorithm, Compression
 from wanma.planner.cost.compression_cost import COMPRESSION_COSTS
 from wanma.planner.hardware_model.collective_time import (
     Algorithm,
@@ -51,8 +53,8 @@ class GradientCollectives:
         """Return the seconds until every rank has the sum of all `elements`.
 
         Args:
-            algorithm: algorithm for uncompressed gradients; None: the fastest. With "hierarchical",
-                compressed gradients are exchanged only between nodes.
+            algorithm: algorithm for uncompressed gradients; None: the fastest of a library's. With
+                "message_hierarchical", compressed gradients are exchanged only between nodes.
         """
         kind, machine = self._kind(), self.hardware
         if group.size == 1 or not elements:
@@ -60,7 +62,7 @@ class GradientCollectives:
         if kind == "none":
             return all_reduce_seconds(machine, group, elements * self.uncompressed_element_bytes, algorithm)
         local_size = group.members_within(machine.links[0], machine.device_count)
-        by_machines = algorithm == "hierarchical" and 1 < local_size < group.size
+        by_machines = algorithm == "message_hierarchical" and 1 < local_size < group.size
         splits_by_node = by_machines and not COMPRESSION_TRAITS[kind].is_low_rank
         is_chunked = COMPRESSION_COSTS[kind].exchange == "all_to_all_and_all_gather" or splits_by_node
         parts = self._message_count(elements, is_chunked=is_chunked)
@@ -173,6 +175,40 @@ class GradientCollectives:
         return memory_bound_seconds(self.hardware.chip, elements * traffic, cost.kernels)
 
 
+MESSAGE_ALGORITHMS: Mapping[AllReduceAlgorithm, Algorithm] = MappingProxyType(
+    {
+        "ring": "message_ring",
+        "tree": "message_tree",
+        "halving_doubling": "message_halving_doubling",
+        "hierarchical": "message_hierarchical",
+    }
+)
+"""Cost models of the algorithms of `collectives.algorithms`, by the plan's name."""
+
+
+def all_reduce_cost_algorithm(plan: Plan, hardware: HardwareModel, replicas: RankGroup) -> Algorithm | None:
+    """Return the cost model of the plan's all-reduce over `replicas`; None: the fastest of a library's.
+
+    On CPUs it is one of wanma's algorithms, the ring of Gloo between nodes, or what was measured within one.
+    """
+    if plan.device != "cpu":
+        return plan.all_reduce if plan.all_reduce in ("ring", "tree") else None
+    is_between_nodes = leaves_innermost_level(hardware, replicas)
+    if plan.all_reduces_by_messages and (is_between_nodes or plan.all_reduce != "hierarchical"):
+        return MESSAGE_ALGORITHMS[plan.all_reduce]
+    return "gloo_ring" if is_between_nodes else None
+
+
+def gradient_element_bytes(plan: Plan, framework_bytes: float = 4.0) -> float:
+    """Return the bytes of a gradient's element as it is reduced without compression.
+
+    Args:
+        plan: the plan.
+        framework_bytes: bytes in precisions below fp64, `FrameworkTraits.gradient_bytes`; wanma's own are 4.
+    """
+    return 8.0 if plan.precision == "fp64" else framework_bytes
+
+
 def error_feedback_bytes(plan: Plan, unsharded_elements: float, sharded_elements: float) -> float:
     """Return the bytes of error feedback on one rank.
 
@@ -200,7 +236,7 @@ def reduction_sent_bytes(plan: Plan, unsharded_elements: float) -> tuple[float, 
         else (plan.replicate_group_size, unsharded_elements / plan.shard_group_size)
     )
     sent_elements = (ranks - 1) / ranks * elements  # once; an all-reduce sends it twice
-    plain = (1 if scatters else 2) * 4.0 * sent_elements
+    plain = (1 if scatters else 2) * gradient_element_bytes(plan) * sent_elements
     if plan.compression == "none":
         return plain, plain
     cost = COMPRESSION_COSTS[plan.compression]

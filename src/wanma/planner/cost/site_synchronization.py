@@ -12,6 +12,7 @@ from wanma.job.sections.parallel import OuterCompression
 from wanma.planner.cost.compression_cost import COMPRESSION_COSTS
 from wanma.planner.cost.data_parallel import OVERLAP_SLOWDOWN
 from wanma.planner.cost.decoder_layers import FrameworkTraits
+from wanma.planner.cost.gradient_collectives import gradient_element_bytes
 from wanma.planner.hardware_model.collective_time import RankGroup, all_gather_seconds, all_reduce_seconds
 from wanma.planner.hardware_model.model import HardwareModel
 from wanma.planner.hardware_model.operator_time import memory_bound_seconds
@@ -92,7 +93,7 @@ def site_sent_bytes(
         return 0.0
     exchanged = _exchanged_parameters(plan, framework, parameters, trainable_share)
     if not synchronization.has_local_weights:
-        return exchanged * framework.gradient_bytes
+        return exchanged * gradient_element_bytes(plan, framework.gradient_bytes)
     return exchanged / synchronization.fragments * wire_element_bytes(plan, synchronization.compression)
 
 

@@ -99,32 +99,6 @@ class StepComponents:
         return exposed_seconds(self.reduce_seconds, backward), exposed_seconds(self.gather_seconds, forward)
 
 
-def step_time_of_stages(
-    stages: Sequence[StageLayers],
-    plan: Plan,
-    micro_batches: int,
-    hardware: HardwareModel,
-    framework: FrameworkTraits,
-    *,
-    stage_send_seconds: float = 0.0,
-    in_flight: int | None = None,
-    trainable_share: float = 1.0,
-) -> StepTime:
-    """Return the forecast of one optimizer step; arguments and errors as in `build_step_components`."""
-    return assemble_step_time(
-        build_step_components(
-            stages,
-            plan,
-            micro_batches,
-            hardware,
-            framework,
-            stage_send_seconds=stage_send_seconds,
-            in_flight=in_flight,
-            trainable_share=trainable_share,
-        )
-    )
-
-
 def build_step_components(
     stages: Sequence[StageLayers],
     plan: Plan,

@@ -8,6 +8,7 @@ split counts: `tp` splits the products of blocks and exchanges their outputs, `c
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 
 from wanma.job.forecast.forecast import LayerWorkload, StepTime, Workload
 from wanma.job.forecast.operators import Attention, Matmul, Operator
@@ -187,7 +188,10 @@ class _LayerTimer:
 
     def seconds(self, operator: Operator) -> float:
         """Return the seconds of all kernels of an operator."""
-        elements = operator.elements_per_sample * self.samples + operator.fixed_elements / self.tp
+        elements = operator.elements_per_sample * self.samples
+        if operator.matmul is not None:
+            elements *= _split_elements_share(operator.matmul, self.tp)
+        elements += operator.fixed_elements / self.tp
         if operator.matmul is not None:
             return self._matmul_seconds(operator, operator.matmul, elements)
         if operator.attention is not None:
@@ -259,6 +263,24 @@ class _LayerTimer:
             efficiency=self.framework.attention_efficiency,
             precision=self.plan.precision,
         )
+
+
+def _split_elements_share(product: Matmul, tp: int) -> float:
+    """Return the share of a product's elements that one of `tp` ranks moves, of those that grow with samples.
+
+    The ranks split the columns, n, or the rows where the samples are the columns: one operand is whole on
+    each rank, and of the other and of the result each has a part.
+    """
+    split = "m" if product.batch_dimension == "n" else "n"
+    operands = [
+        (names, float(prod(getattr(product, name) for name in names)))
+        for names in (("m", "k"), ("k", "n"), ("m", "n"))
+        if product.batch_dimension in (*names, "count")
+    ]
+    total = sum(elements for _, elements in operands)
+    if not total:
+        return 1.0
+    return sum(elements / (tp if split in names else 1) for names, elements in operands) / total
 
 
 _TENSOR_CORE_PRECISIONS = ("tf32", "bf16", "fp16", "fp8", "nvfp4")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
-from wanma.planner.explain.what_if import with_device_count
+from wanma.planner.explain.what_if import nodes_of_ranks
 from wanma.planner.search.result import Candidate, SearchResult
 
 MAX_POINTS = 24
@@ -25,6 +25,12 @@ class ScalingPoint:
     """Reason why there is no plan; empty where there is one."""
     efficiency: float | None = None
     """Samples per second and device, as a share of those at the first point that has a plan."""
+
+
+def scaling_unit(points: Iterable[ScalingPoint]) -> str:
+    """Return the unit of the counts: devices, or nodes whose CPUs train."""
+    plans = [point.best.plan for point in points if point.best is not None]
+    return "nodes" if plans and all(plan.device == "cpu" for plan in plans) else "devices"
 
 
 def parse_device_range(text: str) -> list[int]:
@@ -58,13 +64,15 @@ def scaling_curve(
 ) -> tuple[ScalingPoint, ...]:
     """Find the best plan by `search_plans` on the nodes that make each of `device_counts` devices.
 
+    A node without accelerators is one device.
+
     A count that fills no whole nodes, or on which nothing fits, gives a point without a plan.
     """
     points = []
     per_device = None
     for count in device_counts:
         try:
-            search_result = search_plans(with_device_count(cluster, count))
+            search_result = search_plans(nodes_of_ranks(cluster, count))
         except JobError as error:
             points.append(ScalingPoint(count, None, error.message))
             continue

@@ -87,6 +87,33 @@ def parse_changes(text: str) -> dict[str, str]:
     return changes
 
 
+def nodes_of_ranks(cluster: Cluster, count: int, ranks_per_cpu_node: int = 1) -> Cluster:
+    """Return the nodes of `cluster` that `count` ranks take: one for each accelerator, or CPU nodes.
+
+    Args:
+        cluster: nodes, of which as many are taken as needed.
+        count: number of ranks.
+        ranks_per_cpu_node: ranks on each node without accelerators.
+
+    Raises:
+        JobError: the ranks fill no whole nodes, or nodes without accelerators are of several kinds.
+    """
+    if all(node.devices for node in cluster.nodes):
+        return with_device_count(cluster, count)
+    if len(cluster.nodes) > 1:
+        raise JobError(
+            "a scaling over CPUs needs nodes of one kind", "describe one kind of node in the cluster file"
+        )
+    (node,) = cluster.nodes
+    nodes, remainder = divmod(count, ranks_per_cpu_node)
+    if nodes and remainder:
+        raise JobError(
+            f"{count:,} ranks fill no whole nodes of {ranks_per_cpu_node}",
+            f"give a multiple of {ranks_per_cpu_node}",
+        )
+    return replace(cluster, nodes=(replace(node, count=max(nodes, 1)),))
+
+
 def with_device_count(cluster: Cluster, count: int) -> Cluster:
     """Return `cluster` with `count` devices in all: more or fewer nodes, node groups in proportion.
 

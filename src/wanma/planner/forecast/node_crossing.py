@@ -38,7 +38,8 @@ def node_crossing_reasons(
         problem: the planning problem.
         plan: the plan.
         step: forecast of the plan's step.
-        single_node_step: forecast of the same step with all ranks on one node (`with_single_node_links`).
+        single_node_step: forecast of the same step with all ranks on one node (`with_single_node_links`);
+            None: the nodes have one rank each.
     """
     text = node_crossing_reason(plan, problem.job.cluster.nodes)
     if text is None:

@@ -28,6 +28,7 @@ from wanma.planner.cost.traced_module import (
     module_model_cost,
     module_stage_send_seconds,
 )
+from wanma.planner.forecast.data_feed import data_feed_reasons, forecast_data_feed
 from wanma.planner.forecast.goodput import forecast_goodput
 from wanma.planner.forecast.node_crossing import (
     node_crossing_reason,
@@ -38,6 +39,7 @@ from wanma.planner.forecast.offloaded_activations import with_activation_bytes
 from wanma.planner.forecast.problem import PlanningProblem
 from wanma.planner.forecast.run_cost import MIN_GOODPUT, run_cost
 from wanma.planner.forecast.step_overhead import step_overhead
+from wanma.planner.forecast.text_preparation import forecast_preparation, preparation_reasons
 from wanma.planner.memory.in_memory_checkpoints import in_memory_checkpoint_bytes
 from wanma.planner.memory.memory_table import build_memory_table
 from wanma.planner.memory.model_states import optimizer_rule
@@ -235,6 +237,9 @@ def with_step_time(
     problem: PlanningProblem, plan: Plan, memory_forecast: Forecast, step: StepTime | None
 ) -> Forecast:
     """Return `memory_forecast` with a step time and the figures that follow from it."""
+    preparation = forecast_preparation(
+        problem.workload.preparation, problem.cluster.nodes[0], plan.world_size
+    )
     if step is None:
         crosses = node_crossing_reasons(problem, plan, None, None)
         time_reasons = (
@@ -242,19 +247,29 @@ def with_step_time(
             *synchronization_reasons(problem, plan, None),
             time_unavailable_reason(problem, plan) or "",
         )
-        return replace(memory_forecast, reasons=(*memory_forecast.reasons, *time_reasons))
+        reasons = (
+            *memory_forecast.reasons,
+            *preparation_reasons(problem.workload.preparation, preparation),
+            *time_reasons,
+        )
+        return replace(memory_forecast, preparation=preparation, reasons=reasons)
     flops = problem.workload.flops_per_sample * problem.global_batch
     peak = problem.peak_flops_per_second("fp8" if plan.fp8 else plan.precision)
     run = run_cost(problem, plan, step)
+    feed = forecast_data_feed(problem, plan, step)
     return replace(
         memory_forecast,
         step=step,
+        data_feed=feed,
+        preparation=preparation,
         samples_per_second=problem.global_batch / step.seconds,
         model_flops_utilisation=flops / step.seconds / (plan.world_size * peak),
         run=run,
         reasons=(
             *memory_forecast.reasons,
             step_time_text(step),
+            *data_feed_reasons(feed),
+            *preparation_reasons(problem.workload.preparation, preparation),
             *_node_crossing_reasons(problem, plan, step),
             *compression_reason(plan, problem.workload.parameters * trainable_share(problem)),
             *synchronization_reasons(problem, plan, step),
@@ -269,9 +284,9 @@ def _node_crossing_reasons(problem: PlanningProblem, plan: Plan, step: StepTime)
     """Return the reason that tensor-parallel groups span nodes, with its cost; empty where none does."""
     if node_crossing_reason(plan, problem.job.cluster.nodes) is None:
         return []
-    return node_crossing_reasons(
-        problem, plan, step, forecast_step_time(with_single_node_links(problem), plan)
-    )
+    has_node_links = problem.hardware.links[0].devices > 1
+    single_node_step = forecast_step_time(with_single_node_links(problem), plan) if has_node_links else None
+    return node_crossing_reasons(problem, plan, step, single_node_step)
 
 
 def unbounded_run_reason(problem: PlanningProblem, plan: Plan, step: StepTime) -> str:

@@ -133,7 +133,9 @@ def build_problem(
     memory_bytes: float = min(
         (device.memory_bytes for device in node.devices), default=node.memory_bytes // ranks
     )
-    machine = build_hardware_model(machines, calibration=calibration, ranks=ranks)
+    machine = build_hardware_model(
+        machines, calibration=calibration, ranks=ranks, threads=job.cluster.threads_per_rank
+    )
     update = optimizer_cost_of(job.train, workload, dimensions)
     state_bytes = 4.0 * optimizer_state_elements(workload, job.train)
     in_files = (4.0 * workload.parameters + state_bytes) / job.cluster.nodes

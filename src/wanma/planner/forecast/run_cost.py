@@ -65,6 +65,10 @@ class DeviceActivity:
         return busy + COMMUNICATION_POWER_SHARE * self.communication + IDLE_POWER_SHARE * self.idle
 
 
+FULL_LOAD = DeviceActivity(matmul=1.0, memory_bound=0.0, communication=0.0, idle=0.0)
+"""Activity at which a device draws the most power."""
+
+
 def run_cost(problem: PlanningProblem, plan: Plan, step: StepTime) -> RunCost | None:
     """Forecast duration, energy and price of the job's run; None for a goodput below `MIN_GOODPUT`.
 

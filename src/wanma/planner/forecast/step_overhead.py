@@ -16,17 +16,10 @@ import numpy.typing as npt
 from wanma.job.plan.plan import Plan
 from wanma.planner.cost.gradient_collectives import error_feedback_bytes
 from wanma.planner.cost.offload import master_weight_bytes
+from wanma.planner.forecast.data_loading import load_cost
 from wanma.planner.forecast.problem import PlanningProblem
 from wanma.planner.memory.model_states import optimizer_state_elements, weight_bytes
 
-MICRO_BATCH_LOAD_SECONDS = 250e-6
-"""Seconds of a loader thread per micro-batch, whatever its size: locating its samples."""
-TOKEN_LOAD_SECONDS = 8e-9
-"""Seconds of a loader thread per token: read of a mapped file, cast to 64 bits, copy to input and target."""
-PIXEL_LOAD_SECONDS = 2.5e-9
-"""Seconds of a loader thread per number of an image: cast to 32 bits, shift and scale."""
-STORED_ELEMENT_BYTES = {"tokens": 4.0, "images": 1.0}
-"""Bytes of a token or a pixel in its file, all of which count as read from disk."""
 HANDOFF_SECONDS = 100e-6
 """Seconds to take a loaded step from the loader and request the next one."""
 
@@ -44,7 +37,8 @@ class StepOverhead:
     """Overheads of a step under one plan, independent of the step's own time."""
 
     load_seconds: float
-    """Seconds to read a step's samples in the background, divided by the steps that are loaded at once."""
+    """Seconds to read a step's samples on the node in the background, divided by what works on them at once.
+    """
     handoff_seconds: float
     """Seconds to take the samples from the loader, while training waits."""
     checkpoint_copy_seconds: float
@@ -57,10 +51,16 @@ class StepOverhead:
     """Steps from one save to the next; 0: only at the end."""
     saves_at_last_step: bool
     """True if the last step saves anyway."""
+    store_load_seconds: float = 0.0
+    """As `load_seconds`, for samples that come from a store."""
+    store_share: float = 0.0
+    """Share of the steps whose samples come from a store, 0 .. 1."""
 
     def loading_stall(self, step_seconds: float) -> float:
-        """Return the seconds for which a step of `step_seconds` waits for data."""
-        return self.handoff_seconds + max(0.0, self.load_seconds - step_seconds)
+        """Return the seconds for which a step of `step_seconds` waits for data, mean over the run."""
+        local = max(0.0, self.load_seconds - step_seconds)
+        from_store = max(0.0, self.store_load_seconds - step_seconds)
+        return self.handoff_seconds + (1 - self.store_share) * local + self.store_share * from_store
 
     def checkpoint_stall(self, step_seconds: float) -> float:
         """Return the share of saves in a step of `step_seconds`, in seconds.
@@ -77,7 +77,11 @@ class StepOverhead:
 
     def with_stalls(self, step_seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return seconds of steps with both overheads; monotonic in the steps' own time."""
-        seconds = np.maximum(step_seconds, self.load_seconds) + self.handoff_seconds
+        seconds = np.maximum(step_seconds, self.load_seconds)
+        if self.store_share:
+            from_store = np.maximum(step_seconds, self.store_load_seconds)
+            seconds = (1 - self.store_share) * seconds + self.store_share * from_store
+        seconds = seconds + self.handoff_seconds
         if self.checkpoint_every_steps:
             save_seconds = self.checkpoint_copy_seconds + self.hash_slowdown_seconds
             seconds = (
@@ -102,35 +106,18 @@ def step_overhead(problem: PlanningProblem, plan: Plan) -> StepOverhead:
     hashed = size / HASH_BYTES_PER_SECOND / plan.threads_per_rank if plan.device == "cpu" else 0.0
     due = interval if interval <= train.steps else 0
     is_last_due = due > 0 and train.steps % due == 0
-    load = _load_seconds(problem, plan)
-    return StepOverhead(load, HANDOFF_SECONDS, copied, written, hashed, due, is_last_due)
-
-
-def _load_seconds(problem: PlanningProblem, plan: Plan) -> float:
-    """Return the seconds to load a step's samples in the background, divided by the steps loaded at once.
-
-    All ranks of a data rank load the same samples. The cost of a user's own data set is unknown and counts as
-    0.
-    """
-    data = problem.job.data
-    if data.factory is not None:
-        return 0.0
-    input_elements = problem.workload.input_elements_per_sample
-    if input_elements is None:
-        number, item_seconds, stored = (
-            problem.sequence_length + 1.0,
-            TOKEN_LOAD_SECONDS,
-            STORED_ELEMENT_BYTES["tokens"],
-        )
-    else:
-        number, item_seconds, stored = input_elements, PIXEL_LOAD_SECONDS, STORED_ELEMENT_BYTES["images"]
-    item_seconds += stored / problem.hardware.host.disk_bytes_per_second
-    parallel_loads = min(data.workers, data.prefetch)
-    micro_batches, samples = (
-        plan.gradient_accumulation_steps(problem.global_batch),
-        plan.max_rows_per_data_rank(problem.global_batch),
+    load = load_cost(problem, plan)
+    return StepOverhead(
+        load.local_seconds,
+        HANDOFF_SECONDS,
+        copied,
+        written,
+        hashed,
+        due,
+        is_last_due,
+        load.store_seconds,
+        load.store_share,
     )
-    return (micro_batches * MICRO_BATCH_LOAD_SECONDS + samples * number * item_seconds) / parallel_loads
 
 
 def _checkpoint_bytes(problem: PlanningProblem, plan: Plan) -> float:

@@ -67,7 +67,7 @@ def build_hardware_model(
             machine = _accelerator_hardware(node) if node.devices else _cpu_hardware(node, ranks, threads)
         known = replace(
             machine,
-            links=_merged_levels([*machine.links, *_inter_node_links(node, ranks_per_node)]),
+            links=_node_and_network_levels(machine.links, _inter_node_links(node, ranks_per_node)),
             assumed=(*machine.assumed, *_placement_assumptions(node)),
             host=build_host_model(node, ranks_per_node) if machine.host.doubt else machine.host,
         )
@@ -327,7 +327,7 @@ _CPU_FRAMEWORK_OVERHEAD = FrameworkOverhead(
     300 * _CPU_OPERATOR_SECONDS,
 )
 """Framework overhead in operator times: per kernel, and per block that is split or sharded, from calibrations
-of a Xeon of 2 cores (docs/results/planner-real.json)."""
+of a Xeon of 2 cores (2026-11-23)."""
 _SHARED_MEMORY_START_SECONDS = 20e-6
 _SHARED_MEMORY_STEP_SECONDS = 15e-6
 _SHARED_MEMORY_BYTES_PER_SECOND = 4.4e9
@@ -402,6 +402,19 @@ def _link_level(level: InterconnectLevel, devices: int, share: float, step_facto
     """Return the link level with the attained share of a level's rate."""
     rate = level.bandwidth_bytes_per_second * share
     return LinkLevel(devices, level.latency_seconds * step_factor, rate, HALF_RATE_BYTES)
+
+
+def _node_and_network_levels(
+    node_links: Sequence[LinkLevel], network: Sequence[LinkLevel]
+) -> tuple[LinkLevel, ...]:
+    """Return the levels of a node and of the network, merged; the innermost is always the node's.
+
+    A node of one rank has a level of one device, which no group uses: its ranks reach others only over the
+    network.
+    """
+    merged = _merged_levels([*node_links, *network])
+    is_single = node_links[-1].devices == 1
+    return (node_links[0], *merged) if is_single and merged[-1].devices > 1 else merged
 
 
 def _merged_levels(links: Sequence[LinkLevel]) -> tuple[LinkLevel, ...]:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from wanma.job.errors import WanmaError
 from wanma.job.run.run_directory import write_json
+from wanma.job.run.user_cache import user_cache_folder
 from wanma.planner.hardware_model.model import (
     AttentionCurve,
     DeviceModel,
@@ -225,8 +226,7 @@ class Calibration:
 
 def calibration_file(environment: Mapping[str, str] = os.environ) -> Path:
     """Return the path of this node's calibration: `wanma/calibration.json` in the user's cache folder."""
-    cache = environment.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "wanma" / "calibration.json"
+    return user_cache_folder(environment) / "calibration.json"
 
 
 def load_calibration(path: Path | None = None) -> Calibration:

@@ -10,13 +10,31 @@ whole buffer for a gather or scatter, twice that for an all-reduce.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
+from wanma.planner.hardware_model.link_levels import (
+    LevelSizes,
+    link_share,
+    ring_all_reduce_seconds,
+    ring_seconds,
+)
+from wanma.planner.hardware_model.message_all_reduce_time import MESSAGE_ALL_REDUCES
 from wanma.planner.hardware_model.model import HardwareModel, LinkLevel
 
-Algorithm = Literal["ring", "tree", "hierarchical"]
+Algorithm = Literal[
+    "ring",
+    "tree",
+    "hierarchical",
+    "gloo_ring",
+    "message_ring",
+    "message_tree",
+    "message_halving_doubling",
+    "message_hierarchical",
+]
+"""Algorithm of an all-reduce: NCCL's, which sends a buffer in many pieces at once, or Gloo's ring and those
+of `collectives.algorithms`, whose steps wait for each other."""
 
 
 @dataclass(frozen=True)
@@ -74,15 +92,17 @@ def all_reduce_seconds(
 
     Args:
         buffer_bytes: bytes of one member's buffer.
-        algorithm: algorithm of the all-reduce; None: the fastest, as libraries choose by size.
+        algorithm: algorithm of the all-reduce; None: the fastest of a library's, as these choose by size.
         concurrent_dimensions: number of mesh dimensions whose collectives use the outermost links at the
             same time.
     """
     if group.size == 1 or buffer_bytes <= 0:
         return 0.0
+    if algorithm in MESSAGE_ALL_REDUCES and not leaves_innermost_level(hardware, group):
+        hardware = _links_of_messages(hardware)
     widths = _level_sizes(hardware, _levels(hardware, group), group)
     if algorithm is not None:
-        return hardware.start_seconds + _ALL_REDUCE[algorithm](
+        return hardware.start_seconds + {**_ALL_REDUCE, **MESSAGE_ALL_REDUCES}[algorithm](
             hardware, widths, buffer_bytes, concurrent_dimensions
         )
     return hardware.start_seconds + min(
@@ -113,7 +133,7 @@ def all_gather_seconds(
     hardware = hardware.for_collective(collective)
     widths = _level_sizes(hardware, _levels(hardware, group), group)
     return hardware.start_seconds + min(
-        _ring(hardware, widths, total_bytes, concurrent_dimensions),
+        ring_seconds(hardware, widths, total_bytes, concurrent_dimensions),
         _hierarchical_gather(hardware, widths, total_bytes, concurrent_dimensions),
     )
 
@@ -145,9 +165,7 @@ def all_to_all_seconds(
         level_bytes = sent_bytes * (outer - inner) / group.size
         slowest = max(
             slowest,
-            link.transfer_seconds(
-                level_bytes, sent_bytes, _link_share(link, hardware, concurrent_dimensions)
-            ),
+            link.transfer_seconds(level_bytes, sent_bytes, link_share(link, hardware, concurrent_dimensions)),
         )
         inner = outer
     return hardware.start_seconds + _all_to_all_latency(levels, group) + slowest
@@ -183,7 +201,7 @@ def deduplicated_dispatch_seconds(
         slowest = max(
             slowest,
             link.transfer_seconds(
-                level_bytes, token_bytes, _link_share(link, hardware, concurrent_dimensions)
+                level_bytes, token_bytes, link_share(link, hardware, concurrent_dimensions)
             ),
         )
         inner = outer
@@ -202,7 +220,7 @@ def send_seconds(
         hardware.start_seconds
         + link.latency_seconds
         + link.transfer_seconds(
-            message_bytes, message_bytes, _link_share(link, hardware, concurrent_dimensions)
+            message_bytes, message_bytes, link_share(link, hardware, concurrent_dimensions)
         )
     )
 
@@ -241,11 +259,7 @@ def _levels(hardware: HardwareModel, group: RankGroup) -> list[LinkLevel]:
     return used
 
 
-_LevelSizes = list[tuple[LinkLevel, int]]
-"""Link levels, each with the number of members that reach each other within it."""
-
-
-def _level_sizes(hardware: HardwareModel, levels: list[LinkLevel], group: RankGroup) -> _LevelSizes:
+def _level_sizes(hardware: HardwareModel, levels: list[LinkLevel], group: RankGroup) -> LevelSizes:
     """Return each level with the number of members that reach each other within it."""
     return [
         (link, group.size if number == len(levels) - 1 else group.members_within(link, hardware.device_count))
@@ -253,33 +267,8 @@ def _level_sizes(hardware: HardwareModel, levels: list[LinkLevel], group: RankGr
     ]
 
 
-def _link_share(link: LinkLevel, hardware: HardwareModel, concurrent_dimensions: int) -> float:
-    """Return the share of a link that one mesh dimension has; all of it in the innermost level."""
-    return (
-        1.0 if link is hardware.links[0] and len(hardware.links) > 1 else 1.0 / max(concurrent_dimensions, 1)
-    )
-
-
-def _ring(
-    hardware: HardwareModel, level_sizes: _LevelSizes, total_bytes: float, concurrent_dimensions: int
-) -> float:
-    """Return the seconds of one pass of all parts around all members.
-
-    Each part leaves each unit of a level once, over the links of all members inside.
-    """
-    size = level_sizes[-1][1]
-    level_bytes = total_bytes * (size - 1) / size
-    slowest, latency, inner = 0.0, 0.0, 1
-    for link, outer in level_sizes:
-        share = inner * _link_share(link, hardware, concurrent_dimensions)
-        slowest = max(slowest, link.transfer_seconds(level_bytes, total_bytes, share))
-        latency += (math.ceil(outer / inner) - 1) * link.latency_seconds
-        inner = outer
-    return latency + slowest
-
-
 def _hierarchical_gather(
-    hardware: HardwareModel, level_sizes: _LevelSizes, total_bytes: float, concurrent_dimensions: int
+    hardware: HardwareModel, level_sizes: LevelSizes, total_bytes: float, concurrent_dimensions: int
 ) -> float:
     """Return the seconds of an all-gather by levels: each of a unit's `inner` members exchanges one part."""
     seconds, inner = 0.0, 1
@@ -287,20 +276,14 @@ def _hierarchical_gather(
         part = total_bytes / inner
         seconds += (math.ceil(outer / inner) - 1) * link.latency_seconds
         seconds += link.transfer_seconds(
-            part * (1 - inner / outer), part, _link_share(link, hardware, concurrent_dimensions)
+            part * (1 - inner / outer), part, link_share(link, hardware, concurrent_dimensions)
         )
         inner = outer
     return seconds
 
 
-def _ring_all_reduce(
-    hardware: HardwareModel, level_sizes: _LevelSizes, buffer_bytes: float, concurrent_dimensions: int
-) -> float:
-    return 2.0 * _ring(hardware, level_sizes, buffer_bytes, concurrent_dimensions)
-
-
 def _tree_all_reduce(
-    hardware: HardwareModel, level_sizes: _LevelSizes, buffer_bytes: float, concurrent_dimensions: int
+    hardware: HardwareModel, level_sizes: LevelSizes, buffer_bytes: float, concurrent_dimensions: int
 ) -> float:
     """Return the seconds of two binary trees, each up and down with half the buffer (Sanders et al. 2009).
 
@@ -311,7 +294,7 @@ def _tree_all_reduce(
         slowest = max(
             slowest,
             link.transfer_seconds(
-                buffer_bytes, buffer_bytes, inner * _link_share(link, hardware, concurrent_dimensions)
+                buffer_bytes, buffer_bytes, inner * link_share(link, hardware, concurrent_dimensions)
             ),
         )
         latency += math.ceil(math.log2(max(outer / inner, 1.0))) * link.latency_seconds
@@ -320,10 +303,23 @@ def _tree_all_reduce(
 
 
 def _hierarchical_all_reduce(
-    hardware: HardwareModel, level_sizes: _LevelSizes, buffer_bytes: float, concurrent_dimensions: int
+    hardware: HardwareModel, level_sizes: LevelSizes, buffer_bytes: float, concurrent_dimensions: int
 ) -> float:
     """Return the seconds of scatter inside, reduce between the units, and gather inside."""
     return 2.0 * _hierarchical_gather(hardware, level_sizes, buffer_bytes, concurrent_dimensions)
 
 
-_ALL_REDUCE = {"ring": _ring_all_reduce, "tree": _tree_all_reduce, "hierarchical": _hierarchical_all_reduce}
+_ALL_REDUCE = {
+    "ring": ring_all_reduce_seconds,
+    "tree": _tree_all_reduce,
+    "hierarchical": _hierarchical_all_reduce,
+}
+
+
+def _links_of_messages(hardware: HardwareModel) -> HardwareModel:
+    """Return the hardware model with the links of a node as single messages use them, latency in one way."""
+    measured = hardware.for_collective("send")
+    if measured is hardware:
+        return hardware
+    links = (replace(link, latency_seconds=link.latency_seconds / 2) for link in measured.links)
+    return replace(measured, links=tuple(links))

@@ -175,6 +175,7 @@ class HardwareModel:
 
     chip: DeviceModel
     links: tuple[LinkLevel, ...]
+    """Link levels. The first is within a node, and has one device where a node of several has one."""
     dispatch_seconds: float = 12e-6
     """Seconds in which the host launches one kernel of an eager program."""
     start_seconds: float = 7e-6

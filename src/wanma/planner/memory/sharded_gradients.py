@@ -76,7 +76,7 @@ def _replicated_gradients(layout: StateLayout) -> GradientBytes:
     if plan.replicate_group_size == 1 or plan.compression_methods:
         return gradients
     bucket = min(all_gradients, plan.bucket_bytes)
-    if plan.hierarchical:  # received parts of a bucket wait to be added up
+    if plan.all_reduces_by_messages:  # received parts of a bucket wait to be added up
         return gradients._replace(all_gradients=all_gradients + 2 * bucket)
     if not layout.replicas_share_memory:
         return gradients._replace(all_gradients=all_gradients + bucket)

@@ -14,22 +14,32 @@ from wanma.hardware.discovery.cpu_peak import read_cpu_peak
 from wanma.hardware.native.cpp_compiler import NO_COMPILER_MESSAGE, find_cpp_compiler
 from wanma.job.cluster import Cluster
 from wanma.job.errors import EXIT_USAGE, WanmaError, missing_extra_error
+from wanma.job.forecast.data_feed import TextPreparation
 from wanma.job.forecast.forecast import Workload
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
 from wanma.models.config.dimensions import DecoderConfig
 from wanma.models.config.resolution import input_kind
 from wanma.models.workload.model_workload import resolve_section_decoder_config
+from wanma.planner.all_reduce_choice import nccl_switch_note
+from wanma.planner.forecast.data_feed import data_feed_text
 from wanma.planner.forecast.node_crossing import NODE_CROSSING_PREFIX, node_crossing_reason
 from wanma.planner.forecast.plan_forecast import custom_optimizer_reasons
 from wanma.planner.forecast.problem import PlanningInputs, mean_peak_flops
+from wanma.planner.forecast.text_preparation import (
+    MIN_TOLD_SECONDS,
+    forecast_preparation,
+    preparation_text,
+)
 from wanma.planner.hardware_model.calibration import load_calibration
 from wanma.planner.job_planner import PlanResult, build_layout, complete_plan, search_job_plan
 from wanma.planner.plan_search import time_search_unavailable_reason
 from wanma.planner.preparation.job_cluster import check_node_kind, run_cluster
 from wanma.planner.preparation.job_workload import WorkloadResult, read_model
+from wanma.planner.preparation.loader_workers import loader_workers, with_workers
 from wanma.planner.rules.capabilities import check_supported
 from wanma.planner.rules.unused_keys import unused_key_notes
+from wanma.torch_internals.versions import untried_version_note
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,8 @@ class PreparedJob:
     """Peak of one rank's device, in FLOP/s; None when it is neither measured nor published."""
     workload_unavailable_reason: str | None = None
     """Reason why the model could not be read."""
+    workers: int | None = None
+    """Loader threads of a rank; None: the plan is not complete, and those of the job hold."""
 
     @property
     def plan(self) -> Plan:
@@ -59,7 +71,12 @@ class PreparedJob:
             "parameters": workload.parameters if workload else None,
             "flops_per_sample": workload.flops_per_sample if workload else None,
             "peak_flops_per_second": self.peak_flops_per_second,
+            "loader_workers": self.workers,
         }
+
+    def resolve(self, job: Job) -> Job:
+        """Return the job as its ranks get it: with the number of loader threads."""
+        return job if self.workers is None else with_workers(job, self.workers)
 
 
 class InitialLayout(NamedTuple):
@@ -70,9 +87,17 @@ class InitialLayout(NamedTuple):
     """Plan whose mesh dimensions, device and threads are final."""
     plan_result: PlanResult | None = None
     """Complete plan, where a search has chosen it."""
+    world_size: int | None = None
+    """Number of ranks of an open layout; None: the planner chooses it."""
 
 
-def initial_layout(job: Job, *, custom_model: bool = False) -> InitialLayout:
+def initial_layout(
+    job: Job,
+    *,
+    custom_model: bool = False,
+    cluster: Cluster | None = None,
+    world_size: int | None = None,
+) -> InitialLayout:
     """Return the nodes, and the part of the plan that is known without the data.
 
     A CPU without a C++ compiler cannot compile: the plan then says so, and `notes` tells the user.
@@ -80,17 +105,19 @@ def initial_layout(job: Job, *, custom_model: bool = False) -> InitialLayout:
     Args:
         job: the job.
         custom_model: True if the user passes a model that `[model]` does not describe.
+        cluster: nodes of the run; default: this node, or `cluster.file`.
+        world_size: number of ranks of an open layout (`parallel = "auto"`); default: the planner's choice.
 
     Raises:
         JobError, WanmaError: the job's request cannot be met here.
     """
-    cluster = run_cluster(job)
+    cluster = cluster or run_cluster(job)
     planned = None
     if job.parallel.auto and not custom_model and input_kind(job.model) == "tokens":
         planned = search_by_time(
-            _without_missing_packages(job), cluster, job_workload(job), job_dimensions(job)
+            _without_missing_packages(job), cluster, job_workload(job), job_dimensions(job), _only(world_size)
         )
-    plan = planned.plan if planned is not None else build_layout(job, cluster)
+    plan = planned.plan if planned is not None else build_layout(job, cluster, world_size)
     if plan.compile and plan.device == "cpu" and find_cpp_compiler() is None:
         plan = replace(plan, compile=False)
         planned = None if planned is None else replace(planned, plan=plan)
@@ -98,7 +125,14 @@ def initial_layout(job: Job, *, custom_model: bool = False) -> InitialLayout:
         raise missing_extra_error("torchao", "fp8", "train.fp8")
     if job.checkpoint.upload is not None:
         check_url(job.checkpoint.upload, "checkpoint.upload")
-    return InitialLayout(cluster, plan, planned)
+    if job.cluster.claims is not None:
+        check_url(job.cluster.claims, "cluster.claims")
+    return InitialLayout(cluster, plan, planned, world_size)
+
+
+def _only(world_size: int | None) -> tuple[int, ...] | None:
+    """Return the world sizes to search; None: all."""
+    return None if world_size is None else (world_size,)
 
 
 def _without_missing_packages(job: Job) -> Job:
@@ -138,8 +172,13 @@ def search_by_time(
 
 
 def plan_notes(job: Job, plan_result: PlanResult) -> list[str]:
-    """Return the plan's notes to the user: options left out, reasons of automatic choices, unused keys."""
+    """Return the plan's notes to the user: options left out, reasons of automatic choices, unused keys.
+
+    A torch that is newer than any tried is named too.
+    """
     notes = [NO_COMPILER_MESSAGE] if job.parallel.compile and not plan_result.plan.compile else []
+    if (untried := untried_version_note()) is not None:
+        notes.insert(0, f"torch {untried}; wanma doctor compares layouts with it")
     chosen = job.parallel.auto or job.parallel.recompute == "auto"
     if (
         _without_missing_packages(job).parallel.allow != job.parallel.allow
@@ -155,7 +194,22 @@ def plan_notes(job: Job, plan_result: PlanResult) -> list[str]:
         notes += crosses
     elif (text := node_crossing_reason(plan_result.plan, job.cluster.nodes)) is not None:
         notes.append(text)
+    if (shortage := _data_shortage(plan_result)) is not None and shortage not in notes:
+        notes.append(shortage)
+    if (note := nccl_switch_note(plan_result.plan)) is not None and note not in notes:
+        notes.append(note)
     return notes + unused_key_notes(job, plan_result.plan)
+
+
+def note_level(note: str, plan_result: PlanResult) -> str:
+    """Return the level of a message with one of `plan_notes`: data that do not keep up are a warning."""
+    return "warning" if note == _data_shortage(plan_result) else "info"
+
+
+def _data_shortage(plan_result: PlanResult) -> str | None:
+    """Return the sentence about data that do not keep up with the devices; None where they do."""
+    feed = plan_result.forecast.data_feed if plan_result.forecast is not None else None
+    return data_feed_text(feed) if feed is not None and feed.share < 1 else None
 
 
 def prepare_job(
@@ -164,7 +218,9 @@ def prepare_job(
     *,
     objects: dict[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    announce: Callable[[str], None] | None = None,
     read_custom_model: bool = False,
+    is_submission: bool = False,
 ) -> PreparedJob:
     """Build missing token files, and complete the plan.
 
@@ -172,9 +228,11 @@ def prepare_job(
         job: the job.
         initial_layout: cluster and layout of the run.
         objects: model, data and optimizer that the user passed in Python.
-        progress: callback for the progress of building token files.
+        progress: callback for the progress of preparing data.
+        announce: callback with a sentence about a long preparation, before it begins.
         read_custom_model: read a user's own module also where no choice depends on its forecast: that
             imports it and opens its dataset here, where a run has no need of them.
+        is_submission: the nodes are elsewhere, so this one need not be of their kind.
 
     Raises:
         JobError, WanmaError: the data or model cannot be had, nothing fits, or the plan is forecast-only.
@@ -182,7 +240,7 @@ def prepare_job(
     objects = objects or {}
     if "data" not in objects:
         try:
-            prepare_job_data(job.data, progress)
+            prepare_job_data(job.data, progress, _announcer(initial_layout, announce))
         except WanmaError as error:
             error.exit_code = EXIT_USAGE  # nothing was started, whatever the error
             raise
@@ -194,9 +252,29 @@ def prepare_job(
     planned = _with_optimizer_reasons(
         complete_run_plan(job, initial_layout, read.workload), objects.get("optimizer")
     )
-    check_node_kind(job, planned.plan, initial_layout.cluster)
-    peak = peak_flops_per_second(planned.plan, initial_layout.cluster)
-    return PreparedJob(initial_layout.cluster, planned, read.workload, peak, read.reason)
+    if not is_submission:
+        check_node_kind(job, planned.plan, initial_layout.cluster)
+    cluster = initial_layout.cluster
+    peak = peak_flops_per_second(planned.plan, cluster)
+    workers = loader_workers(
+        job, planned.plan, cluster, planned.forecast, read.workload, has_own_data="data" in objects
+    )
+    return PreparedJob(cluster, planned, read.workload, peak, read.reason, workers)
+
+
+def _announcer(
+    layout: InitialLayout, announce: Callable[[str], None] | None
+) -> Callable[[TextPreparation], None] | None:
+    """Return the function that announces a text preparation which the user will notice."""
+    if announce is None:
+        return None
+
+    def tell(text: TextPreparation) -> None:
+        preparation = forecast_preparation(text, layout.cluster.nodes[0], layout.plan.world_size)
+        if preparation is not None and preparation.seconds >= MIN_TOLD_SECONDS:
+            announce(preparation_text(preparation))
+
+    return tell
 
 
 def _with_optimizer_reasons(plan_result: PlanResult, optimizer: Any) -> PlanResult:
@@ -214,10 +292,12 @@ def complete_run_plan(job: Job, initial_layout: InitialLayout, workload: Workloa
     Raises:
         JobError: nothing fits, or the plan is forecast-only.
     """
-    cluster, plan, planned = initial_layout
+    cluster, plan, planned, world_size = initial_layout
     dimensions = job_dimensions(job) if workload is not None else None
     if planned is None and job.parallel.auto:
-        planned = search_by_time(_without_missing_packages(job), cluster, workload, dimensions)
+        planned = search_by_time(
+            _without_missing_packages(job), cluster, workload, dimensions, _only(world_size)
+        )
     if planned is None:
         planned = complete_plan(job, plan, cluster, workload, dimensions, load_calibration())
     check_supported(job, planned.plan, cluster)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wanma.data.text.tokenizer import load_tokenizer
 from wanma.job.errors import WanmaError
+from wanma.job.forecast.data_feed import SampleLoading
 from wanma.job.forecast.forecast import Workload
 from wanma.job.sections.job import Job
 from wanma.models.config.resolution import input_kind
@@ -67,6 +68,8 @@ def read_model(job: Job, objects: dict[str, Any] | None = None) -> WorkloadResul
         precision=precision,
         parameter_groups=job.train.parameter_groups,
     )
+    if workload is not None:
+        workload = replace(workload, loading=data.sample_loading())
     return WorkloadResult(workload, None)
 
 
@@ -74,7 +77,7 @@ def _trace_custom_model(job: Job, objects: dict[str, Any]) -> WorkloadResult:
     """Trace a user's own module, given or made by a factory; failure to trace does not prevent training."""
     from wanma.models.structure.parameter_roles import is_frozen
 
-    inputs, keywords, targets = _inputs(job, objects)
+    inputs, keywords, targets, loading = _inputs(job, objects)
     model = objects["model"] if "model" in objects else _model_factory(job)
     try:
         workload = trace_module_workload(
@@ -88,6 +91,7 @@ def _trace_custom_model(job: Job, objects: dict[str, Any]) -> WorkloadResult:
         )
     except WanmaError as error:
         return WorkloadResult(None, f"no forecast for this model: {error.message}")
+    workload = replace(workload, loading=loading)
     if "model" in objects:  # training converts its batch normalization at the start
         from wanma.models.layers.batch_norm import find_sample_coupling_modules
 
@@ -106,19 +110,21 @@ def _model_factory(job: Job) -> Callable[[], nn.Module]:
     return spec.build_module
 
 
-def _inputs(job: Job, objects: dict[str, Any]) -> tuple[tuple[Tensor, ...], dict[str, Tensor], int]:
-    """Return positional and keyword arguments of the model for one sample, and its number of targets."""
+def _inputs(
+    job: Job, objects: dict[str, Any]
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor], int, SampleLoading | None]:
+    """Return positional and keyword arguments of the model for one sample, its targets, its loading cost."""
     import torch
 
-    has_dataset = "data" in objects or job.data.factory is not None
-    if not has_dataset and not job.data.images:
+    has_dataset = "data" in objects or job.data.has_factory
+    if not has_dataset and not job.data.has_images:
         length = job.data.sequence_length
         tokens = torch.zeros(1, length, dtype=torch.int64)
         masks = {"documents": tokens, "positions": tokens} if job.data.document_masks else {}
-        return (tokens,), masks, length
+        return (tokens,), masks, length, None
     data = _open(job, objects)
     batch = data.batch([0])
-    return batch.inputs, batch.keywords, data.targets_per_sample
+    return batch.inputs, batch.keywords, data.targets_per_sample, data.sample_loading()
 
 
 def _open(job: Job, objects: dict[str, Any]) -> BatchedDataset:

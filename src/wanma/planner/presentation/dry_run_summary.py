@@ -15,13 +15,14 @@ from wanma.job.plan.plan import MESH_DIMS, Plan
 from wanma.job.sections.job import Job
 from wanma.observe.units import bytes_text
 from wanma.planner.preparation.job_planning import PreparedJob, plan_notes
+from wanma.planner.preparation.loader_workers import workers_text
 from wanma.planner.presentation.formatting import (
     gradient_reduction_text,
     in_memory_checkpoint_text,
     memory_parts,
     pipeline_memory_text,
 )
-from wanma.planner.presentation.step_breakdown import step_table
+from wanma.planner.presentation.step_breakdown import data_feed_table, step_table
 
 
 def render_dry_run(job: Job, prepared: PreparedJob, notes: Sequence[str] = ()) -> RenderableType:
@@ -58,6 +59,8 @@ def render_plan_summary(job: Job, prepared: PreparedJob) -> RenderableType:
         return Group(*parts)
     if forecast.step is not None:
         parts += [_head("Step time, forecast"), step_table(forecast, workload)]
+    if (feed := forecast.data_feed) is not None and (workload.loading is not None or feed.share < 1):
+        parts += [_head("Data feed, forecast"), data_feed_table(feed)]
     parts += [_head("Memory per rank, forecast"), _memory_table(forecast, prepared)]
     parts += [_head("Model"), _size_table(workload)]
     notes = dict.fromkeys([*forecast.reasons, *plan_notes(job, prepared.plan_result)])
@@ -87,6 +90,8 @@ def _plan_table(job: Job, prepared: PreparedJob) -> Table:
         ("recompute", _recompute(plan)),
         ("compile", "each block" if plan.compile else "no"),
     ]
+    if prepared.workers is not None:
+        rows.append(("data loading", workers_text(job, prepared.workers)))
     if offloaded := _offloaded(plan):
         rows.append(("offloaded", offloaded))
     if gradients := gradient_reduction_text(plan):

@@ -8,7 +8,14 @@ from itertools import groupby
 from typing import NamedTuple
 
 from wanma.job.cluster import Cluster
-from wanma.job.forecast.forecast import MEMORY_KINDS, STEP_TIME_KINDS, Forecast, StepTime, Workload
+from wanma.job.forecast.forecast import (
+    MEMORY_KINDS,
+    STEP_TIME_KINDS,
+    Forecast,
+    RunCost,
+    StepTime,
+    Workload,
+)
 from wanma.job.plan.plan import MESH_DIMS, Plan
 from wanma.observe.units import bytes_text, count_text, duration_text, number_text, percent_text
 from wanma.planner.rules.compression import compression_text
@@ -95,9 +102,14 @@ def gradient_reduction_text(plan: Plan) -> str:
     if not plan.computes_on_master_weights or plan.replicate_group_size == 1:
         return ""
     parts = [f"buckets of {bytes_text(plan.bucket_bytes)}"]
-    parts += ["hierarchical all-reduce"] if plan.hierarchical else []
+    parts += [all_reduce_text(plan)] if plan.all_reduce != "backend" else []
     is_beside = plan.overlap and plan.pp == 1
     return ", ".join([*parts, "overlapped with backward" if is_beside else "after the last backward"])
+
+
+def all_reduce_text(plan: Plan) -> str:
+    """Return the algorithm of the replicas' all-reduce in words, such as 'halving-doubling all-reduce'."""
+    return f"{plan.all_reduce.replace('_', '-')} all-reduce"
 
 
 def _settings(plan: Plan) -> Iterable[str]:
@@ -116,8 +128,8 @@ def _settings(plan: Plan) -> Iterable[str]:
         yield "no sequence parallelism"
     if plan.cp > 1:
         yield plan.cp_method
-    if plan.hierarchical:
-        yield "hierarchical all-reduce"
+    if plan.all_reduce != "backend":
+        yield all_reduce_text(plan)
     if plan.compile:
         yield "compiled"
     if "bf16" in plan.approximate:
@@ -219,18 +231,20 @@ def energy_text(joules: float | None) -> str:
 
 
 def run_cost_text(forecast: Forecast) -> str:
-    """Return duration, energy and price of the whole run; empty without a forecast of it.
+    """Return duration, energy and price of the whole run; empty without a forecast of it."""
+    return cost_text(forecast.run) if forecast.run is not None else ""
 
-    Example: '3 d 04 h, 415 kWh at the wall, 1,200'.
+
+def cost_text(cost: RunCost) -> str:
+    """Return duration, energy and price, as far as they are known.
+
+    Example: '3 d 04 h, 415 kWh at the wall, price 1,200'.
     """
-    run = forecast.run
-    if run is None:
-        return ""
-    parts = [duration_text(run.seconds)]
-    if run.energy_joules is not None:
-        parts.append(f"{energy_text(run.energy_joules)} at the wall")
-    if run.price is not None:
-        parts.append(f"price {number_text(run.price)}")
+    parts = [duration_text(cost.seconds)]
+    if cost.energy_joules is not None:
+        parts.append(f"{energy_text(cost.energy_joules)} at the wall")
+    if cost.price is not None:
+        parts.append(f"price {number_text(cost.price)}")
     return ", ".join(parts)
 
 

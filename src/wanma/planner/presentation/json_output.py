@@ -29,6 +29,7 @@ def _study(study: Study) -> dict[str, Any]:
         "forecast_only": study.unsupported_reason,
         "time_unknown": study.time_unavailable_reason,
         "memory_limit_bytes": study.problem.memory_limit_bytes if study.problem is not None else None,
+        "loader_workers": study.workers,
         "parameters": workload.parameters if workload is not None else None,
         "flops_per_sample": workload.flops_per_sample if workload is not None else None,
         "tokens_per_sample": workload.tokens_per_sample if workload is not None else None,

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from wanma.data.opening import text_preparation
 from wanma.hardware.discovery.first_use_measurement import with_measured_cpu_peak
 from wanma.hardware.discovery.node import discover_node
 from wanma.job.cluster import Cluster
@@ -31,6 +32,7 @@ from wanma.planner.plan_search import run_world_sizes, search_plans, time_search
 from wanma.planner.preparation.job_cluster import job_on_cluster, job_on_hypothetical_cluster
 from wanma.planner.preparation.job_planning import job_dimensions, search_by_time
 from wanma.planner.preparation.job_workload import WorkloadResult, read_model
+from wanma.planner.preparation.loader_workers import loader_workers
 from wanma.planner.rules.capabilities import unsupported_reason
 from wanma.planner.search.result import Candidate, SearchResult
 from wanma.planner.search.space import candidate_world_sizes
@@ -72,6 +74,12 @@ class Study:
 
     None where there are no forecasts of time.
     """
+
+    @property
+    def workers(self) -> int:
+        """Loader threads of a rank."""
+        planned = self.plan_result
+        return loader_workers(self.job, planned.plan, self.cluster, planned.forecast, self.workload)
 
     @cached_property
     def _searched(self) -> SearchedPlans | None:
@@ -145,7 +153,7 @@ class Questions:
 def analyze_plan(
     job: Job, *, device: str | None = None, cluster: str | None = None, questions: Questions = Questions()
 ) -> PlanAnalysis:
-    """Plan a job and answer questions about it, without reading its data.
+    """Plan a job and answer questions about it; of its data only samples are read.
 
     Args:
         job: the job.
@@ -171,7 +179,11 @@ def analyze_plan(
         if is_local_cluster
         else job_on_hypothetical_cluster(job, device=device, cluster=cluster)
     )
-    asker = _Analyzer(job, read_model(job), job_dimensions(job), load_calibration())
+    read = read_model(job)
+    if read.workload is not None:
+        workload = replace(read.workload, preparation=text_preparation(job.data))
+        read = WorkloadResult(workload, read.reason)
+    asker = _Analyzer(job, read, job_dimensions(job), load_calibration())
     study = asker.study(own_job, machines, is_local=is_local_cluster)
     return PlanAnalysis(
         study,
@@ -227,7 +239,7 @@ class _Analyzer:
         def look() -> SearchedPlans:
             search_result, comparison = planned.search_result, None
             if search_result is None or _fixes_layout(job):
-                search_result = self._search(_job_with_open_layout(job), cluster, worlds)
+                search_result = self._search(job_with_open_layout(job), cluster, worlds)
                 if (
                     search_result.best_or_unsupported is not None
                     and search_result.best_or_unsupported.plan != plan
@@ -300,7 +312,7 @@ class _Analyzer:
             JobError: time cannot be forecast there.
         """
         job = job_on_cluster(
-            _job_with_open_layout(self.job) if not self.job.parallel.auto else self.job, cluster
+            job_with_open_layout(self.job) if not self.job.parallel.auto else self.job, cluster
         )
         if self.workload is None:
             raise JobError(self.workload_result.reason or "the model is unknown")
@@ -329,7 +341,7 @@ def _fixes_layout(job: Job) -> bool:
     return bool(job.parallel.model_fields_set - _KEYS_WITHOUT_LAYOUT)
 
 
-def _job_with_open_layout(job: Job) -> Job:
+def job_with_open_layout(job: Job) -> Job:
     """Return the job with its layout left open."""
     fields = {key: getattr(job.parallel, key) for key in job.parallel.model_fields_set & _KEYS_WITHOUT_LAYOUT}
     section = type(job.parallel).model_validate({**fields, "auto": True})
@@ -349,5 +361,5 @@ def _job_with_sizes(job: Job, question: str) -> Job:
         pins.append(f"parallel.{key}={value.strip()}")
     if not pins:
         raise JobError("--why is empty", "give KEY=VALUE, for example --why tp=16,pp=2")
-    fields: dict[str, Any] = _job_with_open_layout(job).model_dump(exclude_unset=True)
+    fields: dict[str, Any] = job_with_open_layout(job).model_dump(exclude_unset=True)
     return to_job(fields, pins, f"--why {question}")

@@ -8,8 +8,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from wanma.job.forecast.data_feed import DataFeed
 from wanma.job.forecast.forecast import Forecast, StepTime, Workload
-from wanma.observe.units import duration_text, percent_text
+from wanma.observe.units import count_text, duration_text, number_text, percent_text
 from wanma.planner.presentation.formatting import (
     TIME_KINDS,
     goodput_text,
@@ -46,6 +47,26 @@ def step_table(forecast: Forecast, workload: Workload | None) -> RenderableType:
         parts.append(Text(f"complete run: {run}"))
     if useful := goodput_text(forecast):
         parts.append(Text(useful))
+    return Group(*parts)
+
+
+def data_feed_table(feed: DataFeed) -> RenderableType:
+    """Render the samples that the data supply beside those consumed, then the parts of loading."""
+    facts = (
+        f"{number_text(feed.samples_per_second)} samples/s supplied, "
+        f"{number_text(feed.consumed_samples_per_second)} consumed: "
+        f"{feed.fed_devices:.2g} of {count_text(feed.devices, 'device')} fed"
+    )
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(justify="right")
+    for limit in feed.limits:
+        table.add_row(limit.cause, f"{number_text(limit.samples_per_second)} samples/s")
+    parts: list[RenderableType] = [Text(facts), table]
+    if 0 < feed.store_share < 1:
+        parts.append(
+            Text(f"the store is read for {feed.store_share:.0%} of the run; then the node cache has all")
+        )
     return Group(*parts)
 
 

@@ -13,7 +13,7 @@ from wanma.job.forecast.forecast import Workload
 from wanma.job.plan.plan import Plan
 from wanma.observe.units import count_text, duration_text, percent_text
 from wanma.planner.explain.comparison import PlanComparison
-from wanma.planner.explain.scaling import ScalingPoint
+from wanma.planner.explain.scaling import ScalingPoint, scaling_unit
 from wanma.planner.preparation.job_planning import PreparedJob
 from wanma.planner.presentation.dry_run_summary import render_plan_summary
 from wanma.planner.presentation.formatting import (
@@ -46,7 +46,12 @@ def render_analysis(analysis: PlanAnalysis) -> RenderableType:
     if study.unsupported_reason is not None:
         parts.append(Text(f"· unsupported: {study.unsupported_reason}", style="dim"))
     prepared = PreparedJob(
-        study.cluster, study.plan_result, study.workload, None, study.workload_unavailable_reason
+        study.cluster,
+        study.plan_result,
+        study.workload,
+        None,
+        study.workload_unavailable_reason,
+        study.workers,
     )
     parts.append(render_plan_summary(study.job, prepared))
     if shares := share_lines(study.plan_result.plan, study.cluster):
@@ -231,7 +236,8 @@ def _what_if_table(study: Study, what_ifs: Sequence[WhatIfAnswer]) -> Renderable
 
 
 def _scale_rows(points: Sequence[ScalingPoint], workload: Workload | None) -> list[list[RenderableType]]:
-    rows: list[list[RenderableType]] = [["devices", throughput_unit(workload), "efficiency", "step", "plan"]]
+    heads = (scaling_unit(points), throughput_unit(workload), "efficiency", "step", "plan")
+    rows: list[list[RenderableType]] = [[*heads]]
     for point in points:
         if point.best is None:
             rows.append([f"{point.device_count:,}", "–", "–", "–", Text(point.reason, style="dim")])

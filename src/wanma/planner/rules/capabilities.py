@@ -8,10 +8,7 @@ reason. Sizes that do not divide are checked by `rules.mesh`. Pure functions, wi
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import version
 
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
@@ -22,6 +19,12 @@ from wanma.job.sections.parallel import Schedule
 from wanma.models.config.resolution import input_kind
 from wanma.planner.pipeline.schedules import SPLIT_BACKWARD
 from wanma.planner.rules.compression import requests_compression, unsupported_compression_error
+from wanma.torch_internals.versions import (
+    COMPILED_TENSOR_PARALLEL_RECOMPUTE,
+    SPLIT_BACKWARD_OF_REUSED_PARAMETERS,
+    Version,
+    installed_torch_version,
+)
 
 SCHEDULES: tuple[Schedule, ...] = (
     "gpipe",
@@ -55,9 +58,6 @@ SYNCHRONIZATION_APPROXIMATIONS = {
 }
 """Approximations by synchronization between sites; used only if the job asks (`parallel.synchronize`)."""
 
-Version = tuple[int, int]
-"""Version of torch, (major, minor): (2, 13)."""
-
 
 def unsupported_reason(
     job: Job, plan: Plan, cluster: Cluster, torch_version: Version | None = None
@@ -83,12 +83,9 @@ def check_supported(job: Job, plan: Plan, cluster: Cluster, torch_version: Versi
 
 
 def supports_compiled_recompute(plan: Plan, torch_version: Version) -> bool:
-    """Return whether torch compiles blocks under the plan's recompute policy.
-
-    The compiler of torch 2.13 puts the mesh of split parameters among the tensors that a block saves for its
-    recompute, and stops at that; 2.11's does not. Torch 2.12 is untested and counts as 2.13.
-    """
-    return torch_version < (2, 12) or not (plan.compile and plan.recompute == "full" and plan.tp > 1)
+    """Return whether torch compiles blocks under the plan's recompute policy."""
+    is_combined = plan.compile and plan.recompute == "full" and plan.tp > 1
+    return not (is_combined and COMPILED_TENSOR_PARALLEL_RECOMPUTE.affects(torch_version))
 
 
 def factored_optimizer_error(optimizer: str, plan: Plan) -> JobError | None:
@@ -117,14 +114,6 @@ def allowed_approximations(job: Job) -> frozenset[str]:
     if job.parallel.synchronize != "every_step":
         requested.add(job.parallel.synchronize)
     return frozenset(requested | set(job.parallel.allow))
-
-
-@cache
-def installed_torch_version() -> Version:
-    """Return the version of the installed torch, without importing it."""
-    match = re.match(r"(\d+)\.(\d+)", version("torch"))
-    assert match is not None, "torch has a version"
-    return int(match[1]), int(match[2])
 
 
 @dataclass(frozen=True)
@@ -222,9 +211,9 @@ def _compiled_recompute(query: _SupportQuery) -> _Unsupported | None:
     if supports_compiled_recompute(query.plan, query.torch_version):
         return None
     return _Unsupported(
-        f"torch {'.'.join(map(str, query.torch_version))} cannot compile blocks with full recompute and "
-        "tensor parallelism",
-        "set parallel.recompute = 'selective', parallel.compile = false, or parallel.tp = 1",
+        COMPILED_TENSOR_PARALLEL_RECOMPUTE.describe(query.torch_version),
+        "set parallel.recompute = 'selective', parallel.compile = false, or parallel.tp = 1; or "
+        f"{COMPILED_TENSOR_PARALLEL_RECOMPUTE.update_hint}",
     )
 
 
@@ -255,12 +244,17 @@ def _split_factors(query: _SupportQuery) -> _Unsupported | None:
 def _split_backward(query: _SupportQuery) -> _Unsupported | None:
     plan = query.plan
     splits_backward = plan.pp > 1 and plan.schedule in SPLIT_BACKWARD
-    if not splits_backward or query.torch_version >= (2, 13) or input_kind(query.job.model) != "custom":
+    problem = SPLIT_BACKWARD_OF_REUSED_PARAMETERS
+    if (
+        not splits_backward
+        or not problem.affects(query.torch_version)
+        or input_kind(query.job.model) != "custom"
+    ):
         return None
     return _Unsupported(
-        f"with schedule '{plan.schedule}', torch {'.'.join(map(str, query.torch_version))} computes "
-        "wrong gradients for parameters that a forward uses several times, which a custom module may do",
-        "set parallel.schedule = 'interleaved_1f1b', or install torch 2.13",
+        f"with schedule '{plan.schedule}', {problem.describe(query.torch_version)}, which a custom module "
+        "may do",
+        f"set parallel.schedule = 'interleaved_1f1b', or {problem.update_hint}",
     )
 
 

@@ -127,7 +127,7 @@ def compression_reason(plan: Plan, parameters: float) -> tuple[str, ...]:
     feedback = error_feedback_bytes(plan, rank_parameters, rank_parameters / plan.shard_group_size)
     group = "replicas" if plan.replicate_group_size > 1 else "shards"
     text = f"gradients {compression_text(plan)}: "
-    if plan.hierarchical:
+    if plan.all_reduce == "hierarchical":
         text += "uncompressed within a node; between nodes, one rank per node sends compressed gradients"
     else:
         sent, plain = reduction_sent_bytes(plan, rank_parameters)

@@ -41,12 +41,14 @@ def check_mesh(job: Job, plan: Plan, cluster: Cluster) -> None:
     if world % nodes:
         raise JobError(
             f"the plan has {count_text(world, 'rank')}, which is not a multiple of cluster.nodes = {nodes}",
-            "set pp, dp_replicate, dp_shard, cp and tp so that their product is a multiple of the nodes",
+            "set pp, dp_replicate, dp_shard, cp and tp so that their product is a multiple of the nodes, or "
+            'let the planner choose: parallel = "auto"',
         )
     if nodes > 1 and job.cluster.rendezvous is None:
         raise JobError(
             f"cluster.nodes = {nodes} needs a rendezvous address",
-            "give --rendezvous HOST:PORT (cluster.rendezvous) with an address of one of the nodes",
+            "start all nodes from here with --engine ssh or --engine slurm; or start each with --rendezvous "
+            "HOST:PORT (cluster.rendezvous), an address of one of them",
         )
     ranks_here = world // nodes
     for node in cluster.nodes:
@@ -248,7 +250,7 @@ def _check_context(job: Job, plan: Plan) -> None:
     """Check that the sequences can be cut among the ranks of `cp`."""
     key = f"parallel.cp = {plan.cp}"
     named = job.model.huggingface is None and job.model.factory is None
-    if job.data.images is not None or (named and input_kind(job.model) == "images"):
+    if job.data.has_images or (named and input_kind(job.model) == "images"):
         raise JobError(
             f"{key} splits sequences, and images have none",
             "set parallel.cp = 1, and use the ranks as dp_replicate or dp_shard",
@@ -259,7 +261,7 @@ def _check_context(job: Job, plan: Plan) -> None:
             "set parallel.cp = 1; dp_replicate and dp_shard work with any module",
         )
     length, unit = job.data.sequence_length, plan.sequence_length_multiple
-    if (job.data.text or job.data.sources) and not mesh_divides_sequence(plan, length):
+    if job.data.has_text and not mesh_divides_sequence(plan, length):
         pieces = "twice as many pieces as ranks" if plan.cp_method == "ring" else "as many pieces as ranks"
         shared = f", each split over parallel.tp = {plan.tp}" if plan.sequence_parallel else ""
         raise JobError(
@@ -335,7 +337,7 @@ def _check_experts(plan: Plan, dimensions: DecoderConfig) -> None:
 def _check_sequence(job: Job, plan: Plan) -> None:
     """Check that sequence parallelism over `tp` divides the sequence evenly."""
     length = job.data.sequence_length
-    if plan.sequence_parallel and (job.data.text or job.data.sources) and length % plan.tp:
+    if plan.sequence_parallel and job.data.has_text and length % plan.tp:
         raise JobError(
             f"data.sequence_length = {length} is not a multiple of parallel.tp = {plan.tp}",
             f"set it to a multiple of {plan.tp}, or set parallel.sequence_parallel = false",

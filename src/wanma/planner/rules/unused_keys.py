@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from wanma.data.sampling.batch_size_schedule import samples_consumed_before
 from wanma.job.file.schema import schema_keys
 from wanma.job.file.serialization import toml_value
 from wanma.job.plan.plan import Plan
@@ -36,14 +37,29 @@ def _unused_keys(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
     yield from _unused_layout_keys(job, plan)
     yield from _unused_training_keys(job)
     yield from _unused_cluster_keys(job)
+    yield from _unused_order_keys(job)
     if job.model.lora_rank == 0:
         for name in ("lora_alpha", "lora_targets"):
             yield f"model.{name}", "there are no adapters (model.lora_rank = 0)"
-    if job.data.factory is not None or job.data.images is not None:
-        kind = "data.factory" if job.data.factory is not None else "data.images"
+    if job.data.has_images or job.data.has_text:
+        yield "data.worker_processes", "only a dataset of your own is read by processes"
+    if job.data.has_factory or job.data.has_images:
+        name = "factory" if job.data.has_factory else "images"
+        kind = f"{name} in data.sources" if job.data.sources else f"data.{name}"
         own_model = ("sequence_length",) if job.model.factory is not None else ()
-        for name in ("tokenizer", "document_masks", "cache", *own_model):
+        for name in ("tokenizer", "document_masks", "text_field", *own_model):
             yield f"data.{name}", f"it applies to text, and the data come from {kind}"
+    if job.data.has_factory:
+        for name in ("cache", "bad_data", "bad_data_limit"):
+            yield f"data.{name}", f"it applies to text and images, and the data come from {kind}"
+    elif job.data.bad_data not in ("skip", "substitute"):
+        yield "data.bad_data_limit", "no bad data is skipped or substituted (data.bad_data)"
+
+
+def _unused_order_keys(job: Job) -> Iterator[tuple[str, str]]:
+    if job.data.shuffle != "block":
+        for name in ("block_samples", "window_blocks"):
+            yield f"data.{name}", f"it applies to blocks, and data.shuffle = '{job.data.shuffle}'"
 
 
 def _unused_layout_keys(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
@@ -59,7 +75,7 @@ def _unused_layout_keys(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.shard_group_size == 1 and not parallel.auto:
         yield "parallel.shard", "there is one shard rank (parallel.dp_shard = 1)"
     if plan.dp_replicate == 1:
-        for name in ("bucket_bytes", "hierarchical"):
+        for name in ("bucket_bytes", "all_reduce"):
             yield f"parallel.{name}", "there is one replica (parallel.dp_replicate = 1)"
     if plan.world_size == 1:
         yield "parallel.collectives", "there is one rank"
@@ -99,7 +115,7 @@ def _unused_training_keys(job: Job) -> Iterator[tuple[str, str]]:
 def _unused_cluster_keys(job: Job) -> Iterator[tuple[str, str]]:
     parallel, cluster = job.parallel, job.cluster
     if cluster.nodes == 1:
-        for name in ("node_rank", "rendezvous", "topology_address"):
+        for name in ("node_rank", "rendezvous", "claims", "topology_address"):
             yield f"cluster.{name}", "there is one node (cluster.nodes = 1)"
         yield "checkpoint.partner", "there is no partner node (cluster.nodes = 1)"
     if cluster.min_nodes is None:
@@ -137,6 +153,14 @@ def _partial_effect_notes(job: Job, plan: Plan) -> Iterator[str]:
         yield f"checkpoint.every_steps = {interval:,}: {end}, so a checkpoint is saved only at the end"
     if unreached := [step for step, _ in job.train.batch_ramp if step >= steps]:
         yield f"train.batch_ramp: step {unreached[0]:,} is not reached: {end}"
+    samples = samples_consumed_before(job.train, steps)
+    for number, source in enumerate(job.data.sources):
+        stages = source.weight if isinstance(source.weight, list) else []
+        if unreached := [first for first, _ in stages if first >= samples]:
+            yield (
+                f"data.sources[{number}].weight: sample {unreached[0]:,} is not reached: the run has "
+                f"{samples:,} samples"
+            )
     if job.parallel.compression_from_step >= steps:
         yield f"parallel.compression_from_step = {job.parallel.compression_from_step:,} is not reached: {end}"
 

@@ -28,7 +28,7 @@ from wanma.planner.pipeline.schedules import (
     plan_stage_cuts,
     recompute_forwards,
 )
-from wanma.planner.rules.capabilities import installed_torch_version, supports_compiled_recompute
+from wanma.planner.rules.capabilities import supports_compiled_recompute
 from wanma.planner.rules.compression import compression_plan_fields
 from wanma.planner.rules.mesh import global_batches
 from wanma.planner.rules.predicates import (
@@ -44,6 +44,7 @@ from wanma.planner.rules.predicates import (
     tp_divides_model,
 )
 from wanma.planner.search.recompute_options import RecomputeOptions
+from wanma.torch_internals.versions import installed_torch_version
 
 AllowedSizes = tuple[int, ...] | range | None
 """Sizes of a mesh dimension, in ranks; None: every size that divides the devices."""
@@ -144,7 +145,7 @@ class SearchSpace:
 
         is_decoder = dimensions is not None
         decoder_only: AllowedSizes = None if is_decoder else (1,)
-        has_text = bool(job.data.text or job.data.sources)
+        has_text = job.data.has_text
         base_plan = base_plan.with_changes(
             offload_parameters=parallel.offload_parameters,
             offload_optimizer=parallel.offload_optimizer,

@@ -34,6 +34,7 @@ class Series:
     """Series of a chart, with a colour from 1 to 6."""
 
     name: str
+    """Name in legend and hover text; empty: it is in neither."""
     colour: int
     xs: Sequence[float]
     ys: Sequence[float]
@@ -41,6 +42,11 @@ class Series:
     """True if every point is drawn, also where there are many: for rare values."""
     draws_line: bool = True
     """True if a line joins the points."""
+    draws_points: bool = True
+    """False if no point is drawn, even where there are few."""
+    is_dashed: bool = False
+    band: Sequence[tuple[float, float]] = ()
+    """Interval (low, high) around each point, drawn behind the line; empty: none."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,8 @@ class Chart:
     """Ticks of the horizontal axis; None: round whole numbers, which are steps."""
     x_text: Callable[[float], str] = tick_text
     x_is_log: bool = False
+    y_is_log: bool = False
+    """True if the vertical axis is logarithmic; values must be positive."""
     tooltip_text: Callable[[SeriesPoint], str] | None = None
     """Function from a bucket to its hover text; None: its step."""
 
@@ -102,7 +110,10 @@ def chart_figure(chart: Chart) -> str:
     if chart.x_is_log:
         across = AxisScale(*log_range(xs), LEFT, chart.width - RIGHT, logarithmic=True)
 
-    positive = [v for line in lines for b in line.points for v in (b.low, b.high) if v > 0]
+    positive = [v for line in lines for v in _extremes(line) if v > 0]
+    if chart.y_is_log and positive:
+        up = AxisScale(*log_range(positive), HEIGHT - BOTTOM, TOP, logarithmic=True)
+        return _figure(chart, lines, across, _drawing(chart, lines, across, up, has_markers, ""), chart.note)
     log = chart.offers_log_scale and len(positive) > 0 and max(positive) > 1.5 * min(positive)
     note = chart.note
     axis, outside = _linear_axis(chart, lines)
@@ -118,7 +129,20 @@ def chart_figure(chart: Chart) -> str:
             has_markers,
             "log",
         )
-    switch = '<button type="button" class="switch" hidden>log</button>' if log else ""
+    return _figure(chart, lines, across, drawings, note, is_switched=log)
+
+
+def _figure(
+    chart: Chart,
+    lines: list[_DrawnSeries],
+    across: AxisScale,
+    drawings: str,
+    note: str,
+    *,
+    is_switched: bool = False,
+) -> str:
+    """Return the figure of drawings, with caption, legend and hover texts."""
+    switch = '<button type="button" class="switch" hidden>log</button>' if is_switched else ""
     unit = f' <span class="unit">{escape(chart.unit)}</span>' if chart.unit else ""
     return (
         f'<figure class="chart{" wide" if chart.wide else ""}">'
@@ -143,10 +167,15 @@ def _stack(lines: list[_DrawnSeries]) -> list[_DrawnSeries]:
     return stacked
 
 
+def _extremes(line: _DrawnSeries) -> list[float]:
+    """Return the values that an axis must hold: those of the points, and the ends of the band."""
+    return [v for b in line.points for v in (b.low, b.high)] + [v for ends in line.series.band for v in ends]
+
+
 def _linear_axis(chart: Chart, lines: list[_DrawnSeries]) -> tuple[AxisScale, str]:
     """Return the vertical scale, and a sentence about values above it; empty without any."""
     if not chart.stacked:
-        values = [v for line in lines for b in line.points for v in (b.low, b.high) if math.isfinite(v)]
+        values = [v for line in lines for v in _extremes(line) if math.isfinite(v)]
         low, high = linear_range(values + [value for _, value in chart.horizontal_lines], chart.from_zero)
         return AxisScale(low, high, HEIGHT - BOTTOM, TOP), ""
     top = lines[-1]
@@ -216,6 +245,11 @@ def _line(line: _DrawnSeries, x_scale: AxisScale, y_scale: AxisScale, has_marker
     """Draw the mean as a line; where buckets hold several values, their range as a band behind it."""
     colour = line.series.colour
     parts = []
+    if line.series.band:
+        ends = list(zip(line.series.xs, line.series.band, strict=True))
+        upper = [f"{x_scale(x):.1f},{y_scale(high):.1f}" for x, (_, high) in ends]
+        lower = [f"{x_scale(x):.1f},{y_scale(low):.1f}" for x, (low, _) in reversed(ends)]
+        parts.append(f'<polygon class="band c{colour}" points="{" ".join(upper + lower)}"/>')
     for finite, run in groupby(line.points, key=lambda bucket: math.isfinite(bucket.mean)):
         buckets = list(run)
         if not finite:
@@ -227,7 +261,10 @@ def _line(line: _DrawnSeries, x_scale: AxisScale, y_scale: AxisScale, has_marker
             parts.append(f'<polygon class="band c{colour}" points="{" ".join(high + low)}"/>')
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         if line.series.draws_line:
-            parts.append(f'<polyline class="line c{colour}" points="{path}"/>')
+            dashes = ' stroke-dasharray="5 4"' if line.series.is_dashed else ""
+            parts.append(f'<polyline class="line c{colour}"{dashes} points="{path}"/>')
+        if not line.series.draws_points:
+            continue
         if has_markers or line.series.marks_all_points or len(points) == 1:
             parts.extend(
                 f'<circle class="dot c{colour}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in points
@@ -262,7 +299,9 @@ def _area(line: _DrawnSeries, x_scale: AxisScale, y_scale: AxisScale) -> str:
 def _legend(chart: Chart) -> str:
     if len(chart.series) < 2:
         return ""
-    keys = (f'<span class="key c{line.colour}">{escape(line.name)}</span>' for line in chart.series)
+    keys = (
+        f'<span class="key c{line.colour}">{escape(line.name)}</span>' for line in chart.series if line.name
+    )
     return f'<span class="legend">{"".join(keys)}</span>'
 
 
@@ -273,6 +312,8 @@ def _tooltips_json(chart: Chart, lines: list[_DrawnSeries], x_scale: AxisScale) 
     for line in lines:
         for bucket in line.points:
             _, texts = entries.setdefault(round(x_scale(bucket.center), 1), (name(bucket), []))
+            if not line.series.name:
+                continue
             if math.isfinite(bucket.mean):
                 text = f"{line.series.name} {chart.value_text(bucket.mean)}"
                 if bucket.low != bucket.high:

@@ -13,6 +13,7 @@ from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.job import Job
 from wanma.parallel.memory.disk_pool import state_disk_pool
 from wanma.training.checkpointing.checkpoint_uploads import CheckpointUploads
+from wanma.training.checkpointing.private_folders import PrivateFolders
 from wanma.training.checkpointing.training_state import TrainingState, random_state
 from wanma.training.loss.best_metric import best_metric_of
 
@@ -33,6 +34,7 @@ class CheckpointSaves:
         stage_ranks: ranks of this pipeline stage.
         message: function that shows the user a text of a level.
         record_event: function that records an event of a kind.
+        folders: ranks that do not see rank 0's folder of checkpoints.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class CheckpointSaves:
         stage_ranks: Sequence[int],
         message: Callable[[str, str], None],
         record_event: Callable[..., None],
+        folders: PrivateFolders,
     ) -> None:
         self._worker, self._state = worker, state
         self._message, self._record_event = message, record_event
@@ -65,6 +68,7 @@ class CheckpointSaves:
             replicas=stage_ranks,
             allocator=state_disk_pool(state.parallel_model.disk_pool, plan),
             check_fence=worker.check_fence,
+            relay=folders.relay,
         )
 
     def save(self, identity_values: Mapping[str, Any], metric: float | None) -> None:

@@ -46,7 +46,9 @@ class CheckpointUploads:
                 keep = RetentionPolicy(
                     section.upload_keep, section.keep_best, section.keep_every_steps, best_metric_of(section)
                 )
-            self._uploader = Uploader(worker.run_directory / "checkpoints", section.upload, keep)
+            self._uploader = Uploader(
+                worker.run_directory / "checkpoints", section.upload, keep, check_fence=worker.check_fence
+            )
 
     def locked_paths(self) -> list[Path]:
         """Return the checkpoint that is being read, if any, in a list."""

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from wanma.checkpoint.in_memory.in_memory_checkpointer import InMemoryCheckpointer, InMemoryCheckpointResult
 from wanma.checkpoint.in_memory.partner_replication import PartnerReplicator
-from wanma.hardware.discovery.resource_limits import usable_memory_bytes
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan.plan import Plan
+from wanma.job.run.resource_limits import usable_memory_bytes
 from wanma.job.run.worker import MemoryFilePaths, WorkerContext
 from wanma.job.sections.job import Job
 from wanma.observe.units import bytes_text, duration_text

@@ -39,6 +39,7 @@ from wanma.training.checkpointing.error_feedback_state import (
 )
 from wanma.training.checkpointing.in_memory_checkpoints import INTERVAL_KEY, layout_key
 from wanma.training.checkpointing.partial_checkpoints import assemble_flushed_parts
+from wanma.training.checkpointing.private_folders import PrivateFolders
 from wanma.training.checkpointing.published_weights import (
     huggingface_parameter_names,
     load_huggingface_weights,
@@ -76,7 +77,12 @@ class ResumeResult:
 
 
 def resume(
-    state: TrainingState, job: Job, plan: Plan, worker: WorkerContext, identity: Identity
+    state: TrainingState,
+    job: Job,
+    plan: Plan,
+    worker: WorkerContext,
+    identity: Identity,
+    folders: PrivateFolders,
 ) -> ResumeResult:
     """Restore the newest state: the in-memory checkpoint that the supervisor has chosen, or one on disk.
 
@@ -90,6 +96,7 @@ def resume(
         worker: context of this rank.
         identity: identity of the run now; a checkpoint of another model, other data or another loss is
             refused.
+        folders: ranks that do not see rank 0's folder of checkpoints.
 
     Raises:
         WanmaError: the checkpoint is of another job, all checkpoints are damaged, or the weights to start
@@ -108,10 +115,7 @@ def resume(
         messages += move_back_flushed(folder)
     if carries_on and worker.restart is None:
         messages += assemble_flushed_parts(folder, worker, after)
-    path, skipped = _newest_complete_checkpoint(folder, worker, after) if carries_on else (None, [])
-    messages += skipped
-    if path is not None and skipped:
-        messages.append(f"falling back to checkpoint {path.name}")
+    path, skipped = _newest_on_disk(folder, worker, folders, after, messages) if carries_on else (None, [])
     if path is None and snapshot is None and choice.upload is not None:
         if carries_on:
             path = fetch_newest(folder, choice.upload, worker, messages)
@@ -121,13 +125,14 @@ def resume(
         raise _no_complete_checkpoint(folder, skipped)
     if path is not None or snapshot is not None:
         source, label = (
-            (open_disk_source(path), path.name)
+            (open_disk_source(folders.distribute(path)), path.name)
             if path is not None
             else (snapshot, "its in-memory checkpoint")
         )
         assert source is not None
         identity, notes = _restore_checkpoint(state, source, label, job, plan, worker, identity)
         messages += notes
+        folders.close()
         memory: Literal["memory", "partner"] = "partner" if helped else "memory"
         if path is not None:
             return ResumeResult("checkpoint", messages, identity, label)
@@ -186,16 +191,32 @@ def _load_in_memory_checkpoint(
     return checkpoint.open_source(), fetched > 0
 
 
-def _newest_complete_checkpoint(
-    folder: Path, worker: WorkerContext, min_step: int = -1
+def _newest_on_disk(
+    folder: Path, worker: WorkerContext, folders: PrivateFolders, min_step: int, messages: list[str]
 ) -> tuple[Path | None, list[str]]:
-    """Return the newest complete checkpoint; all ranks look, each checks its share of the files.
+    """Return the newest complete checkpoint of all nodes, as of `_newest_complete_checkpoint`.
+
+    Messages for the user are added to `messages`.
+    """
+    messages += folders.bring_newest(min_step)
+    path, skipped = _newest_complete_checkpoint(folder, worker, folders, min_step)
+    messages += skipped
+    if path is not None and skipped:
+        messages.append(f"falling back to checkpoint {path.name}")
+    return path, skipped
+
+
+def _newest_complete_checkpoint(
+    folder: Path, worker: WorkerContext, folders: PrivateFolders, min_step: int = -1
+) -> tuple[Path | None, list[str]]:
+    """Return the newest complete checkpoint; all ranks that see it check their shares of the files.
 
     What rank 0 sees in the folder counts: other nodes may see a shared one a moment later.
 
     Args:
         folder: folder of the checkpoints.
         worker: context of this rank.
+        folders: ranks that do not see it.
         min_step: step up to which checkpoints are of no use.
 
     Returns:
@@ -210,7 +231,8 @@ def _newest_complete_checkpoint(
 
     skipped: list[str] = []
     for path in paths_on_rank_zero[0]:
-        problems = _verify_on_all_ranks(path, worker)
+        worker.supervisor_client.report_progress(0, "verifying a checkpoint")
+        problems = _gather_problems(folders.find_local_defects(path), worker)
         if not problems:
             return path, skipped
         skipped.append(f"checkpoint {path.name} is skipped: {'; '.join(problems)}")

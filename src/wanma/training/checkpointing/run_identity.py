@@ -1,4 +1,4 @@
-"""Fingerprints of a run's model, data and loss, kept in its checkpoints; a resumed run must have the same.
+"""Fingerprints of a run's model, data, order and loss, kept in checkpoints; a resumed run has the same.
 
 Weights are compared because a run that has ended returns its own, whatever model it is given.
 """
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from wanma.data.datasets.fingerprint import describe_tensor, hash_texts
+from wanma.data.sampling.order import order_difference
 from wanma.job.errors import WanmaError
 from wanma.job.run.run_directory import RunDirectory, write_json
 from wanma.models.model_spec import ModelSpec
@@ -30,7 +31,7 @@ _WAYS_OUT = (
     "loads the weights of the earlier run"
 )
 ACCEPT_CHANGES = "changed"
-"""Value of `checkpoint.resume` for a run that continues with a changed model, data or loss."""
+"""Value of `checkpoint.resume` for a run that continues with a changed model, data, order or loss."""
 _ACCEPT_CHANGES_HINT = (
     "; if the change is intended, such as a bug fix, resume with checkpoint.resume = 'changed'"
 )
@@ -38,7 +39,7 @@ _ACCEPT_CHANGES_HINT = (
 
 @dataclass(frozen=True)
 class Identity:
-    """Fingerprints of a run's data, model and loss; an empty one is not known and not compared."""
+    """Fingerprints of a run's data, its order, model and loss; an empty one is not known and not compared."""
 
     data: str = ""
     model: str = ""
@@ -49,6 +50,8 @@ class Identity:
     It is "SEED:HASH" for the product of `model.factory` under the job's seed.
     """
     loss: str = ""
+    order: str = ""
+    """Order of the data, as of `SampleOrder.identity`."""
     seeded: bool = False
     """True if the weights are drawn under a seed: the program makes the same ones when it runs again."""
 
@@ -139,17 +142,17 @@ def check_identity(
         run_directory: run directory.
         is_over: true if the run has no step left.
         is_restart: true if the same program has been started again after a failure.
-        accepts_changes: true if the run continues with another model of the same tensors, other data or
-            another loss, unless it is over.
+        accepts_changes: true if the run continues with another model of the same tensors, other data,
+            another order or another loss, unless it is over.
 
     Returns:
         the identity that the run's next checkpoints keep, and messages for the user.
 
     Raises:
-        WanmaError: the run is of another model, of other data or with another loss.
+        WanmaError: the run is of another model, of other data, in another order or with another loss.
     """
     saved = Identity(**{**values.get("identity", {}), "data": values["data_fingerprint"]})
-    changed = dict(_changed(current, saved))
+    changed = dict(_changed(current, saved, values.get("samples", 0)))
     if changed and (is_over or not accepts_changes):
         part, difference = next(iter(changed.items()))
         carry_on = "" if is_over else _ACCEPT_CHANGES_HINT
@@ -167,6 +170,7 @@ def check_identity(
         current.model or saved.model,
         saved.weights or current.weights,
         current.loss or saved.loss,
+        current.order or saved.order,
         current.seeded if current.weights else saved.seeded,
     )
     if not saved.weights or not current.weights or saved.weights == current.weights or is_restart:
@@ -193,7 +197,7 @@ def check_identity(
     ]
 
 
-def _changed(current: Identity, saved: Identity) -> Iterator[tuple[str, str]]:
+def _changed(current: Identity, saved: Identity, samples_consumed: int) -> Iterator[tuple[str, str]]:
     """Yield (part that differs, words for what the saved run was trained on or with)."""
     if saved.data and current.data and saved.data != current.data:
         yield "data", "on other data than the job has now"
@@ -201,6 +205,8 @@ def _changed(current: Identity, saved: Identity) -> Iterator[tuple[str, str]]:
         yield "model", "another model than this one"
     if saved.loss and current.loss and not same_code(saved.loss, current.loss):
         yield "loss", "with another loss than this one"
+    if difference := order_difference(saved.order, current.order, samples_consumed):
+        yield "data order", f"in another order of the data: {difference}"
 
 
 def _seed(weights: str) -> str:

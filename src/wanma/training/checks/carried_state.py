@@ -8,7 +8,6 @@ own. Where that shows in buffers, weights or outputs, it is refused.
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -18,13 +17,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from wanma.checkpoint.format.local_shards import local_tensor
 from wanma.data.datasets.dataset import BatchedDataset
 from wanma.job.errors import AllRanksError, JobError
 from wanma.models.layers.batch_norm import GroupedBatchNorm, find_step_statistics_modules
 from wanma.parallel.data_parallel.global_batch import GlobalBatchGatherer
+from wanma.torch_internals.dispatch import tree_map_only
+from wanma.torch_internals.loaded import is_compiler_loaded
 from wanma.training.checks.sample_coupling import is_batch_split, refuse_if_coupled
 from wanma.training.checks.state_restoration import SavedState, preserve_state
 from wanma.training.loss.model_outputs import output_tensors
@@ -413,7 +413,7 @@ def _eager_without_gradients(trainer: Trainer) -> Iterator[None]:
         if isinstance(module, GroupedBatchNorm)
     ]
     with ExitStack() as stack:
-        if trainer.plan.compile or "torch._dynamo" in sys.modules:
+        if trainer.plan.compile or is_compiler_loaded():
             # Compiled code is made for the shapes of the steps.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.no_grad())

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from wanma.torch_internals.dispatch import TorchDispatchMode, operator_schema, tree_leaves, tree_map_only
 from wanma.training.checkpointing.training_state import random_state, restore_random_state
 
 EXCHANGED_BATCHES = 3
@@ -205,9 +204,10 @@ def _view(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
 
 def _mutated_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the arguments to which an operator writes."""
-    arguments = [*zip(func._schema.arguments, args, strict=False)]
+    schema = operator_schema(func)
+    arguments = [*zip(schema.arguments, args, strict=False)]
     arguments += [
-        (argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs
+        (argument, kwargs[argument.name]) for argument in schema.arguments if argument.name in kwargs
     ]
     return [
         tensor

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from wanma.models.user_modules.forward_error import ForwardError, is_user_error
 from wanma.observe.units import count_text
 from wanma.parallel.data_parallel.global_batch import GlobalBatchGatherer, provide_global_batch
 from wanma.parallel.parallelize import ParallelModel
+from wanma.torch_internals.loaded import is_compiler_loaded
 from wanma.training.checks.state_restoration import SavedState, preserve_state
 from wanma.training.run.trainer import Trainer
 
@@ -74,7 +74,7 @@ def refuse_sample_coupling(
     failures: list[Exception] = []
     micro_batch_rows = _micro_batch_rows(plan, samples)
     with ExitStack() as stack:
-        if plan.compile or "torch._dynamo" in sys.modules:
+        if plan.compile or is_compiler_loaded():
             # Compiled code is made for the shapes of the steps.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.no_grad())

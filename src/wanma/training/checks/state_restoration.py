@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from wanma.checkpoint.format.local_shards import local_tensor
 from wanma.models.user_modules.user_attributes import MODULE_ATTRIBUTES, is_user_object
+from wanma.torch_internals.modules import registered_buffers, registered_parameters
 from wanma.training.checkpointing.training_state import random_state, restore_random_state
 
 _SMALL_BYTES = 64 << 20
@@ -42,11 +43,13 @@ class SavedState:
             f"{path}.{name}" if path else name: (module, name)
             for root in roots
             for path, module in root.named_modules()
-            for name in (*module._parameters, *module._buffers)
+            for name in (*registered_parameters(module), *registered_buffers(module))
         }
-        self._module_states = [(module, dict(module._buffers), module.training) for module in saved_modules]
+        self._module_states = [
+            (module, dict(registered_buffers(module)), module.training) for module in saved_modules
+        ]
         parameters = _unique(
-            parameter for module in saved_modules for parameter in module._parameters.values()
+            parameter for module in saved_modules for parameter in registered_parameters(module).values()
         )
         self._gradient_flags = [(parameter, parameter.requires_grad) for parameter in parameters]
         plain_objects = [module for module in other_objects if not isinstance(module, nn.Module)]
@@ -61,7 +64,7 @@ class SavedState:
         buffers = {id(module): saved for module, saved, _ in self._module_states}
         changed: dict[str, Tensor] = {}
         for full_name, (module, name) in self._owners.items():
-            current = module._parameters.get(name, module._buffers.get(name))
+            current = registered_parameters(module).get(name, registered_buffers(module).get(name))
             saved = buffers[id(module)].get(name, current)
             value = values.get(id(saved))
             if current is None or value is None:
@@ -79,8 +82,8 @@ class SavedState:
     @torch.no_grad()
     def restore(self) -> None:
         for module, buffers, training in self._module_states:
-            module._buffers.clear()
-            module._buffers.update(buffers)
+            registered_buffers(module).clear()
+            registered_buffers(module).update(buffers)
             module.training = training
         for parameter, is_trained in self._gradient_flags:
             parameter.requires_grad_(is_trained)
@@ -111,14 +114,16 @@ def _tensors_to_save(modules: list[nn.Module]) -> list[Tensor]:
 
     Frozen parameters that are far more than the trained ones are a base of adapters: no forward changes them.
     """
-    parameters = _unique(parameter for module in modules for parameter in module._parameters.values())
+    parameters = _unique(
+        parameter for module in modules for parameter in registered_parameters(module).values()
+    )
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     are_frozen_small = _bytes(frozen) <= _bytes(trained) + _SMALL_BYTES
     return [
         *trained,
         *(frozen if are_frozen_small else ()),
-        *_unique(buffer for module in modules for buffer in module._buffers.values()),
+        *_unique(buffer for module in modules for buffer in registered_buffers(module).values()),
     ]
 
 

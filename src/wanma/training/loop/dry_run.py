@@ -27,6 +27,7 @@ from wanma.parallel.mesh.parallel_mesh import ParallelMesh, build_mesh
 from wanma.parallel.parallelize import ParallelModel, parallelize
 from wanma.parallel.pipeline.pipeline_runner import SAMPLE_INDICES_KEYWORD
 from wanma.parallel.profiling.collective_counter import CollectiveCall, CollectiveCounter
+from wanma.torch_internals.autograd import storage_id
 from wanma.training.loss.cross_entropy import cross_entropy_sum
 
 
@@ -67,13 +68,13 @@ def dry_run(spec: ModelSpec, plan: Plan, rank: int, sequence_length: int, micro_
     started = time.perf_counter()
     plan.coordinates(rank)
     plan = replace(plan, compile=False, offload_parameters="none", offload_activations="none")
-    # The nodes of the ranks are unknown here: a hierarchical sum is shown as one all-reduce.
-    plan = replace(plan, hierarchical=False)
+    # A sum made of messages, over nodes that are unknown here, is shown as one all-reduce.
+    plan = replace(plan, all_reduce="backend")
     with _fake_process_group(plan.world_size, rank):
         grid = replace(build_mesh(plan, rank, torch.device("cpu")), device=torch.device("meta"))
         parallel = parallelize(spec, plan, grid, seed=0)
         parallel.random_draws.is_checking = False
-        from torch._subclasses.fake_tensor import FakeTensorMode
+        from wanma.torch_internals.fake_tensors import FakeTensorMode
 
         with FakeTensorMode(allow_non_fake_inputs=True):
             for part in parallel.model_parts:
@@ -198,9 +199,7 @@ def _saved_bytes(part: nn.Module) -> Iterator[Callable[[], int]]:
 
 
 def _storage_id(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    key: int = local.untyped_storage()._cdata
-    return key
+    return storage_id(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
@@ -210,9 +209,9 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 @contextmanager
 def _fake_process_group(world_size: int, rank: int) -> Iterator[None]:
     """Open a process group of any size whose operations return at once, as torch tests its own with."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from wanma.torch_internals.fake_groups import FAKE_BACKEND, FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    dist.init_process_group(FAKE_BACKEND, store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:

@@ -48,13 +48,15 @@ from wanma.training.checks.carried_state import CarriedStateCheck
 from wanma.training.checks.lone_samples import has_single_sample_micro_batches, refuse_zero_gradients
 from wanma.training.checks.loss_dependence import SampleDependenceCheck
 from wanma.training.checks.sample_coupling import UserCode, is_batch_split, refuse_sample_coupling
-from wanma.training.loop.training_loop import non_finite_sample_names, run_step_tasks
+from wanma.training.loop.training_loop import run_step_tasks
 from wanma.training.loop.training_loop import validate as validate_with
 from wanma.training.loss.target_counting import Losses, TargetCounter
 from wanma.training.loss.transformers_labels import default_per_target_losses
 from wanma.training.loss.validation_metrics import ReportedMetrics, ValidationResult, split_metrics
 from wanma.training.optimizer.user_optimizer_trial import load_tried_user_optimization
-from wanma.training.run.stream_position import seek_stream
+from wanma.training.run.data_parts import join_data_parts
+from wanma.training.run.data_position import seek_data
+from wanma.training.run.shared_reading import share_reading
 from wanma.training.run.trainer import Trainer
 from wanma.training.step.early_stopping import check_validation_keys, unused_validation_keys_note
 
@@ -195,6 +197,7 @@ class Session:
             )
         self.worker.supervisor_client.report_progress(0, "opening data")
         data = open_dataset(self.job.data, self.job.train, dataset=dataset)
+        data = join_data_parts(data, self.job, self.worker, self.plan)
         data.padding_has_targets = True
         check_validation_keys(self.job, None, data.validation_samples)
         self._trainer = trainer = self._start_run(self._parallel_model, data)
@@ -202,7 +205,9 @@ class Session:
             idle := unused_validation_keys_note(self.job, data.validation_samples, has_user_metrics=False)
         ) is not None:
             trainer.message(idle, "warning")
-        seek_stream(trainer, data)
+        seek_data(trainer, data)
+        if data.bad_data_note:
+            trainer.message(data.bad_data_note, "warning")
         self._saved_step = trainer.state.step
         if validate is not None:
             losses = partial(self._validation_losses, trainer, validate)
@@ -290,7 +295,8 @@ class Session:
         current.targets += targets
         current.is_done = True
         if current.is_last:
-            self._finish_step(trainer, current)
+            with trainer.phases.phase("host"):
+                self._finish_step(trainer, current)
 
     def __enter__(self) -> Session:
         return self
@@ -342,7 +348,7 @@ class Session:
             self.parallel_mesh,
             parallel_model,
             targets_per_sample=data.targets_per_sample,
-            identity=replace(self._identity, data=data.fingerprint),
+            identity=replace(self._identity, data=data.fingerprint, order=data.order_identity),
             user_optimization=load_tried_user_optimization(self.job.train, self._user_objects, self.plan),
             flops_per_sample=self._workload.flops_per_sample if self._workload else None,
             peak_flops_per_second=self._peak_flops_per_second,
@@ -357,17 +363,18 @@ class Session:
             self.parallel_mesh.data_rank,
             start_step=trainer.state.step,
             prefetch=self.job.data.prefetch,
-            threads=self.job.data.workers,
+            threads=self.job.data.worker_count,
             pin_memory=self.plan.device == "cuda",
+            prefetch_bytes=self.job.data.prefetch_bytes,
         )
-        with loader:
+        with share_reading(trainer, data), loader:
             steps = iter(loader)
             while not trainer.state.is_over(self.job.train) and not self._is_drain_requested:
                 progress(trainer.state.step, "waiting for data")
                 with trainer.phases.phase("data"):
                     step = next(steps)
                 progress(trainer.state.step, "forward and backward")
-                trainer.non_finite_sample_names = partial(non_finite_sample_names, data, step.micro_batches)
+                trainer.step_data.begin(data, step)
                 with self._gatherer.provide(trainer.plan, step.global_batch_size):
                     yield from self._micro_batches(trainer, step)
         self._finish_run(trainer)

@@ -50,9 +50,10 @@ from wanma.training.loss.transformers_labels import SampleClassificationLoss, de
 from wanma.training.loss.user_loss import prepare_loss
 from wanma.training.loss.validation_metrics import ACCURACY, Metrics, class_accuracy, user_metrics
 from wanma.training.optimizer.user_optimizer_trial import load_tried_user_optimization
+from wanma.training.run.data_parts import join_data_parts
+from wanma.training.run.data_position import seek_data
 from wanma.training.run.numerics import configure_numerics
 from wanma.training.run.start_health_check import check_cluster, check_local_device
-from wanma.training.run.stream_position import seek_stream
 from wanma.training.run.trainer import Trainer
 from wanma.training.step.early_stopping import check_validation_keys, unused_validation_keys_note
 from wanma.training.step.forward_backward import ForwardBackward
@@ -89,6 +90,7 @@ def train(worker: WorkerContext, request: TrainRequest) -> str:
         health = check_cluster(device, job.cluster, worker) if device is not None else None
         progress(0, "opening data")
         data = open_dataset(job.data, job.train, dataset=request.user_objects.get("data"))
+        data = join_data_parts(data, job, worker, plan)
         progress(0, "building the model")
         identity = Identity()
         if (model := request.user_objects.get("model")) is not None:
@@ -107,12 +109,19 @@ def train(worker: WorkerContext, request: TrainRequest) -> str:
             grid,
             parallel,
             targets_per_sample=data.targets_per_sample,
-            identity=replace(current_identity(), data=data.fingerprint, loss=loss_fingerprint(request)),
+            identity=replace(
+                current_identity(),
+                data=data.fingerprint,
+                order=data.order_identity,
+                loss=loss_fingerprint(request),
+            ),
             user_optimization=load_tried_user_optimization(job.train, request.user_objects, plan),
             flops_per_sample=request.flops_per_sample,
             peak_flops_per_second=request.peak_flops_per_second,
         ) as trainer:
-            seek_stream(trainer, data)
+            seek_data(trainer, data)
+            if data.bad_data_note:
+                trainer.message(data.bad_data_note, "warning")
             if health is not None:
                 trainer.record_health(health)
             first = partial(data.batch, range(trainer.state.samples, trainer.state.samples + 1))

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from wanma.data.batch import Batch, find_nonfinite_samples
+from wanma.data.batch import Batch
 from wanma.data.datasets.dataset import BatchedDataset
 from wanma.data.step_loader import StepLoader
 from wanma.parallel.data_parallel.global_batch import GlobalBatchGatherer
 from wanma.training.checks.state_restoration import preserve_state
 from wanma.training.loss.best_metric import best_value
+from wanma.training.run.shared_reading import share_reading
 from wanma.training.run.trainer import Trainer
 from wanma.training.step.forward_backward import ForwardBackward
 from wanma.training.step.parameter_update import StepTotals
@@ -49,21 +50,24 @@ def run_training_loop(
     outcome = "finished"
     names = forward_backward.metrics.names
     measure = partial(validate, trainer, data, forward_backward.evaluate, gatherer, lambda: names)
-    with StepLoader(
+    loader = StepLoader(
         data,
         trainer.plan,
         job.train,
         trainer.parallel_mesh.data_rank,
         start_step=state.step,
         prefetch=job.data.prefetch,
-        threads=job.data.workers,
+        threads=job.data.worker_count,
         pin_memory=trainer.plan.device == "cuda",
-    ) as loader:
+        prefetch_bytes=job.data.prefetch_bytes,
+    )
+    with share_reading(trainer, data, couples_rows=gatherer.is_used), loader, phases.phase("host"):
         batches = iter(loader)
         while not state.is_over(job.train):
             progress(state.step, "waiting for data")
             with phases.phase("data"):
                 step = next(batches)
+            trainer.step_data.begin(data, step)
             progress(state.step, "forward and backward")
             state.parallel_model.random_draws.step = state.step
             with (
@@ -75,7 +79,6 @@ def run_training_loop(
                     step.micro_batches, trainer.loss_multiplier(step.global_batch_size)
                 )
             progress(state.step, "update")
-            trainer.non_finite_sample_names = partial(non_finite_sample_names, data, step.micro_batches)
             agreement = trainer.finish_step(loss_sum, targets, step.global_batch_size)
             is_saved = run_step_tasks(trainer, agreement, measure)
             loader.switch_plan(trainer.plan)
@@ -86,12 +89,9 @@ def run_training_loop(
                 trainer.suspend(is_saved)
                 return "paused"
     trainer.finish(outcome)
+    if trainer.worker.local_rank == 0:  # each host has its own rates, by which it plans
+        data.record_rates(f"run {trainer.worker.run_directory.name}")
     return outcome
-
-
-def non_finite_sample_names(data: BatchedDataset, batches: Iterable[Batch]) -> list[str]:
-    """Return the names of the samples that have a NaN or infinity among their inputs or targets."""
-    return [data.sample_name(number) for batch in batches for number in find_nonfinite_samples(batch)]
 
 
 def run_step_tasks(trainer: Trainer, totals: StepTotals, run_validation: Callable[[], float | None]) -> bool:
@@ -156,8 +156,8 @@ def validate(
         closing(_validation_batches(trainer, data, count, gatherer)) as batches,
     ):
         numbers = torch.stack(evaluate(batches))
-    if trainer.plan.world_size > 1:
-        dist.all_reduce(numbers)
+        if trainer.plan.world_size > 1:
+            dist.all_reduce(numbers)
     loss_sum, targets, *sums = numbers.tolist()
     loss = float(loss_sum / targets) if targets else 0.0
     known = {"perplexity": math.exp(min(loss, 700.0))} if data.input_kind == "tokens" else {}

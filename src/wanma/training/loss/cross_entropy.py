@@ -23,13 +23,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from wanma.collectives.timing.communication_timer import time_blocking_transfer
 from wanma.data.batch import IGNORE_INDEX
+from wanma.torch_internals.autograd import DTENSOR_VIEW_NODES
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 27}
 """Logits per block: on CPU 512 KiB of fp32, so that a block stays in a core's cache."""
 
 
 _MATMUL_NODES = {"MmBackward0", "AddmmBackward0"}
-_VIEW_NODES = {"ViewBackward0", "UnsafeViewBackward0", "_ToTorchTensorBackward", "_FromTorchTensorBackward"}
+_VIEW_NODES = {"ViewBackward0", "UnsafeViewBackward0"} | DTENSOR_VIEW_NODES
 """Names of autograd nodes whose backward does not need their result: matrix products, and views of them."""
 
 

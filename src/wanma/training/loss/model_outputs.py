@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+
+from wanma.torch_internals.dispatch import tree_map
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], output: Any) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from wanma.data.batch import IGNORE_INDEX, Batch
 from wanma.job.errors import WanmaError
+from wanma.torch_internals.autograd import nll_loss_arguments
 
 Losses = Tensor | tuple[Tensor, Tensor]
 """One loss per sample or target, leading dimension the batch's rows; or a pair of these and their weights.
@@ -187,7 +188,6 @@ def _cross_entropies(losses: Tensor) -> Iterator[tuple[int, Tensor]]:
             continue
         visited.add(node)
         if node.name().startswith("NllLoss"):
-            index = node._saved_ignore_index
-            yield (index - (1 << 64) if index >> 63 else index), node._saved_target  # torch gives it unsigned
+            yield nll_loss_arguments(node)
         else:
             pending += [before for before, _ in node.next_functions]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from wanma.job.errors import JobError, WanmaError
+from wanma.torch_internals.autograd import version_counter
 from wanma.training.loss.foreign_weights import FREEZE_HINT, MOVE_INTO_MODEL_HINT
 
 _MOVE_INTO_MODEL_HINT = f"{MOVE_INTO_MODEL_HINT}; then loss=lambda output, targets: output"
@@ -84,11 +85,11 @@ class _BufferCheckedLoss:
     def __call__(self, output: Any, targets: Any) -> Any:
         if self._is_checked:
             return self._loss(output, targets)
-        before = {name: (buffer, buffer._version) for name, buffer in self._loss.named_buffers()}
+        before = {name: (buffer, version_counter(buffer)) for name, buffer in self._loss.named_buffers()}
         losses = self._loss(output, targets)
         for name, buffer in self._loss.named_buffers():
             old_buffer, version = before.get(name, (None, 0))
-            if buffer is not old_buffer or buffer._version != version:
+            if buffer is not old_buffer or version_counter(buffer) != version:
                 raise WanmaError(
                     f"the loss {_loss_name(self._loss)} changes its buffer {name} in its forward pass: "
                     "each rank would hold another value, from its own micro-batches, and checkpoints do "

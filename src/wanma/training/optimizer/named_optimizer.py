@@ -25,6 +25,7 @@ from wanma.job.plan.plan import OPTIMIZER_CHUNK_PARAMETERS, Plan
 from wanma.job.sections.train import ParameterGroupSection, TrainSection
 from wanma.models.structure.parameter_roles import ParameterRole, find_parameter_group, is_frozen
 from wanma.planner.rules.capabilities import factored_optimizer_error
+from wanma.torch_internals.dtensor import wrap_like
 from wanma.training.optimizer.muon import Muon
 from wanma.training.optimizer.optimizer_state_offload import OptimizerStateOffload
 from wanma.training.optimizer.user_optimizer import UserOptimizer, step_optimizer
@@ -387,7 +388,7 @@ def local_gradient(parameter: nn.Parameter) -> Tensor | None:
 def wrap_local(local: Tensor, like: nn.Parameter) -> Tensor:
     """Return the DTensor of which `local` is this rank's part, in whatever memory that is."""
     assert isinstance(like, DTensor)
-    return DTensor(local, like._spec, requires_grad=False)
+    return wrap_like(local, like)
 
 
 def _is_for_muon(name: str, role: ParameterRole, group: ParameterGroupSection | None) -> bool:

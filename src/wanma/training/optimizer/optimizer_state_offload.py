@@ -15,6 +15,7 @@ from wanma.checkpoint.format.local_shards import local_tensor
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Offload
 from wanma.parallel.memory.disk_pool import DiskPool
+from wanma.torch_internals.dtensor import wrap_like
 
 
 class OptimizerStateOffload:
@@ -84,4 +85,4 @@ def _with_shape(state: dict[str, Any]) -> list[tuple[str, Tensor]]:
 
 def _wrap_like(value: Tensor, local: Tensor) -> Tensor:
     """Return `local` with the placements of `value`, on whatever device it is."""
-    return DTensor(local, value._spec, requires_grad=False) if isinstance(value, DTensor) else local
+    return wrap_like(local, value) if isinstance(value, DTensor) else local

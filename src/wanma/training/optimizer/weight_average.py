@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from wanma.checkpoint.format.local_shards import local_tensor
+from wanma.torch_internals.operators import foreach_lerp_
 
 
 class WeightAverage:
@@ -32,7 +33,7 @@ class WeightAverage:
         averages = [local_tensor(tensor) for tensor in self.tensors.values()]
         weights = [local_tensor(parameter) for parameter in self._weights.values()]
         if averages:
-            torch._foreach_lerp_(averages, weights, 1 - self._decay)
+            foreach_lerp_(averages, weights, 1 - self._decay)
 
     @torch.no_grad()
     def reset(self) -> None:

@@ -15,6 +15,7 @@ from wanma.observe.recorder import Recorder, Sink
 from wanma.observe.sinks.jsonl import JsonLinesSink
 from wanma.observe.sinks.supervisor import SupervisorSink
 from wanma.observe.sinks.tensorboard import TensorBoardSink
+from wanma.training.balancing.share_rebalancer import ShareChange
 from wanma.training.run.rank_memory import peak_rank_memory_bytes
 
 
@@ -23,7 +24,7 @@ def open_recorder(job: Job, worker: WorkerContext, first_step: int) -> Recorder:
     sinks: list[Sink] = [JsonLinesSink(), SupervisorSink(worker.supervisor_client)]
     if job.observe.tensorboard:
         sinks.append(TensorBoardSink())
-    return Recorder(RunDirectory(worker.run_directory), sinks, first_step, worker.check_fence)
+    return Recorder(RunDirectory(worker.run_directory), sinks, first_step, worker.check_record_fence)
 
 
 def warn_per_node(text: str, worker: WorkerContext, recorder: Recorder | None) -> None:
@@ -41,6 +42,7 @@ def record_start(
     plan: Plan,
     targets_per_sample: int,
     *,
+    nodes: int,
     is_restart: bool,
     source: str = "",
 ) -> None:
@@ -52,10 +54,11 @@ def record_start(
         steps: optimizer steps of the job.
         plan: plan of the run.
         targets_per_sample: targets of a sample; where it is 1, speed is in samples rather than tokens.
+        nodes: nodes on which the ranks are.
         is_restart: true if the ranks were started again.
         source: name of the checkpoint that a run continues from; empty at its beginning.
     """
-    fields = {"step": step, "steps": steps, "world_size": plan.world_size, "plan": str(plan)}
+    fields = {"step": step, "steps": steps, "world_size": plan.world_size, "nodes": nodes, "plan": str(plan)}
     rate_unit = "samples/s" if targets_per_sample == 1 else "tokens/s"
     fields |= {"rate_unit": rate_unit} | ({"source": source} if source else {})
     recorder.event("start", **fields, **({"is_restart": True} if is_restart else {}))
@@ -79,6 +82,18 @@ def record_recovery(recorder: Recorder, restart: Restart, source: str, step: int
         step=step,
         repeated_steps=max(restart.last_finished_step - step, 0),
         seconds=time.monotonic() - restart.failed_at,
+    )
+
+
+def record_share_change(recorder: Recorder, change: ShareChange) -> None:
+    """Record a change of the batch shares."""
+    recorder.event(
+        "batch_shares",
+        step=change.step,
+        batch_shares=list(change.shares),
+        previous_batch_shares=list(change.previous_shares),
+        level="info",
+        text=change.text,
     )
 
 

@@ -7,28 +7,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from wanma.collectives.timing.communication_timer import CommunicationTime, CommunicationTimer
 from wanma.job.errors import WanmaError
 from wanma.observe.metrics.gpu import GpuSampler
-from wanma.observe.metrics.phase_timer import PhaseTimer
 from wanma.parallel.gradients.gradient_compression import GradientCompression
-
-
-def pop_phases(
-    timer: PhaseTimer, communication: CommunicationTimer, device: str
-) -> tuple[dict[str, float], CommunicationTime]:
-    """Return the seconds by phase, and those of communication by kind.
-
-    Waits for other data ranks inside forward and backward are moved to their own phase. The host's clock does
-    not see the waits of a GPU.
-    """
-    phases, spent = timer.collect(), communication.take_totals()
-    if device != "cpu":
-        return phases, CommunicationTime({}, {})
-    data_wait_seconds = spent.exposed_seconds.get("data", 0.0)
-    phases["communication"] += data_wait_seconds
-    phases["forward_backward"] = max(phases["forward_backward"] - data_wait_seconds, 0.0)
-    return phases, spent
 
 
 def expert_metrics(statistics: Mapping[str, Tensor], target_count: float) -> dict[str, float]:

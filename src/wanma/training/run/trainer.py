@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from itertools import islice
 from types import TracebackType
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from wanma.collectives.timing.communication_timer import CommunicationTime
 from wanma.job.plan.plan import Plan
+from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.job import Job
 from wanma.observe.metrics.memory import reset_peak_memory
@@ -26,16 +27,17 @@ from wanma.observe.recorder import Recorder
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh
 from wanma.parallel.parallelize import ParallelModel
 from wanma.training.balancing.rank_timing import RankTimingReporter
+from wanma.training.balancing.share_allocation import Rebalance
 from wanma.training.balancing.share_rebalancer import ShareChange, ShareRebalancer
 from wanma.training.checkpointing.checkpoint_saves import CheckpointSaves
 from wanma.training.checkpointing.error_feedback_state import check_compression_patterns
 from wanma.training.checkpointing.in_memory_checkpoints import InMemoryCheckpoints
+from wanma.training.checkpointing.private_folders import find_private_folders
 from wanma.training.checkpointing.replica_check import ReplicaCheck
 from wanma.training.checkpointing.resume import ResumeResult, resume
 from wanma.training.checkpointing.run_identity import UNKNOWN_IDENTITY, Identity
 from wanma.training.loss.validation_metrics import validation_fields
 from wanma.training.optimizer.learning_rate_schedule import learning_rate_function
-from wanma.training.optimizer.loss_scale import MIN_SCALE
 from wanma.training.optimizer.named_optimizer import check_parameter_patterns
 from wanma.training.optimizer.user_optimizer import NO_USER_OPTIMIZATION, UserOptimization
 from wanma.training.run.initial_state import build_training_state
@@ -44,21 +46,23 @@ from wanma.training.run.run_records import (
     RankStepLog,
     open_recorder,
     record_recovery,
+    record_share_change,
     record_start,
     warn_per_node,
 )
+from wanma.training.run.skip_reason import find_skip_reason
 from wanma.training.run.start_health_check import HealthReport
-from wanma.training.run.step_metrics import compression_metrics, expert_metrics, open_gpu_sampler, pop_phases
+from wanma.training.run.step_data import StepData
+from wanma.training.run.step_metrics import compression_metrics, expert_metrics, open_gpu_sampler
+from wanma.training.run.step_times import StepTimes
 from wanma.training.sites.outer_optimizer import OuterStepResult
 from wanma.training.sites.site_synchronizer import SiteSynchronizer
-from wanma.training.step.anomaly_detection import AnomalyPolicy, enforce_policy
 from wanma.training.step.layer_gradient_norms import LayerGradientNorms
 from wanma.training.step.model_statistics import update_model_statistics
 from wanma.training.step.parameter_update import (
     StepTotals,
     apply_update,
     call_gradient_hooks,
-    describe_non_finite,
     reduce_delayed_gradient_norm,
     reduce_step_totals,
 )
@@ -100,11 +104,13 @@ class Trainer:
         check_parameter_patterns(parallel_model.parameter_names, train)
         check_compression_patterns(parallel_model.parameter_names, plan)
         self.state = build_training_state(job, plan, parallel_mesh, parallel_model, user_optimization)
+        self._times = StepTimes(self.phases, parallel_model, parallel_mesh.device.type)
         same_tensors = plan.cross_site_stage_group(worker.rank)
+        folders = find_private_folders(worker)
         self._saves = CheckpointSaves(
-            job, plan, worker, self.state, same_tensors, self.message, self._record_event
+            job, plan, worker, self.state, same_tensors, self.message, self._record_event, folders
         )
-        resumed = resume(self.state, job, plan, worker, identity)
+        resumed = resume(self.state, job, plan, worker, identity, folders)
         self._identity = resumed.identity
         self._share_rebalancer = ShareRebalancer(job, plan, parallel_mesh, parallel_model, self.state)
         self._replica_check = ReplicaCheck(
@@ -142,11 +148,11 @@ class Trainer:
         self._gpu = open_gpu_sampler(parallel_mesh.device, self.message) if records_gpu else None
         reset_peak_memory(plan.device)
         self._learning_rate, self._global_batch = 0.0, 0
-        self._compute_seconds, self._timed_plan = 0.0, self.plan
+        self._timed_plan = self.plan
         self._share_change: ShareChange | None = None
         self._expert_statistics: dict[str, Tensor] = {}
-        self.non_finite_sample_names: Callable[[], list[str]] = list
-        """Function that names this rank's samples of the current step that are not finite themselves."""
+        bad_samples = RunDirectory(worker.run_directory).bad_samples(worker.rank)
+        self.step_data = StepData(bad_samples, parallel_mesh, self.message, job.data.bad_data_limit)
         self._outer_result: OuterStepResult | None = None
         """Outer update after the last step; None where no exchange ended."""
         self._step_started = time.perf_counter()
@@ -158,7 +164,11 @@ class Trainer:
             self._recorder = open_recorder(job, worker, first_step=self.state.step + 1)
             of_run = (self.state.step, job.train.steps, plan, targets_per_sample)
             record_start(
-                self._recorder, *of_run, is_restart=worker.restart is not None, source=resumed.checkpoint_name
+                self._recorder,
+                *of_run,
+                nodes=len(worker.local_world_sizes) or 1,
+                is_restart=worker.restart is not None,
+                source=resumed.checkpoint_name,
             )
             for text in [
                 *resumed.messages,
@@ -200,57 +210,27 @@ class Trainer:
 
     def finish_step(self, loss_sum: Tensor, target_count: Tensor, global_batch: int) -> StepTotals:
         """Agree on the step's numbers and update the weights: once per step, after the last backward."""
-        state, train, step = self.state, self.job.train, self.state.step
-        rate = self._learning_rate_at(step)
-        if self.parallel_mesh.device.type == "cuda":
-            # The next phase reads numbers, and would be charged with all the work queued before them.
-            with self.phases.phase("forward_backward"):
-                torch.cuda.current_stream().synchronize()
-        self._compute_seconds, self._timed_plan = state.parallel_model.compute_timer.pop_seconds(), self.plan
-        self._share_rebalancer.record_compute(self._compute_seconds)
-        with self.phases.phase("checkpoint"):
-            # First: the agreement then implies that all ranks have settled.
-            self._in_memory_checkpoints.finish_pending()
-        sites, is_last = state.site_synchronizer, step + 1 == train.steps
+        state, train = self.state, self.job.train
+        rate, is_last = self._learning_rate_at(state.step), state.step + 1 == train.steps
+        self._end_forward_backward()
         with self.phases.phase("communication"):
-            factor = self.loss_multiplier(global_batch) / state.parallel_model.gradient_divisor
-            call_gradient_hooks(
-                state.parallel_model.gradient_hooks,
-                state.named_optimizer,
-                target_count,
-                self.parallel_mesh,
-                factor,
-            )
-            of_snapshots = self._in_memory_checkpoints.local_status()
-            agreement = reduce_step_totals(
+            agreement, decision = self._agree(loss_sum, target_count, global_batch, is_last)
+            skip_reason = find_skip_reason(
+                agreement,
                 loss_sum,
-                target_count,
-                self.worker.supervisor_client.is_drain_requested(),
-                state.named_optimizer,
+                state,
+                train,
                 self.parallel_mesh,
-                step=step + 1,
-                effective_loss_multiplier=factor,
-                is_suspend_requested=self.worker.supervisor_client.is_suspend_requested(),
-                extra_terms=(*of_snapshots, *self._share_rebalancer.local_timings()),
-                normalization=sites.exchange_gradients(step + 1, factor, is_last)
-                if sites is not None
-                else None,
-                loss_scale=state.loss_scale,
+                retried_steps=self._retried_steps,
+                non_finite_sample_names=self.step_data.non_finite_sample_names,
             )
-            if sites is not None:
-                sites.set_target_count(step + 1, agreement.target_count)
-            for text in self._in_memory_checkpoints.apply_global_status(
-                agreement.extra_sums[: len(of_snapshots)]
-            ):
-                self.message(text)
-            decision = self._share_rebalancer.decide(agreement.extra_sums[len(of_snapshots) :])
-            skip_reason = self._skip_reason(agreement, loss_sum)
             self._last_layer_norms = self._layer_gradient_norms.measure(
-                step + 1, state.named_optimizer, self.parallel_mesh, agreement.gradient_multiplier
+                state.step + 1, state.named_optimizer, self.parallel_mesh, agreement.gradient_multiplier
             )
             self._expert_statistics = update_model_statistics(
                 state.parallel_model, self.parallel_mesh, agreement.is_finite and not skip_reason
             )
+        sites = state.site_synchronizer
         with self.phases.phase("optimizer"):
             applied = apply_update(
                 agreement, state.named_optimizer, train, rate, state.loss_scale, skip=bool(skip_reason)
@@ -276,19 +256,70 @@ class Trainer:
         self.worker.supervisor_client.report_finished_step(state.step)
         return agreement
 
+    def _end_forward_backward(self) -> None:
+        """Take the times of forward and backward, and settle the in-memory checkpoint of an earlier step."""
+        if self.parallel_mesh.device.type == "cuda":
+            # The next phase reads numbers, and would be charged with all the work queued before them.
+            with self.phases.phase("forward_backward"):
+                torch.cuda.current_stream().synchronize()
+        self._times.end_forward_backward()
+        self._timed_plan = self.plan
+        self._share_rebalancer.record_compute(self._times.compute_seconds)
+        with self.phases.phase("checkpoint"):
+            # Before the agreement, which then implies that all ranks have settled.
+            self._in_memory_checkpoints.finish_pending()
+
+    def _agree(
+        self, loss_sum: Tensor, target_count: Tensor, global_batch: int, is_last: bool
+    ) -> tuple[StepTotals, Rebalance | None]:
+        """Reduce the step's numbers over all ranks, and return them with the decision on batch shares."""
+        state, plan, rank = self.state, self.plan, self.worker.rank
+        sites, step = state.site_synchronizer, state.step + 1
+        factor = self.loss_multiplier(global_batch) / state.parallel_model.gradient_divisor
+        call_gradient_hooks(
+            state.parallel_model.gradient_hooks,
+            state.named_optimizer,
+            target_count,
+            self.parallel_mesh,
+            factor,
+        )
+        of_snapshots = self._in_memory_checkpoints.local_status()
+        of_times = self._times.exchanged_terms(plan, rank, global_batch)
+        of_data = self.step_data.exchanged_terms()
+        agreement = reduce_step_totals(
+            loss_sum,
+            target_count,
+            self.worker.supervisor_client.is_drain_requested(),
+            state.named_optimizer,
+            self.parallel_mesh,
+            step=step,
+            effective_loss_multiplier=factor,
+            is_suspend_requested=self.worker.supervisor_client.is_suspend_requested(),
+            extra_terms=(*of_snapshots, *of_times, *of_data, *self._share_rebalancer.local_timings()),
+            normalization=sites.exchange_gradients(step, factor, is_last) if sites is not None else None,
+            loss_scale=state.loss_scale,
+        )
+        if sites is not None:
+            sites.set_target_count(step, agreement.target_count)
+        sums = iter(agreement.extra_sums)
+        for text in self._in_memory_checkpoints.apply_global_status(tuple(islice(sums, len(of_snapshots)))):
+            self.message(text)
+        self._times.take_exchanged_sums(tuple(islice(sums, len(of_times))), plan, rank, global_batch)
+        self.step_data.take_exchanged_sums(tuple(islice(sums, len(of_data))))
+        return agreement, self._share_rebalancer.decide(tuple(sums))
+
     def record_step(self, totals: StepTotals) -> None:
         """Record the step just finished, with all that was done for it. Validation is not step time."""
         now = time.perf_counter()
-        phases, spent = pop_phases(
-            self.phases, self.state.parallel_model.communication_timer, self.plan.device
-        )
+        phases, spent = self._times.take_phases()
         self._saves.report_completed()
         seconds = now - self._step_started - phases["validation"]
         self._step_started = now
         self._log.log_step(
             self.state.step, totals.loss, totals.gradient_norm, seconds, self.parallel_mesh.device.type
         )
-        self._timing_reporter.report_step(phases, self._compute_seconds, self._global_batch, self._timed_plan)
+        compute_seconds = self._times.compute_seconds
+        self._timing_reporter.report_step(phases, compute_seconds, self._global_batch, self._timed_plan)
         self._share_rebalancer.record_step(phases, seconds)
         self._write_record(totals, seconds, phases, spent)
         with self.phases.phase("checkpoint"):
@@ -320,6 +351,8 @@ class Trainer:
                 "samples": self.state.samples,
                 "learning_rate": self._learning_rate,
                 "phases": phases,
+                **self._times.metrics(),
+                **self.step_data.metrics(),
                 **communication_seconds.numbers(),
                 "memory_bytes": peak_rank_memory_bytes(self.parallel_mesh.device.type),
                 **expert_metrics(self._expert_statistics, totals.target_count),
@@ -340,15 +373,7 @@ class Trainer:
         while self._share_rebalancer.messages:
             self.message(self._share_rebalancer.messages.pop(0), "warning")
         if self._share_change is not None:
-            change = self._share_change
-            self._recorder.event(
-                "batch_shares",
-                step=change.step,
-                batch_shares=list(change.shares),
-                previous_batch_shares=list(change.previous_shares),
-                level="info",
-                text=change.text,
-            )
+            record_share_change(self._recorder, self._share_change)
 
     def record_validation(self, loss: float, target_count: int, metrics: dict[str, float]) -> None:
         """Record a validation result; a value that is not finite does not become the best."""
@@ -445,33 +470,6 @@ class Trainer:
                 self.message(
                     f"delayed gradients with norm {delayed_totals.gradient_norm} are skipped", "warning"
                 )
-
-    def _skip_reason(self, totals: StepTotals, loss_sum: Tensor) -> str:
-        """Return why policy skips the update; empty where it is made, or fp16's loss scale decides.
-
-        Raises:
-            AllRanksError: the policy is another; the same on all ranks.
-        """
-        state, train, step = self.state, self.job.train, self.state.step + 1
-        policy: AnomalyPolicy = train.non_finite
-        if totals.is_finite:
-            policy, key = train.spike, "train.spike"
-            if policy == "ignore":
-                return ""
-            reason = state.anomaly_detector.describe_spike(
-                totals.loss, totals.gradient_norm, train.spike_deviations
-            )
-        elif state.loss_scale.value > MIN_SCALE and math.isfinite(totals.loss):
-            return ""
-        else:
-            key = "train.non_finite"
-            reason = describe_non_finite(
-                totals, loss_sum, state.named_optimizer, self.parallel_mesh, self.non_finite_sample_names()
-            )
-        if reason:
-            enforce_policy(step, reason, policy, key, self._retried_steps)
-            state.anomaly_detector.record_skip(step)
-        return reason
 
     def _record_recovery(self) -> None:
         """Record a failure and its cost, once, when the first step after it is finished."""

@@ -217,7 +217,8 @@ class ForwardBackward:
         run = pipeline.forward_backward if backward else pipeline.evaluate
         scaled = run(local_batch, positions, len(batches), loss)
         if backward:
-            self._parallel_model.tied_weights.all_reduce_gradients()
+            with self._parallel_model.communication_timer.time_blocking_transfer("pipeline"):
+                self._parallel_model.tied_weights.all_reduce_gradients()
         return self._mask_duplicate_losses(
             scaled.double() / loss_multiplier, (local_batch.targets != IGNORE_INDEX).sum()
         )

@@ -19,6 +19,7 @@ from wanma.job.sections.train import TrainSection
 from wanma.parallel.gradients.gradient_hooks import GradientHooks
 from wanma.parallel.gradients.gradient_norm import local_squared_norm
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh
+from wanma.torch_internals.operators import foreach_mul_, foreach_norm
 from wanma.training.optimizer.loss_scale import LossScale
 from wanma.training.optimizer.named_optimizer import NamedOptimizer
 from wanma.training.sites.delayed_gradients import GradientNormalization
@@ -180,7 +181,7 @@ def _largest(named_optimizer: NamedOptimizer, parallel_mesh: ParallelMesh) -> fl
     largest = torch.zeros((), device=parallel_mesh.device)
     gradients = [local_tensor(gradient) for gradient in named_optimizer.gradients()]
     if non_empty := [gradient for gradient in gradients if gradient.numel() > 0]:
-        largest = torch.stack(torch._foreach_norm(non_empty, math.inf)).max().to(largest)
+        largest = torch.stack(foreach_norm(non_empty, math.inf)).max().to(largest)
     if parallel_mesh.plan.world_size > 1:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return float(largest)
@@ -252,7 +253,7 @@ def apply_update(
         factor *= min(1.0, train.gradient_clip / (norm + 1e-6))
     gradients = [local_tensor(gradient) for gradient in named_optimizer.gradients()]
     if gradients and not math.isclose(factor, 1.0, rel_tol=1e-15):
-        torch._foreach_mul_(gradients, factor)
+        foreach_mul_(gradients, factor)
     named_optimizer.step(learning_rate)
     named_optimizer.zero_gradients()
     loss_scale.record_success()

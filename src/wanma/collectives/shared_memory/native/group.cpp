@@ -1,9 +1,7 @@
 // Interface for Python (native_library.py): a group's queue of collectives, run in order by a waiting thread
 // or, if none waits, by a thread of the group's own.
 
-#include <chrono>
-#include <condition_variable>
-#include <deque>
+#include <list>
 #include <mutex>
 #include <thread>
 
@@ -11,6 +9,31 @@
 #include "messages.hpp"
 
 namespace wanma {
+
+// Condition variable of one mutex, whose holders call all its functions. std::condition_variable would bind a
+// compiled library to the libstdc++ and glibc of the machine that compiled it.
+class Condition {
+ public:
+  // Wait for a notification; 0 nanoseconds: without a limit. It may end early: callers check again.
+  void wait(std::unique_lock<std::mutex>& lock, int64_t nanoseconds = 0) {
+    constexpr int64_t second = 1'000'000'000;
+    const timespec limit = {nanoseconds / second, static_cast<long>(nanoseconds % second)};
+    const uint32_t seen = notified_.load(std::memory_order_relaxed);
+    ++sleepers_;
+    lock.unlock();
+    futex(&notified_, FUTEX_WAIT_PRIVATE, seen, nanoseconds > 0 ? &limit : nullptr);
+    lock.lock();
+    --sleepers_;
+  }
+  void notify_all() {
+    notified_.fetch_add(1, std::memory_order_relaxed);
+    if (sleepers_ != 0) futex(&notified_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr);
+  }
+
+ private:
+  std::atomic<uint32_t> notified_{0};
+  int sleepers_ = 0;
+};
 
 class Group {
  public:
@@ -40,10 +63,10 @@ class Group {
         run_first(lock);
       } else if (timeout_nanoseconds == 0) {
         changed_.wait(lock);
-      } else if (now_nanoseconds() >= until) {
-        return kUnderWay;
+      } else if (const int64_t left = until - now_nanoseconds(); left > 0) {
+        changed_.wait(lock, left);
       } else {
-        changed_.wait_for(lock, std::chrono::nanoseconds(until - now_nanoseconds()));
+        return kUnderWay;
       }
     }
     return number >= failed_from_ ? failure_ : kDone;
@@ -71,7 +94,7 @@ class Group {
   // The caller holds the lock.
   void call_thread() {
     if (!thread_.joinable() && !arena.closed()) thread_ = std::thread([this] { serve(); });
-    to_do_.notify_one();
+    to_do_.notify_all();
   }
 
   // Run the first collective of the queue; the caller holds the lock, which is released meanwhile.
@@ -90,21 +113,21 @@ class Group {
       failure_ = outcome;
     }
     changed_.notify_all();
-    to_do_.notify_one();  // the thread waits while another one runs
+    to_do_.notify_all();  // the thread waits while another one runs
   }
 
   void serve() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
-      to_do_.wait(lock, [this] { return arena.closed() || (!queue_.empty() && !running_); });
+      while (!arena.closed() && (queue_.empty() || running_)) to_do_.wait(lock);
       if (arena.closed()) return;
       run_first(lock);
     }
   }
 
   std::mutex mutex_;
-  std::condition_variable to_do_, changed_;
-  std::deque<Call> queue_;
+  Condition to_do_, changed_;
+  std::list<Call> queue_;
   std::thread thread_;
   bool running_ = false;
   uint64_t submitted_ = 0, done_ = 0, failed_from_ = UINT64_MAX;

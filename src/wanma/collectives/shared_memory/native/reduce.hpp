@@ -5,6 +5,10 @@
 #include <cstring>
 #include <type_traits>
 
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
 namespace wanma {
 
 // Types and operations are numbered as in native_library.py.
@@ -31,7 +35,11 @@ struct Bfloat16 {
   }
 };
 
-#if defined(__FLT16_MANT_DIG__)
+#if defined(__aarch64__)
+// C++ has _Float16 there from g++ 13 on only; this type, which is for storage alone, is in all of its compilers.
+#define WANMA_HAS_FLOAT16 1
+using Float16 = __fp16;
+#elif defined(__FLT16_MANT_DIG__)
 #define WANMA_HAS_FLOAT16 1
 using Float16 = _Float16;
 #else
@@ -40,9 +48,6 @@ using Float16 = _Float16;
 
 template <class T> struct Accumulator { using type = T; };
 template <> struct Accumulator<Bfloat16> { using type = float; };
-#if WANMA_HAS_FLOAT16
-template <> struct Accumulator<Float16> { using type = float; };
-#endif
 
 template <class T, class A> inline T narrowed(A value) {
   if constexpr (std::is_same_v<T, Bfloat16>) return Bfloat16::rounded(value);
@@ -55,11 +60,66 @@ struct Product { template <class A> static A of(A a, A b) { return static_cast<A
 struct Min { template <class A> static A of(A a, A b) { return (a < b || a != a) ? a : b; } };
 struct Max { template <class A> static A of(A a, A b) { return (a > b || a != a) ? a : b; } };
 
+#if WANMA_HAS_FLOAT16
+// Conversions of fp16 by instructions that every processor with AVX2 has: compilers vectorize those of _Float16
+// only for processors that compute in fp16.
+inline void widen(const Float16* from, float* to, uint64_t count) {
+  uint64_t i = 0;
+#if defined(__F16C__)
+  for (; i + 8 <= count; i += 8) {
+    const auto halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
+    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(halves));
+  }
+#endif
+  for (; i < count; ++i) to[i] = static_cast<float>(from[i]);
+}
+inline void narrow(const float* from, Float16* to, uint64_t count) {
+  uint64_t i = 0;
+#if defined(__F16C__)
+  for (; i + 8 <= count; i += 8) {
+    const auto halves = _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_CUR_DIRECTION);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), halves);
+  }
+#endif
+  for (; i < count; ++i) to[i] = static_cast<Float16>(from[i]);
+}
+#endif
+
 constexpr uint64_t kBlock = 2048;  // elements that stay in the first cache
+
+#if WANMA_HAS_FLOAT16
+template <class Op, bool average>
+void reduce_float16(void* const* outputs, int outputs_count, const void* const* sources, int sources_count,
+                    uint64_t count) {
+  alignas(64) float sum[kBlock], next[kBlock];
+  const float ranks = static_cast<float>(sources_count);
+  for (uint64_t from = 0; from < count; from += kBlock) {
+    const uint64_t size = count - from < kBlock ? count - from : kBlock;
+    widen(static_cast<const Float16*>(sources[0]) + from, sum, size);
+    for (int source = 1; source < sources_count; ++source) {
+      widen(static_cast<const Float16*>(sources[source]) + from, next, size);
+      for (uint64_t i = 0; i < size; ++i) sum[i] = Op::of(sum[i], next[i]);
+    }
+    if constexpr (average) {
+      for (uint64_t i = 0; i < size; ++i) sum[i] /= ranks;
+    }
+    Float16* out = static_cast<Float16*>(outputs[0]) + from;
+    narrow(sum, out, size);
+    for (int output = 1; output < outputs_count; ++output) {
+      std::memcpy(static_cast<Float16*>(outputs[output]) + from, out, size * sizeof(Float16));
+    }
+  }
+}
+#endif
 
 template <class T, class Op, bool average>
 void reduce_typed(void* const* outputs, int outputs_count, const void* const* sources, int sources_count,
                   uint64_t count) {
+#if WANMA_HAS_FLOAT16
+  if constexpr (std::is_same_v<T, Float16>) {
+    return reduce_float16<Op, average>(outputs, outputs_count, sources, sources_count, count);
+  }
+#endif
   using A = typename Accumulator<T>::type;
   alignas(64) A sum[kBlock];
   const A ranks = static_cast<A>(sources_count);

@@ -1,0 +1,1 @@
+"""Commands about the installation: copies of its examples, shell completion, versions."""

@@ -1,0 +1,52 @@
+"""Section `[data.image_transform]` of a job file: stored images as tensors of one shape."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from wanma.job.sections.base import Section
+
+
+class ImageTransformSection(Section):
+    """Transform of stored images: fields of a record, size, augmentation, normalization."""
+
+    size: int | None = Field(
+        None,
+        ge=1,
+        le=16_384,
+        description="height and width in pixels after resizing; unset: all images have one size already",
+    )
+    channels: Literal[1, 3] | None = Field(
+        None, description="1: gray, 3: RGB; unset: 3 if an image among those sampled has colors"
+    )
+    augment: list[Literal["random_resized_crop", "horizontal_flip"]] = Field(
+        default_factory=list, description="random changes of training images, drawn by (seed, sample)"
+    )
+    mean: list[float] = Field(
+        default_factory=list,
+        description="mean by channel, of pixels in [0, 1]; unset: that of ImageNet, 0.5 for gray",
+    )
+    std: list[float] = Field(
+        default_factory=list,
+        description="standard deviation by channel, > 0; unset: that of ImageNet, 0.5 for gray",
+    )
+    image_field: str | None = Field(
+        None, description="field of a record that holds the image; unset: found by name and content"
+    )
+    label_field: str | None = Field(
+        None, description="field of a record that holds the class, such as 'cls' or 'json.label'"
+    )
+
+    @model_validator(mode="after")
+    def _check_values(self) -> ImageTransformSection:
+        if "random_resized_crop" in self.augment and self.size is None:
+            raise ValueError("random_resized_crop needs a size")
+        for name in ("mean", "std"):
+            values = getattr(self, name)
+            if len(values) not in (0, 1, 3):
+                raise ValueError(f"{name} has {len(values)} values; give one for each channel: 1 or 3")
+        if self.std and min(self.std) <= 0:
+            raise ValueError("each std must be > 0")
+        return self

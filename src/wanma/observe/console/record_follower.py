@@ -1,0 +1,65 @@
+"""Follower of a run's records: the events that another process writes into the run directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from wanma.job.run.run_directory import RunDirectory
+from wanma.job.run.worker import Event
+
+READ_BYTES = 1 << 22
+"""Most bytes of one file that are read at a time."""
+
+
+class RecordFollower:
+    """Reader of the events that have been added to metrics.jsonl and events.jsonl since the last call.
+
+    Args:
+        run: run directory; its files may not exist yet.
+        from_start: also return the records that are there already.
+    """
+
+    def __init__(self, run: RunDirectory, *, from_start: bool) -> None:
+        self._offsets = dict.fromkeys((run.events, run.metrics), 0)
+        self._metrics = run.metrics
+        if not from_start:
+            self._offsets = {path: _size(path) for path in self._offsets}
+
+    def read(self) -> list[Event]:
+        """Return the new events, oldest first; a step has the kind 'step'."""
+        events: list[Event] = []
+        for path in self._offsets:
+            for record in self._read_file(path):
+                events.append({"kind": "step", **record} if path == self._metrics else record)
+        return sorted(events, key=lambda event: event.get("time") or 0.0)
+
+    def _read_file(self, path: Path) -> list[Event]:
+        offset = self._offsets[path]
+        size = _size(path)
+        if size < offset:  # a resumed run has dropped steps that it repeats
+            self._offsets[path] = size
+            return []
+        if size == offset:
+            return []
+        with path.open("rb") as file:
+            file.seek(offset)
+            block = file.read(READ_BYTES)
+        complete = block[: block.rfind(b"\n") + 1]
+        self._offsets[path] = offset + len(complete)
+        records = []
+        for line in complete.splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:  # a torn line, which a resumed run drops
+                continue
+            if isinstance(record, dict):
+                records.append(record)
+        return records
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,112 @@
+"""Data of the current step as a run reports it: samples that cannot be read, and the time of loading."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from wanma.data.batch import find_nonfinite_samples
+from wanma.data.datasets.dataset import BatchedDataset
+from wanma.data.handover.sample_reading import SampleReading
+from wanma.data.step_loader import StepBatches
+from wanma.job.errors import JobError
+from wanma.parallel.mesh.parallel_mesh import ParallelMesh
+
+log = logging.getLogger("wanma.data")
+
+
+class StepData:
+    """Report of the data of each step on one rank.
+
+    Args:
+        path: file of the samples that cannot be read, one JSON object per line.
+        parallel_mesh: this rank's place; of the ranks that read the same samples, one writes.
+        message: function (text, level) that shows the user a message, on rank 0.
+        limit: most different samples that cannot be read, with the files that were left out as a whole; more
+            end the run.
+    """
+
+    def __init__(
+        self, path: Path, parallel_mesh: ParallelMesh, message: Callable[[str, str], None], limit: int
+    ) -> None:
+        self._path, self._message, self._limit = path, message, limit
+        self._writes = parallel_mesh.contributes_loss and parallel_mesh.coordinate("cp") == 0
+        self._data: BatchedDataset | None = None
+        self._step: StepBatches | None = None
+        self._has_peers = parallel_mesh.plan.pp * parallel_mesh.plan.cp * parallel_mesh.plan.tp > 1
+        self.reading: SampleReading | None = None
+        """Way in which this rank gets its samples; None: each rank reads its own, or nothing is read yet."""
+        self._samples_read = 0
+        self._bad_samples = 0
+        self._bad_places: set[str] = set()
+
+    def begin(self, data: BatchedDataset, step: StepBatches) -> None:
+        """Take the data of the step that begins, and list its samples that cannot be read.
+
+        Raises:
+            JobError: with the files that were left out as a whole they are more than the limit.
+        """
+        self._data, self._step = data, step
+        found = step.bad_samples
+        if not found:
+            return
+        lines = [
+            {
+                "step": step.step + 1,
+                "time": time.time(),
+                "sample": one.sample,
+                "place": one.place,
+                "cause": one.cause,
+                "action": "substitute" if one.is_substituted else "skip",
+            }
+            for one in found
+        ]
+        if self._writes:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write("".join(json.dumps(line) + "\n" for line in lines))
+        if not self._bad_samples:
+            action = "another one is read instead" if found[0].is_substituted else "its position is skipped"
+            text = f"data: {found[0].place}: {found[0].cause}; {action}. All are listed in {self._path.name}"
+            self._message(text, "warning")
+            log.warning("%s", text)
+        self._bad_samples += len(found)
+        self._bad_places |= {one.place for one in found}
+        files = data.bad_file_count
+        if len(self._bad_places) + files > self._limit:
+            file_text = f" and {files} whole files" if files else ""
+            # Not a failure of the rank: a restart would count the same samples again.
+            raise JobError(
+                f"data: {len(self._bad_places)} samples of this rank{file_text} cannot be read, more than "
+                f"data.bad_data_limit = {self._limit}; the last: {found[-1].place}: {found[-1].cause}",
+                f"mend the data, listed in {self._path}, or raise data.bad_data_limit",
+            )
+
+    def exchanged_terms(self) -> tuple[float, ...]:
+        """Return the numbers that the rank adds to the step's all-reduce, as many on every rank."""
+        if not self._has_peers:
+            return ()
+        return (float(self.reading.training_samples_read if self.reading is not None else 0),)
+
+    def take_exchanged_sums(self, sums: Sequence[float]) -> None:
+        """Take the sums of `exchanged_terms`."""
+        self._samples_read = int(sum(sums))
+
+    def non_finite_sample_names(self) -> list[str]:
+        """Return the names of this rank's samples with a NaN or infinity among their inputs or targets."""
+        if self._data is None or self._step is None:
+            return []
+        batches = self._step.micro_batches
+        return [self._data.sample_name(number) for one in batches for number in find_nonfinite_samples(one)]
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the metrics of loading since the last call: seconds by part, and bad samples so far."""
+        times = self._data.load_times if self._data is not None else None
+        return {
+            **({} if times is None else {"load_seconds": times.take()}),
+            **({"bad_samples": self._bad_samples} if self._bad_samples else {}),
+            **({"samples_read": self._samples_read} if self._has_peers else {}),
+        }
