@@ -1,6 +1,10 @@
 """The page of all messages is the source's own text."""
 
+import pytest
+
 from support import message_page
+
+pytestmark = pytest.mark.usefixtures("no_garbage_collection")
 
 
 def test_page_of_messages_is_that_of_the_source() -> None:

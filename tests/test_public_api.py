@@ -16,11 +16,13 @@ API = {
     "global_batch": "function: x",
     "global_rows": "function: x",
     "load": "function: run step model averaged device on_message",
+    "log": "function: step values",
+    "open_records": "function: entries data_format cache cache_bytes skip_damaged progress",
     "plan": "function: model_or_job cluster example targets_per_sample overrides calibration keep",
     "session": "function: job optimizer schedule callbacks overrides run_directory",
     "train": "function: job model data loss metrics optimizer schedule callbacks overrides run_directory",
     # classes: parameters of the constructor; other public attributes and methods
-    "Batch": "class: inputs targets samples real keywords target_key named_targets class_range; "
+    "Batch": "class: inputs targets samples real keywords target_key named_targets class_range bad_samples; "
     "given_targets rows to",
     "Callback": "class: ; on_checkpoint on_end on_start on_step on_validation",
     "CheckpointEnd": "class: step path;",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from support.site import (
     dead_links,
     foreign_assets,
     page_text,
+    rank_last,
     staged_name,
     use_own_worker,
 )
@@ -47,6 +49,14 @@ def test_a_linked_file_outside_of_docs_becomes_a_page() -> None:
     assert code.startswith("# own_loop.py\n\n````python\n")
 
 
+def test_the_search_finds_examples_but_no_other_source_files() -> None:
+    excluded = "---\nsearch:\n  exclude: true\n---\n\n"
+    for path in (REPOSITORY / "benchmarks" / "common.py", REPOSITORY / "benchmarks" / "planner"):
+        assert page_text(path)[0].startswith(f"{excluded}# ")
+    for path in (REPOSITORY / "examples" / "own_loop.py", REPOSITORY / "examples"):
+        assert page_text(path)[0].startswith("# ")
+
+
 def test_a_linked_folder_becomes_a_list_of_its_files() -> None:
     text, linked = page_text(REPOSITORY / "examples")
     assert "- [gpt.toml](gpt.toml.md): A small GPT" in text
@@ -66,6 +76,19 @@ def test_the_search_loads_its_worker_from_the_site(tmp_path: Path) -> None:
     use_own_worker(folder)
     assert (folder / "index.html").read_text() == f'<script src="{WORKER}"></script>'
     assert (DOCS / WORKER).read_text(encoding="utf-8").startswith("/*! iframe-worker")
+
+
+def test_a_page_that_ranks_last_is_found_by_its_text_only(tmp_path: Path) -> None:
+    def item(location: str, title: str) -> dict[str, str]:
+        return {"location": location, "title": title, "text": f"text of {location}"}
+
+    first, second = item("messages.html", "Messages"), item("messages.html#loss", "training.loss")
+    other = item("losses.html#loss", "Loss")
+    (tmp_path / "search.json").write_text(json.dumps({"config": {}, "items": [first, second, other]}))
+    rank_last(tmp_path, "messages.html")
+    text = (tmp_path / "search.json").read_text()
+    assert json.loads(text) == {"config": {}, "items": [other, first, second | {"title": "Messages"}]}
+    assert (tmp_path / "search.js").read_text() == f"var __index = {text};"
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ SKIPPING = {
     "condition": "import pytest\n@pytest.mark.skipif(True, reason='no chromium')\ndef test_it(): pass\n",
     "expected failure": "import pytest\n@pytest.mark.xfail\ndef test_it(): assert False\n",
 }
+OTHER_SKIPS = [("module", "2"), ("condition", "0"), ("condition", "2")]
 
 
 def run(folder: Path, source: str, *options: str) -> tuple[int, str]:
@@ -26,8 +27,14 @@ def run(folder: Path, source: str, *options: str) -> tuple[int, str]:
     return result.returncode, result.stdout
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
-@pytest.mark.parametrize("name", ["module", "condition"])
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [
+        ("module", "0"),
+        ("condition", "1"),
+        *(pytest.param(*one, marks=pytest.mark.full) for one in OTHER_SKIPS),
+    ],
+)
 def test_a_skip_for_another_reason_fails_the_run_and_is_named(
     tmp_path: Path, name: str, workers: str
 ) -> None:

@@ -76,12 +76,12 @@ def main(rank: int, folder: Path) -> dict[str, str]:
             report[f"whole {name}"] = "; ".join(find_defects(path)) + difference(
                 load_full_tensors(path), full
             )
-    blank = {key: torch.zeros_like(tensor) for key, tensor in full.items()}
     for target, (world_size, arrange) in layouts.items():
         if rank < world_size:
-            expected = arrange(full)
+            expected, tensors = arrange(full), arrange(full)
             for source, path in saves.items():
-                tensors = arrange(blank)
+                for tensor in tensors.values():
+                    local_tensor(tensor.detach()).zero_()
                 state, rank_state = load_tensors(path, tensors, rank=rank, world_size=world_size)
                 problem = difference(tensors, expected)
                 if state != {"layout": source}:

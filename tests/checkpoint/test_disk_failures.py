@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from support.command import small_disk as mounted_disk
+from support.ranks import run_ranks
 from wanma.checkpoint.load.reader import find_newest_valid, load_full_tensors
 from wanma.checkpoint.load.verification import find_defects
 from wanma.checkpoint.remote.remote_checkpoints import RemoteCheckpoints
@@ -18,25 +21,7 @@ from wanma.checkpoint.remote.remote_storage import RemoteStorage
 from wanma.checkpoint.save.checkpointer import Checkpointer
 from wanma.job.errors import WanmaError
 from wanma.job.retry import RetryPolicy
-
-SAVE_TWO = """
-import os, resource, signal, sys
-from pathlib import Path
-import torch
-from wanma.checkpoint.save.checkpointer import Checkpointer
-
-folder, trouble = Path(sys.argv[1]), sys.argv[2]
-checkpointer = Checkpointer(folder)
-if trouble == "large":
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
-else:
-    os.setuid(65534)
-checkpointer.save(2, {"w": torch.full((1000,), 2.0)}, {"step": 2})
-(result,) = checkpointer.wait()
-print(result.path, result.error)
-checkpointer.close()
-"""
+from wanma.job.run.worker import WorkerContext
 
 
 def save(folder: Path, step: int, elements: int = 1000) -> None:
@@ -45,14 +30,21 @@ def save(folder: Path, step: int, elements: int = 1000) -> None:
 
 
 def save_in_trouble(folder: Path, trouble: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", SAVE_TWO, folder, trouble],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    return done.stdout
+    """Path and error of a save in a process of its own."""
+    (told,) = run_ranks(_save_in_trouble, 1, (folder, trouble))
+    return str(told)
+
+
+def _save_in_trouble(worker: WorkerContext, folder: Path, trouble: str) -> str:
+    with Checkpointer(folder) as checkpointer:
+        if trouble == "large":
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+        else:
+            os.setuid(65534)
+        checkpointer.save(2, {"w": torch.full((1000,), 2.0)}, {"step": 2})
+        (result,) = checkpointer.wait()
+        return f"{result.path} {result.error}"
 
 
 def require_first_whole(folder: Path) -> None:

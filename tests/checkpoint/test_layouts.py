@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reports(folder: Path) -> list[dict[str, str]]:
     """Findings of each rank."""
-    return run_ranks(try_layouts, 4, (str(PROGRAM), folder), seconds=240)
+    return run_ranks(try_layouts, 4, (str(PROGRAM), folder), seconds=240, is_reused=True)
 
 
 def try_layouts(worker: WorkerContext, program: str, folder: Path) -> dict[str, str]:

@@ -283,6 +283,8 @@ def test_a_half_upload_of_what_is_still_on_disk_waits_to_be_completed(folder: Pa
 
 def test_a_missing_package_is_one_sentence_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
+    for protocol in ("s3", "s3a"):  # a test before this one may have opened such a file system
+        monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, protocol, raising=False)
     with pytest.raises(WanmaError) as caught:
         check_url("s3://bucket/run", "checkpoint.upload")
     assert caught.value.message == (

@@ -67,7 +67,7 @@ def two_nodes(held: Held, on_node: dict[int, list[int]]) -> list[MemoryFilePaths
 
 def test_what_a_node_lacks_is_sent_and_loads_as_from_a_checkpoint(held: Held) -> None:
     images = two_nodes(held, {0: [0, 2], 1: [1]})
-    got = run_ranks(_take, 2, (images,))
+    got = run_ranks(_take, 2, (images,), is_reused=True)
     assert got == [(True, [], 1, [0.0], 5), (True, [], 1, [1.0, 2.0], 5)]
 
 
@@ -79,7 +79,7 @@ def test_a_damaged_copy_is_made_good_by_another(held: Held) -> None:
     snapshots.close()
     held.flip(2, 5, HEADER_BYTES + 300)
     images = two_nodes(held, {0: [0, 2], 1: [1]})
-    got = run_ranks(_take, 2, (images,))
+    got = run_ranks(_take, 2, (images,), is_reused=True)
     assert [one[1] for one in got] == [
         [
             "the memory file of step 5, rank 2, is damaged on node 0",
@@ -87,7 +87,7 @@ def test_a_damaged_copy_is_made_good_by_another(held: Held) -> None:
         ]
     ] * 2
     images[1] = replace(images[1], restore_paths={**images[1].restore_paths, 2: other.images(2).own_paths})
-    assert [one[:2] for one in run_ranks(_take, 2, (images,))] == [(True, [])] * 2
+    assert [one[:2] for one in run_ranks(_take, 2, (images,), is_reused=True)] == [(True, [])] * 2
 
 
 def _take(worker: WorkerContext, images: list[MemoryFilePaths]) -> Any:

@@ -215,7 +215,7 @@ LAYOUTS = {
 def test_two_ranks_take_up_on_any_layout_what_two_ranks_left(source: str, target: str) -> None:
     held = Held(2)
     images = [held.images(rank, held, 6) for rank in range(2)]
-    assert run_ranks(_spread, 2, (images, source, target)) == ["", ""]
+    assert run_ranks(_spread, 2, (images, source, target), is_reused=True) == ["", ""]
     headers = 2 * 256
     kept = sum(held.heads(rank)[0].content_bytes for rank in range(2))
     assert kept <= (140 + 3) * 4 + headers  # no element twice
@@ -224,7 +224,7 @@ def test_two_ranks_take_up_on_any_layout_what_two_ranks_left(source: str, target
 def test_one_rank_takes_up_what_two_left() -> None:
     held = Held(2)
     images = [held.images(rank, held, 6) for rank in range(2)]
-    run_ranks(_spread, 2, (images, "rows", "rows"))
+    run_ranks(_spread, 2, (images, "rows", "rows"), is_reused=True)
     found, problems = find_local_checkpoint(images[0], 6, 0, 1, [0])
     assert problems == []
     into = {"model.matrix": torch.zeros(14, 10), "model.plain": torch.zeros(3)}

@@ -16,7 +16,7 @@ import xxhash
 from support.images import Held
 from support.ranks import run_ranks
 from wanma.checkpoint.in_memory import partner_replication
-from wanma.checkpoint.in_memory.file_transfer import CHUNK_BYTES, FIRST_MESSAGE_BYTES
+from wanma.checkpoint.in_memory.file_transfer import CHUNK_BYTES, FIRST_MESSAGE_BYTES, MIN_CHUNK_BYTES
 from wanma.checkpoint.in_memory.in_memory_checkpointer import find_local_checkpoint, hash_layout
 from wanma.checkpoint.in_memory.memory_file import (
     HEADER_BYTES,
@@ -31,15 +31,17 @@ from wanma.checkpoint.in_memory.restore import restore_lost_files
 from wanma.job.run.worker import MemoryFilePaths, WorkerContext
 
 BYTES = 2 * CHUNK_BYTES + 777
+YIELDED_BYTES = 12 * MIN_CHUNK_BYTES + 777
+"""Size of an image whose every chunk waits for training."""
 
 
-def leave(held: Held, rank: int, step: int, ranks: int) -> None:
+def leave(held: Held, rank: int, step: int, ranks: int, size: int = BYTES) -> None:
     """An image as rank `rank` would, of several chunks and told apart from any other."""
     image = MemoryFileWriter(held.images(rank).own_paths[step % 2])
-    content = image.content(BYTES)
+    content = image.content(size)
     image.mark_incomplete(MemoryFileHeader(step, 1, rank, ranks, hash_layout("")))
-    content[:] = bytes([(7 * rank + step) % 256]) * BYTES
-    image.finish(BYTES, xxhash.xxh3_128(content), b'{"rank": %d}' % rank)
+    content[:] = bytes([(7 * rank + step) % 256]) * size
+    image.finish(size, xxhash.xxh3_128(content), b'{"rank": %d}' % rank)
     content.release()
     image.close()
 
@@ -92,7 +94,7 @@ def test_partners_have_the_last_two_images_bit_for_bit(ranks_by_node: tuple[int,
     for step in (1, 2, 3):
         for rank in range(ranks):
             leave(held, rank, step, ranks)
-        problems = run_ranks(_exchange, ranks, (files, ranks_by_node, step))
+        problems = run_ranks(_exchange, ranks, (files, ranks_by_node, step), is_reused=True)
         assert problems == [""] * ranks
         files = [
             replace(one, backup_paths={g: paths[::-1] for g, paths in one.backup_paths.items()})
@@ -107,12 +109,10 @@ def test_partners_have_the_last_two_images_bit_for_bit(ranks_by_node: tuple[int,
         }
 
 
-def test_an_exchange_lets_training_pass_and_ends_nevertheless(
-    pair: tuple[Held, Held, list[MemoryFilePaths]],
-) -> None:
+def test_an_exchange_lets_training_pass_and_ends_nevertheless() -> None:
     """Rank 0 is always busy, rank 1 every other time it is asked."""
-    held, kept, files = pair
-    assert run_ranks(_yielding_exchange, 2, (files,)) == ["", ""]
+    held, kept, files = two_nodes(YIELDED_BYTES)
+    assert run_ranks(_yielding_exchange, 2, (files,), is_reused=True) == ["", ""]
     for rank in range(2):
         copies = {MemoryFileReader(path).header.step: body(path) for path in kept.images(rank).own_paths}
         assert copies == {
@@ -121,6 +121,7 @@ def test_an_exchange_lets_training_pass_and_ends_nevertheless(
 
 
 def _yielding_exchange(worker: WorkerContext, files: list[MemoryFilePaths]) -> str:
+    usual = partner_replication.MAX_YIELD_SECONDS
     partner_replication.MAX_YIELD_SECONDS = 0.2  # in this process
     join(worker)
     try:
@@ -136,6 +137,7 @@ def _yielding_exchange(worker: WorkerContext, files: list[MemoryFilePaths]) -> s
         partner.close()
         return partner.failure_reason or ("" if asked[0] > 3 else f"training was asked {asked[0]} times")
     finally:
+        partner_replication.MAX_YIELD_SECONDS = usual
         dist.destroy_process_group()
 
 
@@ -155,12 +157,16 @@ def _exchange(
 
 @pytest.fixture
 def pair() -> tuple[Held, Held, list[MemoryFilePaths]]:
+    return two_nodes(BYTES)
+
+
+def two_nodes(size: int) -> tuple[Held, Held, list[MemoryFilePaths]]:
     """Two nodes of a rank each, whose step 4 is on both, and step 5 on their own."""
     held, kept = Held(2), Held(2)
     for rank in range(2):
-        leave(held, rank, 4, 2)
-        leave(kept, rank, 4, 2)
-        leave(held, rank, 5, 2)
+        leave(held, rank, 4, 2, size)
+        leave(kept, rank, 4, 2, size)
+        leave(held, rank, 5, 2, size)
     # Step 4 lies in the first file; the second is to be written.
     return (
         held,
@@ -175,7 +181,7 @@ def pair() -> tuple[Held, Held, list[MemoryFilePaths]]:
 def test_an_image_that_is_damaged_counts_for_nothing_at_the_partner(pair: Any) -> None:
     held, kept, files = pair
     held.flip(1, 5, HEADER_BYTES + BYTES - 1)
-    assert run_ranks(_exchange, 2, (files, (1, 1), 5)) == [
+    assert run_ranks(_exchange, 2, (files, (1, 1), 5), is_reused=True) == [
         "the memory file of step 5, rank 1, was received damaged: its content differs from its hash",
         "",
     ]
@@ -185,7 +191,7 @@ def test_an_image_that_is_damaged_counts_for_nothing_at_the_partner(pair: Any) -
 
 def test_a_rank_without_an_image_is_not_waited_for(pair: Any) -> None:
     _, kept, files = pair
-    assert run_ranks(_exchange_nothing_on_rank_0, 2, (files,)) == [
+    assert run_ranks(_exchange_nothing_on_rank_0, 2, (files,), is_reused=True) == [
         "",
         "rank 0 has no complete memory file to send",
     ]
@@ -249,7 +255,7 @@ def test_a_lost_node_fetches_its_images_from_its_partner() -> None:
     first |= {2 + guest: kept.images(guest).own_paths for guest in range(2)}
     images = [replace(held.images(rank), restore_paths=first, restore_step=6) for rank in range(2)]
     images += [replace(new.images(rank), restore_step=6) for rank in range(2)]
-    got = run_ranks(_fetch, 4, (images, (2, 2), 6))
+    got = run_ranks(_fetch, 4, (images, (2, 2), 6), is_reused=True)
     assert [(problems, fetched) for _, problems, fetched, _ in got] == [([], 2)] * 4
     assert [found for found, *_ in got] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [looked for *_, looked in got] == [[], [], [], []]
@@ -291,7 +297,7 @@ def test_what_nobody_has_is_named_and_nothing_is_fetched() -> None:
         replace(new.images(0), restore_step=6),
     ]
     lost = "the memory file of step 6, rank 1, is missing on node 1 and on its partner, node 0"
-    got = run_ranks(_fetch, 2, (images, (1, 1), 6))
+    got = run_ranks(_fetch, 2, (images, (1, 1), 6), is_reused=True)
     assert [(problems, fetched) for _, problems, fetched, _ in got] == [([lost], 0)] * 2
     assert new.heads(0) == []
 
@@ -306,7 +312,7 @@ def test_a_copy_that_was_damaged_is_not_taken_up() -> None:
         replace(held.images(0), restore_paths=found, restore_step=6),
         replace(new.images(0), restore_step=6),
     ]
-    got = run_ranks(_fetch, 2, (images, (1, 1), 6))
+    got = run_ranks(_fetch, 2, (images, (1, 1), 6), is_reused=True)
     assert got[1][1] == [
         "the memory file of step 6, rank 1, was received damaged: its content differs from its hash"
     ]

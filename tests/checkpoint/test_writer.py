@@ -27,8 +27,8 @@ from wanma.checkpoint.save.checkpointer import Checkpointer, SaveResult
 from wanma.checkpoint.store.checkpoint_folder import find_best
 from wanma.job.errors import WanmaError
 from wanma.job.retry import RetryPolicy
-from wanma.job.run import generation_claims
-from wanma.job.run.generation_claims import Claim, GenerationFence
+from wanma.job.run.folder_claims import FolderClaims
+from wanma.job.run.generation_claims import Claim
 
 
 def tensors(value: float = 1.0) -> dict[str, torch.Tensor]:
@@ -322,6 +322,25 @@ def test_a_rank_that_is_still_writing_when_the_others_have_moved_on_hears_of_it(
     assert names(tmp_path) == ["step-00000002"]
 
 
+def test_a_rank_that_comes_late_to_a_failed_last_save_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(path: Path, content: memoryview) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(writer, "write_file", failing)
+    ranks = [Checkpointer(tmp_path, rank, 2) for rank in range(2)]
+    ranks[0].save(1, tensors(1), {})
+    assert ranks[0].wait()[0].error is not None
+    closing = threading.Thread(target=ranks[0].remove_failed_saves)  # at the end of the run
+    closing.start()
+    closing.join(0.2)
+    ranks[1].save(1, tensors(1), {})
+    assert "No space left on device" in str(ranks[1].wait()[0].error)
+    closing.join()
+    assert names(tmp_path) == []
+
+
 def test_a_rank_does_not_take_an_older_save_of_the_step_for_the_one_it_waits_for(tmp_path: Path) -> None:
     (tmp_path / "step-00000001").mkdir()
     checkpointer = Checkpointer(tmp_path, 1, 2, replicas=[1])
@@ -465,11 +484,11 @@ def test_a_disk_that_fails_for_a_moment_is_written_to_again_and_a_full_one_is_no
 
 def test_ranks_whose_run_others_carry_on_commit_nothing_more(tmp_path: Path) -> None:
     claim = Claim(1, "10.0.0.1:29500", "one", "host")
-    generation_claims.create_claim(tmp_path, claim)
+    FolderClaims(tmp_path).create(claim)
     folder = tmp_path / "checkpoints"
-    with Checkpointer(folder, check_fence=GenerationFence(tmp_path, 1).check) as checkpointer:
+    with Checkpointer(folder, check_fence=FolderClaims(tmp_path).fence(1).check) as checkpointer:
         assert saved(checkpointer, 10).error is None
-        generation_claims.create_claim(tmp_path, replace(claim, generation=2, coordinator="other"))
+        FolderClaims(tmp_path).create(replace(claim, generation=2, coordinator="other"))
         failed = saved(checkpointer, 20)
     assert "superseded by generation 2" in str(failed.error)
     assert names(folder) == ["step-00000010"]

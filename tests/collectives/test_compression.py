@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, get_args
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from wanma.collectives.compression.hierarchical import HierarchicalCompressor, N
 from wanma.collectives.compression.int8_codec import NATIVE_SOURCE, BlockwiseInt8Codec
 from wanma.collectives.compression.overlap import run_interleaved
 from wanma.collectives.compression.power_sgd import draw_initial_q
-from wanma.hardware.native.native_library import build_and_check_library
+from wanma.hardware.native.native_library import find_or_build_library
 from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.parallel import Compression
@@ -65,13 +66,17 @@ def tensors_of(kind: Compression, scattered: bool) -> list[int]:
     return [0, 2] if kind == "powersgd" or scattered else [0, 1, 2]
 
 
+def slices_of(elements: int) -> Any:
+    """Context in which a slice of a bucket has at most `elements`."""
+    return patch.object(pieces_module, "MAX_SLICE_ELEMENTS", elements)
+
+
 def exchange(worker: WorkerContext, kind: Compression, scattered: bool, elements: int) -> dict[str, Any]:
     """`STEPS` exchanges of one rank: sums by step and tensor, and the errors at the end."""
-    pieces_module.MAX_SLICE_ELEMENTS = elements
-    with open_mesh(worker, Plan(dp_replicate=RANKS), 60) as grid:
+    with slices_of(elements), open_mesh(worker, Plan(dp_replicate=RANKS), 60) as grid:
         group = grid.dim_mesh("dp_replicate").get_group()
         # Ranks with a compiler and ranks without one understand each other.
-        native = build_and_check_library(NATIVE_SOURCE).path if worker.rank % 2 == 0 else None
+        native = find_or_build_library(NATIVE_SOURCE).path if worker.rank % 2 == 0 else None
         method, which = make_compressor(kind, SHARE, native), tensors_of(kind, scattered)
         destinations = RANKS if scattered else 1
         memories = [memory_of(kind, one, destinations) for one in which]
@@ -96,7 +101,7 @@ def exchange(worker: WorkerContext, kind: Compression, scattered: bool, elements
 def ran(
     kind: Compression, scattered: bool, elements: int = pieces_module.MAX_SLICE_ELEMENTS
 ) -> list[dict[str, Any]]:
-    outcome = run_ranks(exchange, RANKS, (kind, scattered, elements))
+    outcome = run_ranks(exchange, RANKS, (kind, scattered, elements), is_reused=True)
     return [
         {
             "sums": [[torch.tensor(one) for one in of_step] for of_step in of_rank["sums"]],
@@ -207,7 +212,7 @@ def test_eight_bits_with_both_errors_are_those_that_were_published() -> None:
     """Each tensor alone in a bucket: the parts that a rank sums depend on its neighbours there."""
     (first, *_), errors = expected("int8", 0)
     largest = float(first.abs().max())
-    outcome = run_ranks(one_tensor, RANKS, ())
+    outcome = run_ranks(one_tensor, RANKS, (), is_reused=True)
     for got, total in zip(outcome[0][0], expected("int8", 0)[0], strict=True):
         torch.testing.assert_close(torch.tensor(got), total, rtol=1e-5, atol=1e-5 * largest)
     for (_, kept), error in zip(outcome, errors, strict=True):
@@ -288,12 +293,12 @@ def test_sums_by_machines_owe_what_they_leave_out_and_are_the_same_bits_everywhe
 )
 def test_sums_by_machines_in_many_parts_stay_in_order_where_a_rank_has_none_of_one(kind: Compression) -> None:
     """The last part of 512 is of 12 elements, which the first rank of a machine has alone."""
-    check_by_machines(run_ranks(by_machines, 4, (kind, 512)), kind)
+    check_by_machines(run_ranks(by_machines, 4, (kind, 512), is_reused=True), kind)
 
 
 @cache
 def ran_by_machines(kind: Compression) -> list[dict[str, Any]]:
-    return run_ranks(by_machines, 4, (kind,))
+    return run_ranks(by_machines, 4, (kind,), is_reused=True)
 
 
 def check_by_machines(outcome: list[dict[str, Any]], kind: Compression) -> None:
@@ -333,8 +338,7 @@ def by_machines(
     worker: WorkerContext, kind: Compression, elements: int = pieces_module.MAX_SLICE_ELEMENTS
 ) -> dict[str, Any]:
     """`STEPS` exchanges of one of four ranks on two machines; and of the machines, as if each were a rank."""
-    pieces_module.MAX_SLICE_ELEMENTS = elements
-    with open_mesh(worker, Plan(dp_replicate=4), 60):
+    with slices_of(elements), open_mesh(worker, Plan(dp_replicate=4), 60):
         pairs = {(0, 1): dist.new_group([0, 1]), (2, 3): dist.new_group([2, 3])}
         across = {(0, 2): dist.new_group([0, 2]), (1, 3): dist.new_group([1, 3])}
         mine = [next(g for ranks, g in of.items() if worker.rank in ranks) for of in (pairs, across)]
@@ -388,7 +392,7 @@ def test_each_element_of_a_bucket_has_one_owner() -> None:
 
 @pytest.mark.parametrize("kind", ["int8", "topk", "powersgd"])
 def test_a_machine_by_itself_leaves_nothing_out(kind: Compression) -> None:
-    for rank in run_ranks(by_itself, 2, (kind,)):
+    for rank in run_ranks(by_itself, 2, (kind,), is_reused=True):
         assert rank["sums"] == pytest.approx(rank["whole"], rel=1e-6)
         assert not any(rank["errors"])
         assert rank["sent"] == 0
@@ -431,7 +435,7 @@ def test_what_travels_is_as_small_as_it_says() -> None:
 @pytest.mark.parametrize("scattered", [False, True], ids=["whole", "scattered"])
 @pytest.mark.parametrize("kind", METHODS)
 def test_each_sum_waits_as_often_as_its_method_says(kind: Compression, scattered: bool) -> None:
-    for found in run_ranks(waits, 2, (kind, scattered)):
+    for found in run_ranks(waits, 2, (kind, scattered), is_reused=True):
         # An all-reduce in two phases is a reduce-scatter and what gives the sum to all.
         fewer = kind in ("bf16", "fp16", "int8") and scattered
         assert found == [make_compressor(kind, SHARE).collectives_per_sum - fewer] * len(found)
@@ -462,7 +466,7 @@ def waits(worker: WorkerContext, kind: Compression, scattered: bool) -> list[int
 
 
 def test_what_8_bits_travel_in_is_8_bits_wide() -> None:
-    for sent in run_ranks(messages, 2, ()):
+    for sent in run_ranks(messages, 2, (), is_reused=True):
         # Two blocks of 256 for each rank, with two scales of 4 bytes; then the sums of this rank's two.
         assert sent == [(torch.uint8, 2 * 520), (torch.uint8, 520)]
 
@@ -470,7 +474,7 @@ def test_what_8_bits_travel_in_is_8_bits_wide() -> None:
 def messages(worker: WorkerContext) -> list[tuple[torch.dtype, int]]:
     """(dtype, elements) that a rank hands over, all-to-all and then all-gather, of 1,024 elements."""
     found = []
-    exchange, all_gather = dist.all_to_all_single, pieces_module.all_gather
+    exchange, all_gather = dist.all_to_all_single, pieces_module.all_gather_single
 
     def exchanging(output: Tensor, given: Tensor, **more: Any) -> Any:
         found.append((given.dtype, given.numel()))
@@ -481,12 +485,12 @@ def messages(worker: WorkerContext) -> list[tuple[torch.dtype, int]]:
         return all_gather(output, given, **more)
 
     with open_mesh(worker, Plan(dp_replicate=2), 60) as grid:
-        dist.all_to_all_single, pieces_module.all_gather = exchanging, gathering
+        dist.all_to_all_single, pieces_module.all_gather_single = exchanging, gathering
         piece = BucketTensor(torch.randn(1, 1024), None, 1, ErrorFeedback(torch.zeros(1, 1024)))
         run_interleaved(
             make_compressor("int8", SHARE).all_reduce([piece], grid.dim_mesh("dp_replicate").get_group())
         )
-        dist.all_to_all_single, pieces_module.all_gather = exchange, all_gather
+        dist.all_to_all_single, pieces_module.all_gather_single = exchange, all_gather
     return found
 
 
@@ -537,7 +541,7 @@ def test_zeros_stay_zeros(codec: Any) -> None:
 
 @pytest.fixture(scope="module")
 def native() -> BlockwiseInt8Codec:
-    found = build_and_check_library(NATIVE_SOURCE)
+    found = find_or_build_library(NATIVE_SOURCE)
     if found.path is None:
         pytest.skip(f"needs the C++ compiler g++: {found.failure_reason}")
     return BlockwiseInt8Codec(found.path)

@@ -32,13 +32,11 @@ PLACES = {
 @pytest.mark.parametrize("method", ["topk", "powersgd"])
 def test_a_method_is_named_in_four_places(method: str) -> None:
     """The other methods' names are those of number formats as well."""
+    mentioning = {path: text for path in SOURCE.rglob("*.py") if method in (text := path.read_text())}
     naming = {
         path.relative_to(SOURCE).as_posix()
-        for path in SOURCE.rglob("*.py")
-        if any(
-            isinstance(node, ast.Constant) and node.value == method
-            for node in ast.walk(ast.parse(path.read_text()))
-        )
+        for path, text in mentioning.items()
+        if any(isinstance(node, ast.Constant) and node.value == method for node in ast.walk(ast.parse(text)))
     }
     assert naming == PLACES.keys()
 

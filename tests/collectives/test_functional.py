@@ -19,7 +19,10 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool,
 
 
 def test_every_rank_gets_the_parts_of_all_in_their_order() -> None:
-    for gathered in [*run_ranks(gather, RANKS, ("shared_memory",)), *run_ranks(gather, RANKS, ("gloo",))]:
+    for gathered in [
+        *run_ranks(gather, RANKS, ("shared_memory",), is_reused=True),
+        *run_ranks(gather, RANKS, ("gloo",), is_reused=True),
+    ]:
         for shape in SHAPES:
             for dtype in DTYPES:
                 expected = torch.cat([part_of(rank, shape, dtype) for rank in range(RANKS)])

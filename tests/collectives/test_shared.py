@@ -109,7 +109,7 @@ def scatter_sums(worker: WorkerContext) -> str:
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("function", [reduce_all, scatter_sums])
 def test_sums_and_their_like_are_those_of_one_process(function: object, ranks: int) -> None:
-    assert run_ranks(function, ranks, ()) == ["equal"] * ranks
+    assert run_ranks(function, ranks, (), is_reused=True) == ["equal"] * ranks
 
 
 def not_a_number(worker: WorkerContext) -> list[list[bool]]:
@@ -126,7 +126,7 @@ def not_a_number(worker: WorkerContext) -> list[list[bool]]:
 
 def test_what_is_not_a_number_stays_visible() -> None:
     expected = [[True, True, False]] * 3 + [[True, True, True]]
-    assert run_ranks(not_a_number, 2, ()) == [expected] * 2
+    assert run_ranks(not_a_number, 2, (), is_reused=True) == [expected] * 2
 
 
 # ---------------------------------------------------------------- copies
@@ -180,7 +180,7 @@ def send_to_all(worker: WorkerContext) -> str:
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("function", [gather_all, send_to_all])
 def test_what_is_copied_comes_as_it_was(function: object, ranks: int) -> None:
-    assert run_ranks(function, ranks, ()) == ["equal"] * ranks
+    assert run_ranks(function, ranks, (), is_reused=True) == ["equal"] * ranks
 
 
 # ---------------------------------------------------------------- order and repeats
@@ -201,7 +201,7 @@ def repeat(worker: WorkerContext) -> list[bytes]:
 
 
 def test_every_rank_gets_the_same_bits_every_time_in_place_or_not() -> None:
-    assert len({bits for found in run_ranks(repeat, 4, ()) for bits in found}) == 1
+    assert len({bits for found in run_ranks(repeat, 4, (), is_reused=True) for bits in found}) == 1
 
 
 def many_small(worker: WorkerContext) -> float:
@@ -224,4 +224,4 @@ def one_round(group: SharedMemoryProcessGroup, worker: WorkerContext, turn: int)
 
 
 def test_thousands_of_collectives_in_a_row_do_not_run_into_each_other() -> None:
-    assert run_ranks(many_small, 3, ()) == [sum(range(1500))] * 3
+    assert run_ranks(many_small, 3, (), is_reused=True) == [sum(range(1500))] * 3

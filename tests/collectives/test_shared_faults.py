@@ -194,7 +194,7 @@ def receive_another_size(worker: WorkerContext) -> str:
 
 
 def test_a_message_of_another_size_is_an_error_on_both_sides() -> None:
-    zero, one = run_ranks(receive_another_size, 2, ())
+    zero, one = run_ranks(receive_another_size, 2, (), is_reused=True)
     assert "recv #1 from rank 0 of group default_pg" in one
     for text in (zero, one):
         assert "with different sizes, types or roots" in text
@@ -210,7 +210,7 @@ def leave_early(worker: WorkerContext) -> str:
 
 @pytest.mark.parametrize("rank_program", [leave_early, send_and_leave])
 def test_a_peer_that_closed_its_group_is_named_and_its_messages_still_arrive(rank_program: Any) -> None:
-    zero, one, two = run_ranks(rank_program, RANKS, ())
+    zero, one, two = run_ranks(rank_program, RANKS, (), is_reused=True)
     assert one == "left"
     for text in (zero, two):
         assert f"rank {VICTIM} has closed its process group" in text
@@ -227,7 +227,7 @@ def abort(worker: WorkerContext) -> str:
 
 
 def test_an_abort_wakes_all_who_wait() -> None:
-    zero, one, two = run_ranks(abort, RANKS, ())
+    zero, one, two = run_ranks(abort, RANKS, (), is_reused=True)
     assert "this rank has closed its process group" in one
     assert "rank 1 has aborted its collectives" in zero
     assert "rank 1 has aborted its collectives" in two
@@ -277,7 +277,7 @@ def differ(worker: WorkerContext, kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["collective", "size", "type", "root", "parts"])
 def test_ranks_in_different_collectives_are_an_error_and_not_a_wrong_sum(kind: str) -> None:
-    zero, _, two = run_ranks(differ, RANKS, (kind,))
+    zero, _, two = run_ranks(differ, RANKS, (kind,), is_reused=True)
     for text in (zero, two):
         assert re.search(
             r"rank \d and others called different collectives, or one with different sizes", text
@@ -303,7 +303,7 @@ def wait_a_little(worker: WorkerContext) -> tuple[str, float]:
 
 
 def test_whoever_waits_for_a_while_only_can_wait_again() -> None:
-    (text, total), (_, other) = run_ranks(wait_a_little, 2, ())
+    (text, total), (_, other) = run_ranks(wait_a_little, 2, (), is_reused=True)
     assert "timed out waiting for it after 0.2 s; it is still in progress" in text
     assert total == other == 2.0
 
@@ -325,7 +325,7 @@ def stand(worker: WorkerContext) -> tuple[str, tuple[str, ...]]:
 
 
 def test_a_hang_report_names_the_collective_that_a_rank_is_in() -> None:
-    (one, recent), (other, _) = run_ranks(stand, 2, ())
+    (one, recent), (other, _) = run_ranks(stand, 2, (), is_reused=True)
     assert one == "all_reduce #2 of group default_pg"
     assert recent[-1] == "all_reduce #1 of group default_pg"
     assert other == ""

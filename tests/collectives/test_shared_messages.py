@@ -44,7 +44,7 @@ def everybody_to_everybody(worker: WorkerContext) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_messages_of_every_type_and_size_arrive_as_they_were_sent(ranks: int) -> None:
-    run_ranks(everybody_to_everybody, ranks, ())
+    run_ranks(everybody_to_everybody, ranks, (), is_reused=True)
 
 
 def in_another_order(worker: WorkerContext) -> list[float]:
@@ -67,7 +67,7 @@ def in_another_order(worker: WorkerContext) -> list[float]:
 
 
 def test_tags_are_told_apart_and_order_is_kept_within_one() -> None:
-    assert run_ranks(in_another_order, 2, ())[1] == [2.0, 1.0, 3.0, 4.0]
+    assert run_ranks(in_another_order, 2, (), is_reused=True)[1] == [2.0, 1.0, 3.0, 4.0]
 
 
 def of_anybody(worker: WorkerContext) -> list[int]:
@@ -84,7 +84,7 @@ def of_anybody(worker: WorkerContext) -> list[int]:
 
 
 def test_a_message_of_anybody_tells_whose_it_is() -> None:
-    assert run_ranks(of_anybody, 3, ())[0] == [1, 2]
+    assert run_ranks(of_anybody, 3, (), is_reused=True)[0] == [1, 2]
 
 
 def far_too_many(worker: WorkerContext, count: int, elements: int) -> tuple[float, int]:
@@ -106,7 +106,7 @@ def far_too_many(worker: WorkerContext, count: int, elements: int) -> tuple[floa
 
 def test_more_messages_than_a_channel_takes_wait_for_room() -> None:
     count = 2500
-    for total, _ in run_ranks(far_too_many, 2, (count, 3)):
+    for total, _ in run_ranks(far_too_many, 2, (count, 3), is_reused=True):
         assert total == sum(range(count))
 
 
@@ -138,7 +138,7 @@ def again_and_again(worker: WorkerContext) -> int:
 
 
 def test_places_of_messages_are_used_again() -> None:
-    for allocated in run_ranks(again_and_again, 2, ()):
+    for allocated in run_ranks(again_and_again, 2, (), is_reused=True):
         assert allocated <= 4 << 20
 
 
@@ -158,7 +158,7 @@ def kept(worker: WorkerContext) -> int:
 
 
 def test_tensors_are_let_go_of_when_their_messages_are_through() -> None:
-    assert run_ranks(kept, 2, ()) == [0, 0]
+    assert run_ranks(kept, 2, (), is_reused=True) == [0, 0]
 
 
 def look_first(worker: WorkerContext) -> tuple[bool, bool, float, str]:
@@ -193,7 +193,7 @@ def look_first(worker: WorkerContext) -> tuple[bool, bool, float, str]:
 
 
 def test_a_message_can_be_looked_for_waited_for_a_while_and_be_a_future() -> None:
-    before, after, value, where = run_ranks(look_first, 2, ())[1]
+    before, after, value, where = run_ranks(look_first, 2, (), is_reused=True)[1]
     assert (before, after, value) == (False, True, 5.0)
     assert where == "recv #1 from rank 0 of group default_pg", "the hang report tells it"
 
@@ -221,7 +221,7 @@ def beside_collectives(worker: WorkerContext) -> float:
 
 
 def test_messages_and_collectives_do_not_wait_for_each_other() -> None:
-    assert run_ranks(beside_collectives, 2, ()) == [2.0, 2.0]
+    assert run_ranks(beside_collectives, 2, (), is_reused=True) == [2.0, 2.0]
 
 
 def send_and_do_something_else(worker: WorkerContext) -> float:
@@ -242,7 +242,7 @@ def send_and_do_something_else(worker: WorkerContext) -> float:
 
 
 def test_what_found_no_room_is_sent_while_its_sender_does_something_else() -> None:
-    assert run_ranks(send_and_do_something_else, 2, ())[1] == sum(range(1500))
+    assert run_ranks(send_and_do_something_else, 2, (), is_reused=True)[1] == sum(range(1500))
 
 
 def one_tag_long_before(worker: WorkerContext) -> int:
@@ -282,7 +282,7 @@ def leave_one_by_one(worker: WorkerContext) -> list[int]:
 
 
 def test_a_message_of_anybody_may_come_when_others_have_left() -> None:
-    assert run_ranks(leave_one_by_one, 3, ())[0] == [1, 2]
+    assert run_ranks(leave_one_by_one, 3, (), is_reused=True)[0] == [1, 2]
 
 
 def gone(worker: WorkerContext) -> tuple[bool, str]:
@@ -300,7 +300,7 @@ def gone(worker: WorkerContext) -> tuple[bool, str]:
 
 
 def test_a_failed_message_looks_failed() -> None:
-    success, text = run_ranks(gone, 2, ())[0]
+    success, text = run_ranks(gone, 2, (), is_reused=True)[0]
     assert not success
     assert "rank 1 has closed its process group" in text
 
@@ -320,7 +320,7 @@ def of_a_collective(worker: WorkerContext) -> float:
 
 
 def test_what_a_collective_is_still_bringing_can_be_sent() -> None:
-    assert run_ranks(of_a_collective, 2, ()) == [10.0, 10.0]
+    assert run_ranks(of_a_collective, 2, (), is_reused=True) == [10.0, 10.0]
 
 
 def refuse(worker: WorkerContext) -> None:
@@ -338,4 +338,4 @@ def refuse(worker: WorkerContext) -> None:
 
 
 def test_what_does_not_lie_in_one_piece_is_refused() -> None:
-    run_ranks(refuse, 2, ())
+    run_ranks(refuse, 2, (), is_reused=True)

@@ -39,7 +39,7 @@ def in_the_background(worker: WorkerContext) -> list[float]:
 
 
 def test_several_collectives_under_way_end_in_their_order() -> None:
-    assert run_ranks(in_the_background, 2, ()) == [[2.0 * turn + 1 for turn in range(20)]] * 2
+    assert run_ranks(in_the_background, 2, (), is_reused=True) == [[2.0 * turn + 1 for turn in range(20)]] * 2
 
 
 def crosswise(worker: WorkerContext) -> list[float]:
@@ -57,7 +57,7 @@ def crosswise(worker: WorkerContext) -> list[float]:
 
 
 def test_groups_of_the_same_ranks_do_not_wait_for_each_other() -> None:
-    assert run_ranks(crosswise, 2, ()) == [[2.0, 4.0]] * 2
+    assert run_ranks(crosswise, 2, (), is_reused=True) == [[2.0, 4.0]] * 2
 
 
 def from_threads(worker: WorkerContext) -> list[float]:
@@ -79,7 +79,7 @@ def from_threads(worker: WorkerContext) -> list[float]:
 
 
 def test_threads_use_groups_of_their_own_at_once() -> None:
-    assert run_ranks(from_threads, 2, ()) == [[0.0, 1.0, 2.0]] * 2
+    assert run_ranks(from_threads, 2, (), is_reused=True) == [[0.0, 1.0, 2.0]] * 2
 
 
 def in_part(worker: WorkerContext) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def in_part(worker: WorkerContext) -> dict[str, Any]:
 def test_a_group_of_some_ranks_has_its_own_memory_and_order() -> None:
     even = {"sum": 2.0, "sent": 2.0, "objects": [0, 2]}
     odd = {"sum": 4.0, "sent": 3.0, "objects": [1, 3]}
-    assert run_ranks(in_part, 4, ()) == [even, odd, even, odd]
+    assert run_ranks(in_part, 4, (), is_reused=True) == [even, odd, even, odd]
 
 
 def by_gloo(worker: WorkerContext) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def by_gloo(worker: WorkerContext) -> dict[str, Any]:
 
 
 def test_messages_and_collectives_with_a_root_go_through_gloo() -> None:
-    zero, one, two = run_ranks(by_gloo, 3, ())
+    zero, one, two = run_ranks(by_gloo, 3, (), is_reused=True)
     assert zero["gathered"] == [0.0, 1.0, 2.0]
     assert zero["sum"] == 3.0
     assert [found["received"] for found in (zero, one, two)] == [2.0, 0.0, 1.0]
@@ -194,7 +194,7 @@ def in_parallel(worker: WorkerContext, kind: str) -> float:
 
 def test_ddp_and_fsdp_train_as_one_process_does() -> None:
     for kind in ("ddp", "fsdp", "in place"):
-        assert max(run_ranks(in_parallel, 2, (kind,))) < 1e-9, kind
+        assert max(run_ranks(in_parallel, 2, (kind,), is_reused=True)) < 1e-9, kind
 
 
 def as_dtensors(worker: WorkerContext) -> list[bool]:
@@ -215,4 +215,4 @@ def as_dtensors(worker: WorkerContext) -> list[bool]:
 
 
 def test_dtensors_are_what_they_are_in_one_process() -> None:
-    assert run_ranks(as_dtensors, 3, ()) == [[True] * 4] * 3
+    assert run_ranks(as_dtensors, 3, (), is_reused=True) == [[True] * 4] * 3

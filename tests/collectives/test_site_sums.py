@@ -42,7 +42,7 @@ def _sum(worker: Any, compression: OuterCompression) -> list[float]:
 
 @pytest.mark.parametrize("compression", ["none", "bf16", "int8"])
 def test_three_ranks_have_the_same_sum(compression: OuterCompression) -> None:
-    sums = [torch.tensor(there) for there in run_ranks(_sum, 3, (compression,))]
+    sums = [torch.tensor(there) for there in run_ranks(_sum, 3, (compression,), is_reused=True)]
     assert torch.equal(sums[0], sums[1])
     assert torch.equal(sums[0], sums[2])
     parts = [numbers(rank) for rank in range(3)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -31,16 +33,40 @@ def test_buckets_are_summed_one_after_the_other_while_the_caller_goes_on() -> No
     assert [bucket.tolist() for bucket in buckets] == [[0.0, 0.0], [2.0, 2.0], [4.0, 4.0]]
 
 
-def test_what_goes_wrong_is_raised_where_it_is_waited_for_and_the_next_bucket_goes_on() -> None:
+def test_after_a_failed_bucket_no_other_is_summed() -> None:
+    """Messages of the failed one may still arrive, and be taken for those of the next."""
+    called = []
+
     def refuse_ones(bucket: Tensor) -> None:
+        called.append(float(bucket[0]))
         if bucket[0] == 1:
             raise ValueError("no ones")
         bucket += 1
 
     begin = ThreadedAllReduce(refuse_ones)
-    bad, good = begin(torch.ones(1)), begin(last := torch.zeros(1))
-    good.wait()
-    assert bad.is_completed()
-    with pytest.raises(ValueError, match="no ones"):
-        bad.wait()
-    assert last.tolist() == [1.0]
+    first, second, third = (torch.full((1,), float(number)) for number in range(3))
+    sums = [begin(bucket) for bucket in (first, second, third)]
+    sums[0].wait()
+    for pending in sums[1:]:
+        with pytest.raises(ValueError, match="no ones"):
+            pending.wait()
+        assert pending.is_completed()
+    assert called == [0.0, 1.0]
+    assert [first.tolist(), third.tolist()] == [[1.0], [2.0]]
+
+
+def test_the_thread_ends_with_its_owner_and_frees_what_the_function_holds() -> None:
+    class Connection:
+        def add_up(self, bucket: Tensor) -> None:
+            bucket += 1
+
+    others, connection = set(threading.enumerate()), Connection()
+    begin = ThreadedAllReduce(connection.add_up)
+    begin(torch.zeros(1)).wait()
+    (thread,) = set(threading.enumerate()) - others
+    held = weakref.ref(connection)
+    del begin, connection
+    thread.join(10)
+    gc.collect()
+    assert not thread.is_alive()
+    assert held() is None

@@ -17,6 +17,8 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
 
 
 _whole: dict[tuple[str, ...], Training] = {}
+_printed: dict[str, str] = {}
+"""Standard output of the command that trained a run, by the name of the run."""
 
 
 def uninterrupted(desk: Desk, plan: tuple[str, ...] = ()) -> Training:
@@ -27,6 +29,7 @@ def uninterrupted(desk: Desk, plan: tuple[str, ...] = ()) -> Training:
         ran = desk.run("train", "text.toml", "--run-dir", name, *plan)
         assert ran.code == 0, ran.text
         _whole[key] = desk.training(name)
+        _printed[name] = ran.out
     return _whole[key]
 
 
@@ -34,6 +37,12 @@ def uninterrupted(desk: Desk, plan: tuple[str, ...] = ()) -> Training:
 def whole(desk: Desk) -> Training:
     """An uninterrupted run with two replicas; tests copy it before they change it."""
     return uninterrupted(desk)
+
+
+@pytest.fixture
+def printed(whole: Training) -> str:
+    """Standard output of the command that trained `whole`."""
+    return _printed[whole.path.name]
 
 
 @pytest.fixture

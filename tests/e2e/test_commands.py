@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 import struct
 import sys
-import time
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from support.command import Desk, Training
+from support.command import Desk, Ran, Training
 from wanma.observe.recorder import STEP_KEYS
 from wanma.observe.units import number_text
 
@@ -23,52 +23,52 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def test_a_finished_run_is_listed_shown_reported_and_sampled_from(desk: Desk, whole: Training) -> None:
     name = whole.path.name
-    listed = desk.run("runs", "--runs", ".")
+    listed = desk.call("runs", "--runs", ".")
     assert (listed.code, listed.err) == (0, "")
     assert any(line.startswith(name) and "60/60" in line for line in listed.out.splitlines())
-    shown = desk.run("show", name)
+    shown = desk.call("show", name)
     assert (shown.code, shown.err) == (0, "")
     assert shown.out.startswith(f"{name}: Finished: 60 of 60 steps.")
-    reported = desk.run("report", name)
+    reported = desk.call("report", name)
     assert Path(desk.folder / reported.out.strip()).read_text().startswith("<!doctype html>")
     sample = ("sample", name, "--prompt", "def ", "--tokens", "8", "--temperature", "0")
     sampled = desk.run(*sample)
     assert (sampled.code, sampled.err) == (0, "")
     assert sampled.out.startswith("def ")
-    assert desk.run(*sample).out == sampled.out
+    assert desk.call(*sample).out == sampled.out
 
 
-def test_the_perplexity_of_text_is_recorded_and_shown(desk: Desk) -> None:
-    ran = desk.run("train", "text.toml", "--run-dir", "perplexity", "train.steps=2")
-    (event,) = (event for event in desk.training("perplexity").events if event["kind"] == "validation")
+def test_the_perplexity_of_text_is_recorded_and_shown(desk: Desk, whole: Training, printed: str) -> None:
+    (event,) = (event for event in whole.events if event["kind"] == "validation")
     assert event["perplexity"] == math.exp(event["loss"])
     perplexity = f"perplexity {number_text(event['perplexity'])}"
-    assert f"validation loss {number_text(event['loss'])}, {perplexity} (step 2)\n" in ran.out
-    assert perplexity in desk.run("show", "perplexity").out
-    assert perplexity in (desk.training("perplexity").path / "report.html").read_text()
+    assert f"validation loss {number_text(event['loss'])}, {perplexity} (step 60)\n" in printed
+    assert perplexity in desk.call("show", whole.path.name).out
+    assert perplexity in (whole.path / "report.html").read_text()
 
 
-def test_a_dry_run_starts_and_writes_nothing(desk: Desk) -> None:
-    sharded = ("parallel.dp_replicate=1", "parallel.dp_shard=2")
-    running = desk.start("train", "text.toml", "--dry-run", "--run-dir", "dry", *sharded)
-    while running.process.poll() is None:
-        assert not any("fork_server" in " ".join(one.cmdline()) for one in running.look())
-        time.sleep(0.05)
-    ran = running.end()
-    assert (ran.code, ran.err) == (0, "")
-    assert "dp_shard 2" in ran.out
-    assert not (desk.folder / "dry").exists()
+@pytest.mark.full
+def test_a_newer_torch_than_any_tried_is_named_once_and_trains(desk: Desk) -> None:
+    pretended = desk.folder / "pretended"
+    metadata = pretended / "torch-2.16.0.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.16.0\n")
+    path = os.pathsep.join(filter(None, [str(pretended), os.environ.get("PYTHONPATH")]))
+    ran = desk.start("train", "text.toml", "--run-dir", "newer", "train.steps=2", PYTHONPATH=path).end()
+    assert ran.code == 0, ran.text
+    assert ran.text.count("torch 2.16.0: newer than any tried here: 2.15") == 1
 
 
 def test_the_schema_and_the_machine_are_told(desk: Desk) -> None:
-    job = desk.run("job")
+    job = desk.call("job")
     assert (job.code, job.err) == (0, "")
     assert "hang_timeout_seconds" in job.out
-    doctor = desk.run("doctor")
+    doctor = desk.call("doctor")
     assert doctor.code == 0, doctor.text
     assert "torch" in doctor.out
 
 
+@pytest.mark.full
 def test_ones_own_loop_runs_on_two_ranks(desk: Desk) -> None:
     script = str(EXAMPLES / "own_loop.py")
     ran = desk.run("launch", "--run-dir", "own-loop", "--ranks", "2", script)
@@ -117,25 +117,47 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"data/cifar-10-batches-bin": str(cifar), "data/mnist": str(mnist)}
 
 
-def test_every_example_is_a_job_that_could_start(desk: Desk, data: dict[str, str]) -> None:
-    """One after another in one process, which imports torch once."""
-    commands = []
+DRY_RUNS = """\
+import json, sys
+from wanma.cli.main import main
+
+# Reported by Python itself, before each start.
+STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec")
+sys.addaudithook(lambda name, words: name in STARTS and print("starts", name, words[:2], flush=True))
+for command in json.loads(sys.argv[1]):
+    print("==", command[1], main(command), flush=True)
+"""
+"""Program that runs commands one after another in one process, and prints what they start."""
+
+
+@pytest.fixture(scope="module")
+def dry_runs(desk: Desk, data: dict[str, str]) -> tuple[Ran, dict[str, str]]:
+    """Dry runs of text.toml on two shards and of each example; the output of each by its job file."""
+    sharded = ("parallel.dp_replicate=1", "parallel.dp_shard=2")
+    commands = [["train", "text.toml", "--dry-run", "--run-dir", "dry", *sharded]]
     for example in sorted(EXAMPLES.glob("*.toml")):
         text = example.read_text()
         overrides = [f"data.images={place}" for name, place in data.items() if f'"{name}"' in text]
         commands.append(["train", str(example), "--dry-run", *overrides])
-    program = (
-        "import json, sys\n"
-        "from wanma.cli.main import main\n"
-        "for command in json.loads(sys.argv[1]):\n"
-        "    print('==', command[1], main(command), flush=True)\n"
-    )
-    ran = desk.start_program([sys.executable, "-c", program, json.dumps(commands)]).end()
-    assert (ran.code, ran.err) == (0, ""), ran.text
+    ran = desk.start_program([sys.executable, "-c", DRY_RUNS, json.dumps(commands)]).end()
     parts = re.split(r"^== (.*) (\d+)\n", ran.out, flags=re.MULTILINE)
     assert parts[1::3] == [command[1] for command in commands], ran.text
     assert set(parts[2::3]) == {"0"}, ran.text
-    assert all("ranks" in shown for shown in parts[0:-1:3]), ran.text
+    return ran, dict(zip(parts[1::3], parts[0:-1:3], strict=True))
+
+
+def test_a_dry_run_starts_and_writes_nothing(desk: Desk, dry_runs: tuple[Ran, dict[str, str]]) -> None:
+    ran, shown = dry_runs
+    assert (ran.code, ran.err) == (0, "")
+    assert "dp_shard 2" in shown["text.toml"]
+    assert "fork_server" not in ran.out
+    assert not (desk.folder / "dry").exists()
+
+
+def test_every_example_is_a_job_that_could_start(dry_runs: tuple[Ran, dict[str, str]]) -> None:
+    ran, shown = dry_runs
+    assert (ran.code, ran.err) == (0, ""), ran.text
+    assert all("ranks" in text for text in shown.values()), ran.text
 
 
 def test_the_files_of_a_run_are_what_the_guide_says(whole: Training) -> None:

@@ -19,9 +19,13 @@ def faulty(what: str, **more: object) -> str:
     return f"model.arguments={{{pairs}}}"
 
 
-def test_an_exception_in_one_rank_is_told_once_everywhere_and_costs_no_checkpoint(desk: Desk) -> None:
-    training = desk.training("raised")
-    running = desk.start("train", "own.toml", "--run-dir", "raised", faulty("raise", seconds=0.1), NO_RETRY)
+@pytest.mark.parametrize("carries_on", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_an_exception_in_one_rank_is_told_once_everywhere_and_costs_no_checkpoint(
+    desk: Desk, carries_on: bool
+) -> None:
+    name = f"raised-{carries_on}"
+    training = desk.training(name)
+    running = desk.start("train", "own.toml", "--run-dir", name, faulty("raise", seconds=0.1), NO_RETRY)
     running.until(lambda: training.steps_begun() >= 1)
     running.look()
     ran = running.end()
@@ -32,14 +36,16 @@ def test_an_exception_in_one_rank_is_told_once_everywhere_and_costs_no_checkpoin
     assert f"log: {training.path}/logs/rank-1.log" in ran.text
     assert training.checkpoints() == ["step-00000002"], "the one that was being written is finished"
 
-    shown = desk.run("show", "raised")
-    assert shown.out.startswith("raised: Failed after 2 of 8 steps")
+    shown = desk.call("show", name)
+    assert shown.out.startswith(f"{name}: Failed after 2 of 8 steps")
     assert "ValueError: no such column: prize" in shown.out
     page = (training.path / "report.html").read_text()
     assert "ValueError: no such column: prize" in page
 
-    assert desk.run("train", "own.toml", "--run-dir", "raised").code == 1, "it is another model now"
-    again = desk.run("train", "own.toml", "--run-dir", "raised", "checkpoint.resume=changed")
+    if not carries_on:
+        return
+    assert desk.run("train", "own.toml", "--run-dir", name).code == 1, "it is another model now"
+    again = desk.run("train", "own.toml", "--run-dir", name, "checkpoint.resume=changed")
     assert again.code == 0, "the same command, the cause removed"
     assert "resuming from step 2" in again.out
     assert [step["step"] for step in training.metrics] == list(range(1, 9))
@@ -48,7 +54,7 @@ def test_an_exception_in_one_rank_is_told_once_everywhere_and_costs_no_checkpoin
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("exit", "exited with code 7 before its work was finished"),
+        pytest.param("exit", "exited with code 7 before its work was finished", marks=pytest.mark.full),
         pytest.param("crash", "was killed by SIGSEGV", marks=pytest.mark.full),
     ],
 )
@@ -177,10 +183,11 @@ def test_a_full_disk_costs_checkpoints_but_not_the_training(desk: Desk) -> None:
         assert [step["step"] for step in training.metrics] == list(range(1, 21))
 
 
+@pytest.mark.full
 def test_a_second_training_in_the_same_place_is_refused_and_the_first_goes_on(desk: Desk) -> None:
     first = desk.start("train", "own.toml", "--run-dir", "busy", faulty("", seconds=0.3))
     assert first.until(lambda: desk.training("busy").steps_begun() >= 1)
-    second = desk.run("train", "own.toml", "--run-dir", "busy")
+    second = desk.call("train", "own.toml", "--run-dir", "busy")
     assert second.code == 2
     assert second.told_once().startswith("error: another process is training in busy\n")
     assert first.end().code == 0

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from support.command import Desk, Running, Training, assert_bitwise_equal
+from wanma.elastic.supervisor.stop_signals import SIGNAL_REPEAT_SECONDS
 
 PLANS = {
     "replicate 2": (),
@@ -83,16 +84,20 @@ def test_kills_at_random_moments_cost_no_step_and_change_no_bit(
     assert_bitwise_equal(training.state(), whole.state())
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("is_repeated", [False, True])
 def test_ctrl_c_finishes_the_step_and_twice_leaves_at_once_and_both_can_be_carried_on(
-    desk: Desk, whole: Training
+    desk: Desk, whole: Training, is_repeated: bool
 ) -> None:
-    training = desk.training("interrupted")
+    """Every day tests/elastic has the signals, and tests/engines/local a stop and its resumption."""
+    training = desk.training(f"interrupted-{is_repeated}")
     command = ("train", "text.toml", "--run-dir", training.path.name)
 
     running = desk.start(*command)
     assert running.until(lambda: training.steps_begun() >= 3)
     running.look()
-    running.signal(signal.SIGINT)
+    for _ in range(2):  # as `timeout` and other launchers do: to the process, then to its group
+        running.signal(signal.SIGINT)
     ran = running.end()
     assert (ran.code, running.left()) == (130, [])
     assert "error" not in ran.text
@@ -103,15 +108,20 @@ def test_ctrl_c_finishes_the_step_and_twice_leaves_at_once_and_both_can_be_carri
         "kind": "finish", "time": 0, "step": stopped, "outcome": "interrupted", "best_loss": None,
     }  # fmt: skip
 
-    running = desk.start(*command)
-    assert running.until(lambda: training.steps_begun() >= stopped + 2)
-    running.look()
-    running.signal(signal.SIGINT)
-    time.sleep(0.001)
-    running.signal(signal.SIGINT)
-    ran = running.end()
-    assert (ran.code, running.left()) == (130, [])
-    assert "Traceback" not in ran.text
+    if is_repeated:
+        running = desk.start(*command)
+        assert running.until(lambda: training.steps_begun() >= stopped + 2)
+        running.look()
+        running.signal(signal.SIGINT)
+        time.sleep(SIGNAL_REPEAT_SECONDS[signal.SIGINT])
+        running.signal(signal.SIGINT)
+        ran = running.end()
+        # The second signal may meet a run that has stopped, as its interpreter ends: shells show 130.
+        assert ran.code in (130, -signal.SIGINT)
+        assert running.left() == []
+        assert "Traceback" not in ran.text
+        assert training.events[-1]["kind"] == "finish"
+        assert training.events[-1]["outcome"] in ("aborted", "interrupted")
 
     ran = desk.run(*command)
     assert ran.code == 0, ran.text
@@ -119,6 +129,7 @@ def test_ctrl_c_finishes_the_step_and_twice_leaves_at_once_and_both_can_be_carri
     assert_bitwise_equal(training.state(), whole.state())
 
 
+@pytest.mark.full
 def test_a_damaged_checkpoint_is_told_and_the_one_before_it_carries_on(desk: Desk, whole: Training) -> None:
     training = desk.training("damaged")
     shutil.copytree(whole.path, training.path)
@@ -136,9 +147,8 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_carries_on(desk: Des
     assert_bitwise_equal(training.state(60), whole.state(60))
 
 
-@pytest.mark.parametrize(
-    "torn", [pytest.param("manifest.json", marks=pytest.mark.full), "rank-00000.safetensors"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("torn", ["manifest.json", "rank-00000.safetensors"])
 def test_a_torn_file_counts_as_damage(desk: Desk, whole: Training, torn: str) -> None:
     training = desk.training(f"torn-{torn}")
     shutil.copytree(whole.path, training.path)

@@ -44,6 +44,7 @@ def check(
     assert [f"on node {rank} " in log for rank, log in enumerate(logs)] == [True, True]
 
 
+@pytest.mark.full
 def test_two_commands_on_loopback_train_as_one(desk: Desk, whole: Training) -> None:
     check(desk, "loopback", [(), ()], f"127.0.0.1:{free_port()}", whole)
 

@@ -130,7 +130,7 @@ def folder(desk: Desk) -> Path:
 )
 def test_refused_before_anything_is_started_or_written(desk: Desk, folder: Path, name: str) -> None:
     arguments, fragments = REFUSED[name]
-    ran = desk.run("train", *arguments)
+    ran = desk.call("train", *arguments)
     assert ran.code == 2, ran.text
     for fragment in fragments:
         assert fragment in ran.told_once()
@@ -178,7 +178,7 @@ def test_an_unreadable_file_is_named(desk: Desk, folder: Path) -> None:
 @pytest.mark.root
 def test_a_read_only_run_directory_is_named(desk: Desk) -> None:
     with small_disk(desk.folder / "frozen", "1m", "ro"):
-        ran = desk.run("train", "text.toml", "--run-dir", "frozen/run")
+        ran = desk.call("train", "text.toml", "--run-dir", "frozen/run")
     assert ran.code == 2
     assert "cannot write to the run directory frozen/run: Read-only file system" in ran.told_once()
 
@@ -194,7 +194,7 @@ def finished(desk: Desk, whole: Training, request: pytest.FixtureRequest) -> Tra
 def test_a_checkpoint_of_another_model_is_refused_and_the_run_stays_what_it_was(
     desk: Desk, whole: Training, finished: Training
 ) -> None:
-    shown = desk.run("show", finished.path.name).out
+    shown = desk.call("show", finished.path.name).out
     ran = desk.run("train", "text.toml", "--run-dir", finished.path.name, "model.hidden=32")
     assert ran.code == 1
     assert "changed since this run's last start: model.hidden = 16 → 32" in ran.told_once()
@@ -203,15 +203,15 @@ def test_a_checkpoint_of_another_model_is_refused_and_the_run_stays_what_it_was(
     assert "--run-dir DIR" in ran.text
     assert_bitwise_equal(finished.state(), whole.state())
     assert (finished.path / "job.toml").read_text() == (whole.path / "job.toml").read_text()
-    sampled = desk.run("sample", finished.path.name, "--prompt", "def ", "--tokens", "2")
+    sampled = desk.call("sample", finished.path.name, "--prompt", "def ", "--tokens", "2")
     assert sampled.code == 0, sampled.text
-    again = desk.run("show", finished.path.name).out
+    again = desk.call("show", finished.path.name).out
     assert again.startswith(f"{finished.path.name}: Finished: 60 of 60 steps.")
     assert again.startswith(shown.rstrip("\n")), "what it said before, and a note"
     note = again.removeprefix(shown.rstrip("\n"))
     assert "a later start failed before its first step and left the run unchanged:" in note
     assert "is from another model" in note
-    listed = desk.run("runs", "--runs", ".").out
+    listed = desk.call("runs", "--runs", ".").out
     assert any(line.split()[:2] == [finished.path.name, "finished"] for line in listed.splitlines())
 
 

@@ -10,7 +10,7 @@ import pytest
 from support.command import Desk, Training
 from support.fault_table import PROPERTY, Row
 from support.nodes import SHARDED, Machines
-from support.recovered import COMMON
+from support.recovered import COMMON, STEPS, WHOLE_STEPS
 
 HERE = Path(__file__).parent
 
@@ -30,13 +30,15 @@ def shared_desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
 
 @pytest.fixture(scope="session")
 def whole_of(shared_desk: Desk) -> Callable[[tuple[str, ...]], Training]:
-    """The run with these overrides that nothing happens to."""
+    """The run with these overrides that nothing happens to, long enough for every run compared with it."""
     made: dict[tuple[str, ...], Training] = {}
 
     def whole_of(overrides: tuple[str, ...]) -> Training:
         if overrides not in made:
             name = f"whole-{len(made)}"
-            ran = shared_desk.run("train", *COMMON, *overrides, "--run-dir", name)
+            every = [f"checkpoint.{key}={STEPS}" for key in ("every_steps", "keep_every_steps")]
+            words = (f"train.steps={WHOLE_STEPS}", *every, "checkpoint.in_memory_every_steps=off", *overrides)
+            ran = shared_desk.run("train", *COMMON, *words, "--run-dir", name)
             assert ran.code == 0, ran.text
             made[overrides] = shared_desk.training(name)
         return made[overrides]

@@ -1,4 +1,8 @@
-"""Machines come and go: a run goes on under another plan, and ends with the weights of an untroubled one."""
+"""Machines come and go: a run goes on under another plan, and ends with the weights of an untroubled one.
+
+Every day, one is lost in `test_separate_nodes`; whether it pays to take another: every day in
+tests/elastic/coordinator.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +33,7 @@ JOB = (
     "cluster.last_call_timeout_seconds=100",  # all of a gang begin, however slow their imports are
     "cluster.health_check=never",  # they share a few cores: one may well be slow, and would be set aside
 )
+pytestmark = pytest.mark.timeout(900)  # four commands and a planner, on a busy machine
 TOLERANCE = 1e-9
 """Tolerance of losses and weights in fp64, between two orders of summation, as in tests/parallel."""
 STOP = Fault("stop", rank=2, step=8, phase="forward and backward")  # nobody gets further without it
@@ -42,7 +47,27 @@ def untroubled(shared_desk: Desk) -> Training:
     return shared_desk.training("untroubled-fp64")
 
 
-@pytest.mark.parametrize("most", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.full
+def test_a_lost_machine_is_gone_on_without(desk: Desk, untroubled: Training) -> None:
+    """Its state comes from its partner's memory."""
+    sharded = ("parallel.dp_replicate=1", "parallel.dp_shard=2", "parallel.shard=parameters")
+    words = (f"train.steps={SHORT}", "cluster.nodes=1..2", *sharded)
+    two = Gang(desk, "halves", 2, replace(STOP, rank=1), words=words)
+    two.lose(1)
+    ran = two.end_all()
+    check_whole(ran, two.training, untroubled, SHORT)
+    [recovery] = changes(two.training)
+    assert (recovery["kind"], recovery["source"]) == ("recovery", "memory")
+    assert recovery["repeated_steps"] <= 2
+    change = recovery["change"]
+    assert (change["machines_before"], change["machines"], change["most_machines"]) == (2, 1, 2)
+    assert change["plan_before"] == "2 ranks (dp_shard 2), parameters sharded, fp64, cpu"
+    assert change["plan"] == "1 rank (one process), fp64, cpu"
+    assert ran.out.count("resized: 1 of at most 2 node") == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("most", [2, 3])
 def test_a_lost_machine_is_gone_on_without_and_taken_again_when_it_is_back(
     desk: Desk, untroubled: Training, note: Note, most: int
 ) -> None:
@@ -66,13 +91,9 @@ def test_a_lost_machine_is_gone_on_without_and_taken_again_when_it_is_back(
     assert (shrunk["machines_before"], shrunk["machines"], shrunk["most_machines"]) == (most, fewer, most)
     assert (grown["machines_before"], grown["machines"]) == (fewer, most)
     whole = f"{most} ranks (dp_shard {most}), parameters sharded, fp64, cpu"
-    assert shrunk["plan_before"] == whole
-    if most == 2:  # one process shards nothing, and replicas are the quickest plan of two
-        assert shrunk["plan"] == grown["plan_before"] == "1 rank (one process), fp64, cpu"
-        assert grown["plan"] == "2 ranks (dp_replicate 2), fp64, cpu"
-    else:
-        assert shrunk["plan"] == grown["plan_before"] == "2 ranks (dp_shard 2), parameters sharded, fp64, cpu"
-        assert grown["plan"] == whole
+    one, two = "1 rank (one process), fp64, cpu", "2 ranks (dp_shard 2), parameters sharded, fp64, cpu"
+    assert shrunk["plan_before"] == grown["plan"] == whole
+    assert shrunk["plan"] == grown["plan_before"] == (one if most == 2 else two)
     assert "steps save" in grown["reason"]
     assert ran.out.count(f"resized: {fewer} of at most {most} node") == 1
     assert ran.out.count(f"resized: {most} of at most {most} node") == 1

@@ -10,7 +10,7 @@ from support.command import Desk, Training, assert_bitwise_equal
 from support.fault_table import Row
 from support.injection import Fault, injected, struck
 from support.nodes import SHARDED, Machines
-from wanma.job.run import generation_claims
+from wanma.job.run.folder_claims import FolderClaims
 
 THREE = (*SHARDED, "cluster.nodes=3", "parallel.dp_shard=3", "train.global_batch=6")
 
@@ -28,7 +28,7 @@ def lose_the_host(desk: Desk, name: str, nodes: int, *words: str) -> Training:
     ended = machines.end()
     assert [one.code for one in ended] == [0] * nodes, [one.text for one in ended]
     assert "this node now runs the coordinator" in ended[1].text
-    claim = generation_claims.newest_claim(machines.training.path)
+    claim = FolderClaims(machines.training.path).newest()
     assert claim is not None
     assert (claim.generation, claim.node, claim.ended) == (2, 1, 0)
     return machines.training

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,11 @@ SAVED = "the in-memory checkpoint was flushed to disk: checkpoint of step 7 in "
 
 
 def in_step_8(what: str, *generations: int) -> list[Fault]:
-    """Once in each of these generations, after the copy of step 7 has had time to be whole."""
-    return [
-        Fault(one, 1, **IN_STEP_8, generation=number, argument="0.3")
-        for number in generations
-        for one in ("sleep", what)
-    ]
+    """Once in each of these generations, of which the first leaves copies of step 7 on both ranks."""
+    copies = [Fault("await copy", rank, **IN_STEP_8, generation=generations[0]) for rank in (0, 1)]
+    whole = Fault("sleep", 0, **IN_STEP_8, generation=generations[0], argument="0")
+    first, *others = (Fault(what, 1, **IN_STEP_8, generation=number) for number in generations)
+    return [*copies, whole, replace(first, together=len(copies) + 2), *others]
 
 
 def in_rescue(what: str, times: int = 1, rank: int = 1) -> list[Fault]:
@@ -68,7 +68,7 @@ def test_an_error_on_every_try_before_the_first_checkpoint_costs_no_step(
     "flush",
     [
         pytest.param([], id="", marks=pytest.mark.full),
-        pytest.param(in_rescue("kill"), id="the flush process killed, too"),
+        pytest.param(in_rescue("kill"), id="the flush process killed, too", marks=pytest.mark.full),
     ],
 )
 def test_kills_on_every_try_cost_no_step_though_the_last_try_began_anew(

@@ -1,9 +1,14 @@
-"""A rank that sleeps where it reads data: who it is and where it stands is told, beside who waits for it."""
+"""A rank that sleeps where it reads data: who it is and where it stands is told, beside who waits for it.
+
+Every day in tests/elastic/supervisor/test_supervisor.py, with ranks that do nothing else.
+"""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+
+import pytest
 
 from support.command import Desk
 
@@ -19,11 +24,12 @@ global_batch = 4
 [parallel]
 dp_replicate = 4
 [cluster]
-hang_timeout_seconds = 3
+hang_timeout_seconds = 8
 max_restarts = 0
 """
 
 
+@pytest.mark.full
 def test_a_rank_that_sleeps_in_data_loading_is_named_with_the_line_and_those_who_wait(desk: Desk) -> None:
     (desk.folder / "sleepy.toml").write_text(JOB)
     running = desk.start("train", "sleepy.toml", "--run-dir", "asleep")
@@ -35,7 +41,7 @@ def test_a_rank_that_sleeps_in_data_loading_is_named_with_the_line_and_those_who
     line = next(number for number, text in enumerate(source, 1) if "time.sleep" in text)
     first, *others = ran.told_once().partition("no rank reported progress for ")[2].splitlines()
     assert re.fullmatch(
-        r"\d+ s \(cluster.hang_timeout_seconds = 3\): "
+        r"\d+ s \(cluster.hang_timeout_seconds = 8\): "
         rf"rank 2 is in data loading \(sleepy.py:{line}\) while 3 other ranks wait in all_reduce #\d+ .*",
         first,
     ), ran.text

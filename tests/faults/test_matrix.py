@@ -1,6 +1,7 @@
 """Every fault at an exact place: the run goes on by itself, and ends with the bits of an untroubled one.
 
-Every day, all of them strike one after another in a few runs; in the full suite, each has a run of its own.
+Every day, those of checkpoints on disk strike one after another in one run; in the full suite, each of all
+has a run of its own.
 """
 
 from __future__ import annotations
@@ -136,8 +137,6 @@ CELLS = {
 }
 ON_SHARDS = ("SIGKILL in forward", "bit flip in the in-memory checkpoints, then SIGKILL")
 """Also in the full suite's runs with shards."""
-OWN_RUN = "disk full during a checkpoint, then SIGKILL"
-"""Has a run of its own every day: its disk is small until the end."""
 RETRY, EVERY_3 = ("train.non_finite=retry",), (NO_COPIES, "checkpoint.every_steps=3")
 IN_ONE_RUN: dict[str, tuple[tuple[str, ...], dict[str, int]]] = {
     "in-memory checkpoints": (
@@ -170,7 +169,7 @@ def grid() -> list[Any]:
                 marks = [pytest.mark.root] if cell.around.startswith("little") else []
                 if plan != REPLICAS and not (plan == SHARDS and name in ON_SHARDS):
                     marks.append(pytest.mark.exhaustive)
-                elif name != OWN_RUN or plan != REPLICAS:
+                else:
                     marks.append(pytest.mark.full)
                 found.append(pytest.param(plan, name, id=f"{plan}: {name}", marks=marks))
     return found
@@ -201,20 +200,25 @@ def test_a_fault_costs_little_and_changes_no_bit(
 
 
 @pytest.mark.parametrize("kind", IN_ONE_RUN)
-def test_faults_one_after_another_change_no_bit(
-    desk: Desk, whole_of: Callable[[tuple[str, ...]], Training], kind: str
-) -> None:
+@pytest.mark.daily("checkpoints on disk")
+def test_faults_one_after_another_change_no_bit(desk: Desk, whole: Training, kind: str) -> None:
     overrides, delays = IN_ONE_RUN[kind]
-    keys = (f"train.steps={STEPS + max(delays.values())}",)
+    steps = -(-(STEPS + max(delays.values())) // STEPS) * STEPS
     cells = [later(CELLS[name], steps) for name, steps in delays.items()]
     generation, faults = 1, []
     for cell in cells:
         faults += [
-            replace(fault, generation=generation + (fault.generation or 1) - 1) for fault in cell.faults
+            replace(
+                fault,
+                generation=generation + (fault.generation or 1) - 1,
+                # The marks that are waited for include those of earlier cells.
+                together=1 if fault.together == 1 else len(faults) + fault.together,
+            )
+            for fault in cell.faults
         ]
         generation += cell.attempt if cell.failure else 0
-    met = meet(desk, kind, *faults, overrides=(*keys, *overrides))
-    check_whole(met.ran, met.training, whole_of(keys))
+    met = meet(desk, kind, *faults, overrides=(f"train.steps={steps}", *overrides))
+    check_whole(met.ran, met.training, whole, steps)
     for recovery, cell in zip(met.recoveries, [cell for cell in cells if cell.failure], strict=True):
         check_recovery(recovery, cell)
     checks = [event for event in met.training.events if event["kind"] == "health_check"]

@@ -5,15 +5,24 @@ from __future__ import annotations
 import signal
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from support.command import Desk, Ran, Running, Training, assert_bitwise_equal
 from support.injection import Fault, injected, struck
 from support.supervisors import wait_for_listener
+from wanma.cli.main import main
 
-COMMON = ("text.toml", "train.steps=12", "checkpoint.in_memory_every_steps=1", "checkpoint.every_steps=0")
+COMMON = (
+    "text.toml",
+    "train.steps=12",
+    "train.schedule=constant",
+    "checkpoint.in_memory_every_steps=1",
+    "checkpoint.every_steps=0",
+)
 FLUSH_SECONDS = 100.0
 """Time kept for each flush: on a busy machine it takes longer than on a user's."""
 FOREVER = Fault("sleep", rank=1, step=8, phase="forward and backward", argument="600")
@@ -38,8 +47,8 @@ def check_carries_on(desk: Desk, training: Training, whole: Training, step: int)
     assert ran.code == 0, ran.text
     assert f"resuming from step {step:,} of 12" in ran.out
     assert [line["step"] for line in training.metrics] == list(range(1, 13)), "each once, in order"
-    assert training.losses == whole.losses
-    assert_bitwise_equal(training.state(), whole.state())
+    assert training.losses == whole.losses[:12]
+    assert_bitwise_equal(training.state(), whole.state(12))
 
 
 def test_a_step_that_does_not_end_in_time_is_given_up_and_the_copy_in_memory_saved(
@@ -67,8 +76,7 @@ def test_a_step_that_does_not_end_in_time_is_given_up_and_the_copy_in_memory_sav
     checkpoint, finish = training.events[-2:]
     assert (checkpoint["kind"], checkpoint["step"]) == ("checkpoint", 7)
     assert (finish["kind"], finish["step"], finish["outcome"]) == ("finish", 7, "interrupted")
-    ran = desk.run("checkpoint", "verify", "long")
-    assert ran.code == 0, ran.text
+    assert main(["checkpoint", "verify", str(training.path)]) == 0
     check_carries_on(desk, training, whole, 7)
 
 
@@ -107,6 +115,7 @@ def test_of_several_machines_each_writes_its_part_and_the_first_commits(desk: De
     assert verified.code == 0, verified.text
 
 
+@pytest.mark.full
 def test_an_upload_that_does_not_end_in_time_is_left_and_the_checkpoint_is_on_disk(
     desk: Desk, tmp_path: Path
 ) -> None:
@@ -132,15 +141,20 @@ def test_a_signal_to_every_process_of_the_job_is_an_order_to_the_supervisor(desk
     running.until(lambda: training.steps_begun() >= 3)
     for number in (signal.SIGUSR1, signal.SIGTERM):
         for process in [*running.look(), running.process]:
-            process.send_signal(number)
+            with suppress(psutil.NoSuchProcess):  # it may have stopped for the first signal
+                process.send_signal(number)
+        # Two signals at once may be heard in either order.
+        running.until(lambda: "stopping after this step: SIGUSR1" in training.messages)
     ran = running.end()
     assert ran.code == 143, ran.text
     assert running.left() == []
     assert "recovered" not in ran.out
+    assert "stopping after this step: SIGUSR1\n" in ran.out
     assert training.events[-1]["outcome"] == "interrupted"
     assert training.checkpoints() == [f"step-{training.events[-1]['step']:08d}"]
 
 
+@pytest.mark.full
 def test_sigusr1_is_a_warning_that_stops_in_order_and_twice_sigterm_leaves_at_once(desk: Desk) -> None:
     marks = desk.folder / "marks-twice"
     running = desk.start("train", *COMMON, "--run-dir", "twice", **injected(marks, FOREVER))
@@ -152,7 +166,9 @@ def test_sigusr1_is_a_warning_that_stops_in_order_and_twice_sigterm_leaves_at_on
         running.signal(signal.SIGTERM)
     time.sleep(0.5)
     assert running.process.poll() is None, "so soon after the first it is the same one"
-    while running.process.poll() is None:  # on a busy machine, the first may be heard late
+    while (
+        running.look()
+    ):  # on a busy machine, the first may be heard late; without ranks, nobody minds signals
         running.signal(signal.SIGTERM)
         time.sleep(1.2)
     ran = running.end()
@@ -162,6 +178,7 @@ def test_sigusr1_is_a_warning_that_stops_in_order_and_twice_sigterm_leaves_at_on
     assert desk.training("twice").checkpoints() == []
 
 
+@pytest.mark.full
 def test_without_a_copy_in_memory_the_run_leaves_in_time_and_says_so(desk: Desk) -> None:
     marks = desk.folder / "marks-nothing"
     keys = ("checkpoint.in_memory_every_steps=off", "cluster.grace_seconds=4", "--run-dir", "nothing")

@@ -11,6 +11,7 @@ from support.recovered import meet
 IN_STEP_8 = {"step": 8, "phase": "forward and backward"}
 
 
+@pytest.mark.full
 def test_a_step_that_is_wrong_again_when_it_is_made_again_is_left_out(desk: Desk) -> None:
     faults = [Fault("nan", rank=1, step=8, phase="update", generation=generation) for generation in (1, 2)]
     keys = ("train.non_finite=retry", "checkpoint.every_steps=1", "checkpoint.keep=12")

@@ -35,6 +35,7 @@ def health_of(desk: Desk, name: str) -> list[dict[str, Any]]:
     return [event for event in desk.training(name).events if event["kind"] == "health_check"]
 
 
+@pytest.mark.full
 def test_the_machine_that_errs_is_set_aside_with_the_evidence_and_another_takes_its_place(desk: Desk) -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))

@@ -1,15 +1,25 @@
-"""A rank that is slow while all others wait for it is named."""
+"""A rank that is slow while all others wait for it is named.
+
+Every day: what ranks tell in tests/training/balancing/test_rank_timing.py, and what is made of it in
+tests/elastic/diagnosis/test_straggler_detector.py.
+"""
 
 from __future__ import annotations
 
 import signal
 import socket
 
+import pytest
+
 from support.command import Desk
 from support.injection import Fault, injected
+from wanma.cli.main import main
 
 
-def test_the_slow_rank_is_named_with_what_it_loses_and_recorded(desk: Desk) -> None:
+@pytest.mark.full
+def test_the_slow_rank_is_named_with_what_it_loses_and_recorded(
+    desk: Desk, capsys: pytest.CaptureFixture[str]
+) -> None:
     slow = Fault("slow", rank=1, step=0, phase="building the model", argument="0.05")
     running = desk.start(
         "train", "text.toml", "train.steps=5000", "--run-dir", "slow", **injected(desk.folder / "marks", slow)
@@ -28,4 +38,5 @@ def test_the_slow_rank_is_named_with_what_it_loses_and_recorded(desk: Desk) -> N
     assert event["local_rank"] == 1
     assert f"warning: rank 1 ({host}, local rank 1) is a straggler: " in ran.out
     assert "rank 0 (" not in ran.out
-    assert f"warning: rank 1 ({host}, local rank 1) is a straggler: " in desk.run("show", "slow").out
+    assert main(["show", str(training.path)]) == 0
+    assert f"warning: rank 1 ({host}, local rank 1) is a straggler: " in capsys.readouterr().out

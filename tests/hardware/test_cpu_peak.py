@@ -52,6 +52,20 @@ def test_a_thread_that_waits_for_its_core_does_not_lower_the_peak(
     assert measure_cpu_peak(1, tmp_path / "busy.json")["fp32"] > idle / 10
 
 
+def test_threads_that_share_cores_with_other_programs_count_as_if_they_had_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_peak, "PRECISIONS", ("fp32",))
+    monkeypatch.setattr(cpu_peak, "_cores_per_cpu", lambda: 1.0)
+    alone = measure_cpu_peak(1, tmp_path / "alone.json")["fp32"]
+    clock, now = time.perf_counter, time.perf_counter()
+    monkeypatch.setattr(cpu_peak.time, "perf_counter", lambda: 50 * clock())  # nobody gets a core for long
+    monkeypatch.setattr(cpu_peak, "busy_cpu_seconds", lambda: 100 * (clock() - now))
+    assert measure_cpu_peak(4, tmp_path / "busy.json")["fp32"] > 2 * alone
+    monkeypatch.setattr(cpu_peak, "busy_cpu_seconds", lambda: None)
+    assert measure_cpu_peak(4, tmp_path / "unknown.json")["fp32"] < 2 * alone
+
+
 def test_a_damaged_file_holds_nothing_and_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "peak.json"
     path.write_text('{"torn')

@@ -94,7 +94,12 @@ def test_a_driver_that_fails_is_an_error_with_a_way_out(monkeypatch: pytest.Monk
 def test_nvidia_smi_answers_where_nvml_is_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake_smi(tmp_path, 'echo "GPU-1, NVIDIA H200, 143771"; echo "GPU-2, NVIDIA GB10, [N/A]"', monkeypatch)
+    fake_smi(
+        tmp_path,
+        'echo "GPU-1, NVIDIA H200, 143771"; echo "GPU-2, NVIDIA GB10, [N/A]"; '
+        'echo "WARNING: infoROM is corrupted at gpu 0000:00:1E.0"',
+        monkeypatch,
+    )
     first, second = list_gpus()
     assert (first.uuid, first.device.name, first.device.memory_bytes) == (
         "GPU-1",

@@ -13,6 +13,7 @@ from wanma.hardware.checks.doctor import CheckResult, run_checks
 from wanma.hardware.checks.probes import measure_disk_write_seconds, probe_gloo_loopback
 from wanma.hardware.discovery import cpu_peak
 from wanma.hardware.discovery.network_interfaces import Interface, NetworkRoute
+from wanma.hardware.native import native_library
 
 
 @pytest.fixture(autouse=True)
@@ -50,26 +51,52 @@ def test_a_missing_compiler_is_one_sentence_with_the_way_out(monkeypatch: pytest
 
 
 def test_collectives_of_one_machine_are_told_with_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor._check_shared_memory_collectives().text == "shared memory (parallel.collectives)"
-    monkeypatch.setattr(doctor, "find_cpp_compiler", lambda: "/bin/false")
+    shared = "shared memory (parallel.collectives), compiled on this node"
+    assert doctor._check_shared_memory_collectives().text == shared
+    monkeypatch.setattr(native_library, "find_cpp_compiler", lambda: "/bin/false")
     refused = doctor._check_shared_memory_collectives()
     assert refused.status == "warn"
     assert refused.text.startswith("Gloo, over TCP: /bin/false cannot compile group.cpp")
-    monkeypatch.setattr(doctor, "find_cpp_compiler", lambda: None)
+    assert "CXX" in refused.remedy
+    monkeypatch.setattr(native_library, "find_cpp_compiler", lambda: None)
     missing = doctor._check_shared_memory_collectives()
     assert (missing.text, missing.remedy) == (
-        "Gloo, over TCP: there is no C++ compiler",
+        "Gloo, over TCP: no C++ compiler was found (apt-get install g++)",
         "apt-get install g++",
     )
 
 
-def test_a_torch_outside_the_proven_range_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_of_the_wheel_is_told_with_its_level(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "x86-64-v3" / "group.so"
+    monkeypatch.setattr(doctor, "find_carried_library", lambda _: library)
+    monkeypatch.setattr(doctor, "find_or_build_library", lambda _: native_library.NativeLibrary(library))
+    found = doctor._check_shared_memory_collectives()
+    assert found.text == "shared memory (parallel.collectives), carried by the wheel for x86-64-v3"
+    monkeypatch.setattr(doctor, "find_cpp_compiler", lambda: None)
+    assert "Gloo" not in doctor._check_compiler().remedy
+
+
+@pytest.mark.parametrize(
+    ("version", "finding"),
+    [
+        (
+            "2.10.0+cpu",
+            ("warn", "2.10.0+cpu: older than 2.11, the first supported", "pip install 'torch>=2.11'"),
+        ),
+        ("2.15.2+cu132", ("ok", "2.15.2+cu132 (tested: 2.11 to 2.15)", "")),
+        ("2.16.0+cu140", ("warn", "2.16.0: newer than any tried here: 2.15", "")),
+    ],
+)
+def test_an_old_torch_and_one_newer_than_any_tried_are_warnings(
+    monkeypatch: pytest.MonkeyPatch, version: str, finding: tuple[str, str, str]
+) -> None:
     import torch
 
-    monkeypatch.setattr(torch, "__version__", "2.20.1+cu130")
-    finding = doctor._check_torch()
-    assert finding.status == "warn"
-    assert "2.20.1+cu130, outside the tested range 2.11 to 2.13" in finding.text
+    monkeypatch.setattr(torch, "__version__", version)
+    found = doctor._check_torch()
+    assert (found.status, found.text, found.remedy) == finding
 
 
 def test_a_missing_extra_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

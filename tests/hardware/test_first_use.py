@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from wanma.hardware.discovery import first_use_measurement
 from wanma.hardware.discovery.cpu_peak import cpu_peak_file, read_cpu_peak
 from wanma.hardware.discovery.first_use_measurement import with_measured_cpu_peak
 from wanma.hardware.discovery.node import discover_node
@@ -47,6 +48,9 @@ def test_it_is_measured_once_told_and_kept_and_gives_a_run_its_step_time_and_pea
 def test_where_it_cannot_be_kept_the_reason_is_told(
     unknown: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Any rates do for what cannot be written; the true ones take seconds.
+    quick = "from wanma.hardware.discovery import cpu_peak; cpu_peak._measure_precision = lambda _: 1e9; "
+    monkeypatch.setattr(first_use_measurement, "_PROGRAM", quick + "cpu_peak.measure_cpu_peak()")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     told: list[str] = []

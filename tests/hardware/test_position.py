@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from wanma.hardware.cluster_file.export import export_cluster
-from wanma.hardware.cluster_file.host_list import expand_host_list
+from wanma.hardware.cluster_file.host_list import expand_host_list, expand_host_lists
 from wanma.hardware.cluster_file.reader import load_cluster_file
 from wanma.hardware.discovery.topology_address import TopologyAddress, resolve_topology_address
 from wanma.job.cluster import Cluster
@@ -111,3 +111,8 @@ def test_wrong_hosts_are_refused_with_their_line(hosts: str, problem: str, tmp_p
 )
 def test_lists_of_machines_are_written_as_slurm_writes_them(text: str, names: list[str]) -> None:
     assert list(expand_host_list(text)) == names
+
+
+def test_several_lists_are_separated_by_commas_outside_of_brackets() -> None:
+    text = "n[1-3,7],gpu-[01-02]-ib,login"
+    assert list(expand_host_lists(text)) == ["n1", "n2", "n3", "n7", "gpu-01-ib", "gpu-02-ib", "login"]

@@ -11,7 +11,9 @@ from pydantic.fields import FieldInfo
 
 from wanma.job.sections.base import Section
 from wanma.job.sections.cluster import ClusterSection
-from wanma.job.sections.data import DataSection
+from wanma.job.sections.data import DataSection, SourceSection
+from wanma.job.sections.engines import SlurmSection, SshSection
+from wanma.job.sections.images import ImageTransformSection
 from wanma.job.sections.job import Job
 from wanma.job.sections.model import ModelSection
 from wanma.job.sections.observe import ObserveSection, invalid_run_name_reason
@@ -19,6 +21,7 @@ from wanma.job.sections.parallel import ParallelSection
 from wanma.job.sections.train import TrainSection
 
 text = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=8)
+one_line = text.filter(lambda value: not set(value) & set("\n\r"))
 plain = st.recursive(
     st.one_of(st.booleans(), st.integers(), st.floats(allow_nan=False), text),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(text, inner, max_size=3)),
@@ -36,6 +39,23 @@ RULES: dict[type[Section], dict[str, st.SearchStrategy[Any]]] = {
             lambda ramp: sorted(ramp.items())
         ),
     },
+    SourceSection: {
+        "weight": st.one_of(
+            st.floats(0, 1e12, exclude_min=True),
+            st.dictionaries(st.integers(1, 2**62), st.floats(1e-9, 1e12), max_size=2).map(
+                lambda stages: [(0, 1.0), *sorted(stages.items())]
+            ),
+        )
+    },
+    DataSection: {
+        "text_field": text.filter(bool),
+        "bad_data": st.sampled_from([None, "refuse", "skip"]),  # a substitute is for images only
+    },
+    ImageTransformSection: {
+        "augment": st.lists(st.just("horizontal_flip"), max_size=1),
+        "mean": st.sampled_from([[], [0.5], [0.1, 0.2, 0.3]]),
+        "std": st.sampled_from([[], [0.5], [0.1, 0.2, 0.3]]),
+    },
     ParallelSection: {
         "batch_share_schedule": st.lists(
             st.tuples(st.integers(), st.lists(st.integers(1, 99), max_size=3)), max_size=2
@@ -46,6 +66,23 @@ RULES: dict[type[Section], dict[str, st.SearchStrategy[Any]]] = {
         "min_nodes": st.sampled_from([None, 1]),
         "rendezvous": st.sampled_from([None, "host:1", "[::1]:65535"]),
     },
+    SlurmSection: {
+        **dict.fromkeys(("container", "container_runtime"), st.none()),
+        "time": st.sampled_from([None, "90", "2-00:00:00"]),
+        **dict.fromkeys(
+            ("partition", "account", "qos", "reservation", "constraint", "gres", "nodelist", "exclude"),
+            st.one_of(st.none(), one_line),
+        ),
+        "components": st.just([]),
+        "folder": one_line,
+        "options": st.lists(one_line.filter(lambda option: not option.startswith("-a")), max_size=3),
+    },
+    SshSection: {
+        "inventory": st.one_of(st.none(), one_line),
+        "python": one_line.filter(bool),
+        "folder": one_line,
+        **dict.fromkeys(("hosts", "options"), st.lists(one_line, max_size=3)),
+    },
     ObserveSection: {
         "name": st.one_of(st.none(), text.filter(lambda name: invalid_run_name_reason(name) is None))
     },
@@ -55,6 +92,7 @@ RULES: dict[type[Section], dict[str, st.SearchStrategy[Any]]] = {
 ONE_OF: dict[type[Section], tuple[str, ...]] = {
     ModelSection: ("preset", "family", "factory", "huggingface"),
     DataSection: ("text", "sources", "images", "factory"),
+    SourceSection: ("text", "images", "factory"),
 }
 
 
@@ -77,11 +115,35 @@ def sections(section: type[Section]) -> st.SearchStrategy[Section]:
         drawn = {name: value for name, value in drawn.items() if name not in names or name == kept}
         if names and drawn[kept] is None:
             drawn[kept] = "decoder" if kept == "family" else "x"
+        if section is SourceSection:
+            drawn = source_keys(drawn, kept)
+        if section is DataSection and (kept not in ("text", "images") or not drawn[kept]):
+            drawn["placement"] = "shared"  # only entries lie in parts
         if "sources" in drawn:
-            drawn["sources"] = list({source.name: source for source in drawn["sources"]}.values())
+            named = list({source.name: source for source in drawn["sources"]}.values())
+            drawn["sources"] = [source for source in named if source_kind(source) == source_kind(named[0])]
         return section(**drawn)
 
     return st.tuples(st.fixed_dictionaries(fields), st.sampled_from(names or ("",))).map(one_kept)
+
+
+def source_kind(source: SourceSection) -> tuple[bool, bool]:
+    return bool(source.images), bool(source.factory)
+
+
+def source_keys(drawn: dict[str, Any], kept: str) -> dict[str, Any]:
+    """Keys of a source of the kind that is kept."""
+    own = {
+        "text": ("text_field",),
+        "images": ("image_field", "label_field", "class_names"),
+        "factory": ("arguments",),
+    }
+    others = {name for kind, names in own.items() if kind != kept for name in names}
+    fitting = {name: value for name, value in drawn.items() if name not in others}
+    fitting[kept] = fitting[kept] or ("x" if kept == "factory" else ["x"])
+    if "class_names" in fitting:
+        fitting["class_names"] = list(dict.fromkeys(fitting["class_names"]))
+    return fitting
 
 
 def values(hint: Any, field: FieldInfo) -> st.SearchStrategy[Any]:
@@ -102,6 +164,8 @@ def values(hint: Any, field: FieldInfo) -> st.SearchStrategy[Any]:
         if get_origin(inner) is Literal:
             items = st.sampled_from(get_args(inner))
         return st.lists(sections(inner) if items is None else items, min_size=few, max_size=3)
+    if isinstance(hint, type) and issubclass(hint, Section):
+        return sections(hint)
     if hint is bool:
         return st.booleans()
     if hint is str:

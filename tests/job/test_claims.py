@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from wanma.job.errors import WanmaError
-from wanma.job.run import generation_claims
-from wanma.job.run.generation_claims import Claim, GenerationFence
+from wanma.job.run.folder_claims import FolderClaims
+from wanma.job.run.generation_claims import Claim
 from wanma.job.run.run_directory import RunDirectory
 from wanma.observe.recorder import Recorder
 from wanma.observe.sinks.jsonl import JsonLinesSink
@@ -23,7 +23,7 @@ def claim(generation: int, name: str = "one") -> Claim:
 
 def _try(folder: str, name: str, barrier: Any, won: Any) -> None:
     barrier.wait()
-    won.put((name, generation_claims.create_claim(Path(folder), claim(1, name))))
+    won.put((name, FolderClaims(Path(folder)).create(claim(1, name))))
 
 
 def test_of_many_that_claim_a_generation_one_has_it(tmp_path: Path) -> None:
@@ -36,79 +36,77 @@ def test_of_many_that_claim_a_generation_one_has_it(tmp_path: Path) -> None:
     for one in tries:
         one.join()
     [winner] = [name for name, has in results.items() if has]
-    newest = generation_claims.newest_claim(tmp_path)
+    newest = FolderClaims(tmp_path).newest()
     assert newest is not None
     assert newest.coordinator == winner
-    assert generation_claims.create_claim(tmp_path, claim(1, winner)), "to claim what one has is no mistake"
+    assert FolderClaims(tmp_path).create(claim(1, winner)), "to claim what one has is no mistake"
 
 
 def test_a_claim_closes_the_older_ones_before_anybody_starts_under_it(tmp_path: Path) -> None:
-    assert generation_claims.newest_claim(tmp_path) is None
+    assert FolderClaims(tmp_path).newest() is None
     for generation in (1, 2, 4):
-        assert generation_claims.create_claim(tmp_path, claim(generation))
-    followed = [
-        found.followed for n in (1, 2, 4) if (found := generation_claims.read_claim(tmp_path, n)) is not None
-    ]
+        assert FolderClaims(tmp_path).create(claim(generation))
+    followed = [found.followed for n in (1, 2, 4) if (found := FolderClaims(tmp_path).read(n)) is not None]
     assert followed == [True, True, False]
-    assert generation_claims.read_claim(tmp_path, 3) is None
+    assert FolderClaims(tmp_path).read(3) is None
 
 
 def test_a_claim_whose_writer_died_over_it_counts_but_leads_nowhere(tmp_path: Path) -> None:
-    assert generation_claims.create_claim(tmp_path, claim(1))
+    assert FolderClaims(tmp_path).create(claim(1))
     (tmp_path / "generations" / "2").write_text('{"generation": 2, "pla')
-    newest = generation_claims.newest_claim(tmp_path)
+    newest = FolderClaims(tmp_path).newest()
     assert newest is not None
     assert (newest.generation, newest.place) == (2, "")
-    assert not generation_claims.create_claim(tmp_path, claim(2, "other"))
-    assert generation_claims.create_claim(tmp_path, claim(3, "other"))
+    assert not FolderClaims(tmp_path).create(claim(2, "other"))
+    assert FolderClaims(tmp_path).create(claim(3, "other"))
 
 
 def test_a_slow_writer_s_claim_is_closed_though_it_was_followed_before_its_line_came(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert generation_claims.create_claim(tmp_path, claim(1))
+    assert FolderClaims(tmp_path).create(claim(1))
     write = os.write
 
     def after_another_has_followed(descriptor: int, line: bytes) -> int:
         monkeypatch.setattr(os, "write", write)
-        seen = generation_claims.newest_claim(tmp_path)
+        seen = FolderClaims(tmp_path).newest()
         assert seen is not None
         assert (seen.generation, seen.place) == (2, ""), "there, and still empty"
-        assert generation_claims.create_claim(tmp_path, claim(3, "other"))
+        assert FolderClaims(tmp_path).create(claim(3, "other"))
         return write(descriptor, line)
 
     monkeypatch.setattr(os, "write", after_another_has_followed)
-    assert generation_claims.create_claim(tmp_path, claim(2, "slow"))
-    found = generation_claims.read_claim(tmp_path, 2)
+    assert FolderClaims(tmp_path).create(claim(2, "slow"))
+    found = FolderClaims(tmp_path).read(2)
     assert found is not None
     assert (found.coordinator, found.place, found.followed) == ("slow", "10.0.0.1:29500", True)
     with pytest.raises(WanmaError, match="generation 2 of this run was superseded by generation 3"):
-        GenerationFence(tmp_path, 2).check()
-    GenerationFence(tmp_path, 3).check()
+        FolderClaims(tmp_path).fence(2).check()
+    FolderClaims(tmp_path).fence(3).check()
 
 
 def test_the_end_of_a_run_is_no_successor(tmp_path: Path) -> None:
-    generation_claims.create_claim(tmp_path, claim(1))
-    generation_claims.record_run_end(tmp_path, 1, 130)
-    found = generation_claims.read_claim(tmp_path, 1)
+    FolderClaims(tmp_path).create(claim(1))
+    FolderClaims(tmp_path).record_end(1, 130)
+    found = FolderClaims(tmp_path).read(1)
     assert found is not None
     assert (found.followed, found.ended) == (False, 130)
-    GenerationFence(tmp_path, 1).check()
+    FolderClaims(tmp_path).fence(1).check()
 
 
 def test_a_sign_of_life_shows_and_votes_are_counted(tmp_path: Path) -> None:
-    generation_claims.create_claim(tmp_path, claim(1))
+    FolderClaims(tmp_path).create(claim(1))
     os.utime(tmp_path / "generations" / "1", (1, 1))
-    before = generation_claims.read_heartbeat(tmp_path, 1)
-    generation_claims.write_heartbeat(tmp_path, 1)
-    assert generation_claims.read_heartbeat(tmp_path, 1) != before
-    assert generation_claims.read_heartbeat(tmp_path, 2) == -1
+    before = FolderClaims(tmp_path).read_heartbeat(1)
+    FolderClaims(tmp_path).write_heartbeat(1)
+    assert FolderClaims(tmp_path).read_heartbeat(1) != before
+    assert FolderClaims(tmp_path).read_heartbeat(2) is None
     for node in (1, 2):
-        generation_claims.vote_coordinator_lost(tmp_path, 1, node)
-    generation_claims.vote_coordinator_lost(tmp_path, 12, 0)
-    generation_claims.withdraw_vote(tmp_path, 1, 1)
-    assert generation_claims.coordinator_lost_votes(tmp_path, 1) == {2}
-    newest = generation_claims.newest_claim(tmp_path)
+        FolderClaims(tmp_path).vote_lost(1, node)
+    FolderClaims(tmp_path).vote_lost(12, 0)
+    FolderClaims(tmp_path).withdraw_vote(1, 1)
+    assert FolderClaims(tmp_path).lost_votes(1) == {2}
+    newest = FolderClaims(tmp_path).newest()
     assert newest is not None
     assert newest.generation == 1, "a vote is no claim"
 
@@ -116,22 +114,22 @@ def test_a_sign_of_life_shows_and_votes_are_counted(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     (tmp_path / "generations").write_text("a file")
     with pytest.raises(WanmaError, match=r"cannot claim generation 1 of the run in .*generations/1"):
-        generation_claims.create_claim(tmp_path, claim(1))
+        FolderClaims(tmp_path).create(claim(1))
 
 
 def test_ranks_of_an_older_start_record_nothing_more(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    generation_claims.create_claim(tmp_path, claim(1))
-    recorder = Recorder(run, [JsonLinesSink()], 1, GenerationFence(tmp_path, 1).check)
+    FolderClaims(tmp_path).create(claim(1))
+    recorder = Recorder(run, [JsonLinesSink()], 1, FolderClaims(tmp_path).fence(1).check)
     recorder.message("before")
-    generation_claims.create_claim(tmp_path, claim(2, "other"))
+    FolderClaims(tmp_path).create(claim(2, "other"))
     with pytest.raises(
         WanmaError,
         match=r"generation 1 of this run was superseded by generation 2 \(coordinator 10.0.0.1:29500",
     ):
         recorder.message("after")
     with pytest.raises(WanmaError, match="superseded by generation 2"):
-        Recorder(run, [JsonLinesSink()], 1, GenerationFence(tmp_path, 1).check)
+        Recorder(run, [JsonLinesSink()], 1, FolderClaims(tmp_path).fence(1).check)
     text = run.events.read_text()
     assert "before" in text
     assert "after" not in text
@@ -139,4 +137,4 @@ def test_ranks_of_an_older_start_record_nothing_more(tmp_path: Path) -> None:
 
 
 def test_where_no_claim_is_seen_there_is_no_fence(tmp_path: Path) -> None:
-    GenerationFence(tmp_path, 1).check()
+    FolderClaims(tmp_path).fence(1).check()

@@ -27,7 +27,8 @@ def test_a_key_says_what_it_allows() -> None:
     assert told["train.precision"].allowed == "one of fp64, fp32, bf16, fp16"
     assert told["parallel.shard"].choices == ("none", "optimizer", "gradients", "parameters")
     assert told["data.sources"].allowed == "a list of tables"
-    assert told["data.sources.text"].allowed == "a list of text (at least one)"
+    assert told["data.sources.text"].allowed == "a list of text"
+    assert told["model.lora_targets"].allowed.endswith("(at least one)")
     assert told["train.betas"].allowed == "[number, number]"
     assert told["model.arguments"].allowed == "a table"
     assert (told["data.sources.name"].is_required, told["train.steps"].is_required) == (True, False)

@@ -133,7 +133,35 @@ def test_an_unknown_key_is_told_with_its_line_and_the_key_that_was_meant(tmp_pat
         ),
         (
             "data.sources = [{name = 'a', text = []}]",
-            "data.sources[0].text = []: must be a list of text (at least one).",
+            "[data.sources[0]] the source 'a' needs one of text, images, factory (given: none)",
+        ),
+        (
+            "data.sources = [{name = 'a', text = ['b'], weight = 0}]",
+            "data.sources[0].weight = 0: must be a number > 0 and <= 1e+12, or a list of [whole number, ",
+        ),
+        (
+            "data.sources = [{name = 'a', text = ['b'], weight = [[0, 1], [5]]}]",
+            "data.sources[0].weight = [[0, 1], [5]]: must be a number > 0 and <= 1e+12, or a list of ",
+        ),
+        (
+            "data.sources = [{name = 'a', text = ['b'], weight = [[1, 1]]}]",
+            "[data.sources[0]] weight must begin with sample 0 (given: [1])",
+        ),
+        (
+            "data.sources = [{name = 'a', text = ['b'], weight = [[0, 1], [9, 0], [9, 1]]}]",
+            "[data.sources[0]] the samples of weight must rise, up to 2**62 (given: [0, 9, 9])",
+        ),
+        (
+            "data.sources = [{name = 'a', text = ['b'], weight = [[0, 1], [9, -1]]}]",
+            "[data.sources[0]] each weight must be from 0 to 1e12, and one above 0 (given: [1.0, -1.0])",
+        ),
+        (
+            "data.sources = [{name = 'a', text = ['b'], weight = [[0, 1], [9, 0]]}]",
+            "[data] all sources have weight 0 from sample 9 on",
+        ),
+        (
+            'data.shuffle = "blocks"',
+            "data.shuffle = \"blocks\": must be one of full, block, none. Did you mean 'block'?",
         ),
         (
             "data.sources = [{text = ['a']}]",

@@ -67,10 +67,11 @@ def test_an_old_key_is_refused_with_its_new_name(old: str, new: str, tmp_path: P
 
 @pytest.mark.parametrize(("key", "old", "new"), OLD_VALUES)
 def test_an_old_value_is_refused_with_its_new_name(key: str, old: str, new: str) -> None:
-    text = f"{key} = '{old}' is renamed to '{new}'"
+    written = str(old).lower() if isinstance(old, bool) else f"'{old}'"
+    text = f"{key} = {written} is renamed to '{new}'"
     assert text in refusal(nested(key, old))
     if len(key.split(".")) == 2:
-        assert text in refusal({"model": {"preset": "gpt-10m"}}, f"{key}={old}")
+        assert text in refusal({"model": {"preset": "gpt-10m"}}, f"{key}={written.strip(chr(39))}")
 
 
 def test_old_names_stand_in_one_error_with_all_other_mistakes(tmp_path: Path) -> None:

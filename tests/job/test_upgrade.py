@@ -186,3 +186,17 @@ def test_a_value_with_a_yaml_anchor_is_said_under_the_key_at_its_line(tmp_path: 
     path.write_text("parallel:\n  shard: &x nothing\n  compression: *x\n")
     assert upgrade_file(path) == [Change(2, "parallel.shard: 'nothing' → 'none'")]
     assert path.read_text() == "parallel:\n  shard: &x none\n  compression: *x\n"
+
+
+@pytest.mark.parametrize(
+    ("suffix", "text"),
+    [("toml", "[parallel]\nhierarchical = {}\n"), ("yaml", "parallel: {{hierarchical: {}}}\n")],
+)
+def test_truth_values_become_quoted_words(suffix: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / f"gpt.{suffix}"
+    for old, new in (("true", '"hierarchical"'), ("false", '"backend"'), ('"auto"', '"auto"')):
+        path.write_text(text.format(old))
+        changes = [change.text for change in upgrade_file(path)]
+        assert path.read_text() == text.replace("hierarchical", "all_reduce").format(new).replace("{{", "{")
+        values = [f"parallel.all_reduce: {old} → '{new.strip(chr(34))}'"] if old != '"auto"' else []
+        assert changes == ["parallel.hierarchical → parallel.all_reduce", *values]

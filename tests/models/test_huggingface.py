@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from support.huggingface import FAMILIES, write_config
+from support.huggingface import FAMILIES, skip_if_refused, write_config
 from support.tiny_config import tiny_config
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.sections.model import ModelSection
@@ -266,6 +266,7 @@ def test_a_table_of_tokens_for_each_block_is_looked_up(tmp_path: Path) -> None:
 
 
 def test_a_model_type_that_is_another_name_of_a_family_is_that_family(tmp_path: Path) -> None:
+    skip_if_refused("gpt2")
     model = adapted(config_file(tmp_path, {**tiny_config("gpt-sw3"), "attn_pdrop": 0.0}))
     assert model.config.model_type == "gpt2"
     assert model.parallel_spec.tensor_parallel_styles["transformer.h.*.attn.c_proj"] == "row"

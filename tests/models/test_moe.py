@@ -106,6 +106,8 @@ def test_mixtral_gives_the_logits_of_its_published_code() -> None:
 
 def test_deepseek_v3_gives_the_logits_of_its_published_code() -> None:
     transformers = pytest.importorskip("transformers")
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 6):
+        pytest.skip("transformers before 5.6 chooses experts of other groups, too")
     config = transformers.DeepseekV3Config(
         vocab_size=64,
         hidden_size=32,

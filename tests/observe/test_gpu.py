@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from wanma.job.errors import WanmaError
-from wanma.observe.metrics.gpu import GpuSampler
+from wanma.observe.metrics.gpu import GpuReading, GpuSampler, open_gpu_reader
 
 
 class NvmlError(Exception):
@@ -72,3 +72,54 @@ def test_without_the_package_the_command_is_named(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(WanmaError) as caught:
         GpuSampler("GPU-1")
     assert caught.value.hint == "pip install 'wanma[gpu]'"
+
+
+def fake_node(count: int) -> types.ModuleType:
+    """NVML of a node with so many GPUs; the first is hot, the second at its power cap and else silent."""
+    module: Any = types.ModuleType("pynvml")
+    calls: list[str] = []
+    module.calls = calls
+    module.NVMLError = NvmlError
+    module.nvmlInit = lambda: calls.append("init")
+    module.nvmlShutdown = lambda: calls.append("shutdown")
+    module.nvmlDeviceGetCount = lambda: count
+    module.nvmlDeviceGetHandleByIndex = lambda index: index
+    module.nvmlDeviceGetCurrentClocksEventReasons = lambda handle: (0x40 | 0x04, 0x04)[handle]
+
+    def of_the_first(value: object) -> Callable[..., object]:
+        def read(handle: int, *_: object) -> object:
+            if handle:
+                raise NvmlError("Not Supported")
+            return value
+
+        return read
+
+    module.nvmlDeviceGetUtilizationRates = of_the_first(types.SimpleNamespace(gpu=75))
+    module.nvmlDeviceGetTemperature = of_the_first(91)
+    module.nvmlDeviceGetMemoryInfo = of_the_first(types.SimpleNamespace(used=3 << 30, total=80 << 30))
+    return module
+
+
+def test_all_gpus_of_a_node_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml: Any = fake_node(2)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    reader = open_gpu_reader()
+    assert reader is not None
+    assert reader.read() == [GpuReading(0.75, 91, True, 3 << 30), GpuReading(None, None, False)]
+    reader.close()
+    assert nvml.calls == ["init", "shutdown"]
+
+
+def test_a_node_without_gpus_driver_or_package_has_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml: Any = fake_node(0)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert open_gpu_reader() is None
+    assert nvml.calls == ["init", "shutdown"]
+
+    def no_driver() -> None:
+        raise NvmlError("Driver Not Loaded")
+
+    nvml.nvmlInit = no_driver
+    assert open_gpu_reader() is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert open_gpu_reader() is None

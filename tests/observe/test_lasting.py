@@ -72,7 +72,7 @@ def test_a_terminal_that_is_not_read_keeps_nobody_waiting_and_is_told_what_it_mi
     """Ctrl-S, or a pipe into a program that does something else."""
     monkeypatch.setattr(fault_tolerant_stream, "MAX_PENDING_BYTES", 1 << 18)
     reader, writer = os.pipe()
-    stream = FaultTolerantStream(os.fdopen(writer, "w"))
+    stream = FaultTolerantStream(os.fdopen(writer, "w", closefd=False))
     began = time.monotonic()
     for number in range(10_000):
         stream.write(f"line {number} of many that nobody reads for now{'.' * 50}\n")
@@ -109,7 +109,7 @@ def test_a_reader_that_keeps_up_sees_every_line() -> None:
 
     thread = threading.Thread(target=read)
     thread.start()
-    stream = FaultTolerantStream(os.fdopen(writer, "w"))
+    stream = FaultTolerantStream(os.fdopen(writer, "w", closefd=False))
     for number in range(20_000):
         stream.write(f"line {number} of a script that prints a lot, as fast as it can\n")
     stream.discard_pending()
@@ -122,7 +122,7 @@ def test_a_reader_that_keeps_up_sees_every_line() -> None:
 def test_the_end_of_a_run_does_not_wait_for_ever_for_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fault_tolerant_stream, "CLOSE_TIMEOUT_SECONDS", 0.1)
     reader, writer = os.pipe()
-    stream = FaultTolerantStream(os.fdopen(writer, "w"))
+    stream = FaultTolerantStream(os.fdopen(writer, "w", closefd=False))
     stream.write("x" * (1 << 20))
     stream.discard_pending()
     os.close(reader)

@@ -18,6 +18,7 @@ from support.architectures import (
     short,
     tiny_config,
 )
+from wanma.models.huggingface.installed_transformers import VERSION, version_tuple
 
 PAGE = Path(support.architectures.__file__).parents[2] / "docs" / "reference" / "architectures.md"
 SAMPLED = {
@@ -53,9 +54,11 @@ def _sampled_kind(item: pytest.Item) -> str | None:
     return None
 
 
-@pytest.mark.daily("granite", "gemma3_text", "roberta")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", SAMPLED)
 def test_an_architecture_trains_as_transformers_trains_it(kind: str, sampled: dict[str, Verdict]) -> None:
+    if kind == "gemma3_text" and version_tuple(VERSION) < (5, 3):
+        pytest.skip("transformers before 5.3 publishes no plan for the norms of Gemma 3's heads")
     verdict = sampled[kind]
     assert verdict.refusal is None
     assert verdict.layouts == dict.fromkeys(SAMPLED[kind], "equal")
@@ -66,6 +69,8 @@ def test_an_architecture_trains_as_transformers_trains_it(kind: str, sampled: di
     "kind", ["bart", "bloom", "deepseek_v3", "doge", "dots3_note_text", "falcon", "gemma2", "lfm2", "mamba"]
 )
 def test_the_page_says_why_an_architecture_is_refused(kind: str) -> None:
+    if kind not in KINDS:
+        pytest.skip(f"transformers {VERSION} has no {kind}")
     verdict = Verdict(kind)
     assert mend(tiny_config(kind), verdict) is None
     assert verdict.refusal is not None

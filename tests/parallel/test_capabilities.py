@@ -25,10 +25,10 @@ from wanma.parallel.pipeline.stage_partition import pipeline_parallel_spec
 from wanma.parallel.tensor.tensor_parallel import apply_tensor_parallel
 from wanma.planner.rules import capabilities
 from wanma.planner.rules.capabilities import (
-    installed_torch_version,
     supports_compiled_recompute,
     unsupported_reason,
 )
+from wanma.torch_internals.versions import installed_torch_version
 
 HERE = Cluster((NodeGroup("here", 8, 16 << 30, ()),))
 IMAGES = ("cifar-convnet", "resnet-18")

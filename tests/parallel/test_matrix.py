@@ -10,7 +10,6 @@ norms.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ import pytest
 
 from support.compare import same_training
 from support.matrix import (
+    DAILY,
     DAILY_FP32,
     EXPERTS,
     FP32,
@@ -29,7 +29,6 @@ from support.matrix import (
     VARIANTS,
     Case,
     cases,
-    daily_cases,
     pairs,
     refusal,
     table,
@@ -73,9 +72,8 @@ HUGGING_FACE = {
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_every_composition_follows_one_process:
-        daily = daily_cases()
-        found = list(dict.fromkeys([*cases(metafunc.config.getoption("--exhaustive")), *daily]))
-        marks = [() if case in daily else pytest.mark.full for case in found]
+        found = list(dict.fromkeys([*cases(metafunc.config.getoption("--exhaustive")), *DAILY]))
+        marks = [() if case in DAILY else pytest.mark.full for case in found]
         params = [pytest.param(case, marks=mark) for case, mark in zip(found, marks, strict=True)]
         metafunc.parametrize("case", params, ids=[case.name for case in found])
 
@@ -152,17 +150,14 @@ def test_the_set_in_fp32_has_every_axis(which: tuple[tuple[tuple[str, ...], str]
 
 
 def test_every_pair_of_axes_runs_every_day_and_every_axis_with_every_kind_of_model() -> None:
-    daily = daily_cases()
-    assert set(daily) <= set(cases(exhaustive=True))
-    assert {variant for case in daily for variant in case.variants} == set(VARIANTS)
+    assert set(DAILY) <= set(cases(exhaustive=True))
+    assert {variant for case in DAILY for variant in case.variants} == set(VARIANTS)
     composable = {Case(pair, "").axes for pair in pairs() if refusal(pair) is None}
     assert len(composable) == 21, "each of seven axes with each other"
-    assert composable == {
-        pair for case in daily for pair in itertools.combinations(case.axes, 2) if len(case.axes) == 2
-    }
+    assert composable == {case.axes for case in DAILY if len(case.axes) == 2}
     axes = {axis for axis, _ in VARIANTS.values()}
     suited = {(axis, model) for axis in axes for model in MODELS if axis != "ep" or model in EXPERTS}
-    assert suited == {(axis, case.model) for case in daily for axis in case.axes}
+    assert suited == {(axis, case.model) for case in DAILY for axis in case.axes}
 
 
 def job(model: str, folder: Path, **train: Any) -> dict[str, Any]:

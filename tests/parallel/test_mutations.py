@@ -1,8 +1,9 @@
 """Numbers that change silently: each way to break them is noticed by the comparison of the parity matrix.
 
 Every mutation runs in the ranks of a plan that exercises it, and the comparison must fail, by far. The
-same plan without it passes, with the matrix's own tolerances. By default every plan is compared, with one of
-its mutations and without; `--full` adds the others.
+same plan without it passes, with the matrix's own tolerances. By default every plan is compared without its
+mutations, so that a change to wanma that is one of them is noticed; and one plan of each kind with the first
+of them. `--full` adds the others, which shows that each is noticed.
 """
 
 from __future__ import annotations
@@ -97,8 +98,14 @@ MUTATIONS: list[tuple[Callable[[], None], str]] = [
 ]
 
 
-DAILY = {name: mutation for mutation, name in reversed(MUTATIONS)}
-"""First mutation of each plan."""
+DAILY = {
+    "tensor": broken.products_of_rows_are_not_summed,
+    "ring": broken.ones_own_block_is_not_causal,
+    "experts": broken.results_return_in_the_order_of_experts,
+    "pipeline": broken.gradients_are_divided_by_micro_batches,
+    "ZeRO 3": broken.shards_keep_their_own_gradient,
+}
+"""First mutation of one plan of each kind."""
 
 
 def job(folder: Path, model: dict[str, Any], **train: Any) -> dict[str, Any]:
@@ -159,18 +166,18 @@ def test_unbroken_plans_follow_one_process(name: str, tmp_path: Path, runs: Any)
     same_training(one, other, curve=1e-9, weights=1e-9, start=start)
 
 
-def test_every_plan_with_mutations_runs_every_day_with_and_without_one() -> None:
+def test_every_plan_with_mutations_runs_every_day_without_them() -> None:
     compared = {mark.name: mark for mark in test_unbroken_plans_follow_one_process.pytestmark}  # type: ignore[attr-defined]
     assert "full" not in compared
-    names = {name for _, name in MUTATIONS}
-    assert names == set(compared["parametrize"].args[1]) == set(DAILY)
+    assert {name for _, name in MUTATIONS} == set(compared["parametrize"].args[1])
+    assert {(mutation, name) for name, mutation in DAILY.items()} <= set(MUTATIONS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mutation", "name"),
     [
-        pytest.param(mutation, name, marks=() if DAILY[name] is mutation else pytest.mark.full)
+        pytest.param(mutation, name, marks=() if DAILY.get(name) is mutation else pytest.mark.full)
         for mutation, name in MUTATIONS
     ],
     ids=[f"{mutation.__name__}: {name}" for mutation, name in MUTATIONS],

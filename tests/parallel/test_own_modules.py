@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from support.compare import one_process, same_numbers, spread_over
 from support.own import Numbers, exact_job, seeded
-from support.ranks import run_ranks
+from support.ranks import Outcome, run_ranks
 from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import WorkerContext
 
@@ -129,19 +129,43 @@ PLANS = {
 }
 
 
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Runs in one process, made once per model."""
+    made: dict[str, Outcome] = {}
+
+    def run(name: str) -> Outcome:
+        if name not in made:
+            folder = tmp_path_factory.mktemp("one")
+            made[name] = one_process(folder / "run", exact_job(folder), 7, objects=objects_of(name))
+        return made[name]
+
+    return run
+
+
+def objects_of(name: str) -> dict[str, Any]:
+    return {"model": seeded(MODELS[name][0]), "data": Numbers(classes=4)}
+
+
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", MODELS)
-def test_every_plan_follows_one_process(name: str, tmp_path: Path) -> None:
-    kind, _ = MODELS[name]
-    objects = {"model": seeded(kind), "data": Numbers(classes=4)}
-    one = one_process(tmp_path / "one", exact_job(tmp_path), 7, objects=objects)
-    for number, plan in enumerate(PLANS.values()):
-        same_numbers(one, spread_over(tmp_path / str(number), exact_job(tmp_path), plan, objects=objects))
+@pytest.mark.daily(
+    "translator-2 ranks ZeRO 3, recomputing",
+    "unet-2 ranks ZeRO 2, selective",
+    "shared-2 ranks ZeRO 3, recomputing",
+    "shared-2 replicas, offloading",
+    "tempered-2 ranks ZeRO 3, recomputing",
+    "tempered-2 replicas, offloading",
+)
+def test_every_plan_follows_one_process(name: str, plan: str, tmp_path: Path, reference: Any) -> None:
+    other = spread_over(tmp_path / "run", exact_job(tmp_path), PLANS[plan], objects=objects_of(name))
+    same_numbers(reference(name), other)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_block_is_a_unit_of_communication_but_for_those_that_share(name: str) -> None:
     kind, expected = MODELS[name]
-    assert run_ranks(count_units, 1, (kind,)) == [expected + 1]  # and the rest of the model
+    assert run_ranks(count_units, 1, (kind,), is_reused=True) == [expected + 1]  # and the rest of the model
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -168,7 +192,7 @@ def test_running_statistics_of_ones_own_samples_are_for_one_rank(ranks: int) -> 
 
 def builds_if(right: bool, model: nn.Module, otherwise: str, ranks: int = 1) -> None:
     with nullcontext() if right else pytest.raises(AssertionError, match=otherwise):
-        run_ranks(build, ranks, (model, Plan(dp_replicate=ranks)))
+        run_ranks(build, ranks, (model, Plan(dp_replicate=ranks)), is_reused=True)
 
 
 def build(worker: WorkerContext, model: nn.Module, plan: Plan) -> None:

@@ -13,6 +13,11 @@ from hypothesis import strategies as st
 from support.problems import job, problem
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
+from wanma.planner.forecast.data_loading import (
+    MICRO_BATCH_LOAD_SECONDS,
+    PIXEL_LOAD_SECONDS,
+    TOKEN_LOAD_SECONDS,
+)
 from wanma.planner.forecast.plan_forecast import forecast_plan, forecast_step_time
 from wanma.planner.forecast.problem import PlanningProblem
 from wanma.planner.forecast.run_cost import run_seconds
@@ -20,9 +25,6 @@ from wanma.planner.forecast.step_overhead import (
     CPU_COPY_BYTES_PER_SECOND,
     HANDOFF_SECONDS,
     HASH_BYTES_PER_SECOND,
-    MICRO_BATCH_LOAD_SECONDS,
-    PIXEL_LOAD_SECONDS,
-    TOKEN_LOAD_SECONDS,
     StepOverhead,
     step_overhead,
 )
@@ -38,7 +40,7 @@ def with_section(of: Job, name: str, **keys: Any) -> Job:
 
 
 def given_problem(of: Job | None = None, **host: Any) -> PlanningProblem:
-    made = problem(of or job())
+    made = problem(of or with_section(job(), "data", workers=1))
     rates = {"disk_bytes_per_second": DISK, **host}
     return replace(made, hardware=replace(made.hardware, host=replace(made.hardware.host, **rates)))
 

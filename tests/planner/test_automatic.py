@@ -294,6 +294,19 @@ def test_on_measured_processors_each_number_of_ranks_is_looked_at() -> None:
     assert result.search_result.best.seconds == min(one.seconds for one in result.search_result.candidates)
 
 
+def test_a_rank_of_fewer_threads_is_forecast_as_slower() -> None:
+    on = parse_shorthand(f"1x8 cores {EPYC}")
+    seconds = []
+    for threads in (8, 2):
+        asked = job(train={"precision": "fp32"}, cluster={"threads_per_rank": threads})
+        result = planned(asked, on)
+        assert result.plan.threads_per_rank == threads
+        assert result.forecast is not None
+        assert result.forecast.step is not None
+        seconds.append(result.forecast.step.compute)
+    assert seconds[1] == pytest.approx(4 * seconds[0], rel=0.2)
+
+
 # ------------------------------------------------------------------ a layout that the job gives
 
 
@@ -412,5 +425,7 @@ def test_plans_that_run_come_first_each_the_fastest_first_and_the_one_taken_is_a
     for part in (found.supported, found.unsupported):
         assert [one.seconds for one in part] == sorted(one.seconds for one in part)
     assert found.supported[0].plan == result.plan
-    assert not any(one.plan.hierarchical for one in found.supported), "on GPUs nothing is summed so"
+    assert not any(one.plan.all_reduce == "hierarchical" for one in found.supported), (
+        "on GPUs nothing is summed so"
+    )
     assert all(one.unsupported_reason is None for one in found.pareto_front)

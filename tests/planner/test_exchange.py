@@ -12,20 +12,16 @@ from wanma.job.cluster import Cluster, NodeGroup
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import DEFAULT_BUCKET_BYTES, MIN_BUCKET_BYTES, Plan
 from wanma.job.sections.job import Job
+from wanma.planner.all_reduce_choice import all_reduce_reasons, all_reduce_unavailable_reason
 from wanma.planner.cost.data_parallel import DataParallelCost, overlaps_gradient_reduction
 from wanma.planner.cost.decoder_layers import FrameworkTraits
-from wanma.planner.gradient_reduction import (
-    check_buckets,
-    gradient_reduction_reasons,
-    hierarchical_unavailable_reason,
-    saturating_bucket_bytes,
-    with_gradient_reduction,
-)
+from wanma.planner.gradient_reduction import check_buckets, saturating_bucket_bytes, with_gradient_reduction
 from wanma.planner.hardware_model.collective_time import RankGroup, all_reduce_seconds
 from wanma.planner.hardware_model.model import HardwareModel, LinkLevel
 from wanma.planner.job_planner import build_layout, complete_plan
 
 FOUR = Plan(dp_replicate=4)
+HIERARCHICAL = replace(FOUR, all_reduce="hierarchical")
 
 
 def job(nodes: int = 2, **parallel: Any) -> Job:
@@ -42,18 +38,18 @@ def machines(
 
 
 def test_replicas_on_several_machines_sum_within_each_first() -> None:
-    assert with_gradient_reduction(job(), FOUR, machines()).hierarchical
-    assert with_gradient_reduction(
-        job(), FOUR, None
-    ).hierarchical  # nobody knows the links: less leaves the machines
-    assert not with_gradient_reduction(job(hierarchical=False), FOUR, machines()).hierarchical
+    assert with_gradient_reduction(job(), FOUR, machines()).all_reduce == "hierarchical"
+    assert (
+        with_gradient_reduction(job(), FOUR, None).all_reduce == "hierarchical"
+    )  # nobody knows the links: less leaves the machines
+    assert with_gradient_reduction(job(all_reduce="backend"), FOUR, machines()).all_reduce != "hierarchical"
 
 
 def test_why_is_told_in_a_sentence() -> None:
-    (told,) = gradient_reduction_reasons(replace(FOUR, hierarchical=True), machines())
+    (told,) = all_reduce_reasons(HIERARCHICAL, machines(), 2, DEFAULT_BUCKET_BYTES)
     # Twice: half of it within a machine; then half of a half, over a rank's half of 12.5 MB/s.
     assert told == "hierarchical all-reduce: 25.0 MiB in 1.06 s, against 1.58 s as one ring"
-    assert gradient_reduction_reasons(FOUR, machines()) == []
+    assert all_reduce_reasons(FOUR, machines(), 2, DEFAULT_BUCKET_BYTES) == []
 
 
 def test_it_is_not_chosen_where_it_would_take_longer() -> None:
@@ -62,8 +58,8 @@ def test_it_is_not_chosen_where_it_would_take_longer() -> None:
     assert all_reduce_seconds(fast, RankGroup(4), 1e8, "ring") < all_reduce_seconds(
         fast, RankGroup(4), 1e8, "hierarchical"
     )
-    assert not with_gradient_reduction(job(), FOUR, fast).hierarchical
-    assert with_gradient_reduction(job(hierarchical=True), FOUR, fast).hierarchical
+    assert with_gradient_reduction(job(), FOUR, fast).all_reduce != "hierarchical"
+    assert with_gradient_reduction(job(all_reduce="hierarchical"), FOUR, fast).all_reduce == "hierarchical"
 
 
 @pytest.mark.parametrize(
@@ -80,30 +76,40 @@ def test_it_is_not_chosen_where_it_would_take_longer() -> None:
     ids=["one node", "one each", "one each, tensor", "stages", "no replicas", "cast", "GPUs"],
 )
 def test_what_makes_no_sense_is_refused_with_the_reason(plan: Plan, nodes: int, reason: str) -> None:
-    assert reason in (hierarchical_unavailable_reason(plan, nodes) or "")
-    assert not with_gradient_reduction(job(nodes), plan, None).hierarchical
+    assert reason in (all_reduce_unavailable_reason(plan, "hierarchical", nodes) or "")
+    assert with_gradient_reduction(job(nodes), plan, None).all_reduce != "hierarchical"
     with pytest.raises(JobError, match=reason) as refused:
-        with_gradient_reduction(job(nodes, hierarchical=True), plan, None)
-    assert "parallel.hierarchical = true" in refused.value.message
+        with_gradient_reduction(job(nodes, all_reduce="hierarchical"), plan, None)
+    assert "parallel.all_reduce = 'hierarchical'" in refused.value.message
 
 
 def test_ranks_of_cp_are_replicas_too_and_tensor_ranks_are_not() -> None:
-    assert hierarchical_unavailable_reason(Plan(dp_replicate=2, cp=2), 2) is None
-    assert hierarchical_unavailable_reason(Plan(dp_replicate=4, tp=2), 2) is None
+    assert all_reduce_unavailable_reason(Plan(dp_replicate=2, cp=2), "hierarchical", 2) is None
+    assert all_reduce_unavailable_reason(Plan(dp_replicate=4, tp=2), "hierarchical", 2) is None
+
+
+def test_nodes_may_have_unequal_numbers_of_ranks_unless_gradients_are_compressed() -> None:
+    three = Plan(dp_replicate=3)
+    assert all_reduce_unavailable_reason(three, "hierarchical", 2) is None
+    compressed = replace(three, compression="int8", approximate=("compression",))
+    reason = all_reduce_unavailable_reason(compressed, "hierarchical", 2)
+    assert reason is not None
+    assert "equally many replicas on each node" in reason
 
 
 def test_compressed_sums_go_by_machines_where_these_have_as_many_replicas() -> None:
     smaller = replace(FOUR, compression="int8")
     slow = machines(bytes_per_second=1e7)
-    assert with_gradient_reduction(job(), smaller, slow).hierarchical
-    (told,) = gradient_reduction_reasons(replace(smaller, hierarchical=True), slow)
+    assert with_gradient_reduction(job(), smaller, slow).all_reduce == "hierarchical"
+    grouped = replace(smaller, all_reduce="hierarchical")
+    (told,) = all_reduce_reasons(grouped, slow, 2, DEFAULT_BUCKET_BYTES)
     assert ", against " in told
     assert "in one step over all replicas" in told
     # Three pairs of tensor ranks on two machines of three: one has two of the first ranks, and one the other.
     across = Plan(dp_replicate=3, tp=2)
-    assert hierarchical_unavailable_reason(across, 2) is None
+    assert all_reduce_unavailable_reason(across, "hierarchical", 2) is None
     assert "equally many replicas" in (
-        hierarchical_unavailable_reason(replace(across, compression="int8"), 2) or ""
+        all_reduce_unavailable_reason(replace(across, compression="int8"), "hierarchical", 2) or ""
     )
 
 
@@ -130,12 +136,12 @@ def test_the_whole_plan_says_it() -> None:
     two = Cluster((NodeGroup("a", 2, 8 << 30, (), count=2),))
     asked = job(dp_replicate=4, overlap=False)
     plan = complete_plan(asked, build_layout(asked, two), two, None).plan
-    assert (plan.hierarchical, plan.overlap, plan.bucket_bytes) == (True, False, DEFAULT_BUCKET_BYTES)
+    assert (plan.all_reduce, plan.overlap, plan.bucket_bytes) == ("hierarchical", False, DEFAULT_BUCKET_BYTES)
 
 
 def test_what_is_forecast_is_what_runs() -> None:
     parameters, group = 25e6, RankGroup(4)
-    for plan, algorithm in ((replace(FOUR, hierarchical=True), "hierarchical"), (FOUR, "ring")):
+    for plan, algorithm in ((HIERARCHICAL, "message_hierarchical"), (FOUR, "gloo_ring")):
         found = DataParallelCost(plan, machines(), FrameworkTraits()).reduce_gather_per_step(parameters)[0]
         assert found == all_reduce_seconds(machines(), group, 4 * parameters, algorithm)  # type: ignore[arg-type]
 

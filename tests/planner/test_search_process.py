@@ -146,7 +146,9 @@ Path({result!r}).write_text(str([one.plan_count == os.getpid() for one in found]
 """
 
 
-@pytest.mark.parametrize("closed", [(0,), (0, 1, 2)], ids=["stdin", "all"])
+@pytest.mark.parametrize(
+    "closed", [pytest.param((0,), id="stdin", marks=pytest.mark.full), pytest.param((0, 1, 2), id="all")]
+)
 def test_a_script_without_guard_with_threads_of_torch_and_closed_streams_searches_in_two(
     tmp_path: Path, fifo: Path, closed: tuple[int, ...]
 ) -> None:

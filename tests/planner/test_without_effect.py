@@ -38,6 +38,8 @@ def told(*overrides: str, plan: Plan = ALONE) -> list[str]:
         ("cluster.last_call_timeout_seconds=3", "waits for all nodes"),
         ("cluster.scratch=here", "nothing is offloaded to disk"),
         ("model.lora_alpha=8", "no adapters"),
+        ("data.block_samples=8", "data.shuffle = 'full'"),
+        ("data.window_blocks=8", "data.shuffle = 'full'"),
     ],
 )
 def test_an_idle_key_is_told_with_the_reason(override: str, says: str) -> None:
@@ -54,6 +56,10 @@ def test_an_idle_key_is_told_with_the_reason(override: str, says: str) -> None:
         ("checkpoint.every_steps=21", "a checkpoint is saved only at the end"),
         ("train.batch_ramp=[[20, 64]]", "step 20 is not reached"),
         ("parallel.compression_from_step=20", "compression_from_step = 20 is not reached"),
+        (
+            "data.sources=[{name='a', text=['b'], weight=[[0, 1], [639, 2], [640, 3]]}]",
+            "data.sources[0].weight: sample 640 is not reached: the run has 640 samples",
+        ),
     ],
 )
 def test_what_begins_after_the_last_step_is_told(override: str, says: str) -> None:

@@ -70,7 +70,7 @@ def test_the_script_shows_values_and_switches_axes_without_an_error(
     assert 'data-overflow="false"' in shown
 
 
-@pytest.mark.parametrize("width", [1240, 500])
+@pytest.mark.parametrize("width", [pytest.param(1240, marks=pytest.mark.full), 500])
 def test_a_plans_page_lays_out_and_shows_values_at_any_width(
     browse: Callable[..., tuple[str, str]], tmp_path: Path, width: int
 ) -> None:

@@ -9,10 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from wanma.api.run.run_records import record_run_end
 from wanma.job.run.run_directory import RunDirectory
 from wanma.observe.sinks.jsonl import JsonLinesSink, append_final_event
 from wanma.report.report_page import render_report_page
@@ -69,6 +71,22 @@ def test_a_run_on_another_machine_is_judged_by_its_silence(new_run: NewRun, age:
 
 def test_an_interrupted_run_is_neither_finished_nor_dead(new_run: NewRun) -> None:
     assert read_report(new_run(5, total=10, finish="interrupted")).state == "interrupted"
+
+
+def test_a_run_that_was_asked_to_end_and_recorded_no_end_is_aborted(new_run: NewRun) -> None:
+    run = new_run(5, total=10, finish=None)
+    rewrite_start(run, process=dead_process())
+    assert read_report(run).state == "crashed"
+    record_run_end(run, None, print, events_before_start=0, is_aborted=True)
+    assert read_report(run).state == "aborted"
+    assert "Aborted after 5 of 10 steps" in run_summary(read_report(run))
+
+
+@pytest.mark.parametrize("finish", ["finished", "interrupted"])
+def test_a_run_that_recorded_its_end_is_not_aborted(new_run: NewRun, finish: str) -> None:
+    run = new_run(5, total=10, finish=finish)
+    record_run_end(run, None, print, events_before_start=0, is_aborted=True)
+    assert read_report(run).state == finish
 
 
 def test_a_failed_run_says_why(new_run: NewRun) -> None:
@@ -207,3 +225,7 @@ def test_a_run_that_began_anew_is_told_from_there(new_run: NewRun) -> None:
 def test_reading_imports_no_torch() -> None:
     code = "import sys, wanma.report.report_page, wanma.report.terminal; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_run_that_never_started_took_no_time(tmp_path: Path) -> None:
+    assert read_report(RunDirectory(tmp_path)).seconds == 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ from rich.console import Console
 from wanma.job.run.run_directory import RunDirectory
 from wanma.report.report_page import render_report_page
 from wanma.report.run_report import read_report
-from wanma.report.terminal import run_summary, runs_table
+from wanma.report.terminal import Placement, run_summary, runs_table
 
 NewRun = Callable[..., RunDirectory]
 
@@ -69,6 +70,18 @@ def test_runs_are_listed_one_a_line(new_run: NewRun) -> None:
     assert odd.split()[:3] == ["[b]odd", "interrupted", "5/10"]
 
 
+def test_submitted_runs_are_listed_with_their_engine(new_run: NewRun) -> None:
+    placed, local = new_run(5, name="placed", total=10, finish=None), new_run(5, name="local")
+    stream = io.StringIO()
+    placements = {placed.path: Placement("finished", "slurm 4711")}
+    Console(file=stream, width=120).print(runs_table([placed, local], placements))
+    heads, first, second = stream.getvalue().splitlines()
+    assert heads.split()[-1] == "engine"
+    assert first.split()[:2] == ["placed", "finished"], "the records have not been fetched since"
+    assert first.split()[-2:] == ["slurm", "4711"]
+    assert second.split()[-1] == "–"
+
+
 def test_names_of_runs_can_be_read_on_a_narrow_terminal(new_run: NewRun) -> None:
     runs = [new_run(300, name="several-targets"), new_run(5, name="odd", total=10_000, finish="interrupted")]
     stream = io.StringIO()
@@ -76,3 +89,16 @@ def test_names_of_runs_can_be_read_on_a_narrow_terminal(new_run: NewRun) -> None
     lines = stream.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     assert any(line.startswith("several") for line in lines)
+
+
+def test_the_part_of_loading_that_dominates_is_named(new_run: NewRun) -> None:
+    run = new_run(4)
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    for line in lines:
+        line["load_seconds"] = {"read": 0.1, "decode": 0.8, "collate": 0.1}
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = read_report(run)
+    text = "decode dominates, 80 % of 4.00 s in loader threads (data.workers = 1)"
+    assert text in run_summary(report)
+    assert text in render_report_page(report)
+    assert "dominates" not in run_summary(read_report(new_run(4, "older")))

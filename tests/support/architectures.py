@@ -111,7 +111,7 @@ def judge_together(wanted: Mapping[str, Mapping[str, Plan]], folder: Path) -> li
     try:
         if runs:
             given = [(run.folder, run.length, run.layouts) for run in runs]
-            run_ranks(_train, 2, (given,), seconds=300)
+            run_ranks(_train, 2, (given,), seconds=300, is_reused=True)
     except Exception as error:
         hung = f"failed: {_line(error)}"
     for run in runs:

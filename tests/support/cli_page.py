@@ -95,7 +95,8 @@ def _synopsis(parser: argparse.ArgumentParser) -> str:
             words.append("ACTION ...")
         elif not action.option_strings:
             name = _value(action)
-            forms = {None: name, "?": f"[{name}]", "*": f"[{name} ...]", argparse.REMAINDER: f"[{name} ...]"}
+            rest = f"[{name} ...]"
+            forms = {None: name, "?": f"[{name}]", "+": f"{name} ...", "*": rest, argparse.REMAINDER: rest}
             words.append(forms[action.nargs])
     return " ".join(words)
 

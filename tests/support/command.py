@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -10,16 +11,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
 import torch
 
 from wanma.checkpoint.load.reader import find_newest_valid, load_full_tensors
+from wanma.cli.main import main
 from wanma.hardware.native.native_library import library_folder
 
 WANMA = (sys.executable, "-m", "wanma")
@@ -113,6 +116,21 @@ class Desk:
     def run(self, *arguments: str, seconds: float = LIMIT_SECONDS) -> Ran:
         """Run `wanma` with `arguments` to its end."""
         return self.start(*arguments).end(seconds)
+
+    def call(self, *arguments: str) -> Ran:
+        """Run `wanma` with `arguments` in this process, which saves the start of another.
+
+        For commands that read files, or that refuse before they start processes.
+        """
+        out, err = io.StringIO(), io.StringIO()
+        with (
+            mock.patch.dict(os.environ, self._environment),
+            chdir(self.folder),
+            redirect_stdout(out),
+            redirect_stderr(err),
+        ):
+            code = main(arguments)
+        return Ran(code, out.getvalue(), err.getvalue())
 
     def start(self, *arguments: str, before: tuple[str, ...] = (), **environment: str) -> Running:
         return self.start_program([*before, *WANMA, *arguments], **environment)

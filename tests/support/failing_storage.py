@@ -120,9 +120,10 @@ def register() -> type[FailingFileSystem]:
 
 def lose_uploads() -> None:
     """Whatever is sent from this process is lost, and it does not wait long for better times."""
-    uploader.Uploader.__init__.__defaults__ = (
-        None,
-        RetryPolicy(max_attempts=2, initial_backoff_seconds=0.001),
+    policy = RetryPolicy(max_attempts=2, initial_backoff_seconds=0.001)
+    defaults = uploader.Uploader.__init__.__defaults__
+    uploader.Uploader.__init__.__defaults__ = tuple(
+        policy if isinstance(value, RetryPolicy) else value for value in defaults
     )
 
     def fails(call: Call) -> Exception | None:

@@ -36,7 +36,8 @@ class Fault:
     """kill, stop (SIGSTOP), segfault, process exit, raise, kill fork server; allocate (a too large tensor),
     out of memory (`argument`: folder of a control group); flip (a bit of a weight, at the phase step done),
     nan and spike (the rank's gradients, at the phase update); sleep (`argument`: seconds), await checkpoint
-    (`argument`: of which step, until it is complete), slow (from then on each forward and backward takes
+    (`argument`: of which step, until it is complete), await copy (the rank's in memory of the step before,
+    until it is whole), slow (from then on each forward and backward takes
     `argument` seconds more), slow upload (each file takes so much longer),
     wrong product (of the matrices that the health check multiplies). What shows only later: flip snapshot
     (all of the rank's), flip checkpoint, tear checkpoint (`argument`: of which step), fill disk, free disk,
@@ -49,7 +50,7 @@ class Fault:
     """Only in this one; None: in whichever comes there first."""
     argument: str = ""
     together: int = 1
-    """Strikes when so many faults are due: a rank that comes first waits for the others."""
+    """Strikes when so many faults of the run are due or have struck: who comes first waits for the others."""
 
     def __post_init__(self) -> None:
         if self.what not in KINDS:
@@ -87,8 +88,7 @@ class Strike:
 def struck(folder: Path) -> list[Strike]:
     """The faults that have struck, in the order of `injected`."""
     marks = sorted(folder.iterdir(), key=lambda mark: int(mark.name))
-    times = [mark.read_text().split() for mark in marks]
-    return [Strike(*map(float, both)) for both in times if both]  # one that is empty is being written
+    return [Strike(*map(float, mark.read_text().split())) for mark in marks]
 
 
 @dataclass(frozen=True)
@@ -193,11 +193,17 @@ def _install_in_rescue(folder: Path, faults: Sequence[Fault]) -> None:
 
 
 def _mark(folder: Path, number: int) -> bool:
-    """A mark is made once, whoever else comes there in a later generation."""
+    """Make the mark of a fault, whole at once: a rank may be killed while it writes.
+
+    Returns:
+        Whether it is new; a mark is made once, whoever else comes there in a later generation.
+    """
+    written = folder.with_name(f"{folder.name}-{number}-{os.getpid()}")
+    written.write_text(f"{time.monotonic()} {time.time()}")
     try:
-        mark = os.open(folder / str(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        (folder / str(number)).hardlink_to(written)
     except FileExistsError:
         return False
-    os.write(mark, f"{time.monotonic()} {time.time()}".encode())
-    os.close(mark)
+    finally:
+        written.unlink()
     return True

@@ -13,7 +13,7 @@ from wanma.parallel.data_parallel.shared_memory_weights import SharedMemoryWeigh
 from wanma.training.optimizer.named_optimizer import NamedOptimizer
 from wanma.training.step.forward_backward import ForwardBackward
 
-SECONDS = 0.15
+SECONDS = 0.4
 
 
 def with_its_update() -> None:

@@ -109,7 +109,6 @@ TRIPLES = (
     ("tensor + sequence", "ring", "1f1b"),
 )
 """Layouts of eight ranks."""
-DAILY_TRIPLE = ("replicate", "ring", "1f1b")
 
 FP32 = (
     (("replicate", "tensor"), "dense"),
@@ -160,17 +159,6 @@ class Case:
     def axes(self) -> tuple[str, ...]:
         return tuple(VARIANTS[variant][0] for variant in self.variants)
 
-    @property
-    def covered(self) -> frozenset[tuple[str, ...]]:
-        """Its variants, its pairs of axes, and its axes with its model."""
-        return frozenset(
-            [
-                *((variant,) for variant in self.variants),
-                *itertools.combinations(self.axes, 2),
-                *((axis, self.model) for axis in self.axes),
-            ]
-        )
-
 
 def pairs() -> list[tuple[str, str]]:
     """Two variants of different axes."""
@@ -196,29 +184,42 @@ def cases(exhaustive: bool) -> list[Case]:
     return found
 
 
-def daily_cases() -> list[Case]:
-    """Few cases that cover every variant, every pair of axes and every axis with every kind of model.
-
-    The next case is always the one that adds most for each of its ranks: first of those of `--full`, then of
-    all. One more is of three axes.
-    """
-    chosen = [case for case in cases(exhaustive=False) if case.variants == DAILY_TRIPLE]
-    covered: set[tuple[str, ...]] = set()
-    for exhaustive in (False, True):
-        candidates = [case for case in cases(exhaustive) if len(case.variants) <= 2]
-        while gains := {
-            case: gain / case.plan.world_size for case in candidates if (gain := len(case.covered - covered))
-        }:
-            chosen.append(max(gains, key=gains.__getitem__))
-            covered |= chosen[-1].covered
-    return chosen
-
-
 def is_sampled(pair: tuple[str, str]) -> bool:
     """Every schedule meets half of the other variants, every other variant half of the schedules."""
     names = list(VARIANTS)
     scheduled = any(VARIANTS[name][0] == "pp" for name in pair)
     return not scheduled or sum(names.index(name) for name in pair) % 2 == 0
+
+
+DAILY = (
+    Case(("ring",), "experts, balanced by loss"),
+    Case(("replicate", "ZeRO 2"), "Llama of transformers"),
+    Case(("replicate", "ZeRO 3"), "tied"),
+    Case(("replicate", "tensor + sequence"), "dense"),
+    Case(("replicate", "ring"), "Qwen 2 of transformers, tied"),
+    Case(("replicate", "zero bubble"), "experts, balanced by loss"),
+    Case(("replicate", "experts"), "experts, balanced by bias"),
+    Case(("replicate", "recompute"), "GELU"),
+    Case(("ZeRO 1", "recompute"), "experts, balanced by bias"),
+    Case(("ZeRO 2", "all-to-all"), "GELU"),
+    Case(("ZeRO 2", "experts"), "experts, balanced by loss"),
+    Case(("ZeRO 3", "tensor"), "Qwen 2 of transformers, tied"),
+    Case(("ZeRO 3", "DualPipeV"), "dense"),
+    Case(("tensor", "ring"), "tied"),
+    Case(("tensor", "recompute"), "experts, balanced by loss"),
+    Case(("tensor", "recompute"), "Llama of transformers"),
+    Case(("tensor + sequence", "gpipe"), "GELU"),
+    Case(("tensor + sequence", "experts"), "experts, balanced by bias"),
+    Case(("ring", "ZBV"), "Llama of transformers"),
+    Case(("ring", "experts"), "experts, balanced by bias"),
+    Case(("all-to-all", "recompute"), "dense"),
+    Case(("1f1b", "recompute"), "Qwen 2 of transformers, tied"),
+    Case(("interleaved", "recompute"), "tied"),
+    Case(("ZBV", "experts"), "experts, balanced by bias"),
+    Case(("experts", "recompute"), "experts, balanced by loss"),
+)
+"""Few cases, of few ranks, that cover every variant, every pair of axes and every axis with every kind of
+model."""
 
 
 @cache

@@ -118,7 +118,7 @@ def _error_classes() -> set[str]:
             for node in ast.walk(tree)
             if isinstance(node, ast.ClassDef)
         }
-        _CLASSES.add("WanmaError")
+        _CLASSES.update({"WanmaError", "UnpackError"})  # of a file that imports no wanma
         while more := {name for name, of in bases.items() if of & _CLASSES} - _CLASSES:
             _CLASSES.update(more)
     return _CLASSES

@@ -55,6 +55,20 @@ def cable() -> Iterator[Cable]:
 
 
 @contextmanager
+def named_hosts(network: Cable, addresses: tuple[str, str] | None = None) -> Iterator[None]:
+    """Let this host's name have an address within each namespace; default: the one that the other reaches."""
+    folders = [Path("/etc/netns") / name for name in network.names]
+    try:
+        for folder, address in zip(folders, addresses or network.addresses, strict=True):
+            folder.mkdir(parents=True)  # `ip netns exec` lays its files over those of /etc
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
+        yield
+    finally:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
 def long_cable(delay_seconds: float) -> Iterator[Cable]:
     """Two namespaces whose packets take so long each way."""
     if not Path("/dev/net/tun").exists():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -56,6 +59,18 @@ def loop(job: dict[str, Any], run_directory: Path | None = None, validates: bool
 
 def loop_in_rank(worker: WorkerContext, job: dict[str, Any], run_directory: Path, *more: Any) -> list[int]:
     """`loop` as a process that `wanma launch` started."""
+    with started_by_launch(worker, run_directory):
+        return loop(job, None, *more)
+
+
+@contextmanager
+def started_by_launch(worker: WorkerContext, run_directory: Path, **fields: Any) -> Iterator[None]:
+    """Let this process be a rank that `wanma launch` started; leaves no change, so that it can be reused."""
     RunDirectory(run_directory).create()
-    current_worker_context.set(replace(worker, run_directory=run_directory))
-    return loop(job, None, *more)
+    threads = torch.get_num_threads()
+    token = current_worker_context.set(replace(worker, run_directory=run_directory, **fields))
+    try:
+        yield
+    finally:
+        current_worker_context.reset(token)
+        torch.set_num_threads(threads)

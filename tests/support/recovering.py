@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,15 @@ def recover(folder: Path, text: dict[str, Any], plan: Plan, held: Held, step: in
         for rank in range(plan.world_size)
     }
     return run_job(folder, text, plan, workers=told), after
+
+
+def cut_back(outcome: Outcome, step: int, directory: Path) -> Path:
+    """Copy a run into `directory` as one that was killed before its next checkpoint after `step`."""
+    shutil.copytree(outcome.directory, directory)
+    for path in (directory / "checkpoints").glob("step-*"):
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+    return directory
 
 
 def messages(outcome: Outcome) -> str:

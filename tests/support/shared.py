@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch.distributed as dist
 
@@ -22,9 +23,11 @@ def shared_world(
     worker: WorkerContext, deadline_seconds: float = 60
 ) -> Iterator[tuple[SharedMemoryProcessGroup, ParallelMesh]]:
     """All ranks in one group over shared memory, as a run has it; never Gloo instead."""
-    backend.CHUNK_BYTES = CHUNK_BYTES
     plan = Plan(dp_replicate=worker.world_size)
-    with open_mesh(worker, plan, deadline_seconds, "shared_memory") as grid:
+    with (
+        patch.object(backend, "CHUNK_BYTES", CHUNK_BYTES),
+        open_mesh(worker, plan, deadline_seconds, "shared_memory") as grid,
+    ):
         group = as_shared_memory_group(dist.group.WORLD)
         assert group is not None
         yield group, grid

@@ -7,6 +7,7 @@ dead anchor, or anything that a reader's browser would load from another server 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -27,8 +28,12 @@ SOURCE = BUILD / "site-source"
 SITE = BUILD / "site"
 WORKER = "site/iframe-worker.js"
 """Script that lets the search run in pages opened as files. Zensical names it on a server of others."""
+MESSAGES = "reference/messages.html"
+"""Page with nearly every word of the site, in sections named after modules."""
 LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "bash", ".json": "json", ".txt": "text", ".yml": "yaml"}
 EXAMPLES = REPOSITORY / "examples"
+_NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
+"""Front matter of pages of source files and folders, whose names would rank above the documents."""
 _LINK = re.compile(r"(\]\()([^)#\s:]+)(#[^)\s]*)?(\))")
 _REMOTE_WORKER = re.compile(r"https://unpkg\.com/iframe-worker/shim")
 _LOADED_BY_CLASS = ("mermaid", "pyodide", "glightbox")
@@ -52,6 +57,7 @@ def main() -> int:
     if code:
         return code
     use_own_worker(SITE)
+    rank_last(SITE, MESSAGES)
     wrong = [*dead_links(SITE), *foreign_assets(SITE)]
     print(*wrong, sep="\n" if wrong else "")
     print(f"{SITE / 'index.html'}: {pages} pages, {len(wrong)} mistakes")
@@ -106,6 +112,7 @@ def page_text(path: Path) -> tuple[str, set[Path]]:
         place = os.path.relpath(staged_name(target), Path(staged_name(path)).parent)
         return f"{match[1]}{place}{match[3] or ''}{match[4]}"
 
+    head = "" if path.is_relative_to(EXAMPLES) else _NOT_SEARCHED
     if path.is_dir():
         names = sorted(_files(path))
         linked.update(names)
@@ -113,12 +120,12 @@ def page_text(path: Path) -> tuple[str, set[Path]]:
             f"- [{file.name}]({file.name}{'' if file.suffix == '.md' else '.md'}){_about(file)}"
             for file in names
         ]
-        return "\n".join([f"# {path.name.capitalize()}", "", *lines, ""]), linked
+        return head + "\n".join([f"# {path.name.capitalize()}", "", *lines, ""]), linked
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         return _outside_of_fences(text, lambda part: _LINK.sub(rewritten, part)), linked
     fence = "````"
-    return f"# {path.name}\n\n{fence}{LANGUAGES.get(path.suffix, 'text')}\n{text}{fence}\n", linked
+    return f"{head}# {path.name}\n\n{fence}{LANGUAGES.get(path.suffix, 'text')}\n{text}{fence}\n", linked
 
 
 def use_own_worker(site: Path) -> None:
@@ -127,6 +134,21 @@ def use_own_worker(site: Path) -> None:
         text = page.read_text(encoding="utf-8")
         own = os.path.relpath(site / WORKER, page.parent)
         page.write_text(_REMOTE_WORKER.sub(own, text), encoding="utf-8")
+
+
+def rank_last(site: Path, page: str) -> None:
+    """Let the search find the sections of `page` by their text only, and after equal matches of other pages.
+
+    Zensical's search has no weight for a page, and ranks a word in a title above one in the text.
+    """
+    index = json.loads((site / "search.json").read_text(encoding="utf-8"))
+    ours = [item for item in index["items"] if item["location"].partition("#")[0] == page]
+    others = [item for item in index["items"] if item not in ours]
+    title = ours[0]["title"]
+    index["items"] = [*others, *({**item, "title": title} for item in ours)]
+    text = json.dumps(index, ensure_ascii=False)
+    (site / "search.json").write_text(text, encoding="utf-8")
+    (site / "search.js").write_text(f"var __index = {text};", encoding="utf-8")
 
 
 def dead_links(site: Path) -> list[str]:

@@ -24,6 +24,7 @@ KINDS = frozenset(
         "kill fork server",
         "kill supervisor",
         "await checkpoint",
+        "await copy",
         "sleep",
         "slow",
         "slow upload",
@@ -70,6 +71,8 @@ def strike(what: str, argument: str, making: int, spec: Any) -> None:
         case "await checkpoint":
             folder = checkpoints / f"step-{int(argument):08d}"
             _wait(folder.exists, str(folder))
+        case "await copy":
+            _await_copy(spec.memory_file_paths, making - 1)
         case "sleep":
             time.sleep(float(argument))
         case "slow":
@@ -144,15 +147,22 @@ def _eat(group: Path) -> None:
         eaten.append(os.urandom(1 << 20))
 
 
-def _flip_snapshots(paths: tuple[str, ...], step: int) -> None:
-    """One bit in each of this rank's copies, as soon as one is of `step`: whichever is taken up is wrong."""
-    from wanma.checkpoint.in_memory.memory_file import HEADER_BYTES, read_header
+def _await_copy(paths: tuple[str, ...], step: int) -> None:
+    """Wait until one of this rank's copies in memory is whole and of `step`, or later."""
+    from wanma.checkpoint.in_memory.memory_file import read_header
 
     def is_there() -> bool:
         heads = [read_header(path) for path in paths]
         return any(head is not None and head.is_complete and head.step >= step for head in heads)
 
     _wait(is_there, f"a copy of step {step}")
+
+
+def _flip_snapshots(paths: tuple[str, ...], step: int) -> None:
+    """One bit in each of this rank's copies, as soon as one is of `step`: whichever is taken up is wrong."""
+    from wanma.checkpoint.in_memory.memory_file import HEADER_BYTES
+
+    _await_copy(paths, step)
     for path in paths:
         _flip(Path(path), HEADER_BYTES + 100)
 

@@ -37,7 +37,7 @@ DECODER: dict[str, Any] = {
     ],
     ids=["1 rank", "2 ranks ZeRO 3", "2 ranks ZeRO 3, recomputing", "2 ranks ZeRO 2, selective"],
 )
-@pytest.mark.daily("1 rank", "2 ranks ZeRO 3")
+@pytest.mark.daily("2 ranks ZeRO 3")
 def test_compiled_blocks_follow_the_same_curve(plan: Plan, tmp_path: Path) -> None:
     job = {**DECODER, "data": {**DECODER["data"], "cache": str(tmp_path / "cache")}}
     one = one_process(tmp_path / "one", job, 4)

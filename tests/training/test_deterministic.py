@@ -21,7 +21,7 @@ from wanma.job.plan.plan import Plan
     ],
     ids=str,
 )
-@pytest.mark.daily("2 ranks (dp_shard 2), parameters sharded, fp32, cpu", "2 ranks (tp 2), fp32, cpu")
+@pytest.mark.daily("2 ranks (dp_shard 2), parameters sharded, fp32, cpu")
 def test_two_runs_are_bitwise_equal(plan: Plan, tmp_path: Path) -> None:
     job = {
         "model": {"family": "decoder", "layers": 2, "hidden": 32, "heads": 4, "dropout": 0.1},

@@ -195,7 +195,9 @@ def gathered(worker: WorkerContext) -> list[Any]:
 
 
 def test_rows_of_any_dtype_come_in_order_and_gradients_go_back_to_their_ranks() -> None:
-    (whole, own, low, first, second), (whole_1, own_1, low_1, first_1, second_1) = run_ranks(gathered, 2, ())
+    (whole, own, low, first, second), (whole_1, own_1, low_1, first_1, second_1) = run_ranks(
+        gathered, 2, (), is_reused=True
+    )
     assert whole == whole_1 == [[0, 1, 2], [False, True, True], [0.0, 1.0, 2.0], [0j, 1 + 0j, 2 + 0j]]
     assert (own, own_1) == ([0, 1], [2])
     assert (low, low_1) == ([3.0] * 8, [3.0] * 4)  # 1 from the first rank, 2 from the second

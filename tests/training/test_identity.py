@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from support.own import Noisy, Numbers, Plain, Scaled, seeded
 from support.ranks import run_here
 from wanma.data.datasets.fingerprint import dataset_fingerprint
+from wanma.data.sampling.order import SampleOrder, Shuffle
 from wanma.job.errors import WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
@@ -166,10 +167,9 @@ def test_a_factorys_model_is_known_by_what_it_makes(tmp_path: Path, monkeypatch:
     of_factory(tmp_path)  # the same again
     with pytest.raises(WanmaError, match="another model"):
         of_factory(tmp_path, "Plain")
-    with pytest.raises(WanmaError, match=r"other initial weights .*finished") as error:
-        of_factory(tmp_path, seed=1)
-    assert "train.seed" in str(error.value)
-    of_factory(tmp_path, seed=1, steps=3)  # whose numbers are other ones
+    for steps in (2, 3):  # over, and not yet
+        with pytest.raises(WanmaError, match=r"another order of the data: train\.seed was 0, and is 1"):
+            of_factory(tmp_path, seed=1, steps=steps)
     monkeypatch.setattr(nn.Linear, "reset_parameters", lambda line: nn.init.normal_(line.weight))
     with pytest.raises(WanmaError, match="with other initial weights"):
         of_factory(tmp_path, steps=4)
@@ -198,6 +198,7 @@ def test_a_loss_is_known_by_its_code_constants_and_closure() -> None:
     assert not same_code("3.11:a", "3.11:b")
 
 
+@pytest.mark.full
 def test_fingerprints_are_the_same_in_another_process_with_other_hashes_of_strings() -> None:
     program = (
         "from test_identity import *\n"
@@ -252,3 +253,45 @@ def test_changes_are_accepted_where_the_job_says_so_until_the_run_is_over(tmp_pa
     assert "another model than this one; resuming anyway" in notes[0]
     with pytest.raises(WanmaError, match="another model"):
         checked(now, before, tmp_path, accepts_changes=True, is_over=True)
+
+
+def test_a_run_goes_on_in_its_order_of_the_data_or_says_what_differs(tmp_path: Path) -> None:
+    def order(*sources: Any, shuffle: Shuffle | None = None) -> Identity:
+        made = SampleOrder.of_mixture([9] * len(sources), sources, shuffle or Shuffle(), 1)
+        return Identity(order=made.identity())
+
+    def values(saved: Identity, samples: int) -> dict[str, Any]:
+        return {**saved.state_values(), "samples": samples}
+
+    def check(now: Identity, saved: Identity, samples: int = 50, **how: Any) -> tuple[Identity, list[str]]:
+        how = {"is_over": False, "is_restart": False, **how}
+        return check_identity(now, values(saved, samples), "step-2", tmp_path, **how)
+
+    before = order([(0, 1.0), (50, 0.0)], 1.0)
+    later = order([(0, 1.0), (50, 2.0)], 1.0)
+    assert check(later, before) == (later, [])
+    with pytest.raises(WanmaError, match=r"in another order of the data: the weights of data.sources were"):
+        check(later, before, 51)
+    blocks = order([(0, 1.0), (50, 0.0)], 1.0, shuffle=Shuffle("block", 8, 4))
+    with pytest.raises(WanmaError, match=r"data.shuffle was full, and is block of 8 samples") as refused:
+        check(blocks, before)
+    assert "checkpoint.resume = 'changed'" in str(refused.value)
+    kept, notes = check(blocks, before, accepts_changes=True)
+    assert kept == blocks
+    assert "resuming anyway" in notes[0]
+    assert check(blocks, Identity()) == (blocks, [])  # a checkpoint of an older version
+    assert check(Identity(), blocks) == (blocks, [])  # data with an order of their own
+
+
+def test_a_resumed_run_in_another_order_is_refused(tmp_path: Path) -> None:
+    def run(steps: int, **data: Any) -> Any:
+        job = {**JOB, "train": {"steps": steps, "global_batch": 8}, "data": data}
+        return run_here(tmp_path / "run", job, Plan(micro_batch=8), objects())
+
+    blocks = {"shuffle": "block", "block_samples": 8, "window_blocks": 2}
+    run(2, **blocks)
+    with pytest.raises(WanmaError, match=r"data\.shuffle was block of 8 samples, 2 in a window, and is full"):
+        run(4)
+    with pytest.raises(WanmaError, match=r"and is block of 9 samples"):
+        run(4, **{**blocks, "block_samples": 9})
+    assert len(run(4, **blocks).losses) == 4

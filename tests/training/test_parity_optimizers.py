@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from support.compare import one_process, same_numbers, same_tensors, spread_over
 from support.own import Tagger, seeded
+from support.ranks import Outcome
 from support.text import REAL_TEXT
 from wanma.job.plan.plan import Plan
 
@@ -37,6 +39,20 @@ ZERO_3 = Plan(dp_shard=2, shard="parameters", micro_batch=2)
 REPLICATE = Plan(dp_replicate=2, micro_batch=2)
 TENSOR = Plan(tp=2, micro_batch=3)
 TENSOR_ZERO_3 = Plan(tp=2, dp_shard=2, shard="parameters", micro_batch=3)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
+    """Runs of one process, each made once for its name."""
+    made: dict[str, Outcome] = {}
+
+    def run_of(name: str, model: dict[str, Any] | None = None, **train: Any) -> Outcome:
+        if name not in made:
+            folder = tmp_path_factory.mktemp("one")
+            made[name] = one_process(folder / "run", job(folder, model, **train), 6)
+        return made[name]
+
+    return run_of
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor", "muon"])
@@ -78,12 +94,11 @@ GROUPS = {
     "2 ranks (tp 2), fp32, cpu",
 )
 def test_groups_frozen_parameters_and_the_average_are_those_of_one_process(
-    plan: Plan, tmp_path: Path
+    plan: Plan, one: Callable[..., Outcome], tmp_path: Path
 ) -> None:
-    text = job(tmp_path, **GROUPS)
-    one = one_process(tmp_path / "one", text, 6)
-    same_numbers(one, spread_over(tmp_path / "run", text, plan), 1e-9)
-    tensors = one.tensors()
+    whole = one("groups", **GROUPS)
+    same_numbers(whole, spread_over(tmp_path / "run", job(tmp_path, **GROUPS), plan), 1e-9)
+    tensors = whole.tensors()
     assert "average.embedding.weight" not in tensors, "what is frozen is its own average"
     assert "optimizer.embedding.weight.exp_avg" not in tensors
     assert not torch.equal(tensors["model.head.weight"], tensors["average.head.weight"])
@@ -117,14 +132,14 @@ def test_a_frozen_run_resumes_on_another_layout(tmp_path: Path) -> None:
     "2 ranks (tp 2), fp32, cpu",
     "2 ranks (pp 2), fp32, cpu",
 )
-def test_tied_embeddings_stay_one_tensor(plan: Plan, tmp_path: Path) -> None:
+def test_tied_embeddings_stay_one_tensor(plan: Plan, one: Callable[..., Outcome], tmp_path: Path) -> None:
+    whole = one("tied", {"tie_embeddings": True}, weight_average=0.5)
     text = job(tmp_path, {"tie_embeddings": True}, weight_average=0.5)
-    one = one_process(tmp_path / "one", text, 6)
-    tensors = one.tensors()
+    tensors = whole.tensors()
     assert "model.embedding.weight" in tensors
     assert not [name for name in tensors if "head" in name]
     assert tensors["model.embedding.weight"].std() > 0
-    same_numbers(one, spread_over(tmp_path / "run", text, plan), 1e-9)
+    same_numbers(whole, spread_over(tmp_path / "run", text, plan), 1e-9)
 
 
 @pytest.mark.parametrize("plan", [REPLICATE, ZERO_3], ids=str)

@@ -66,6 +66,13 @@ class Nodes:
         return {head.step for head in self.own.heads(0)} & {head.step for head in self.kept.heads(1)}
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """Run that never fails; checkpoints on the way change none of its numbers."""
+    folder = tmp_path_factory.mktemp("whole")
+    return run_job(folder / "run", job(folder, snapshots="off"), PLAN)
+
+
 def fail(folder: Path, text: dict[str, Any], patch: str) -> Nodes:
     nodes = Nodes()
     with pytest.raises(AssertionError, match="failed"):
@@ -77,8 +84,9 @@ def told(outcome: Outcome) -> str:
     return (outcome.directory / "events.jsonl").read_text()
 
 
-def test_a_lost_node_goes_on_from_its_partner_s_copy_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    whole = run_job(tmp_path / "whole", job(tmp_path, snapshots="off"), PLAN)
+def test_a_lost_node_goes_on_from_its_partner_s_copy_as_if_nothing_had_happened(
+    whole: Outcome, tmp_path: Path
+) -> None:
     before = fail(tmp_path / "run", job(tmp_path), "rank_1_fails_in_step_4")
     step = max(before.steps_without_node_1())
     assert 1 <= step <= 3
@@ -92,9 +100,8 @@ def test_a_lost_node_goes_on_from_its_partner_s_copy_as_if_nothing_had_happened(
     assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
 
 
-def test_a_node_lost_with_its_copies_falls_back_to_disk_and_says_so(tmp_path: Path) -> None:
+def test_a_node_lost_with_its_copies_falls_back_to_disk_and_says_so(whole: Outcome, tmp_path: Path) -> None:
     text = job(tmp_path, every_steps=2)
-    whole = run_job(tmp_path / "whole", text, PLAN)
     before = fail(tmp_path / "run", text, "rank_1_fails_in_step_4")
     step = before.own.heads(0)[0].step
     after = Nodes()
@@ -110,6 +117,7 @@ def test_no_snapshot_begins_before_partners_have_the_one_before(tmp_path: Path) 
     assert nodes.own.steps() == {1}
 
 
+@pytest.mark.full
 def test_without_partners_every_step_has_its_snapshot(tmp_path: Path) -> None:
     nodes = fail(
         tmp_path, job(tmp_path, partner=False), "rank_0_is_slow_to_exchange_and_rank_1_fails_in_step_4"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from support.own import Numbers
-from support.ranks import Outcome, run_job
+from support.ranks import Outcome, run_here, run_job
+from support.recovering import cut_back
 from support.recovering import job as recovering_job
 from wanma.checkpoint.conversion.conversion import convert_checkpoint
+from wanma.job.errors import WanmaError
 from wanma.job.plan.plan import Plan
+
+ONE = Plan(micro_batch=6)
 
 
 def job(folder: Path, steps: int = 6, **train: Any) -> dict[str, Any]:
@@ -50,12 +55,26 @@ def equal(one: Outcome, other: Outcome) -> None:
 )
 @pytest.mark.daily("1 rank (one process), fp32, cpu", "2 ranks (dp_shard 2), parameters sharded, fp32, cpu")
 def test_carrying_on_is_bitwise_the_same_as_never_having_stopped(plan: Plan, tmp_path: Path) -> None:
-    whole = run_job(tmp_path / "whole", job(tmp_path), plan)
-    run_job(tmp_path / "parts", job(tmp_path, steps=4), plan)
-    parts = run_job(tmp_path / "parts", job(tmp_path), plan)
+    whole = run_job(tmp_path / "whole", job(tmp_path, steps=4), plan)
+    run_job(tmp_path / "parts", job(tmp_path, steps=2), plan)
+    parts = run_job(tmp_path / "parts", job(tmp_path, steps=4), plan)
     assert parts.losses == whole.losses
-    assert [step["step"] for step in parts.steps] == [1, 2, 3, 4, 5, 6]
+    assert [step["step"] for step in parts.steps] == [1, 2, 3, 4]
     equal(whole, parts)
+
+
+def exact_job(folder: Path, steps: int) -> dict[str, Any]:
+    """Job in fp64 and without dropout, which every plan follows."""
+    text = job(folder, steps, precision="fp64")
+    text["model"]["dropout"] = 0.0
+    return text
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """Run of `exact_job` in one process that never stops."""
+    folder = tmp_path_factory.mktemp("exact")
+    return run_job(folder / "run", exact_job(folder, 4), replace(ONE, precision="fp64"))
 
 
 @pytest.mark.parametrize(
@@ -80,28 +99,21 @@ def test_carrying_on_is_bitwise_the_same_as_never_having_stopped(plan: Plan, tmp
     "2 ranks (pp 2), fp32, cpu-2 ranks (tp 2), fp32, cpu",
 )
 def test_carrying_on_with_another_plan_follows_the_same_curve(
-    first: Plan, second: Plan, tmp_path: Path
+    first: Plan, second: Plan, exact: Outcome, tmp_path: Path
 ) -> None:
-    text = job(tmp_path, precision="fp64")
-    text["model"]["dropout"] = 0.0
-    from dataclasses import replace
-
     first, second = replace(first, precision="fp64"), replace(second, precision="fp64")
-    whole = run_job(tmp_path / "whole", text, Plan(micro_batch=6, precision="fp64"))
-    shorter = {**text, "train": {**text["train"], "steps": 4}}
-    run_job(tmp_path / "parts", shorter, first)
-    parts = run_job(tmp_path / "parts", text, second)
-    assert parts.losses == pytest.approx(whole.losses, rel=1e-10)
-    assert parts.norms == pytest.approx(whole.norms, rel=1e-10)
+    run_job(tmp_path / "parts", exact_job(tmp_path, 2), first)
+    parts = run_job(tmp_path / "parts", exact_job(tmp_path, 4), second)
+    assert parts.losses == pytest.approx(exact.losses, rel=1e-10)
+    assert parts.norms == pytest.approx(exact.norms, rel=1e-10)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adafactor", "muon"])
 @pytest.mark.daily("adafactor", "muon")
 def test_every_optimizer_resumes_exactly(optimizer: str, tmp_path: Path) -> None:
-    plan = Plan(micro_batch=6)
-    whole = run_job(tmp_path / "whole", job(tmp_path, optimizer=optimizer), plan)
-    run_job(tmp_path / "parts", job(tmp_path, steps=4, optimizer=optimizer), plan)
-    equal(whole, run_job(tmp_path / "parts", job(tmp_path, optimizer=optimizer), plan))
+    text = job(tmp_path, steps=4, optimizer=optimizer)
+    whole = run_job(tmp_path / "whole", text, ONE)
+    equal(whole, run_job(cut_back(whole, 2, tmp_path / "parts"), text, ONE))
 
 
 def test_a_ramp_of_the_batch_size_resumes_exactly(tmp_path: Path) -> None:
@@ -109,21 +121,18 @@ def test_a_ramp_of_the_batch_size_resumes_exactly(tmp_path: Path) -> None:
     plan = Plan(dp_replicate=2, micro_batch=1)
     whole = run_job(tmp_path / "whole", job(tmp_path, **ramp), plan)
     assert [step["samples"] for step in whole.steps] == [2, 6, 10, 16, 22, 28]
-    run_job(tmp_path / "parts", job(tmp_path, steps=4, **ramp), plan)
-    equal(whole, run_job(tmp_path / "parts", job(tmp_path, **ramp), plan))
+    equal(whole, run_job(cut_back(whole, 4, tmp_path / "parts"), job(tmp_path, **ramp), plan))
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path) -> None:
-    plan = Plan(micro_batch=6)
-    whole = run_job(tmp_path / "whole", job(tmp_path), plan)
-    run_job(tmp_path / "parts", job(tmp_path, steps=4), plan)
-    newest = tmp_path / "parts" / "checkpoints" / "step-00000004" / "rank-00000.safetensors"
+    whole = run_job(tmp_path / "whole", job(tmp_path), ONE)
+    parts = cut_back(whole, 4, tmp_path / "parts")
+    newest = parts / "checkpoints" / "step-00000004" / "rank-00000.safetensors"
     content = bytearray(newest.read_bytes())
     content[-5] ^= 1
     newest.write_bytes(content)
-    parts = run_job(tmp_path / "parts", job(tmp_path), plan)
-    equal(whole, parts)
-    events = (tmp_path / "parts" / "events.jsonl").read_text()
+    equal(whole, run_job(parts, job(tmp_path), ONE))
+    events = (parts / "events.jsonl").read_text()
     assert '"source": "step-00000002"' in events
     assert "step-00000004" in events
 
@@ -144,89 +153,94 @@ def test_a_run_of_which_no_checkpoint_is_whole_stops_rather_than_begin_anew(tmp_
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
     assert Outcome(run).losses == before
 
-    again = job(tmp_path)
+    again = job(tmp_path, steps=3)
     again["checkpoint"]["resume"] = False
-    assert [step["step"] for step in run_job(run, again, plan).steps] == [1, 2, 3, 4, 5, 6]
+    assert [step["step"] for step in run_job(run, again, plan).steps] == [1, 2, 3]
     assert len(list(run.glob("checkpoints-before-1/step-*"))) == 2
 
 
 def test_a_run_whose_checkpoints_somebody_has_removed_says_that_it_begins_anew(tmp_path: Path) -> None:
-    plan, run = Plan(micro_batch=6), tmp_path / "run"
-    run_job(run, job(tmp_path, steps=4), plan)
+    run = tmp_path / "run"
+    run_job(run, job(tmp_path, steps=2), ONE)
     said = (
-        f"metrics of 4 steps exist, but {run}/checkpoints holds no checkpoint: "
+        f"metrics of 2 steps exist, but {run}/checkpoints holds no checkpoint: "
         "training starts again at step 0"
     )
     assert said not in (run / "events.jsonl").read_text()
     shutil.rmtree(run / "checkpoints")
-    assert [step["step"] for step in run_job(run, job(tmp_path, steps=4), plan).steps] == [1, 2, 3, 4]
+    assert [step["step"] for step in run_job(run, job(tmp_path, steps=2), ONE).steps] == [1, 2]
     assert said in (run / "events.jsonl").read_text()
 
 
-def test_another_optimizer_is_refused_as_that_and_not_as_another_model(tmp_path: Path) -> None:
-    plan = Plan(micro_batch=6)
-    run_job(tmp_path / "run", job(tmp_path, steps=2), plan)
-    with pytest.raises(AssertionError, match="step-00000002 has the state of another optimizer; first diff"):
-        run_job(tmp_path / "run", job(tmp_path, optimizer="sgd"), plan)
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """Run of two steps in one process."""
+    folder = tmp_path_factory.mktemp("two steps")
+    return run_job(folder / "run", job(folder, steps=2), ONE)
+
+
+@pytest.fixture
+def run(two_steps: Outcome, tmp_path: Path) -> Path:
+    """Directory of a run of two steps."""
+    return cut_back(two_steps, 2, tmp_path / "run")
+
+
+def test_another_optimizer_is_refused_as_that_and_not_as_another_model(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(WanmaError, match="step-00000002 has the state of another optimizer; first diff"):
+        run_here(run, job(tmp_path, optimizer="sgd"), ONE)
 
 
 def test_weights_of_a_converted_checkpoint_start_a_run_in_their_other_precision(tmp_path: Path) -> None:
-    plan = Plan(micro_batch=6)
-    whole = run_job(tmp_path / "run", job(tmp_path, steps=2, weight_average=0.0), plan)
+    whole = run_job(tmp_path / "run", job(tmp_path, steps=2, weight_average=0.0), ONE)
     path, out = tmp_path / "run" / "checkpoints" / "step-00000002", tmp_path / "out"
     convert_checkpoint(path, out, {name: "BF16" for name in whole.tensors() if name.startswith("model.")})
     start = job(tmp_path, steps=1, learning_rate=1e-30, weight_decay=0.0)
     start["checkpoint"]["start_from"] = str(out)
-    started = run_job(tmp_path / "started", start, plan).tensors()
+    started = run_job(tmp_path / "started", start, ONE).tensors()
     for name, tensor in whole.tensors().items():
         if name.startswith("model."):
             assert torch.equal(started[name], tensor.bfloat16().float()), name
 
 
 def test_draws_of_a_module_of_one_s_own_are_those_of_the_seed_and_carry_on(tmp_path: Path) -> None:
-    plan, objects = Plan(micro_batch=6), {"model": Noisy(), "data": Numbers()}
+    objects = {"model": Noisy(), "data": Numbers()}
 
-    def run(name: str, steps: int = 6, **train: Any) -> Outcome:
-        text = {**job(tmp_path, steps, **train), "model": {"factory": "a:b"}, "data": {}}
-        return run_job(tmp_path / name, text, plan, objects, patch="torch:seed")  # as in each new process
+    def run(name: str, **train: Any) -> Outcome:
+        text = {**job(tmp_path, steps=4, **train), "model": {"factory": "a:b"}, "data": {}}
+        torch.seed()  # as in each new process
+        return run_here(tmp_path / name, text, ONE, objects)
 
     whole = run("whole")
     assert run("again").losses == whole.losses
     assert run("other", seed=2).losses != whole.losses
-    run("parts", steps=4)
+    cut_back(whole, 2, tmp_path / "parts")
     equal(whole, run("parts"))
 
 
 def test_a_folder_to_start_from_that_is_not_there_is_told_so(tmp_path: Path) -> None:
     start = job(tmp_path)
     start["checkpoint"]["start_from"] = str(tmp_path / "nowhere")
-    with pytest.raises(AssertionError, match="nowhere': there is no such folder"):
-        run_job(tmp_path / "run", start, Plan(micro_batch=6))
+    with pytest.raises(WanmaError, match="nowhere': there is no such folder"):
+        run_here(tmp_path / "run", start, ONE)
 
 
-def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
-    plan = Plan(micro_batch=6)
-    run_job(tmp_path / "run", job(tmp_path, steps=2), plan)
+def test_another_model_is_refused_by_name(run: Path, tmp_path: Path) -> None:
     other = job(tmp_path)
     other["model"]["hidden"] = 64
-    with pytest.raises(AssertionError, match="another model"):
-        run_job(tmp_path / "run", other, plan)
+    with pytest.raises(WanmaError, match="another model"):
+        run_here(run, other, ONE)
 
 
-def test_other_data_is_refused(tmp_path: Path) -> None:
-    plan = Plan(micro_batch=6)
-    run_job(tmp_path / "run", job(tmp_path, steps=2), plan)
+def test_other_data_is_refused(run: Path, tmp_path: Path) -> None:
     other = job(tmp_path)
     other["data"]["text"] = [str(Path(__file__).parents[1] / "support")]
-    with pytest.raises(AssertionError, match="other data"):
-        run_job(tmp_path / "run", other, plan)
+    with pytest.raises(WanmaError, match="other data"):
+        run_here(run, other, ONE)
 
 
-def test_another_batch_size_is_refused_because_the_position_would_be_lost(tmp_path: Path) -> None:
-    plan = Plan(micro_batch=6)
-    run_job(tmp_path / "run", job(tmp_path, steps=2), plan)
-    with pytest.raises(AssertionError, match=r"train\.global_batch"):
-        run_job(tmp_path / "run", job(tmp_path, global_batch=3), plan)
+def test_another_batch_size_is_refused_because_the_position_would_be_lost(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(WanmaError, match=r"train\.global_batch"):
+        run_here(run, job(tmp_path, global_batch=3), ONE)
 
 
 @pytest.mark.parametrize(
@@ -234,6 +248,7 @@ def test_another_batch_size_is_refused_because_the_position_would_be_lost(tmp_pa
     [Plan(dp_shard=2, shard="parameters", micro_batch=3), Plan(pp=2, micro_batch=2)],
     ids=str,
 )
+@pytest.mark.daily("2 ranks (dp_shard 2), parameters sharded, fp32, cpu")
 def test_an_average_of_the_weights_may_begin_and_end_on_the_way(plan: Plan, tmp_path: Path) -> None:
     """Begun after step 2 with decay 0.5, it is halfway between the weights of steps 2 and 3 after step 3."""
     run, folder = tmp_path / "run", tmp_path

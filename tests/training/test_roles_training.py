@@ -77,6 +77,7 @@ def test_muon_updates_the_blocks_of_a_transformers_model_alone(
 
 
 @pytest.mark.parametrize("plan", [Plan(pp=2, micro_batch=2), Plan(tp=2, micro_batch=2)], ids=str)
+@pytest.mark.daily("2 ranks (tp 2), fp32, cpu")
 def test_muon_decides_alike_where_the_model_is_split(plan: Plan, tmp_path: Path) -> None:
     job = {
         "model": {"huggingface": str(write_config(tmp_path / "llama", "llama"))},

@@ -89,14 +89,14 @@ def test_gradients_are_the_replicas_sums_whoever_of_them_has_one(bucket_bytes: i
         sums[name] = None if parameter.grad is None else parameter.grad.flatten().tolist()
     assert sums["unused"] is None
     assert sums["second.weight"] is not None
-    for of_rank in run_ranks(gradients, 2, (bucket_bytes,)):
+    for of_rank in run_ranks(gradients, 2, (bucket_bytes,), is_reused=True):
         assert of_rank.keys() == sums.keys()
         for name, expected in sums.items():
             assert of_rank[name] == (None if expected is None else pytest.approx(expected, rel=1e-6)), name
 
 
 def test_what_computes_is_the_memory_of_the_state_and_leaves_it_after_the_step() -> None:
-    for held in run_ranks(memory, 2, ()):
+    for held in run_ranks(memory, 2, (), is_reused=True):
         assert held["while it computes"] == held["at rest"]
         assert held["kind at rest"] == [True] * len(held["at rest"])
         assert held["kind while it computes"] == [False] * len(held["at rest"])
@@ -104,14 +104,14 @@ def test_what_computes_is_the_memory_of_the_state_and_leaves_it_after_the_step()
 
 
 def test_what_comes_in_is_cast_for_proofs_in_full_precision() -> None:
-    assert run_ranks(precision_of_output, 1, ()) == ["torch.float64"]
+    assert run_ranks(precision_of_output, 1, (), is_reused=True) == ["torch.float64"]
 
 
 def test_recurrent_layers_are_trained() -> None:
     model = Recurrent()
     for rank in range(2):
         model(given(rank)).sum().backward()
-    for of_rank in run_ranks(recurrent_gradients, 2, ()):
+    for of_rank in run_ranks(recurrent_gradients, 2, (), is_reused=True):
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
             assert of_rank[name] == pytest.approx(parameter.grad.flatten().tolist(), rel=1e-5), name
@@ -122,7 +122,7 @@ def test_a_parameter_that_the_model_takes_from_elsewhere_is_refused_by_name(plan
     with pytest.raises(
         AssertionError, match=r"kept: the forward pass uses an old reference to this parameter"
     ):
-        run_ranks(train_listed, 1, (plan,))
+        run_ranks(train_listed, 1, (plan,), is_reused=True)
 
 
 def test_a_gradient_from_before_the_training_is_no_reason_to_refuse() -> None:
@@ -134,11 +134,11 @@ def test_a_gradient_from_before_the_training_is_no_reason_to_refuse() -> None:
 
 
 def test_a_gradient_that_tensor_ranks_hold_by_parts_is_put_together() -> None:
-    assert run_ranks(gradient_by_parts, 2, ()) == [[1.0, 2.0, 3.0, 4.0]] * 2
+    assert run_ranks(gradient_by_parts, 2, (), is_reused=True) == [[1.0, 2.0, 3.0, 4.0]] * 2
 
 
 def test_what_is_frozen_or_released_between_steps_is_so_in_the_next() -> None:
-    assert run_ranks(frozen_by_steps, 1, ()) == [[True, False, True]]
+    assert run_ranks(frozen_by_steps, 1, (), is_reused=True) == [[True, False, True]]
 
 
 def given(rank: int) -> Tensor:

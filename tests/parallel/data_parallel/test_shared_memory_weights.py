@@ -22,13 +22,15 @@ from support.compare import same_bits
 from support.ranks import Outcome, run_job, run_ranks
 from support.shared import shared_world
 from wanma.collectives.shared_memory.backend import allocated_bytes
-from wanma.job.errors import WanmaError
+from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import WorkerContext
 from wanma.models.model_spec import wrap_module
+from wanma.parallel.data_parallel import sharded as sharding
 from wanma.parallel.data_parallel.sharded import Sharded
 from wanma.parallel.mesh.parallel_mesh import open_mesh
 from wanma.parallel.parallelize import ParallelModel, parallelize
+from wanma.torch_internals.versions import SHARDED_INTEGER_PARAMETERS, installed_torch_version
 
 MODEL = {"family": "decoder", "layers": 2, "hidden": 32, "heads": 4, "tie_embeddings": True}
 UNEVEN = {**MODEL, "feed_forward": 51}
@@ -77,8 +79,6 @@ def job(folder: Path, model: dict[str, Any], **train: Any) -> dict[str, Any]:
     "2 ranks (dp_shard 2), parameters sharded, fp32, cpu-fp32-uneven",
     "2 ranks (dp_shard 2), optimizer sharded, fp32, cpu-bf16-even",
     "4 ranks (dp_replicate 2 × dp_shard 2), gradients sharded, fp32, cpu-fp32-even",
-    "4 ranks (dp_shard 2 × tp 2), parameters sharded, fp32, cpu-bf16-uneven",
-    "4 ranks (pp 2 × dp_shard 2), parameters sharded, fp32, cpu-fp32-even",
 )
 def test_all_numbers_are_those_of_gathered_weights(
     plan: Plan, precision: Any, model: dict[str, Any], tmp_path: Path
@@ -110,14 +110,19 @@ def test_whoever_is_late_is_waited_for(when: Any, precision: Any, tmp_path: Path
     waited = run_job(tmp_path / "waited", text, plan, patch=f"support.late:{when.__name__}")
     same_bits(in_time, waited)
     assert validations(in_time) == validations(waited)
-    # Were it not, this comparison would notice: numbers are others, or none.
+    # Were it not, this comparison would notice: numbers are others, or none. On a busy machine the other rank
+    # may be just as late.
     patch = f"support.late:{when.__name__}_and_nobody_waits"
+    assert any(differs(in_time, text, plan, patch, tmp_path / f"alone-{attempt}") for attempt in range(3))
+
+
+def differs(in_time: Outcome, text: str, plan: Plan, patch: str, folder: Path) -> bool:
+    """Return True if a run with the patch has other numbers, or none."""
     try:
-        alone = run_job(tmp_path / "alone", text, plan, patch=patch)
-        is_noticed = (alone.losses, validations(alone)) != (in_time.losses, validations(in_time))
+        alone = run_job(folder, text, plan, patch=patch)
     except AssertionError as error:
-        is_noticed = "nan" in str(error)
-    assert is_noticed
+        return "nan" in str(error)
+    return (alone.losses, validations(alone)) != (in_time.losses, validations(in_time))
 
 
 class Own(nn.Module):
@@ -129,11 +134,26 @@ class Own(nn.Module):
         self.embedding = nn.Embedding(11, 8, max_norm=max_norm)
         self.product = nn.Linear(8, 5)
         self.scale = nn.Parameter(torch.randn(1))
-        self.order = nn.Parameter(torch.arange(300, 305).flip(0), requires_grad=False)
+        order = torch.arange(300, 305).flip(0)
+        if SHARDED_INTEGER_PARAMETERS.affects(installed_torch_version()):
+            self.register_buffer("order", order)
+        else:
+            self.order = nn.Parameter(order, requires_grad=False)
 
     def forward(self, numbers: Tensor) -> Tensor:
         found: Tensor = self.product(self.embedding(numbers)) * self.scale
         return found[..., self.order - 300]
+
+
+def test_integer_parameters_are_refused_where_torch_cannot_shard_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sharding, "installed_torch_version", lambda: (2, 11))
+    model = nn.Module()
+    model.order = nn.Parameter(torch.arange(3), requires_grad=False)
+    with pytest.raises(JobError, match=r"parameter order has dtype torch.int64, and torch 2.11 cannot shard"):
+        sharding._require_shardable(model, set(), PLAN)
+    sharding._require_shardable(model, {model.order}, PLAN)
 
 
 @contextmanager
@@ -165,7 +185,7 @@ def held(worker: WorkerContext, precision: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16", 2)])
 def test_a_model_lies_there_once(precision: Any, width: int) -> None:
-    for rank in run_ranks(held, 2, (precision,)):
+    for rank in run_ranks(held, 2, (precision,), is_reused=True):
         assert rank["in place"] == (precision == "fp32")
         # A rank's part of it, and less than a page for each tensor.
         assert 0 <= rank["common"] - rank["elements"] * width < 4096 * 4
@@ -195,7 +215,7 @@ def replaced(worker: WorkerContext, precision: Any) -> list[bool]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_any_module_computes_with_its_own_numbers_whoever_replaces_them(precision: Any) -> None:
-    assert run_ranks(replaced, 2, (precision,)) == [[True] * 3] * 2
+    assert run_ranks(replaced, 2, (precision,), is_reused=True) == [[True] * 3] * 2
 
 
 def changed_in_forward(worker: WorkerContext) -> str:
@@ -210,7 +230,7 @@ def changed_in_forward(worker: WorkerContext) -> str:
 
 
 def test_weights_that_change_as_they_compute_are_refused_by_name() -> None:
-    for message in run_ranks(changed_in_forward, 2, ()):
+    for message in run_ranks(changed_in_forward, 2, (), is_reused=True):
         assert message.startswith("embedding.weight was modified in a forward pass")
 
 
@@ -238,7 +258,8 @@ def changed_between_steps(worker: WorkerContext, precision: Any) -> list[float]:
 def test_weights_changed_by_hand_are_those_of_the_next_step(precision: Any) -> None:
     # Of eight products and a bias, times the scale.
     expected = [(8 * 4 + 2) * 2.0, (8 * 9 + 3) * 3.0]
-    assert run_ranks(changed_between_steps, 2, (precision,)) == [pytest.approx(expected, rel=0.02)] * 2
+    found = run_ranks(changed_between_steps, 2, (precision,), is_reused=True)
+    assert found == [pytest.approx(expected, rel=0.02)] * 2
 
 
 def in_common(worker: WorkerContext) -> list[Any]:
@@ -259,7 +280,7 @@ def in_common(worker: WorkerContext) -> list[Any]:
 def test_what_one_rank_writes_all_read() -> None:
     for ranks in (2, 3):
         everybodys = list(range(1, ranks + 1))
-        assert run_ranks(in_common, ranks, ()) == [[[everybodys] * 3, 0]] * ranks
+        assert run_ranks(in_common, ranks, (), is_reused=True) == [[[everybodys] * 3, 0]] * ranks
 
 
 def too_much(worker: WorkerContext) -> list[bool]:
@@ -269,4 +290,4 @@ def too_much(worker: WorkerContext) -> list[bool]:
 
 
 def test_where_there_is_no_room_all_ranks_know() -> None:
-    assert run_ranks(too_much, 2, ()) == [[False, True]] * 2
+    assert run_ranks(too_much, 2, (), is_reused=True) == [[False, True]] * 2

@@ -108,7 +108,7 @@ TOGETHER = {
 
 
 @pytest.mark.parametrize("name", TOGETHER)
-@pytest.mark.daily("1f1b × ZeRO 1", "interleaved × ZeRO 3", "zbv × tensor", "dualpipev × ZeRO 2")
+@pytest.mark.daily("1f1b × ZeRO 1", "interleaved × ZeRO 3", "dualpipev × ZeRO 2")
 def test_schedules_compose_with_the_other_axes(name: str, tmp_path: Path, reference: Any) -> None:
     text = job(tmp_path)
     same_numbers(reference("plain", text), spread_over(tmp_path / "run", text, TOGETHER[name]), 1e-9)
@@ -164,6 +164,15 @@ def test_a_stage_that_is_frozen_altogether_passes_on_what_it_gets(
     same_numbers(reference(which, text), spread_over(tmp_path / "run", text, plan))
 
 
+def test_normalizations_that_train_before_frozen_matrices_follow_one_process(
+    tmp_path: Path, reference: Any
+) -> None:
+    frozen = ("layers.*.attention.*", "layers.*.feed_forward.*")
+    groups = [{"match": pattern, "frozen": True} for pattern in frozen]
+    text = job(tmp_path, parameter_groups=groups)
+    same_numbers(reference("matrices", text), spread_over(tmp_path / "run", text, PLANS["zbv"]))
+
+
 def test_a_pipeline_of_which_nothing_is_left_to_train_is_refused(tmp_path: Path) -> None:
     text = job(tmp_path, parameter_groups=[{"match": "*", "frozen": True}])
     with pytest.raises(AssertionError, match=r"train\.parameter_groups freezes every parameter"):
@@ -171,6 +180,7 @@ def test_a_pipeline_of_which_nothing_is_left_to_train_is_refused(tmp_path: Path)
 
 
 @pytest.mark.parametrize("plan", [Plan(pp=2, micro_batch=2), PLANS["zbv"]], ids=lambda plan: plan.schedule)
+@pytest.mark.daily("1f1b")
 def test_a_loss_scale_that_overflows_is_halved_by_all_stages_alike(
     plan: Plan, tmp_path: Path, reference: Any
 ) -> None:

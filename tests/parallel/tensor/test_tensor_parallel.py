@@ -293,18 +293,18 @@ def collectives(mode: CommDebugMode) -> dict[str, int]:
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.daily("True")
 def test_no_rank_holds_whole_logits(sequence: bool) -> None:
-    for once in run_ranks(train_once, 4, (Plan(tp=4, sequence_parallel=sequence),)):
+    for once in run_ranks(train_once, 4, (Plan(tp=4, sequence_parallel=sequence),), is_reused=True):
         assert once.logits == (ROWS, LENGTH, VOCABULARY // 4)
         assert once.largest == ROWS * LENGTH * VOCABULARY // 4
 
 
 def test_each_pair_of_matrices_costs_one_collective_before_it_and_one_after_it() -> None:
     pairs = 2 * DECODER["layers"]  # attention and feed-forward; one more with the embedding and the head
-    for once in run_ranks(train_once, 2, (Plan(tp=2, sequence_parallel=True),)):
+    for once in run_ranks(train_once, 2, (Plan(tp=2, sequence_parallel=True),), is_reused=True):
         assert once.forward == {"all_gather_into_tensor": pairs + 1, "reduce_scatter_tensor": pairs + 1}
         assert once.backward == once.forward
         assert once.end == {"allreduce_": 1}  # of the norms' gradients, all in one
-    for once in run_ranks(train_once, 2, (Plan(tp=2),)):
+    for once in run_ranks(train_once, 2, (Plan(tp=2),), is_reused=True):
         assert once.forward == once.backward == {"all_reduce": pairs + 1}
         assert once.end == {}
 
@@ -380,7 +380,7 @@ def split_small(worker: WorkerContext, sequence: bool, roles: dict[str, Any], le
 def test_biases_and_padding_have_the_gradients_of_one_process(sequence: bool) -> None:
     expected = small_gradients(make_small())
     assert not expected["embedding.weight"][9].any()
-    for gradients in run_ranks(split_small, 2, (sequence, ROLES, 8)):
+    for gradients in run_ranks(split_small, 2, (sequence, ROLES, 8), is_reused=True):
         assert gradients.keys() == expected.keys()
         for name, gradient in expected.items():
             np.testing.assert_allclose(gradients[name], gradient, rtol=1e-12, atol=1e-14, err_msg=name)
@@ -398,7 +398,7 @@ def test_biases_and_padding_have_the_gradients_of_one_process(sequence: bool) ->
 def test_what_cannot_be_split_is_refused(
     roles: dict[str, Any], length: int, ranks: int, message: str
 ) -> None:
-    for said in run_ranks(split_small, ranks, (True, roles, length)):
+    for said in run_ranks(split_small, ranks, (True, roles, length), is_reused=True):
         assert isinstance(said, str)
         assert re.search(message, said)
 

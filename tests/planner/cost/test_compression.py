@@ -131,6 +131,7 @@ def test_what_is_left_out_is_kept_of_what_a_rank_hands_over(plan: Plan, elements
     ("plan", "kind", "sent", "whole"),
     [
         (Plan(dp_replicate=4), "none", 6 * 1000, 6 * 1000),
+        (Plan(dp_replicate=4, precision="fp64"), "none", 12 * 1000, 12 * 1000),
         (Plan(dp_replicate=4), "bf16", 3 * 1000, 6 * 1000),
         (Plan(dp_replicate=4), "topk", 3 * 8 * 10, 6 * 1000),
         (Plan(dp_shard=4, shard="parameters"), "bf16", 1.5 * 1000, 3 * 1000),

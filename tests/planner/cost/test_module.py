@@ -27,6 +27,7 @@ from wanma.planner.cost.traced_module import (
     layer_cost,
     module_stage_send_seconds,
     module_step_time,
+    operators_cost,
 )
 from wanma.planner.hardware_model.collective_time import (
     RankGroup,
@@ -261,6 +262,23 @@ def test_what_is_known_of_a_split_is_used() -> None:
     shared = forecast(image_transformer(), replace(PLAN, cp=2))
     assert shared.context > 0
     assert 0.4 < shared.compute / whole.compute < 0.7
+
+
+def test_a_rank_moves_one_operand_of_a_split_product_whole() -> None:
+    model = nn.Sequential(nn.Linear(512, 1024, bias=False), nn.ReLU(), nn.Linear(1024, 512, bias=False))
+    workload = trace_module_workload(model, (torch.zeros(1, 512),), blocks=("0", "2"), precision="bf16")
+    slow = HardwareModel(replace(CHIP, bandwidth_bytes_per_second=0.1e12), (LinkLevel(1, 0, 1),))
+    rows, weights = 1 << 16, 512 * 1024 / 4
+    plan = replace(PLAN, tp=4, micro_batch=rows)
+    last = [layer for layer in workload.layers if layer.is_block][-1]
+    part = operators_cost(last, plan, slow, ALONE)
+    for seconds, whole, split in (
+        (part.forward, 1024, 512),
+        (part.backward_input, 512, 1024),
+        (part.backward_weight, 512, 1024),
+    ):
+        moved = rows * (whole + split / 4) + weights
+        assert seconds == pytest.approx(2 * moved / 0.08e12, rel=0.02), "beside launches and parts of sums"
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

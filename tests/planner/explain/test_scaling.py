@@ -11,7 +11,7 @@ from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
 from wanma.job.forecast.forecast import Forecast, StepTime
 from wanma.job.plan.plan import Plan
-from wanma.planner.explain.scaling import MAX_POINTS, parse_device_range, scaling_curve
+from wanma.planner.explain.scaling import MAX_POINTS, parse_device_range, scaling_curve, scaling_unit
 from wanma.planner.search.result import Candidate, SearchResult
 
 CLUSTER = parse_shorthand("8x8 H100 SXM, 8x400G")
@@ -56,6 +56,17 @@ def test_where_wanma_runs_no_plan_the_points_are_forecasts_only() -> None:
     foreign = replace(one, unsupported_reason="wanma does not support TPU v4")
     (point,) = scaling_curve(CLUSTER, [8], lambda _: SearchResult((foreign,), (foreign,), None, 1))
     assert point.best == foreign
+
+
+def test_nodes_without_accelerators_are_counted_as_nodes() -> None:
+    cpus = Cluster((replace(CLUSTER.nodes[0], devices=(), count=2),))
+    points = scaling_curve(cpus, [1, 4], lambda cluster: found_at(10.0 * cluster.node_count))
+    assert [point.efficiency for point in points] == [1.0, 1.0]
+    assert scaling_unit(points) == "nodes"
+    mixed = Cluster((*cpus.nodes, replace(cpus.nodes[0], name="other")))
+    (point,) = scaling_curve(mixed, [4], lambda _: found_at(1.0))
+    assert point.reason == "a scaling over CPUs needs nodes of one kind"
+    assert scaling_unit([point]) == "devices"
 
 
 def test_points_without_a_plan_say_why() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from wanma.hardware.discovery.node import discover_node
-from wanma.hardware.discovery.resource_limits import cpu_model
+from wanma.job.run.resource_limits import cpu_model
 from wanma.planner.calibration.local_node import node_text
 
 

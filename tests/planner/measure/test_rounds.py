@@ -13,6 +13,7 @@ from wanma.planner.calibration.noise_filter import (
     classify_rounds,
     has_enough_quiet_rounds,
     quiet_quartile_seconds,
+    quiet_quartile_seconds_by_rank,
 )
 
 
@@ -46,6 +47,15 @@ def test_where_the_kernel_counts_nothing_every_round_counts() -> None:
 def test_disturbed_rounds_do_not_move_a_point() -> None:
     quiet = [ClassifiedRound(seconds, True) for seconds in (1.0, 1.1, 1.2)]
     assert quiet_quartile_seconds([ClassifiedRound(0.5, False), *quiet, ClassifiedRound(9.0, False)]) == 1.0
+
+
+def test_each_rank_has_the_quartile_of_its_own_times_in_undisturbed_rounds() -> None:
+    times = [(1.0, 4.0), (1.1, 3.0), (1.2, 2.0)]
+    quiet = [ClassifiedRound(sum(pair) / 2, True, pair) for pair in times]
+    disturbed = ClassifiedRound(0.1, False, (0.1, 0.1))
+    assert quiet_quartile_seconds_by_rank([disturbed, *quiet]) == (1.0, 2.0)
+    measured = Round(2.5, 1.0, 1.0, QUIET_WINDOW_SECONDS, (1.0, 4.0))
+    assert classify_rounds([measured])[0].seconds_by_rank == (1.0, 4.0)
 
 
 def test_with_too_few_quiet_rounds_all_count() -> None:

@@ -92,7 +92,7 @@ IN_BOTH = [Plan(dp_shard=2, shard="parameters", micro_batch=2), Plan(tp=2, micro
 )
 def test_forecast_state_is_what_a_rank_holds(plan: Plan, precision: Precision, tmp_path: Path) -> None:
     plan = replace(plan, precision=precision)
-    measured = run_ranks(measure_rank, plan.world_size, (job(tmp_path, precision), plan))[0]
+    measured = run_ranks(measure_rank, plan.world_size, (job(tmp_path, precision), plan), is_reused=True)[0]
     model = workload()
     state = rank(plan).model_states
     assert state.parameters == pytest.approx(measured["parameters"], rel=0.02)
@@ -136,7 +136,7 @@ def test_frozen_weights_are_held_once_in_the_precision_that_computes(
 ) -> None:
     plan = replace(plan, precision="bf16")
     text = {**job(tmp_path, "bf16", **ADAPTERS), "parallel": {"collectives": collectives}}
-    measured = run_ranks(measure_rank, plan.world_size, (text, plan))[0]
+    measured = run_ranks(measure_rank, plan.world_size, (text, plan), is_reused=True)[0]
     model = workload(**ADAPTERS)
     software = FrameworkTraits(shared_memory_nodes=0 if collectives == "gloo" else 1)
     dimensions = dimensions_of(**ADAPTERS)
@@ -175,7 +175,7 @@ def test_parameters_that_groups_freeze_have_no_gradients_and_no_optimizer_state(
 ) -> None:
     text = job(tmp_path, plan.precision)
     text["train"]["parameter_groups"] = [group.model_dump() for group in FROZEN]
-    measured = run_ranks(measure_rank, plan.world_size, (text, plan))[0]
+    measured = run_ranks(measure_rank, plan.world_size, (text, plan), is_reused=True)[0]
     model = workload(FROZEN)
     blocks = next(layer for layer in model.layers if layer.is_block)
     assert (blocks.trainable_parameters, blocks.layers_without_backward) == (blocks.parameters / 2, 2)
@@ -219,7 +219,7 @@ EXPERTS = {"experts": 4, "shared_experts": 1, "expert_feed_forward": 96, "dense_
     ids=str,
 )
 def test_forecast_state_of_experts_is_what_a_rank_of_ep_holds(plan: Plan, tmp_path: Path) -> None:
-    measured = run_ranks(measure_rank, 2, (job(tmp_path, "fp32", **EXPERTS), plan))[0]
+    measured = run_ranks(measure_rank, 2, (job(tmp_path, "fp32", **EXPERTS), plan), is_reused=True)[0]
     state = rank(plan, **EXPERTS).model_states
     assert state.parameters == pytest.approx(measured["parameters"], rel=0.02)
     assert state.optimizer == pytest.approx(measured["optimizer"], rel=0.02)
@@ -288,7 +288,7 @@ def test_a_rank_of_tp_keeps_what_the_forecast_says(
 ) -> None:
     model = {"dense": {}, "grouped heads": {"kv_heads": 2}, "experts": EXPERTS}[kind]
     plan = Plan(tp=2, sequence_parallel=sequence, micro_batch=4, recompute=mode)
-    kept = run_ranks(kept_by_rank, 2, (job(tmp_path, "fp32", **model), plan))[0]
+    kept = run_ranks(kept_by_rank, 2, (job(tmp_path, "fp32", **model), plan), is_reused=True)[0]
     at_loss = rank(plan, **model).moments[0]
     assert at_loss.activations + at_loss.logits / 2 == pytest.approx(kept, rel=0.08)
 

@@ -123,7 +123,7 @@ def test_the_search_finds_what_trying_everything_finds(
     assert best.forecast.step == placed_step_time(of, best.plan, batch)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(0, 10**6), st.floats(0.001, 0.5))
 def test_no_option_does_more_than_its_bound(number: int, seconds: float) -> None:
     of = costs(fleet(8, 8))

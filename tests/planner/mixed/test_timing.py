@@ -1,4 +1,4 @@
-"""Plans on unlike machines: their parts by hand, and whole steps beside an event simulation."""
+"""Plans for heterogeneous clusters: their parts by hand, and whole steps beside an event simulation."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def test_the_best_plans_and_the_front_are_those_of_every_plan(
     assert found.best.forecast == forecast_plan(given, found.best.plan)
 
 
-@pytest.mark.parametrize("shared", [1.0, 2.0])
+@pytest.mark.parametrize("shared", [pytest.param(1.0, marks=pytest.mark.full), 2.0])
 def test_what_programs_take_of_a_cpu_is_searched_as_it_is_forecast(shared: float) -> None:
     given = problem(job(global_batch=4), TINY)
     taken = replace(given.hardware, program=FrameworkOverhead(1e-5, 5e-3, 2e-3, 4e-3), shared=shared)
@@ -130,7 +130,7 @@ def test_what_programs_take_of_a_cpu_is_searched_as_it_is_forecast(shared: float
     ]
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     st.sampled_from([2, 3, 4, 6, 8]),
     st.sampled_from([1.35e9, 1.6e9, 2.2e9, 80e9]),
@@ -173,7 +173,7 @@ def seconds_of(given: PlanningProblem, **choices: Any) -> float:
     return best.seconds if best else float("inf")
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(st.floats(1.2e9, 3e9), st.floats(1.0, 2.0), st.sampled_from([TINY, MIXTURE]))
 def test_more_memory_never_makes_the_best_plan_slower(
     memory_bytes: float, factor: float, dimensions: DecoderConfig
@@ -185,14 +185,14 @@ def test_more_memory_never_makes_the_best_plan_slower(
     assert more <= less
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(st.floats(0.5e9, 50e9), st.floats(1.0, 10.0), st.sampled_from(["inner", "outer"]))
 def test_a_faster_link_never_hurts(rate: float, factor: float, link: str) -> None:
     slow, fast = (seconds_of(problem(memory_bytes=2e9, **{link: rate * by})) for by in (1.0, factor))
     assert fast <= slow * (1 + 1e-9)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(st.data())
 def test_a_larger_space_has_no_slower_best_plan(data: st.DataObject) -> None:
     given = problem(job(global_batch=12), memory_bytes=1.7e9)

@@ -28,7 +28,7 @@ from wanma.planner.search.space import (
 MODELS = [SMALL, replace(SMALL, layers=7, experts=8, experts_per_token=2, dense_layers=2)]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(MODELS),
     st.sampled_from([6, 8]),

@@ -37,7 +37,7 @@ def listed(space: SearchSpace) -> list[Plan]:
     return list(enumerate_plans(space, WORKLOAD))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.sampled_from([2, 4, 6]), st.sampled_from([6, 16, 24]), st.sampled_from([SMALL, MIXTURE]), st.data())
 def test_every_plan_of_a_space_obeys_the_rules_and_is_there_once(
     devices: int, batch: int, dimensions: object, data: st.DataObject

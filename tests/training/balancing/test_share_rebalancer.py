@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,18 @@ def told(run: Outcome) -> list[str]:
     return [event["text"] for event in events if event["kind"] == "message"]
 
 
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Outcome]:
+    """Runs of one process, by their number of steps."""
+
+    @cache
+    def run_of(steps: int) -> Outcome:
+        folder = tmp_path_factory.mktemp("one")
+        return one_process(folder / "run", job(folder, {}, steps), BATCH)
+
+    return run_of
+
+
 TO_AND_FRO = [[1, [1, 3]], [3, [3, 1]], [4, [5, 3]]]
 PLANS = {
     "2 replicas": Plan(dp_replicate=2, micro_batch=2),
@@ -62,12 +76,13 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.daily("2 replicas", "2 ranks ZeRO 3", "pipeline 2 × 2 replicas")
-def test_shares_that_move_at_given_steps_follow_one_process(name: str, tmp_path: Path) -> None:
-    one = one_process(tmp_path / "one", job(tmp_path, {}), BATCH)
+@pytest.mark.daily("2 ranks ZeRO 3", "pipeline 2 × 2 replicas")
+def test_shares_that_move_at_given_steps_follow_one_process(
+    name: str, one: Callable[[int], Outcome], tmp_path: Path
+) -> None:
     run = spread_over(tmp_path / "run", job(tmp_path, {"batch_share_schedule": TO_AND_FRO}), PLANS[name])
     assert moves(run) == [(step, shares) for step, shares in TO_AND_FRO]
-    same_numbers(one, run, 1e-9)
+    same_numbers(one(6), run, 1e-9)
 
 
 def test_moves_with_spread_experts_follow_one_process(tmp_path: Path) -> None:
@@ -81,7 +96,7 @@ def test_a_run_of_listed_moves_carries_on_across_them_bit_for_bit(tmp_path: Path
     plan = PLANS["2 replicas"]
     listed = {"batch_share_schedule": [[2, [1, 3]], [4, [3, 1]], [5, [1, 1]]]}
     whole = spread_over(tmp_path / "whole", job(tmp_path, listed), plan)
-    for steps in (2, 3, 4, 6):
+    for steps in (3, 4, 6):
         parts = spread_over(tmp_path / "parts", job(tmp_path, listed, steps=steps), plan)
     same_bits(whole, parts)
 
@@ -100,18 +115,14 @@ SLOW = "support.paces:last_rank_takes_thrice"
     ],
     ids=str,
 )
-@pytest.mark.daily(
-    "2 ranks (dp_shard 2), parameters sharded, fp32, cpu-[6, 2]",
-    "4 ranks (dp_replicate 4), fp32, cpu-[3, 2, 2, 1]",
-)
+@pytest.mark.daily("2 ranks (dp_shard 2), parameters sharded, fp32, cpu-[6, 2]")
 def test_a_slow_rank_gets_less_to_do_and_the_numbers_stay(
-    plan: Plan, shares: list[int], tmp_path: Path
+    plan: Plan, shares: list[int], one: Callable[[int], Outcome], tmp_path: Path
 ) -> None:
-    one = one_process(tmp_path / "one", job(tmp_path, {}, steps=FIRST + 2), BATCH)
     text = job(tmp_path, ON, steps=FIRST + 2)
     run = spread_over(tmp_path / "run", text, plan, patch=SLOW)
     assert moves(run) == [(FIRST, shares)]
-    same_numbers(one, run, 1e-9)
+    same_numbers(one(FIRST + 2), run, 1e-9)
 
 
 def test_a_rank_that_becomes_slow_gets_less_to_do_at_the_end_of_the_window(tmp_path: Path) -> None:
@@ -136,7 +147,7 @@ def test_equal_ranks_keep_their_shares(tmp_path: Path) -> None:
 def test_a_run_carries_on_with_the_shares_of_its_checkpoint_bit_for_bit(tmp_path: Path) -> None:
     plan = PLANS["2 replicas"]
     whole = spread_over(tmp_path / "whole", job(tmp_path, ON, steps=FIRST + 3), plan, patch=SLOW)
-    for steps in (FIRST, FIRST + 1, FIRST + 3):
+    for steps in (FIRST, FIRST + 3):
         parts = spread_over(tmp_path / "parts", job(tmp_path, ON, steps=steps), plan, patch=SLOW)
     assert moves(parts) == moves(whole) == [(FIRST, [6, 2])]
     assert f"restored the batch shares [6, 2] of step {FIRST}" in told(parts)
@@ -146,15 +157,14 @@ def test_a_run_carries_on_with_the_shares_of_its_checkpoint_bit_for_bit(tmp_path
 
 
 def test_on_another_layout_or_without_balance_the_moved_shares_are_left_and_it_is_told(
-    tmp_path: Path,
+    one: Callable[[int], Outcome], tmp_path: Path
 ) -> None:
     spread_over(tmp_path / "run", job(tmp_path, ON, steps=FIRST), PLANS["2 replicas"], patch=SLOW)
     run = spread_over(
         tmp_path / "run", job(tmp_path, ON, steps=FIRST + 1), Plan(dp_replicate=4, micro_batch=2)
     )
     assert any("are not restored: the run now has 4 data ranks" in text for text in told(run))
-    one = one_process(tmp_path / "one", job(tmp_path, {}, steps=FIRST + 1), BATCH)
-    same_numbers(one, run, 1e-9)
+    same_numbers(one(FIRST + 1), run, 1e-9)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("step-*"))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_lost_run_directory_comes_back_from_the_url_bit_for_bit(tmp_path: Path, ranks: int) -> None:
     url, plan = f"file://{tmp_path}/there/run", Plan(dp_shard=ranks, shard="parameters", micro_batch=2)
     whole = run_job(tmp_path / "whole", job(tmp_path, 6, f"file://{tmp_path}/elsewhere"), plan)

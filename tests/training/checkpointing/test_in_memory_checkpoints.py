@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import median
 
@@ -13,12 +14,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.images import Held, workers
-from support.ranks import run_job
+from support.ranks import Outcome, run_job
 from support.recovering import RESTART, equal, fail, job, messages, recover
 from wanma.checkpoint.in_memory.memory_file import HEADER_BYTES
 from wanma.job.plan.plan import Plan
 from wanma.planner.memory.in_memory_checkpoints import MAX_OVERHEAD_SHARE
 from wanma.training.checkpointing.in_memory_interval import AdaptiveInterval, ReplicationCost
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Plan], Outcome]:
+    """Runs that never fail, by their plans; checkpoints on the way change none of their numbers."""
+
+    @cache
+    def run_of(plan: Plan) -> Outcome:
+        folder = tmp_path_factory.mktemp("whole")
+        return run_job(folder / "run", job(folder, snapshots="off"), plan)
+
+    return run_of
 
 
 @pytest.mark.parametrize(
@@ -36,34 +49,35 @@ from wanma.training.checkpointing.in_memory_interval import AdaptiveInterval, Re
     "2 ranks (dp_shard 2), parameters sharded, fp32, cpu-rank_1_fails_in_step_4",
 )
 def test_a_run_that_goes_on_from_memory_ends_bitwise_as_one_that_never_failed(
-    plan: Plan, patch: str, tmp_path: Path
+    plan: Plan, patch: str, whole: Callable[[Plan], Outcome], tmp_path: Path
 ) -> None:
-    whole = run_job(tmp_path / "whole", job(tmp_path, snapshots="off"), plan)
     held = Held(plan.world_size)
     fail(tmp_path / "run", job(tmp_path), plan, held, patch)
     assert held.steps() == {2, 3}
     run, _ = recover(tmp_path / "run", job(tmp_path), plan, held, 3)
     assert '"source": "memory", "step": 3,' in messages(run)
-    assert run.losses == whole.losses
-    equal(whole, run)
+    assert run.losses == whole(plan).losses
+    equal(whole(plan), run)
 
 
-def test_no_rank_overwrites_what_a_rank_that_dies_in_mid_copy_still_needs(tmp_path: Path) -> None:
+def test_no_rank_overwrites_what_a_rank_that_dies_in_mid_copy_still_needs(
+    whole: Callable[[Plan], Outcome], tmp_path: Path
+) -> None:
     plan = Plan(dp_replicate=2, micro_batch=3)
-    whole = run_job(tmp_path / "whole", job(tmp_path, "off"), plan)
     held = Held(2)
     fail(tmp_path / "run", job(tmp_path), plan, held, "rank_0_dies_while_it_copies_step_3")
     assert {head.step for head in held.heads(0)} == {2}
     assert {head.step for head in held.heads(1)} == {2, 3}
     run, _ = recover(tmp_path / "run", job(tmp_path), plan, held, 2)
     assert '"source": "memory", "step": 2,' in messages(run)
-    equal(whole, run)
+    equal(whole(plan), run)
 
 
-def test_a_damaged_snapshot_is_told_and_the_newest_checkpoint_is_taken(tmp_path: Path) -> None:
+def test_a_damaged_snapshot_is_told_and_the_newest_checkpoint_is_taken(
+    whole: Callable[[Plan], Outcome], tmp_path: Path
+) -> None:
     plan = Plan(dp_replicate=2, micro_batch=3)
     text = job(tmp_path, every_steps=2)
-    whole = run_job(tmp_path / "whole", text, plan)
     held = Held(2)
     fail(tmp_path / "run", text, plan, held, "rank_0_fails_in_step_4")
     held.flip(1, 3, HEADER_BYTES + held.heads(1)[0].content_bytes - 1)
@@ -73,33 +87,35 @@ def test_a_damaged_snapshot_is_told_and_the_newest_checkpoint_is_taken(tmp_path:
         "the memory file of step 3, rank 1, is damaged" in messages(run)
     )
     assert '"source": "checkpoint", "step": 2,' in messages(run)
-    assert run.losses == whole.losses
-    equal(whole, run)
+    assert run.losses == whole(plan).losses
+    equal(whole(plan), run)
 
 
-def test_a_checkpoint_that_is_newer_than_the_snapshot_is_taken(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_newer_than_the_snapshot_is_taken(
+    whole: Callable[[Plan], Outcome], tmp_path: Path
+) -> None:
     plan = Plan(micro_batch=6)
     text = job(tmp_path, snapshots=2, every_steps=3)
-    whole = run_job(tmp_path / "whole", text, plan)
     held = Held(1)
     fail(tmp_path / "run", text, plan, held, "rank_0_fails_in_step_4")
     assert held.steps() == {2}
     run, _ = recover(tmp_path / "run", text, plan, held, 2)
     assert '"source": "checkpoint", "step": 3,' in messages(run)
-    equal(whole, run)
+    equal(whole(plan), run)
 
 
-def test_a_run_that_was_to_start_anew_carries_on_after_a_failure(tmp_path: Path) -> None:
+def test_a_run_that_was_to_start_anew_carries_on_after_a_failure(
+    whole: Callable[[Plan], Outcome], tmp_path: Path
+) -> None:
     plan = Plan(micro_batch=6)
     text = job(tmp_path, every_steps=2)
     text["checkpoint"]["resume"] = False
-    whole = run_job(tmp_path / "whole", text, plan)
     held = Held(1)
     fail(tmp_path / "run", text, plan, held, "rank_0_fails_in_step_4")
     told = {0: {"generation": 2, "restart": RESTART}}
     run = run_job(tmp_path / "run", text, plan, workers=told)
     assert '"source": "checkpoint", "step": 2,' in messages(run)
-    equal(whole, run)
+    equal(whole(plan), run)
 
 
 def test_a_snapshot_is_taken_up_by_another_plan(tmp_path: Path) -> None:
@@ -130,10 +146,11 @@ def test_snapshots_that_are_off_are_not_taken(tmp_path: Path) -> None:
     assert held.steps() == set()
 
 
-def test_where_memory_is_short_all_ranks_do_without_and_the_user_is_told(tmp_path: Path) -> None:
+def test_where_memory_is_short_all_ranks_do_without_and_the_user_is_told(
+    whole: Callable[[Plan], Outcome], tmp_path: Path
+) -> None:
     plan = Plan(dp_replicate=2, micro_batch=3)
     held = Held(2)
-    whole = run_job(tmp_path / "whole", job(tmp_path, "off"), plan)
     run = run_job(
         tmp_path / "run",
         job(tmp_path, "auto"),
@@ -144,7 +161,7 @@ def test_where_memory_is_short_all_ranks_do_without_and_the_user_is_told(tmp_pat
     told = "in-memory checkpoints are disabled: the memory files of this node's ranks need"
     assert messages(run).count(told) == 1
     assert held.steps() == set()
-    assert run.losses == whole.losses
+    assert run.losses == whole(plan).losses
 
 
 def test_a_job_that_insists_on_snapshots_fails_without_memory(tmp_path: Path) -> None:

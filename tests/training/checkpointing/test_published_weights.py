@@ -6,6 +6,7 @@ import json
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from support.huggingface import write_config
-from support.ranks import Outcome, run_job, run_ranks
+from support.ranks import Outcome, run_here, run_job, run_ranks
 from wanma.api.checkpoints.export import export
 from wanma.checkpoint.conversion import huggingface_weights as files
 from wanma.checkpoint.conversion.huggingface_weights import INDEX_FILE, HuggingFaceWeights
@@ -112,6 +113,7 @@ def test_what_transformers_wrote_it_reads_again_unchanged(family: str, tmp_path:
 
 
 @pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.daily("arcee", "qwen2", "qwen3", "mixtral")
 def test_our_decoder_starts_from_published_weights_and_is_published_again(
     family: str, tmp_path: Path
 ) -> None:
@@ -160,11 +162,12 @@ def read_counting(worker: WorkerContext, folder: Path, plan: Plan) -> tuple[int,
         nonlocal held
         held -= size
 
-    published_weights.HuggingFaceWeights = Counting  # type: ignore[misc]  # in this process alone
-    published_weights.READ_CHUNK_BYTES = 1 << 10
     sizes: Any = {"vocabulary_size": 257, "sequence_length": 16, "image_shape": None, "classes": None}
     spec = resolve_model_spec(ModelSection(huggingface=str(folder / "config")), **sizes)
-    with open_mesh(worker, plan, 60.0) as grid:
+    with (
+        patch.multiple(published_weights, HuggingFaceWeights=Counting, READ_CHUNK_BYTES=1 << 10),
+        open_mesh(worker, plan, 60.0) as grid,
+    ):
         parallel = parallelize(spec, plan, grid, 1)
         for part in parallel.model_parts:
             part.initialize_parameter = None  # type: ignore[assignment]  # nothing is drawn to be replaced
@@ -182,7 +185,7 @@ def read_counting(worker: WorkerContext, folder: Path, plan: Plan) -> tuple[int,
 def test_a_rank_reads_its_own_part_and_holds_little_of_the_files(plan: Plan, tmp_path: Path) -> None:
     original = publish(tmp_path, "llama")
     whole = sum(parameter.numel() * 4 for parameter in original.parameters())
-    ranks = run_ranks(read_counting, 2, (tmp_path, plan))
+    ranks = run_ranks(read_counting, 2, (tmp_path, plan), is_reused=True)
     for read, held, own in ranks:
         assert read == own  # nothing twice, nothing that is another rank's
         assert held <= 1 << 10
@@ -209,8 +212,8 @@ def test_what_differs_is_told_in_one_error(tmp_path: Path) -> None:
     damage(tmp_path / "published", change)
     settings = tmp_path / "published" / "config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "rms_norm_eps": 0.5}))
-    with pytest.raises(AssertionError) as raised:
-        run_job(tmp_path / "run", text, Plan(dp_shard=2, shard="parameters", micro_batch=2))
+    with pytest.raises(files.WanmaError) as raised:
+        run_here(tmp_path / "run", text, Plan(micro_batch=4))
     told = str(raised.value)
     assert "rms_norm_eps: 1e-06 here, 0.5 in its config.json" in told
     assert "model.norm.weight: missing. Did you mean 'model.norms.weight'?" in told
@@ -223,10 +226,10 @@ def test_two_tensors_where_the_model_ties_one_are_refused_unless_equal(tmp_path:
     text = job(tmp_path, {"huggingface": str(tmp_path / "config")}, tmp_path / "published")
     embedding = "model.embed_tokens.weight"
     damage(tmp_path / "published", lambda t: t.update({"lm_head.weight": t[embedding].clone()}))
-    run_job(tmp_path / "equal", text, Plan(micro_batch=4))
+    run_here(tmp_path / "equal", text, Plan(micro_batch=4))
     damage(tmp_path / "published", lambda t: t.update({"lm_head.weight": t[embedding] + 1}))
-    with pytest.raises(AssertionError, match=r"lm_head\.weight: differs from model\.embed_tokens\.weight"):
-        run_job(tmp_path / "unequal", text, Plan(micro_batch=4))
+    with pytest.raises(files.WanmaError, match=r"lm_head\.weight: differs from model\.embed_tokens\.weight"):
+        run_here(tmp_path / "unequal", text, Plan(micro_batch=4))
 
 
 def test_an_index_may_not_name_files_elsewhere(tmp_path: Path) -> None:

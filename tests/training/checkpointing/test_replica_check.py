@@ -29,7 +29,6 @@ PLANS = [
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.daily(
-    "3 ranks (dp_replicate 3), fp32, cpu",
     "2 ranks (dp_shard 2), parameters sharded, fp32, cpu",
     "2 ranks (tp 2), fp32, cpu0",
     "4 ranks (pp 2 × dp_replicate 2), fp32, cpu",

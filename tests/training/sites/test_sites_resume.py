@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,7 @@ def test_another_number_of_sites_begins_at_the_weights_that_all_share(tmp_path: 
     """Compare the next batch's loss with that of the outer weights of step 3, with no or three steps done."""
     plan = replace(TWO, synchronization=STREAMING)
     losses = []
+    interrupted(tmp_path / "first", text(), plan)
     for name, other in {
         "none": Plan(micro_batch=6, precision="fp64"),
         "one": Plan(micro_batch=6, precision="fp64", synchronization=replace(STREAMING, sites=1)),
@@ -96,7 +98,7 @@ def test_another_number_of_sites_begins_at_the_weights_that_all_share(tmp_path: 
             synchronization=replace(STREAMING, sites=3, momentum=0.0),
         ),
     }.items():
-        interrupted(tmp_path / name, text(), plan)
+        shutil.copytree(tmp_path / "first", tmp_path / name)
         outcome = run(tmp_path / name, text(), other)
         assert "saved by 2 sites: all ranks resume from the outer weights" in messages(outcome)
         assert [step["step"] for step in outcome.steps] == [1, 2, 3, 4, 5, 6, 7, 8]

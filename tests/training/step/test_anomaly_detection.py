@@ -125,6 +125,7 @@ PLAN = Plan(dp_replicate=2, micro_batch=3)
 PATCH = "support.faults:the_gradient_of_step_20_is_huge"
 
 
+@pytest.mark.full
 def test_a_spike_that_is_left_out_leaves_the_weights_alone_and_carrying_on_repeats_it(tmp_path: Path) -> None:
     text = job(tmp_path, "off", every_steps=1, steps=22, spike="skip")
     text["checkpoint"]["keep"] = 22

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from wanma.hardware.discovery.resource_limits import (
+from wanma.job.run.resource_limits import (
     count_oom_kills,
     cpu_model,
     usable_cores,

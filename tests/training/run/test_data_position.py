@@ -93,3 +93,15 @@ def test_a_stream_that_splits_itself_is_refused(tmp_path: Path) -> None:
     plan = Plan(dp_replicate=2, micro_batch=4, precision="fp64")
     with pytest.raises(AssertionError, match="Split gives other samples on rank 1 than on rank 0"):
         run_job(tmp_path, job(), plan, given)
+
+
+def numbers_of_the_rank() -> Numbers:
+    return Numbers(seed=dist.get_rank())
+
+
+def test_ranks_with_other_data_are_refused(tmp_path: Path) -> None:
+    plan = Plan(dp_replicate=2, micro_batch=4, precision="fp64")
+    made = job()
+    made["data"] = {"factory": f"{__name__}:numbers_of_the_rank"}
+    with pytest.raises(AssertionError, match="data: rank 1 has other data than rank 0"):
+        run_job(tmp_path, made, plan, {"model": seeded(Plain)})

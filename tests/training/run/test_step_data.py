@@ -1,0 +1,101 @@
+"""Data of a step as a run reports it: samples that cannot be read are listed, counted and limited."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from wanma.data.batch import BadSample, Batch
+from wanma.data.datasets.load_times import LoadTimes
+from wanma.data.step_loader import StepBatches
+from wanma.job.errors import JobError
+from wanma.training.run.step_data import StepData
+
+
+def step(number: int, *bad: BadSample) -> StepBatches:
+    batch = Batch(
+        (torch.tensor([[0.0], [float("nan")]]),),
+        torch.zeros(2, dtype=torch.int64),
+        torch.tensor([2 * number, 2 * number + 1]),
+        torch.ones(2, dtype=torch.bool),
+    )
+    return StepBatches(number, 2 * number, 2, [replace(batch, bad_samples=bad)])
+
+
+def bad(sample: int, *, is_substituted: bool = False) -> BadSample:
+    return BadSample(sample, f"a.tar, row {sample}", "the image is empty", is_substituted)
+
+
+def data() -> Any:
+    return SimpleNamespace(
+        load_times=LoadTimes(), sample_name=lambda number: f"sample {number}", bad_file_count=0
+    )
+
+
+def step_data(folder: Path, limit: int = 10, writes: bool = True) -> tuple[StepData, list[str]]:
+    messages: list[str] = []
+    one_rank = SimpleNamespace(pp=1, cp=1, tp=1)
+    mesh: Any = SimpleNamespace(contributes_loss=writes, coordinate=lambda _: 0, plan=one_rank)
+    return StepData(
+        folder / "bad-samples-0.jsonl", mesh, lambda text, _: messages.append(text), limit
+    ), messages
+
+
+def test_bad_samples_are_listed_and_the_first_one_is_told(tmp_path: Path) -> None:
+    report, messages = step_data(tmp_path)
+    report.begin(data(), step(0))
+    report.begin(data(), step(1, bad(2), bad(3, is_substituted=True)))
+    report.begin(data(), step(2, bad(4)))
+    lines = [json.loads(line) for line in (tmp_path / "bad-samples-0.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["sample"], line["place"], line["action"]) for line in lines] == [
+        (2, 2, "a.tar, row 2", "skip"),
+        (2, 3, "a.tar, row 3", "substitute"),
+        (3, 4, "a.tar, row 4", "skip"),
+    ]
+    assert messages == [
+        "data: a.tar, row 2: the image is empty; its position is skipped. "
+        "All are listed in bad-samples-0.jsonl"
+    ]
+    assert report.metrics()["bad_samples"] == 3
+    assert report.non_finite_sample_names() == ["sample 5"]
+
+
+def test_ranks_that_read_the_same_samples_list_them_once(tmp_path: Path) -> None:
+    report, _ = step_data(tmp_path, writes=False)
+    report.begin(data(), step(0, bad(0)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_more_different_samples_than_the_limit_end_the_run(tmp_path: Path) -> None:
+    report, _ = step_data(tmp_path, limit=2)
+    report.begin(data(), step(0, bad(0), bad(1)))
+    report.begin(data(), step(1, bad(0), bad(1)))  # another epoch
+    with pytest.raises(
+        JobError, match=r"3 samples of this rank .* data\.bad_data_limit = 2; the last: a\.tar"
+    ):
+        report.begin(data(), step(2, bad(5)))
+
+
+def test_files_left_out_as_a_whole_count_and_no_restart_follows(tmp_path: Path) -> None:
+    report, _ = step_data(tmp_path, limit=2)
+    with_files = data()
+    with_files.bad_file_count = 2
+    report.begin(with_files, step(0))
+    with pytest.raises(JobError, match=r"1 samples of this rank and 2 whole files cannot be read"):
+        report.begin(with_files, step(1, bad(2)))
+
+
+def test_seconds_of_loading_are_those_since_the_last_record(tmp_path: Path) -> None:
+    report, _ = step_data(tmp_path)
+    one = data()
+    report.begin(one, step(0))
+    with one.load_times.measure("decode"):
+        pass
+    assert report.metrics()["load_seconds"]["decode"] > 0
+    assert report.metrics() == {"load_seconds": {"read": 0.0, "decode": 0.0, "collate": 0.0}}
