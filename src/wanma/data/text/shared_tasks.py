@@ -4,7 +4,8 @@ A lock makes one process the builder; the kernel drops it with the process. No t
 
 In the folder of an unfinished token file:
 
-    claims/N             locked by the process that encodes task N, until it ends or dies
+    claims/N             locked by the process that encodes task N, until it ends or dies; by the builder
+                         until the task is joined
     joined               number of tasks whose parts are in the token file
     part-N               part of task N that the builder has encoded
     part-N-NODE          part of task N that another node has encoded
@@ -22,9 +23,11 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from wanma.data.stores.file_locks import exclusive_lock, is_locked
 from wanma.data.text.encoding_task import EncodingResult, EncodingTask
@@ -53,7 +56,7 @@ EncodedPart = tuple[Path, EncodingResult]
 
 
 class SharedTasks:
-    """Tasks of one unfinished token file.
+    """Tasks of one unfinished token file; a context manager, whose end gives up the claims of the builder.
 
     Args:
         folder: its folder.
@@ -63,6 +66,17 @@ class SharedTasks:
     def __init__(self, folder: Path, node: str) -> None:
         self._folder, self._node, self._claims = folder, node, folder / "claims"
         self._claims.mkdir(exist_ok=True)
+        self._claimed: dict[int, ExitStack] = {}
+        """Claims of the builder, by the number of the task."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._claimed:
+            self._claimed.popitem()[1].close()
 
     @property
     def joined(self) -> int:
@@ -73,12 +87,18 @@ class SharedTasks:
             return 0
 
     def run_as_builder(self, number: int, task: EncodingTask, encode: Encode) -> EncodedPart:
-        """Return the part of a task; it is encoded here unless another node has, or does so in good time."""
-        with exclusive_lock(self._claims / str(number), _CLAIM_SECONDS):
-            if (found := self._encoded_part(number, task)) is not None:
-                return found
-            part = self._folder / f"part-{number}"
-            return part, encode(part)
+        """Return the part of a task; it is encoded here unless another node has, or does so in good time.
+
+        The claim stays until `mark_joined`: before that nothing tells a helper that the task is done.
+        """
+        with ExitStack() as claim:
+            claim.enter_context(exclusive_lock(self._claims / str(number), _CLAIM_SECONDS))
+            encoded = self._encoded_part(number, task)
+            if encoded is None:
+                part = self._folder / f"part-{number}"
+                encoded = part, encode(part)
+            self._claimed[number] = claim.pop_all()
+            return encoded
 
     def run_as_helper(self, number: int, task: EncodingTask, encode: Encode) -> EncodedPart | None:
         """Encode a task and return its part; None: another node has, or is about to."""
@@ -102,6 +122,8 @@ class SharedTasks:
             os.close(descriptor)
         self._record_path(number).unlink(missing_ok=True)
         (self._claims / str(number)).unlink(missing_ok=True)
+        if (claim := self._claimed.pop(number, None)) is not None:
+            claim.close()
 
     def open_tasks(
         self, tasks: Iterable[EncodingTask], is_over: Callable[[], bool]

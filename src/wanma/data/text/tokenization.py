@@ -14,8 +14,9 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict
 from itertools import chain, islice
 from pathlib import Path
@@ -88,22 +89,24 @@ def tokenize_documents(
         if progress:
             progress(min(processed_bytes, total_bytes), total_bytes)
 
-    shared = SharedTasks(writer.folder, node)
     tasks: Iterator[tuple[int, EncodingTask]] = enumerate(plan_tasks(groups, writer.folder, settings))
-    for number, task in tasks:
-        written = writer.written_result(task.name)
-        if written is None:
-            tasks = chain([(number, task)], tasks)
-            break
-        note(task, EncodingResult(**written))
-        shared.mark_joined(number)
-    runner = _Runner(tokenizer, writer.folder, settings, shared.run_as_builder)
-    for number, task, encoded in runner.run(tasks, encoding_processes(groups, tokenizer, process_count)):
-        assert encoded is not None
-        part, result = encoded
-        writer.append(part, task.name, result.to_json())
-        shared.mark_joined(number)
-        note(task, result)
+    with SharedTasks(writer.folder, node) as shared:
+        for number, task in tasks:
+            written = writer.written_result(task.name)
+            if written is None:
+                tasks = chain([(number, task)], tasks)
+                break
+            note(task, EncodingResult(**written))
+            shared.mark_joined(number)
+        runner = _Runner(tokenizer, writer.folder, settings, shared.run_as_builder)
+        count = encoding_processes(groups, tokenizer, process_count)
+        with closing(runner.run(tasks, count)) as encoded_tasks:  # no thread claims a task after the end
+            for number, task, encoded in encoded_tasks:
+                assert encoded is not None
+                part, result = encoded
+                writer.append(part, task.name, result.to_json())
+                shared.mark_joined(number)
+                note(task, result)
     if progress and processed_bytes != total_bytes:  # rows are counted by their share of a file
         progress(total_bytes, total_bytes)
     return total
@@ -181,7 +184,9 @@ class _Runner:
     ) -> None:
         self._tokenizer, self._folder, self._settings, self._claim = tokenizer, folder, settings, claim
 
-    def run(self, tasks: Iterator[tuple[int, EncodingTask]], process_count: int) -> Iterator[_Done]:
+    def run(
+        self, tasks: Iterator[tuple[int, EncodingTask]], process_count: int
+    ) -> Generator[_Done, None, None]:
         """Yield (number, task, result) in the order of the tasks."""
         first = list(islice(tasks, max(process_count, 2)))
         rest = chain(first, tasks)
@@ -192,7 +197,7 @@ class _Runner:
             )
         return self._tokenize_here(rest)
 
-    def _tokenize_here(self, tasks: Iterable[tuple[int, EncodingTask]]) -> Iterator[_Done]:
+    def _tokenize_here(self, tasks: Iterable[tuple[int, EncodingTask]]) -> Generator[_Done, None, None]:
         for number, task in tasks:
 
             def encode(part: Path, task: EncodingTask = task) -> EncodingResult:
@@ -208,7 +213,7 @@ def _tokenize_in_processes(
     settings: ReadingSettings,
     claim: Callable[[int, EncodingTask, Encode], EncodedPart | None],
     process_count: int,
-) -> Iterator[_Done]:
+) -> Generator[_Done, None, None]:
     """Encode tasks in processes, each held by one thread; results come in the order of the tasks."""
     tokenizer_folder = Path(tempfile.mkdtemp(prefix="tokenizer-", dir=folder))
     tokenizer.save(tokenizer_folder)

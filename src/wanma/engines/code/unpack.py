@@ -34,7 +34,7 @@ import tarfile
 import tempfile
 import time
 from pathlib import Path
-from typing import BinaryIO, Iterable, Iterator, List, NamedTuple, Tuple
+from typing import BinaryIO, Callable, Iterable, Iterator, List, NamedTuple, Tuple
 
 KEPT_SNAPSHOTS = 10
 """Number of last used snapshots that stay in a cache folder; older ones stay while they are in use."""
@@ -123,11 +123,15 @@ def unpack(
     lock_file = cache_folder / f"{digest}.lock"
     while True:
         lock = _lock(lock_file, fcntl.LOCK_SH, deadline)
+        assert lock is not None  # nothing makes it needless
         if folder.is_dir():
             os.utime(lock_file)
             return UnpackedSnapshot(folder, lock)
         os.close(lock)
-        lock = _lock(lock_file, fcntl.LOCK_EX, deadline)
+        # The process that unpacks it holds it in use from then on, perhaps until it has met this one.
+        exclusive = _lock(lock_file, fcntl.LOCK_EX, deadline, folder.is_dir)
+        if exclusive is None:
+            continue
         try:
             if not folder.is_dir():
                 try:
@@ -139,7 +143,7 @@ def unpack(
                 os.utime(lock_file)
                 _prune(cache_folder, max(keep, 1))
         finally:
-            os.close(lock)
+            os.close(exclusive)
 
 
 def is_digest(text: str) -> bool:
@@ -170,8 +174,10 @@ def _create_cache(cache_folder: Path) -> None:
         )
 
 
-def _lock(path: Path, operation: int, deadline: float) -> int:
-    """Return a descriptor of the lock file with the lock, once it is free."""
+def _lock(
+    path: Path, operation: int, deadline: float, is_needless: Callable[[], bool] = lambda: False
+) -> int | None:
+    """Return a descriptor of the lock file with the lock, once it is free; None: it is needless by then."""
     while True:
         try:
             descriptor = os.open(str(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -179,6 +185,9 @@ def _lock(path: Path, operation: int, deadline: float) -> int:
             raise _disk_error(error, path.parent) from error
         try:
             while not _try_lock(descriptor, operation):
+                if is_needless():
+                    os.close(descriptor)
+                    return None
                 if time.monotonic() > deadline:
                     raise UnpackError(
                         f"another process has held {path} for too long, unpacking the same code snapshot",

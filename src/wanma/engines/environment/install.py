@@ -158,7 +158,7 @@ def install(
     path = os.path.join(folder, environment_name(digest))
     try:
         _create_folder(folder)
-        lock = _lock(path + ".lock", progress, is_abandoned)
+        lock = _lock(path, progress, is_abandoned)
         try:
             found = find(folder, digest)
             if found is None:
@@ -169,9 +169,8 @@ def install(
             os.close(lock)
     except OSError as error:
         _raise_disk_problem(error, folder)
-    seconds = time.monotonic() - began
     python = os.path.join(path, "bin", "python")
-    return {"python": python, "is_new": found is None, "seconds": seconds}
+    return {"python": python, "is_new": found is None, "seconds": time.monotonic() - began}
 
 
 def _create_folder(folder: str) -> None:
@@ -197,19 +196,21 @@ def _check_owner(folder: str) -> None:
 
 
 def _lock(path: str, progress: Callable[[str], None], is_abandoned: Callable[[], bool]) -> int:
-    """Return a descriptor of the lock file with the exclusive lock, once it is free."""
+    """Return a descriptor of the lock file: locked exclusively, or shared with runs that use what is made."""
     said = -REPORT_SECONDS
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             while not _try_lock(descriptor):
+                if os.path.exists(os.path.join(path, COMPLETE)) and _try_lock(descriptor, fcntl.LOCK_SH):
+                    break
                 if is_abandoned():
                     raise InstallError("nobody waits for the environment", "start the run again")
                 if time.monotonic() - said > REPORT_SECONDS:
                     progress("waiting for another process that installs the same")
                     said = time.monotonic()
                 time.sleep(0.2)
-            if is_same_file(descriptor, path):
+            if is_same_file(descriptor, path + ".lock"):
                 return descriptor
         except BaseException:
             os.close(descriptor)
@@ -217,9 +218,9 @@ def _lock(path: str, progress: Callable[[str], None], is_abandoned: Callable[[],
         os.close(descriptor)  # it was removed between open and lock
 
 
-def _try_lock(descriptor: int) -> bool:
+def _try_lock(descriptor: int, operation: int = fcntl.LOCK_EX) -> bool:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.EINTR):
             return False
