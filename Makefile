@@ -1,6 +1,8 @@
 # make train   a fresh machine: set up .venv, then train a GPT on real text
 # make test    the tests of every day, at most ten minutes on two cores; ARGS=tests/planner for one room
-# make test-full      all tests of continuous integration: whole grids, soaks
+# make test-full      all tests, with whole grids and soaks: an hour
+# make test-ci        tests as continuous integration runs them: a share of the grids, failures repeated alone, a verdict
+# make ci      .ci/run in a fresh clone of HEAD, as continuous integration runs it; what it leaves is in build/ci
 # make test-changed   tests that a change since main touches; SINCE=HEAD for what is not committed
 # make test-versions  the tests of every day with the oldest and newest versions; ENVIRONMENTS=folder
 # make check   lint, format, types
@@ -31,21 +33,29 @@ HADOOP   := .venv-hadoop
 DOCS     := .venv-docs
 WHEEL    := .venv-wheel
 BIN      := $(VENV)/bin
+# Runs a command whose temporary files, home and caches are its own.
+ISOLATED  = $(BIN)/python tests/support/gate/scratch.py run
 
 SINCE    ?= main
 
 ENVIRONMENTS ?= .versions
 
-.PHONY: train test test-full test-changed test-versions check bench docs wheel peers frameworks hadoop clean setup
+.PHONY: train test test-full test-ci test-changed ci test-versions check bench docs wheel peers frameworks hadoop clean setup
 
 train: $(READY)
 	@$(BIN)/wanma train $(JOB) $(ARGS)
 
 test: $(READY)
-	@$(BIN)/python -m pytest -n $(AT_ONCE) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(ISOLATED) $(BIN)/python -m pytest -n $(AT_ONCE) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-full: $(READY)
 	@$(MAKE) --no-print-directory test ARGS="--full $(ARGS)"
+
+test-ci: $(READY)
+	@PYTHONPATH=tests $(BIN)/python -m support.gate --at-once $(AT_ONCE) $(ARGS)
+
+ci:
+	@.ci/in-a-clone
 
 test-changed: $(READY)
 	@$(MAKE) --no-print-directory test ARGS="--changed-since=$(SINCE) $(ARGS)"

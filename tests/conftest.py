@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import sys
 import zlib
@@ -72,12 +73,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="with --changed-since: most imports between a test and what has changed",
     )
     parser.addoption("--exhaustive", action="store_true", help="run every case of every grid, too: hours")
+    gate = parser.getgroup("gate", "the gate of continuous integration (tests/support/gate)")
+    gate.addoption("--records", metavar="FOLDER", type=Path, help="write down each test as it ends, and:")
+    gate.addoption("--share", type=float, default=1.0, help="of the cases that only --full runs")
+    gate.addoption("--draw", metavar="NAME", default="", help="of that share; others draw other cases")
+    gate.addoption("--full-until", metavar="SECONDS", type=float, default=math.inf, help="since 1970")
+    gate.addoption("--until", metavar="SECONDS", type=float, default=math.inf, help="since 1970")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     _set_examples(is_daily=not (config.getoption("--full") or config.getoption("--exhaustive")))
     config.stash[_SKIPS] = Skips()
     config.pluginmanager.register(config.stash[_SKIPS])
+    if config.getoption("--records"):
+        from support.gate.records import Records
+
+        config.pluginmanager.register(Records(config))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -134,6 +145,14 @@ def no_garbage_collection() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed and (command := sys.modules.get("support.command")):
+        command.end_commands()
+    return report
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -220,6 +239,7 @@ def _unwelcome(config: pytest.Config) -> list[tuple[str, str]]:
     allowed = [word.lower() for word in config.getoption("--no-skips-except")]
     if not allowed:
         return []
+    allowed.append("not run: the time ")  # of the gate, which judges what it did not start
     found = config.stash[_SKIPS].found.items()
     return [skip for skip in found if not any(word in skip[1].lower() for word in allowed)]
 

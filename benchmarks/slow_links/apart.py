@@ -81,7 +81,7 @@ def run_on(names: Sequence[str], command: Sequence[str]) -> int:
 @contextmanager
 def two_machines(megabits: float, delay_seconds: float) -> Iterator[tuple[str, str]]:
     """Create two namespaces joined by a cable of this rate and delay."""
-    names = (f"wanma-slow-a-{os.getpid()}", f"wanma-slow-b-{os.getpid()}")
+    names = (f"wanma-test-{os.getpid()}-slow-a", f"wanma-test-{os.getpid()}-slow-b")
     try:
         for name in names:
             ip("netns", "add", name)

@@ -82,7 +82,7 @@ def namespaces() -> Iterator[tuple[str, str]]:
     """Two network namespaces joined by one cable: 10.92.0.1 and 10.92.0.2."""
     if shutil.which("ip") is None:
         pytest.skip("network namespaces need the `ip` command (apt-get install iproute2)")
-    names = (f"wanma-x-{os.getpid()}", f"wanma-y-{os.getpid()}")
+    names = (f"wanma-test-{os.getpid()}-x", f"wanma-test-{os.getpid()}-y")
 
     def ip(line: str) -> None:
         subprocess.run(["ip", *line.split()], check=True, capture_output=True)

@@ -92,7 +92,7 @@ def _namespaces() -> Iterator[tuple[str, str]]:
         pytest.skip("network namespaces need root")
     if shutil.which("ip") is None:
         pytest.skip("network namespaces need the `ip` command (apt-get install iproute2)")
-    names = (f"wanma-c-{os.getpid()}", f"wanma-d-{os.getpid()}")
+    names = (f"wanma-test-{os.getpid()}-c", f"wanma-test-{os.getpid()}-d")
     made = subprocess.run(["ip", "netns", "add", names[0]], check=False, capture_output=True, text=True)
     if made.returncode:
         pytest.skip(f"network namespaces need CAP_NET_ADMIN: {made.stderr.strip()}")

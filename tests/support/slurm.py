@@ -15,7 +15,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -29,7 +28,7 @@ BRIDGE = "wanmaslurm"
 SUBNET = "10.78.7"
 CONTROLLER_PORT = 16927
 READY_SECONDS = 60.0
-LOCK = Path(tempfile.gettempdir()) / "wanma-slurm-cluster.lock"
+LOCK = Path("/run/lock/wanma-test-slurm")
 
 
 @dataclass
@@ -70,7 +69,12 @@ class SlurmCluster:
 
     def describe(self) -> str:
         """Return the queue and the end of the logs, for a failed test."""
-        parts = [self.run("squeue", "--states=all"), self.run("sinfo", "-N", "-l")]
+        parts = []
+        for command in (("squeue", "--states=all"), ("sinfo", "-N", "-l")):
+            try:
+                parts.append(self.run(*command))
+            except (AssertionError, subprocess.TimeoutExpired) as error:  # the controller is gone
+                parts.append(str(error))
         parts += [f"{path.name}:\n{path.read_text()[-1500:]}" for path in sorted(self.folder.glob("*.log"))]
         return "\n".join(parts)
 
@@ -129,7 +133,7 @@ class SlurmCluster:
 
 
 def namespace(node: str) -> str:
-    return f"wanma-{node}"
+    return f"wanma-test-{os.getpid()}-{node}"
 
 
 @contextmanager

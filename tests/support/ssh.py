@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -39,7 +38,7 @@ NOWHERE = "02:00:00:00:00:fe"
 """Hardware address that no host has."""
 PORT = 2222
 READY_SECONDS = 30.0
-LOCK = Path(tempfile.gettempdir()) / "wanma-ssh-hosts.lock"
+LOCK = Path("/run/lock/wanma-test-ssh")
 
 
 @dataclass
@@ -70,7 +69,7 @@ class SshHost:
 
     @property
     def namespace(self) -> str:
-        return f"wanma-ssh-{self.number}"
+        return f"wanma-test-{os.getpid()}-ssh-{self.number}"
 
     @property
     def cable(self) -> str:
