@@ -63,9 +63,11 @@ if "handles" in sys.argv:
     signal.signal(signal.SIGTERM, leave)
 if "deaf" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print("waiting", flush=True)
+words = ["waiting"]
 while True:
     try:
+        if words:  # a signal may follow at once
+            print(words.pop(), flush=True)
         time.sleep(60)
     except KeyboardInterrupt:
         if "stubborn" not in sys.argv:

@@ -131,14 +131,20 @@ def test_a_save_waits_for_the_one_before_it(tmp_path: Path, monkeypatch: pytest.
     real = writer.write_file
 
     def slow(path: Path, content: memoryview) -> str:
-        gate.wait(10)
+        gate.wait(60)
         return real(path, content)
 
     monkeypatch.setattr(writer, "write_file", slow)
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, tensors(1), {})
         assert checkpointer.poll() == []
-        threading.Timer(0.3, gate.set).start()
+        join = checkpointer._join_thread
+
+        def wait() -> None:
+            threading.Timer(0.3, gate.set).start()  # from when the second save waits, however late that is
+            join()
+
+        monkeypatch.setattr(checkpointer, "_join_thread", wait)
         ticket = checkpointer.save(2, tensors(2), {})
         assert ticket.stall_seconds > 0.2
     assert load_full_tensors(tmp_path / "step-00000001")["optimizer.step"] == 1

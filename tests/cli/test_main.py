@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -193,11 +194,16 @@ def test_help_starts_without_the_slow_libraries() -> None:
     assert (result.stderr, result.returncode) == ("", 0)
 
 
-def test_help_costs_less_than_a_sixth_of_a_second_of_processor_time() -> None:
-    def seconds() -> float:
-        before = os.times()
-        subprocess.run([sys.executable, "-m", "wanma", "--help"], stdout=subprocess.DEVNULL, check=True)
-        after = os.times()
-        return after.children_user + after.children_system - before.children_user - before.children_system
+def test_help_costs_less_than_three_times_the_standard_modules_that_it_imports() -> None:
+    """Both by turns, in processor time: a busy machine slows both. 0.15 s where the modules take 0.05 s."""
 
-    assert min(seconds() for _ in range(5)) < 0.15
+    def seconds(*arguments: str) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, *arguments], stdout=subprocess.DEVNULL, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    modules = "import argparse, dataclasses, json, pathlib, subprocess, tempfile, typing"
+    taken = [(seconds("-m", "wanma", "--help"), seconds("-c", modules)) for _ in range(5)]
+    shown, imported = map(min, zip(*taken, strict=True))
+    assert shown < 3 * imported

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from support.ranks import run_ranks
+from wanma.collectives.measurement import node_links
 from wanma.collectives.measurement.node_links import (
+    LATENCY_ROUNDS,
+    PROBE_MESSAGE_BYTES,
     SLOW_LINK_FACTOR,
+    TARGET_MESSAGE_SECONDS,
     NodeLink,
     measure_links,
     slow_links,
@@ -58,10 +66,14 @@ def test_links_that_are_alike_are_never_slow_and_at_most_half_of_all_are(
 
 
 def measured(worker: WorkerContext) -> Any:
+    """Links by a clock that goes on by 10 ms, on node 1 by 20 ms, from one look at it to the next."""
     store = dist.TCPStore(worker.store_host, worker.store_port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=worker.rank, world_size=worker.world_size)
+    ticks = itertools.count()
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks) * (0.01 if worker.rank < 2 else 0.02))
     try:
-        return measure_links(worker.rank, (2, 1))
+        with mock.patch.object(node_links, "time", clock):
+            return measure_links(worker.rank, (2, 1))
     finally:
         dist.destroy_process_group()
 
@@ -70,6 +82,8 @@ def test_every_rank_gets_the_same_numbers_of_every_link() -> None:
     first, *others = run_ranks(measured, 3, ())
     assert others == [first, first]
     assert [(link.source_node, link.target_node) for link in first] == [(1, 0), (0, 1)]
-    for link in first:
-        assert 0 < link.latency_seconds < 0.1
-        assert link.bandwidth_bytes_per_second > 1e7, "of loopback"
+    size = PROBE_MESSAGE_BYTES * TARGET_MESSAGE_SECONDS / 0.02
+    for link, seconds in zip(first, (0.01, 0.02), strict=True):
+        latency = seconds / LATENCY_ROUNDS
+        assert link.latency_seconds == pytest.approx(latency)
+        assert link.bandwidth_bytes_per_second == pytest.approx(size / (seconds - latency))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -61,6 +62,9 @@ class Net(nn.Module):
                     eaten.append(torch.ones(1 << 24))
             case "nan":
                 return output * float("nan")
+            case "wait":
+                while not Path("go-on").exists():
+                    time.sleep(0.01)
         return output
 
 

@@ -185,10 +185,11 @@ def test_a_full_disk_costs_checkpoints_but_not_the_training(desk: Desk) -> None:
 
 @pytest.mark.full
 def test_a_second_training_in_the_same_place_is_refused_and_the_first_goes_on(desk: Desk) -> None:
-    first = desk.start("train", "own.toml", "--run-dir", "busy", faulty("", seconds=0.3))
+    first = desk.start("train", "own.toml", "--run-dir", "busy", faulty("wait"))
     assert first.until(lambda: desk.training("busy").steps_begun() >= 1)
     second = desk.call("train", "own.toml", "--run-dir", "busy")
     assert second.code == 2
     assert second.told_once().startswith("error: another process is training in busy\n")
+    (desk.folder / "go-on").touch()
     assert first.end().code == 0
     assert [step["step"] for step in desk.training("busy").metrics] == list(range(1, 9))

@@ -214,7 +214,11 @@ def wait_forever() -> None:
 
 
 def steps_on_the_network(worker: Any, payload: bytes) -> None:
-    """Twelve steps, each with an all-reduce over the network and a copy of the state."""
+    """Twelve steps, each with an all-reduce over the network and a copy of the state.
+
+    Args:
+        payload: folder in which the ranks tell that they have come to step 3, and wait for a file `open`.
+    """
     import torch
     import torch.distributed as dist
 
@@ -228,6 +232,11 @@ def steps_on_the_network(worker: Any, payload: bytes) -> None:
     while step < 12:
         step += 1
         worker.supervisor_client.report_progress(step, "forward")
+        if step == 3:
+            gate = Path(payload.decode())
+            (gate / str(worker.rank)).touch()
+            while not (gate / "open").exists():
+                time.sleep(0.01)
         total = torch.tensor([float(step)])
         dist.all_reduce(total)
         assert total.item() == step * worker.world_size

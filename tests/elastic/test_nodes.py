@@ -87,6 +87,7 @@ def test_an_interrupt_on_any_node_stops_all_in_order(start: Any, rendezvous: str
     first = start("a", "until_stopped", rendezvous=rendezvous, node_rank=0)
     second = start("b", "until_stopped", rendezvous=rendezvous, node_rank=1)
     first.until("start")
+    second.wait_for_ranks()
     second.process.send_signal(signal.SIGINT)
     assert (first.end(), second.end()) == (130, 130)
     assert "stopped in order" in first.logs()["rank-0.log"]
@@ -101,6 +102,7 @@ def test_a_lost_node_ends_the_run_of_the_other(start: Any, rendezvous: str) -> N
     wait_for_listener(rendezvous)
     second = start("b", "until_stopped", rendezvous=rendezvous, node_rank=1)
     first.until("start")
+    second.wait_for_ranks()
     second.process.kill()
     assert first.end() == 1
     assert first.message.startswith("node 1 (")
@@ -114,6 +116,7 @@ def test_a_silent_node_is_given_up_after_its_heartbeats_stop(start: Any, rendezv
     wait_for_listener(rendezvous)
     second = start("b", "until_stopped", node_rank=1, **common)
     first.until("start")
+    second.wait_for_ranks()
     second.process.send_signal(signal.SIGSTOP)
     assert first.end() == 1
     assert "node 1 (" in first.message
@@ -126,6 +129,7 @@ def test_a_lost_coordinator_ends_the_other_nodes(start: Any, rendezvous: str) ->
     wait_for_listener(rendezvous)
     second = start("b", "until_stopped", rendezvous=rendezvous, node_rank=0)
     second.until("start")
+    first.wait_for_ranks()
     first.process.kill()
     assert second.end() == 1
     assert second.message.startswith(f"lost the coordinator at {rendezvous}")
@@ -222,7 +226,7 @@ def namespaces() -> Iterator[tuple[str, str]]:
         pytest.skip("network namespaces need root")
     if shutil.which("ip") is None:
         pytest.skip("network namespaces need the `ip` command (apt-get install iproute2)")
-    names = (f"wanma-a-{os.getpid()}", f"wanma-b-{os.getpid()}")
+    names = (f"wanma-test-{os.getpid()}-a", f"wanma-test-{os.getpid()}-b")
 
     def ip(*arguments: str) -> None:
         subprocess.run(["ip", *arguments], check=True, capture_output=True)
@@ -274,6 +278,7 @@ def test_a_cut_cable_ends_both_sides(start: Any, namespaces: tuple[str, str]) ->
     first = start("a", "until_stopped", namespace=namespaces[0], node_rank=0, **common)
     second = start("b", "until_stopped", namespace=namespaces[1], node_rank=1, **common)
     first.until("start")
+    second.wait_for_ranks()
     subprocess.run(["ip", "-n", namespaces[1], "link", "set", "cable1", "down"], check=True)
     assert (first.end(), second.end()) == (1, 1)
     assert "node 1 (" in first.message

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ def test_a_dropped_connection_is_made_again_and_nothing_said_is_lost(
     wait_for_listener(rendezvous)
     second = start("b", "until_stopped", node_rank=1, rendezvous=proxy.address)
     first.until("start")
+    second.wait_for_ranks()
     for count in range(2, 5):
         proxy.drop()
         deadline = time.monotonic() + 200
@@ -49,15 +50,22 @@ def test_a_dropped_connection_is_made_again_and_nothing_said_is_lost(
 
 @pytest.fixture
 def pair(start: Any, tmp_path: Path) -> Any:
-    """Start two nodes whose ranks make steps together over a network."""
+    """Start two nodes whose ranks make steps together over a network; both wait before step 3.
 
-    def pair(between: Cable, **changes: Any) -> tuple[Any, Any]:
+    Returns:
+        The nodes, and a function that lets their ranks go on.
+    """
+    gate = tmp_path / "gate"
+    gate.mkdir()
+
+    def pair(between: Cable, **changes: Any) -> tuple[Any, Any, Callable[[], None]]:
         common = {
             "rendezvous": f"{between.addresses[0]}:29500",
             "secret": SECRET,
             "max_restarts": 3,
             "preload_modules": ["torch"],
             "run_directory": str(tmp_path / "run"),
+            "payload": str(gate),
             **changes,
         }
         one, other = (
@@ -66,7 +74,11 @@ def pair(start: Any, tmp_path: Path) -> Any:
         )
         while one.until("step")["step"] < 2:
             pass
-        return one, other
+        deadline = time.monotonic() + 200
+        while len(list(gate.iterdir())) < 2:
+            assert time.monotonic() < deadline, "a rank never came to step 3"
+            time.sleep(0.01)
+        return one, other, (gate / "open").touch
 
     return pair
 
@@ -76,8 +88,9 @@ def pair(start: Any, tmp_path: Path) -> Any:
 @pytest.mark.root
 def test_a_cut_shorter_than_the_deadline_costs_nothing_but_time(pair: Any) -> None:
     with cable() as between:
-        first, second = pair(between, heartbeat_timeout_seconds=10)
+        first, second, go_on = pair(between, heartbeat_timeout_seconds=60)
         between.pull()
+        go_on()
         time.sleep(3)
         between.plug_in()
         assert (first.end(), second.end()) == (0, 0), (first.lines, second.lines)
@@ -90,8 +103,9 @@ def test_a_cut_shorter_than_the_deadline_costs_nothing_but_time(pair: Any) -> No
 @pytest.mark.root
 def test_of_two_nodes_cut_off_from_each_other_none_goes_on_alone(pair: Any, tmp_path: Path) -> None:
     with cable() as between:
-        first, second = pair(between, heartbeat_timeout_seconds=5)
+        first, second, go_on = pair(between, heartbeat_timeout_seconds=5)
         between.pull()
+        go_on()
         while "1 node missing" not in first.until("message")["text"]:
             pass
         while "terminating the ranks on this node" not in second.until("message")["text"]:
@@ -114,6 +128,7 @@ def test_of_two_nodes_cut_off_from_each_other_none_goes_on_alone(pair: Any, tmp_
 @pytest.mark.root
 def test_a_slow_network_is_no_failure(pair: Any) -> None:
     with long_cable(0.05) as between:
-        first, second = pair(between, heartbeat_timeout_seconds=4)
+        first, second, go_on = pair(between, heartbeat_timeout_seconds=4)
+        go_on()
         assert (first.end(), second.end()) == (0, 0), (first.lines, second.lines)
     assert {line["generation"] for line in first.lines if line["kind"] == "step"} == {1}

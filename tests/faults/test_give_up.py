@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 from support.command import Desk, Ran, Training, small_disk
 from support.fault_table import Row
-from support.injection import Fault, injected, struck
+from support.injection import Fault, after_exchange, injected, struck
 from support.nodes import SHARDED, Machines
 from support.recovered import COMMON, STEPS, Met, check_whole, meet
 
@@ -24,10 +23,8 @@ SAVED = "the in-memory checkpoint was flushed to disk: checkpoint of step 7 in "
 
 def in_step_8(what: str, *generations: int) -> list[Fault]:
     """Once in each of these generations, of which the first leaves copies of step 7 on both ranks."""
-    copies = [Fault("await copy", rank, **IN_STEP_8, generation=generations[0]) for rank in (0, 1)]
-    whole = Fault("sleep", 0, **IN_STEP_8, generation=generations[0], argument="0")
     first, *others = (Fault(what, 1, **IN_STEP_8, generation=number) for number in generations)
-    return [*copies, whole, replace(first, together=len(copies) + 2), *others]
+    return [*after_exchange(first, 2), *others]
 
 
 def in_rescue(what: str, times: int = 1, rank: int = 1) -> list[Fault]:
@@ -110,7 +107,7 @@ def test_a_disk_that_is_full_at_the_end_costs_no_step(
         assert [path.parent.parent for path in rescued.glob("*/step-*")] == [rescued]
 
         shown = desk.run("sample", "full", "--runs", ".", "--prompt", "def ", "--tokens", "1")
-        assert shown.code == 0, shown.text
+        assert shown.code == 0, f"exit code {shown.code}\n{shown.text}"
         still_full = again(desk, "full", NO_CHECKPOINT)
         assert still_full.code == 0, "there is nothing left to do"
         subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.full
 )
 def test_a_rank_that_shares_its_reading_is_lost_and_nothing_else(desk: Desk, fault: Fault) -> None:
     whole = desk.run("train", *COMMON, *PEERS, "--run-dir", "whole")
-    assert whole.code == 0, whole.text
+    assert whole.code == 0, f"exit code {whole.code}\n{whole.text}"
     met = meet(desk, "met", fault, overrides=PEERS)
     assert met.ran.code == 0, met.ran.text
     [recovery] = met.recoveries

@@ -49,7 +49,7 @@ def browse(tmp_path: Path) -> Callable[..., tuple[str, str]]:
 
     def run(page: Path, *flags: str) -> tuple[str, str]:
         command = [program, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", *flags, page.as_uri()]
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True)
         return answer.stdout, answer.stderr
 
     return run

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,10 @@ class Fault:
     """kill, stop (SIGSTOP), segfault, process exit, raise, kill fork server; allocate (a too large tensor),
     out of memory (`argument`: folder of a control group); flip (a bit of a weight, at the phase step done),
     nan and spike (the rank's gradients, at the phase update); sleep (`argument`: seconds), await checkpoint
-    (`argument`: of which step, until it is complete), await copy (the rank's in memory of the step before,
-    until it is whole), slow (from then on each forward and backward takes
-    `argument` seconds more), slow upload (each file takes so much longer),
+    (`argument`: of which step, until it is complete), await exchange (until the rank's newest copy in memory
+    is whole, and exchanged with its partner node), await stop (a request of the supervisor's), slow (from
+    then on each forward and backward takes `argument` seconds more), slow upload (each file takes so much
+    longer),
     wrong product (of the matrices that the health check multiplies). What shows only later: flip snapshot
     (all of the rank's), flip checkpoint, tear checkpoint (`argument`: of which step), fill disk, free disk,
     deny and allow (writing into the folder of checkpoints). At the phase rescue, half way through the rank's
@@ -57,13 +58,17 @@ class Fault:
             raise ValueError(f"unknown fault {self.what!r}; known are {', '.join(sorted(KINDS))}")
 
 
-def injected(folder: Path, *faults: Fault, flush_seconds: float | None = None) -> dict[str, str]:
+def injected(
+    folder: Path, *faults: Fault, flush_seconds: float | None = None, repeat_seconds: float | None = None
+) -> dict[str, str]:
     """Environment of a command whose ranks are to meet `faults`; `struck` later tells when they did.
 
     Args:
         folder: new, for the marks of faults that have struck.
         flush_seconds: time before a kill that the supervisor keeps for each place of a flush; None: what it
             keeps for one on an ordinary machine, which may be too little where many tests share the cores.
+        repeat_seconds: time in which a second Ctrl-C is the same one; None: the usual, too little for both to
+            be heard on a busy machine.
     """
     folder.mkdir()
     path = [str(SUPPORT / "injected"), str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")]
@@ -73,8 +78,27 @@ def injected(folder: Path, *faults: Fault, flush_seconds: float | None = None) -
         "trace": str(trace),
         "faults": [asdict(fault) for fault in faults],
         "flush_seconds": flush_seconds,
+        "repeat_seconds": repeat_seconds,
     }
     return {VARIABLE: json.dumps(order), "PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
+def after_exchange(fault: Fault, ranks: int, *earlier: Fault) -> list[Fault]:
+    """The fault, after waits that leave each of `ranks` ranks and its partner with a copy of the step before.
+
+    While the exchange of one copy goes on, no other is begun: so that of the last but one is awaited as well.
+    It strikes when all of the list have marks; those that come before it without being awaited are `earlier`.
+    """
+    phase, generation = "forward and backward", fault.generation
+    waits = [
+        Fault("await exchange", rank, step, phase, generation)
+        for step in (fault.step - 1, fault.step)
+        for rank in range(ranks)
+    ]
+    # A wait has its mark when it begins: another one of its rank tells its end.
+    ends = [Fault("sleep", rank, fault.step, phase, generation, "0") for rank in range(ranks)]
+    before = [*earlier, *waits, *ends]
+    return [*before, replace(fault, together=len(before) + 1)]
 
 
 @dataclass(frozen=True)
@@ -144,6 +168,10 @@ def install() -> None:
         from wanma.elastic.recovery import flush_deadline
 
         flush_deadline.FLUSH_STARTUP_SECONDS = order["flush_seconds"]
+    if order["repeat_seconds"] is not None:
+        from wanma.elastic.supervisor import stop_signals
+
+        stop_signals.SIGNAL_REPEAT_SECONDS[signal.SIGINT] = order["repeat_seconds"]
     if "wanma.elastic.recovery.flush_process" in sys.orig_argv:
         _install_in_rescue(Path(order["folder"]), faults)
         return

@@ -20,7 +20,7 @@ COMMON = (
     "checkpoint.in_memory_every_steps=1",
 )
 QUIET = (
-    "await copy",
+    "await exchange",
     "flip snapshot",
     "flip checkpoint",
     "tear checkpoint",
@@ -84,7 +84,7 @@ def meet(
     ran = running.end()
     assert running.left() == []
     missed = [fault for number, fault in enumerate(faults) if not (marks / str(number)).exists()]
-    assert not missed, (missed, ran.text)
+    assert not missed, f"faults that never struck: {missed}\n{ran.text}"
     strikes = struck(marks)
     return Met(ran, desk.training(name), faults, strikes)
 
@@ -96,7 +96,7 @@ def run_name(text: str) -> str:
 
 def check_whole(ran: Ran, training: Training, whole: Training, steps: int = STEPS) -> None:
     """Check that it ended well, with every step once and the bits of the run that nothing happened to."""
-    assert ran.code == 0, ran.text
+    assert ran.code == 0, f"exit code {ran.code}\n{ran.text}"
     assert [step["step"] for step in training.metrics] == list(range(1, steps + 1)), "each once, in order"
     assert training.losses == whole.losses[:steps]
     assert_bitwise_equal(training.state(), whole.state(steps))

@@ -24,7 +24,8 @@ KINDS = frozenset(
         "kill fork server",
         "kill supervisor",
         "await checkpoint",
-        "await copy",
+        "await exchange",
+        "await stop",
         "sleep",
         "slow",
         "slow upload",
@@ -71,8 +72,13 @@ def strike(what: str, argument: str, making: int, spec: Any) -> None:
         case "await checkpoint":
             folder = checkpoints / f"step-{int(argument):08d}"
             _wait(folder.exists, str(folder))
-        case "await copy":
-            _await_copy(spec.memory_file_paths, making - 1)
+        case "await exchange":
+            _await_exchange()
+        case "await stop":
+            from wanma.elastic.workers.progress_board import ProgressBoard
+
+            board = _only(ProgressBoard)
+            _wait(lambda: board.is_drain_requested() or board.is_suspend_requested(), "a request to stop")
         case "sleep":
             time.sleep(float(argument))
         case "slow":
@@ -158,6 +164,14 @@ def _await_copy(paths: tuple[str, ...], step: int) -> None:
     _wait(is_there, f"a copy of step {step}")
 
 
+def _await_exchange() -> None:
+    """Wait until this rank's newest copy in memory is whole and exchanged with its partner node."""
+    from wanma.checkpoint.in_memory.in_memory_checkpointer import InMemoryCheckpointer
+
+    thread = _only(InMemoryCheckpointer)._thread
+    _wait(lambda: thread is None or not thread.is_alive(), "the end of the exchange")
+
+
 def _flip_snapshots(paths: tuple[str, ...], step: int) -> None:
     """One bit in each of this rank's copies, as soon as one is of `step`: whichever is taken up is wrong."""
     from wanma.checkpoint.in_memory.memory_file import HEADER_BYTES
@@ -203,5 +217,10 @@ def _wait(condition: Callable[[], bool], what: str) -> None:
 def _trainer() -> Any:
     from wanma.training.run.trainer import Trainer
 
-    (trainer,) = (one for one in gc.get_objects() if isinstance(one, Trainer))
-    return trainer
+    return _only(Trainer)
+
+
+def _only(kind: type) -> Any:
+    """The one object of this kind in this process."""
+    (found,) = (one for one in gc.get_objects() if isinstance(one, kind))
+    return found

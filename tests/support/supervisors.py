@@ -64,6 +64,14 @@ class Supervisor:
                 return self.lines[-1]
         raise AssertionError(f"no {kind} in {self.lines}")
 
+    def wait_for_ranks(self) -> None:
+        """Wait until this node has started its ranks: from then on a signal stops them in order."""
+        deadline = time.monotonic() + 200
+        while not list((self.folder / "logs").glob("rank-*.log")):
+            assert self.process.poll() is None, f"it ended\n{self.errors.read_text()}"
+            assert time.monotonic() < deadline, "no rank was started"
+            time.sleep(0.01)
+
     def end(self) -> int:
         assert self.process.stdout is not None
         self.lines += [json.loads(line) for line in self.process.stdout]

@@ -7,7 +7,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ import pytest
 from wanma.data.documents.document_groups import group_documents
 from wanma.data.documents.text_files import list_documents
 from wanma.data.text import encoding_task, token_file
-from wanma.data.text.encoding_task import ReadingSettings
+from wanma.data.text.encoding_task import EncodingResult, EncodingTask, ReadingSettings
 from wanma.data.text.shared_tasks import SharedTasks
 from wanma.data.text.token_file import open_or_build_token_file
 from wanma.data.text.tokenizer import BytesTokenizer
@@ -126,6 +126,35 @@ def test_a_builder_that_dies_is_succeeded_by_its_helper(fingerprint: str, tmp_pa
     check_folders(tmp_path)
 
 
+def only_task(folder: Path) -> tuple[EncodingTask, Callable[[Path], EncodingResult]]:
+    """Return the task of a corpus of one file, and the function that encodes it."""
+    path = folder / "a.txt"
+    path.write_text("text")
+    groups, _ = group_documents(list_documents([str(path)]))
+    (task,) = encoding_task.plan_tasks(groups, folder, ReadingSettings())
+    return task, lambda part: encoding_task.run_task(task, BytesTokenizer(), part, ReadingSettings())
+
+
+def test_a_task_is_the_builders_until_it_is_joined(tmp_path: Path) -> None:
+    """Between its encoding and its joining nothing else tells a helper that the task is done."""
+    task, encode = only_task(tmp_path)
+    helper = SharedTasks(tmp_path, "helper")
+    with SharedTasks(tmp_path, "builder") as builder:
+        part, _ = builder.run_as_builder(0, task, encode)
+        assert part == tmp_path / "part-0"
+        assert helper.run_as_helper(0, task, encode) is None
+        builder.mark_joined(0)
+        assert helper.run_as_helper(0, task, encode) is None
+    assert not list(tmp_path.glob("part-0-*"))
+
+
+def test_a_task_that_a_builder_gives_up_is_free(tmp_path: Path) -> None:
+    task, encode = only_task(tmp_path)
+    with SharedTasks(tmp_path, "builder") as builder:
+        builder.run_as_builder(0, task, encode)
+    assert SharedTasks(tmp_path, "helper").run_as_helper(0, task, encode) is not None
+
+
 def test_a_helper_with_a_lower_limit_gives_no_part(tmp_path: Path) -> None:
     """The limit of bad rows is not part of a token file: jobs with others share it."""
     path = tmp_path / "a.jsonl"
@@ -138,9 +167,10 @@ def test_a_helper_with_a_lower_limit_gives_no_part(tmp_path: Path) -> None:
         SharedTasks(tmp_path, "helper").run_as_helper(
             0, task, lambda part: encoding_task.run_task(task, BytesTokenizer(), part, strict)
         )
-    _, result = SharedTasks(tmp_path, "builder").run_as_builder(
-        0, task, lambda part: encoding_task.run_task(task, BytesTokenizer(), part, lenient)
-    )
+    with SharedTasks(tmp_path, "builder") as builder:
+        _, result = builder.run_as_builder(
+            0, task, lambda part: encoding_task.run_task(task, BytesTokenizer(), part, lenient)
+        )
     assert (result.documents, len(result.bad_rows)) == (48, 2)
 
 

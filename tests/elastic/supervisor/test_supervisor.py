@@ -14,15 +14,23 @@ from typing import Any
 
 import pytest
 
-from wanma.elastic.failure import explain_sigkill
+from wanma.elastic import failure
+from wanma.elastic.supervisor import worker_group
 from wanma.elastic.supervisor.stop_signals import SIGNAL_REPEAT_SECONDS
 from wanma.elastic.supervisor.supervisor import run_supervisor
+from wanma.elastic.workers import fork_server_handle
 from wanma.elastic.workers.fork_server_handle import ForkServerHandle
 from wanma.elastic.workers.linux_processes import process_state, set_process_name
-from wanma.job.run.resource_limits import count_oom_kills
 
-NO_MEMORY_KILL = explain_sigkill(count_oom_kills())
+NO_MEMORY_KILL = failure.format_sigkill_hint(0, 0, 0)
 """Text about a process that the test itself killed."""
+
+
+@pytest.fixture(autouse=True)
+def _no_memory_kill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel counts for the whole machine, also what it kills in a test beside this one."""
+    for module in (failure, worker_group, fork_server_handle):
+        monkeypatch.setattr(module, "count_oom_kills", lambda: 0)
 
 
 def is_gone(pid: int) -> bool:

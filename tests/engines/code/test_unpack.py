@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fcntl
 import hashlib
 import io
 import os
@@ -13,6 +14,7 @@ import tarfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -162,10 +164,32 @@ def test_a_snapshot_in_use_stays(tmp_path: Path) -> None:
     assert [path.name for path in cache.iterdir() if path.is_dir()] == [third.stem]
 
 
+def test_a_snapshot_that_another_process_has_unpacked_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisors of a run start together, and each holds the snapshot until all have trained."""
+    archive, lock = archive_of(tmp_path, {"x": "1"}), unpacking._lock
+    others: list[unpacking.UnpackedSnapshot] = []
+
+    def lock_after_another_process(path: Path, operation: int, *words: Any) -> int | None:
+        if operation == fcntl.LOCK_EX:  # the snapshot was missing at the first look
+            monkeypatch.setattr(unpacking, "_lock", lock)
+            others.append(unpack_snapshot(archive, tmp_path / "cache"))
+        return lock(path, operation, *words)
+
+    monkeypatch.setattr(unpacking, "_lock", lock_after_another_process)
+    with unpack_snapshot(archive, tmp_path / "cache", timeout_seconds=5) as second:
+        assert others[0].lock >= 0, "still in use"
+        assert second.path == others[0].path
+        assert (second.path / "x").read_text() == "1"
+    others[0].close()
+
+
 def test_a_lock_that_is_never_given_back_is_an_error(tmp_path: Path) -> None:
     archive = archive_of(tmp_path, {"x": ""})
     (tmp_path / "cache").mkdir()
-    lock = unpacking._lock(tmp_path / "cache" / f"{archive.stem}.lock", unpacking.fcntl.LOCK_EX, 0)
+    lock = unpacking._lock(tmp_path / "cache" / f"{archive.stem}.lock", fcntl.LOCK_EX, 0)
+    assert lock is not None
     with pytest.raises(WanmaError, match=rf"another process has held .*{archive.stem}\.lock for too long"):
         unpack_snapshot(archive, tmp_path / "cache", timeout_seconds=0.1)
     os.close(lock)

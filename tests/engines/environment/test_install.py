@@ -209,6 +209,29 @@ def test_of_two_builders_one_installs_and_the_other_finds_it(tmp_path: Path) -> 
     assert sorted(ends) == ["found", "new"]
 
 
+def test_an_environment_that_a_run_uses_already_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first builder's run begins before the second builder, which has waited, looks again."""
+    archive = archive_of(tmp_path)
+    place = tmp_path / install.environment_name(archive.digest)
+    place.mkdir()
+    said: list[str] = []
+    try_lock = install._try_lock
+
+    def lock_too_late(descriptor: int, *operation: int) -> bool:
+        (place / install.COMPLETE).touch()
+        return try_lock(descriptor, *operation)
+
+    monkeypatch.setattr(install, "_try_lock", lock_too_late)
+    with lock_of(place).open("w") as use:
+        fcntl.flock(use, fcntl.LOCK_SH)
+        made = install.install(
+            str(tmp_path), archive.digest, archive.data, {}, said.append, lambda: bool(said)
+        )
+    assert (made["python"], made["is_new"], said) == (f"{place}/bin/python", False, [])
+
+
 @pytest.mark.full
 def test_a_killed_builder_leaves_nothing_that_counts(tmp_path: Path) -> None:
     archive = archive_of(tmp_path)

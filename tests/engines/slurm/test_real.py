@@ -18,8 +18,10 @@ from pathlib import Path
 import pytest
 
 from support.frameworks import SCRIPTS
+from support.run_state import describe_processes, describe_run
 from support.slurm import SlurmCluster, slurm_cluster
 from support.wheels import make_wheel
+from wanma.engines.slurm.batch_script import CANCEL_FILE
 from wanma.job.run.run_directory import RunDirectory
 from wanma.report.run_report import read_report
 
@@ -54,6 +56,23 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
         yield made
 
 
+@pytest.fixture(autouse=True)
+def restore_cluster(cluster: SlurmCluster, tmp_path: Path) -> Iterator[None]:
+    """Restore the cluster after a test that failed half-way: its jobs would keep the nodes from others."""
+    yield
+    if cluster.daemons["slurmctld"].poll() is not None:
+        cluster.start_controller()
+        cluster.wait_for(cluster.has_controller, "the controller")
+    for node in cluster.nodes:
+        if cluster.daemons[node].poll() is not None:
+            cluster.start_node(node)
+    if jobs := queue(cluster):
+        for files in (tmp_path / "runs").glob("*/engine"):
+            (files / CANCEL_FILE).touch()  # no job is requeued
+        cluster.run("scancel", "--quiet", *jobs)
+        wait_until_idle(cluster)
+
+
 class Login:
     """The user's terminal on the login node."""
 
@@ -64,15 +83,16 @@ class Login:
         self.run = RunDirectory(folder / "runs" / name)
 
     def wanma(self, *words: str, code: int = 0, seconds: float = 240) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "wanma", *words],
-            cwd=self.folder,
-            env=self.cluster.environment,
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            check=False,
-        )
+        with self.describe_failure():
+            done = subprocess.run(
+                [sys.executable, "-m", "wanma", *words],
+                cwd=self.folder,
+                env=self.cluster.environment,
+                capture_output=True,
+                text=True,
+                timeout=seconds,
+                check=False,
+            )
         assert done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout + done.stderr
 
@@ -87,14 +107,34 @@ class Login:
         return read_report(self.run).steps["step"] if self.run.metrics.exists() else []
 
     def wait_for_step(self, step: int = 1, seconds: float = 120) -> None:
-        self.cluster.wait_for(lambda: self.steps and self.steps[-1] >= step, f"step {step}", seconds)
+        with self.describe_failure():
+            self.cluster.wait_for(lambda: self.steps and self.steps[-1] >= step, f"step {step}", seconds)
 
     def wait_for_state(self, *states: str, seconds: float = 120) -> None:
-        self.cluster.wait_for(
-            lambda: self.ask("status").split(":")[1].split()[0].rstrip(",") in states,
-            f"one of {states}",
-            seconds,
-        )
+        with self.describe_failure():
+            self.cluster.wait_for(
+                lambda: self.ask("status").split(":")[1].split()[0].rstrip(",") in states,
+                f"one of {states}",
+                seconds,
+            )
+
+    @contextlib.contextmanager
+    def describe_failure(self) -> Iterator[None]:
+        """Add the state of the run to a failure, and that of the cluster to a time-out."""
+        try:
+            yield
+        except AssertionError as error:
+            problem, _, more = str(error).partition("\n")
+        except subprocess.TimeoutExpired as error:
+            parts = [part for part in (error.stdout, error.stderr) if part]
+            output = b"".join(part.encode() if isinstance(part, str) else part for part in parts)
+            problem = f"not within {error.timeout:.0f} s: {error.cmd}"
+            more = f"{output.decode(errors='replace')}\n{self.cluster.describe()}"
+        else:
+            return
+        for node in self.cluster.nodes:
+            more = f"processes on {node}:\n{describe_processes(self.cluster.processes(node))}\n{more}"
+        raise AssertionError(f"{problem}\n{describe_run(self.run)}\n{more}")
 
     @property
     def output(self) -> str:
@@ -105,7 +145,14 @@ class Login:
         return json.loads(self.run.engine.read_text())["handle"]["jobs"]
 
 
+def queue(cluster: SlurmCluster) -> list[str]:
+    """Return the jobs that wait, run or end; a heterogeneous job, or an array, is one."""
+    names = cluster.run("squeue", "--noheader", "--format=%i").split()
+    return sorted({re.split("[+_]", name)[0] for name in names})
+
+
 def wait_until_idle(cluster: SlurmCluster) -> None:
+    cluster.wait_for(lambda: not queue(cluster), "an empty queue")
     cluster.wait_for(
         lambda: cluster.run("sinfo", "-pmain", "--noheader", "-N", "--format=%T").split() == ["idle", "idle"],
         "idle nodes",
@@ -132,7 +179,7 @@ def supervisors(cluster: SlurmCluster, node: str) -> list[int]:
             command = Path(f"/proc/{process}/cmdline").read_bytes()
         except OSError:
             continue
-        if b"wanma" in command and b"slurmstepd" not in command:
+        if any(word == b"wanma" or word.startswith(b"wanma.") for word in command.split(b"\0")):
             found.append(process)
     return found
 
@@ -465,10 +512,13 @@ def test_code_that_changes_while_the_run_waits_changes_nothing(cluster: SlurmClu
     wait_until_idle(cluster)
 
 
-def test_a_shell_with_an_allocation_runs_the_job_in_it(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_a_shell_with_an_allocation_runs_the_job_in_it(
+    cluster: SlurmCluster, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     login = Login(cluster, tmp_path, "allocated", 4)
     command = [sys.executable, "-m", "wanma", "train", str(login.job)]
-    shown = cluster.run("salloc", "--nodes=2", "--exclusive", *command, seconds=240)
+    with login.describe_failure():
+        shown = cluster.run("salloc", "--nodes=2", "--exclusive", *command, seconds=240)
     assert "finished at step 4" in shown
     assert read_report(login.run).starts[-1]["nodes"] == 2
     wait_until_idle(cluster)
@@ -481,6 +531,7 @@ def test_a_shell_with_an_allocation_runs_the_job_in_it(cluster: SlurmCluster, tm
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
+    request.addfinalizer(shell.kill)
     endless.wait_for_step(2)
     (bash,) = [process for process in children(shell.pid) if process != shell.pid]
     os.kill(bash, signal.SIGINT)
