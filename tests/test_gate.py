@@ -26,6 +26,7 @@ markers =
   gpu
   root
 addopts = --max-worker-restart=0
+testpaths = tests
 pythonpath = {HERE}
 """
 FLAKY = """
@@ -55,10 +56,11 @@ def test_of_every_day(): pass
 
 
 def gate(folder: Path, *options: str, **files: str) -> subprocess.CompletedProcess[str]:
-    shutil.copy(HERE / "conftest.py", folder)
+    (folder / "tests").mkdir(exist_ok=True)
+    shutil.copy(HERE / "conftest.py", folder / "tests")
     (folder / "pytest.ini").write_text(SETTINGS)
     for name, source in files.items():
-        (folder / f"test_{name}.py").write_text(source)
+        (folder / "tests" / f"test_{name}.py").write_text(source)
     command = [sys.executable, "-m", "support.gate", "--at-once", "0", "--evidence", "evidence", *options]
     environment = {**os.environ, "PYTHONPATH": str(HERE)}
     return subprocess.run(
@@ -70,18 +72,26 @@ def test_a_failure_is_broken_or_flaky_and_unlike_numbers_are_never_repeated(tmp_
     ran = gate(tmp_path, broken=BROKEN, flaky=FLAKY, numbers=NUMBERS, fine="def test_fine(): pass\n")
     lines = (tmp_path / "evidence" / "verdict").read_text().splitlines()
     assert ran.returncode == 1, ran.stdout + ran.stderr
-    assert "fails alone, 2 times" in next(line for line in lines if line.startswith("BROKEN test_broken.py"))
-    assert "never repeated" in next(line for line in lines if line.startswith("BROKEN test_numbers.py"))
-    assert lines[-1] == "1 passed, 2 failed, 0 skipped, 1 flaky: test_flaky.py::test_every_second_time"
-    causes = {one.test.partition("::")[0]: one.cause for one in read_records(tmp_path / "evidence")}
+    assert "fails alone, 2 times" in next(
+        line for line in lines if line.startswith("BROKEN tests/test_broken.py")
+    )
+    assert "never repeated" in next(line for line in lines if line.startswith("BROKEN tests/test_numbers.py"))
+    assert lines[-1] == "1 passed, 2 failed, 0 skipped, 1 flaky: tests/test_flaky.py::test_every_second_time"
+    causes = {
+        Path(one.test.partition("::")[0]).name: one.cause for one in read_records(tmp_path / "evidence")
+    }
     assert causes["test_flaky.py"].startswith("AssertionError: the first time")
-    assert "| test_flaky.py::test_every_second_time |" in (tmp_path / "evidence" / "flaky.md").read_text()
+    assert (
+        "| tests/test_flaky.py::test_every_second_time |" in (tmp_path / "evidence" / "flaky.md").read_text()
+    )
 
 
 def test_a_run_with_a_flaky_test_is_green_and_says_so(tmp_path: Path) -> None:
     ran = gate(tmp_path, flaky=FLAKY)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ran.stdout.splitlines()[-1].startswith("0 passed, 0 failed, 0 skipped, 1 flaky: test_flaky.py")
+    assert ran.stdout.splitlines()[-1].startswith(
+        "0 passed, 0 failed, 0 skipped, 1 flaky: tests/test_flaky.py"
+    )
 
 
 def test_a_share_of_the_full_suite_runs_and_what_its_time_leaves_out_is_counted(tmp_path: Path) -> None:
@@ -91,7 +101,7 @@ def test_a_share_of_the_full_suite_runs_and_what_its_time_leaves_out_is_counted(
     assert (ran.returncode, ran.stdout.splitlines()[-1].partition(",")[0]) == (0, f"{number} passed")
     over = gate(tmp_path, "--share=1", "--full-minutes=0", grid=GRID)
     assert over.returncode == 0, over.stdout
-    assert "40 of test_grid.py" in over.stdout
+    assert "40 of tests/test_grid.py" in over.stdout
     assert over.stdout.splitlines()[-1] == "1 passed, 0 failed, 0 skipped, 0 flaky"
     late = gate(tmp_path, "--last-minutes=0", grid=GRID)
     assert late.returncode == 1
@@ -140,8 +150,11 @@ def test_many_flaky_tests_are_red_and_the_verdict_is_short() -> None:
     flaky = [Failure(Record(f"test_{number}", "failed")) for number in range(MOST_FLAKY + 1)]
     assert Verdict(1, 0, flaky=flaky[1:]).is_green
     assert not Verdict(1, 0, flaky=flaky).is_green
-    long = Verdict(1, 0, broken=[Failure(Record(f"test_{n}", "failed"), "why") for n in range(200)])
+    long = Verdict(
+        1, 0, broken=[Failure(Record(f"test_{n}", "failed"), "why") for n in range(200)], reasons=["no time"]
+    )
     assert len(long.lines()) <= MOST_LINES
+    assert long.lines()[0] == "RED: no time"
     assert long.lines()[-1] == "1 passed, 200 failed, 0 skipped, 0 flaky"
 
 

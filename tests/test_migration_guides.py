@@ -253,7 +253,7 @@ def test_the_loop_of_the_page_on_ddp_trains_to_the_losses_of_its_script(tmp_path
     here = desk(tmp_path, "torchrun-ddp")
     theirs = here.run("launch", "--ranks", "2", "--show", "0", "ddp.py")
     ours = here.run("launch", "--ranks", "2", "loop.py")
-    assert ours.code == 0, ours.text
+    ours.check()
     assert here.training("runs/loop").losses == pytest.approx(losses(theirs.out), abs=2e-5)
 
 

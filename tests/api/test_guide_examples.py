@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def run(folder: Path, name: str) -> str:
     ran = Desk(folder, modules=folder).start_program([sys.executable, str(EXAMPLES / name)]).end(240)
-    assert ran.code == 0, ran.text
+    ran.check()
     return ran.out
 
 

@@ -60,7 +60,7 @@ def test_the_scripts_words_are_its_own_and_its_jobs_console_is_used(desk: Desk) 
     options = json.dumps({"job": {"cluster": {"hang_timeout_seconds": 77.0}}, "run_directory": "elsewhere"})
     words = [options, "--ranks", "7", "--", "x"]
     ran = desk.run("launch", "--ranks", "2", "--set", "cluster.threads_per_rank=1", "mine.py", *words)
-    assert ran.code == 0, ran.text
+    ran.check()
     assert f"arguments {json.dumps(words)} threads 1\n" in log(desk, "runs/mine", 1)
     lines = ran.out.splitlines()
     assert lines.count("run directory: runs/mine") == 1

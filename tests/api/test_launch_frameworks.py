@@ -128,7 +128,7 @@ def test_tensorflow_processes_of_two_nodes_agree_on_the_cluster(desk: Desk) -> N
 def test_a_script_runs_in_an_environment_without_wanma(desk: Desk, bare_python: Path) -> None:
     name = write(desk, "told.py", VARIABLES)
     ran = launch(desk, "--framework", "jax", "--ranks", "2", "--python", str(bare_python), name, "--lr", "1")
-    assert ran.code == 0, ran.text
+    ran.check()
     ranks = [told(ran, rank) for rank in (0, 1)]
     assert [one["JAX_PROCESS_ID"] for one in ranks] == ["0", "1"]
     assert [one["OMPI_COMM_WORLD_LOCAL_RANK"] for one in ranks] == ["0", "1"]
@@ -170,7 +170,7 @@ while True:
 urlopen(Request(f"{place}{rank}", method="DELETE"))
 """
     ran = launch(desk, "--framework", "horovod", "--ranks", "2", write(desk, "store.py", source))
-    assert ran.code == 0, ran.text
+    ran.check()
     assert [lines(ran, rank) for rank in (0, 1)] == [["peer 1"], ["peer 0"]]
 
 
@@ -219,7 +219,7 @@ def test_ranks_that_only_serve_are_ended_when_the_others_have_finished(
 ) -> None:
     name = write(desk, "serves.py", SERVES)
     ran = launch(desk, "--framework", "tensorflow", "--roles", roles, name, *coordinated)
-    assert ran.code == 0, ran.text
+    ran.check()
     assert lines(ran, 0) == ["here", "done"]
     services = "worker 0, ps 0, evaluator 0" if coordinated else "ps 0"
     assert f"all other ranks have finished: ending {services}" in ran.out
@@ -257,7 +257,7 @@ def test_the_loss_of_a_node_with_parameter_servers_only_fails_the_run(desk: Desk
     servers.kill_all()
     servers.end()
     ran = worker.end()
-    assert ran.code == 1, ran.text
+    ran.check(1)
     assert f"error: node 1 ({socket.gethostname()}) was lost: " in ran.told_once()
     assert worker.left() == []
 
@@ -267,7 +267,7 @@ def test_ranks_of_another_interpreter_start_again(desk: Desk, bare_python: Path)
     name = write(desk, "again.py", AGAIN)
     words = ("--framework", "tensorflow", "--ranks", "1", "--python", str(bare_python))
     ran = launch(desk, *words, "--max-restarts", "1", name)
-    assert ran.code == 0, ran.text
+    ran.check()
     assert lines(ran, 0) == ["the second time {'type': 'worker', 'index': 0}"]
 
 
@@ -279,7 +279,7 @@ def test_a_request_to_stop_reaches_a_script_of_another_interpreter(desk: Desk, b
     going.look()
     going.signal(signal.SIGINT)
     ran = going.end()
-    assert ran.code == 130, ran.text
+    ran.check(130)
     assert going.left() == []
 
 

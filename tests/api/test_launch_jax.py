@@ -24,7 +24,7 @@ def desk(tmp_path: Path) -> Desk:
 def test_processes_of_jax_sum_and_train_as_one_does(desk: Desk, ranks: int) -> None:
     options = ("--ranks", str(ranks), "--run-dir", "run")
     ran = desk.run(*command("jax", "jax_training.py", options=options))
-    assert ran.code == 0, ran.text
+    ran.check()
     losses = read_metrics(desk.folder / "run", ranks)
     for rank in range(ranks):
         mark = f"[rank {rank}] process {rank} of {ranks}: sum {sum(range(1, ranks + 1))}.0"
@@ -51,7 +51,7 @@ def test_a_process_of_jax_that_fails_ends_the_run_at_once_with_its_error(desk: D
     start = time.monotonic()
     options = ("--ranks", "2", "--run-dir", "run")
     ran = desk.run(*command("jax", "jax_training.py", "fails", str(rank), options=options))
-    assert ran.code == 1, ran.text
+    ran.check(1)
     assert time.monotonic() - start < 200
     message = ran.text.partition("error: ")[2]
     assert message.startswith(

@@ -86,7 +86,7 @@ def check_nothing_left(desk: Desk) -> None:
 @needs_open_mpi
 def test_ranks_of_one_gang_have_their_own_logs(desk: Desk) -> None:
     ran = desk.run("launch", "--framework", "mpi", "--ranks", "2", "--run-dir", "run", SCRIPT)
-    assert ran.code == 0, ran.text
+    ran.check()
     for rank in range(2):
         expected = [f"process {rank} of 2: sum 3", f"local rank {rank}, hidden []"]
         assert lines(ran, rank) == expected
@@ -104,7 +104,7 @@ def test_more_ranks_than_cores_and_another_interpreter(desk: Desk, tmp_path: Pat
     ranks = (os.cpu_count() or 1) + 3
     options = ("--ranks", str(ranks), "--python", str(tmp_path / "bare" / "bin" / "python"))
     ran = desk.run("launch", "--framework", "mpi", *options, SCRIPT)
-    assert ran.code == 0, ran.text
+    ran.check()
     total = ranks * (ranks + 1) // 2
     found = [lines(ran, rank)[0] for rank in range(ranks)]
     assert found == [f"process {rank} of {ranks}: sum {total}" for rank in range(ranks)]
@@ -121,12 +121,12 @@ def test_a_compiled_program_is_a_script_too(desk: Desk) -> None:
         pytest.skip(f"no program can be linked with libmpi.so.40: {built.stderr}")
     launch = ("launch", "--framework", "mpi", "--ranks", "2", "./program")
     ran = desk.run(*launch, "word")
-    assert ran.code == 0, ran.text
+    ran.check()
     assert [lines(ran, rank) for rank in range(2)] == [
         [f"compiled: process {rank} of 2, word"] for rank in range(2)
     ]
     ran = desk.run(*launch, "word", "fail")
-    assert ran.code == 7, ran.text
+    ran.check(7)
     assert "error: rank 1 (node 0, " in ran.told_once()
     (desk.folder / "program").chmod(0o644)
     ran = desk.call(*launch)
@@ -188,7 +188,7 @@ def test_a_rank_that_fails_ends_the_run_with_its_error(desk: Desk, mode: str) ->
 def test_the_ranks_start_again_with_a_new_launcher(desk: Desk) -> None:
     words = ("--framework", "mpi", "--ranks", "2", "--max-restarts", "1", "--run-dir", "run")
     ran = desk.run("launch", *words, SCRIPT, "fails-once")
-    assert ran.code == 0, ran.text
+    ran.check()
     log = (desk.folder / "run" / "logs" / "rank-1.log").read_text()
     assert log.count("process 1 of 2: sum 3\n") == 2
     assert lines(ran, 0)[-2:] == ["process 0 of 2: sum 3", "local rank 0, hidden []"]
@@ -234,7 +234,7 @@ def start(desk: Desk, environment: dict[str, str], *words: str) -> Running:
 def test_a_launcher_that_fails_is_quoted_in_one_message(desk: Desk) -> None:
     text = "echo 'no slots for you' >&2; exit 5"
     ran = start(desk, fake_mpirun(desk, "mpirun (Open MPI) 4.1.4", text)).end()
-    assert ran.code == 1, ran.text
+    ran.check(1)
     message = ran.told_once()
     assert "mpirun ended with exit code 5 before it had started its processes on this node" in message
     assert "no slots for you" in message
@@ -245,7 +245,7 @@ def test_a_launcher_that_fails_is_quoted_in_one_message(desk: Desk) -> None:
 def test_a_launcher_that_starts_nothing_ends_at_the_start_timeout(desk: Desk) -> None:
     environment = fake_mpirun(desk, "mpirun (Open MPI) 4.1.4", "sleep 300")
     ran = start(desk, environment, "--set", "cluster.start_timeout_seconds=3").end()
-    assert ran.code == 1, ran.text
+    ran.check(1)
     assert re.search(r"mpirun has started no process for rank [01] on node 0 within 3 s", ran.told_once())
     check_nothing_left(desk)
 

@@ -37,7 +37,7 @@ def test_a_script_of_a_peer_runs_unchanged(tmp_path: Path, script: str, said: st
     command = [str(PYTHON), "-m", "wanma", "launch", "--ranks", "2", str(path)]
     places = os.pathsep.join([str(SOURCE), str(tmp_path)])
     ran = desk.start_program(command, PYTHONPATH=places, HF_HUB_OFFLINE="1").end(240)
-    assert ran.code == 0, ran.text
+    ran.check()
     for rank in (0, 1):
         assert f"[rank {rank}] {said.format(rank)}" in ran.out, ran.out
     assert "finished" in desk.call("runs").out

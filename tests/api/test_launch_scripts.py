@@ -148,7 +148,7 @@ def test_a_script_is_told_what_torchrun_tells(desk: Desk) -> None:
     theirs = told(desk.start_program([*torchrun, name]).end().out)
     words = ("--nproc-per-node", "1", "--max-restarts", "2")
     ran = desk.run("launch", *words, name, "--ranks", "7", "--", "x")
-    assert ran.code == 0, ran.text
+    ran.check()
     ours = told(ran.out)
     # The file into which torch's own `@record` writes an error for torchrun is its affair.
     assert theirs.keys() - ours.keys() <= {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
@@ -196,7 +196,7 @@ def test_a_module_runs_as_with_python_m(desk: Desk) -> None:
     write(desk, "package/__init__.py", "")
     write(desk, "package/told.py", "from . import __name__ as package\nprint(package)\n" + VARIABLES)
     ran = desk.run("launch", "--ranks", "1", "-m", "package.told", "x")
-    assert ran.code == 0, ran.text
+    ran.check()
     assert lines(ran, 0)[0] == "package"
     assert lines(ran, 0)[2].startswith('words ["x"] ')
     assert (desk.folder / "runs" / "told" / "script.json").exists()
@@ -205,7 +205,7 @@ def test_a_module_runs_as_with_python_m(desk: Desk) -> None:
 def test_a_script_is_main_for_whatever_it_starts(desk: Desk) -> None:
     name = write(desk, "spawns.py", SPAWNS)
     ran = desk.run("launch", "--ranks", "1", name)
-    assert ran.code == 0, ran.text
+    ran.check()
     assert lines(ran, 0) == ["[2, 4]", "Thing", "a thread: 1"]
 
 
@@ -230,7 +230,7 @@ def test_ddp_runs_unchanged_on_two_machines(desk: Desk) -> None:
 def test_fsdp_runs_unchanged_and_may_be_silent_for_longer_than_a_hang(desk: Desk) -> None:
     limits = ("--set", "cluster.hang_timeout_seconds=1", "--set", "cluster.start_timeout_seconds=1")
     ran = desk.run("launch", "--ranks", "2", *limits, str(SCRIPTS / "fsdp.py"), "4")
-    assert ran.code == 0, ran.text
+    ran.check()
     for rank in (0, 1):
         assert re.fullmatch(rf"rank {rank}: loss 0\.\d+, DTensor", lines(ran, rank)[-1])
 
@@ -239,7 +239,7 @@ def test_fsdp_runs_unchanged_and_may_be_silent_for_longer_than_a_hang(desk: Desk
 def test_ranks_that_are_started_again_meet_anew(desk: Desk) -> None:
     name = write(desk, "again.py", AGAIN)
     ran = desk.run("launch", "--ranks", "2", "--set", "cluster.max_restarts=1", name)
-    assert ran.code == 0, ran.text
+    ran.check()
     assert lines(ran, 0) == ["attempt 0 of 1: 2 ranks", "attempt 1 of 1: 2 ranks"]
     assert ran.out.count("warning: rank 1 (") == 1
     assert "the first time only" in ran.out
@@ -278,7 +278,7 @@ def test_the_end_names_the_rank_and_the_exit_code_is_the_scripts(
     desk: Desk, how: str, code: int, cause: str
 ) -> None:
     ran = desk.run("launch", "--ranks", "2", write(desk, "ends.py", ENDINGS), how)
-    assert ran.code == code, ran.text
+    ran.check(code)
     assert lines(ran, 0) == lines(ran, 1) == ["before"]
     errors = [line for line in ran.out.splitlines() if line.startswith("error: ")]
     assert (
@@ -316,7 +316,7 @@ def test_a_request_to_stop_reaches_the_script(
     going.look()
     going.signal(number)
     ran = going.end()
-    assert ran.code == code, ran.text
+    ran.check(code)
     assert going.left() == []
     assert "stopping the script: " in ran.out
     assert ("the grace period (cluster.grace_seconds) ended before the script did" in ran.out) == (
@@ -390,7 +390,7 @@ LIMITS = ("--set", "cluster.hang_timeout_seconds=5", "--set", "cluster.start_tim
 def test_a_script_may_be_silent_once_its_session_is_closed(desk: Desk) -> None:
     name = write(desk, "speaks.py", SPEAKS)
     ran = desk.run("launch", "--ranks", "1", *LIMITS, name, "afterwards")
-    assert ran.code == 0, ran.text
+    ran.check()
     assert "finished at step 3" in ran.out
     assert lines(ran, 0) == ["evaluated"]
 
@@ -408,7 +408,7 @@ def test_a_session_takes_ranks_that_torchrun_has_started(desk: Desk) -> None:
     write(desk, "own.py", source.replace('"steps": 200', '"steps": 20').replace('_steps": 50', '_steps": 10'))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "own.py"]
     ran = desk.start_program(torchrun).end()
-    assert ran.code == 0, ran.text
+    ran.check()
     assert ran.out.count("finished at step 20") == 1
     assert "for hang detection and recovery use `wanma launch --ranks 2`" in ran.out
     training = desk.training("runs/own-loop")

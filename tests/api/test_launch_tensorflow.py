@@ -41,7 +41,7 @@ def test_a_strategy_trains_as_one_process_does(desk: Desk, strategy: str, ranks:
     """MirroredStrategy has two devices in one process; MultiWorkerMirroredStrategy has one in each of two."""
     options = ("--ranks", str(ranks), "--run-dir", "run")
     ran = desk.run(*command("tensorflow", "tensorflow_training.py", strategy, options=options))
-    assert ran.code == 0, ran.text
+    ran.check()
     losses = read_metrics(desk.folder / "run", ranks)
     for rank in range(ranks):
         assert losses[rank] == read_printed(ran.out, f"[rank {rank}] worker {rank}: 2 replicas")
@@ -68,7 +68,7 @@ def test_workers_on_two_nodes_train_as_one_process_does(desk: Desk) -> None:
 def test_a_worker_that_fails_is_named_with_its_task_and_error(desk: Desk) -> None:
     options = ("--ranks", "2", "--run-dir", "run")
     ran = desk.run(*command("tensorflow", "tensorflow_training.py", "workers", "fails", options=options))
-    assert ran.code == 1, ran.text
+    ran.check(1)
     message = ran.text.partition("error: ")[2]
     assert message.startswith(
         f"rank 1 (node 0, {socket.gethostname()}) failed: its process (worker 1) exited with code 1"
@@ -82,7 +82,7 @@ def test_a_chief_trains_with_a_worker_and_a_parameter_server_beside_an_evaluator
     (desk.folder / "model").mkdir()
     options = ("--roles", "chief=1,worker=1,ps=1,evaluator=1", "--run-dir", "run")
     ran = desk.run(*command("tensorflow", "tensorflow_servers.py", "model", options=options))
-    assert ran.code == 0, ran.text
+    ran.check()
     assert "[rank 1] worker 0 serves" in ran.out
     assert "[rank 2] ps 0 serves" in ran.out
     chief = re.search(r"^\[rank 0\] chief: (\S+), weights (.*)$", ran.out, re.MULTILINE)

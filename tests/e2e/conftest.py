@@ -27,7 +27,7 @@ def uninterrupted(desk: Desk, plan: tuple[str, ...] = ()) -> Training:
     if key not in _whole:
         name = f"whole-{len(_whole)}"
         ran = desk.run("train", "text.toml", "--run-dir", name, *plan)
-        assert ran.code == 0, ran.text
+        ran.check()
         _whole[key] = desk.training(name)
         _printed[name] = ran.out
     return _whole[key]

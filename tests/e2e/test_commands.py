@@ -55,7 +55,7 @@ def test_a_newer_torch_than_any_tried_is_named_once_and_trains(desk: Desk) -> No
     metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.16.0\n")
     path = os.pathsep.join(filter(None, [str(pretended), os.environ.get("PYTHONPATH")]))
     ran = desk.start("train", "text.toml", "--run-dir", "newer", "train.steps=2", PYTHONPATH=path).end()
-    assert ran.code == 0, ran.text
+    ran.check()
     assert ran.text.count("torch 2.16.0: newer than any tried here: 2.15") == 1
 
 
@@ -64,7 +64,7 @@ def test_the_schema_and_the_machine_are_told(desk: Desk) -> None:
     assert (job.code, job.err) == (0, "")
     assert "hang_timeout_seconds" in job.out
     doctor = desk.call("doctor")
-    assert doctor.code == 0, doctor.text
+    doctor.check()
     assert "torch" in doctor.out
 
 
@@ -72,7 +72,7 @@ def test_the_schema_and_the_machine_are_told(desk: Desk) -> None:
 def test_ones_own_loop_runs_on_two_ranks(desk: Desk) -> None:
     script = str(EXAMPLES / "own_loop.py")
     ran = desk.run("launch", "--run-dir", "own-loop", "--ranks", "2", script)
-    assert ran.code == 0, ran.text
+    ran.check()
     training = desk.training("own-loop")
     assert [step["step"] for step in training.metrics] == list(range(1, 201))
     assert training.losses[-1] < training.losses[0] / 4
@@ -94,7 +94,7 @@ def test_a_script_that_fails_is_told_once(desk: Desk) -> None:
 def test_a_model_and_data_of_ones_own_train_from_python(desk: Desk) -> None:
     running = desk.start_program([sys.executable, str(EXAMPLES / "custom_model.py")])
     ran = running.end()
-    assert ran.code == 0, ran.text
+    ran.check()
     assert "sin(2) is off by 0.0" in ran.out
     assert desk.training("runs/custom-model").metrics[-1]["step"] == 400
     shutil.rmtree(desk.folder / "runs")

@@ -79,7 +79,7 @@ def trained(desk: Desk, nodes: list[Path]) -> Desk:
 def test_two_nodes_train_on_the_samples_of_one_that_has_both_parts(trained: Desk, nodes: list[Path]) -> None:
     job = write_job(trained, "whole", [str(node / "corpus") for node in nodes], 8, 1)
     ran = trained.run("train", job, "--run-dir", "whole")
-    assert ran.code == 0, ran.text
+    ran.check()
     parted, whole = trained.training("parted"), trained.training("whole")
     assert parted.losses == pytest.approx(whole.losses, rel=1e-10)
     validations = [
@@ -102,7 +102,7 @@ def test_in_an_interleaved_order_samples_are_computed_where_they_lie(
     whole = Path(write_job(trained, "own-whole", [str(node / "corpus") for node in nodes], 8, 1))
     whole.write_text(whole.read_text().replace("placement", 'part_order = "interleaved"\nplacement'))
     ran = trained.run("train", str(whole), "--run-dir", "own-whole")
-    assert ran.code == 0, ran.text
+    ran.check()
     own = trained.training("own")
     assert own.losses == pytest.approx(trained.training("own-whole").losses, rel=1e-10)
     assert own.losses != pytest.approx(trained.training("parted").losses, rel=1e-3)
@@ -114,9 +114,9 @@ def test_a_resume_on_one_node_with_both_parts_has_the_same_order(trained: Desk, 
     entries = [str(node / "corpus") for node in reversed(nodes)]
     shutil.copytree(trained.folder / "parted", trained.folder / "moved")
     ran = trained.run("train", write_job(trained, "moved", entries, 14, 1), "--run-dir", "moved")
-    assert ran.code == 0, ran.text
+    ran.check()
     reference = trained.run("train", write_job(trained, "straight", entries, 14, 1), "--run-dir", "straight")
-    assert reference.code == 0, reference.text
+    reference.check()
     moved = trained.training("moved")
     assert [step["step"] for step in moved.metrics] == list(range(1, 15))
     assert moved.losses == pytest.approx(trained.training("straight").losses, rel=1e-9)

@@ -177,7 +177,7 @@ def test_a_full_disk_costs_checkpoints_but_not_the_training(desk: Desk) -> None:
             (training.path / name).unlink(missing_ok=True)
         subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
         again = desk.run("train", "text.toml", "--run-dir", "small/run", "train.steps=20")
-        assert again.code == 0, again.text
+        again.check()
         assert "the run is complete: step 20 of 20" in again.out
         assert training.checkpoints()[-1] == "step-00000020"
         assert [step["step"] for step in training.metrics] == list(range(1, 21))

@@ -79,7 +79,7 @@ def test_kills_at_random_moments_cost_no_step_and_change_no_bit(
             assert "was killed by SIGKILL" in ran.text
     assert kills >= rounds - 2, "the run ended before it could be killed often enough"
     ran = desk.run(*command)
-    assert ran.code == 0, ran.text
+    ran.check()
     assert [step["step"] for step in training.metrics] == list(range(1, 61))
     assert training.losses == whole.losses
     assert_bitwise_equal(training.state(), whole.state())
@@ -128,7 +128,7 @@ def test_ctrl_c_finishes_the_step_and_twice_leaves_at_once_and_both_can_be_carri
         assert (training.events[-1]["kind"], training.events[-1]["outcome"]) == ("finish", "aborted")
 
     ran = desk.run(*command)
-    assert ran.code == 0, ran.text
+    ran.check()
     assert [step["step"] for step in training.metrics] == list(range(1, 61))
     assert_bitwise_equal(training.state(), whole.state())
 

@@ -52,7 +52,7 @@ def test_a_hangup_stops_in_order_and_nohup_keeps_the_run_going(desk: Desk) -> No
     running.signal(signal.SIGHUP)
     running.signal(signal.SIGHUP)  # of the kernel and of the shell
     ran = running.end()
-    assert ran.code == 143, ran.text
+    ran.check(143)
     assert "stopping after this step: SIGHUP\n" in ran.out
     assert training.checkpoints() == [stopped(training)]
 

@@ -131,7 +131,7 @@ def folder(desk: Desk) -> Path:
 def test_refused_before_anything_is_started_or_written(desk: Desk, folder: Path, name: str) -> None:
     arguments, fragments = REFUSED[name]
     ran = desk.call("train", *arguments)
-    assert ran.code == 2, ran.text
+    ran.check(2)
     for fragment in fragments:
         assert fragment in ran.told_once()
     assert not (folder / "runs").exists()
@@ -147,7 +147,7 @@ def test_refused_before_anything_is_started_or_written(desk: Desk, folder: Path,
 def test_refused_by_the_ranks_in_the_words_of_the_job(desk: Desk, folder: Path, name: str) -> None:
     arguments, fragments = REFUSED_BY_RANKS[name]
     ran = desk.run("train", *arguments, "--run-dir", f"refused {name}")
-    assert ran.code == 2, ran.text
+    ran.check(2)
     for fragment in fragments:
         assert fragment in ran.told_once()
     assert "rank 0 (" not in ran.text, "every rank says the same"
@@ -204,7 +204,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_the_run_stays_what_it_was(
     assert_bitwise_equal(finished.state(), whole.state())
     assert (finished.path / "job.toml").read_text() == (whole.path / "job.toml").read_text()
     sampled = desk.call("sample", finished.path.name, "--prompt", "def ", "--tokens", "2")
-    assert sampled.code == 0, sampled.text
+    sampled.check()
     again = desk.call("show", finished.path.name).out
     assert again.startswith(f"{finished.path.name}: Finished: 60 of 60 steps.")
     assert again.startswith(shown.rstrip("\n")), "what it said before, and a note"
@@ -227,7 +227,7 @@ def test_other_data_is_refused_and_the_way_out_works(desk: Desk, folder: Path, f
         "train", "text.toml", "--run-dir", "from-there", override, "train.steps=2",
         "data.validation_fraction=0", f"checkpoint.start_from={name}/checkpoints/step-00000060",
     )  # fmt: skip
-    assert new.code == 0, new.text
+    new.check()
     assert f"weights from {name}/checkpoints/step-00000060" in new.out
 
 

@@ -43,7 +43,7 @@ def losses(desk: Desk, name: str) -> list[float]:
 def train(desk: Desk, name: str, images: str, ranks: int, *overrides: str, **environment: str) -> None:
     (desk.folder / f"{name}.toml").write_text(JOB.format(images=images, ranks=ranks))
     ran = desk.start("train", f"{name}.toml", "--run-dir", name, *overrides, **environment).end()
-    assert ran.code == 0, ran.text
+    ran.check()
 
 
 @pytest.mark.full
@@ -122,5 +122,5 @@ def test_a_run_that_is_killed_goes_on_with_the_very_same_images(desk: Desk) -> N
     killed_at = len(desk.training("killed-images").metrics)
     assert 8 <= killed_at < 40
     ran = desk.run(*command)
-    assert ran.code == 0, ran.text
+    ran.check()
     assert losses(desk, "killed-images") == losses(desk, "whole-images")

@@ -39,7 +39,7 @@ def whole_of(shared_desk: Desk) -> Callable[[tuple[str, ...]], Training]:
             every = [f"checkpoint.{key}={STEPS}" for key in ("every_steps", "keep_every_steps")]
             words = (f"train.steps={WHOLE_STEPS}", *every, "checkpoint.in_memory_every_steps=off", *overrides)
             ran = shared_desk.run("train", *COMMON, *words, "--run-dir", name)
-            assert ran.code == 0, f"exit code {ran.code}\n{ran.text}"
+            ran.check()
             made[overrides] = shared_desk.training(name)
         return made[overrides]
 

@@ -42,7 +42,7 @@ SLOW = Fault("slow", rank=0, step=5, generation=1, argument="0.4")
 def untroubled(shared_desk: Desk) -> Training:
     """The run on one machine, as one process."""
     ran = shared_desk.run("train", *JOB, "--run-dir", "untroubled-leave")
-    assert ran.code == 0, f"exit code {ran.code}\n{ran.text}"
+    ran.check()
     return shared_desk.training("untroubled-leave")
 
 
@@ -78,7 +78,7 @@ def resizes(training: Training) -> list[dict[str, Any]]:
 
 
 def check_whole(ran: Ran, training: Training, untroubled: Training) -> None:
-    assert ran.code == 0, f"exit code {ran.code}\n{ran.text}"
+    ran.check()
     assert [step["step"] for step in training.metrics] == list(range(1, STEPS + 1)), "each once, in order"
     assert training.losses == pytest.approx(untroubled.losses, rel=TOLERANCE)
     one, other = training.state(STEPS), untroubled.state(STEPS)
@@ -89,7 +89,7 @@ def check_whole(ran: Ran, training: Training, untroubled: Training) -> None:
 
 
 def check_left(ran: Ran) -> None:
-    assert ran.code == 143, f"exit code {ran.code}\n{ran.text}"
+    ran.check(143)
     assert (
         "this node has left the run, which continues on 2 nodes; the same command joins it again" in ran.out
     )
@@ -133,7 +133,7 @@ def test_two_of_three_at_once_drain_the_run(desk: Desk, untroubled: Training) ->
 def test_the_coordinator_s_node_leaves(desk: Desk, untroubled: Training, number: signal.Signals) -> None:
     three = Gang(desk, f"host-{number.name}", SLOW, words=SHARDED)
     left = three.leave(0, number).end()
-    assert left.code == 143, f"exit code {left.code}\n{left.text}"
+    left.check(143)
     assert three.running.pop(0).left() == []
     second, third = three.end()
     check_whole(second, three.training, untroubled)
@@ -178,7 +178,7 @@ def test_a_node_whose_step_takes_too_long_leaves_in_time(desk: Desk, untroubled:
     began = time.monotonic()
     left = three.leave(2).end()
     assert time.monotonic() - began < 20, "before the kill"
-    assert left.code == 143, f"exit code {left.code}\n{left.text}"
+    left.check(143)
     three.running.pop(2)
     first, _ = three.end()
     check_whole(first, three.training, untroubled)
@@ -196,7 +196,7 @@ def test_a_second_signal_is_a_loss(desk: Desk, untroubled: Training) -> None:
     assert asked.until(lambda: len(struck(three.marks)) == 2), "the first is heard"
     time.sleep(SIGNAL_REPEAT_SECONDS[signal.SIGTERM])
     left = three.leave(2).end()
-    assert left.code == 143, f"exit code {left.code}\n{left.text}"
+    left.check(143)
     three.running.pop(2)
     first, _ = three.end()
     check_whole(first, three.training, untroubled)

@@ -43,7 +43,7 @@ STOP = Fault("stop", rank=2, step=8, phase="forward and backward")  # nobody get
 def untroubled(shared_desk: Desk) -> Training:
     """The run on one machine, as one process."""
     ran = shared_desk.run("train", *JOB, "parallel.dp_replicate=1", "--run-dir", "untroubled-fp64")
-    assert ran.code == 0, f"exit code {ran.code}\n{ran.text}"
+    ran.check()
     return shared_desk.training("untroubled-fp64")
 
 
@@ -156,7 +156,7 @@ def test_a_lost_site_is_gone_on_without_from_what_all_share(desk: Desk) -> None:
     three = Gang(desk, "sites", 3, STOP, words=words)
     three.lose(2)
     ran = three.end_all()
-    assert ran.code == 0, f"exit code {ran.code}\n{ran.text}"
+    ran.check()
     assert [step["step"] for step in three.training.metrics] == list(range(1, SHORT + 1))
     [recovery] = changes(three.training)
     assert recovery["source"] == "memory"
@@ -205,7 +205,7 @@ def changes(training: Training) -> list[dict[str, Any]]:
 
 
 def check_whole(ran: Ran, training: Training, untroubled: Training, steps: int = STEPS) -> None:
-    assert ran.code == 0, f"exit code {ran.code}\n{ran.text}"
+    ran.check()
     assert [step["step"] for step in training.metrics] == list(range(1, steps + 1)), "each once, in order"
     assert training.losses == pytest.approx(untroubled.losses[:steps], rel=TOLERANCE)
     one, other = training.state(steps), untroubled.state(steps)

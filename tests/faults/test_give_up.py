@@ -107,7 +107,7 @@ def test_a_disk_that_is_full_at_the_end_costs_no_step(
         assert [path.parent.parent for path in rescued.glob("*/step-*")] == [rescued]
 
         shown = desk.run("sample", "full", "--runs", ".", "--prompt", "def ", "--tokens", "1")
-        assert shown.code == 0, f"exit code {shown.code}\n{shown.text}"
+        shown.check()
         still_full = again(desk, "full", NO_CHECKPOINT)
         assert still_full.code == 0, "there is nothing left to do"
         subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)

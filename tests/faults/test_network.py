@@ -59,6 +59,6 @@ def test_a_long_way(desk: Desk, untroubled: Training, note: Callable[[Row], None
 
 def check_untroubled(both: Machines, untroubled: Training) -> None:
     first, second = both.end()
-    assert second.code == 0, f"exit code {second.code}\n{second.text}"
+    second.check()
     check_whole(first, both.training, untroubled)
     assert not [event for event in both.training.events if event["kind"] == "recovery"]

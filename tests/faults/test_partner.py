@@ -31,7 +31,7 @@ def lose_in_step_8(desk: Desk, name: str, *overrides: str) -> tuple[Ran, Trainin
     both.lose(1)
     both.start(1)
     first, second = both.end()
-    assert second.code == first.code, f"exit code {second.code}\n{second.text}"
+    second.check(first.code)
     return first, both.training
 
 

@@ -44,7 +44,7 @@ def preempt(running: Running, marks: Path, faults: int = 1) -> Ran:
 
 def check_carries_on(desk: Desk, training: Training, whole: Training, step: int) -> None:
     ran = train(desk, training.path.name)
-    assert ran.code == 0, f"exit code {ran.code}\n{ran.text}"
+    ran.check()
     assert f"resuming from step {step:,} of 12" in ran.out
     assert [line["step"] for line in training.metrics] == list(range(1, 13)), "each once, in order"
     assert training.losses == whole.losses[:12]
@@ -64,7 +64,7 @@ def test_a_step_that_does_not_end_in_time_is_given_up_and_the_copy_in_memory_sav
     environment = injected(marks, *faults, flush_seconds=FLUSH_SECONDS)
     running = desk.start("train", *COMMON, *grace, "--run-dir", "long", **environment)
     ran = preempt(running, marks, len(faults))
-    assert ran.code == 75, f"exit code {ran.code}\n{ran.text}"
+    ran.check(75)
     assert "stopping after this step: SIGTERM, 3 min 25 s until SIGKILL (cluster.grace_seconds)" in ran.out
     assert (
         "would not complete in time; the in-memory checkpoint was flushed to disk: checkpoint of step 7 in "
@@ -105,7 +105,7 @@ def test_of_several_machines_each_writes_its_part_and_the_first_commits(desk: De
     for machine in machines:
         machine.signal(signal.SIGTERM)
     for ran in [machine.end() for machine in machines]:
-        assert ran.code == 143, f"exit code {ran.code}\n{ran.text}"
+        ran.check(143)
         assert ran.out.count("stopping after this step: SIGTERM") == 1
         assert ran.out.count("the in-memory checkpoint was flushed to disk: checkpoint of step 7 in ") == 1
     training = desk.training("nodes")
@@ -114,7 +114,7 @@ def test_of_several_machines_each_writes_its_part_and_the_first_commits(desk: De
     assert len(sizes) == 2, "replicas: each holds all, and each wrote a part"
     assert max(sizes) < 0.7 * sum(sizes)
     verified = desk.run("checkpoint", "verify", "nodes")
-    assert verified.code == 0, f"exit code {verified.code}\n{verified.text}"
+    verified.check()
 
 
 @pytest.mark.full
@@ -130,7 +130,7 @@ def test_an_upload_that_does_not_end_in_time_is_left_and_the_checkpoint_is_on_di
     training = desk.training("upload")
     running.until(lambda: training.steps_begun() >= 1)
     ran = preempt(running, marks)
-    assert ran.code == 143, f"exit code {ran.code}\n{ran.text}"
+    ran.check(143)
     assert "warning: the last upload did not finish within " in ran.out
     [saved] = training.checkpoints()
     assert training.events[-1]["outcome"] == "interrupted"
@@ -148,7 +148,7 @@ def test_a_signal_to_every_process_of_the_job_is_an_order_to_the_supervisor(desk
         # Two signals at once may be heard in either order.
         running.until(lambda: "stopping after this step: SIGUSR1" in training.messages)
     ran = running.end()
-    assert ran.code == 143, f"exit code {ran.code}\n{ran.text}"
+    ran.check(143)
     assert running.left() == []
     assert "recovered" not in ran.out
     assert "stopping after this step: SIGUSR1\n" in ran.out
@@ -174,7 +174,7 @@ def test_sigusr1_is_a_warning_that_stops_in_order_and_twice_sigterm_leaves_at_on
         running.signal(signal.SIGTERM)
         time.sleep(1.2)
     ran = running.end()
-    assert ran.code == 143, f"exit code {ran.code}\n{ran.text}"
+    ran.check(143)
     assert "stopping after this step: SIGUSR1\n" in ran.out
     assert "stopping after this step: SIGTERM, 30 s until SIGKILL (cluster.grace_seconds)\n" in ran.out
     assert desk.training("twice").checkpoints() == []
@@ -186,7 +186,7 @@ def test_without_a_copy_in_memory_the_run_leaves_in_time_and_says_so(desk: Desk)
     keys = ("checkpoint.in_memory_every_steps=off", "cluster.grace_seconds=4", "--run-dir", "nothing")
     running = desk.start("train", *COMMON, *keys, **injected(marks, FOREVER))
     ran = preempt(running, marks)
-    assert ran.code == 143, f"exit code {ran.code}\n{ran.text}"
+    ran.check(143)
     assert (
         "the grace period (cluster.grace_seconds) ended before the step or its checkpoint completed"
         in ran.out

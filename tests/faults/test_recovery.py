@@ -16,7 +16,7 @@ def test_a_step_that_is_wrong_again_when_it_is_made_again_is_left_out(desk: Desk
     faults = [Fault("nan", rank=1, step=8, phase="update", generation=generation) for generation in (1, 2)]
     keys = ("train.non_finite=retry", "checkpoint.every_steps=1", "checkpoint.keep=12")
     met = meet(desk, "again-nan", *faults, overrides=keys)
-    assert met.ran.code == 0, met.ran.text
+    met.ran.check()
     [recovery] = met.recoveries
     assert recovery["failure"].startswith("step 8: the loss is ")
     assert (recovery["step"], recovery["repeated_steps"], recovery["attempt"]) == (7, 0, 1)

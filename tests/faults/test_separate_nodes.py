@@ -77,7 +77,7 @@ def check_equal(survivor: Training, first_step: int, untroubled: Training) -> No
 def untroubled(desk: Desk) -> Training:
     """The run on one machine, as one process."""
     ran = desk.run("train", *JOB, "parallel.dp_replicate=1", "--run-dir", "untroubled")
-    assert ran.code == 0, f"exit code {ran.code}\n{ran.text}"
+    ran.check()
     return desk.training("untroubled")
 
 
@@ -101,7 +101,7 @@ def test_the_survivor_of_two_goes_on_from_its_partner_s_memory(
     began = time.monotonic()
     two.lose(0)
     [ran] = two.end()
-    assert ran.code == 0, f"exit code {ran.code}\n{ran.text}"
+    ran.check()
     assert "this node now runs the coordinator" in ran.text
     survivor = two.training_of(1)
     [recovery] = [event for event in survivor.events if event["kind"] == "recovery"]
@@ -154,5 +154,5 @@ def test_a_coordinator_that_comes_back_finds_itself_followed_and_writes_nothing_
     assert changed <= {"generations/2.heartbeat", "generations/1.heartbeat"}, changed
     two.lose(0)
     [ran] = two.end()
-    assert ran.code == 0, f"exit code {ran.code}\n{ran.text}"
+    ran.check()
     check_equal(survivor, survivor.metrics[0]["step"], untroubled)

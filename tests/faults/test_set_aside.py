@@ -51,9 +51,9 @@ def test_the_machine_that_errs_is_set_aside_with_the_evidence_and_another_takes_
     )
     assert f"error: {evidence}" in bad.told_once()
     good = start(desk, "wrong", place, 1, environment).end()
-    assert good.code == 0, f"exit code {good.code}\n{good.text}"
+    good.check()
     ran = first.end()
-    assert ran.code == 0, f"exit code {ran.code}\n{ran.text}"
+    ran.check()
     assert f"warning: {evidence}" in ran.out
     assert "; the node is excluded\n  1 node missing: waiting up to" in ran.out
     [health] = health_of(desk, "wrong")
@@ -71,7 +71,7 @@ def test_after_a_failure_devices_are_checked_before_ranks_begin_again(desk: Desk
     kill = Fault("kill", rank=0, step=3, phase="update")
     marks = injected(desk.folder / "marks-after", kill)
     ran = desk.start("train", "text.toml", "train.steps=6", "--run-dir", "after", **marks).end()
-    assert ran.code == 0, f"exit code {ran.code}\n{ran.text}"
+    ran.check()
     [health] = health_of(desk, "after")
     assert (health["devices"], "least_bandwidth_bytes_per_second" in health) == (2, False)
     assert health["seconds"] > 0

@@ -23,9 +23,9 @@ pytestmark = pytest.mark.full
 )
 def test_a_rank_that_shares_its_reading_is_lost_and_nothing_else(desk: Desk, fault: Fault) -> None:
     whole = desk.run("train", *COMMON, *PEERS, "--run-dir", "whole")
-    assert whole.code == 0, f"exit code {whole.code}\n{whole.text}"
+    whole.check()
     met = meet(desk, "met", fault, overrides=PEERS)
-    assert met.ran.code == 0, met.ran.text
+    met.ran.check()
     [recovery] = met.recoveries
     assert f"rank {fault.rank} (" in recovery["failure"]
     assert "connection closed by peer" not in recovery["failure"]

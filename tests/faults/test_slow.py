@@ -28,7 +28,7 @@ def test_the_slow_rank_is_named_with_what_it_loses_and_recorded(
     running.until(lambda: any(event["kind"] == "straggler" for event in training.events))
     running.signal(signal.SIGINT)
     ran = running.end()
-    assert ran.code == 130, f"exit code {ran.code}\n{ran.text}"
+    ran.check(130)
     [event] = [event for event in training.events if event["kind"] == "straggler"]
     host = socket.gethostname()
     assert (event["rank"], event["host"], event["node"], event["is_slow"]) == (1, host, 0, True)

@@ -78,6 +78,11 @@ class Ran:
     def text(self) -> str:
         return self.out + self.err
 
+    def check(self, code: int = 0) -> Ran:
+        """Fail unless this is the exit code; the message begins with it."""
+        assert self.code == code, f"exit code {self.code} instead of {code}\n{self.text}"
+        return self
+
     def told_once(self) -> str:
         """The text, after a look that it tells one error and no traceback."""
         assert self.text.count("error: ") == 1, self.text

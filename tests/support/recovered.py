@@ -96,7 +96,7 @@ def run_name(text: str) -> str:
 
 def check_whole(ran: Ran, training: Training, whole: Training, steps: int = STEPS) -> None:
     """Check that it ended well, with every step once and the bits of the run that nothing happened to."""
-    assert ran.code == 0, f"exit code {ran.code}\n{ran.text}"
+    ran.check()
     assert [step["step"] for step in training.metrics] == list(range(1, steps + 1)), "each once, in order"
     assert training.losses == whole.losses[:steps]
     assert_bitwise_equal(training.state(), whole.state(steps))

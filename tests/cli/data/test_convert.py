@@ -171,7 +171,7 @@ def test_a_damaged_row_stops_it_unless_it_may_be_left_out(data: DataCommand) -> 
     assert not (data.folder / "out").exists()
     (data.folder / "out.partial").rename(data.folder / "other")
     ran = data(*command, "--skip-damaged")
-    assert ran.code == 0, ran.text
+    ran.check()
     assert "left out: 0 damaged files and 1 damaged row" in ran.out
     assert data.json("stats", "out")["sources"][0]["rows"] == 499
 

@@ -44,7 +44,7 @@ def job(data: DataCommand) -> DataCommand:
 
 def test_prepare_builds_what_a_run_needs(job: DataCommand) -> None:
     ran = job("prepare", "job.toml")
-    assert ran.code == 0, ran.text
+    ran.check()
     assert ran.out.startswith("ready in ")
     assert ran.out.rstrip().endswith("cache: cache")
     folders = [path for path in (job.folder / "cache" / "tokens").iterdir() if path.is_dir()]

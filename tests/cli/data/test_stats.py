@@ -58,7 +58,7 @@ def test_sources_of_a_job_share_their_duplicates(data: DataCommand) -> None:
         (data.folder / source / "own.txt").write_text(source)
     (data.folder / "job.toml").write_text(JOB)
     ran = data("stats", "job.toml")
-    assert ran.code == 0, ran.text
+    ran.check()
     found = data.json("stats", "job.toml")
     assert [(one["name"], one["rows"], one["duplicates"]) for one in found["sources"]] == [
         ("x", 2, 0),

@@ -48,7 +48,7 @@ def desk(tmp_path: Path) -> Desk:
 def reference(desk: Desk) -> list[float]:
     """Losses of the same job in two ranks of wanma's own."""
     ran = desk.run("train", "text.toml", "train.steps=8", "--run-dir", "reference")
-    assert ran.code == 0, ran.text
+    ran.check()
     return desk.training("reference").losses
 
 
@@ -74,7 +74,7 @@ def commands(running: Running) -> list[psutil.Process]:
 
 def test_a_job_without_sizes_trains_on_the_ranks_of_mpirun(desk: Desk, reference: list[float]) -> None:
     ran = desk.start("train", *OPEN_LAYOUT, "--run-dir", "run", before=(*MPIRUN, "-n", "2"), **AS_ROOT).end()
-    assert ran.code == 0, ran.text
+    ran.check()
     assert ran.out.count("finished at step 8") == 1
     assert "\x1b" not in ran.text, "mpirun's terminal is none"
     assert desk.training("run").losses == reference
@@ -86,7 +86,7 @@ def test_a_job_trains_on_the_ranks_of_torchrun_and_of_torch_distributed_launch(
     for number, module in enumerate(("torch.distributed.run", "torch.distributed.launch")):
         launcher = [sys.executable, "-m", module, "--nproc-per-node", "2", "-m", "wanma"]
         ran = desk.start_program([*launcher, "train", *OPEN_LAYOUT, "--run-dir", f"{number}"]).end()
-        assert ran.code == 0, ran.text
+        ran.check()
         assert ran.out.count("finished at step 8") == 1
         assert desk.training(f"{number}").losses == reference
 
@@ -100,7 +100,7 @@ def test_sizes_that_do_not_fit_are_refused_once(desk: Desk) -> None:
 def test_a_signal_to_mpirun_saves_and_stops_in_order(desk: Desk, started: Running) -> None:
     started.signal(signal.SIGUSR1)  # mpirun passes it on to all
     ran = started.end()
-    assert ran.code == 143, ran.text
+    ran.check(143)
     training = desk.training("run")
     assert training.checkpoints()[-1] == f"step-{len(training.metrics):08d}"
     assert started.left() == []
@@ -118,7 +118,7 @@ def test_nothing_is_left_when_the_leader_is_killed(desk: Desk, started: Running)
 def test_a_script_gets_the_ranks_of_mpirun_and_none_of_its_variables(desk: Desk) -> None:
     (desk.folder / "script.py").write_text(EXPECTED_RANKS)
     ran = desk.start("launch", "script.py", before=(*MPIRUN, "-n", "3"), **AS_ROOT).end()
-    assert ran.code == 0, ran.text
+    ran.check()
     told = sorted(json.loads(line.partition("told ")[2]) for line in ran.out.splitlines() if "told " in line)
     assert told == [["0", "3", 0], ["1", "3", 0], ["2", "3", 0]]
     ran = desk.start("launch", "--ranks", "2", "script.py", before=(*MPIRUN, "-n", "3"), **AS_ROOT).end()
@@ -131,7 +131,7 @@ def test_a_session_takes_the_ranks_of_mpirun(desk: Desk) -> None:
     source = source.replace('"steps": 200', '"steps": 20').replace('_steps": 50', '_steps": 10')
     (desk.folder / "own.py").write_text(source.replace("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"))
     ran = desk.start_program([*MPIRUN, "-n", "2", sys.executable, "own.py"], **AS_ROOT).end()
-    assert ran.code == 0, ran.text
+    ran.check()
     assert ran.out.count("finished at step 20") == 1
     assert len(desk.training("runs/own-loop").metrics) == 20
 
@@ -146,7 +146,7 @@ def test_the_nodes_of_mpirun_have_a_supervisor_each(desk: Desk) -> None:
     hosts = ("-H", "node-a:2,node-b:2", "-n", "4", "--wdir", str(desk.folder))
     command = [*mpirun, *exported, *hosts, *WANMA, "train", *OPEN_LAYOUT, "--run-dir", "run"]
     ran = desk.start_program(command, MASTER_ADDR="127.0.0.1", **AS_ROOT).end()
-    assert ran.code == 0, ran.text
+    ran.check()
     assert ran.out.count("finished at step 8") == 1
     assert "as node rank 0 of 2, with ranks 0-1 of 4" in ran.out
     assert "as node rank 1 of 2, with ranks 2-3 of 4" in ran.out

@@ -3,7 +3,7 @@
     python -m support.gate --at-once 3 [--share 0.25] [--started SECONDS] [WORDS for pytest]
 
 Of the cases that only the full suite has, a share runs that follows from the commit. Some 40 minutes after
-the start none of them is started any more, and after 70 no test at all: what was not run is named. In
+the start none of them is started any more, and after 65 no test at all: what was not run is named. In
 build/ci are the records test by test, the whole log, junit.xml and the verdict.
 """
 
@@ -25,7 +25,7 @@ from support.gate.records import Record, read_records
 from support.gate.verdict import MOST_REPEATED, Failure, Verdict, reason_against_repeat
 
 FULL_MINUTES = 40.0
-LAST_MINUTES = 70.0
+LAST_MINUTES = 65.0
 """Minutes after the start until which cases of the full suite, and tests of every day, are started."""
 SHARE = 0.25
 REPEATS = 2
@@ -36,7 +36,7 @@ _END_SECONDS = 400.0
 
 
 def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m support.gate", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m support.gate", description=__doc__, allow_abbrev=False)
     parser.add_argument("--at-once", default="3", help="processes that run test files")
     parser.add_argument(
         "--share", type=float, default=SHARE, help="of the cases that only the full suite has"
@@ -50,9 +50,10 @@ def main(words: Sequence[str]) -> int:
     code = gate.run_all(
         [
             *("-n", options.at_once, "--dist", "loadfile", "--no-loadscope-reorder", "--full"),
-            *("--share", str(options.share), "--draw", gate.commit, "--records", str(gate.evidence)),
-            *("--full-until", str(options.started + 60 * options.full_minutes), "--until", str(gate.until)),
-            *("--junitxml", str(gate.evidence / "junit.xml"), *rest),
+            # With `=`: before pytest reads tests/conftest.py, which has these, a word alone is a path.
+            *(f"--share={options.share}", f"--draw={gate.commit}", f"--records={gate.evidence}"),
+            *(f"--full-until={options.started + 60 * options.full_minutes}", f"--until={gate.until}"),
+            *(f"--junitxml={gate.evidence / 'junit.xml'}", *rest),
         ]
     )
     verdict = gate.judge(code, [word for word in rest if word.startswith("-")])
@@ -166,7 +167,7 @@ class Gate:
         environment = scratch.environment(folder)
         environment.pop("PYTHONPATH", None)  # with which this module was found
         process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", "--basetemp", str(folder / "p"), *words],
+            [sys.executable, "-m", "pytest", f"--basetemp={folder / 'p'}", *words],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

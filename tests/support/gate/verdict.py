@@ -58,14 +58,14 @@ class Verdict:
 
     def lines(self) -> list[str]:
         """The verdict in at most `MOST_LINES` lines, of which the last one counts."""
-        found = [f"BROKEN {_short(one)} ({one.why})" for one in self.broken]
+        found = [f"RED: {reason}" for reason in self.reasons]
+        if len(self.flaky) > MOST_FLAKY:
+            found.append(f"RED: more than {MOST_FLAKY} tests are flaky")
+        found += [f"BROKEN {_short(one)} ({one.why})" for one in self.broken]
         found += [f"FLAKY {_short(one)} (passed alone)" for one in self.flaky]
         if self.left_out:
             found.append(f"NOT RUN, as the time was over: {len(self.left_out)} tests, by file:")
             found += _by_file(self.left_out)
-        found += [f"RED: {reason}" for reason in self.reasons]
-        if len(self.flaky) > MOST_FLAKY:
-            found.append(f"RED: more than {MOST_FLAKY} tests are flaky")
         if len(found) > MOST_LINES - 2:
             dropped = len(found) - MOST_LINES + 2
             found = [*found[: MOST_LINES - 2], f"... and {dropped} lines more: see the records"]
