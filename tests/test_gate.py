@@ -94,6 +94,19 @@ def test_a_run_with_a_flaky_test_is_green_and_says_so(tmp_path: Path) -> None:
     )
 
 
+def test_a_skip_that_is_not_allowed_is_red_beside_a_flaky_test_too(tmp_path: Path) -> None:
+    skips = (
+        "import pytest\ndef test_one(): pytest.skip('needs a GPU')\ndef test_two(): pytest.skip('no ship')\n"
+    )
+    ran = gate(tmp_path, "--no-skips-except=gpu", flaky=FLAKY, skips=skips)
+    assert ran.returncode == 1
+    verdict = ran.stdout.partition("== verdict")[2].splitlines()
+    assert [line for line in verdict if line.startswith("RED")] == [
+        "RED: skipped: tests/test_skips.py::test_two: no ship"
+    ]
+    assert verdict[-1].startswith("0 passed, 0 failed, 2 skipped, 1 flaky")
+
+
 def test_a_share_of_the_full_suite_runs_and_what_its_time_leaves_out_is_counted(tmp_path: Path) -> None:
     ran = gate(tmp_path, "--share=0.5", grid=GRID)
     number = len(read_records(tmp_path / "evidence"))

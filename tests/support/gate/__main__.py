@@ -22,12 +22,19 @@ from pathlib import Path
 
 from support.gate import scratch
 from support.gate.records import Record, read_records
-from support.gate.verdict import MOST_REPEATED, Failure, Verdict, reason_against_repeat
+from support.gate.verdict import (
+    MOST_REPEATED,
+    Failure,
+    Verdict,
+    reason_against_repeat,
+    unwelcome_skips,
+)
 
 FULL_MINUTES = 40.0
 LAST_MINUTES = 65.0
 """Minutes after the start until which cases of the full suite, and tests of every day, are started."""
 SHARE = 0.2
+ALLOWED_SKIP = "--no-skips-except="
 REPEATS = 2
 REPEAT_SECONDS = 600.0
 """For all repeats together."""
@@ -56,8 +63,7 @@ def main(words: Sequence[str]) -> int:
             *(f"--junitxml={gate.evidence / 'junit.xml'}", *rest),
         ]
     )
-    verdict = gate.judge(code, [word for word in rest if word.startswith("-")])
-    return gate.close(verdict)
+    return gate.close(gate.judge(code, [word for word in rest if word.startswith(ALLOWED_SKIP)]))
 
 
 class Gate:
@@ -93,7 +99,7 @@ class Gate:
 
         Args:
             code: of the run of all tests.
-            words: options for the repeats.
+            words: options that allow skips, for the repeats too.
         """
         records = read_records(self.evidence)
         failed = [one for one in records if one.outcome == "failed"]
@@ -113,8 +119,10 @@ class Gate:
         reasons = []
         if code not in (0, 1):
             reasons.append(f"the tests did not run to their end (exit code {code})")
+        if skips := unwelcome_skips(records, [word.removeprefix(ALLOWED_SKIP) for word in words]):
+            reasons += [f"skipped: {one.test}: {one.cause}"[:240] for one in skips]
         elif code == 1 and not failed:
-            reasons.append("tests were skipped that may not be: see `skips that count as failures here`")
+            reasons.append("the tests failed, and no test did: see the log")
         if any(one.outcome == "not started" for one in records):
             reasons.append("the time was over before the tests of every day had run")
         if not records:

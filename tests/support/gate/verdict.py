@@ -74,6 +74,15 @@ class Verdict:
         return [*found, ", ".join([*counts, f"{len(self.flaky)} flaky{names}"])]
 
 
+def unwelcome_skips(records: Sequence[Record], allowed: Sequence[str]) -> list[Record]:
+    """Return the skips for reasons with none of the words; without words all are welcome.
+
+    pytest says so itself (tests/conftest.py), but in its exit code, which also tells of failures.
+    """
+    skipped = [one for one in records if one.outcome == "skipped"] if allowed else []
+    return [one for one in skipped if not any(word.lower() in one.cause.lower() for word in allowed)]
+
+
 def reason_against_repeat(record: Record, repository: Path) -> str:
     """Return why chance has no part in a failure of this kind, "" if it may have."""
     file = record.test.partition("::")[0]

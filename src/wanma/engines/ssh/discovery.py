@@ -36,7 +36,7 @@ class HostFacts:
     values: Mapping[str, Any]
     """Reply of `host_probe`."""
     skew_seconds: float
-    """Its clock less this one's, as far as it is certain."""
+    """Offset of its clock from this one's, as far as it is certain."""
     python: str = ""
     """Interpreter of the run's environment there; empty: that of the connections."""
 
