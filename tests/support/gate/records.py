@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import resource
 import time
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 RECORDS = "tests.jsonl"
+CPU = "cpu_seconds"
 LEFT_OUT = "not run: the time for cases of the full suite was over"
 NOT_STARTED = "not run: the time of the run was over"
 """Reasons by which tests are skipped that were not started any more."""
@@ -30,6 +32,7 @@ class Record:
         outcome: `passed`, `failed`, `skipped` (also expected failures); `left out` for a case of the full
             suite that was not started any more, and `not started` for a test of every day.
         seconds: of set-up, call and teardown.
+        cpu_seconds: processor time of this process in them, and of processes that it started and waited for.
         cause: one line on the failure, or the reason of the skip.
         text: traceback and output of the failure.
     """
@@ -37,6 +40,7 @@ class Record:
     test: str
     outcome: str
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     worker: str = ""
     cause: str = ""
     text: str = ""
@@ -87,6 +91,19 @@ class Records:
         if time.time() > self._until:
             pytest.skip(NOT_STARTED)
 
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        self._cpu_before = _cpu_seconds()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        now = _cpu_seconds()
+        report.user_properties.append((CPU, now - self._cpu_before))  # which reaches another process, too
+        self._cpu_before = now
+        return report
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if self._path is None:
             return
@@ -125,5 +142,11 @@ def _record(test: str, reports: Iterable[Any]) -> Record:
         cause = reason.removeprefix("Skipped: ")
         outcome = {LEFT_OUT: "left out", NOT_STARTED: "not started"}.get(cause, outcome)
     seconds = sum(getattr(one, "duration", 0.0) for one in phases)
+    cpu = sum(value for one in phases for name, value in getattr(one, "user_properties", ()) if name == CPU)
     worker = getattr(getattr(worst, "node", None), "gateway", None)
-    return Record(test, outcome, round(seconds, 3), getattr(worker, "id", ""), cause, text)
+    return Record(test, outcome, round(seconds, 3), round(cpu, 3), getattr(worker, "id", ""), cause, text)
+
+
+def _cpu_seconds() -> float:
+    both = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in both)
