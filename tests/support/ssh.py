@@ -1,7 +1,8 @@
 """Real hosts on one machine: an sshd in each of several network namespaces, with private files.
 
     with ssh_hosts(tmp_path, 2) as site:
-        site.section(...)          # keys of [cluster.ssh]
+        run, _ = submit_job(site.job(steps=100_000))
+        site.wait_for(lambda: site.hosts[0].training.steps_begun() > 2)
 
 Each host has its host name, its address, its home folder and its own sshd. It sees neither the folder of the
 caller's project, nor the home folders of the others, nor their shared memory.
@@ -16,9 +17,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,12 @@ import psutil
 import pytest
 
 import wanma
-from support.command import share_compiled
+from support.command import Training, share_compiled
+from wanma.job.file.loading import to_job
+from wanma.job.file.serialization import job_to_toml
+from wanma.job.sections.job import Job
 
-PROGRAMS = ("ssh", "ssh-keygen", "ssh-keyscan", "ip", "unshare")
+PROGRAMS = ("ssh", "ssh-keygen", "ip", "ss", "unshare", "nsenter")
 SSHD = "/usr/sbin/sshd"
 BRIDGE = "wanmassh"
 SUBNET = "10.79.7"
@@ -37,6 +42,9 @@ CALLER_ADDRESS = f"{SUBNET}.254"
 NOWHERE = "02:00:00:00:00:fe"
 """Hardware address that no host has."""
 PORT = 2222
+RUN = "gpt"
+"""Name of the run of `SshSite.job`."""
+CORPUS = "the quick brown fox jumps over the lazy dog\n" * 400
 READY_SECONDS = 30.0
 LOCK = Path("/run/lock/wanma-test-ssh")
 
@@ -72,6 +80,20 @@ class SshHost:
         return f"wanma-test-{os.getpid()}-ssh-{self.number}"
 
     @property
+    def run_folder(self) -> Path:
+        return self.home / ".wanma" / "runs" / RUN
+
+    @property
+    def training(self) -> Training:
+        """Run directory there."""
+        return Training(self.run_folder)
+
+    @property
+    def output(self) -> str:
+        """Output of the supervisors there."""
+        return "\n".join(path.read_text() for path in sorted(self.home.glob(".wanma/runs/*/engine/output-*")))
+
+    @property
     def cable(self) -> str:
         """Interface of this machine by which the host is reached."""
         return f"wssh{self.number}"
@@ -89,6 +111,25 @@ class SshHost:
                     found.append(process)
         return found
 
+    def ranks(self) -> list[psutil.Process]:
+        """Return the processes of the ranks there."""
+        return [one for one in self.processes() if "rank" in one.name()]
+
+    def left(self) -> list[object]:
+        """Return what a run has left there: processes, ports that are listened to, shared memory."""
+        words = ["ip", "netns", "exec", self.namespace, "ss", "--no-header", "--listening", "--tcp", "-n"]
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+        ports = [line for line in done.stdout.splitlines() if f":{PORT} " not in line]
+        assert self.daemon is not None
+        memory = Path(f"/proc/{self.daemon.pid}/root/dev/shm")
+        return [*self.processes(), *ports, *(memory.iterdir() if memory.exists() else ())]
+
+    def enter(self, *command: str) -> None:
+        """Run a command there."""
+        assert self.daemon is not None
+        target = f"--target={self.daemon.pid}"
+        subprocess.run(["nsenter", target, "--mount", "--net", "--uts", *command], check=True)
+
     def kill(self) -> None:
         """Kill everything on it at once, as a loss of power does, and take it from the network."""
         subprocess.run(["ip", "-n", self.namespace, "link", "set", "eth0", "down"], check=True)
@@ -100,6 +141,11 @@ class SshHost:
     def isolate(self) -> None:
         """Pull its cable: nothing comes through any more, and neither side is told."""
         subprocess.run(["ip", "link", "set", self.cable, "down"], check=True)
+
+    def lose(self, address: str) -> None:
+        """Let no packet of it reach an address."""
+        entry = [address, "lladdr", NOWHERE, "dev", "eth0", "nud", "permanent"]
+        subprocess.run(["ip", "-n", self.namespace, "neigh", "replace", *entry], check=True)
 
     def reconnect(self) -> None:
         """Plug its cable in again."""
@@ -131,6 +177,8 @@ class SshSite:
     """Options of ssh by which the caller reaches them."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of logins, beside those of every host."""
+    commands: list[subprocess.Popen[str]] = field(default_factory=list)
+    """Commands that the caller has started."""
 
     def section(self, **keys: Any) -> dict[str, Any]:
         """Return the keys of `[cluster.ssh]`."""
@@ -141,13 +189,60 @@ class SshSite:
             **keys,
         }
 
+    def job(self, *, nodes: int | str = 2, steps: int = 4, **sections: dict[str, Any]) -> Job:
+        """Return a small job on the hosts, with the keys of `sections` besides."""
+        values: dict[str, Any] = {
+            "model": {"family": "decoder", "layers": 1, "hidden": 16, "heads": 2},
+            "data": {"text": ["corpus.txt"], "sequence_length": 16},
+            "train": {"steps": steps, "global_batch": 4, "deterministic": True},
+            "parallel": {"dp_shard": 2},
+            "checkpoint": {"every_steps": 1000},
+            "observe": {"name": RUN, "console": "plain", "log_every_steps": 1},
+            "cluster": {"engine": "ssh", "nodes": nodes, "ssh": self.section()},
+        }
+        for name, section in sections.items():
+            values[name] = {**values[name], **section}
+        return to_job(values)
+
+    def start(self, job: Job, **environment: str) -> subprocess.Popen[str]:
+        """Start `wanma train` as a user does, in its foreground."""
+        (self.project / "job.toml").write_text(job_to_toml(job))
+        return self.call("train", "job.toml", **environment)
+
+    def call(self, *words: str, **environment: str) -> subprocess.Popen[str]:
+        """Start a command of wanma in the folder of the project."""
+        command = subprocess.Popen(
+            [sys.executable, "-m", "wanma", *words],
+            cwd=self.project,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            # What a shell has started in the background ignores it, and all that this starts.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+        )
+        self.commands.append(command)
+        return command
+
+    def output(self) -> str:
+        """Return the last output of the supervisors."""
+        return "\n".join(f"{host.name}:\n{host.output[-3000:]}" for host in self.hosts)
+
+    def wait_for(self, condition: Callable[[], object], seconds: float = 240) -> None:
+        """Wait until the condition holds."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, self.output()
+            time.sleep(0.3)
+
     def cut(self) -> None:
         """Let no packet of a host reach another host, while all reach this machine."""
         for host in self.hosts:
             for other in self.hosts:
                 if other is not host:
-                    entry = [other.address, "lladdr", NOWHERE, "dev", "eth0", "nud", "permanent"]
-                    subprocess.run(["ip", "-n", host.namespace, "neigh", "replace", *entry], check=True)
+                    host.lose(other.address)
 
     def mend(self) -> None:
         """Undo `cut`."""
@@ -158,9 +253,9 @@ class SshSite:
                     subprocess.run(["ip", "-n", host.namespace, "neigh", "del", *entry], check=True)
 
     def wait_until_idle(self, seconds: float = 60) -> None:
-        """Wait until no process of a run is left on any host."""
+        """Wait until nothing of a run is left on any host: no process, port or shared memory."""
         deadline = time.monotonic() + seconds
-        while left := [(host.name, process) for host in self.hosts for process in host.processes()]:
+        while left := [(host.name, thing) for host in self.hosts for thing in host.left()]:
             assert time.monotonic() < deadline, f"left after {seconds} s: {left}"
             time.sleep(0.1)
 
@@ -203,6 +298,7 @@ def _running(
 ) -> Iterator[SshSite]:
     project = folder / "project"
     project.mkdir()
+    (project / "corpus.txt").write_text(CORPUS)
     hosts = [SshHost(number, folder / f"host{number}") for number in range(1, count + 1)]
     _keygen(folder / "key")
     site = SshSite(folder, hosts, project, environment=environment)
@@ -228,6 +324,8 @@ def _running(
         site.options = ["-F", str(config)]
         yield site
     finally:
+        for command in site.commands:
+            command.kill()
         for host in hosts:
             host.stop_sshd()
             for process in host.processes():
@@ -249,10 +347,12 @@ def start_sshd(host: SshHost, site: SshSite, configuration: str = "", *, has_wan
         **site.environment,
     }
     path.write_text(
+        f"{configuration}\n"  # the first value of a key counts
         f"Port {PORT}\nListenAddress {host.address}\nHostKey {host.folder}/host_key\n"
-        f"AuthorizedKeysFile {site.folder}/key.pub\nPermitRootLogin yes\nStrictModes no\nUsePAM no\n"
+        f"AuthorizedKeysFile {site.folder}/key.pub {host.home}/.ssh/authorized_keys\n"
+        "PermitRootLogin yes\nStrictModes no\nUsePAM no\n"
         "PasswordAuthentication no\nKbdInteractiveAuthentication no\nMaxStartups 100\nMaxSessions 100\n"
-        f"PidFile none\n{configuration}\n"
+        "PidFile none\n"
         f"SetEnv {' '.join(f'{name}={value}' for name, value in environment.items())}\n"
     )
     hidden = [site.project, *(other.folder for other in site.hosts if other is not host)]

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -37,55 +33,11 @@ from wanma.api.run.job_run import train_job
 from wanma.engines.ssh.engine import SshEngine
 from wanma.job.errors import WanmaError
 from wanma.job.file.loading import to_job
-from wanma.job.file.serialization import job_to_toml
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.sections.cluster import ClusterSection
 from wanma.job.sections.job import Job
 
 SECRET = "a-secret-that-nobody-guesses"
-
-
-def job(site: SshSite, *, nodes: int | str = 2, steps: int = 4, **sections: dict[str, Any]) -> Job:
-    values: dict[str, Any] = {
-        "model": {"family": "decoder", "layers": 1, "hidden": 16, "heads": 2},
-        "data": {"text": ["corpus.txt"], "sequence_length": 16},
-        "train": {"steps": steps, "global_batch": 4, "deterministic": True},
-        "parallel": {"dp_shard": 2},
-        "checkpoint": {"every_steps": 1000},
-        "observe": {"name": "gpt", "console": "plain", "log_every_steps": 1},
-        "cluster": {"engine": "ssh", "nodes": nodes, "ssh": site.section()},
-    }
-    for name, section in sections.items():
-        values[name] = {**values[name], **section}
-    return to_job(values)
-
-
-@pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SshSite]:
-    with ssh_hosts(tmp_path, 2) as made:
-        (made.project / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
-        monkeypatch.chdir(made.project)
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        monkeypatch.setenv("OMP_NUM_THREADS", "1")
-        yield made
-
-
-def wait_for(condition: Callable[[], object], what: Callable[[], object], seconds: float = 240) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.3)
-
-
-def steps_of(site: SshSite, number: int = 0) -> int:
-    """Return the number of steps that the run has recorded on a host."""
-    path = site.hosts[number].home / ".wanma" / "runs" / "gpt" / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def output_of(site: SshSite) -> str:
-    found = [path for host in site.hosts for path in sorted(host.home.glob(".wanma/runs/*/engine/output-*"))]
-    return "\n".join(f"{path}:\n{path.read_text()[-3000:]}" for path in found)
 
 
 def overrides_of(section: ClusterSection) -> list[str]:
@@ -104,30 +56,16 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def start_attached(site: SshSite, wanted: Job) -> subprocess.Popen[str]:
-    """Start `wanma train` as a user does, in its foreground."""
-    (site.project / "job.toml").write_text(job_to_toml(wanted))
-    return subprocess.Popen(
-        [sys.executable, "-m", "wanma", "train", "job.toml"],
-        env={**os.environ, "WANMA_SECRET": SECRET},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
 @pytest.mark.full
 def test_two_hosts_train_as_one_machine_and_the_records_come_home(site: SshSite, tmp_path: Path) -> None:
-    command = start_attached(site, job(site))
+    command = site.start(site.job(), WANMA_SECRET=SECRET)
     output, _ = command.communicate(timeout=280)
-    assert command.returncode == 0, output + output_of(site)
+    assert command.returncode == 0, output + site.output()
     assert "this command holds the run, which ends with it" in output
     assert "step 4/4" in output
     alone = to_job(
         {
-            **job(site).model_dump(exclude_unset=True),
+            **site.job().model_dump(exclude_unset=True),
             "cluster": {"engine": "local"},
             "observe": {"name": "alone", "console": "quiet"},
         }
@@ -150,21 +88,21 @@ def test_two_hosts_train_as_one_machine_and_the_records_come_home(site: SshSite,
 def test_a_detached_run_goes_on_is_cancelled_with_a_checkpoint_and_resumes(
     site: SshSite, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, _ = submit_job(job(site, steps=100_000))
-    wait_for(lambda: steps_of(site) > 2, lambda: output_of(site))
+    run, _ = submit_job(site.job(steps=100_000))
+    site.wait_for(lambda: site.hosts[0].training.steps_begun() > 2)
     assert run_status(run).state == "running"
     assert run_status(run).nodes == tuple(host.text for host in site.hosts)
     with pytest.raises(WanmaError, match="is running already"):
-        submit_job(job(site))
+        submit_job(site.job())
     assert explain_run(run).summary == "nothing blocks it: the run is running"
     with pytest.raises(WanmaError, match="and 1 lies outside"):
         resize_run(run, 1)
     assert cancel_run(run, is_immediate=False).state == "running"
-    wait_for(lambda: run_status(run).is_over, lambda: output_of(site))
-    assert run_status(run).state == "cancelled", output_of(site)
+    site.wait_for(lambda: run_status(run).is_over)
+    assert run_status(run).state == "cancelled", site.output()
     fetch_records(run)
     stopped = len(losses(run.path))
-    run, record = submit_job(job(site, steps=stopped + 2))
+    run, record = submit_job(site.job(steps=stopped + 2))
     assert attach(run, record) == 0
     shown = capsys.readouterr().out
     assert f"resuming from step {stopped:,} of {stopped + 2:,}" in shown, shown
@@ -176,9 +114,9 @@ def test_a_detached_run_goes_on_is_cancelled_with_a_checkpoint_and_resumes(
 
 @pytest.mark.full
 def test_nothing_is_left_on_the_hosts_when_the_caller_is_killed(site: SshSite) -> None:
-    command = start_attached(site, job(site, steps=100_000))
-    wait_for(lambda: steps_of(site) > 2 or command.poll() is not None, lambda: output_of(site))
-    assert command.poll() is None, command.communicate()[0] + output_of(site)
+    command = site.start(site.job(steps=100_000))
+    site.wait_for(lambda: site.hosts[0].training.steps_begun() > 2 or command.poll() is not None)
+    assert command.poll() is None, command.communicate()[0] + site.output()
     assert all(host.processes() for host in site.hosts)
     command.kill()
     site.wait_until_idle(90)
@@ -190,9 +128,9 @@ def test_nothing_is_left_on_the_hosts_when_the_caller_is_killed(site: SshSite) -
 
 @pytest.mark.full
 def test_the_first_ctrl_c_stops_with_a_checkpoint(site: SshSite) -> None:
-    command = start_attached(site, job(site, steps=100_000))
-    wait_for(lambda: steps_of(site) > 2 or command.poll() is not None, lambda: output_of(site))
-    assert command.poll() is None, command.communicate()[0] + output_of(site)
+    command = site.start(site.job(steps=100_000))
+    site.wait_for(lambda: site.hosts[0].training.steps_begun() > 2 or command.poll() is not None)
+    assert command.poll() is None, command.communicate()[0] + site.output()
     command.send_signal(signal.SIGINT)
     output, _ = command.communicate(timeout=120)
     assert command.returncode == 130, output
@@ -201,14 +139,14 @@ def test_the_first_ctrl_c_stops_with_a_checkpoint(site: SshSite) -> None:
     site.wait_until_idle()
 
 
-@pytest.mark.full
+@pytest.mark.full(always=True)
 def test_the_run_goes_on_when_one_of_its_hosts_is_lost(site: SshSite) -> None:
-    wanted = job(site, nodes="1..2", steps=100_000, cluster={"last_call_timeout_seconds": 60})
+    wanted = site.job(nodes="1..2", steps=100_000, cluster={"last_call_timeout_seconds": 60})
     run, _ = submit_job(wanted)
-    wait_for(lambda: steps_of(site) > 5, lambda: output_of(site))
+    site.wait_for(lambda: site.hosts[0].training.steps_begun() > 5)
     site.hosts[1].kill()
-    before = steps_of(site)
-    wait_for(lambda: steps_of(site) > before + 20, lambda: output_of(site))
+    before = site.hosts[0].training.steps_begun()
+    site.wait_for(lambda: site.hosts[0].training.steps_begun() > before + 20)
     status = run_status(run)
     assert status.state == "running"
     assert re.search(rf"{site.hosts[1].text}: it (cannot be reached|gave no answer)", status.reason)
@@ -216,10 +154,10 @@ def test_the_run_goes_on_when_one_of_its_hosts_is_lost(site: SshSite) -> None:
     assert explanation.summary.endswith(f"do not answer: {site.hosts[1].text}")
     engine, record = find_submitted(run)
     engine.cancel(record.handle, is_immediate=False)
-    wait_for(lambda: not site.hosts[0].processes(), lambda: output_of(site))
+    site.wait_for(lambda: not site.hosts[0].processes())
 
 
-@pytest.mark.full
+@pytest.mark.full(always=True)
 def test_with_claims_the_run_survives_its_first_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -228,22 +166,20 @@ def test_with_claims_the_run_survives_its_first_host(
         object_store(monkeypatch, CALLER_ADDRESS) as store,
         ssh_hosts(tmp_path, 2, environment=store.environment) as site,
     ):
-        (site.project / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
         monkeypatch.chdir(site.project)
-        wanted = job(
-            site,
+        wanted = site.job(
             nodes="1..2",
             steps=100_000,
             checkpoint={"in_memory_every_steps": 1},
             cluster={"claims": store.url("run"), "last_call_timeout_seconds": 60},
         )
         run, record = submit_job(wanted)
-        wait_for(lambda: steps_of(site) > 5, lambda: output_of(site))
+        site.wait_for(lambda: site.hosts[0].training.steps_begun() > 5)
         engine, _ = find_submitted(run)
         engine.fetch(record.handle)
         fetched = len(losses(run.path))
         site.hosts[0].kill()
-        wait_for(lambda: steps_of(site, 1) > 5, lambda: output_of(site))
+        site.wait_for(lambda: site.hosts[1].training.steps_begun() > 5)
         assert run_status(run).state == "running"
         cancel_run(run, is_immediate=False)
         assert attach(run, record) == 130
@@ -262,24 +198,24 @@ def test_with_claims_the_run_survives_its_first_host(
 @pytest.mark.full
 def test_a_run_grows_to_a_further_host_and_shrinks(site: SshSite) -> None:
     site.hosts[1].stop_sshd()
-    wanted = job(site, nodes="1..2", steps=100_000, cluster={"last_call_timeout_seconds": 1})
+    wanted = site.job(nodes="1..2", steps=100_000, cluster={"last_call_timeout_seconds": 1})
     run, record = submit_job(wanted)
     assert [note for note in record.notes if "left out: root@gpu2:2222" in note]
-    wait_for(lambda: steps_of(site) > 2, lambda: output_of(site))
+    site.wait_for(lambda: site.hosts[0].training.steps_begun() > 2)
     with pytest.raises(WanmaError, match=r"root@gpu2:2222: nothing listens there"):
         resize_run(run, 2)
     start_sshd(site.hosts[1], site)
     resize_run(run, 2)
     assert run_status(run).nodes == tuple(host.text for host in site.hosts)
-    wait_for(lambda: "on 2 nodes" in output_of(site), lambda: output_of(site))
+    site.wait_for(lambda: "on 2 nodes" in site.output())
     resize_run(run, 1)
-    wait_for(lambda: not site.hosts[1].processes(), lambda: output_of(site))
-    before = steps_of(site)
-    wait_for(lambda: steps_of(site) > before + 2, lambda: output_of(site))
+    site.wait_for(lambda: not site.hosts[1].processes())
+    before = site.hosts[0].training.steps_begun()
+    site.wait_for(lambda: site.hosts[0].training.steps_begun() > before + 2)
     status = run_status(run)
     assert (status.state, status.nodes) == ("running", (site.hosts[0].text,))
     cancel_run(run, is_immediate=False)
-    wait_for(lambda: run_status(run).is_over, lambda: output_of(site))
+    site.wait_for(lambda: run_status(run).is_over)
     assert run_status(run).state == "cancelled"
     site.wait_until_idle()
 
@@ -288,12 +224,12 @@ def test_a_run_grows_to_a_further_host_and_shrinks(site: SshSite) -> None:
 def test_a_run_resumes_when_another_host_is_the_first_one(
     site: SshSite, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert attach(*submit_job(job(site, steps=2))) == 0
-    assert "finished at step 2" in capsys.readouterr().out, output_of(site)
+    assert attach(*submit_job(site.job(steps=2))) == 0
+    assert "finished at step 2" in capsys.readouterr().out, site.output()
     site.hosts.reverse()
-    assert attach(*submit_job(job(site, steps=4))) == 0
+    assert attach(*submit_job(site.job(steps=4))) == 0
     shown = capsys.readouterr().out
-    assert "resuming from step 2 of 4" in shown, shown + output_of(site)
+    assert "resuming from step 2 of 4" in shown, shown + site.output()
     assert "step-00000002 was on the node of rank 1, and has been copied to that of rank 0" in shown
     folder = site.hosts[0].home / ".wanma" / "runs" / "gpt" / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000002", "step-00000004"]
@@ -309,10 +245,10 @@ def test_a_script_runs_on_the_hosts(site: SshSite) -> None:
         "text = open('corpus.txt').read(9)\n"
         "print(f\"{socket.gethostname()} rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}: {text}\")\n"
     )
-    section = job(site).cluster
+    section = site.job().cluster
     words = ["--ranks=1", *(f"--set={text}" for text in overrides_of(section)), "tool/script.py"]
     run, record = submit_script("script", words, 1, section, None)
-    assert attach(run, record) == 0, output_of(site)
+    assert attach(run, record) == 0, site.output()
     texts = [path.read_text() for path in sorted((run.path / "logs").glob("rank-*.log"))]
     assert ["gpu1 rank 0 of 2: the quick" in texts[0], "gpu2 rank 1 of 2: the quick" in texts[1]] == [
         True,
@@ -324,11 +260,11 @@ def test_a_script_runs_on_the_hosts(site: SshSite) -> None:
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun (Debian: openmpi-bin)")
 def test_ranks_of_mpi_are_one_gang_on_hosts_that_cannot_log_in_to_each_other(site: SshSite) -> None:
     (site.project / "script.py").write_bytes((SCRIPTS / "mpi_sum.py").read_bytes())
-    section = job(site).cluster
+    section = site.job().cluster
     options = [f"--set={text}" for text in overrides_of(section)]
     words = ["--ranks=2", *options, "--framework=mpi", "script.py"]
     run, record = submit_script("script", words, 2, section, None)
-    assert attach(run, record) == 0, output_of(site)
+    assert attach(run, record) == 0, site.output()
     for rank in range(4):
         text = run.rank_log(rank).read_text()
         assert f"process {rank} of 4: sum 10\nlocal rank {rank % 2}, hidden []\n" in text
@@ -351,12 +287,12 @@ def test_hosts_make_the_environment_of_a_lock_file_once(
             "print(socket.gethostname(), os.environ['RANK'], tiny.VERSION, wanma.__file__)\n"
         )
         keys = {"environment": "requirements.lock", "system_site_packages": True}
-        section = job(site, cluster=keys).cluster
+        section = site.job(cluster=keys).cluster
         options = [*overrides_of(section), "cluster.environment=requirements.lock"]
         options += ["cluster.system_site_packages=true"]
         words = ["--ranks=1", *(f"--set={text}" for text in options), "script.py"]
         first = site.section(hosts=[site.hosts[0].text])
-        error = refusal(job(site, nodes=1, cluster={**keys, "ssh": first}))
+        error = refusal(site.job(nodes=1, cluster={**keys, "ssh": first}))
         assert f"{site.hosts[0].text}: the environment of requirements.lock cannot be made" in error.message
         assert "No matching distribution found for tiny==2.0" in error.message
         capsys.readouterr()
@@ -383,8 +319,8 @@ def test_hosts_make_the_environment_of_a_lock_file_once(
 
 @pytest.mark.full
 def test_cancel_now_ends_a_run_at_once_and_leaves_no_process(site: SshSite) -> None:
-    run, _ = submit_job(job(site, steps=100_000))
-    wait_for(lambda: steps_of(site) > 2, lambda: output_of(site))
+    run, _ = submit_job(site.job(steps=100_000))
+    site.wait_for(lambda: site.hosts[0].training.steps_begun() > 2)
     cancel_run(run, is_immediate=True)
     site.wait_until_idle(30)
     assert run_status(run).state == "cancelled"
@@ -397,7 +333,7 @@ def refusal(wanted: Job) -> WanmaError:
 
 
 def test_hosts_are_the_planners_cluster_and_failures_are_named(site: SshSite) -> None:
-    found = SshEngine().discover(job(site).cluster)
+    found = SshEngine().discover(site.job().cluster)
     assert found is not None
     (group,) = found.cluster.nodes
     assert (group.count, group.hosts) == (2, tuple(host.text for host in site.hosts))
@@ -405,10 +341,10 @@ def test_hosts_are_the_planners_cluster_and_failures_are_named(site: SshSite) ->
 
     one, two = site.hosts
     section = site.section(hosts=[one.text, f"root@{two.name}:2223"])
-    error = refusal(job(site, cluster={"ssh": section}))
+    error = refusal(site.job(cluster={"ssh": section}))
     assert error.message == "root@gpu2:2223: nothing listens there: connection refused"
 
-    error = refusal(job(site, cluster={"ssh": site.section(hosts=[one.text, "nowhere.invalid"])}))
+    error = refusal(site.job(cluster={"ssh": site.section(hosts=[one.text, "nowhere.invalid"])}))
     assert "nowhere.invalid: its name is not known here" in error.message
 
     other_key = site.folder / "other"
@@ -416,7 +352,7 @@ def test_hosts_are_the_planners_cluster_and_failures_are_named(site: SshSite) ->
     section = site.section(options=["-oIdentityFile=none", "-i", str(other_key), *site.options])
     config = Path(site.options[1])
     config.write_text(config.read_text().replace(f"{site.folder}/key", str(other_key)))
-    error = refusal(job(site, cluster={"ssh": section}))
+    error = refusal(site.job(cluster={"ssh": section}))
     assert error.message.splitlines()[0] == "0 hosts are usable, and the run needs 2:"
     assert "root@gpu1:2222: it refused the login" in error.message
     assert "ssh-copy-id root@gpu1:2222" in error.hint
@@ -425,23 +361,23 @@ def test_hosts_are_the_planners_cluster_and_failures_are_named(site: SshSite) ->
     known = site.folder / "known_hosts"
     keys = known.read_text().splitlines()
     known.write_text(keys[0] + "\n")
-    assert "root@gpu2:2222: its host key is unknown here" in refusal(job(site)).message
+    assert "root@gpu2:2222: its host key is unknown here" in refusal(site.job()).message
     known.write_text(f"{keys[0]}\n{keys[1].split()[0]} {' '.join(keys[0].split()[1:])}\n")
-    assert "root@gpu2:2222: its host key has changed" in refusal(job(site)).message
+    assert "root@gpu2:2222: its host key has changed" in refusal(site.job()).message
     known.write_text("\n".join(keys) + "\n")
 
-    error = refusal(job(site, cluster={"ssh": site.section(python="/nowhere/python3")}))
+    error = refusal(site.job(cluster={"ssh": site.section(python="/nowhere/python3")}))
     assert "root@gpu1:2222: the interpreter /nowhere/python3 cannot be started" in error.message
     bare = site.folder / "bare-python"
     bare.write_text(f'#!/bin/sh\nunset PYTHONPATH\nexec {sys.executable} -I -S "$@"\n')
     bare.chmod(0o755)
-    error = refusal(job(site, cluster={"ssh": site.section(python=str(bare))}))
+    error = refusal(site.job(cluster={"ssh": site.section(python=str(bare))}))
     assert "root@gpu1:2222: wanma is not installed for" in error.message
     assert "-m pip install wanma==" in error.hint
 
     site.hosts[1].stop_sshd()
-    assert "root@gpu2:2222: nothing listens there" in refusal(job(site)).message
-    found = SshEngine().discover(job(site, nodes="1..2").cluster)
+    assert "root@gpu2:2222: nothing listens there" in refusal(site.job()).message
+    found = SshEngine().discover(site.job(nodes="1..2").cluster)
     assert found is not None
     assert (found.free_nodes, found.max_nodes) == (1, 2)
     assert "left out: root@gpu2:2222: nothing listens there: connection refused" in found.notes
@@ -454,16 +390,16 @@ def test_what_stops_a_submission_is_named_and_leaves_nothing(site: SshSite) -> N
     with pytest.raises(
         WanmaError, match=r"root@gpu1:2222: cannot write .*file.*: (Not a directory|File exists)"
     ):
-        submit_job(job(site, cluster={"ssh": site.section(folder=str(one.home / "file"))}))
+        submit_job(site.job(cluster={"ssh": site.section(folder=str(one.home / "file"))}))
     with pytest.raises(WanmaError, match=r"'eth9': root@gpu1:2222 has no such interface(.|\n)*eth0, lo"):
-        submit_job(job(site, cluster={"network_interface": "eth9"}))
+        submit_job(site.job(cluster={"network_interface": "eth9"}))
     with pytest.raises(WanmaError) as error:
-        submit_job(job(site, cluster={"network_interface": "lo"}))
+        submit_job(site.job(cluster={"network_interface": "lo"}))
     assert "no address of root@gpu1:2222 is reached by all other hosts" in error.value.message
     assert "root@gpu2:2222 tried 127.0.0.1 (Connection refused)" in error.value.message
     origin = one.home / ".wanma" / "runs" / "gpt" / "engine" / "origin.json"
     origin.write_text(json.dumps(["/another/runs/gpt", "laptop"]))
     with pytest.raises(WanmaError, match="belongs to another run, /another/runs/gpt on laptop"):
-        submit_job(job(site))
+        submit_job(site.job())
     site.wait_until_idle()
     assert two.processes() == []

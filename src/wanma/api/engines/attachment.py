@@ -160,6 +160,8 @@ class _Attachment:
         self._problems: dict[str, str] = {}
         """Newest problem of each kind of question; empty: the last one was answered."""
         self._unknown_since = math.inf
+        self._failure: Event | None = None
+        """Failed end that the engine has not confirmed."""
         self._end_checks = 0
         """Number of questions to the engine that do not wait for `STATUS_SECONDS`."""
 
@@ -225,6 +227,9 @@ class _Attachment:
 
     def show_end(self, status: RunStatus) -> int:
         """Show the failure of a run, if any, and the place of its checkpoints; return its exit code."""
+        if self._failure is not None:  # its text is that of the error
+            is_error = status.state not in ("finished", "cancelled")
+            self._console.write({**self._failure, "text": ""} if is_error else self._failure)
         code = _show_end(self._run, self._record, self._engine, status, self._console)
         advice = self._engine.checkpoint_advice(self._record.handle)
         if advice is not None and self._run.job.exists() and read_report(self._run).checkpoints:
@@ -257,9 +262,15 @@ class _Attachment:
                 self._note_problem("records", error.message)
             self._fetched_at = time.monotonic()
         for event in self._follower.read():
-            self._console.write(event)
+            if self._failure is not None:  # the run was started again
+                self._console.write(self._failure)
+                self._failure = None
             if event["kind"] == "finish":
                 self._end_checks = END_CHECKS
+                if event["outcome"] == "failed":
+                    self._failure = event
+                    continue
+            self._console.write(event)
 
 
 def _state_text(record: EngineRecord, status: RunStatus) -> str:

@@ -32,12 +32,20 @@ def run(arguments: argparse.Namespace) -> int:
     run = resolve_run(arguments, allow_scripts=True)
     offsets: dict[Path, int] = {}
     prefixes = arguments.rank is not None and len(arguments.rank) > 1
+    known_problems: list[str] = []
+    problem = ""
     while True:
-        is_over = True
+        is_over, state = True, None
         if arguments.follow:
-            status = run_statuses([run])[0].get(run.path)
-            is_over = status is None or status.state not in ("pending", "running")
-        warn_about_records(run)
+            statuses, problems = run_statuses([run])
+            state = statuses[run.path].state if run.path in statuses else None
+            # What does not answer is asked again: the engine, or below the hosts of the run.
+            is_over = not problems and state not in ("pending", "running")
+            if problems and problems != known_problems:
+                print(*problems, sep="\n", file=sys.stderr)
+            known_problems = problems
+        problem = warn_about_records(run, problem)
+        is_over = is_over and not (problem and state == "unknown")
         for path in run_log_files(run, arguments.rank):
             offsets[path] = _print_new(path, offsets.get(path, 0), f"{path.stem}: " if prefixes else "")
         if is_over:

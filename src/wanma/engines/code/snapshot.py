@@ -112,14 +112,16 @@ def _make_snapshot(
     check_size(folder, listing, most_bytes, most_files)
     root = os.path.join(os.fsencode(folder), b"")
     links = _link_targets(folder, listing)
-    entries = [
-        Entry(path, LINK, hashlib.sha256(links[path]).digest())
-        if path in links
-        else Entry(path, _kind(status), _hash_file(root, path, status, lambda _chunk: None))
-        for path, status in listing.files.items()
-    ]
-    digest = entries_digest(entries)
-    if not (destination / f"{digest}.tar").is_file():
+    digest = ""
+    if any(destination.glob("*.tar")):  # one of them may be this one; otherwise the writer hashes the files
+        entries = [
+            Entry(path, LINK, hashlib.sha256(links[path]).digest())
+            if path in links
+            else Entry(path, _kind(status), _hash_file(root, path, status, lambda _chunk: None))
+            for path, status in listing.files.items()
+        ]
+        digest = entries_digest(entries)
+    if not digest or not (destination / f"{digest}.tar").is_file():
         digest = _write_archive(root, listing, links, destination)
     sizes = sum(
         len(links[path]) if path in links else status.st_size for path, status in listing.files.items()

@@ -36,7 +36,7 @@ from wanma.engines.ssh.discovery import (
     probe_hosts,
     require_hosts,
 )
-from wanma.engines.ssh.failures import SshError, join_errors
+from wanma.engines.ssh.failures import SshError, explain_problem, join_errors
 from wanma.engines.ssh.hosts import Host, list_hosts
 from wanma.engines.ssh.placement import (
     HeldRun,
@@ -373,6 +373,9 @@ def _status(
     reason = "; ".join(silent)
     own = {node.rank: states[node.rank] for node in nodes if node.rank in states}
     if any(state["is_alive"] for state in own.values()):
+        full = [node for node in nodes if own.get(node.rank, {}).get("is_full")]
+        problems = [explain_problem(node.host, "full", node.folder) for node in full]
+        reason = "; ".join([*silent, *(f"{error.message}: {error.hint}" for error in problems)])
         return RunStatus("running", None, reason, names, ids)
     codes = [state["exit"] for _, state in sorted(own.items())]
     if 0 in codes:

@@ -34,8 +34,9 @@ def main(request: Dict[str, Any], reply: Callable[[Any], None]) -> int:
     try:
         return operations[request["operation"]](request, reply)
     except OSError as error:
-        kind = {errno.ENOSPC: "full", errno.EDQUOT: "full"}.get(error.errno or 0, "unwritable")
-        reply({"problem": kind, "text": "{}: {}".format(error.filename or "", error.strerror or error)})
+        kind = "full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "unwritable"
+        place = error.filename or request["folder"]  # a write names no file
+        reply({"problem": kind, "text": "{}: {}".format(place, error.strerror or error)})
         return 0
 
 
@@ -127,7 +128,11 @@ def _unpack(request: Dict[str, Any], reply: Callable[[Any], None]) -> int:
             if os.path.exists(path):
                 os.unlink(path)
     if done.returncode != 0:
-        reply({"problem": "code", "text": done.stderr.decode(errors="replace").strip()})
+        text = done.stderr.decode(errors="replace").strip()
+        for code in (errno.ENOSPC, errno.EDQUOT):  # which the unpacker's message names
+            if os.strerror(code) in text:
+                raise OSError(code, os.strerror(code))
+        reply({"problem": "code", "text": text})
         return 0
     reply({"path": os.fsdecode(done.stdout).strip()})
     return 0

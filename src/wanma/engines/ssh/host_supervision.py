@@ -12,10 +12,12 @@ life stop, the supervisor gets a SIGTERM, and what is left after the grace perio
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +28,8 @@ SIGN_OF_LIFE_SECONDS = 300.0
 """Silence of the caller, in seconds, after which it counts as dead; it says something every ten seconds."""
 KILL_MARGIN_SECONDS = 10.0
 """Time, in seconds, after the grace period until what is left is killed."""
+FULL_BYTES = 64 << 10
+"""Free bytes of a disk below which it counts as full: records and checkpoints do not fit."""
 IMMEDIATE_SECONDS = 5.0
 """Time, in seconds, in which a run that is to end at once may end by itself."""
 ENVIRONMENT_COMPLETE = "complete.json"
@@ -45,8 +49,15 @@ def main(request: Dict[str, Any], reply: Callable[[Any], None]) -> int:
             return _leave(request, reply)
         reply([_state(folder, rank) for folder, rank in request["runs"]])
     except OSError as error:
-        reply({"problem": "unwritable", "text": "{}: {}".format(error.filename or "", error.strerror)})
+        reply(_problem(error, request))
     return 0
+
+
+def _problem(error: OSError, request: Dict[str, Any]) -> Dict[str, str]:
+    """Return the answer for an error of a file."""
+    kind = "full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "unwritable"
+    place = error.filename or request.get("folder", "")  # a write names no file
+    return {"problem": kind, "text": "{}: {}".format(place, error.strerror)}
 
 
 def _start(request: Dict[str, Any], reply: Callable[[Any], None]) -> int:
@@ -83,7 +94,7 @@ def _start(request: Dict[str, Any], reply: Callable[[Any], None]) -> int:
     try:
         process = _launch(request, answer_parent)
     except OSError as error:
-        answer_parent({"problem": "start", "text": str(error)})
+        answer_parent(_problem(error, request))
         return 0
     process.wait()
     _record_exit(request, process.returncode)
@@ -246,10 +257,14 @@ def _leave(request: Dict[str, Any], reply: Callable[[Any], None]) -> int:
 
 
 def _state(folder: str, rank: int) -> Dict[str, Any]:
-    """Return the state of a supervisor: `is_known`, `is_alive`, `exit`, `process`, `is_cancelled`."""
+    """Return the state of a supervisor.
+
+    `is_known`, `is_alive`, `exit`, `process`, `is_cancelled`, and `is_full`: its disk is full.
+    """
     record = _read_record(folder, rank)
     if not record:
-        return {"is_known": False, "is_alive": False, "exit": None, "process": None, "is_cancelled": False}
+        nothing = dict.fromkeys(("is_known", "is_alive", "is_cancelled", "is_full"), False)
+        return {**nothing, "exit": None, "process": None}
     is_alive = record["exit"] is None and (
         _is_process(record, "process", "started") or _is_process(record, "runner", "runner_started")
     )
@@ -262,6 +277,7 @@ def _state(folder: str, rank: int) -> Dict[str, Any]:
         "exit": record["exit"],
         "process": record["process"],
         "is_cancelled": cancelled,
+        "is_full": shutil.disk_usage(folder).free < FULL_BYTES,
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,8 +65,9 @@ def _import_module(name: str, path: str, key: str) -> Any:
                 f"start wanma in its folder, or install it (searched: {code_folder()} and Python's path)",
             ) from error
         raise JobError(
-            f"{key} = '{path}': importing {name} failed because it needs '{missing}', which is not installed",
-            f"install '{missing}' into this environment",
+            f"{key} = '{path}': importing {name} failed because it needs '{missing}', which is not installed "
+            f"for {sys.executable} on {socket.gethostname()}",
+            f"install the package of '{missing}' there, or add it to the lock file of cluster.environment",
         ) from error
     except Exception as error:
         raise JobError(
