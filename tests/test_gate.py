@@ -255,7 +255,7 @@ def dead() -> Callable[[], int]:
 
 
 def test_no_test_stands_twice_in_the_list_of_flaky_tests() -> None:
-    """What was flaky twice is mended at the root, or deleted, and its lines with it."""
+    """List of flaky tests, without repetition: one that was flaky twice is mended at the root, or deleted."""
     path = HERE / "flaky.md"
     rows = [line.split(" | ") for line in path.read_text().splitlines()[4:]] if path.exists() else []
     counts = Counter(row[3] for row in rows)

@@ -141,8 +141,9 @@ def test_a_script_runs_in_an_environment_without_wanma(desk: Desk, bare_python: 
 
 @pytest.mark.full
 @pytest.mark.root
-def test_a_hosts_name_with_a_loopback_address_is_told_for_jax_on_two_nodes(desk: Desk) -> None:
-    words = ["launch", "--framework", "jax", "--ranks", "1", write(desk, "nothing.py", "")]
+@pytest.mark.parametrize("framework", ["jax", "horovod"])
+def test_a_hosts_name_with_a_loopback_address_is_told_on_two_nodes(desk: Desk, framework: str) -> None:
+    words = ["launch", "--framework", framework, "--ranks", "1", write(desk, "nothing.py", "")]
     with cable() as network, named_hosts(network, ("10.91.0.1", "127.0.1.1")):
         first, second = run_on_two_nodes(desk, network, words)
     assert (first.code, second.code) == (0, 0), (first, second)

@@ -103,6 +103,7 @@ TRACEBACK = "Traceback (most recent call last):\n  File 'train.py', line 3, in <
             False,
         ),
         (f"{TRACEBACK}torch.distributed.DistBackendError: NCCL error", True),
+        (f"{TRACEBACK}horovod.common.exceptions.HorovodInternalError: Horovod has been shut down.", True),
         ("loss 3.2\nconnection refused\nloss 3.1\nloss 3.0\nsegment 4 is missing", False),
         ("E0000 main.cc:4] UNAVAILABLE: Connection reset by peer", True),
         ("", False),

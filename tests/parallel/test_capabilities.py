@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from support.compare import one_process, spread_over
+from support.compare import one_process
+from support.traced import spread_traced
 from wanma.job.cluster import Cluster, NodeGroup
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
@@ -79,10 +79,6 @@ def _split(model: nn.Module, parallel_spec: Any, axis: str, plan: Plan, parallel
         )
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
-    shutil.which("g++") is None, reason="needs the C++ compiler g++: torch.compile builds with it on CPU"
-)
 @pytest.mark.full
 def test_split_matrices_are_compiled_to_run_again_where_torch_can(tmp_path: Path) -> None:
     """Guard a limit of torch: where this fails, `supports_compiled_recompute` can allow it."""
@@ -90,7 +86,7 @@ def test_split_matrices_are_compiled_to_run_again_where_torch_can(tmp_path: Path
     plan = Plan(tp=2, micro_batch=4, compile=True, recompute="full")
     if supports_compiled_recompute(plan, installed_torch_version()):
         one = one_process(tmp_path / "one", job, 4)
-        assert spread_over(tmp_path / "run", job, plan, seconds=280).losses == pytest.approx(one.losses, 1e-5)
+        assert spread_traced(tmp_path / "run", job, plan).losses == pytest.approx(one.losses, 1e-5)
     else:
         with pytest.raises(AssertionError, match=r"to be Tensors, got types: .*DeviceMesh"):
-            spread_over(tmp_path / "run", job, plan, seconds=280)
+            spread_traced(tmp_path / "run", job, plan)

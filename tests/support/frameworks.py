@@ -1,9 +1,10 @@
-"""Scripts of TensorFlow and JAX under `wanma launch`, in their own environments (make frameworks)."""
+"""Scripts of other frameworks under `wanma launch`, in environments of their own (make frameworks)."""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy
@@ -18,13 +19,14 @@ SECRET = "0123456789abcdef"
 
 
 def python_of(framework: str) -> Path:
-    """Return the interpreter of an environment that has the framework, and neither wanma nor torch."""
+    """Return the interpreter of an environment that has the framework."""
     return REPOSITORY / ".venv-frameworks" / framework / "bin" / "python"
 
 
 def needs(framework: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(
-        not python_of(framework).exists(), reason=f"needs an environment of {framework}: make frameworks"
+        not python_of(framework).exists(),
+        reason=f"needs an environment of {framework}: make frameworks, or make horovod",
     )
 
 
@@ -51,6 +53,33 @@ def run_on_two_nodes(desk: Desk, network: Cable, words: list[str], **environment
         for rank, name in enumerate(network.names)
     ]
     return [node.end() for node in nodes]
+
+
+def check_scripts_on_an_engine(desk: Desk, *options: str, **environment: str) -> None:
+    """Run scripts of torch, JAX and TensorFlow, one rank on each of two nodes; compare them with one process.
+
+    Args:
+        desk: the folder of the user's project.
+        options: options of `wanma launch` for the engine.
+        environment: environment variables of the command.
+    """
+    (desk.folder / ".wanmaignore").write_text("home-cache/\n")
+    for name, words in {"ddp": (), "jax_training": (), "tensorflow_training": ("workers",)}.items():
+        shutil.copy(SCRIPTS / f"{name}.py", desk.folder)
+        framework = name.partition("_")[0]
+        place = ("--nodes", "2", "--ranks", "1")
+        if framework != "ddp":
+            place += ("--framework", framework, "--python", str(python_of(framework)))
+        ran = desk.start("launch", *options, *place, f"{name}.py", *words, **environment).end()
+        ran.check()
+        run = desk.folder / "runs" / name
+        if framework == "ddp":
+            logs = [(run / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1)]
+            ends = [log.partition(f"rank {rank} (0 here) of 2: loss ")[2] for rank, log in enumerate(logs)]
+            assert ends[0] == ends[1] != "", logs
+        else:
+            losses = read_metrics(run, 2)
+            assert losses[0] == losses[1] == pytest.approx(numpy_losses(), rel=1e-5), name
 
 
 def read_metrics(run: Path, ranks: int) -> list[list[float]]:

@@ -171,8 +171,9 @@ def pairs() -> list[tuple[str, str]]:
 
 def cases(exhaustive: bool) -> list[Case]:
     """Cases of `--full`: each combination on one model, and of the schedules every second with
-    each other variant in turn; with `exhaustive` all of them, on all models that they suit."""
-    chosen: list[tuple[str, ...]] = [(variant,) for variant in VARIANTS]
+    each other variant in turn; with `exhaustive` all of them and each variant alone, on all models that they
+    suit."""
+    chosen: list[tuple[str, ...]] = [(variant,) for variant in VARIANTS] if exhaustive else []
     chosen += [pair for pair in pairs() if refusal(pair) is None and (exhaustive or is_sampled(pair))]
     chosen += TRIPLES
     found = []

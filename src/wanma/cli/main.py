@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from wanma.elastic.supervisor.stop_signals import StartHandler, StopRequest
 from wanma.job.errors import EXIT_FAILED, EXIT_INTERRUPTED, WanmaError
 
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
@@ -26,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     _print_any_character()
     try:
+        if argv is None and arguments[:1] in (["train"], ["launch"]):
+            StartHandler.install()  # first of all: a batch system may stop a run that has hardly begun
         code = _run(arguments)
         sys.stdout.flush()
         return code
@@ -35,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _discard_output()
         return EXIT_BROKEN_PIPE
+    except StopRequest as request:
+        _print_error(request.message, request.hint)
+        return request.exit_code
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return EXIT_INTERRUPTED

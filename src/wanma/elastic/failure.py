@@ -30,7 +30,13 @@ REDUCE_MEMORY_HINT = (
 
 _LAST_LINES_JUDGED = 3
 """Lines at the end of a program's output that tell why it ended, if it shows no traceback."""
-_COLLECTIVE_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError"}
+_COLLECTIVE_ERRORS = {
+    "DistBackendError",
+    "DistNetworkError",
+    "DistStoreError",
+    "ConnectionError",
+    "HorovodInternalError",
+}
 _COLLECTIVE_WORDS = (
     "connection closed by peer",
     "connection reset by peer",

@@ -46,7 +46,7 @@ def test_all_ranks_of_a_suite_have_the_same_threads_and_allocator(name: str) -> 
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # DeepSpeed compiles a kernel at its first use on a machine
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_contender_trains_the_same(name: str, precision: str, tmp_path: Path) -> None:
     environments = link_environments(tmp_path / "environments")

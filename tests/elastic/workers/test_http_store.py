@@ -45,11 +45,12 @@ def test_a_value_is_there_once_it_is_put(port: int) -> None:
 def test_a_value_of_the_controller_stays_until_all_ranks_are_connected() -> None:
     store = HttpStore()
     for rank in ("0", "1"):
+        store.put("global", f"rank_{rank}", b"hostname")
         store.put("global", rank, b"address")
     store.delete("global", "0")
     assert store.get("global", "0") == b"address", "rank 1 may still read it"
     store.delete("global", "1")
-    assert store.get("global", "0") is None
+    assert (store.get("global", "0"), store.get("global", "rank_0")) == (None, None)
 
 
 def test_a_value_of_another_scope_is_deleted_at_once() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -24,6 +25,37 @@ def test_a_run_is_no_job_array(option: str) -> None:
 @pytest.mark.parametrize("option", ["--account=nlp", "-A nlp", "--acctg-freq=30", "--mail-type=ARRAY_TASKS"])
 def test_other_options_pass(option: str) -> None:
     assert SlurmSection(options=[option]).options == [option]
+
+
+def make_submission(folder: Path, slurm: dict[str, Any], **changes: Any) -> Submission:
+    settings = ClusterSection.model_validate({"engine": "slurm", "slurm": slurm})
+    fields = {"name": "run", "run_directory": folder / "run", "folder": folder, "command": ("train",)}
+    sizes = {"nodes": 1, "min_nodes": 1, "ranks_per_node": 1, "gpus_per_node": 0, "cores_per_node": 3}
+    return Submission(**{**fields, **sizes, "settings": settings, "secret": "", **changes})
+
+
+@pytest.mark.parametrize(
+    ("slurm", "gpus", "expected"),
+    [
+        ({"account": "nlp"}, 0, {"--account=nlp", "--exclusive"}),
+        ({"qos": "long", "reservation": "two words"}, 0, {"--qos=long", "--reservation='two words'"}),
+        ({"nodelist": "n[1-4]", "exclude": "n3"}, 0, {"--nodelist='n[1-4]'", "--exclude=n3"}),
+        ({}, 2, {"--gres=gpu:2"}),
+        ({"gres": "gpu:h100:2,nvme"}, 2, {"--gres=gpu:h100:2,nvme"}),
+        ({"exclusive": False}, 0, {"--cpus-per-task=3"}),
+    ],
+)
+def test_settings_are_options_of_sbatch(
+    slurm: dict[str, Any], gpus: int, expected: set[str], tmp_path: Path
+) -> None:
+    script = render_batch_script(make_submission(tmp_path, slurm, gpus_per_node=gpus))
+    options = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+    assert expected <= set(options)
+    names = [option.partition("=")[0] for option in options]
+    assert names.count("--gres") == (1 if gpus else 0)
+    is_shared = not slurm.get("exclusive", True)
+    assert ("--exclusive" in names, "--cpus-per-task" in names) == (not is_shared, is_shared)
+    assert ("--cpus-per-task=3" in script.partition("\nsrun ")[2]) == is_shared
 
 
 COMPONENTS = [{"constraint": "a100", "nodes": 2}, {"constraint": "h100", "nodes": 1}]
@@ -61,20 +93,7 @@ def test_a_job_whose_environment_is_gone_ends_with_one_line(left: tuple[str, ...
         (tmp_path / "name.lock").touch()
     if "environment" in left:
         (environment / install.COMPLETE).touch()
-    submission = Submission(
-        name="run",
-        run_directory=tmp_path / "run",
-        folder=tmp_path,
-        command=("train",),
-        nodes=1,
-        min_nodes=1,
-        ranks_per_node=1,
-        gpus_per_node=0,
-        cores_per_node=1,
-        settings=ClusterSection(engine="slurm"),
-        secret="",
-        interpreter=str(environment / "bin" / "python"),
-    )
+    submission = make_submission(tmp_path, {}, interpreter=str(environment / "bin" / "python"))
     done = subprocess.run(
         ["bash", "-c", render_batch_script(submission)],
         env={
@@ -137,24 +156,8 @@ def test_ranks_in_a_container_see_the_folders_of_the_run(
     (programs / "scontrol").write_text("#!/bin/sh\necho n1\n")
     for program in programs.iterdir():
         program.chmod(0o755)
-    submission = Submission(
-        name="run",
-        run_directory=folder / "runs" / "run",
-        folder=folder,
-        command=("train", "a job.toml"),
-        nodes=1,
-        min_nodes=1,
-        ranks_per_node=1,
-        gpus_per_node=gpus,
-        cores_per_node=1,
-        settings=ClusterSection.model_validate(
-            {
-                "engine": "slurm",
-                "slurm": {"container": "registry/train:2", "container_runtime": runtime},
-            }
-        ),
-        secret="",
-    )
+    slurm = {"container": "registry/train:2", "container_runtime": runtime}
+    submission = make_submission(folder, slurm, command=("train", "a job.toml"), gpus_per_node=gpus)
     environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}
     subprocess.run(
         ["bash", "-c", render_batch_script(submission)],
@@ -167,4 +170,5 @@ def test_ranks_in_a_container_see_the_folders_of_the_run(
         word.format(folder=folder, run=submission.run_directory)
         for word in [*options, *command, "-P", "-m", "wanma", "train", "a job.toml"]
     ]
-    assert words[-len(expected) :] == expected
+    shell = words.index("sh")  # starts the command again after SIGKILL
+    assert [*words[shell - len(options) : shell], *words[shell + 4 :]] == expected

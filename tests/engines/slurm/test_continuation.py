@@ -44,23 +44,25 @@ def answer(programs: Path, name: str, lines: str) -> Path:
     return calls
 
 
-def submitted(tmp_path: Path, nodes: int | str = 2) -> RunDirectory:
+def submitted(tmp_path: Path, nodes: int | str = 2, command: tuple[str, ...] = ("train",)) -> RunDirectory:
     """Return the run of job 7."""
     run = RunDirectory(tmp_path / "run")
     run.create()
     run.engine_files.mkdir()
     section = ClusterSection.model_validate({"engine": "slurm", "nodes": nodes})
     handle = {"jobs": ["7"], "run_directory": str(run.path)}
-    write_engine_record(run, make_engine_record("slurm", submission(run, section), handle))
+    write_engine_record(run, make_engine_record("slurm", submission(run, section, command), handle))
     return run
 
 
-def submission(run: RunDirectory, section: ClusterSection) -> Submission:
+def submission(
+    run: RunDirectory, section: ClusterSection, command: tuple[str, ...] = ("train",)
+) -> Submission:
     return Submission(
         name="run",
         run_directory=run.path,
         folder=run.path,
-        command=("train",),
+        command=command,
         nodes=section.nodes,
         min_nodes=section.min_nodes or section.nodes,
         ranks_per_node=1,
@@ -121,13 +123,13 @@ def test_a_run_whose_jobs_end_at_their_time_limit_without_a_newer_checkpoint_is_
     run = submitted(tmp_path)
     answer(programs, "scontrol", "echo 'JobId=7 TimeLimit=00:10:00 RunTime=00:08:00'")
 
-    def end(seconds: float) -> int:
-        return continuation.end_job(run, 143, "7", time.time() - seconds)
+    def end(seconds: float, code: int = 143) -> int:
+        return continuation.end_job(run, code, "7", time.time() - seconds)
 
     assert end(480) == 143
     assert end(480) == 143
     save_checkpoint(run, 1200)  # a job that comes further
-    assert [end(480), end(480), end(480)] == [143] * 3
+    assert [end(480), end(480, 138), end(480)] == [143, 138, 143]
     assert end(60) == 143  # makes way for another job
     assert end(480) == 1
     said = capsys.readouterr().err
@@ -137,6 +139,14 @@ def test_a_run_whose_jobs_end_at_their_time_limit_without_a_newer_checkpoint_is_
     assert report.state == "failed"
     assert "given up" in report.failure
     assert end(480) == 1  # until it is submitted again
+
+
+def test_a_script_is_given_up_whose_jobs_end_before_it_starts(tmp_path: Path, programs: Path) -> None:
+    run = submitted(tmp_path, command=("launch",))
+    answer(programs, "scontrol", "echo 'JobId=7 TimeLimit=00:01:00 RunTime=00:00:30'")
+    codes = [138, 138, 143, 138, 138, 138]
+    ends = [continuation.end_job(run, code, "7", time.time() - 30) for code in codes]
+    assert ends == [*codes[:-1], 1]
 
 
 @pytest.mark.parametrize("limit", ["UNLIMITED", "Partition_Limit", ""])
@@ -246,17 +256,21 @@ def test_a_node_whose_supervisor_does_not_leave_stays_in_the_job(tmp_path: Path,
     assert "update" not in updates.read_text()
 
 
-def test_only_the_supervisor_of_the_run_is_asked_to_leave(tmp_path: Path, programs: Path) -> None:
-    code = "import time; time.sleep(600)"
-    run, shell = (
-        subprocess.Popen([sys.executable, "-c", code, *words]) for words in ((str(tmp_path / "run"),), ())
-    )
+@pytest.mark.parametrize("starter", [[], ["sh", "-c", 'trap : TERM; "$@"; exit $?', "wanma"]])
+def test_only_the_supervisor_of_the_run_is_asked_to_leave(
+    starter: list[str], tmp_path: Path, programs: Path
+) -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    run, shell = subprocess.Popen([*starter, *command, str(tmp_path / "run")]), subprocess.Popen(command)
+    while starter and not Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text():
+        time.sleep(0.01)
     rows = [f"{run.pid} 7 0 0 0", f"{run.pid} 7 1 0 0", f"{shell.pid} 7 2 0 0", f"{shell.pid} 7 0 - -"]
     answer(programs, "scontrol", "printf 'PID JOBID STEPID LOCALID GLOBALID\\n" + "\\n".join(rows) + "\\n'")
     environment = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURMD_NODENAME": "n1"}
     try:
-        assert leave_run(tmp_path / "run", 0.5, environment) == 1  # a zombie until it is waited for
-        assert run.wait(10) == -15
+        # Without a shell the supervisor is a zombie until it is waited for.
+        assert leave_run(tmp_path / "run", 60 if starter else 0.5, environment) == (0 if starter else 1)
+        assert run.wait(10) == (143 if starter else -15)
         assert leave_run(tmp_path / "run", 0.5, environment) == 0
         assert shell.poll() is None
     finally:

@@ -11,18 +11,20 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch.testing import assert_close
 
+from support.command import Training, assert_bitwise_equal
 from support.frameworks import SCRIPTS
 from support.run_state import describe_processes, describe_run
 from support.slurm import SlurmCluster, slurm_cluster
 from support.wheels import make_wheel
 from wanma.engines.slurm.batch_script import CANCEL_FILE
-from wanma.job.run.run_directory import RunDirectory
+from wanma.job.run.run_directory import RunDirectory, write_atomically
 from wanma.report.run_report import read_report
 
 pytestmark = pytest.mark.full
@@ -48,6 +50,23 @@ runs = "{folder}/runs"
 console = "plain"
 """
 ENDLESS = 100_000
+STEPS = 100
+PACED = """
+import time
+from pathlib import Path
+import torch
+class Paced(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(512, 8)
+        self.head = torch.nn.Linear(8, 512)
+        self.forwards = 0
+    def forward(self, tokens):
+        self.forwards += not tokens.is_meta
+        while self.forwards > int(Path({limit!r}).read_text()):
+            time.sleep(0.02)
+        return self.head(self.embedding(tokens))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +121,16 @@ class Login:
     def ask(self, command: str, *words: str, code: int = 0) -> str:
         return self.wanma(command, str(self.run.path), *words, code=code)
 
+    def start(self, command: str, *words: str, output: Path) -> subprocess.Popen[bytes]:
+        """Start a command on the run, whose output goes to a file."""
+        with output.open("w") as file:
+            return subprocess.Popen(
+                [sys.executable, "-m", "wanma", command, str(self.run.path), *words],
+                env=self.cluster.environment,
+                stdout=file,
+                stderr=file,
+            )
+
     @property
     def steps(self) -> list[float]:
         return read_report(self.run).steps["step"] if self.run.metrics.exists() else []
@@ -143,6 +172,61 @@ class Login:
     @property
     def jobs(self) -> list[str]:
         return json.loads(self.run.engine.read_text())["handle"]["jobs"]
+
+
+class PacedLogin(Login):
+    """Login with a run whose ranks wait, without computing, before a step that the test has not allowed."""
+
+    def __init__(self, cluster: SlurmCluster, folder: Path, name: str, forwards: int = 3) -> None:
+        super().__init__(cluster, folder, name, STEPS)
+        self.limit = folder / "limit"
+        self.allow(forwards)
+        (folder / "paced.py").write_text(PACED.format(limit=str(self.limit)))
+
+    def allow(self, forwards: int = ENDLESS) -> None:
+        """Let each process of a rank compute so many forwards."""
+        self.allowed = forwards
+        write_atomically(self.limit, f"{forwards}")
+
+    def train(self, *words: str, code: int = 0, seconds: float = 240) -> str:
+        return super().train("model.preset=", "model.factory=paced:Paced", *words, code=code, seconds=seconds)
+
+    def wait_for_nodes(self, nodes: int, starts: int = 1) -> None:
+        """Wait until the run computes on so many nodes, after so many starts."""
+
+        def is_reached() -> bool:
+            report = read_report(self.run)
+            start = report.starts[-1] if report.starts else {"nodes": 0, "step": 0}
+            if start["nodes"] == nodes and len(report.starts) >= starts:
+                return bool(self.steps and self.steps[-1] > start["step"])
+            if 0 < start["nodes"] < nodes:  # another node joins the run after a step
+                self.allow(self.allowed + 1)
+            return False
+
+        with self.describe_failure():
+            self.cluster.wait_for(is_reached, f"start {starts}, on {nodes} nodes", 180)
+
+    def wait_for_output(self, text: str) -> None:
+        with self.describe_failure():
+            self.cluster.wait_for(lambda: text in self.output, text)
+
+    def finish(self) -> dict[str, torch.Tensor]:
+        """Let the run go on to its end; return its weights and other state."""
+        self.allow()
+        with self.describe_failure():
+            self.cluster.wait_for(
+                lambda: read_report(self.run).state == "finished", "the end of the run", 180
+            )
+        wait_until_idle(self.cluster)
+        return Training(self.run.path).state(STEPS)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """State of the paced run after its last step on two ranks of this machine."""
+    login = PacedLogin(cluster, tmp_path_factory.mktemp("undisturbed"), "undisturbed", ENDLESS)
+    login.train("--engine", "local", "--nodes", "1")
+    return Training(login.run.path).state(STEPS)
 
 
 def queue(cluster: SlurmCluster) -> list[str]:
@@ -221,39 +305,108 @@ def test_a_cancelled_run_saves_leaves_nothing_and_resumes(cluster: SlurmCluster,
     wait_until_idle(cluster)
 
 
-def test_the_time_limit_chains_jobs_until_the_steps_are_done(cluster: SlurmCluster, tmp_path: Path) -> None:
-    login = Login(cluster, tmp_path, "chained", ENDLESS)
+@pytest.mark.full(always=True)
+def test_a_run_stopped_by_its_time_limit_and_by_a_pre_emption_ends_with_equal_weights(
+    cluster: SlurmCluster, tmp_path: Path, undisturbed: dict[str, torch.Tensor]
+) -> None:
+    login = PacedLogin(cluster, tmp_path, "chained")
     login.train("-d", "cluster.slurm.time=10", "cluster.slurm.signal_seconds=30")
-    login.wait_for_step(2)
-    minutes, _ = map(int, cluster.job(login.jobs[0])["RunTime"].split(":")[1:])
-    cluster.run("scontrol", "update", f"JobId={login.jobs[0]}", f"TimeLimit={minutes + 1}")
-    cluster.wait_for(lambda: cluster.job(login.jobs[0])["Restarts"] == "1", "a requeue")
-    cluster.run("scontrol", "update", f"JobId={login.jobs[0]}", "TimeLimit=10")
-    report = read_report(login.run)
-    assert report.state == "interrupted"
-    stopped = report.checkpoints[-1]["step"]
-    cluster.wait_for(lambda: len(read_report(login.run).starts) == 2, "the second start")
-    assert read_report(login.run).starts[-1]["step"] == stopped
-    login.ask("cancel")
-    login.wait_for_state("cancelled")
-    wait_until_idle(cluster)
-
-
-def test_a_preempted_run_saves_and_goes_on_afterwards(cluster: SlurmCluster, tmp_path: Path) -> None:
-    login = Login(cluster, tmp_path, "preempted", ENDLESS)
-    login.train("-d")
-    login.wait_for_step(2)
-    urgent = cluster.run("sbatch", "--parsable", "-purgent", "-N2", "--exclusive", "--wrap=sleep 3").strip()
-    cluster.wait_for(lambda: cluster.job(login.jobs[0])["Restarts"] == "1", "a requeue")
+    (job,) = login.jobs
+    login.wait_for_nodes(2)
+    minutes, _ = map(int, cluster.job(job)["RunTime"].split(":")[1:])
+    cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes + 1}")
+    login.wait_for_output("stopping after this step: SIGUSR1")
+    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=10")
+    login.allow(4)
+    login.wait_for_nodes(2, starts=2)
+    assert cluster.job(job)["Restarts"] == "1"
+    urgent = cluster.run("sbatch", "--parsable", "-purgent", "-N2", "--exclusive", "--wrap=true").strip()
+    login.wait_for_output("stopping after this step: SIGTERM")
+    login.allow()
     cluster.wait_for(lambda: cluster.job(urgent)["JobState"] == "COMPLETED", "the urgent job")
-    report = read_report(login.run)
-    assert report.state == "interrupted"
-    stopped = report.checkpoints[-1]["step"]
-    cluster.wait_for(lambda: len(read_report(login.run).starts) == 2, "the second start")
-    assert read_report(login.run).starts[-1]["step"] == stopped
-    login.ask("cancel")
-    login.wait_for_state("cancelled")
+    assert_bitwise_equal(login.finish(), undisturbed)
+    assert cluster.job(job)["Restarts"] == "2"
+    steps = [start["step"] for start in read_report(login.run).starts]
+    assert 0 == steps[0] < steps[1] < steps[2]
+    assert login.steps == list(range(1, STEPS + 1)), "none is lost or repeated"
+
+
+SLOW_START = """
+import os, time, wanma
+class Slow(wanma.Callback):
+    def __init__(self):
+        if "SLURM_JOB_ID" in os.environ:
+            with open({starts!r}, "a") as file:
+                file.write("start\\n")
+            while True:
+                time.sleep(0.05)
+"""
+
+
+@pytest.mark.full(always=True)
+def test_a_run_whose_start_takes_longer_than_its_time_limit_ends_with_one_error(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    login = Login(cluster, tmp_path, "slow", 2)
+    starts = tmp_path / "starts"
+    (tmp_path / "slow.py").write_text(SLOW_START.format(starts=str(starts)))
+    words = ("--nodes", "1", "parallel.dp_shard=1", 'observe.callbacks=["slow:Slow"]')
+    refused = login.train("--dry-run", *words, "cluster.slurm.time=1", code=2)
+    assert "cluster.slurm.signal_seconds" in refused
+    login.train("-d", *words, "cluster.slurm.time=1", "cluster.slurm.signal_seconds=30")
+    (job,) = login.jobs
+    for number in (1, 2, 3):
+        cluster.wait_for(
+            lambda number=number: starts.exists() and starts.read_text().count("start") == number, "a start"
+        )
+        if number > 1:  # the first one comes from Slurm itself
+            cluster.run("scancel", "--signal=USR1", job)
+    with login.describe_failure():
+        cluster.wait_for(lambda: read_report(login.run).state == "failed", "the end of the run")
+    login.wait_for_state("failed")
+    assert cluster.job(job)["Restarts"] == "2"
+    assert login.output.count("before the start of the ranks: SIGUSR1") == 3
+    assert login.output.count("raise cluster.slurm.time") == 1
     wait_until_idle(cluster)
+
+
+@pytest.mark.full(always=True)
+def test_a_supervisor_that_is_killed_starts_again_in_its_job(
+    cluster: SlurmCluster,
+    tmp_path: Path,
+    undisturbed: dict[str, torch.Tensor],
+    request: pytest.FixtureRequest,
+) -> None:
+    login = PacedLogin(cluster, tmp_path, "killed")
+    login.train("-d")
+    login.wait_for_nodes(2)
+    followed = tmp_path / "followed.log"
+    follower = login.start("logs", "-f", "--rank", "1", output=followed)
+    request.addfinalizer(follower.kill)
+    shell = subprocess.run(
+        [sys.executable, "-m", "wanma", "shell", str(login.run.path), "--node", "n2"],
+        input="hostname; exit 5\n",
+        env={**cluster.environment, "SHELL": "/bin/sh"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (shell.returncode, "n2" in shell.stdout.split()) == (5, True), shell.stdout + shell.stderr
+    assert re.search(r"^slurm +usable$", login.wanma("engines"), re.MULTILINE)
+    (supervisor,) = [
+        process
+        for process in supervisors(cluster, "n2")
+        if b"-P\0-m\0wanma\0train\0" in Path(f"/proc/{process}/cmdline").read_bytes()
+        and Path(f"/proc/{process}/comm").read_text() != "sh\n"
+    ]
+    os.kill(supervisor, signal.SIGKILL)
+    login.wait_for_nodes(2, starts=2)
+    assert_bitwise_equal(login.finish(), undisturbed)
+    assert cluster.job(login.jobs[0])["Restarts"] == "0"
+    assert login.steps == list(range(1, STEPS + 1)), "none is lost or repeated"
+    assert follower.wait(60) == 0
+    assert followed.read_text() == login.run.rank_log(1).read_text()
 
 
 def test_a_run_that_waits_says_for_what(cluster: SlurmCluster, tmp_path: Path) -> None:
@@ -278,26 +431,23 @@ def test_a_run_that_waits_says_for_what(cluster: SlurmCluster, tmp_path: Path) -
     wait_until_idle(cluster)
 
 
-def test_a_lost_node_is_replaced_through_slurm(cluster: SlurmCluster, tmp_path: Path) -> None:
-    login = Login(cluster, tmp_path, "elastic", ENDLESS)
+@pytest.mark.full(always=True)
+def test_a_lost_node_is_replaced_through_slurm(
+    cluster: SlurmCluster, tmp_path: Path, undisturbed: dict[str, torch.Tensor]
+) -> None:
+    login = PacedLogin(cluster, tmp_path, "elastic")
     login.train("-d", "--nodes", "1..2")
-    login.wait_for_step(3)
-    assert read_report(login.run).starts[-1]["nodes"] == 2
+    login.wait_for_nodes(2)
+    jobs = login.jobs
     cluster.kill_node("n2")
-    cluster.wait_for(lambda: read_report(login.run).starts[-1]["nodes"] == 1, "a start on one node")
-    lost = time.monotonic()
-    step = login.steps[-1]
-    login.wait_for_step(int(step) + 3)
-    cluster.wait_for(lambda: len(login.jobs) == 2, "a job for another node")
+    login.wait_for_nodes(1, starts=2)
+    cluster.wait_for(lambda: login.jobs[-1] not in jobs, "a job for another node")
     cluster.start_node("n2")
-    cluster.wait_for(lambda: read_report(login.run).starts[-1]["nodes"] == 2, "a start on two nodes", 180)
-    print(f"two nodes again after {time.monotonic() - lost:.1f} s")
-    step = login.steps[-1]
-    login.wait_for_step(int(step) + 3)
-    login.ask("cancel")
-    login.wait_for_state("cancelled")
-    wait_until_idle(cluster)
-    assert read_report(login.run).state == "interrupted"
+    log = login.run.engine_files / f"slurm-{login.jobs[-1]}.log"
+    cluster.wait_for(lambda: log.exists() and "rendezvous of" in log.read_text(), "the other node")
+    login.wait_for_nodes(2, starts=3)
+    assert_close(login.finish(), undisturbed, rtol=1e-3, atol=1e-4)
+    assert login.steps == list(range(1, STEPS + 1)), "one history"
 
 
 def test_a_node_that_is_cut_off_stops_computing_and_comes_back(cluster: SlurmCluster, tmp_path: Path) -> None:
@@ -357,15 +507,11 @@ def test_a_run_goes_on_in_a_further_job_where_requeue_is_forbidden(
     login.wait_for_step(2)
 
     (first,) = login.jobs
-    shown = tmp_path / "shown.log"
-    with shown.open("w") as file:
-        attached = subprocess.Popen(
-            [sys.executable, "-m", "wanma", "attach", str(login.run.path)],
-            env=cluster.environment,
-            stdout=file,
-            stderr=file,
-        )
+    shown, followed = tmp_path / "shown.log", tmp_path / "followed.log"
+    attached = login.start("attach", output=shown)
     request.addfinalizer(attached.kill)
+    follower = login.start("logs", "-f", output=followed)
+    request.addfinalizer(follower.kill)
     cluster.wait_for(lambda: f"slurm {first}: running on n[1-2]" in shown.read_text(), "the console")
 
     # The controller goes and comes back: the run does not notice.
@@ -399,7 +545,8 @@ def test_a_run_goes_on_in_a_further_job_where_requeue_is_forbidden(
         assert login.jobs == [second]
         assert attached.wait(60) == 143
         assert f"slurm {second}: running on n[1-2]" in shown.read_text()
-        text = login.ask("logs")
+        assert follower.wait(60) == 0  # a controller that does not answer ended nothing
+        text = followed.read_text()
         assert "its job can neither be requeued nor submitted from here" in text
         assert "the same `wanma train` command on a login node resumes it" in text
     finally:
@@ -521,6 +668,13 @@ def test_a_shell_with_an_allocation_runs_the_job_in_it(
         shown = cluster.run("salloc", "--nodes=2", "--exclusive", *command, seconds=240)
     assert "finished at step 4" in shown
     assert read_report(login.run).starts[-1]["nodes"] == 2
+    tasks = Login(cluster, tmp_path, "tasks", 4)
+    srun = ("srun", "--ntasks=4", "--ntasks-per-node=2", *command[:-1], str(tasks.job), "parallel.dp_shard=4")
+    with tasks.describe_failure():
+        shown = cluster.run("salloc", "--nodes=2", "--exclusive", *srun, seconds=240)
+    assert shown.count("finished at step 4") == 1
+    start = read_report(tasks.run).starts[-1]
+    assert (start["world_size"], start["nodes"]) == (4, 2)
     wait_until_idle(cluster)
     endless = Login(cluster, tmp_path, "interrupted", ENDLESS)
     shell = subprocess.Popen(

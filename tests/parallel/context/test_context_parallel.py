@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from support.compare import one_process, same_numbers, spread_over
 from support.ranks import Outcome
+from support.traced import spread_traced
 from wanma.data.batch import IGNORE_INDEX
 from wanma.job.plan.plan import Plan
 
@@ -163,13 +165,17 @@ def test_bf16_stays_near_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ring", "all_to_all"])
+@pytest.mark.parametrize(
+    ("kind", "spread"),
+    [("ring", partial(spread_over, seconds=280)), ("all_to_all", spread_traced)],
+    ids=["ring", "all_to_all"],
+)
 @pytest.mark.full
-def test_compiled_blocks_follow_one_process(kind: Any, tmp_path: Path) -> None:
+def test_compiled_blocks_follow_one_process(kind: Any, spread: Any, tmp_path: Path) -> None:
     text = job(tmp_path, data={"document_masks": True})
     one = one_process(tmp_path / "one", text, 5)
     plan = Plan(cp=2, cp_method=kind, micro_batch=5, compile=True)
-    same_numbers(one, spread_over(tmp_path / "run", text, plan, seconds=280), 1e-8)
+    same_numbers(one, spread(tmp_path / "run", text, plan), 1e-8)
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from support.compare import same_bits
 from support.ranks import run_job, run_ranks
 from support.text import REAL_TEXT
+from support.traced import trace_only
 from wanma.data.batch import Batch
 from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import WorkerContext
@@ -66,12 +66,10 @@ def test_gradients_are_the_same_bit_for_bit(name: str, model: str) -> None:
             assert early > 0
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++: torch.compile builds with it on CPU")
-@pytest.mark.slow
 @pytest.mark.full
 def test_gradients_of_compiled_blocks_are_the_same_bit_for_bit() -> None:
     plan = Plan(dp_replicate=2, micro_batch=ROWS, compile=True)
-    for of_rank in run_ranks(decoder_both_ways, 2, (plan, "plain"), 280):
+    for of_rank in run_ranks(trace_only, 2, (decoder_both_ways, plan, "plain"), is_reused=True):
         for same, early in of_rank.values():
             assert same == []
             assert early > 0

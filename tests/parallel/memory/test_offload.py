@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from support.compare import one_process, same_bits, spread_over
 from support.measure import held_after
 from support.ranks import Outcome, run_job
+from support.traced import spread_traced
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Recompute
 from wanma.job.sections.train import TrainSection
@@ -211,14 +211,10 @@ def test_a_run_needs_less_memory_by_what_is_on_disk(tmp_path: Path) -> None:
     assert peaks[0] - peaks[1] > 0.5 * saved > 90 << 20
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
-    shutil.which("g++") is None, reason="needs the C++ compiler g++: torch.compile builds with it on CPU"
-)
 @pytest.mark.full
 def test_compiled_blocks_offload_too(tmp_path: Path) -> None:
     plan = Plan(dp_shard=2, shard="parameters", micro_batch=3, recompute="full", recompute_share=0.5)
     plain = spread_over(tmp_path / "plain", job(tmp_path), plan)
-    compiled = spread_over(tmp_path / "run", job(tmp_path), replace(plan, compile=True, **ALL), seconds=280)
+    compiled = spread_traced(tmp_path / "run", job(tmp_path), replace(plan, compile=True, **ALL))
     assert compiled.losses == pytest.approx(plain.losses, rel=1e-5)
     assert compiled.norms == pytest.approx(plain.norms, rel=1e-4)

@@ -29,6 +29,9 @@ from wanma.job.file.import_path import code_folder
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import WorkerContext, current_worker_context, in_session, launch_cluster_section
 
+_HOSTNAME_USERS = {"jax": "JAX on CPUs", "horovod": "Horovod"}
+"""Frameworks whose processes connect to the address of a host's name, by their names here."""
+
 
 def run_script_worker(worker: WorkerContext, payload: bytes) -> None:
     """Run the script on one rank as `__main__`, with its own arguments and folder.
@@ -49,8 +52,8 @@ def run_script_worker(worker: WorkerContext, payload: bytes) -> None:
     option = order["local_rank_option"]
     local_rank = [f"{option}={worker.local_rank}"] if option else []
     arguments = [*local_rank, *order["arguments"]]
-    if order["framework"] == "jax" and not order["local_devices"]:
-        _check_hostname(worker)
+    if order["framework"] == "horovod" or (order["framework"] == "jax" and not order["local_devices"]):
+        _check_hostname(worker, order["framework"])
     if order["mpi"] is not None:
         from wanma.api.launch.mpi_gang import MpiSettings, join_gang
 
@@ -103,15 +106,15 @@ def set_script_variables(
         set_framework_variables(environment, order["framework"], worker, tasks, order["local_devices"])
 
 
-def _check_hostname(worker: WorkerContext) -> None:
-    """Warn, once per node, if the other nodes' processes cannot connect to JAX's collectives on CPUs here."""
+def _check_hostname(worker: WorkerContext, framework: str) -> None:
+    """Warn, once per node, if other nodes cannot connect here: these frameworks use the host's name."""
     if worker.local_rank or worker.world_size == worker.local_world_size:
         return
     if found := loopback_hostname():
         text = (
             f"node {worker.node_rank}: {found[0]}, the name of this host, resolves to {found[1]}, which "
-            "other nodes cannot reach; JAX's collectives on CPUs connect to the address of that name: "
-            "correct it in /etc/hosts"
+            f"other nodes cannot reach; collectives of {_HOSTNAME_USERS[framework]} connect to the address "
+            "of that name: correct it in /etc/hosts"
         )
         worker.supervisor_client.send_event({"kind": "message", "level": "warning", "text": text})
 

@@ -62,8 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace, placement: LauncherPlacement | None) -> int:
+    from wanma.elastic.supervisor.stop_signals import stop_exit_code
     from wanma.engines.engine import CODE_ARCHIVE_VARIABLE
-    from wanma.engines.launchers.job_placement import launched_world_size, place_job, reject_detach
+    from wanma.engines.launchers.job_placement import launched_world_size, place_job
     from wanma.job.file.loading import load_job
 
     if CODE_ARCHIVE_VARIABLE in os.environ:
@@ -75,8 +76,16 @@ def _train(arguments: argparse.Namespace, placement: LauncherPlacement | None) -
     if placement is not None:
         job = place_job(job, placement)
         world_size = launched_world_size(job.cluster, placement)
-    # Modules that need torch are imported once the job is valid.
+    with stop_exit_code(job.cluster.requeue_exit_code):
+        return _start(job, arguments, placement, world_size)
+
+
+def _start(
+    job: Job, arguments: argparse.Namespace, placement: LauncherPlacement | None, world_size: int | None
+) -> int:
+    """Train the valid job here, or submit it; modules that need torch are imported from here on."""
     from wanma.api.engines.placing import is_placed
+    from wanma.engines.launchers.job_placement import reject_detach
 
     reject_detach(arguments.detach, placement)
     is_started = placement is not None or is_placed(job.cluster)

@@ -93,7 +93,8 @@ def measure_in_subprocess(section: DataSection, deadline_seconds: float) -> Text
 
 
 def main(*arguments: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; our parent decides
+    for number in (signal.SIGINT, signal.SIGUSR1):  # they reach the whole group or job; our parent decides
+        signal.signal(number, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints must not look like an answer
     section = DataSection.model_validate_json(sys.stdin.readline())

@@ -22,7 +22,8 @@ from wanma.job.errors import WanmaError
 
 
 def main(folder: str, fingerprint: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; our parent decides
+    for number in (signal.SIGINT, signal.SIGUSR1):  # they reach the whole group or job; our parent decides
+        signal.signal(number, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints must not look like an answer
     tokenizer = load_tokenizer(Path(folder))

@@ -53,7 +53,7 @@ from wanma.elastic.protocol.messages import (
 from wanma.elastic.recovery.in_memory_checkpoint_files import InMemoryCheckpointFiles
 from wanma.elastic.supervisor.drain import DrainController
 from wanma.elastic.supervisor.failure_clock import FailureClock
-from wanma.elastic.supervisor.stop_signals import SIGINT_EXIT_CODE, STOP_SIGNALS, ReceivedSignals
+from wanma.elastic.supervisor.stop_signals import SIGINT_EXIT_CODE, STOP_SIGNALS, ReceivedSignals, StopRequest
 from wanma.elastic.supervisor.worker_group import WorkerGroup, make_network_environment
 from wanma.elastic.supervisor.worker_handle import WorkerHandle
 from wanma.elastic.supervisor.worker_monitor import WorkerMonitor, make_progress_report
@@ -133,7 +133,7 @@ class Supervisor:
         self._route = NetworkRoute(None, "", "")
 
     def run(self) -> RunOutcome:
-        self._loop.handle_signals(STOP_SIGNALS, self._handle_signal)
+        self._signals.listen(self._loop, self._handle_signal)
         self._loop.watch(self._fork_server.control, self._handle_fork_server_message, selectors.EVENT_READ)
         self._link = open_coordinator_link(
             self._launch,
@@ -280,10 +280,6 @@ class Supervisor:
             if text := notices.run_end_text(ending, nodes, start.node_rank, start.first_rank == 0):
                 self._notify(text)
 
-    def _kill(self, number: signal.Signals) -> None:
-        if self._worker_group is not None:
-            self._worker_group.kill(number)
-
     def _write_report(self, report: str) -> None:
         if not report:
             return
@@ -299,7 +295,8 @@ class Supervisor:
         self._failure_clock.record(self._worker_group)
         self._is_terminating = True
         self._pending_start = None
-        self._kill(signal.SIGKILL)
+        if self._worker_group is not None:
+            self._worker_group.kill(signal.SIGKILL)
         self._write_report(report)
         self._report_termination()
 
@@ -335,6 +332,8 @@ class Supervisor:
             reason = STOP_SIGNALS[signal.Signals(number)]
             self._link.send(DrainRequest(exit_code, seconds, reason, node_only))
         else:
+            if self._worker_group is None:
+                self._notify(str(StopRequest(number)), level="warning")
             self._abort(exit_code, node_only)
 
     def _abort(self, exit_code: int, node_only: bool) -> None:

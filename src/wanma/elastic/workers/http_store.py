@@ -2,8 +2,8 @@
 
 The protocol is that of `horovod/runner/http/http_server.py`: PUT and GET of /SCOPE/KEY, with 404 for a key
 that is not there yet. In the scopes of the controller each rank has its own number as its key, and sends
-DELETE once it is connected, while others may still read its value. So such a scope is emptied when all its
-keys have been deleted, and Horovod may be initialized again.
+DELETE once it is connected, while others may still read its value. So such a scope is emptied when all these
+keys have been deleted, and Horovod may be initialized again. Gloo's keys `rank_0`, ... are never deleted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class HttpStore:
             self._scopes.setdefault(scope, {})[key] = value
 
     def delete(self, scope: str, key: str) -> None:
-        """Delete a value; in a scope of the controller, all values once each has been deleted."""
+        """Delete a value; in a scope of the controller, all values once each rank's has been deleted."""
         with self._lock:
             values = self._scopes.get(scope, {})
             if not scope.startswith(_CONTROLLER_SCOPES):
@@ -45,7 +45,7 @@ class HttpStore:
                 return
             deleted = self._deleted_keys.setdefault(scope, set())
             deleted.add(key)
-            if deleted >= values.keys():
+            if deleted >= {name for name in values if name.isdecimal()}:
                 self._scopes.pop(scope, None)
                 del self._deleted_keys[scope]
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from wanma.elastic.supervisor.stop_signals import STOP_SIGNALS, ReceivedSignals
+from wanma.elastic.supervisor.stop_signals import STOP_SIGNALS, ReceivedSignals, StopRequest
 from wanma.engines.launchers.launcher_placement import LauncherPlacement
 from wanma.engines.launchers.placement import launcher_process
 from wanma.job.errors import EXIT_FAILED, EXIT_INTERRUPTED, WanmaError
@@ -90,8 +90,8 @@ def _lead(placement: LauncherPlacement, name: str, command: Callable[[], int]) -
         except WanmaError as error:
             exit_code = error.exit_code
             raise
-        except KeyboardInterrupt:
-            exit_code = EXIT_INTERRUPTED
+        except KeyboardInterrupt as request:
+            exit_code = request.exit_code if isinstance(request, StopRequest) else EXIT_INTERRUPTED
             raise
         finally:
             for connection in followers:

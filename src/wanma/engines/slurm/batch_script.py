@@ -17,6 +17,8 @@ from wanma.job.run.run_directory import RunDirectory
 ScriptKind = Literal["first", "joining", "allocation"]
 CANCEL_FILE = "cancelled"
 """File in the folder of the submission whose presence forbids a requeue."""
+SUPERVISOR_STARTS = 4
+"""Starts of a node's supervisor within one job."""
 
 
 def render_batch_script(submission: Submission, *, kind: ScriptKind = "first") -> str:
@@ -149,16 +151,38 @@ def _step(submission: Submission) -> list[str]:
     """Return the words of the command that starts the supervisors, one line of the script each."""
     if not submission.settings.slurm.components:
         options, command = _srun(submission)
-        return ["srun", '--nodes="$SLURM_JOB_NUM_NODES"', *options, command]
+        return ["srun", '--nodes="$SLURM_JOB_NUM_NODES"', *options, _restarting(command)]
     words = ["srun"]
     for number, component in enumerate(_components(submission)):
         options, command = _srun(replace(component, nodes=submission.nodes, min_nodes=submission.nodes))
-        if submission.command[0] == "train":
-            # The plan has work for each kind of nodes; the number of a task is that of its node.
-            command = f"""sh -c 'exec "$@" cluster.node_rank="$SLURM_PROCID"' wanma {command}"""
         words += [":"] if number else []
-        words += [f"--het-group={number}", f"--nodes={component.nodes}", *options, command]
+        # The plan has work for each kind of nodes; the number of a task is that of its node.
+        key = ' cluster.node_rank="$SLURM_PROCID"' if submission.command[0] == "train" else ""
+        words += [f"--het-group={number}", f"--nodes={component.nodes}", *options, _restarting(command, key)]
     return words
+
+
+def _restarting(command: str, key: str = "") -> str:
+    """Return the command of a task that starts a supervisor again which SIGKILL has ended, as without memory.
+
+    Args:
+        command: the supervisor, with words for the shell of the batch script.
+        key: further word, for the shell of the task.
+    """
+    script = "; ".join(
+        [
+            # Signals reach every process of the step: the shell waits for what the supervisor makes of them.
+            "trap : INT TERM HUP USR1",
+            f"for start in {' '.join(map(str, range(SUPERVISOR_STARTS)))}",
+            'do [ $start = 0 ] || echo "SIGKILL ended the supervisor of $SLURMD_NODENAME; again:" >&2',
+            f'"$@"{key}',
+            "code=$?",
+            "[ $code = 137 ] || break",
+            "done",
+            "exit $code",
+        ]
+    )
+    return f"sh -c {shlex.quote(script)} wanma {command}"
 
 
 def _srun(submission: Submission) -> tuple[list[str], str]:

@@ -10,6 +10,7 @@ Its exit code is that of the job.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -20,7 +21,7 @@ from wanma.engines.scheduler_command import SchedulerCommandError, run_scheduler
 from wanma.engines.slurm.batch_script import CANCEL_FILE, script_file
 from wanma.engines.slurm.explanation import is_unanswered, show_job
 from wanma.engines.slurm.jobs import cancel_job, submit_file
-from wanma.engines.slurm.stalled_jobs import count_stalled_job
+from wanma.engines.slurm.stalled_jobs import STALLED_JOBS_FILE, count_stalled_job
 from wanma.job.errors import EXIT_FAILED, EXIT_INTERRUPTED, WanmaError
 from wanma.job.run.run_directory import RunDirectory
 from wanma.observe.sinks.jsonl import append_final_event
@@ -32,6 +33,8 @@ UNANSWERED_SECONDS = 600.0
 """Time, in seconds, for which a controller that does not answer is asked for a requeue again."""
 RETRY_SECONDS = 10.0
 """Interval, in seconds, of these attempts."""
+EARLY_STOP_EXIT_CODE = 128 + signal.SIGUSR1
+"""Exit code of a supervisor that the signal of the time limit ended before it had read the job."""
 
 
 def end_job(run: RunDirectory, code: int, job: str, since: float) -> int:
@@ -52,9 +55,9 @@ def end_job(run: RunDirectory, code: int, job: str, since: float) -> int:
     submission = record.read_submission("")
     if submission.is_elastic:
         code = _run_exit_code(run, code, since)
-    if code != submission.settings.requeue_exit_code or _is_cancelled(run):
+    if code not in (submission.settings.requeue_exit_code, EARLY_STOP_EXIT_CODE) or _is_cancelled(run):
         return code
-    if (stall := _count_stall(run, submission, job, since)) is not None:
+    if (stall := _count_stall(run, submission, job, since, code)) is not None:
         _say(str(stall))
         append_final_event(run, "finish", outcome="failed", text=str(stall))
         return EXIT_FAILED
@@ -82,9 +85,13 @@ def end_job(run: RunDirectory, code: int, job: str, since: float) -> int:
     return code
 
 
-def _count_stall(run: RunDirectory, submission: Submission, job: str, since: float) -> WanmaError | None:
+def _count_stall(
+    run: RunDirectory, submission: Submission, job: str, since: float, code: int
+) -> WanmaError | None:
     """Return the error of a run that comes no further, however many jobs it gets; None: it goes on."""
-    if submission.command[0] != "train":  # the checkpoints of a script are not known
+    if submission.command[0] != "train" and code != EARLY_STOP_EXIT_CODE:
+        # The checkpoints of a script are not known; of one that did not even start there are none.
+        (run.engine_files / STALLED_JOBS_FILE).unlink(missing_ok=True)
         return None
     try:
         record = show_job(job) or {}

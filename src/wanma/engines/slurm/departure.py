@@ -109,8 +109,12 @@ def _find_supervisors(run_directory: Path, environment: Mapping[str, str]) -> It
             continue
         with suppress(OSError):
             words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
-            if os.fsencode(run_directory) in words:
-                yield int(process)
+            if os.fsencode(run_directory) not in words:
+                continue
+            # The task is the shell that starts the supervisor.
+            is_shell = Path(f"/proc/{process}/comm").read_text() == "sh\n"
+            children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+            yield int(children[0] if is_shell and children else process)
 
 
 if __name__ == "__main__":

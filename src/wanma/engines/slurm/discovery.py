@@ -23,6 +23,7 @@ from wanma.job.cluster import Cluster, Device, NodeGroup
 from wanma.job.errors import WanmaError, did_you_mean
 from wanma.job.sections.cluster import ClusterSection
 from wanma.job.sections.engines import SlurmComponentSection
+from wanma.observe.units import duration_text
 
 
 def discover_cluster(section: ClusterSection) -> EngineCluster:
@@ -112,13 +113,20 @@ def choose_nodes(
         reasons = Counter(node.reason or "+".join(node.states) for node in down)
         text = "; ".join(f"{count} × {reason}" for reason, count in reasons.most_common(3))
         notes.append(f"{len(down)} of the {len(chosen)} nodes of '{name}' are down or drained: {text}")
+    limit = _time_limit(section, partition)
+    if limit is not None and limit <= section.slurm.signal_seconds:
+        raise WanmaError(
+            f"the time limit is {duration_text(limit)}, and Slurm would ask the run to save and leave "
+            f"{section.slurm.signal_seconds} s before it (cluster.slurm.signal_seconds): at its start",
+            "raise cluster.slurm.time, or lower cluster.slurm.signal_seconds",
+        )
     max_nodes = _number(partition.get("MaxNodes", "")) or len(chosen)
     return EngineCluster(
         Cluster((_node_group(name, chosen),)),
         free_nodes=sum(node.is_free for node in chosen),
         max_nodes=min(max_nodes, len(chosen)),
         notes=tuple(notes),
-        time_limit_seconds=_time_limit(section, partition),
+        time_limit_seconds=limit,
     )
 
 

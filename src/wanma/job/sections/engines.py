@@ -64,7 +64,9 @@ class SlurmSection(Section):
         None, description="runtime of the container: the Pyxis plugin of srun, or Apptainer"
     )
     setup: list[str] = Field(
-        default_factory=list, description="shell lines on each node before the start, e.g. 'module load cuda'"
+        default_factory=list,
+        description="shell lines on the job's first node before the start; all nodes get their variables, "
+        "e.g. 'module load cuda'",
     )
     options: list[str] = Field(
         default_factory=list, description="further options of sbatch, e.g. '--mail-type=END'"
