@@ -7,7 +7,6 @@ format are taken as before: JSON and CSV as plain text, binary files are left ou
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,8 +24,6 @@ from wanma.data.stores.filesystems import is_local, is_shared_memory
 from wanma.data.stores.listing import StoredFile
 from wanma.data.stores.remote_file import WholeFilesOnlyError
 from wanma.job.errors import JobError
-
-log = logging.getLogger("wanma.data")
 
 _FORMATS_WITHOUT_TEXT = ("text", "text-lines", "idx", "cifar", "images")
 """Formats of plain text and of images, which are not read as records."""

@@ -22,8 +22,6 @@ DEFAULT_TEXT_FIELD = "text"
 """Default of `data.text_field`."""
 TOKEN_FIELDS = ("tokens", "input_ids")
 """Usual names of fields that hold tokens."""
-_ARRAY_FIELD = "array"
-"""Name that the format of numpy's files gives to the array of a .npy."""
 
 
 def first_fields(data_format: Format, group: FileGroup, probe: Probe | None = None) -> list[str] | None:
