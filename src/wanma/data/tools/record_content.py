@@ -13,8 +13,7 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,8 +29,6 @@ _TEXT_SUFFIXES = ("txt", "text", "transcript")
 _NUMBER_SUFFIXES = ("cls", "cls2", "class", "count", "index", "inx", "id")
 """Suffixes of texts and of numbers in `webdataset.autodecode`; a number may be a text here."""
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,17})")
-_MODULUS = (1 << 127) - 1
-_MULTIPLIER = 0x2545F4914F6CDD1D8B6A9F3C5E71D2B3 % _MODULUS
 
 
 def record_decoder(data_format: Format) -> Callable[[Record], Record]:
@@ -114,23 +111,6 @@ def normal_value(value: Any) -> Any:
     return repr(value)
 
 
-def content_hash(record: Mapping[str, Any], names: Iterable[str] = (), excluded: Iterable[str] = ()) -> int:
-    """Return the hash (128 bits) of a record's content.
-
-    Args:
-        record: the record, decoded.
-        names: fields that count; none: all.
-        excluded: fields that do not count; the sample's name never does.
-    """
-    chosen, left_out = set(names), {KEY_FIELD, *excluded}
-    content = {
-        name: normal_value(value)
-        for name, value in record.items()
-        if value is not None and name not in left_out and (not chosen or name in chosen)
-    }
-    return xxhash.xxh3_128_intdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
-
-
 def content_bytes(value: Any) -> int:
     """Return the size of a value in bytes: of texts in UTF-8, of numbers and arrays in memory."""
     if isinstance(value, str):
@@ -144,25 +124,3 @@ def content_bytes(value: Any) -> int:
     if isinstance(value, list | tuple):
         return sum(map(content_bytes, value))
     return 0 if value is None else 8
-
-
-@dataclass(frozen=True)
-class ContentFingerprint:
-    """Hash of a list of records in their order; those of consecutive parts add up to that of the whole.
-
-    It is the polynomial of the records' hashes modulo 2^127 - 1 (Karp and Rabin 1987).
-    """
-
-    rows: int = 0
-    value: int = 0
-
-    def add(self, record_hash: int) -> ContentFingerprint:
-        """Return the fingerprint with one more record at the end."""
-        return ContentFingerprint(self.rows + 1, (self.value * _MULTIPLIER + record_hash) % _MODULUS)
-
-    def __add__(self, other: ContentFingerprint) -> ContentFingerprint:
-        shifted = self.value * pow(_MULTIPLIER, other.rows, _MODULUS)
-        return ContentFingerprint(self.rows + other.rows, (shifted + other.value) % _MODULUS)
-
-    def __str__(self) -> str:
-        return f"{self.value:032x}-{self.rows}"

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from wanma.data.documents.document_groups import DocumentGroup, group_documents, reading_format
 from wanma.data.formats.compression import SUFFIXES
@@ -105,8 +105,6 @@ class DataSelection:
     """Tokenizer as of `data.tokenizer`; empty: none is known."""
     sequence_length: int = 0
     """Tokens of a training sequence; 0: unknown."""
-    division: Literal["", "splits", "formats"] = ""
-    """Reason why the sources are no one list of rows: splits of one data set, or files of several formats."""
 
 
 @dataclass(frozen=True)
@@ -182,9 +180,9 @@ def select_entries(entries: Sequence[str], choice: FormatChoice, cache: str | No
             for name, stored in groups.items()
             for source in _split_sources(f"data/{name}", stored, FormatChoice(name))
         ]
-        return DataSelection(tuple(sources), folder, division="formats")
+        return DataSelection(tuple(sources), folder)
     sources = _split_sources("data", files, choice)
-    return DataSelection(tuple(sources), folder, division="splits" if len(sources) > 1 else "")
+    return DataSelection(tuple(sources), folder)
 
 
 def select_job_data(section: DataSection, choice: FormatChoice, cache: str | None) -> DataSelection:
@@ -200,9 +198,7 @@ def select_job_data(section: DataSection, choice: FormatChoice, cache: str | Non
         )
     folder = cache_folder(section.cache if cache is None else cache)
     if section.has_images:
-        sources_of_images = tuple(_image_sources(section, choice))
-        has_splits = any(one.name.rpartition("/")[2] == "validation" for one in sources_of_images)
-        return DataSelection(sources_of_images, folder, division="splits" if has_splits else "")
+        return DataSelection(tuple(_image_sources(section, choice)), folder)
     sources = [source for text in resolve_text_sources(section) for source in _text_sources(text, choice)]
     return DataSelection(tuple(sources), folder, section.tokenizer, section.sequence_length)
 
