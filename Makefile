@@ -9,7 +9,7 @@
 # make bench   compare with peers   make clean   remove .venv and caches; runs stay
 # make docs    the site of docs/, in build/site: strict about links, opens without a server
 # make wheel   a wheel with compiled libraries, and the source package that it is built from, in dist/
-# make peers   Accelerate, DeepSpeed, Lightning, TRL and MLPerf's checker, beside .venv: make test-full then runs them, too
+# make peers   Accelerate, DeepSpeed, Lightning and TRL, beside .venv: make test-full then runs them, too
 # make frameworks   TensorFlow and JAX, each without wanma: make test-full then runs their scripts, too
 #
 # make hadoop   Hadoop's own client, which pyspark carries: make test-full then checks HDFS with it (needs a JDK)

@@ -10,7 +10,7 @@ from wanma.cli.bench.arguments import add_environments_option, add_results_optio
 from wanma.cli.output import print_progress, print_warning
 
 if TYPE_CHECKING:
-    from wanma.bench.results.result import BenchmarkResult
+    pass
 
 
 def add_parsers(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -63,25 +63,12 @@ def add_parsers(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
     exported = actions.add_parser(
         "export",
-        help="write a result as CSV, Parquet, Markdown or MLPerf logs",
-        epilog="examples:\n"
-        "  wanma bench export RESULT --format csv --out folder\n"
-        "  wanma bench export RESULT --format mlperf --benchmark gpt_oss_20b --organization A --platform B",
+        help="write a result as CSV or Markdown",
+        epilog="examples:\n  wanma bench export RESULT --format csv --out folder",
     )
     _add_result(exported, "result", "RESULT")
-    exported.add_argument(
-        "--format", choices=["csv", "parquet", "markdown", "mlperf"], default="csv", help="default: csv"
-    )
+    exported.add_argument("--format", choices=["csv", "markdown"], default="csv", help="default: csv")
     exported.add_argument("--out", metavar="DIR", type=Path, help="folder; default: that of the result")
-    log = exported.add_argument_group("MLPerf logs, of the time to a validation loss")
-    log.add_argument("--contender", metavar="NAME", help="contender; default: the only one")
-    log.add_argument("--benchmark", metavar="NAME", help="benchmark of MLPerf training, such as gpt_oss_20b")
-    log.add_argument("--organization", metavar="NAME", help="submitter")
-    log.add_argument("--platform", metavar="NAME", help="name of the system")
-    log.add_argument("--division", choices=["closed", "open"], default="open", help="default: open")
-    log.add_argument(
-        "--target-loss", metavar="LOSS", type=float, help="validation loss that ends it; default: the rules'"
-    )
     add_results_option(exported)
     exported.set_defaults(run=_export)
 
@@ -169,7 +156,6 @@ def _export(arguments: argparse.Namespace) -> int:
         scaling_csv,
         steps_csv,
         summaries_csv,
-        write_parquet,
     )
     from wanma.bench.results.index import ResultIndex
 
@@ -177,50 +163,19 @@ def _export(arguments: argparse.Namespace) -> int:
         directory = index.find(arguments.result)
     result, folder = directory.read(), arguments.out or directory.path
     folder.mkdir(parents=True, exist_ok=True)
-    if arguments.format == "parquet":
-        written = write_parquet(result, folder)
-    elif arguments.format == "mlperf":
-        written = _write_mlperf_logs(arguments, result, directory.path, folder)
-    else:
-        texts = (
-            {
-                "steps.csv": steps_csv(result),
-                "figures.csv": summaries_csv(result),
-                "scaling.csv": scaling_csv(result),
-            }
-            if arguments.format == "csv"
-            else {"result.md": markdown_table(result)}
-        )
-        written = []
-        for name, text in texts.items():
-            if not text:
-                continue
+    texts = (
+        {
+            "steps.csv": steps_csv(result),
+            "figures.csv": summaries_csv(result),
+            "scaling.csv": scaling_csv(result),
+        }
+        if arguments.format == "csv"
+        else {"result.md": markdown_table(result)}
+    )
+    written = []
+    for name, text in texts.items():
+        if text:
             (folder / name).write_text(text, encoding="utf-8")
             written.append(folder / name)
     print(f"written: {', '.join(map(str, written))}")
     return 0
-
-
-def _write_mlperf_logs(
-    arguments: argparse.Namespace, result: BenchmarkResult, directory: Path, folder: Path
-) -> list[Path]:
-    from wanma.bench.exports.mlperf_files import write_mlperf_logs
-    from wanma.bench.exports.mlperf_log import Submission
-    from wanma.bench.runner import RUNS_FOLDER
-    from wanma.job.errors import EXIT_USAGE, WanmaError
-
-    missing = [name for name in ("benchmark", "organization", "platform") if not getattr(arguments, name)]
-    if missing:
-        raise WanmaError(
-            f"--format mlperf needs {' and '.join(f'--{name}' for name in missing)}",
-            "a log names its benchmark, submitter and system",
-            EXIT_USAGE,
-        )
-    submission = Submission(
-        arguments.organization,
-        arguments.platform,
-        arguments.benchmark,
-        arguments.division,
-        target_loss=arguments.target_loss,
-    )
-    return write_mlperf_logs(result, directory / RUNS_FOLDER, arguments.contender, submission, folder)
