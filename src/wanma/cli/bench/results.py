@@ -1,4 +1,4 @@
-"""Actions on results: `wanma bench list`, `compare`, `history`, `reproduce` and `export`."""
+"""Actions on results: `wanma bench list`, `compare`, `reproduce` and `export`."""
 
 from __future__ import annotations
 
@@ -38,19 +38,6 @@ def add_parsers(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_results_option(compared)
     compared.set_defaults(run=_compare)
 
-    history = actions.add_parser(
-        "history",
-        help="show a figure of all results on the same hardware",
-        epilog="examples:\n  wanma bench history step_seconds --contender dp_replicate=2",
-    )
-    history.add_argument("metric", metavar="METRIC", help="name of the metric, such as step_seconds")
-    history.add_argument(
-        "--contender", metavar="NAME", default="job", help="name of the contender; default: job"
-    )
-    history.add_argument("--suite", metavar="NAME", help="only results of this suite")
-    add_results_option(history)
-    history.set_defaults(run=_history)
-
     reproduced = actions.add_parser(
         "reproduce",
         help="run a result again, and tell which figures lie within its intervals",
@@ -79,27 +66,26 @@ def _add_result(parser: argparse.ArgumentParser, name: str, metavar: str) -> Non
 
 def _list(arguments: argparse.Namespace) -> int:
     from wanma.bench.presentation.terminal import result_list
-    from wanma.bench.results.index import ResultIndex
+    from wanma.bench.results.directory import read_results
     from wanma.cli.output import print_content
 
-    with ResultIndex(arguments.results) as index:
-        found = list(index.results())
-        if not found:
-            print(f"there are no results in {arguments.results}; `wanma bench train JOB` makes one")
-            return 0
+    problems: list[str] = []
+    found = [result for _, result in read_results(arguments.results, problems)]
+    if not found:
+        print(f"there are no results in {arguments.results}; `wanma bench train JOB` makes one")
+    else:
         print_content(result_list(found))
-        for problem in index.problems():
-            print_warning(problem)
+    for problem in problems:
+        print_warning(problem)
     return 0
 
 
 def _show(arguments: argparse.Namespace) -> int:
     from wanma.bench.display import tables_of
-    from wanma.bench.results.index import ResultIndex
+    from wanma.bench.results.directory import find_result
     from wanma.cli.output import print_content
 
-    with ResultIndex(arguments.results) as index:
-        directory = index.find(arguments.result)
+    directory = find_result(arguments.results, arguments.result)
     print_content(tables_of(directory.read(), directory))
     if directory.page.exists():
         print(f"page: {directory.page}")
@@ -109,29 +95,15 @@ def _show(arguments: argparse.Namespace) -> int:
 def _compare(arguments: argparse.Namespace) -> int:
     from wanma.bench.comparisons.comparison import compare_results
     from wanma.bench.presentation.terminal import comparison_tables
-    from wanma.bench.results.index import ResultIndex
+    from wanma.bench.results.directory import find_result
     from wanma.cli.output import print_content
 
-    with ResultIndex(arguments.results) as index:
-        before, after = index.find(arguments.before).read(), index.find(arguments.after).read()
+    before, after = (
+        find_result(arguments.results, arguments.before).read(),
+        find_result(arguments.results, arguments.after).read(),
+    )
     comparison = compare_results(before, after, allows_differences=arguments.allow_differences)
     print_content(comparison_tables(comparison))
-    return 0
-
-
-def _history(arguments: argparse.Namespace) -> int:
-    from wanma.bench.comparisons.history import check_subject, metric_histories
-    from wanma.bench.presentation.terminal import history_tables
-    from wanma.bench.results.index import ResultIndex
-    from wanma.cli.output import print_content
-
-    with ResultIndex(arguments.results) as index:
-        for problem in index.problems():
-            print_warning(problem)
-        subject = {"contender": arguments.contender, "metric": arguments.metric, "suite": arguments.suite}
-        check_subject(index, **subject)
-        histories = metric_histories(index, **subject)
-    print_content(history_tables(histories))
     return 0
 
 
@@ -139,11 +111,10 @@ def _reproduce(arguments: argparse.Namespace) -> int:
     from wanma.bench.benchmark import reproduce
     from wanma.bench.comparisons.reproduction import is_reproduced
     from wanma.bench.presentation.terminal import reproduction_table
-    from wanma.bench.results.index import ResultIndex
+    from wanma.bench.results.directory import find_result
     from wanma.cli.output import print_content
 
-    with ResultIndex(arguments.results) as index:
-        stored = index.find(arguments.result)
+    stored = find_result(arguments.results, arguments.result)
     figures, directory = reproduce(stored, arguments.results, print_progress, arguments.environments)
     print_content(reproduction_table(figures))
     print(f"result: {directory.path}")
@@ -157,10 +128,9 @@ def _export(arguments: argparse.Namespace) -> int:
         steps_csv,
         summaries_csv,
     )
-    from wanma.bench.results.index import ResultIndex
+    from wanma.bench.results.directory import find_result
 
-    with ResultIndex(arguments.results) as index:
-        directory = index.find(arguments.result)
+    directory = find_result(arguments.results, arguments.result)
     result, folder = directory.read(), arguments.out or directory.path
     folder.mkdir(parents=True, exist_ok=True)
     texts = (
