@@ -83,18 +83,17 @@ def select_data(arguments: argparse.Namespace) -> DataSelection:
 
 
 @contextmanager
-def shown_progress(label: str, *, is_quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+def shown_progress(label: str) -> Iterator[Callable[[int, int], None]]:
     """Yield a callback for (bytes done, bytes in all) that shows progress on standard error.
 
     Args:
         label: work that goes on, such as 'reading'.
-        is_quiet: show nothing.
     """
     import sys
 
     from wanma.observe.console.dataset_progress import LINE_INTERVAL_SECONDS, show_dataset_progress
 
     with show_dataset_progress(
-        is_quiet, sys.stderr, label=label, first_line_seconds=LINE_INTERVAL_SECONDS
+        False, sys.stderr, label=label, first_line_seconds=LINE_INTERVAL_SECONDS
     ) as progress:
         yield progress
