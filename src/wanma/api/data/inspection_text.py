@@ -121,8 +121,6 @@ def verification_texts(found: Verification, *, show_all: bool) -> Iterator[str |
         yield table
         if len(shown) < len(found.damages):
             yield f"and {len(found.damages) - len(shown):,} more; --all shows them"
-    if found.resumed_rows:
-        yield f"{count_text(found.resumed_rows, 'row')} had been read before the interruption"
     if not found.images_decoded:
         yield "images were found by their first bytes only: pip install 'wanma[images]' decodes them"
     counts = f"{count_text(found.rows, 'row')} in {count_text(found.files, 'file')}, {bytes_text(found.size)}"
