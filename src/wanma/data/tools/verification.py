@@ -84,7 +84,8 @@ def verify_data(
             advance = partial(_advance, progress, start, total)
             indexes.append(source.open_index(folder, advance, skip_damaged=True))
         tasks = [task for number, index in enumerate(indexes) for task in plan_tasks(index, number)]
-        damages, read = [], 0
+        damages: list[Damage] = []
+        read = 0
         for task, found in _read_tasks(selection, indexes, tasks, processes):
             damages += found
             read += task.size
