@@ -95,7 +95,7 @@ def test_each_format_gives_the_same_images_with_their_classes(
     assert sorted(numbers) == list(range(COUNT))
     assert batch.targets.tolist() == [label(number) for number in numbers]
     assert (data.image_shape, data.classes, data.input_kind) == ((3, SIZE, SIZE), 3, "images")
-    if name in ("webdataset", "webdataset-json", "parquet", "arrow", "huggingface", "tfrecord", "mds"):
+    if name in ("webdataset", "webdataset-json", "parquet", "arrow", "huggingface", "tfrecord"):
         assert numbers == reference_order(range(COUNT))  # files hold them in the order of their numbers
 
 

@@ -220,8 +220,8 @@ def _split_sources(name: str, files: Sequence[StoredFile], choice: FormatChoice)
 def _files_by_format(files: Sequence[StoredFile]) -> dict[str, list[StoredFile]]:
     """Divide files by format, each in its order; files with one suffix are to have one format.
 
-    Files that others describe, such as the shards of MDS, belong together: then all are of that format. Files
-    of no known format, and empty ones, are with those of the first: that format reports them.
+    Files that others describe, such as those of a saved data set, belong together: then all are of that
+    format. Files of no known format, and empty ones, are with those of the first: that format reports them.
     """
     formats = known_formats()
     marked = [one for one in formats.values() if one.markers]
@@ -291,8 +291,7 @@ def _text_sources(text: TextSource, choice: FormatChoice) -> Iterator[DataSource
             options[name] = TextDocuments() if name == "text" else _whole_format(group)
     for group in groups:
         if group.kind == "description":
-            name = "mds" if group.url.endswith("/index.json") else "huggingface"
-            files.get(name, []).extend(group.files)
+            files.get("huggingface", []).extend(group.files)
     for name, stored in files.items():
         kept, skipped = _only_text(stored) if name == "text" else (stored, [])
         if kept:
