@@ -1,4 +1,4 @@
-"""Terminal tables of results, comparisons, histories and reproductions, 80 columns wide."""
+"""Terminal tables of results, comparisons and reproductions, 80 columns wide."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from wanma.bench.comparisons.comparison import ResultComparison
 from wanma.bench.comparisons.reproduction import ReproducedFigure, Reproduction
-from wanma.bench.exports.result_tables import summary_metrics
 from wanma.bench.figures.breakdown import (
     BREAKDOWN_NOTE,
     StepBreakdown,
@@ -37,6 +36,7 @@ from wanma.bench.figures.utilization import (
     utilization_table,
 )
 from wanma.bench.place import PACKAGES
+from wanma.bench.presentation.result_tables import summary_metrics
 from wanma.bench.presentation.scale_terminal import published_parts, scale_parts
 from wanma.bench.results.hardware_identity import hardware_identity
 from wanma.bench.results.result import BenchmarkResult

@@ -122,7 +122,7 @@ def _reproduce(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from wanma.bench.exports.result_tables import (
+    from wanma.bench.presentation.result_tables import (
         markdown_table,
         scaling_csv,
         steps_csv,

@@ -9,7 +9,7 @@ import io
 import pytest
 
 from support.benchmark_results import benchmark_result
-from wanma.bench.exports.result_tables import (
+from wanma.bench.presentation.result_tables import (
     markdown_table,
     steps_csv,
     summaries_csv,
