@@ -3,6 +3,7 @@
 # make test-full      all tests, with whole grids and soaks: an hour
 # make test-ci        tests as continuous integration runs them: a share of the grids, failures repeated alone, a verdict
 # make ci      .ci/run in a fresh clone of HEAD, as continuous integration runs it; what it leaves is in build/ci
+# make ci-fast the part of it that takes ten minutes: checks, pure tests, tests that the commits since the last green run touch
 # make test-changed   tests that a change since main touches; SINCE=HEAD for what is not committed
 # make test-versions  the tests of every day with the oldest and newest versions; ENVIRONMENTS=folder
 # make check   lint, format, types
@@ -11,6 +12,7 @@
 # make wheel   a wheel with compiled libraries, and the source package that it is built from, in dist/
 # make peers   Accelerate, DeepSpeed, Lightning and TRL, beside .venv: make test-full then runs them, too
 # make frameworks   TensorFlow and JAX, each without wanma: make test-full then runs their scripts, too
+# make horovod   Horovod, built in some 6 minutes (needs cmake and g++): its scripts run with --exhaustive
 #
 # make hadoop   Hadoop's own client, which pyspark carries: make test-full then checks HDFS with it (needs a JDK)
 #
@@ -40,13 +42,13 @@ SINCE    ?= main
 
 ENVIRONMENTS ?= .versions
 
-.PHONY: train test test-full test-ci test-changed ci test-versions check bench docs wheel peers frameworks hadoop clean setup
+.PHONY: train test test-full test-ci test-changed ci ci-fast test-versions check bench docs wheel peers frameworks horovod hadoop clean setup
 
 train: $(READY)
 	@$(BIN)/wanma train $(JOB) $(ARGS)
 
 test: $(READY)
-	@$(ISOLATED) $(BIN)/python -m pytest -n $(AT_ONCE) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(ISOLATED) $(BIN)/python -m pytest -n $(AT_ONCE) $(ARGS)
 
 test-full: $(READY)
 	@$(MAKE) --no-print-directory test ARGS="--full $(ARGS)"
@@ -56,6 +58,9 @@ test-ci: $(READY)
 
 ci:
 	@.ci/in-a-clone
+
+ci-fast:
+	@.ci/in-a-clone fast $(if $(filter-out main,$(SINCE)),$(SINCE))
 
 test-changed: $(READY)
 	@$(MAKE) --no-print-directory test ARGS="--changed-since=$(SINCE) $(ARGS)"
@@ -89,6 +94,8 @@ hadoop: $(HADOOP)/.ready
 
 frameworks: $(FRAMEWORKS)/tensorflow/.ready $(FRAMEWORKS)/jax/.ready
 
+horovod: $(FRAMEWORKS)/horovod/.ready
+
 clean:
 	rm -rf $(VENV) $(PEERS) $(FRAMEWORKS) $(HADOOP) $(DOCS) $(WHEEL) .versions build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -102,6 +109,14 @@ define new_venv
 	  echo "'$(PYTHON)' cannot make virtual environments; on Debian: apt-get install python3-venv" >&2; exit 1; }; }
 endef
 
+# Make the virtual environment $(1) anew, above .venv: it sees what .venv has, which does not see its packages.
+define new_layer
+	@rm -rf $(1) && $(BIN)/python -m venv --without-pip $(1)
+	@site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	  echo "import site; site.addsitedir('$$site')" > \
+	  $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+endef
+
 # Install lists of pyproject.toml for the interpreter $(2), with the pip of the environment $(1), files checked by hash.
 install_locked = PIP_ARGS="$(PIP_ARGS)" $(1)/bin/python tests/support/install_locked.py $(2) $(3)
 
@@ -113,12 +128,9 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
-# What .venv has, and above it what only the tests of `wanma launch` need: nothing else sees these packages.
+# What only the tests of `wanma launch` need.
 $(PEERS)/.ready: $(READY)
-	@rm -rf $(PEERS) && $(BIN)/python -m venv --without-pip $(PEERS)
-	@site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
-	  echo "import site; site.addsitedir('$$site')" > \
-	  $$($(PEERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+	$(call new_layer,$(PEERS))
 	@$(call install_locked,$(VENV),$(PEERS)/bin/python,peers)
 	@touch $@
 
@@ -126,6 +138,11 @@ $(PEERS)/.ready: $(READY)
 $(FRAMEWORKS)/%/.ready: pyproject.toml constraints.txt
 	$(call new_venv,$(FRAMEWORKS)/$*)
 	@$(call install_locked,$(FRAMEWORKS)/$*,$(FRAMEWORKS)/$*/bin/python,$*)
+	@touch $@
+
+$(FRAMEWORKS)/horovod/.ready: constraints.txt tests/support/build_horovod.sh | $(READY)
+	$(call new_layer,$(FRAMEWORKS)/horovod)
+	@sh tests/support/build_horovod.sh $(abspath $(BIN)/python $(FRAMEWORKS)/horovod/bin/python)
 	@touch $@
 
 # Without wanma and torch: jars of Hadoop's client, for tests of HDFS.

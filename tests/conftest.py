@@ -6,9 +6,7 @@ import gc
 import math
 import os
 import sys
-import zlib
 from collections.abc import Generator, Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -45,13 +43,6 @@ class Skips:
 
 _SKIPS = pytest.StashKey[Skips]()
 
-LONGEST_FIRST = ("test_pages.py", "engines")
-"""File and folder with the tests that take longest: where several files run beside each other, none of them
-comes last and alone."""
-MIXED = ("faults", "parallel", "e2e", "training", "elastic", "api", "bench")
-"""Folders that take longest after those. Tests of some wait for most of their time, those of others compute:
-their files come in a drawn order, so that both run beside each other."""
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -72,6 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=3,
         help="with --changed-since: most imports between a test and what has changed",
     )
+    parser.addoption("--and-pure", action="store_true", help="with --changed-since: all pure tests, too")
     parser.addoption("--exhaustive", action="store_true", help="run every case of every grid, too: hours")
     gate = parser.getgroup("gate", "the gate of continuous integration (tests/support/gate)")
     gate.addoption("--records", metavar="FOLDER", type=Path, help="write down each test as it ends, and:")
@@ -85,10 +77,21 @@ def pytest_configure(config: pytest.Config) -> None:
     _set_examples(is_daily=not (config.getoption("--full") or config.getoption("--exhaustive")))
     config.stash[_SKIPS] = Skips()
     config.pluginmanager.register(config.stash[_SKIPS])
+    if config.getoption("numprocesses", None):
+        from support.slowness import slowness
+
+        slowness()  # once, before the processes that inherit it
     if config.getoption("--records"):
         from support.gate.records import Records
 
         config.pluginmanager.register(Records(config))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    from support.gate.order import Scheduler
+
+    return Scheduler(config, log)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -125,9 +128,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=list(left_out))
-    items.sort(key=partial(_place, is_mixed=hasattr(config, "workerinput")))
+    if hasattr(config, "workerinput"):
+        from support.gate.order import place_of
+
+        items.sort(key=lambda item: place_of(item.path))
     if revision := config.getoption("--changed-since"):
-        _keep_changed(config, items, revision, config.getoption("--changed-within"))
+        _keep_changed(config, items, revision)
     if os.geteuid() != 0:
         for item in _marked(items, "root"):
             item.add_marker(pytest.mark.skip(reason="needs root"))
@@ -181,29 +187,23 @@ def _set_examples(is_daily: bool) -> None:
     settings.load_profile("wanma")
 
 
-def _place(item: pytest.Item, is_mixed: bool) -> tuple[int, int]:
-    """Return the place of a test among all: the same on every worker of pytest-xdist."""
-    path = item.path.relative_to(Path(__file__).parent)
-    if path.parts[0] in LONGEST_FIRST:
-        return LONGEST_FIRST.index(path.parts[0]), 0
-    if path.parts[0] in MIXED:
-        return len(LONGEST_FIRST), zlib.crc32(str(path).encode()) if is_mixed else 0
-    return len(LONGEST_FIRST) + 1, 0
-
-
-def _keep_changed(config: pytest.Config, items: list[pytest.Item], revision: str, imports: int) -> None:
-    """Keep the tests near a change, the nearest first."""
+def _keep_changed(config: pytest.Config, items: list[pytest.Item], revision: str) -> None:
+    """Keep the tests near a change, the nearest first; with `--and-pure` all pure tests before them."""
     from support.changed import changed_files, distances, needs_everything
+    from support.gate.order import is_pure
 
     changed = changed_files(revision)
     if needs_everything(changed):
         return
     distance = distances(changed)
+    imports = config.getoption("--changed-within")
     near = {
         item: hops
         for item in items
         if (hops := distance.get(str(item.path.relative_to(config.rootpath)), imports + 1)) <= imports
     }
+    if config.getoption("--and-pure"):
+        near |= dict.fromkeys((item for item in items if is_pure(item.path)), -1)
     config.hook.pytest_deselected(items=[item for item in items if item not in near])
     items[:] = sorted(near, key=near.__getitem__)
 

@@ -7,14 +7,17 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from support.gate import scratch
+from support.gate import environments, scratch
+from support.gate.order import is_pure, place_of, unit_of
 from support.gate.records import Record, is_drawn, read_records
 from support.gate.verdict import MOST_FLAKY, MOST_LINES, Failure, Verdict, reason_against_repeat
+from support.slowness import VARIABLE, patient
 
 HERE = Path(__file__).parent
 SETTINGS = f"""\
@@ -51,6 +54,8 @@ import pytest
 @pytest.mark.full
 @pytest.mark.parametrize("number", range(40))
 def test_grid(number): pass
+@pytest.mark.full(always=True)
+def test_of_a_cluster(): pass
 def test_of_every_day(): pass
 """
 
@@ -115,7 +120,7 @@ def test_a_share_of_the_full_suite_runs_and_what_its_time_leaves_out_is_counted(
     over = gate(tmp_path, "--share=1", "--full-minutes=0", grid=GRID)
     assert over.returncode == 0, over.stdout
     assert "40 of tests/test_grid.py" in over.stdout
-    assert over.stdout.splitlines()[-1] == "1 passed, 0 failed, 0 skipped, 0 flaky"
+    assert over.stdout.splitlines()[-1] == "2 passed, 0 failed, 0 skipped, 0 flaky"
     late = gate(tmp_path, "--last-minutes=0", grid=GRID)
     assert late.returncode == 1
     assert "before the tests of every day had run" in late.stdout
@@ -247,3 +252,36 @@ def dead() -> Callable[[], int]:
         return process.pid
 
     return dead
+
+
+def test_no_test_stands_twice_in_the_list_of_flaky_tests() -> None:
+    """What was flaky twice is mended at the root, or deleted, and its lines with it."""
+    path = HERE / "flaky.md"
+    rows = [line.split(" | ") for line in path.read_text().splitlines()[4:]] if path.exists() else []
+    counts = Counter(row[3] for row in rows)
+    assert [test for test, count in counts.items() if count > 1] == []
+
+
+def test_pure_files_come_first_and_files_of_one_cluster_are_one_unit_of_work() -> None:
+    files = sorted(HERE.rglob("test_*.py"), key=place_of)
+    pure = [is_pure(file) for file in files]
+    assert pure == sorted(pure, reverse=True)
+    assert is_pure(HERE / "planner" / "search" / "test_best.py")
+    assert not is_pure(HERE / "faults" / "test_matrix.py")
+    assert {unit_of(file) for file in files if "support.slurm" in file.read_text()} == {("slurm", 1)}
+    assert files[sum(pure)].read_text().count("support.slurm")
+
+
+def test_a_change_needs_the_environments_of_the_tests_near_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = {"tests/api/test_launch_jax.py"}
+    monkeypatch.setattr(environments, "changed_files", lambda _: changed)
+    assert environments.targets_for("HEAD") == ["frameworks"]
+    changed.add("constraints.txt")
+    assert environments.targets_for("HEAD") == list(environments.TARGETS)
+
+
+def test_a_limit_is_longer_on_a_slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "2.5")
+    assert patient(5) == 13
+    monkeypatch.setenv(VARIABLE, "1.0")
+    assert patient(5) == 5

@@ -20,7 +20,8 @@ OTHER_SKIPS = [("module", "2"), ("condition", "0"), ("condition", "2")]
 
 def run(folder: Path, source: str, *options: str) -> tuple[int, str]:
     shutil.copy(Path(__file__).with_name("conftest.py"), folder)
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  gpu\n  root\n")
+    settings = f"[pytest]\npythonpath = {Path(__file__).parent}\nmarkers =\n  gpu\n  root\n"
+    (folder / "pytest.ini").write_text(settings)
     (folder / "test_one.py").write_text(source + "def test_two(): pass\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, str(folder)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)

@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 
 from support.command import LIMIT_SECONDS, Desk, Ran
+from support.slowness import patient
 from wanma.api.launch import script_worker
 from wanma.job.run.worker import NullSupervisorClient, WorkerContext
 from wanma.report.script_run import read_script_run
@@ -384,7 +385,7 @@ def test_only_the_ranks_that_are_asked_for_are_shown(desk: Desk) -> None:
 # ------------------------------------------------------------------ scripts that speak to wanma
 
 
-LIMITS = ("--set", "cluster.hang_timeout_seconds=5", "--set", "cluster.start_timeout_seconds=200")
+LIMITS = ("--set", f"cluster.hang_timeout_seconds={patient(5)}", "--set", "cluster.start_timeout_seconds=200")
 
 
 def test_a_script_may_be_silent_once_its_session_is_closed(desk: Desk) -> None:

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from support.injection import VARIABLE, Fault, injected
+from support.slowness import patient
 from support.supervisors import wait_for_listener
 from wanma.job.run.folder_claims import FolderClaims
 
@@ -31,7 +32,7 @@ def start_node(start: Any, rendezvous: str, tmp_path: Path, monkeypatch: pytest.
             "max_restarts": 3,
             "payload": str(tmp_path / "meeting"),
             "run_directory": str(tmp_path / "run"),
-            "heartbeat_timeout_seconds": 8,
+            "heartbeat_timeout_seconds": patient(8),
         }
         return start(name, "steps_together", **{**common, **changes})
 
@@ -161,7 +162,7 @@ def test_a_host_that_stood_still_finds_itself_followed_and_writes_nothing_more(
         "max_restarts": 3,
         "run_directory": str(tmp_path / "run"),
         "payload": str(tmp_path / "lines"),
-        "heartbeat_timeout_seconds": 5,
+        "heartbeat_timeout_seconds": patient(5),
     }
     (tmp_path / "lines").touch()
     first = start("a", "write_lines", node_rank=0, **common)

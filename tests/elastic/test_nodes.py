@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from support.slowness import patient
 from support.supervisors import wait_for_listener
 from wanma.elastic.protocol.framing import encode
 from wanma.elastic.protocol.messages import AbortRequest
@@ -111,7 +112,7 @@ def test_a_lost_node_ends_the_run_of_the_other(start: Any, rendezvous: str) -> N
 
 @pytest.mark.slow
 def test_a_silent_node_is_given_up_after_its_heartbeats_stop(start: Any, rendezvous: str) -> None:
-    common = {"rendezvous": rendezvous, "heartbeat_timeout_seconds": 5}
+    common = {"rendezvous": rendezvous, "heartbeat_timeout_seconds": patient(5)}
     first = start("a", "until_stopped", node_rank=0, **common)
     wait_for_listener(rendezvous)
     second = start("b", "until_stopped", node_rank=1, **common)
@@ -274,7 +275,11 @@ def test_two_machines_on_a_network_compute_together(start: Any, namespaces: tupl
 @pytest.mark.slow
 @pytest.mark.root
 def test_a_cut_cable_ends_both_sides(start: Any, namespaces: tuple[str, str]) -> None:
-    common = {"rendezvous": "10.91.0.1:29500", "secret": "0123456789abcdef", "heartbeat_timeout_seconds": 5}
+    common = {
+        "rendezvous": "10.91.0.1:29500",
+        "secret": "0123456789abcdef",
+        "heartbeat_timeout_seconds": patient(5),
+    }
     first = start("a", "until_stopped", namespace=namespaces[0], node_rank=0, **common)
     second = start("b", "until_stopped", namespace=namespaces[1], node_rank=1, **common)
     first.until("start")

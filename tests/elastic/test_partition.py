@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from support.networks import Cable, Proxy, cable, long_cable
+from support.slowness import patient
 from support.supervisors import wait_for_listener
 from wanma.job.run.folder_claims import FolderClaims
 
@@ -103,7 +104,7 @@ def test_a_cut_shorter_than_the_deadline_costs_nothing_but_time(pair: Any) -> No
 @pytest.mark.root
 def test_of_two_nodes_cut_off_from_each_other_none_goes_on_alone(pair: Any, tmp_path: Path) -> None:
     with cable() as between:
-        first, second, go_on = pair(between, heartbeat_timeout_seconds=5)
+        first, second, go_on = pair(between, heartbeat_timeout_seconds=patient(5))
         between.pull()
         go_on()
         while "1 node missing" not in first.until("message")["text"]:
@@ -128,7 +129,7 @@ def test_of_two_nodes_cut_off_from_each_other_none_goes_on_alone(pair: Any, tmp_
 @pytest.mark.root
 def test_a_slow_network_is_no_failure(pair: Any) -> None:
     with long_cable(0.05) as between:
-        first, second, go_on = pair(between, heartbeat_timeout_seconds=4)
+        first, second, go_on = pair(between, heartbeat_timeout_seconds=patient(4))
         go_on()
         assert (first.end(), second.end()) == (0, 0), (first.lines, second.lines)
     assert {line["generation"] for line in first.lines if line["kind"] == "step"} == {1}

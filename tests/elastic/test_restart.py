@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from support.injection import Fault, injected, struck
+from support.slowness import patient
 from wanma.elastic.supervisor.stop_signals import SIGNAL_REPEAT_SECONDS
 
 RunWith = Callable[..., Any]
@@ -83,7 +84,7 @@ def test_a_copy_that_only_one_rank_has_is_not_taken_up(run_with: RunWith) -> Non
 
 
 def test_a_hang_is_reported_and_recovered_from(run_with: RunWith) -> None:
-    ran = run_with(Fault("stop", rank=1, step=4, phase="forward"), hang_timeout_seconds=5)
+    ran = run_with(Fault("stop", rank=1, step=4, phase="forward"), hang_timeout_seconds=patient(5))
     assert ran.outcome.exit_code == 0
     [restart] = restarts(ran)
     assert restart["failure"].startswith("no rank reported progress for ")

@@ -11,20 +11,21 @@ from pathlib import Path
 import pytest
 
 from support.command import Desk
+from support.slowness import patient
 
-JOB = """\
+JOB = f"""\
 [model]
 factory = "sleepy:model"
 [data]
 factory = "sleepy:Numbers"
-arguments = { asleep = 2 }
+arguments = {{ asleep = 2 }}
 [train]
 steps = 100
 global_batch = 4
 [parallel]
 dp_replicate = 4
 [cluster]
-hang_timeout_seconds = 8
+hang_timeout_seconds = {patient(8)}
 max_restarts = 0
 """
 
@@ -41,7 +42,7 @@ def test_a_rank_that_sleeps_in_data_loading_is_named_with_the_line_and_those_who
     line = next(number for number, text in enumerate(source, 1) if "time.sleep" in text)
     first, *others = ran.told_once().partition("no rank reported progress for ")[2].splitlines()
     assert re.fullmatch(
-        r"\d+ s \(cluster.hang_timeout_seconds = 8\): "
+        rf"\d+ s \(cluster.hang_timeout_seconds = {patient(8)}\): "
         rf"rank 2 is in data loading \(sleepy.py:{line}\) while 3 other ranks wait in all_reduce #\d+ .*",
         first,
     ), ran.text

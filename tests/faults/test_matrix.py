@@ -21,6 +21,7 @@ from support.command import Desk, Training, memory_group, small_disk
 from support.fault_table import Row
 from support.injection import Fault
 from support.recovered import STEPS, Met, check_whole, meet, run_name
+from support.slowness import patient
 
 HOST = socket.gethostname()
 IN_STEP_8: dict[str, Any] = {"step": 8, "phase": "forward and backward"}
@@ -84,7 +85,7 @@ CELLS = {
     "SIGSTOP: a hang, detected after 3 s": Cell(
         "rank 1 has been in forward and backward of step 7 for",
         one("stop"),
-        ("cluster.hang_timeout_seconds=3",),
+        (f"cluster.hang_timeout_seconds={patient(3)}",),
         plans="all",
     ),
     "crash (SIGSEGV)": Cell("its process was killed by SIGSEGV", one("segfault", 0)),

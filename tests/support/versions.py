@@ -117,7 +117,7 @@ def run_corner(corner: Corner, folder: Path, tests: Sequence[str], at_once: int)
     print(f"== {corner.name}", flush=True)
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junit-xml={report}"]
     if at_once > 1:
-        command += ["-n", str(at_once), "--dist", "loadfile", "--no-loadscope-reorder"]
+        command += ["-n", str(at_once)]
     path = os.pathsep.join(str(REPOSITORY / part) for part in ("src", "tests"))
     environment = {**os.environ, "PYTHONPATH": path}
     report.unlink(missing_ok=True)

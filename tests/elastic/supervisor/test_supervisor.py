@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from support.slowness import patient
 from wanma.elastic import failure
 from wanma.elastic.supervisor import worker_group
 from wanma.elastic.supervisor.stop_signals import SIGNAL_REPEAT_SECONDS
@@ -155,12 +156,15 @@ def test_a_hang_is_reported_with_the_odd_rank_out(run: Any) -> None:
         "rank_1_hangs_in_data_loading",
         ranks_per_node=3,
         preload_modules=("torch",),
-        hang_timeout_seconds=5,
+        hang_timeout_seconds=patient(5),
         start_timeout_seconds=60,
     )
     assert ran.outcome.exit_code == 1
     summary = ran.outcome.failure_text.splitlines()
-    assert "(cluster.hang_timeout_seconds = 5): rank 1 is in data loading (elastic_entries.py:" in summary[0]
+    assert (
+        f"(cluster.hang_timeout_seconds = {patient(5)}): rank 1 is in data loading (elastic_entries.py:"
+        in summary[0]
+    )
     assert summary[0].endswith(" while 2 other ranks wait in all_reduce #3 of group default_pg")
     assert summary[1].startswith("  rank 1 has been in data loading of step 2 for ")
     assert "elastic_entries.py" in summary[1]

@@ -123,7 +123,9 @@ class Records:
 
 
 def _is_full(item: pytest.Item) -> bool:
-    return item.get_closest_marker("full") is not None
+    """Return whether the full suite alone runs the test; `full(always=True)`: continuous integration, too."""
+    marker = item.get_closest_marker("full")
+    return marker is not None and not marker.kwargs.get("always", False)
 
 
 def _record(test: str, reports: Iterable[Any]) -> Record:
