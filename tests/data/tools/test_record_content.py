@@ -1,4 +1,4 @@
-"""Content of records: equal whatever format stores it, and fingerprints that add up."""
+"""Content of records: fields decoded by their suffix, and sizes."""
 
 from __future__ import annotations
 

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from wanma.cli.bench.arguments import add_environments_option, add_results_option
 from wanma.cli.output import print_progress, print_warning
-
-if TYPE_CHECKING:
-    pass
 
 
 def add_parsers(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

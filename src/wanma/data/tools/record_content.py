@@ -1,8 +1,8 @@
-"""Content of records, equal whatever format stores it: normal form, hash, size and fingerprint of a list.
+"""Content of records, equal whatever format stores it: decoded fields, normal form and size.
 
 A null is an absent field, an array the list of its numbers, a whole float an integer, a date its text of
-ISO 8601. The name of a sample (`__key__`) is no content. Files of a WebDataset sample are decoded by their
-suffix, and its `.json` file gives fields of the record.
+ISO 8601. Files of a WebDataset sample are decoded by their suffix, and its `.json` file gives fields of the
+record.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from wanma.data.formats.tar_samples import TarSamples
 
 KEY_FIELD = "__key__"
 BINARY_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "bin", "npy")
-"""Suffixes that a writer of WebDataset adds to names of fields whose values are no JSON."""
+"""Suffixes of files of a sample whose names are those of fields without them."""
 _TEXT_SUFFIXES = ("txt", "text", "transcript")
 _NUMBER_SUFFIXES = ("cls", "cls2", "class", "count", "index", "inx", "id")
 """Suffixes of texts and of numbers in `webdataset.autodecode`; a number may be a text here."""
