@@ -1,14 +1,11 @@
-"""Content of records, equal whatever format stores it: decoded fields, normal form and size.
+"""Content of records, equal whatever format stores it: decoded fields and size.
 
-A null is an absent field, an array the list of its numbers, a whole float an integer, a date its text of
-ISO 8601. Files of a WebDataset sample are decoded by their suffix, and its `.json` file gives fields of the
+Files of a WebDataset sample are decoded by their suffix, and its `.json` file gives fields of the
 record.
 """
 
 from __future__ import annotations
 
-import datetime
-import decimal
 import io
 import json
 import re
@@ -17,7 +14,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from wanma.data.formats.format import Format, Record
 from wanma.data.formats.tar_samples import TarSamples
@@ -84,31 +80,6 @@ def _decode(name: str, decode: Callable[[bytes], Any], content: bytes) -> Any:
         return decode(content)
     except (ValueError, RecursionError, EOFError) as error:
         raise ValueError(f"the file .{name} cannot be decoded: {' '.join(str(error).split())}") from error
-
-
-def normal_value(value: Any) -> Any:
-    """Return the normal form of a value: values of JSON, and bytes as their hash."""
-    kind = type(value)
-    if kind in (str, int, bool) or value is None:
-        return value
-    if kind is float:
-        return int(value) if value.is_integer() else value
-    if isinstance(value, Mapping):
-        return {str(name): normal_value(part) for name, part in value.items() if part is not None}
-    if isinstance(value, list | tuple):
-        return [normal_value(part) for part in value]
-    if isinstance(value, bytes | bytearray | memoryview):
-        return {"\0bytes": [len(value), xxhash.xxh3_128_hexdigest(bytes(value))]}
-    if isinstance(value, np.ndarray):
-        numbers = value.tolist()
-        return normal_value(numbers) if value.dtype.kind not in "iub" else numbers
-    if isinstance(value, np.generic):
-        return normal_value(value.item())
-    if isinstance(value, datetime.date | datetime.time):
-        return value.isoformat()
-    if isinstance(value, decimal.Decimal | datetime.timedelta):
-        return str(value)
-    return repr(value)
 
 
 def content_bytes(value: Any) -> int:
