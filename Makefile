@@ -18,7 +18,7 @@
 #
 # PYTHON=python3.12   another interpreter       JOB=mine.toml   another job
 # ARGS="train.steps=20"   passed on to wanma or pytest
-# AT_ONCE=1               test files that run beside each other: 3, as tests of clusters, losses and deadlines
+# AT_ONCE=1               test files that run beside each other: 4, as tests of clusters, losses and deadlines
 #                         wait for half of their time, or 1 on a single core
 # PIP_ARGS="..."        handed to pip, e.g. the index of PyTorch's small CPU builds
 
@@ -27,7 +27,7 @@ VENV     ?= .venv
 JOB      ?= examples/gpt.toml
 ARGS     ?=
 PIP_ARGS ?=
-AT_ONCE  ?= $(shell expr 1 + 2 \* \( $$(nproc) \> 1 \))
+AT_ONCE  ?= $(shell expr 1 + 3 \* \( $$(nproc) \> 1 \))
 READY    := $(VENV)/.ready
 PEERS    := .venv-peers
 FRAMEWORKS := .venv-frameworks
