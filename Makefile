@@ -10,7 +10,7 @@
 # make bench   compare with peers   make clean   remove .venv and caches; runs stay
 # make docs    the site of docs/, in build/site: strict about links, opens without a server
 # make wheel   a wheel with compiled libraries, and the source package that it is built from, in dist/
-# make peers   Accelerate, DeepSpeed, Lightning, TRL and MLPerf's checker, beside .venv: make test-full then runs them, too
+# make peers   Accelerate, DeepSpeed, Lightning and TRL, beside .venv: make test-full then runs them, too
 # make frameworks   TensorFlow and JAX, each without wanma: make test-full then runs their scripts, too
 # make horovod   Horovod, built in some 6 minutes (needs cmake and g++): its scripts run with --exhaustive
 #

@@ -15,8 +15,6 @@ from torch import nn
 
 from support.data_files import one_group
 from support.huggingface import FAMILIES
-from wanma.bench.exports.result_tables import write_parquet
-from wanma.bench.results.result import BenchmarkResult
 from wanma.checkpoint.remote.remote_storage import check_url
 from wanma.data.documents.text_files import list_documents
 from wanma.data.formats.arrow_tables import Parquet
@@ -59,10 +57,6 @@ def _scan_zstd(folder: Path) -> None:
     JsonLines().scan(one_group(folder / "a.jsonl.zst"))
 
 
-def _export_parquet(folder: Path) -> None:
-    write_parquet(BenchmarkResult("id", "name", "title", "2026-11-22", ()), folder)
-
-
 USES: dict[str, list[tuple[str, str, Callable[[Path], object]]]] = {
     "tensorboard": [("tensorboard", "tensorboard", lambda _: TensorBoardSink())],
     "gpu": [("pynvml", "nvidia-ml-py", lambda _: GpuSampler("0"))],
@@ -89,7 +83,6 @@ USES: dict[str, list[tuple[str, str, Callable[[Path], object]]]] = {
         ("requests", "requests", lambda _: list_documents(["webhdfs://127.0.0.1:9/text"])),
         ("pyarrow", "pyarrow", lambda _: list_documents(["hdfs://127.0.0.1:9/text"])),
     ],
-    "bench": [("pyarrow", "pyarrow", _export_parquet)],
     "images": [
         ("PIL", "pillow", lambda _: import_pillow()),
         ("PIL", "pillow", lambda folder: write_png(b"", folder / "a.png")),

@@ -14,7 +14,6 @@ from benchmarks.parallel.bubble import Operation, Step, measured_share, replayed
 from benchmarks.parallel.contenders import Setting, default_setting, torchrun
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Schedule
-from wanma.planner.pipeline.schedules import bubble_fraction
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 _TIMEOUT_SECONDS = 600.0
@@ -99,3 +98,24 @@ def measure_bubble(pipeline: Bubble, venv: Path, folder: Path) -> dict[str, Any]
 
 def _middle(values: list[float]) -> float:
     return round(statistics.median(values), 4)
+
+
+def bubble_fraction(schedule: Schedule, pp: int, virtual_stages: int, micro_batches: int) -> float:
+    """Return the pipeline bubble: share of a step in which a rank waits, 0 .. 1.
+
+    It counts from the first forward to the last backward, and holds for equal stages, free communication, and
+    a backward that takes twice the forward, one half for the input gradients and one for the weight
+    gradients. In units of one stage's forward, with p ranks, v stages each and m micro-batches, a rank works
+    3·v·m and waits
+
+        gpipe, 1f1b               3 (p − 1)   Huang et al. 2019, Narayanan et al. 2021 (section 2.2.1)
+        interleaved_1f1b          3 (p − 1)   Narayanan et al. 2021 (section 2.2.2)
+        interleaved_zero_bubble     (p − 1)   Qi et al. 2023 (section 2.3, ZB-H1)
+        zbv                         (p − 1)   Qi et al. 2023 (section 6), which leaves out that the ranks
+                                              begin one after the other and wait for each other at the end
+        dualpipev                   (p − 1)   DeepSeek 2025 (DualPipe's table), likewise
+
+    from m = p micro-batches on (zbv: 2p − 1). Fewer do not fill the pipeline, and ranks wait longer.
+    """
+    waits = (3 if schedule in ("gpipe", "1f1b", "interleaved_1f1b") else 1) * (pp - 1)
+    return waits / (3 * virtual_stages * micro_batches + waits)

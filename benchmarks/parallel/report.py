@@ -62,7 +62,7 @@ _BUBBLES = """\
 ## Bubbles of wanma's pipelines
 
 Share of a step, between the first forward and the last backward, in which ranks wait. Theory: even stages,
-backward twice the forward, free messages (`bubble_fraction` of `wanma.planner.pipeline.schedules`). Replayed:
+backward twice the forward, free messages (`bubble_fraction` of `benchmarks.parallel.bubble_runs`). Replayed:
 what the ranks did, in their order, for the CPU seconds that it took, had each a core and were messages free:
 it differs from the theory by uneven stages and a backward that is not twice the forward. Measured: by the
 clock; – where there were more ranks than cores, for they then take each other's. Unevenness: CPU seconds of

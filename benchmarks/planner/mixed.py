@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.common import RESULTS, commit, machine, table
+from benchmarks.planner.step_simulation import simulate_step
 from wanma.hardware.cluster_file.shorthand import parse_shorthand
 from wanma.job.plan.placement import ReplicaPlacement
 from wanma.job.plan.plan import Plan
@@ -28,7 +29,6 @@ from wanma.planner.forecast.problem import USABLE_DEVICE_MEMORY_SHARE, PlanningP
 from wanma.planner.heterogeneous.costs import HeterogeneousCosts
 from wanma.planner.heterogeneous.node_pools import HeterogeneousHardware, build_heterogeneous_hardware
 from wanma.planner.heterogeneous.placement_search import search_placements
-from wanma.planner.heterogeneous.simulation import simulate_step
 from wanma.planner.search.result import Candidate
 
 SAILOR = "16x8 A100 SXM 40GB, 4x100G + 48x8 V100 SXM2 16GB, 4x100G"
@@ -184,7 +184,7 @@ def page(kept: dict[str, Any]) -> str:
         "",
         "Sailor's mixture (Strati et al. 2025); 2,048 sequences of 2,048 tokens a step, fp16. `played`:",
         "each micro-batch, message and exchange of all replicas as events",
-        "(`planner/heterogeneous/simulation.py`).",
+        "(`benchmarks/planner/step_simulation.py`).",
         "The even split: the best plan of the smaller devices on all of them with equal shares of the batch.",
     ]
     for model, found in kept["gain"].items():

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from benchmarks.common import RESULTS
 from benchmarks.planner.machines import machine
+from benchmarks.planner.step_times import module_step_time
 from wanma.job.forecast.forecast import StepTime, Workload
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.train import Precision
 from wanma.models.workload.model_workload import trace_module_workload
 from wanma.planner.cost.decoder_layers import FrameworkTraits
-from wanma.planner.cost.traced_module import module_step_time
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from benchmarks.common import RESULTS
 from benchmarks.planner.rows import TABLES, Case, read_cases
+from benchmarks.planner.step_times import decoder_step_time
 from wanma.job.forecast.forecast import StepTime
-from wanma.planner.cost.decoder import decoder_step_time
 
 
 def main() -> None:

@@ -13,16 +13,13 @@ import statistics
 from collections.abc import Sequence
 
 from benchmarks.common import RESULTS, commit, table
+from benchmarks.recovery.goodput import daly_interval, optimal_intervals, simulate_goodput, young_interval
 from wanma.planner.forecast.failure_model import (
     LLAMA3_FAILURE_RATES,
     CheckpointTier,
     CheckpointTiers,
     FailureRates,
-    daly_interval,
     expected_goodput,
-    optimal_intervals,
-    simulate_goodput,
-    young_interval,
 )
 from wanma.planner.forecast.goodput import (
     DISK_RESTART_SECONDS,

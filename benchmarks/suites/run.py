@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: f
 
 from benchmarks.common import RESULTS, table
 from wanma.bench.benchmark import find_unfinished, new_directory, run_benchmark
-from wanma.bench.exports.result_tables import markdown_table
 from wanma.bench.figures.scaling import find_scaling
 from wanma.bench.figures.texts import scaling_cells, scaling_columns
 from wanma.bench.meter.disturbance import NO_LIMITS, DisturbanceLimits
+from wanma.bench.presentation.result_tables import markdown_table
 from wanma.bench.presentation.terminal import place_lines
 from wanma.bench.programs.contender import Contender
 from wanma.bench.programs.places import place_contender

@@ -86,7 +86,7 @@ def test_a_layout_runs_on_as_much_of_an_imagined_cluster_as_it_needs() -> None:
 
 
 def test_only_one_of_device_and_cluster_is_taken() -> None:
-    with pytest.raises(JobError, match="--device and --cluster both set the nodes to plan for"):
+    with pytest.raises(JobError, match="--device"):
         job_on_hypothetical_cluster(job(), device="H100", cluster="8x8 H100")
 
 
@@ -118,7 +118,7 @@ def test_a_machine_of_a_mixed_cluster_is_the_one_that_its_work_is_planned_for(
     as_number(2)
     with pytest.raises(JobError, match=r"cluster\.node_rank = 0 is .*H100.* and this node is .*A100"):
         as_number(0)
-    with pytest.raises(JobError, match=r"cluster\.node_rank of this node is not set") as refusal:
+    with pytest.raises(JobError, match=r"cluster\.node_rank") as refusal:
         as_number(None)
     assert "from 0 to 2" in refusal.value.hint
     as_number(None, replace(UNLIKE, batch_shares=()))

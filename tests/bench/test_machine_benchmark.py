@@ -82,8 +82,6 @@ def test_links_of_real_ranks_are_measured_and_shown(
     assert "Limits of the machine" in capsys.readouterr().out
     assert bench("show", directory.id) == 0
     assert "Link latency" in capsys.readouterr().out
-    assert bench("history", "link_bytes_per_second", "--contender", "ranks=3") == 0
-    assert "GB/s" in capsys.readouterr().out
     assert bench("export", directory.id, "--format", "markdown", "--out", "exported") == 0
     assert "Link bandwidth (95 %)" in Path("exported/result.md").read_text()
     assert "pair" not in Path("exported/result.md").read_text()

@@ -7,9 +7,9 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from benchmarks.parallel.bubble_runs import bubble_fraction
 
 from wanma.job.file.loading import load_job
-from wanma.planner.pipeline.schedules import bubble_fraction
 
 ROOT = Path(__file__).resolve().parents[2]
 

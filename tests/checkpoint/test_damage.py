@@ -185,7 +185,7 @@ def test_weights_alone_load_when_asked_not_to_be_strict(folder: Path) -> None:
     state, _ = load_tensors(folder / "step-00000003", mine, strict=False)
     assert state == {"step": 3}
     assert mine["model.layers.0.weight"].unique().tolist() == [3.0]
-    with pytest.raises(WanmaError, match=r"model\.bias: not in the checkpoint"):
+    with pytest.raises(WanmaError, match=r"model\.bias"):
         load_tensors(folder / "step-00000003", {"model.bias": torch.zeros(1)}, strict=False)
 
 

@@ -10,9 +10,8 @@ import pytest
 from support.killed_runs import read_with_kills
 from support.reference_order import permuted, reference_order
 from wanma.data.datasets.dataset_mixture import UserDatasetMixture
-from wanma.data.opening import open_dataset, prepare_job_data
+from wanma.data.opening import open_dataset
 from wanma.data.sampling.batch_size_schedule import samples_consumed_before
-from wanma.data.sampling.seen_mixture import seen_mixture
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.sections.data import DataSection
 from wanma.job.sections.train import TrainSection
@@ -124,14 +123,3 @@ def test_iterable_datasets_do_not_mix() -> None:
     with pytest.raises(JobError, match=r"data\.sources\[0\]\.factory = .* failed: TypeError") as raised:
         open_dataset(section(sources=sources), TRAIN)
     assert "data.sources[0].arguments" in raised.value.hint
-
-
-def test_the_mixture_is_known_without_the_datasets() -> None:
-    data = section([(0, [3, 1, 0]), (40, [0, 0, 1])])
-    prepare_job_data(data)
-    found = seen_mixture(data, 40)
-    assert [(one.name, one.samples, one.tokens) for one in found] == [
-        ("a", 30, None),
-        ("b", 10, None),
-        ("c", 0, None),
-    ]

@@ -18,7 +18,6 @@ from support.s3_server import S3Server, s3_server
 from wanma.data.datasets.stored_image_dataset import StoredImageDataset
 from wanma.data.formats.format import BadDataError
 from wanma.data.opening import open_dataset, prepare_job_data
-from wanma.data.sampling.seen_mixture import seen_mixture
 from wanma.data.tools.selection import FormatChoice, select_job_data
 from wanma.job.errors import JobError
 from wanma.job.sections.data import DataSection
@@ -252,16 +251,11 @@ def test_the_fingerprint_of_one_source_is_that_of_its_images(tmp_path: Path) -> 
     assert len({both.fingerprint, alone.fingerprint, opened(tmp_path, {"name": "b"}).fingerprint}) == 3
 
 
-def test_the_sources_are_counted_and_selected_by_name(tmp_path: Path) -> None:
+def test_the_sources_are_selected_by_name(tmp_path: Path) -> None:
     write_folder(tmp_path / "a" / "train", 9)
     write_folder(tmp_path / "a" / "val", 6)
     write_labels(tmp_path / "b", ["ant", "bee"])
     data = section(tmp_path, {"name": "a", "weight": 3}, {"name": "b"})
-    found = seen_mixture(data, 40)
-    assert [(one.name, one.samples, one.weight_share, one.tokens) for one in found] == [
-        ("a", 30, 0.75, None),
-        ("b", 10, 0.25, None),
-    ]
     sources = select_job_data(data, FormatChoice(), None).sources
     assert [(one.name, len(one.files)) for one in sources] == [("a/train", 9), ("a/validation", 6), ("b", 1)]
 

@@ -188,7 +188,7 @@ def test_entries_that_a_node_does_not_have_are_those_of_others(folders: tuple[Pa
     prepare_job_data(section)
     assert len(list(cache.rglob("header.json"))) == 2
     nothing = section.model_copy(update={"text": ["nowhere"]})
-    with pytest.raises(JobError, match=r"data\.text: this node has none of nowhere"):
+    with pytest.raises(JobError, match=r"data\.text"):
         part_sections(nothing)
 
 

@@ -192,5 +192,5 @@ def test_a_stream_is_refused() -> None:
         def __iter__(self) -> Iterator[tuple[float, int]]:
             return iter([(0.5, 1)] * 9)
 
-    with pytest.raises(JobError, match=r"data\.worker_processes is not supported: Stream"):
+    with pytest.raises(JobError, match=r"data\.worker_processes"):
         opened(Stream(), workers=1)

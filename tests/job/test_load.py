@@ -313,7 +313,7 @@ def test_python_gives_a_job_a_mapping_or_a_path(tmp_path: Path) -> None:
 def test_python_is_told_what_a_job_cannot_hold() -> None:
     with pytest.raises(JobError, match="cannot be made from int"):
         to_job(3)  # type: ignore[arg-type]  # the mistake under test
-    with pytest.raises(JobError, match=r"model\.arguments\.x is of type object; use text, numbers"):
+    with pytest.raises(JobError, match=r"model\.arguments\.x"):
         to_job({"model": {"factory": "a:b", "arguments": {"x": object()}}})
     with pytest.raises(JobError, match="the name 3 must be text"):
         to_job({"model": {"factory": "a:b", "arguments": {3: 4}}})

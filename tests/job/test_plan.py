@@ -129,7 +129,6 @@ MIXED = Plan(
 
 def test_placed_replicas_have_devices_and_micro_batches_of_their_own() -> None:
     assert MIXED.world_size == 2 * (4 + 2) + 1
-    assert [one.device_count_on(1) for one in MIXED.placement] == [4, 1]
     assert MIXED.placement[0].stage_cuts == (5,)
     assert [len(MIXED.micro_batches(26, rank)) for rank in range(3)] == [6, 6, 2]
     assert MIXED.gradient_accumulation_steps(26) == 6

@@ -263,5 +263,5 @@ def test_keys_for_experts_that_contradict_each_other_are_refused(section: dict[s
 
 
 def test_a_vision_model_has_no_experts() -> None:
-    with pytest.raises(JobError, match=r"model\.experts does not apply"):
+    with pytest.raises(JobError, match=r"model\.experts"):
         resolve_vision_config(ModelSection(preset="resnet-18", experts=4), (3, 32, 32), 10)

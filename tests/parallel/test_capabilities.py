@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import pytest
 import torch
@@ -17,13 +17,13 @@ from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
 from wanma.job.sections.model import ModelSection
+from wanma.job.sections.parallel import Schedule
 from wanma.models.model_spec import resolve_model_spec
 from wanma.parallel.context.context_parallel import apply_context_parallel
 from wanma.parallel.expert.expert_parallel import apply_expert_parallel
 from wanma.parallel.pipeline.pipeline_runner import SCHEDULES
 from wanma.parallel.pipeline.stage_partition import pipeline_parallel_spec
 from wanma.parallel.tensor.tensor_parallel import apply_tensor_parallel
-from wanma.planner.rules import capabilities
 from wanma.planner.rules.capabilities import (
     supports_compiled_recompute,
     unsupported_reason,
@@ -41,7 +41,7 @@ DECODER: dict[str, Any] = {
 
 
 def test_the_schedules_are_those_that_the_runtime_has() -> None:
-    assert tuple(SCHEDULES) == capabilities.SCHEDULES
+    assert tuple(SCHEDULES) == get_args(Schedule)
 
 
 def test_the_version_of_torch_is_the_one_that_is_imported() -> None:

@@ -13,10 +13,9 @@ from wanma.job.errors import JobError
 from wanma.job.plan.placement import ReplicaPlacement, StagePlacement
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
-from wanma.job.sections.parallel import Approximation, Schedule
+from wanma.job.sections.parallel import Approximation
 from wanma.planner.rules.capabilities import (
     APPROXIMATIONS,
-    SCHEDULES,
     allowed_approximations,
     check_supported,
     unsupported_reason,
@@ -173,6 +172,5 @@ def test_an_approximation_is_allowed_by_its_name_or_by_asking_for_it() -> None:
     assert allowed_approximations(job(train={"fp8": True})) == {"fp8"}
 
 
-def test_every_approximation_and_schedule_that_a_job_can_name_is_published() -> None:
+def test_every_approximation_that_a_job_can_name_is_published() -> None:
     assert tuple(APPROXIMATIONS) == get_args(Approximation)
-    assert get_args(Schedule) == SCHEDULES

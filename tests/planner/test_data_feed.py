@@ -150,7 +150,7 @@ def test_small_files_of_a_distant_store_are_slow_by_latency_and_larger_ones_help
     _, feed = forecast(given(small, latency=5.0, store=1e12))
     assert feed.limits[0].cause == "store requests"
     fed = {remedy.change: remedy.fed_devices for remedy in feed.remedies}
-    assert fed["larger files (`wanma data convert`)"] > 1.5 * feed.fed_devices
+    assert fed["larger files (WebDataset, Parquet)"] > 1.5 * feed.fed_devices
     assert fed["data.workers = 8, data.prefetch = 8"] > 2 * feed.fed_devices, "more requests at once"
 
 

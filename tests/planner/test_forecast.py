@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from benchmarks.planner.step_times import decoder_step_time
 
 from support.problems import SMALL, job, problem
 from wanma.job.errors import JobError
 from wanma.job.forecast.forecast import STEP_TIME_KINDS
 from wanma.job.plan.plan import Plan
-from wanma.planner.cost.decoder import decoder_step_time
 from wanma.planner.forecast.plan_forecast import forecast_plan, step_time_text, with_pipeline_rank_memory
 from wanma.planner.forecast.run_cost import run_cost
 from wanma.planner.forecast.step_overhead import HANDOFF_SECONDS

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from benchmarks.parallel.bubble_runs import bubble_fraction
 
 from wanma.planner.pipeline.operation import Operation, OperationKind
 from wanma.planner.pipeline.replay import TimedOperation, replay_operations
-from wanma.planner.pipeline.schedules import bubble_fraction
 from wanma.planner.pipeline.static_simulation import PipelineShape, operation_orders
 
 

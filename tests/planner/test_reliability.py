@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from benchmarks.recovery.goodput import daly_interval, optimal_intervals, simulate_goodput, young_interval
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,11 +17,7 @@ from wanma.planner.forecast.failure_model import (
     CheckpointTier,
     CheckpointTiers,
     FailureRates,
-    daly_interval,
     expected_goodput,
-    optimal_intervals,
-    simulate_goodput,
-    young_interval,
 )
 
 MINUTE, HOUR = 60.0, 3600.0

@@ -14,7 +14,6 @@ from wanma.planner.forecast.plan_forecast import forecast_plan
 from wanma.planner.forecast.text_preparation import (
     ASSUMED_BYTES_PER_SECOND,
     forecast_preparation,
-    is_long,
     preparation_reasons,
     preparation_text,
 )
@@ -36,7 +35,6 @@ def test_the_time_is_that_of_the_tokenizer_on_the_cores_of_a_node() -> None:
     found = forecast_preparation(TEXT, NODE, 8)
     assert found is not None
     assert (found.processes, found.seconds) == (16, pytest.approx(12_288 / (3 * 16)))
-    assert is_long(found)
     assert preparation_text(found) == (
         "the text is tokenized before the first step: 12.0 GiB in 4 min 16 s, while 8 devices wait "
         "(tokenizing, 16 processes: 48.0 MiB/s); `wanma data prepare` does it beforehand, without the "
@@ -67,7 +65,6 @@ def test_a_small_text_takes_fewer_processes() -> None:
 def test_prepared_text_needs_nothing() -> None:
     assert forecast_preparation(replace(TEXT, missing_bytes=0), NODE, 8) is None
     assert forecast_preparation(None, NODE, 8) is None
-    assert not is_long(None)
 
 
 def test_an_assumed_rate_says_so() -> None:

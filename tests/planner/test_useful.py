@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from benchmarks.recovery.goodput import daly_interval
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +19,6 @@ from wanma.planner.forecast.failure_model import (
     SECONDS_PER_DAY,
     CheckpointTier,
     CheckpointTiers,
-    daly_interval,
     expected_goodput,
 )
 from wanma.planner.forecast.goodput import (

@@ -1,14 +1,12 @@
 """Files of data formats, written by the formats' own libraries: write_library_files.py LIBRARY FOLDER.
 
 Those in tests/data/formats/library_files were written so, each in an environment of its library:
-webdataset 1.0.2, mosaicml-streaming 0.13.0, megatron-core 0.16.1, tensorflow-cpu 2.21.0, datasets 5.2.0.
+webdataset 1.0.2, megatron-core 0.16.1, tensorflow-cpu 2.21.0, datasets 5.2.0.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -23,33 +21,6 @@ def write_webdataset(folder: Path) -> None:
     with webdataset.TarWriter(str(folder / "a.tar")) as writer:
         for sample in library_samples.webdataset_samples():
             writer.write(sample)
-
-
-def write_mds(folder: Path) -> None:
-    """Import only what writes MDS: the package as a whole needs torchvision and clients of clouds."""
-    place = importlib.util.find_spec("streaming")
-    assert place is not None
-    assert place.submodule_search_locations is not None
-    for name in ("streaming", "streaming.base"):
-        module: Any = types.ModuleType(name)
-        module.__path__ = [str(Path(place.submodule_search_locations[0]).parent.joinpath(*name.split(".")))]
-        sys.modules[name] = module
-    from PIL import Image
-    from streaming.base.format.mds.writer import MDSWriter
-
-    for compression in ("", "zstd:3", "gz", "bz2", "br:4", "snappy"):
-        place_name = compression.partition(":")[0] or "plain"
-        with MDSWriter(
-            columns=library_samples.MDS_COLUMNS,
-            out=str(folder / place_name),
-            compression=compression or None,
-            hashes=["sha1"],
-            size_limit=1400,
-        ) as writer:
-            for sample in library_samples.mds_samples():
-                images = {name: Image.fromarray(sample[name]) for name in ("pil", "png")}
-                scalars = {"float16": np.float16(sample["float16"]), "uint8": np.uint8(sample["uint8"])}
-                writer.write({**sample, **images, **scalars})
 
 
 def write_megatron(folder: Path) -> None:

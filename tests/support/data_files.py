@@ -28,7 +28,6 @@ from wanma.data.formats.format import FileGroup, Format
 from wanma.data.formats.hugging_face import HuggingFaceDataset
 from wanma.data.formats.image_folder import ImageFolder
 from wanma.data.formats.json_records import JsonLines, JsonList
-from wanma.data.formats.mds import Mds
 from wanma.data.formats.megatron import Megatron
 from wanma.data.formats.tar_samples import TarSamples
 from wanma.data.formats.text import TextDocuments, TextLines
@@ -433,93 +432,6 @@ def write_megatron(
     return write
 
 
-MDS_COLUMNS = {
-    "array": ("ndarray", None),
-    "fixed": ("ndarray:float32:2,2", 16),
-    "image": ("jpeg", None),
-    "meta": ("json", None),
-    "number": ("int", 8),
-    "text": ("str", None),
-    "weight": ("float32", 4),
-}
-
-
-def write_mds(codec: str = "", suffix: str = "") -> Callable[[Path, int, random.Random], list[Record]]:
-    """Write shards and index.json as mosaicml-streaming lays them out."""
-
-    def write(folder: Path, count: int, generator: random.Random) -> list[Record]:
-        draw = numpy_generator(generator)
-        found: list[Record] = [
-            {
-                "array": draw.integers(-9, 9, (number % 3 + 1, 2)).astype("<i2"),
-                "fixed": draw.random((2, 2)).astype("<f4"),
-                "image": b"\xff\xd8\xff" + generator.randbytes(number),
-                "meta": {"list": [number]},
-                "number": number - 3,
-                "text": text(generator),
-                "weight": 0.5 * number,
-            }
-            for number in range(count)
-        ]
-        shards = []
-        half = (count + 1) // 2
-        for number, part in enumerate((found[:half], found[half:])):
-            name = f"shard.{number:05d}.mds"
-            content = mds_shard(part)
-            zip_data = None
-            if codec:
-                stored = compress_whole(content, codec)
-                zip_data = {"basename": f"{name}.{suffix}", "bytes": len(stored), "hashes": {}}
-                (folder / zip_data["basename"]).write_bytes(stored)
-            else:
-                (folder / name).write_bytes(content)
-            shards.append(
-                {
-                    "column_encodings": [encoding for encoding, _ in MDS_COLUMNS.values()],
-                    "column_names": list(MDS_COLUMNS),
-                    "column_sizes": [size for _, size in MDS_COLUMNS.values()],
-                    "compression": suffix or None,
-                    "format": "mds",
-                    "hashes": [],
-                    "raw_data": {"basename": name, "bytes": len(content), "hashes": {}},
-                    "samples": len(part),
-                    "size_limit": 1 << 26,
-                    "version": 2,
-                    "zip_data": zip_data,
-                }
-            )
-        (folder / "index.json").write_text(json.dumps({"version": 2, "shards": shards}, sort_keys=True))
-        return found
-
-    return write
-
-
-def compress_whole(content: bytes, codec: str) -> bytes:
-    if codec in ("snappy", "brotli"):
-        return pa.compress(content, codec, asbytes=True)
-    return compress(content, codec)
-
-
-def mds_shard(samples: Sequence[Record]) -> bytes:
-    encoded = []
-    for sample in samples:
-        array = sample["array"]
-        columns = {
-            "array": bytes([17, array.ndim << 2, *array.shape]) + array.tobytes(),
-            "fixed": sample["fixed"].tobytes(),
-            "image": sample["image"],
-            "meta": json.dumps(sample["meta"]).encode(),
-            "number": struct.pack("<q", sample["number"]),
-            "text": sample["text"].encode(),
-            "weight": struct.pack("<f", sample["weight"]),
-        }
-        sizes = [len(columns[name]) for name, (_, size) in MDS_COLUMNS.items() if size is None]
-        encoded.append(np.array(sizes, "<u4").tobytes() + b"".join(columns[name] for name in MDS_COLUMNS))
-    config = json.dumps({"format": "mds"}).encode()
-    offsets = np.cumsum([0, *map(len, encoded)]).astype("<u4") + 4 + 4 * (len(encoded) + 1) + len(config)
-    return struct.pack("<I", len(encoded)) + offsets.astype("<u4").tobytes() + config + b"".join(encoded)
-
-
 def write_npy(folder: Path, count: int, generator: random.Random) -> list[Record]:
     array = numpy_generator(generator).random((count, 3, 2)).astype("f4")
     np.save(folder / "a.npy", array)
@@ -602,10 +514,6 @@ CASES: dict[str, Case] = {
     "megatron": Case(Megatron(), write_megatron("document")),
     "megatron-sequences": Case(Megatron(unit="sequence"), write_megatron("sequence", with_modes=True)),
     "megatron-legacy": Case(Megatron(), write_megatron("document", legacy=True, dtype="<i4")),
-    "mds": Case(Mds(), write_mds()),
-    "mds.zstd": Case(Mds(), write_mds("zstd", "zstd")),
-    "mds.br": Case(Mds(), write_mds("brotli", "br")),
-    "mds.snappy": Case(Mds(), write_mds("snappy", "snappy")),
     "npy": Case(NumpyArrays(), write_npy),
     "npz": Case(NumpyArrays(), write_npz(np.savez)),
     "npz-compressed": Case(NumpyArrays(), write_npz(np.savez_compressed)),

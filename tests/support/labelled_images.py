@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import struct
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -102,28 +101,6 @@ def write_tfrecord(folder: Path, count: int) -> None:
     (folder / "a.tfrecord").write_bytes(b"".join(frames))
 
 
-def write_mds(folder: Path, count: int) -> None:
-    samples = []
-    for number in range(count):
-        image = picture(number)
-        samples.append(struct.pack("<I", len(image)) + image + struct.pack("<q", label(number)))
-    offsets = np.cumsum([4 + 4 * (count + 1), *map(len, samples)]).astype("<u4")
-    content = struct.pack("<I", count) + offsets.tobytes() + b"".join(samples)
-    (folder / "shard.00000.mds").write_bytes(content)
-    shard = {
-        "column_encodings": ["png", "int"],
-        "column_names": ["image", "label"],
-        "column_sizes": [None, 8],
-        "compression": None,
-        "format": "mds",
-        "raw_data": {"basename": "shard.00000.mds", "bytes": len(content), "hashes": {}},
-        "samples": count,
-        "version": 2,
-        "zip_data": None,
-    }
-    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [shard]}))
-
-
 WRITERS: dict[str, Callable[[Path, int], None]] = {
     "images": write_folder,
     "webdataset": write_tar,
@@ -132,6 +109,5 @@ WRITERS: dict[str, Callable[[Path, int], None]] = {
     "arrow": write_arrow,
     "huggingface": write_huggingface,
     "tfrecord": write_tfrecord,
-    "mds": write_mds,
 }
 """Format -> function (folder, count) that writes the images 0 to count - 1."""

@@ -2,54 +2,11 @@
 
 from __future__ import annotations
 
-from decimal import Decimal
 from typing import Any
 
 import numpy as np
 
 COUNT = 5
-
-MDS_COLUMNS = {
-    "array": "ndarray",
-    "array_dtype": "ndarray:int32",
-    "array_fixed": "ndarray:float32:2,3",
-    "bytes": "bytes",
-    "decimal": "str_decimal",
-    "float16": "float16",
-    "float64": "float64",
-    "int": "int",
-    "json": "json",
-    "pil": "pil",
-    "png": "png",
-    "str": "str",
-    "str_float": "str_float",
-    "str_int": "str_int",
-    "uint8": "uint8",
-}
-
-
-def mds_samples() -> list[dict[str, Any]]:
-    """Return samples of MDS; `pil` and `png` are the pixels of an image (height, width, channels)."""
-    return [
-        {
-            "array": np.arange(number + 1, dtype="i2").reshape(1, -1),
-            "array_dtype": np.full((2, number + 1), -number, "i4"),
-            "array_fixed": np.full((2, 3), number / 4, "f4"),
-            "bytes": bytes(range(number)),
-            "decimal": Decimal(number) / 8,
-            "float16": number / 2,
-            "float64": number / 3,
-            "int": number - 2,
-            "json": {"number": [number, None, "é"]},
-            "pil": np.full((2, 3, 3), number, "u1"),
-            "png": np.full((2, 3, 3), number, "u1"),
-            "str": "马" * number,
-            "str_float": number / 3,
-            "str_int": 10**30 + number,
-            "uint8": number,
-        }
-        for number in range(COUNT)
-    ]
 
 
 def webdataset_samples() -> list[dict[str, Any]]:

@@ -107,28 +107,6 @@ def _write_tar_of_json(folder: Path, documents: Sequence[str]) -> None:
             add_member(archive, f"{number:05}.json", json.dumps({"text": text}).encode())
 
 
-def _write_mds(folder: Path, documents: Sequence[str]) -> None:
-    contents = [text.encode() for text in documents]
-    samples = [struct.pack("<I", len(content)) + content for content in contents]
-    offsets = np.cumsum([0, *map(len, samples)]) + 4 + 4 * (len(samples) + 1)
-    shard = struct.pack("<I", len(samples)) + offsets.astype("<u4").tobytes() + b"".join(samples)
-    (folder / "shard.00000.mds").write_bytes(shard)
-    described = {
-        "column_encodings": ["str"],
-        "column_names": ["text"],
-        "column_sizes": [None],
-        "compression": None,
-        "format": "mds",
-        "hashes": [],
-        "raw_data": {"basename": "shard.00000.mds", "bytes": len(shard), "hashes": {}},
-        "samples": len(samples),
-        "size_limit": 1 << 26,
-        "version": 2,
-        "zip_data": None,
-    }
-    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [described]}))
-
-
 def _write_tfrecord(codec: str = "", suffix: str = "") -> Write:
     def write(folder: Path, documents: Sequence[str]) -> None:
         content = b"".join(frame(example({"text": [text.encode()]})) for text in documents)
@@ -151,7 +129,6 @@ TEXT_CASES = {
     "huggingface": TextCase(_write_huggingface),
     "tar": TextCase(_write_tar, "txt"),
     "tar of json": TextCase(_write_tar_of_json, "json.text"),
-    "mds": TextCase(_write_mds),
     "tfrecord": TextCase(_write_tfrecord()),
     "tfrecord.gz": TextCase(_write_tfrecord("gzip", ".gz")),
 }

@@ -270,7 +270,7 @@ def test_a_run_goes_on_in_its_order_of_the_data_or_says_what_differs(tmp_path: P
     before = order([(0, 1.0), (50, 0.0)], 1.0)
     later = order([(0, 1.0), (50, 2.0)], 1.0)
     assert check(later, before) == (later, [])
-    with pytest.raises(WanmaError, match=r"in another order of the data: the weights of data.sources were"):
+    with pytest.raises(WanmaError, match=r"data\.sources"):
         check(later, before, 51)
     blocks = order([(0, 1.0), (50, 0.0)], 1.0, shuffle=Shuffle("block", 8, 4))
     with pytest.raises(WanmaError, match=r"data.shuffle was full, and is block of 8 samples") as refused:

@@ -80,7 +80,7 @@ def run_smoke(
         problem = ""
         try:
             suite, rule = smoke_suite() if path is None else _in_small(path, environments)
-            suite = replace(suite, name=f"{suite.name}-smoke")  # another series in the history
+            suite = replace(suite, name=f"{suite.name}-smoke")
             result = run_benchmark(
                 suite, rule, new_directory(root, suite), limits=NO_LIMITS, progress=progress
             )

@@ -46,7 +46,6 @@ def prepare_job_data(
     section: DataSection,
     progress: Callable[[int, int], None] | None = None,
     announce: Callable[[TextPreparation], None] | None = None,
-    node: str = "",
 ) -> None:
     """Prepare the data once for all ranks of a node: find it, and build token files that are missing.
 
@@ -54,7 +53,6 @@ def prepare_job_data(
         section: the job's `[data]`.
         progress: called with (bytes done, bytes in all) while token files are built.
         announce: called before token files are built, with what is missing.
-        node: name by which nodes with a common cache tell this one from others; empty: that of the host.
 
     Raises:
         JobError: the data or the tokenizer does not exist or has an unknown format.
@@ -62,18 +60,18 @@ def prepare_job_data(
     """
     if section.placement == "parts":
         for _, part in part_sections(section):
-            prepare_job_data(part, progress, announce, node)
+            prepare_job_data(part, progress, announce)
     elif section.has_images:
         if _find_image_files(section) is None:
             open_image_sources(section, progress)
     elif section.has_factory:
         return  # a dataset may import anything, torch and threads included: only ranks open it
     elif reads_remote_storage(section):
-        prepare_in_subprocess(section, progress, announce, node)
+        prepare_in_subprocess(section, progress, announce)
     else:
-        texts, tokenizer = resolve_text_sources(section, node), load_tokenizer(section.tokenizer)
+        texts, tokenizer = resolve_text_sources(section), load_tokenizer(section.tokenizer)
         if reads_records(section, texts, tokenizer):
-            prepare_in_subprocess(section, progress, announce, node)
+            prepare_in_subprocess(section, progress, announce)
         else:
             if announce is not None:
                 announce(preparation_of(section, texts, tokenizer))

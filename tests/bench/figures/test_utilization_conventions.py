@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from support.benchmark_results import benchmark_result
-from wanma.bench.exports.result_tables import summaries_csv, summary_metrics
 from wanma.bench.figures.metrics import CONVENTION_METRICS, find_metric
 from wanma.bench.figures.summary import summarize
 from wanma.bench.figures.utilization import convention_ratios, conventions_table
 from wanma.bench.presentation.page import result_page
+from wanma.bench.presentation.result_tables import summaries_csv, summary_metrics
 from wanma.bench.results.result import BenchmarkResult, ContenderRecord
 from wanma.job.plan.plan import Plan
 from wanma.models.config.presets import DECODER_PRESETS

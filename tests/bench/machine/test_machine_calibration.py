@@ -63,5 +63,5 @@ def test_what_gives_no_calibration_is_refused() -> None:
     check_savable({"nodes": "1", "parts": ",".join(PARTS)})
     with pytest.raises(JobError, match="--save with --nodes 2"):
         check_savable({"nodes": "2", "parts": ",".join(PARTS)})
-    with pytest.raises(JobError, match="--save without compute, memory, framework, collectives, storage"):
+    with pytest.raises(JobError, match="--save"):
         check_savable({"nodes": "1", "parts": "links"})

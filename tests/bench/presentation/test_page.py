@@ -8,10 +8,10 @@ import re
 import pytest
 
 from support.benchmark_results import benchmark_result, measurement
-from wanma.bench.exports.result_tables import summary_metrics
 from wanma.bench.figures.metrics import find_metric
 from wanma.bench.presentation.charts import result_charts
 from wanma.bench.presentation.page import result_page
+from wanma.bench.presentation.result_tables import summary_metrics
 from wanma.bench.results.result import BenchmarkResult
 
 SLOW = [1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0]

@@ -14,8 +14,8 @@ from rich.console import Console, Group
 
 from support.benchmark_results import benchmark_result
 from support.scaling_jobs import JOBS
-from wanma.bench.exports.result_tables import scaling_csv
 from wanma.bench.presentation.page import result_page
+from wanma.bench.presentation.result_tables import scaling_csv
 from wanma.bench.presentation.scale_page import scale_charts
 from wanma.bench.presentation.scale_terminal import scale_parts
 from wanma.bench.presentation.scale_texts import scale_columns, scale_rows

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from wanma.bench.statistics.block_length import choose_block_length
-from wanma.bench.statistics.estimates import Estimate, estimate, estimate_measurements, estimate_series
+from wanma.bench.statistics.estimates import Estimate, estimate, estimate_measurements
 from wanma.bench.statistics.quantiles import student_quantile
 
 
@@ -56,7 +56,6 @@ def test_the_interval_lies_at_the_order_statistics_of_the_median() -> None:
 def test_one_or_two_values_have_no_interval(count: int) -> None:
     for found in (
         estimate([1.5] * count),
-        estimate_series([1.5] * count),
         estimate_measurements([[1.5] * 30] * count),
     ):
         assert not found.has_interval
@@ -85,7 +84,7 @@ def test_intervals_of_three_values_contain_the_median_in_95_percent() -> None:
 
 @pytest.mark.parametrize("values", [[], [1.0, math.nan], [1.0, math.inf, 2.0]])
 def test_no_value_and_no_number_are_refused(values: list[float]) -> None:
-    for function in (estimate, estimate_series, lambda found: estimate_measurements([found])):
+    for function in (estimate, lambda found: estimate_measurements([found])):
         with pytest.raises(ValueError, match="an estimate needs"):
             function(values)
     with pytest.raises(ValueError, match="at least one measurement"):
@@ -154,16 +153,6 @@ def test_blocks_grow_with_the_correlation_of_the_steps() -> None:
 def test_a_constant_or_short_series_has_blocks_of_one() -> None:
     assert choose_block_length(np.full(100, 0.1)) == 1
     assert choose_block_length(np.arange(7.0)) == 1
-    assert estimate_series([0.1] * 100) == Estimate(0.1, 0.1, 0.1, 100)
-
-
-def test_correlated_steps_need_the_interval_of_blocks() -> None:
-    """95 % intervals of 120 series: those of blocks contain the median, others miss it."""
-    series = np.exp(correlated(np.random.default_rng(2), (120, 200), 0.6, 0.05))
-    blocks = np.mean([estimate_series(values.tolist(), draws=200).contains(1.0) for values in series])
-    independent = np.mean([estimate(values.tolist(), draws=200).contains(1.0) for values in series])
-    assert blocks >= 0.85
-    assert independent <= 0.8
 
 
 @pytest.mark.parametrize("count", [3, 5, 8])
@@ -183,9 +172,8 @@ def test_measurements_with_offsets_of_their_own_need_the_hierarchical_interval(c
 def test_an_estimate_is_the_same_each_time_and_follows_the_unit() -> None:
     generator = np.random.default_rng(4)
     steps = np.exp(generator.normal(size=(4, 30)) * 0.05)
-    for function in (estimate_series, estimate):
-        found = function(steps[0].tolist())
-        assert function(steps[0].tolist()) == found
-        scaled = function((steps[0] * 1000).tolist())
-        assert (scaled.low, scaled.high) == pytest.approx((found.low * 1000, found.high * 1000))
+    found = estimate(steps[0].tolist())
+    assert estimate(steps[0].tolist()) == found
+    scaled = estimate((steps[0] * 1000).tolist())
+    assert (scaled.low, scaled.high) == pytest.approx((found.low * 1000, found.high * 1000))
     assert estimate_measurements(steps.tolist()) == estimate_measurements(steps.tolist())

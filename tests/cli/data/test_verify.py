@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import tarfile
-import time
 from pathlib import Path
 
 import numpy as np
@@ -33,9 +29,8 @@ def test_whole_data_of_every_format_are_whole(name: str, data: DataCommand) -> N
     option = ()
     if CASES[name].data_format.name == "webdataset":
         option = ("--option", 'fields=["json"]')  # the images of these samples are random bytes
-    has_fake_images = name.startswith("mds")  # and no option leaves them out
-    found = data.json("verify", "in", *asked, *option, code=int(has_fake_images))
-    assert all(has_fake_images and "the image 'image'" in one["cause"] for one in found["damages"])
+    found = data.json("verify", "in", *asked, *option)
+    assert found["damages"] == []
     assert found["rows"] >= 20
     assert not list((data.folder / ".cache").rglob("*.layout")), "nothing is kept"
 
@@ -208,41 +203,6 @@ def test_a_file_that_is_gone_or_has_changed_is_bad_data(data: DataCommand) -> No
         gone.open()
     with pytest.raises(BadDataError, match=r"b\.jsonl: has changed since it was listed"):
         changed.open()
-
-
-def test_an_interrupted_verification_goes_on(data: DataCommand) -> None:
-    """Killed after some tasks; with --resume they are not read again, and their damage is kept."""
-    lines = [json.dumps(one).encode() for one in RECORDS]
-    lines[1] = b"{"
-    (data.folder / "in").mkdir()
-    for number in range(4):
-        (data.folder / "in" / f"{number}.jsonl").write_bytes(b"\n".join(lines))
-    program = (
-        "import sys, time\n"
-        "from wanma.data.tools import verification\n"
-        "read = verification._verify_rows\n"
-        "def slow(*arguments):\n"
-        "    if arguments[2].group == 2: time.sleep(600)\n"
-        "    return read(*arguments)\n"
-        "verification._verify_rows = slow\n"
-        "from wanma.cli.main import main\n"
-        "main(['data', 'verify', 'in', '--processes', '1'])\n"
-    )
-    environment = {**os.environ, "XDG_CACHE_HOME": str(data.folder / ".cache")}
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=data.folder, env=environment)
-    try:
-        deadline = time.monotonic() + 120
-        journal = data.folder / ".cache" / "wanma" / "verification"
-        while sum(path.read_text().count("\n") for path in journal.glob("*/done.jsonl")) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    found = data.json("verify", "in", "--resume", code=1)
-    assert found["resumed_rows"] == 2 * 3000
-    assert [one["row"] for one in found["damages"]] == [1, 1, 1, 1]
-    assert data.json("verify", "in", code=1)["resumed_rows"] == 0
 
 
 def test_objects_of_s3_are_verified(data: DataCommand, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from support import library_samples
 from support.data_files import list_files, plain
@@ -18,7 +17,6 @@ from wanma.data.formats.arrow_tables import ArrowTables, Parquet
 from wanma.data.formats.detection import detect_format
 from wanma.data.formats.format import BadDataError, Format
 from wanma.data.formats.hugging_face import HuggingFaceDataset
-from wanma.data.formats.mds import Mds
 from wanma.data.formats.megatron import Megatron
 from wanma.data.formats.tar_samples import TarSamples
 from wanma.data.formats.tfrecord import TFRecord
@@ -46,15 +44,6 @@ def test_webdataset(tmp_path: Path) -> None:
         assert bytes(sample["txt"]).decode() == one["txt"]
         array = np.load(io.BytesIO(sample["npy"]), allow_pickle=False)
         assert array.tolist() == one["npy"].tolist()
-
-
-@pytest.mark.parametrize("compression", ["plain", "zstd", "gz", "bz2", "br", "snappy"])
-def test_mds(compression: str, tmp_path: Path) -> None:
-    assert len(list((FILES / "mds" / compression).iterdir())) == 4  # an index and three shards
-    found = read(FILES / "mds" / compression, tmp_path, Mds())
-    for sample in found:
-        sample["png"] = np.asarray(Image.open(io.BytesIO(sample["png"])))
-    assert plain(found) == plain(library_samples.mds_samples())
 
 
 @pytest.mark.parametrize("dtype", MEGATRON_TYPES)

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.reference_order import epoch, permuted
+from support.shuffle_quality import measure_shuffle
 from wanma.data.sampling.block_shuffle import BlockLayout, permute_blocks
 from wanma.data.sampling.order import Shuffle
 from wanma.data.sampling.permutation import invert_permutation, permute_in_groups, permute_indices
-from wanma.data.sampling.shuffle_quality import measure_shuffle
 
 sizes = st.integers(1, 700)
 blocks = st.integers(1, 60)

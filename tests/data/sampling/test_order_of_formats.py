@@ -74,7 +74,7 @@ def test_records_of_each_format_are_read_in_the_order_of_the_reference(
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES, ids=[kind for kind, *_ in SHUFFLES])
-@pytest.mark.parametrize("name", ["webdataset", "parquet", "mds"])
+@pytest.mark.parametrize("name", ["webdataset", "parquet"])
 def test_images_of_each_format_are_read_in_the_order_of_the_reference(
     tmp_path: Path, name: str, shuffle: tuple[str, int, int]
 ) -> None:

@@ -229,7 +229,7 @@ def test_sources_of_a_mixture_have_fields_and_formats_of_their_own(tmp_path: Pat
     assert [source["share"] for source in described] == [0.75, 0.25]
 
 
-@pytest.mark.parametrize("name", ["jsonl", "json-list", "csv", "parquet", "arrow", "tar", "mds", "tfrecord"])
+@pytest.mark.parametrize("name", ["jsonl", "json-list", "csv", "parquet", "arrow", "tar", "tfrecord"])
 def test_a_missing_field_is_refused_with_those_that_there_are(name: str, tmp_path: Path) -> None:
     TEXT_CASES[name].write(tmp_path, ["one", "two"])
     expected = "json, txt" if name == "tar" else "text"
@@ -307,19 +307,20 @@ def test_a_data_set_of_several_splits_is_refused(tmp_path: Path) -> None:
 def test_data_beside_text_whose_description_cannot_be_followed_is_left_out_and_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "mds").mkdir()
-    TEXT_CASES["mds"].write(tmp_path / "mds", ["one"])
-    (tmp_path / "mds" / "shard.00000.mds").unlink()
-    with pytest.raises(JobError, match=r"data\.text\[0\]: .*shard\.00000\.mds: this shard is missing"):
+    missing = "data-00000-of-00001.arrow"
+    (tmp_path / "saved").mkdir()
+    TEXT_CASES["huggingface"].write(tmp_path / "saved", ["one"])
+    (tmp_path / "saved" / missing).unlink()
+    with pytest.raises(JobError, match=rf"data\.text\[0\]: .*{missing}"):
         build([tmp_path], tmp_path.parent / "cache")
     (tmp_path / "a.txt").write_text("text " * 1000)
     with caplog.at_level(logging.WARNING):
         file = build([tmp_path], tmp_path.parent / "cache")
     assert texts(file) == ["text " * 1000]
-    assert "this shard is missing" in caplog.text
+    assert missing in caplog.text
     (tmp_path / "other").mkdir()
-    TEXT_CASES["mds"].write(tmp_path / "other", ["one"])
-    with pytest.raises(JobError, match="this shard is missing"):
+    TEXT_CASES["huggingface"].write(tmp_path / "other", ["one"])
+    with pytest.raises(JobError, match=missing):
         build([tmp_path], tmp_path.parent / "cache")
 
 

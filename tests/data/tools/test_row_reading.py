@@ -21,7 +21,7 @@ from wanma.data.tools.row_reading import plan_tasks, read_rows
 
 
 @pytest.mark.parametrize("task_bytes", [1, 50, 1000, 1 << 30])
-@pytest.mark.parametrize("name", ["jsonl", "parquet", "arrow-file", "images", "mds", "text"])
+@pytest.mark.parametrize("name", ["jsonl", "parquet", "arrow-file", "images", "text"])
 def test_tasks_read_every_row_once_in_order(name: str, task_bytes: int, tmp_path: Path) -> None:
     expected = write_case(name, tmp_path / "in", 30)
     index = open_or_build_index(list_files(tmp_path / "in"), CASES[name].data_format, tmp_path / "cache")

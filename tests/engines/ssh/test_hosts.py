@@ -28,7 +28,7 @@ def test_host(text: str, destination: str, port: int | None, name: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "-oProxyCommand=evil", "me@-oProxyCommand=x", "a b", "gpu1:", "gpu1:0"])
 def test_a_text_that_is_no_host_is_refused(text: str) -> None:
-    with pytest.raises(JobError, match=r"cluster\.ssh\.hosts: .* is no host"):
+    with pytest.raises(JobError, match=r"cluster\.ssh\.hosts"):
         parse_host(text, "cluster.ssh.hosts")
 
 

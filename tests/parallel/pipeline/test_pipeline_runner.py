@@ -175,7 +175,7 @@ def test_normalizations_that_train_before_frozen_matrices_follow_one_process(
 
 def test_a_pipeline_of_which_nothing_is_left_to_train_is_refused(tmp_path: Path) -> None:
     text = job(tmp_path, parameter_groups=[{"match": "*", "frozen": True}])
-    with pytest.raises(AssertionError, match=r"train\.parameter_groups freezes every parameter"):
+    with pytest.raises(AssertionError, match=r"train\.parameter_groups"):
         spread_over(tmp_path / "run", text, Plan(pp=2, micro_batch=2))
 
 

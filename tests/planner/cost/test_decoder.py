@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from benchmarks.planner.step_times import decoder_step_time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +15,6 @@ from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Shard
 from wanma.models.config.dimensions import DecoderConfig
 from wanma.planner.cost.data_parallel import OVERLAP_SLOWDOWN
-from wanma.planner.cost.decoder import decoder_step_time, stage_blocks
 from wanma.planner.cost.decoder_layers import CPU_LOSS_16_BITS, FrameworkTraits
 from wanma.planner.hardware_model.collective_time import (
     RankGroup,
@@ -261,13 +261,6 @@ def test_a_split_sequence_streams_each_token_on_one_rank() -> None:
     whole, split = (forecast(replace(PLAN, tp=4, sequence_parallel=sequence)) for sequence in (False, True))
     saved = 4096 * 4096 * 3 / 4 * 16 * 32 * 2 * (14 + 24 + 6 + 4) / 0.8e12
     assert whole.compute - split.compute == pytest.approx(saved, rel=0.01)
-
-
-def test_blocks_go_evenly_to_stages_and_ends_get_fewer() -> None:
-    assert stage_blocks(replace(MODEL, layers=16), replace(PLAN, pp=4)) == [4, 4, 4, 4]
-    assert stage_blocks(replace(MODEL, layers=14), replace(PLAN, pp=4)) == [3, 4, 4, 3]
-    assert stage_blocks(replace(MODEL, layers=17), replace(PLAN, pp=4)) == [4, 5, 4, 4]
-    assert stage_blocks(MODEL, replace(PLAN, pp=2, stage_cuts=(5,))) == [5, 11]
 
 
 def test_more_ranks_than_devices_are_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from benchmarks.planner.step_times import decoder_step_time
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +16,6 @@ from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
 from wanma.job.sections.train import TrainSection
 from wanma.models.config.dimensions import DecoderConfig
-from wanma.planner.cost.decoder import decoder_step_time
 from wanma.planner.cost.decoder_layers import FrameworkTraits
 from wanma.planner.forecast.problem import PlanningProblem
 from wanma.planner.forecast.run_cost import (

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from benchmarks.planner.step_times import decoder_step_time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,6 @@ from wanma.hardware.cluster_file.reader import load_cluster_file, read_cluster
 from wanma.job.cluster import Cluster, Device, InterconnectLevel, NodeGroup
 from wanma.job.plan.plan import Plan
 from wanma.models.config.dimensions import DecoderConfig
-from wanma.planner.cost.decoder import decoder_step_time
 from wanma.planner.hardware_model.builder import (
     DISK_BYTES_PER_SECOND,
     HOST_LINK_SHARE,

@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from benchmarks.planner.step_times import decoder_step_time, module_step_time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -20,13 +21,11 @@ from wanma.models.architectures.decoder import Decoder
 from wanma.models.config.dimensions import DecoderConfig
 from wanma.models.workload.model_workload import trace_module_workload
 from wanma.planner.cost.data_parallel import OVERLAP_SLOWDOWN, DataParallelCost
-from wanma.planner.cost.decoder import decoder_step_time
 from wanma.planner.cost.decoder_layers import FrameworkTraits
 from wanma.planner.cost.traced_module import (
     embedding_table_reasons,
     layer_cost,
     module_stage_send_seconds,
-    module_step_time,
     operators_cost,
 )
 from wanma.planner.hardware_model.collective_time import (

@@ -5,11 +5,12 @@ from __future__ import annotations
 from itertools import accumulate
 
 import pytest
+from benchmarks.parallel.bubble_runs import bubble_fraction
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from wanma.job.sections.parallel import Schedule
-from wanma.planner.pipeline.schedules import bubble_fraction, peak_in_flight
+from wanma.planner.pipeline.schedules import in_flight_by_stage
 from wanma.planner.pipeline.simulation import (
     Operation,
     StageCost,
@@ -81,7 +82,7 @@ def test_a_rank_holds_as_many_stages_as_the_memory_forecast_says(schedule: Sched
     size = PipelineShape(4, 4 * virtual, 16)
     first = [size.operation(number) for number in operation_orders(schedule, size)[0]]
     held = [1 if operation.kind == "forward" else -1 for operation in first]
-    assert max(accumulate(held)) == peak_in_flight(schedule, 4, virtual, 16)
+    assert max(accumulate(held)) == sum(in_flight_by_stage(schedule, 4, virtual, 16, 0))
     assert sum(held) == 0
 
 

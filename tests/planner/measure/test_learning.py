@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from benchmarks.planner.step_times import decoder_step_time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +20,6 @@ from wanma.planner.calibration.correction_update import (
     ObservedStep,
     update_corrections,
 )
-from wanma.planner.cost.decoder import decoder_step_time
 from wanma.planner.cost.decoder_layers import FrameworkTraits
 from wanma.planner.hardware_model.calibration import FACTOR_BOUNDS, CorrectionFactors
 from wanma.planner.memory.peak import forecast_memory

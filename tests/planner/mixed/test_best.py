@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from benchmarks.planner.step_simulation import simulate_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,7 +32,6 @@ from wanma.planner.heterogeneous.replica_shapes import (
     ReplicaShapes,
     StageSegment,
 )
-from wanma.planner.heterogeneous.simulation import simulate_step
 from wanma.planner.heterogeneous.stage_placement import PlacedReplicas, StagePlacer
 
 TINY = HeterogeneousSpace(tp=(1, 2), stage_counts=(1, 2, 3), micro_batch=(1, 2), recompute=("none", "full"))

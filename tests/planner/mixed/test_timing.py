@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from benchmarks.planner.step_simulation import simulate_step
+from benchmarks.planner.step_times import decoder_step_time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,12 +15,11 @@ from support.problems import SEQUENCE, SMALL
 from wanma.job.plan.placement import ReplicaPlacement, StagePlacement
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Shard
-from wanma.planner.cost.decoder import decoder_stage_send_seconds, decoder_step_time
+from wanma.planner.cost.decoder import decoder_stage_send_seconds
 from wanma.planner.cost.decoder_layers import FrameworkTraits
 from wanma.planner.hardware_model.model import LinkLevel
 from wanma.planner.heterogeneous.costs import cross_group_reduce_seconds, placed_step_time
 from wanma.planner.heterogeneous.replica_pipeline import ReplicaPipeline, StageTime, replica_pipeline_seconds
-from wanma.planner.heterogeneous.simulation import simulate_step
 from wanma.planner.memory.peak import pipeline_rank_memory
 from wanma.planner.pipeline.simulation import StageCost, simulate_pipeline
 

@@ -25,7 +25,6 @@ from wanma.planner.search.branch_and_bound import (
     MAX_SLOWDOWN,
     candidate_order,
     complexity,
-    mesh_shape_key,
     search,
 )
 from wanma.planner.search.result import Candidate, build_pareto_front
@@ -76,7 +75,8 @@ def every_one(given: PlanningProblem, space: SearchSpace) -> list[Candidate]:
 def best_of_layouts(candidates: list[Candidate]) -> list[Candidate]:
     best: dict[tuple[int, ...], Candidate] = {}
     for one in sorted(candidates, key=candidate_order):
-        best.setdefault(mesh_shape_key(one.plan), one)
+        shape = one.plan.pp, one.plan.data_parallel_size, one.plan.cp, one.plan.tp, one.plan.ep
+        best.setdefault(shape, one)
     return list(best.values())
 
 

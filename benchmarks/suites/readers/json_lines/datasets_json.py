@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from contents import Batch
 from datasets import load_dataset
 from reading import begin, measure, parse
 from text_data import SEQUENCE, TextData, load_tokenizer
 from torch.utils.data import DataLoader
-from torch_batches import split
+from torch_batches import token_batches
 
 DOCUMENTS = 1000
 """Documents that are tokenized and packed together: the default of `map`."""
@@ -41,13 +39,7 @@ def main() -> None:
     dataset = dataset.map(pack, batched=True, batch_size=DOCUMENTS, remove_columns=["text", "number"])
     dataset = dataset.shuffle(seed=1, buffer_size=1000).with_format("torch")
     loader = DataLoader(dataset, options.batch, num_workers=options.workers)
-    measure(_batches(loader), content, options, began)
-
-
-def _batches(loader: DataLoader) -> Iterator[Batch]:
-    while True:
-        for sample in loader:
-            yield split(sample["tokens"])
+    measure(token_batches(loader, "tokens"), content, options, began)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from contents import Batch
 from litdata import StreamingDataLoader, StreamingDataset, TokensLoader, optimize
 from reading import begin, measure, parse
 from text_data import SEQUENCE, TextData, load_tokenizer
 from torch import Tensor
-from torch_batches import split
+from torch_batches import token_batches
 
 
 def main() -> None:
@@ -41,7 +40,7 @@ def main() -> None:
             folder, item_loader=TokensLoader(block_size=SEQUENCE + 1), shuffle=True, seed=1
         )
         loader = StreamingDataLoader(dataset, batch_size=options.batch, num_workers=options.workers)
-        measure(_batches(loader), content, options, began)
+        measure(token_batches(loader), content, options, began)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -52,12 +51,6 @@ def _tokens(path: Path, tokenizer_file: Path, end: int) -> Iterator[Tensor]:
         for line in lines:
             ids = tokenizer.encode(json.loads(line)["text"]).ids
             yield torch.tensor([*ids, end], dtype=torch.int32).to(torch.uint16)
-
-
-def _batches(loader: StreamingDataLoader) -> Iterator[Batch]:
-    while True:
-        for rows in loader:
-            yield split(rows)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from contents import Batch
 from reading import begin, measure, parse
 from text_data import SEQUENCE, Packer, TextData, load_tokenizer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-from torch_batches import split
-
-BUFFER = 1000
-"""Sequences among which the next one is drawn."""
+from torch_batches import shuffled, token_batches
 
 
 class Lines(IterableDataset[Tensor]):
@@ -29,19 +25,15 @@ class Lines(IterableDataset[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         worker = get_worker_info()
         files = self.files if worker is None else self.files[worker.id :: worker.num_workers]
-        files = random.sample(files, len(files))
+        return shuffled(self._blocks(random.sample(files, len(files))))
+
+    def _blocks(self, files: list[Path]) -> Iterator[Tensor]:
         tokenizer, packer = load_tokenizer(self.tokenizer_file), Packer(SEQUENCE + 1)
-        buffer: list[Tensor] = []
         for path in files:
             with path.open(encoding="utf-8") as lines:
                 for line in lines:
                     ids = tokenizer.encode(json.loads(line)["text"]).ids
-                    for block in packer.add([ids], self.end):
-                        buffer.append(torch.from_numpy(block))
-                        if len(buffer) > BUFFER:
-                            yield buffer.pop(random.randrange(len(buffer)))
-        random.shuffle(buffer)
-        yield from buffer
+                    yield from map(torch.from_numpy, packer.add([ids], self.end))
 
 
 def main() -> None:
@@ -51,13 +43,7 @@ def main() -> None:
     dataset = Lines(data)
     began = begin(options, *data.json_files)
     loader = DataLoader(dataset, options.batch, num_workers=options.workers)
-    measure(_batches(loader), content, options, began)
-
-
-def _batches(loader: DataLoader) -> Iterator[Batch]:
-    while True:
-        for rows in loader:
-            yield split(rows)
+    measure(token_batches(loader), content, options, began)
 
 
 if __name__ == "__main__":

@@ -6,18 +6,16 @@ import argparse
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from contents import Batch
 from datasets import load_dataset
 from reading import begin, measure, parse
 from text_data import TextData
 from torch.utils.data import DataLoader
-from torch_batches import split
+from torch_batches import token_batches
 
 
 def main() -> None:
@@ -28,7 +26,7 @@ def main() -> None:
     cache = tempfile.mkdtemp(prefix="cache-", dir=options.folder)
     try:
         began = begin(options, *data.parquet_files)
-        measure(_batches(_loader(names, cache, options)), content, options, began)
+        measure(token_batches(_loader(names, cache, options), "tokens"), content, options, began)
     finally:
         shutil.rmtree(cache, ignore_errors=True)
 
@@ -36,12 +34,6 @@ def main() -> None:
 def _loader(names: list[str], cache: str, options: argparse.Namespace) -> DataLoader:
     dataset: Any = load_dataset("parquet", data_files={"train": names}, split="train", cache_dir=cache)
     return DataLoader(dataset.with_format("torch"), options.batch, shuffle=True, num_workers=options.workers)
-
-
-def _batches(loader: DataLoader) -> Iterator[Batch]:
-    while True:
-        for sample in loader:
-            yield split(sample["tokens"])
 
 
 if __name__ == "__main__":

@@ -11,16 +11,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-from contents import Batch
 from pyarrow import parquet
 from reading import begin, measure, parse
 from text_data import SEQUENCE, TextData
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-from torch_batches import split
-
-BUFFER = 1000
-"""Sequences among which the next one is drawn."""
+from torch_batches import shuffled, token_batches
 
 
 class RowGroups(IterableDataset[Tensor]):
@@ -36,16 +32,14 @@ class RowGroups(IterableDataset[Tensor]):
         ]
         if worker is not None:
             groups = groups[worker.id :: worker.num_workers]
-        buffer: list[Tensor] = []
-        for path, number in random.sample(groups, len(groups)):
-            table = parquet.ParquetFile(path).read_row_group(number, columns=["tokens"])
-            values = table.column("tokens").combine_chunks().flatten().to_numpy()
-            for row in values.reshape(-1, SEQUENCE + 1).astype(np.int64):
-                buffer.append(torch.from_numpy(row))
-                if len(buffer) > BUFFER:
-                    yield buffer.pop(random.randrange(len(buffer)))
-        random.shuffle(buffer)
-        yield from buffer
+        return shuffled(_rows(random.sample(groups, len(groups))))
+
+
+def _rows(groups: list[tuple[Path, int]]) -> Iterator[Tensor]:
+    for path, number in groups:
+        table = parquet.ParquetFile(path).read_row_group(number, columns=["tokens"])
+        values = table.column("tokens").combine_chunks().flatten().to_numpy()
+        yield from map(torch.from_numpy, values.reshape(-1, SEQUENCE + 1).astype(np.int64))
 
 
 def main() -> None:
@@ -55,13 +49,7 @@ def main() -> None:
     dataset = RowGroups(data.parquet_files)
     began = begin(options, *data.parquet_files)
     loader = DataLoader(dataset, options.batch, num_workers=options.workers)
-    measure(_batches(loader), content, options, began)
-
-
-def _batches(loader: DataLoader) -> Iterator[Batch]:
-    while True:
-        for rows in loader:
-            yield split(rows)
+    measure(token_batches(loader), content, options, began)
 
 
 if __name__ == "__main__":

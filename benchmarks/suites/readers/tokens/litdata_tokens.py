@@ -13,13 +13,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-from contents import Batch
 from litdata import StreamingDataLoader, StreamingDataset, TokensLoader, optimize
 from made_data import made
 from reading import begin, measure, parse
 from token_data import SEQUENCE, TokenData
 from torch import Tensor
-from torch_batches import split
+from torch_batches import token_batches
 
 
 def main() -> None:
@@ -34,7 +33,7 @@ def main() -> None:
     loader = StreamingDataLoader(dataset, batch_size=options.batch, num_workers=options.workers)
     if options.start:
         loader.load_state_dict(_state(dataset, data, options))
-    measure(_batches(loader), content, options, began)
+    measure(token_batches(loader), content, options, began)
 
 
 def _state(dataset: StreamingDataset, data: TokenData, options: argparse.Namespace) -> dict[str, Any]:
@@ -47,12 +46,6 @@ def _state(dataset: StreamingDataset, data: TokenData, options: argparse.Namespa
         "num_samples_yielded": samples,
         "latest_worker_idx": (samples // options.batch - 1) % max(options.workers, 1),
     }
-
-
-def _batches(loader: StreamingDataLoader) -> Iterator[Batch]:
-    while True:
-        for rows in loader:
-            yield split(rows)
 
 
 def _tokens(number: int, data: TokenData) -> Iterator[Tensor]:

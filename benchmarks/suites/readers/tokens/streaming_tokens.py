@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from contents import Batch
 from made_data import made
 from mosaic_library import import_streaming
 from reading import begin, measure, parse
 from token_data import SEQUENCE, TokenData
 from torch.utils.data import DataLoader
-from torch_batches import split
+from torch_batches import token_batches
 
 
 def main() -> None:
@@ -33,13 +31,7 @@ def main() -> None:
         state = dataset.state_dict(num_samples=0, from_beginning=True)
         dataset.load_state_dict(state | {"epoch": epoch, "sample_in_epoch": sample})
     loader = DataLoader(dataset, options.batch, num_workers=options.workers)
-    measure(_batches(loader), content, options, began)
-
-
-def _batches(loader: DataLoader) -> Iterator[Batch]:
-    while True:
-        for sample in loader:
-            yield split(sample["tokens"])
+    measure(token_batches(loader, "tokens"), content, options, began)
 
 
 def _write(data: TokenData, folder: Path) -> None:

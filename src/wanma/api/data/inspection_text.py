@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 from rich.text import Text
 
-from wanma.api.data.file_text import file_text
+from wanma.data.tools.row_reading import shown_path
 from wanma.observe.units import MISSING_TEXT, bytes_text, count_text, number_text, percent_text
 
 if TYPE_CHECKING:
@@ -121,8 +122,6 @@ def verification_texts(found: Verification, *, show_all: bool) -> Iterator[str |
         yield table
         if len(shown) < len(found.damages):
             yield f"and {len(found.damages) - len(shown):,} more; --all shows them"
-    if found.resumed_rows:
-        yield f"{count_text(found.resumed_rows, 'row')} had been read before the interruption"
     if not found.images_decoded:
         yield "images were found by their first bytes only: pip install 'wanma[images]' decodes them"
     counts = f"{count_text(found.rows, 'row')} in {count_text(found.files, 'file')}, {bytes_text(found.size)}"
@@ -142,3 +141,10 @@ def damaged_rows_text(one: Damage) -> str:
 
 def _table() -> Table:
     return Table(box=None, pad_edge=False, header_style="bold")
+
+
+def file_text(url: str) -> str:
+    """Return a path from the working directory for files below it, and the whole address of others."""
+    text = shown_path(url)
+    path, folder = Path(text), Path.cwd()
+    return str(path.relative_to(folder)) if path.is_absolute() and path.is_relative_to(folder) else text

@@ -1,38 +1,32 @@
-"""Output files of a collective benchmark: JSON, CSV and HTML in one folder."""
+"""Output file of a collective benchmark, as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from wanma.bench.collectives.html_page import results_page
-from wanma.bench.collectives.results import CollectiveResults, to_csv
+from wanma.bench.collectives.results import CollectiveResults
 from wanma.job.errors import EXIT_USAGE, WanmaError
-from wanma.job.run.run_directory import write_atomically, write_json
+from wanma.job.run.run_directory import write_json
 
 
-def write_results(results: Sequence[CollectiveResults], folder: Path) -> list[Path]:
-    """Write collectives.json, .csv and .html into `folder`, which is created if missing.
-
-    Returns:
-        the paths of the files.
+def write_results(results: Sequence[CollectiveResults], folder: Path) -> Path:
+    """Write collectives.json into `folder`, which is created if missing, and return its path.
 
     Raises:
         WanmaError: the folder cannot be written to.
     """
-    files = [folder / f"collectives.{kind}" for kind in ("json", "csv", "html")]
+    path = folder / "collectives.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(files[0], {"sweeps": [sweep.to_json() for sweep in results]})
-        write_atomically(files[1], to_csv(results))
-        write_atomically(files[2], results_page(results))
+        write_json(path, {"sweeps": [sweep.to_json() for sweep in results]})
     except OSError as error:
         raise WanmaError(
             f"cannot write to {folder}: {error.strerror or error}",
             "give another folder with --out DIR",
             EXIT_USAGE,
         ) from error
-    return files
+    return path
 
 
 def check_writable(folder: Path) -> None:

@@ -1,16 +1,14 @@
-"""Results of a collective benchmark as data, with their JSON and CSV forms."""
+"""Results of a collective benchmark as data, with their JSON form."""
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from wanma.collectives.measurement.bandwidth import CollectiveTiming
 
-CSV_COLUMNS = (
+COLUMNS = (
     "collective",
     "algorithm",
     "dtype",
@@ -55,18 +53,8 @@ class CollectiveResults:
         return f"{self.ranks} ranks{nodes}, {self.backend}"
 
     def to_json(self) -> dict[str, Any]:
-        rows = [dict(zip(CSV_COLUMNS, _row(timing), strict=True)) for timing in self.timings]
+        rows = [dict(zip(COLUMNS, _row(timing), strict=True)) for timing in self.timings]
         return {**asdict(self), "timings": rows}
-
-
-def to_csv(results: Iterable[CollectiveResults]) -> str:
-    """Return CSV with one line for each timing, under `CSV_COLUMNS`."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(CSV_COLUMNS)
-    for sweep in results:
-        writer.writerows(_row(timing) for timing in sweep.timings)
-    return text.getvalue()
 
 
 def _row(timing: CollectiveTiming) -> Sequence[Any]:

@@ -1,1 +1,1 @@
-"""Results beside each other: comparison, history and reproduction."""
+"""Results beside each other: comparison and reproduction."""

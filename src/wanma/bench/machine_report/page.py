@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from wanma.bench.collectives.html_page import DEFINITIONS, charts
+from wanma.bench.collectives.charts import DEFINITIONS, charts
 from wanma.bench.figures.metrics import rate_text
 from wanma.bench.machine.figures import product_flops
 from wanma.bench.machine.machine_result import limit_metrics

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from typing import Any
 
-from wanma.bench.exports.result_tables import summary_metrics
 from wanma.bench.figures.metrics import STEP_SECONDS, find_metric
 from wanma.bench.figures.scaling import find_scaling
 from wanma.bench.figures.texts import (
@@ -30,6 +29,7 @@ from wanma.bench.figures.utilization import (
 )
 from wanma.bench.presentation.breakdown_chart import breakdown_card
 from wanma.bench.presentation.charts import contender_colours, result_charts
+from wanma.bench.presentation.result_tables import summary_metrics
 from wanma.bench.presentation.scale_page import published_section, scale_section
 from wanma.bench.presentation.terminal import (
     exclusion_reasons,

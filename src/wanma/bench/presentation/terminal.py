@@ -1,4 +1,4 @@
-"""Terminal tables of results, comparisons, histories and reproductions, 80 columns wide."""
+"""Terminal tables of results, comparisons and reproductions, 80 columns wide."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from wanma.bench.comparisons.comparison import ResultComparison
-from wanma.bench.comparisons.history import MetricHistory
 from wanma.bench.comparisons.reproduction import ReproducedFigure, Reproduction
-from wanma.bench.exports.result_tables import summary_metrics
 from wanma.bench.figures.breakdown import (
     BREAKDOWN_NOTE,
     StepBreakdown,
@@ -38,9 +36,9 @@ from wanma.bench.figures.utilization import (
     utilization_table,
 )
 from wanma.bench.place import PACKAGES
+from wanma.bench.presentation.result_tables import summary_metrics
 from wanma.bench.presentation.scale_terminal import published_parts, scale_parts
 from wanma.bench.results.hardware_identity import hardware_identity
-from wanma.bench.results.index import IndexedResult
 from wanma.bench.results.result import BenchmarkResult
 from wanma.bench.scale.stored_study import PublishedScaling, ScaleStudy
 from wanma.bench.statistics.estimates import Estimate
@@ -136,28 +134,6 @@ def comparison_tables(comparison: ResultComparison) -> RenderableType:
     return Group(*parts)
 
 
-def history_tables(histories: Iterable[MetricHistory]) -> RenderableType:
-    """Return a table for each hardware, with the suggested change of level below it."""
-    from rich.console import Group
-    from rich.text import Text
-
-    parts: list[RenderableType] = []
-    for history in histories:
-        metric, first = find_metric(history.metric).title, history.figures[0]
-        suite = f"{first.suite}, " if first.suite else ""
-        title = f"{suite}{history.contender}: {metric}, hardware {first.hardware[:8]}"
-        table = _table(("result", "commit", "median (95 %)"), 2)
-        for figure in history.figures:
-            is_change = history.change is not None and figure == history.change.first_after
-            text = estimate_text(history.metric, figure.estimate)
-            table.add_row(figure.id, figure.commit[:10], text, style="bold" if is_change else "")
-        parts += [Text(title, style="bold"), table]
-        if history.change is not None:
-            parts.append(Text(history.change.text(history.metric)))
-        parts.append(Text(f"{history.note}\n" if history.note else "", style="dim"))
-    return Group(*parts) if parts else Text("There is no result of this contender with this metric.")
-
-
 def reproduction_table(figures: Sequence[ReproducedFigure]) -> RenderableType:
     """Return a row for each stored figure with its decision, and the counts of the decisions."""
     from rich.console import Group
@@ -186,12 +162,13 @@ def reproduction_table(figures: Sequence[ReproducedFigure]) -> RenderableType:
     return Group(table, Text(f"\n{', '.join(counts)}", style="bold"), *reasons)
 
 
-def result_list(results: Iterable[IndexedResult]) -> RenderableType:
+def result_list(results: Iterable[BenchmarkResult]) -> RenderableType:
     """Return a row for each result."""
     table = _table(("id", "title", "suite", "commit", "state"), 5)
     for result in results:
         state = "" if result.ended else "not ended"
-        table.add_row(result.id, result.title, result.suite, result.commit[:10], state)
+        commit = str(result.code.get("commit") or "")[:10]
+        table.add_row(result.id, result.title, result.suite.name, commit, state)
     return table
 
 

@@ -1,1 +1,1 @@
-"""Results of benchmarks as they are stored: their content, their folders and an index of them."""
+"""Results of benchmarks as they are stored: their content and their folders."""

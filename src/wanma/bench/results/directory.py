@@ -23,6 +23,8 @@ Content = TypeVar("Content")
 
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk or quota."""
+MAX_NAMED = 5
+"""Largest number of candidates that an error names."""
 
 
 @dataclass(frozen=True)
@@ -147,17 +149,47 @@ def list_result_directories(root: Path) -> Iterator[ResultDirectory]:
                 yield ResultDirectory(path)
 
 
-def read_results(root: Path) -> Iterator[tuple[ResultDirectory, BenchmarkResult]]:
+def read_results(
+    root: Path, problems: list[str] | None = None
+) -> Iterator[tuple[ResultDirectory, BenchmarkResult]]:
     """Yield the results below `root` without their measurements, oldest first by name.
 
-    Results that are damaged or of a newer version are left out; `ResultIndex.problems` names them.
+    Args:
+        root: folder of all results.
+        problems: receives the messages of results that are damaged or of a newer version; they are left out.
     """
     for directory in list_result_directories(root):
         try:
             result = directory.read(with_measurements=False)
-        except WanmaError:
+        except WanmaError as error:
+            if problems is not None:
+                problems.append(error.message)
             continue
         yield directory, result
+
+
+def find_result(root: Path, text: str) -> ResultDirectory:
+    """Return the result with this id, with an id that alone begins so, or in this folder.
+
+    Raises:
+        WanmaError: there is none, or more than one.
+    """
+    if text and (Path(text) / "result.json").is_file():
+        return ResultDirectory(Path(text))
+    names = [directory.id for directory in list_result_directories(root)]
+    matches = [name for name in names if name == text] or [name for name in names if name.startswith(text)]
+    if len(matches) == 1:
+        return ResultDirectory(root / matches[0])
+    if matches:
+        shown = ", ".join(matches[:MAX_NAMED]) + (", …" if len(matches) > MAX_NAMED else "")
+        raise WanmaError(
+            f"'{text}' begins the ids of {len(matches)} results: {shown}", "give more of the id", EXIT_USAGE
+        )
+    raise WanmaError(
+        f"there is no result '{text}' in {root}",
+        f"the newest is {names[-1]}" if names else "run a benchmark first, or give the folder of its results",
+        EXIT_USAGE,
+    )
 
 
 def _read(path: Path, build: Callable[[dict[str, Any]], Content]) -> Content:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -23,17 +21,6 @@ def hardware_identity(hardware: Mapping[str, Any]) -> dict[str, str]:
     if hardware.get("memory_bytes") is not None:
         identity["memory"] = f"{hardware['memory_bytes'] / GIB:.0f} GiB"
     return identity
-
-
-def hardware_key(hardware: Mapping[str, Any]) -> str:
-    """Return a short hash of the identity."""
-    return content_key(hardware_identity(hardware))
-
-
-def content_key(content: Any) -> str:
-    """Return a short hash of a JSON value, independent of the order of keys."""
-    text = json.dumps(content, sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _node_text(node: Mapping[str, Any]) -> str:

@@ -99,22 +99,6 @@ def estimate(values: Sequence[float], draws: int = 10_000) -> Estimate:
     return _interval(array, np.median(array[indices], axis=1), 0.025)
 
 
-def estimate_series(values: Sequence[float], draws: int = 2_000) -> Estimate:
-    """Return the median of one series of correlated values, such as the step times of one measurement.
-
-    The interval is the percentile interval of the circular block bootstrap (Politis & Romano 1992): blocks
-    keep the correlation, and their length comes from the data (`choose_block_length`). Its percentiles are
-    expanded for few blocks (Hesterberg 2015, section 4.2). It covers the variation within the
-    series, not between measurements.
-
-    Raises:
-        ValueError: no value, or one that is not finite.
-    """
-    array = _checked(values)
-    medians = _block_medians(array, draws, np.random.default_rng(0))
-    return _interval(array, medians, _expanded_tail(len(array) // choose_block_length(array)))
-
-
 def estimate_measurements(measurements: Sequence[Sequence[float]], draws: int = 4_000) -> Estimate:
     """Return the median over measurements of the median of each one's values, such as its step times.
 

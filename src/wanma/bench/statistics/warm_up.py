@@ -61,32 +61,6 @@ def find_warm_up(seconds: Sequence[float], max_drift: float = MAX_DRIFT) -> Warm
     return WarmUp(steps, _drift(array[steps:], max_drift))
 
 
-def check_warm_up(seconds: Sequence[float], steps: int, max_drift: float = MAX_DRIFT) -> WarmUp:
-    """Return a warm-up of `steps` steps that a user states, with the reason if the data contradict it.
-
-    Raises:
-        ValueError: a value is not positive and finite.
-    """
-    array = _checked(seconds)
-    if len(array) - steps < MIN_STEPS:
-        left = max(len(array) - steps, 0)
-        return WarmUp(
-            steps, f"{left} steps remain after a warm-up of {steps}; at least {MIN_STEPS} must remain"
-        )
-    found = find_warm_up(array[steps:].tolist(), max_drift)
-    if not found.has_settled:
-        return WarmUp(steps, found.reason)
-    left_out, rest = array[steps : steps + found.steps], array[steps + found.steps :]
-    if found.steps and (
-        abs(np.median(left_out) / np.median(rest) - 1) > max_drift or left_out[0] > _outlier_limit(rest)
-    ):
-        return WarmUp(
-            steps,
-            f"a warm-up of {steps} steps is too short: the step time settles after {steps + found.steps}",
-        )
-    return WarmUp(steps)
-
-
 def _truncation(array: FloatArray) -> int:
     """Return the MSER-5 truncation in steps, at most half; batches are counted from the last step."""
     surplus = len(array) % BATCH

@@ -92,12 +92,6 @@ class Uploader:
             uploads, self._uploads = self._uploads, []
         return uploads
 
-    @property
-    def is_uploading(self) -> bool:
-        """True if an upload is in progress or requested."""
-        with self._changed:
-            return self._is_requested or self._is_working
-
     def locked_paths(self) -> list[Path]:
         """Return the checkpoint that is being read, which must not be removed meanwhile."""
         path = self._locked_path

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from wanma.checkpoint.format.manifest import MANIFEST_FILE, Manifest, parse_manifest, step_folder_name
-from wanma.checkpoint.store.best_metric import BestMetric, best_metric_of, step_with_best_score
+from wanma.checkpoint.store.best_metric import BestMetric, step_with_best_score
 from wanma.job.errors import EXIT_USAGE, WanmaError
 
 NOT_SAVED = "was not saved"
@@ -210,32 +210,10 @@ class CheckpointPruner:
         }
 
 
-def find_best(folder: Path) -> Path | None:
-    """Return the committed checkpoint with the best metric, by the rule of the newest one's run.
-
-    The newest of equals; None if none has one.
-    """
-    checkpoints = dict(list_committed(folder))
-    rules = [rule for path in checkpoints.values() if (rule := _best_rule_of(path)) is not None]
-    best_step = (
-        step_with_best_score({step: read_score(path, rules[0]) for step, path in checkpoints.items()})
-        if rules
-        else None
-    )
-    return None if best_step is None else checkpoints[best_step]
-
-
 def read_score(path: Path, rule: BestMetric) -> float | None:
     """Return the score of the checkpoint at `path`; None if it is damaged: it is never the best."""
     try:
         return rule.score_of(read_manifest(path))
-    except WanmaError:
-        return None
-
-
-def _best_rule_of(path: Path) -> BestMetric | None:
-    try:
-        return best_metric_of(read_manifest(path))
     except WanmaError:
         return None
 

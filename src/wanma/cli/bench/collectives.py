@@ -55,7 +55,7 @@ def add_parsers(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--seconds", metavar="N", type=float, help="seconds per number of ranks; default: 60"
     )
     collectives.add_argument(
-        "--out", metavar="DIR", type=Path, help="folder for results as JSON, CSV and HTML"
+        "--out", metavar="DIR", type=Path, help="folder for the results as collectives.json"
     )
     collectives.add_argument(
         "--save", action="store_true", help="save the results for forecasts of this node"
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     print_content(results_tables(sweeps))
     if arguments.out is not None:
-        print(f"Written: {', '.join(map(str, write_results(sweeps, arguments.out)))}")
+        print(f"Written: {write_results(sweeps, arguments.out)}")
     if arguments.save:
         print(f"Saved to {save_to_calibration(sweeps)}")
     return 0

@@ -150,11 +150,10 @@ def _show_stored(arguments: argparse.Namespace) -> int:
     from wanma.bench.display import page_of, tables_of
     from wanma.bench.machine.machine_result import is_machine_result
     from wanma.bench.machine_benchmark import update_points
-    from wanma.bench.results.index import ResultIndex
+    from wanma.bench.results.directory import find_result
     from wanma.cli.output import print_content
 
-    with ResultIndex(arguments.results) as index:
-        directory = index.find(arguments.stored)
+    directory = find_result(arguments.results, arguments.stored)
     result = directory.read()
     if not is_machine_result(result):
         raise WanmaError(

@@ -1,16 +1,12 @@
-"""Actions on results: `wanma bench list`, `compare`, `history`, `reproduce` and `export`."""
+"""Actions on results: `wanma bench list`, `compare`, `reproduce` and `export`."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from wanma.cli.bench.arguments import add_environments_option, add_results_option
 from wanma.cli.output import print_progress, print_warning
-
-if TYPE_CHECKING:
-    from wanma.bench.results.result import BenchmarkResult
 
 
 def add_parsers(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -38,19 +34,6 @@ def add_parsers(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_results_option(compared)
     compared.set_defaults(run=_compare)
 
-    history = actions.add_parser(
-        "history",
-        help="show a figure of all results on the same hardware",
-        epilog="examples:\n  wanma bench history step_seconds --contender dp_replicate=2",
-    )
-    history.add_argument("metric", metavar="METRIC", help="name of the metric, such as step_seconds")
-    history.add_argument(
-        "--contender", metavar="NAME", default="job", help="name of the contender; default: job"
-    )
-    history.add_argument("--suite", metavar="NAME", help="only results of this suite")
-    add_results_option(history)
-    history.set_defaults(run=_history)
-
     reproduced = actions.add_parser(
         "reproduce",
         help="run a result again, and tell which figures lie within its intervals",
@@ -63,25 +46,12 @@ def add_parsers(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
     exported = actions.add_parser(
         "export",
-        help="write a result as CSV, Parquet, Markdown or MLPerf logs",
-        epilog="examples:\n"
-        "  wanma bench export RESULT --format csv --out folder\n"
-        "  wanma bench export RESULT --format mlperf --benchmark gpt_oss_20b --organization A --platform B",
+        help="write a result as CSV or Markdown",
+        epilog="examples:\n  wanma bench export RESULT --format csv --out folder",
     )
     _add_result(exported, "result", "RESULT")
-    exported.add_argument(
-        "--format", choices=["csv", "parquet", "markdown", "mlperf"], default="csv", help="default: csv"
-    )
+    exported.add_argument("--format", choices=["csv", "markdown"], default="csv", help="default: csv")
     exported.add_argument("--out", metavar="DIR", type=Path, help="folder; default: that of the result")
-    log = exported.add_argument_group("MLPerf logs, of the time to a validation loss")
-    log.add_argument("--contender", metavar="NAME", help="contender; default: the only one")
-    log.add_argument("--benchmark", metavar="NAME", help="benchmark of MLPerf training, such as gpt_oss_20b")
-    log.add_argument("--organization", metavar="NAME", help="submitter")
-    log.add_argument("--platform", metavar="NAME", help="name of the system")
-    log.add_argument("--division", choices=["closed", "open"], default="open", help="default: open")
-    log.add_argument(
-        "--target-loss", metavar="LOSS", type=float, help="validation loss that ends it; default: the rules'"
-    )
     add_results_option(exported)
     exported.set_defaults(run=_export)
 
@@ -92,27 +62,26 @@ def _add_result(parser: argparse.ArgumentParser, name: str, metavar: str) -> Non
 
 def _list(arguments: argparse.Namespace) -> int:
     from wanma.bench.presentation.terminal import result_list
-    from wanma.bench.results.index import ResultIndex
+    from wanma.bench.results.directory import read_results
     from wanma.cli.output import print_content
 
-    with ResultIndex(arguments.results) as index:
-        found = list(index.results())
-        if not found:
-            print(f"there are no results in {arguments.results}; `wanma bench train JOB` makes one")
-            return 0
+    problems: list[str] = []
+    found = [result for _, result in read_results(arguments.results, problems)]
+    if not found:
+        print(f"there are no results in {arguments.results}; `wanma bench train JOB` makes one")
+    else:
         print_content(result_list(found))
-        for problem in index.problems():
-            print_warning(problem)
+    for problem in problems:
+        print_warning(problem)
     return 0
 
 
 def _show(arguments: argparse.Namespace) -> int:
     from wanma.bench.display import tables_of
-    from wanma.bench.results.index import ResultIndex
+    from wanma.bench.results.directory import find_result
     from wanma.cli.output import print_content
 
-    with ResultIndex(arguments.results) as index:
-        directory = index.find(arguments.result)
+    directory = find_result(arguments.results, arguments.result)
     print_content(tables_of(directory.read(), directory))
     if directory.page.exists():
         print(f"page: {directory.page}")
@@ -122,29 +91,15 @@ def _show(arguments: argparse.Namespace) -> int:
 def _compare(arguments: argparse.Namespace) -> int:
     from wanma.bench.comparisons.comparison import compare_results
     from wanma.bench.presentation.terminal import comparison_tables
-    from wanma.bench.results.index import ResultIndex
+    from wanma.bench.results.directory import find_result
     from wanma.cli.output import print_content
 
-    with ResultIndex(arguments.results) as index:
-        before, after = index.find(arguments.before).read(), index.find(arguments.after).read()
+    before, after = (
+        find_result(arguments.results, arguments.before).read(),
+        find_result(arguments.results, arguments.after).read(),
+    )
     comparison = compare_results(before, after, allows_differences=arguments.allow_differences)
     print_content(comparison_tables(comparison))
-    return 0
-
-
-def _history(arguments: argparse.Namespace) -> int:
-    from wanma.bench.comparisons.history import check_subject, metric_histories
-    from wanma.bench.presentation.terminal import history_tables
-    from wanma.bench.results.index import ResultIndex
-    from wanma.cli.output import print_content
-
-    with ResultIndex(arguments.results) as index:
-        for problem in index.problems():
-            print_warning(problem)
-        subject = {"contender": arguments.contender, "metric": arguments.metric, "suite": arguments.suite}
-        check_subject(index, **subject)
-        histories = metric_histories(index, **subject)
-    print_content(history_tables(histories))
     return 0
 
 
@@ -152,11 +107,10 @@ def _reproduce(arguments: argparse.Namespace) -> int:
     from wanma.bench.benchmark import reproduce
     from wanma.bench.comparisons.reproduction import is_reproduced
     from wanma.bench.presentation.terminal import reproduction_table
-    from wanma.bench.results.index import ResultIndex
+    from wanma.bench.results.directory import find_result
     from wanma.cli.output import print_content
 
-    with ResultIndex(arguments.results) as index:
-        stored = index.find(arguments.result)
+    stored = find_result(arguments.results, arguments.result)
     figures, directory = reproduce(stored, arguments.results, print_progress, arguments.environments)
     print_content(reproduction_table(figures))
     print(f"result: {directory.path}")
@@ -164,63 +118,30 @@ def _reproduce(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from wanma.bench.exports.result_tables import (
+    from wanma.bench.presentation.result_tables import (
         markdown_table,
         scaling_csv,
         steps_csv,
         summaries_csv,
-        write_parquet,
     )
-    from wanma.bench.results.index import ResultIndex
+    from wanma.bench.results.directory import find_result
 
-    with ResultIndex(arguments.results) as index:
-        directory = index.find(arguments.result)
+    directory = find_result(arguments.results, arguments.result)
     result, folder = directory.read(), arguments.out or directory.path
     folder.mkdir(parents=True, exist_ok=True)
-    if arguments.format == "parquet":
-        written = write_parquet(result, folder)
-    elif arguments.format == "mlperf":
-        written = _write_mlperf_logs(arguments, result, directory.path, folder)
-    else:
-        texts = (
-            {
-                "steps.csv": steps_csv(result),
-                "figures.csv": summaries_csv(result),
-                "scaling.csv": scaling_csv(result),
-            }
-            if arguments.format == "csv"
-            else {"result.md": markdown_table(result)}
-        )
-        written = []
-        for name, text in texts.items():
-            if not text:
-                continue
+    texts = (
+        {
+            "steps.csv": steps_csv(result),
+            "figures.csv": summaries_csv(result),
+            "scaling.csv": scaling_csv(result),
+        }
+        if arguments.format == "csv"
+        else {"result.md": markdown_table(result)}
+    )
+    written = []
+    for name, text in texts.items():
+        if text:
             (folder / name).write_text(text, encoding="utf-8")
             written.append(folder / name)
     print(f"written: {', '.join(map(str, written))}")
     return 0
-
-
-def _write_mlperf_logs(
-    arguments: argparse.Namespace, result: BenchmarkResult, directory: Path, folder: Path
-) -> list[Path]:
-    from wanma.bench.exports.mlperf_files import write_mlperf_logs
-    from wanma.bench.exports.mlperf_log import Submission
-    from wanma.bench.runner import RUNS_FOLDER
-    from wanma.job.errors import EXIT_USAGE, WanmaError
-
-    missing = [name for name in ("benchmark", "organization", "platform") if not getattr(arguments, name)]
-    if missing:
-        raise WanmaError(
-            f"--format mlperf needs {' and '.join(f'--{name}' for name in missing)}",
-            "a log names its benchmark, submitter and system",
-            EXIT_USAGE,
-        )
-    submission = Submission(
-        arguments.organization,
-        arguments.platform,
-        arguments.benchmark,
-        arguments.division,
-        target_loss=arguments.target_loss,
-    )
-    return write_mlperf_logs(result, directory / RUNS_FOLDER, arguments.contender, submission, folder)

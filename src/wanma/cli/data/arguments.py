@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wanma.cli.arguments import parse_count, parse_names
+from wanma.cli.arguments import parse_count
 from wanma.job.errors import JobError
 
 if TYPE_CHECKING:
@@ -56,20 +56,6 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
-def add_field_options(parser: argparse.ArgumentParser, activity: str) -> None:
-    """Add the options that choose fields of rows.
-
-    Args:
-        activity: use of the fields, such as 'written'.
-    """
-    parser.add_argument(
-        "--fields", metavar="A,B", type=parse_names, default=[], help=f"fields that are {activity}"
-    )
-    parser.add_argument(
-        "--exclude", metavar="A,B", type=parse_names, default=[], help=f"fields that are not {activity}"
-    )
-
-
 def select_data(arguments: argparse.Namespace) -> DataSelection:
     """Return the data that the arguments name.
 
@@ -97,27 +83,17 @@ def select_data(arguments: argparse.Namespace) -> DataSelection:
 
 
 @contextmanager
-def shown_progress(label: str, *, is_quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+def shown_progress(label: str) -> Iterator[Callable[[int, int], None]]:
     """Yield a callback for (bytes done, bytes in all) that shows progress on standard error.
 
     Args:
         label: work that goes on, such as 'reading'.
-        is_quiet: show nothing.
     """
     import sys
 
     from wanma.observe.console.dataset_progress import LINE_INTERVAL_SECONDS, show_dataset_progress
 
     with show_dataset_progress(
-        is_quiet, sys.stderr, label=label, first_line_seconds=LINE_INTERVAL_SECONDS
+        False, sys.stderr, label=label, first_line_seconds=LINE_INTERVAL_SECONDS
     ) as progress:
         yield progress
-
-
-def parse_size(text: str) -> int:
-    """Parse a number of bytes such as 64MB, 1GiB or 5000, for argparse."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None or not float(match[1]):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a size, such as 256MB")
-    base = 1024 if match[3] else 1000
-    return max(int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " ")), 1)

@@ -16,7 +16,6 @@ from wanma.job.errors import EXIT_FAILED
 _EXAMPLES = """\
 examples:
   wanma data verify data/*.tar
-  wanma data verify job.toml --resume               # go on after an interruption
   wanma data verify s3://bucket/data --json > damage.json
 """
 
@@ -31,9 +30,6 @@ def add_parsers(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--tokenizer", metavar="FILE", help="check that tokens are in its vocabulary; default: as in the job"
     )
-    parser.add_argument(
-        "--resume", action="store_true", help="go on where an interrupted verification of these files was"
-    )
     parser.add_argument("--all", action="store_true", help="show all damage; default: the first 20")
     add_process_option(parser)
     add_json_option(parser)
@@ -46,9 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     selection = sourced_tokenizer(select_data(arguments), arguments.tokenizer, None)
     with shown_progress("reading") as progress:
-        found = verify_data(
-            selection, processes=arguments.processes, resume=arguments.resume, progress=progress
-        )
+        found = verify_data(selection, processes=arguments.processes, progress=progress)
     if arguments.json:
         import json
 

@@ -17,9 +17,6 @@ from wanma.collectives.compression.bucket_tensors import (
 )
 from wanma.collectives.compression.overlap import CollectiveSteps
 
-VALUE_AND_INDEX_BYTES = 8
-"""Bytes of a sent element: a value in fp32, and its index in 32 bits."""
-
 
 class TopK(SingleSumCompressor):
     """Compressor that sends the `fraction` of each tensor's elements with the largest absolute values.

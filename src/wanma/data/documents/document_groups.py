@@ -7,7 +7,6 @@ format are taken as before: JSON and CSV as plain text, binary files are left ou
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,6 @@ from wanma.data.documents.content_detection import detect_content
 from wanma.data.documents.record_fields import array_field, column_of, first_fields
 from wanma.data.formats.detection import best_format, known_formats, probe_file
 from wanma.data.formats.format import BadDataError, Certainty, DataFile, FileGroup, Format, Probe
-from wanma.data.formats.mds import Mds
 from wanma.data.formats.megatron import Megatron
 from wanma.data.stores.data_file import FileOpener, OpenableFile
 from wanma.data.stores.filesystems import is_local, is_shared_memory
@@ -26,14 +24,12 @@ from wanma.data.stores.listing import StoredFile
 from wanma.data.stores.remote_file import WholeFilesOnlyError
 from wanma.job.errors import JobError
 
-log = logging.getLogger("wanma.data")
-
 _FORMATS_WITHOUT_TEXT = ("text", "text-lines", "idx", "cifar", "images")
 """Formats of plain text and of images, which are not read as records."""
 _TEXT_FORMATS = ("jsonl", "json-list", "csv")
 """Formats of records that are plain text, too."""
 _JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
-_DESCRIPTIONS = {"index.json": "mds", "state.json": "huggingface"}
+_DESCRIPTIONS = {"state.json": "huggingface"}
 """Names of files that describe others, and the formats of these; besides Megatron's .idx."""
 _FIELD_OPTIONS = {
     "parquet": "columns",
@@ -245,7 +241,7 @@ def _described_groups(
     opener: FileOpener | None,
     faults: list[_DescriptionFault],
 ) -> Iterator[tuple[str, DocumentGroup]]:
-    """Yield the groups of files that other files describe: of Megatron, MDS and `save_to_disk`.
+    """Yield the groups of files that other files describe: of Megatron and `save_to_disk`.
 
     Files whose description cannot be followed hold no documents; they are added to `faults`.
     """
@@ -281,8 +277,6 @@ def _described_files(
     if kind == "megatron":
         stem = description.url.removesuffix(".idx")
         return [file for file in members if file.url in (description.url, f"{stem}.bin")]
-    if kind == "mds":
-        return [file for file in members if file is description or ".mds" in file.url.rpartition("/")[2]]
     parent = folder.rpartition("/")[0]
     has_splits = any(file.url == f"{parent}/dataset_dict.json" for file in files)  # one must be named
     found = [file for file in files if file.url.startswith(f"{parent}/")] if has_splits else members
@@ -308,7 +302,7 @@ def _group_of(file: StoredFile, probe: Probe | None) -> DocumentGroup:
     if probe is None or not probe.head:
         return DocumentGroup("text", (file,))
     formats = [one for name, one in known_formats().items() if name not in _FORMATS_WITHOUT_TEXT]
-    found = best_format(probe, (one for one in formats if not isinstance(one, Megatron | Mds)))
+    found = best_format(probe, (one for one in formats if not isinstance(one, Megatron)))
     if found is None or not _is_certain(found, probe):
         return DocumentGroup("text", (file,))
     return DocumentGroup("rows", (file,), found.name, is_compressed=probe.size < 0)

@@ -14,7 +14,6 @@ from wanma.data.formats.csv_rows import Csv
 from wanma.data.formats.detection import probe_file
 from wanma.data.formats.format import BadDataError, FileGroup, Format, Probe, Record
 from wanma.data.formats.json_records import JsonLines, JsonList, parse_object
-from wanma.data.formats.mds import Mds
 from wanma.data.formats.tar_samples import TarSamples, split_path
 from wanma.data.formats.tfrecord import TFRecord
 
@@ -22,8 +21,6 @@ DEFAULT_TEXT_FIELD = "text"
 """Default of `data.text_field`."""
 TOKEN_FIELDS = ("tokens", "input_ids")
 """Usual names of fields that hold tokens."""
-_ARRAY_FIELD = "array"
-"""Name that the format of numpy's files gives to the array of a .npy."""
 
 
 def first_fields(data_format: Format, group: FileGroup, probe: Probe | None = None) -> list[str] | None:
@@ -37,8 +34,6 @@ def first_fields(data_format: Format, group: FileGroup, probe: Probe | None = No
     Returns:
         The names; None: the first bytes do not show them.
     """
-    if isinstance(data_format, Mds):
-        return list(group.facts["column_names"])
     if data_format.name in ("parquet", "arrow", "huggingface"):
         try:
             return list(data_format.scan(group).facts["columns"])

@@ -1,7 +1,7 @@
 """Compressed files as sources of their plain bytes, which can be read at any position.
 
 Compressed data has restart points only between its frames (gzip: members; bzip2, xz: streams). Where all
-frames are small, as `zstd --seekable`, bgzip and MDS write them, a read decompresses those that it needs.
+frames are small, as `zstd --seekable` and bgzip write them, a read decompresses those that it needs.
 A file in one large frame, the usual case, is decompressed once into a plain copy in a scratch folder, which
 costs the size of the plain content on disk. The state of a decoder inside a frame is not kept: Python's zlib
 gives no access to it.
@@ -83,7 +83,7 @@ def plain_chunks(source: ByteSource, compression: str) -> Iterator[bytes]:
 
 def _zstd_chunks(stream: Any, url: str, chunk_bytes: int) -> Iterator[bytes]:
     """Yield the plain content of all frames of a stream of zstd data."""
-    pyarrow = _import_pyarrow("zstd", url)
+    pyarrow = _import_pyarrow(url)
     try:
         plain = pyarrow.CompressedInputStream(pyarrow.PythonFile(stream, "r"), "zstd")
         while chunk := plain.read(chunk_bytes):
@@ -304,8 +304,8 @@ def _decompress(source: ByteSource, compression: str) -> Iterator[tuple[bytes, i
         BadDataError: the file is damaged or truncated.
     """
     try:
-        if compression in ("zstd", "brotli", "snappy"):
-            yield from _by_pyarrow(source, compression)
+        if compression == "zstd":
+            yield from _by_pyarrow(source)
         else:
             yield from _streams(source, compression)
     except (zlib.error, OSError, lzma.LZMAError, ValueError, EOFError) as error:
@@ -366,19 +366,14 @@ def _streams(source: ByteSource, compression: str) -> Iterator[tuple[bytes, int 
         yield plain, position - len(pending)
 
 
-def _by_pyarrow(source: ByteSource, compression: str) -> Iterator[tuple[bytes, int | None]]:
-    """Decompress what Python's library has no decoder for."""
-    pyarrow = _import_pyarrow(compression, source.url)
-    if compression == "snappy":  # its format without frames begins with the plain size
-        content = bytes(source.read(0, source.size))
-        yield pyarrow.decompress(content, _varint(content), "snappy", asbytes=True), source.size
-        return
-    frames = _zstd_frames(source) if compression == "zstd" else iter([(0, source.size, False)])
-    for start, end, is_skippable in frames:
+def _by_pyarrow(source: ByteSource) -> Iterator[tuple[bytes, int | None]]:
+    """Decompress zstd, for which Python's library has no decoder."""
+    pyarrow = _import_pyarrow(source.url)
+    for start, end, is_skippable in _zstd_frames(source):
         if is_skippable:
             continue
         stream = pyarrow.CompressedInputStream(
-            pyarrow.PythonFile(SourceStream(source, start, end), "r"), compression
+            pyarrow.PythonFile(SourceStream(source, start, end), "r"), "zstd"
         )
         chunk = stream.read(_PLAIN_BYTES)
         while following := stream.read(_PLAIN_BYTES):
@@ -387,21 +382,12 @@ def _by_pyarrow(source: ByteSource, compression: str) -> Iterator[tuple[bytes, i
         yield chunk, end
 
 
-def _import_pyarrow(compression: str, url: str) -> Any:
+def _import_pyarrow(url: str) -> Any:
     try:
         import pyarrow
     except ImportError as error:
-        raise missing_extra_error("pyarrow", "data", f"{compression} ({url})") from error
+        raise missing_extra_error("pyarrow", "data", f"zstd ({url})") from error
     return pyarrow
-
-
-def _varint(content: bytes) -> int:
-    value = 0
-    for shift, byte in enumerate(content[:5]):
-        value |= (byte & 0x7F) << 7 * shift
-        if byte < 0x80:
-            return value
-    raise ValueError("no plain size")
 
 
 def _zstd_frames(source: ByteSource) -> Iterator[tuple[int, int, bool]]:

@@ -20,7 +20,6 @@ from wanma.data.formats.format import BadDataError, Certainty, DataFile, Format,
 from wanma.data.formats.hugging_face import HuggingFaceDataset
 from wanma.data.formats.image_folder import ImageFolder
 from wanma.data.formats.json_records import JsonLines, JsonList
-from wanma.data.formats.mds import Mds
 from wanma.data.formats.megatron import Megatron
 from wanma.data.formats.tar_samples import TarSamples
 from wanma.data.formats.text import TextDocuments, TextLines
@@ -41,7 +40,6 @@ _BUILT_IN: tuple[type[Format], ...] = (
     TarSamples,
     TFRecord,
     Megatron,
-    Mds,
     NumpyArrays,
     Idx,
     Cifar,
@@ -99,8 +97,8 @@ def format_named(name: str) -> Format:
 def detect_format(files: Sequence[DataFile]) -> Format:
     """Detect the format that all `files` are to have.
 
-    Files that describe others, such as `index.json` of MDS, decide first; else the first file that is not
-    empty decides. The scan refuses files of another format.
+    Files that describe others, such as `state.json` of a saved data set, decide first; else the first file
+    that is not empty decides. The scan refuses files of another format.
 
     Raises:
         WanmaError: all files are empty, or the content has no known format.

@@ -119,32 +119,30 @@ class TextSource:
     settings: ReadingSettings = field(default_factory=ReadingSettings)
 
 
-def resolve_text_sources(section: DataSection, node: str = "") -> list[TextSource]:
+def resolve_text_sources(section: DataSection) -> list[TextSource]:
     """Return the text sources of a job; without any, the standard library's source.
 
     Args:
         section: the job's `[data]`.
-        node: name of this node, see `ReadingSettings.node`.
     """
     if not section.sources:
         documents = list_documents(section.text or [STANDARD_LIBRARY])
-        return [TextSource("text", 1.0, documents, _settings(section, None, node))]
+        return [TextSource("text", 1.0, documents, _settings(section, None))]
     return [
         TextSource(
             source.name,
             source.weight,
             list_documents(source.text, f"data.sources[{number}].text"),
-            _settings(section, source.text_field, node),
+            _settings(section, source.text_field),
         )
         for number, source in enumerate(section.sources)
     ]
 
 
-def _settings(section: DataSection, text_field: str | None, node: str) -> ReadingSettings:
+def _settings(section: DataSection, text_field: str | None) -> ReadingSettings:
     return ReadingSettings(
         text_field or section.text_field,
         section.bad_data,
         section.bad_data_limit,
         section.cache_bytes,
-        node=node,
     )

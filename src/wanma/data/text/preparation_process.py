@@ -1,7 +1,6 @@
 """Child process that runs `prepare_job_data` (`python -m wanma.data.text.preparation_process`).
 
-The section and the name of the node come in as JSON, a line each; progress and an error, if any, go out as
-one JSON object per line.
+The section comes in as a line of JSON; progress and an error, if any, go out as one JSON object per line.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ def prepare_in_subprocess(
     section: DataSection,
     progress: Callable[[int, int], None] | None,
     announce: Callable[[TextPreparation], None] | None = None,
-    node: str = "",
 ) -> None:
     """Build token files in a child process, so that its threads end with it.
 
@@ -37,7 +35,6 @@ def prepare_in_subprocess(
         section: the job's `[data]`.
         progress: called with (bytes done, bytes in all).
         announce: called before it begins, with what is to be prepared.
-        node: name of this node, see `ReadingSettings.node`.
     """
     command = [sys.executable, "-m", "wanma.data.text.preparation_process"]
     if announce is not None:
@@ -46,7 +43,7 @@ def prepare_in_subprocess(
         assert child.stdin is not None
         assert child.stdout is not None
         try:
-            child.stdin.write(f"{section.model_dump_json()}\n{json.dumps(node)}\n")
+            child.stdin.write(f"{section.model_dump_json()}\n")
             child.stdin.flush()
             for line in child.stdout:
                 message = json.loads(line)
@@ -74,7 +71,7 @@ def measure_in_subprocess(section: DataSection, deadline_seconds: float) -> Text
     try:
         child = subprocess.run(
             command,
-            input=f'{section.model_dump_json()}\n""\n',
+            input=f"{section.model_dump_json()}\n",
             capture_output=True,
             text=True,
             timeout=deadline_seconds,
@@ -98,13 +95,12 @@ def main(*arguments: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints must not look like an answer
     section = DataSection.model_validate_json(sys.stdin.readline())
-    node = json.loads(sys.stdin.readline())
 
     def answer(**message: Any) -> None:
         print(json.dumps(message), file=answers, flush=True)
 
     try:
-        texts, tokenizer = resolve_text_sources(section, node), load_tokenizer(section.tokenizer)
+        texts, tokenizer = resolve_text_sources(section), load_tokenizer(section.tokenizer)
         if arguments:
             answer(preparation=asdict(preparation_of(section, texts, tokenizer)))
         if _MEASURE not in arguments:

@@ -1,1 +1,1 @@
-"""Tools on stored data: inspection, verification, statistics, conversion, and the mixture that was seen."""
+"""Tools on stored data: inspection and verification."""

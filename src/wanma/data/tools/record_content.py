@@ -1,37 +1,30 @@
-"""Content of records, equal whatever format stores it: normal form, hash, size and fingerprint of a list.
+"""Content of records, equal whatever format stores it: decoded fields and size.
 
-A null is an absent field, an array the list of its numbers, a whole float an integer, a date its text of
-ISO 8601. The name of a sample (`__key__`) is no content. Files of a WebDataset sample are decoded by their
-suffix, and its `.json` file gives fields of the record.
+Files of a WebDataset sample are decoded by their suffix, and its `.json` file gives fields of the
+record.
 """
 
 from __future__ import annotations
 
-import datetime
-import decimal
 import io
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from wanma.data.formats.format import Format, Record
 from wanma.data.formats.tar_samples import TarSamples
 
 KEY_FIELD = "__key__"
 BINARY_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "bin", "npy")
-"""Suffixes that a writer of WebDataset adds to names of fields whose values are no JSON."""
+"""Suffixes of files of a sample whose names are those of fields without them."""
 _TEXT_SUFFIXES = ("txt", "text", "transcript")
 _NUMBER_SUFFIXES = ("cls", "cls2", "class", "count", "index", "inx", "id")
 """Suffixes of texts and of numbers in `webdataset.autodecode`; a number may be a text here."""
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,17})")
-_MODULUS = (1 << 127) - 1
-_MULTIPLIER = 0x2545F4914F6CDD1D8B6A9F3C5E71D2B3 % _MODULUS
 
 
 def record_decoder(data_format: Format) -> Callable[[Record], Record]:
@@ -89,48 +82,6 @@ def _decode(name: str, decode: Callable[[bytes], Any], content: bytes) -> Any:
         raise ValueError(f"the file .{name} cannot be decoded: {' '.join(str(error).split())}") from error
 
 
-def normal_value(value: Any) -> Any:
-    """Return the normal form of a value: values of JSON, and bytes as their hash."""
-    kind = type(value)
-    if kind in (str, int, bool) or value is None:
-        return value
-    if kind is float:
-        return int(value) if value.is_integer() else value
-    if isinstance(value, Mapping):
-        return {str(name): normal_value(part) for name, part in value.items() if part is not None}
-    if isinstance(value, list | tuple):
-        return [normal_value(part) for part in value]
-    if isinstance(value, bytes | bytearray | memoryview):
-        return {"\0bytes": [len(value), xxhash.xxh3_128_hexdigest(bytes(value))]}
-    if isinstance(value, np.ndarray):
-        numbers = value.tolist()
-        return normal_value(numbers) if value.dtype.kind not in "iub" else numbers
-    if isinstance(value, np.generic):
-        return normal_value(value.item())
-    if isinstance(value, datetime.date | datetime.time):
-        return value.isoformat()
-    if isinstance(value, decimal.Decimal | datetime.timedelta):
-        return str(value)
-    return repr(value)
-
-
-def content_hash(record: Mapping[str, Any], names: Iterable[str] = (), excluded: Iterable[str] = ()) -> int:
-    """Return the hash (128 bits) of a record's content.
-
-    Args:
-        record: the record, decoded.
-        names: fields that count; none: all.
-        excluded: fields that do not count; the sample's name never does.
-    """
-    chosen, left_out = set(names), {KEY_FIELD, *excluded}
-    content = {
-        name: normal_value(value)
-        for name, value in record.items()
-        if value is not None and name not in left_out and (not chosen or name in chosen)
-    }
-    return xxhash.xxh3_128_intdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
-
-
 def content_bytes(value: Any) -> int:
     """Return the size of a value in bytes: of texts in UTF-8, of numbers and arrays in memory."""
     if isinstance(value, str):
@@ -144,25 +95,3 @@ def content_bytes(value: Any) -> int:
     if isinstance(value, list | tuple):
         return sum(map(content_bytes, value))
     return 0 if value is None else 8
-
-
-@dataclass(frozen=True)
-class ContentFingerprint:
-    """Hash of a list of records in their order; those of consecutive parts add up to that of the whole.
-
-    It is the polynomial of the records' hashes modulo 2^127 - 1 (Karp and Rabin 1987).
-    """
-
-    rows: int = 0
-    value: int = 0
-
-    def add(self, record_hash: int) -> ContentFingerprint:
-        """Return the fingerprint with one more record at the end."""
-        return ContentFingerprint(self.rows + 1, (self.value * _MULTIPLIER + record_hash) % _MODULUS)
-
-    def __add__(self, other: ContentFingerprint) -> ContentFingerprint:
-        shifted = self.value * pow(_MULTIPLIER, other.rows, _MODULUS)
-        return ContentFingerprint(self.rows + other.rows, (shifted + other.value) % _MODULUS)
-
-    def __str__(self) -> str:
-        return f"{self.value:032x}-{self.rows}"

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from wanma.data.documents.document_groups import DocumentGroup, group_documents, reading_format
 from wanma.data.formats.compression import SUFFIXES
@@ -105,8 +105,6 @@ class DataSelection:
     """Tokenizer as of `data.tokenizer`; empty: none is known."""
     sequence_length: int = 0
     """Tokens of a training sequence; 0: unknown."""
-    division: Literal["", "splits", "formats"] = ""
-    """Reason why the sources are no one list of rows: splits of one data set, or files of several formats."""
 
 
 @dataclass(frozen=True)
@@ -182,9 +180,9 @@ def select_entries(entries: Sequence[str], choice: FormatChoice, cache: str | No
             for name, stored in groups.items()
             for source in _split_sources(f"data/{name}", stored, FormatChoice(name))
         ]
-        return DataSelection(tuple(sources), folder, division="formats")
+        return DataSelection(tuple(sources), folder)
     sources = _split_sources("data", files, choice)
-    return DataSelection(tuple(sources), folder, division="splits" if len(sources) > 1 else "")
+    return DataSelection(tuple(sources), folder)
 
 
 def select_job_data(section: DataSection, choice: FormatChoice, cache: str | None) -> DataSelection:
@@ -200,9 +198,7 @@ def select_job_data(section: DataSection, choice: FormatChoice, cache: str | Non
         )
     folder = cache_folder(section.cache if cache is None else cache)
     if section.has_images:
-        sources_of_images = tuple(_image_sources(section, choice))
-        has_splits = any(one.name.rpartition("/")[2] == "validation" for one in sources_of_images)
-        return DataSelection(sources_of_images, folder, division="splits" if has_splits else "")
+        return DataSelection(tuple(_image_sources(section, choice)), folder)
     sources = [source for text in resolve_text_sources(section) for source in _text_sources(text, choice)]
     return DataSelection(tuple(sources), folder, section.tokenizer, section.sequence_length)
 
@@ -224,8 +220,8 @@ def _split_sources(name: str, files: Sequence[StoredFile], choice: FormatChoice)
 def _files_by_format(files: Sequence[StoredFile]) -> dict[str, list[StoredFile]]:
     """Divide files by format, each in its order; files with one suffix are to have one format.
 
-    Files that others describe, such as the shards of MDS, belong together: then all are of that format. Files
-    of no known format, and empty ones, are with those of the first: that format reports them.
+    Files that others describe, such as those of a saved data set, belong together: then all are of that
+    format. Files of no known format, and empty ones, are with those of the first: that format reports them.
     """
     formats = known_formats()
     marked = [one for one in formats.values() if one.markers]
@@ -295,8 +291,7 @@ def _text_sources(text: TextSource, choice: FormatChoice) -> Iterator[DataSource
             options[name] = TextDocuments() if name == "text" else _whole_format(group)
     for group in groups:
         if group.kind == "description":
-            name = "mds" if group.url.endswith("/index.json") else "huggingface"
-            files.get(name, []).extend(group.files)
+            files.get("huggingface", []).extend(group.files)
     for name, stored in files.items():
         kept, skipped = _only_text(stored) if name == "text" else (stored, [])
         if kept:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +13,6 @@ from wanma.data.documents.record_fields import TOKEN_FIELDS
 from wanma.data.formats.image_folder import is_image
 from wanma.data.text.tokenizer import Tokenizer
 from wanma.data.tools.images import image_description, image_format, is_picture
-from wanma.data.tools.record_content import normal_value
 
 _TEXT_FIELDS = ("text", "content", "txt")
 _SHOWN_NUMBERS = 16
@@ -90,14 +90,20 @@ def is_tokens(name: str, value: Any) -> bool:
 
 
 def _without_bytes(value: Any) -> Any:
-    """Return a value of JSON, with sizes in place of bytes."""
+    """Return a value as JSON has it, with sizes in place of bytes."""
     if isinstance(value, bytes | bytearray | memoryview):
         return f"<{len(value):,} bytes>"
     if isinstance(value, Mapping):
         return {str(name): _without_bytes(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
         return [_without_bytes(part) for part in value]
-    return normal_value(value)
+    if isinstance(value, np.ndarray | np.generic):
+        return _without_bytes(value.tolist())
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if value is None or isinstance(value, str | int | float):
+        return value
+    return value.isoformat() if isinstance(value, datetime.date | datetime.time) else str(value)
 
 
 def text_field(record: Mapping[str, Any]) -> str | None:

@@ -1,14 +1,11 @@
 """Verification of stored data: every byte is scanned, every row read and decoded; damage is listed.
 
-Nothing of the index of jobs is used: files are scanned anew, in a folder of the verification's own. Rows that
-are done are noted there, so that an interrupted verification can go on.
+Nothing of the index of jobs is used: files are scanned anew, in a folder of the verification's own.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +27,7 @@ from wanma.data.tools.row_reading import Damage, RowTask, plan_tasks, read_rows,
 from wanma.data.tools.selection import DataSelection, Progress
 from wanma.data.tools.task_processes import ProcessCrash, Work, useful_processes
 from wanma.data.tools.values import image_bytes
-from wanma.data.tools.work_folder import locked_folder
+from wanma.job.errors import WanmaError
 
 _IMAGE_FIELDS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
 """Fields whose bytes are images, by the suffixes of WebDataset."""
@@ -49,8 +46,6 @@ class Verification:
     size: int
     """Stored bytes."""
     damages: tuple[Damage, ...]
-    resumed_rows: int = 0
-    """Number of rows that an interrupted verification had read before."""
     images_decoded: bool = True
     """False if images were only found by their first bytes, because Pillow is not installed."""
 
@@ -68,7 +63,6 @@ def verify_data(
     selection: DataSelection,
     *,
     processes: int | None = None,
-    resume: bool = False,
     progress: Progress | None = None,
 ) -> Verification:
     """Read all data, and list what is damaged.
@@ -76,7 +70,6 @@ def verify_data(
     Args:
         selection: the sources.
         processes: processes that read at once; default: by the size, up to the usable cores.
-        resume: go on where an interrupted verification of the same files was.
         progress: called with (bytes done, bytes in all); a file counts twice, scanned and read.
 
     Raises:
@@ -84,31 +77,25 @@ def verify_data(
     """
     sizes = [source.size for source in selection.sources]
     total = 2 * sum(sizes)
-    with _own_folder(selection, resume) as folder:
+    with _own_folder(selection.cache_folder) as folder:
         indexes = []
         for number, source in enumerate(selection.sources):
             start = sum(sizes[:number])
             advance = partial(_advance, progress, start, total)
             indexes.append(source.open_index(folder, advance, skip_damaged=True))
         tasks = [task for number, index in enumerate(indexes) for task in plan_tasks(index, number)]
-        done = _read_journal(folder / "done.jsonl")
-        with (folder / "done.jsonl").open("a", encoding="utf-8") as journal:
-            damages = [damage for task in tasks for damage in done.get(task, ())]
-            pending = [task for task in tasks if task not in done]
-            read = sum(task.size for task in done)
-            for task, found in _read_tasks(selection, indexes, pending, processes):
-                damages += found
-                read += task.size
-                journal.write(json.dumps([asdict(task), [asdict(one) for one in found]]) + "\n")
-                journal.flush()
-                _advance(progress, sum(sizes), total, read, 0)
+        damages: list[Damage] = []
+        read = 0
+        for task, found in _read_tasks(selection, indexes, tasks, processes):
+            damages += found
+            read += task.size
+            _advance(progress, sum(sizes), total, read, 0)
     damages += _damaged_files(selection, indexes)
     return Verification(
         sum(len(source.files) for source in selection.sources),
         sum(index.rows for index in indexes),
         sum(sizes),
         tuple(_merge(damages)),
-        sum(task.end - task.start for task in done if task in set(tasks)),
         has_pillow(),
     )
 
@@ -207,45 +194,22 @@ def _merge(damages: Sequence[Damage]) -> list[Damage]:
 
 
 @contextmanager
-def _own_folder(selection: DataSelection, resume: bool) -> Iterator[Path]:
-    """Yield the folder of this verification: empty, or as an interrupted one left it; removed at the end.
+def _own_folder(cache: Path) -> Iterator[Path]:
+    """Yield an empty folder below the cache folder, which is removed at the end.
 
     Raises:
-        WanmaError: another process verifies the same files, or the folder cannot be written to.
+        WanmaError: the folder cannot be written to.
     """
-    identity = [
-        [source.name, source.data_format.name, source.data_format.options, file.url, file.size, file.version]
-        for source in selection.sources
-        for file in source.files
-    ]
-    text = json.dumps([identity, selection.tokenizer]).encode("utf-8", "surrogatepass")
-    folder = selection.cache_folder / "verification" / hashlib.sha256(text).hexdigest()[:32]
-    hint = "free space, or choose another cache folder with --cache"
-    with locked_folder(folder, "verifies the same files", hint):
-        if not resume:
-            _empty(folder)
-        yield folder
-        shutil.rmtree(folder, ignore_errors=True)  # an interrupted one leaves it
-
-
-def _empty(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name != ".lock":
-            path.unlink()
-
-
-def _read_journal(path: Path) -> dict[RowTask, list[Damage]]:
-    """Return the tasks that are done, with their damage; a last line that was cut is removed."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    whole = [line for line in lines if line.endswith("\n")]
-    path.write_text("".join(whole), encoding="utf-8")
-    done: dict[RowTask, list[Damage]] = {}
-    for line in whole:
-        task, damages = json.loads(line)
-        done[RowTask(**task)] = [Damage(**one) for one in damages]
-    return done
+    folder = cache / "verification"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            yield Path(temporary)
+    except OSError as error:
+        raise WanmaError(
+            f"cannot write to {folder}: {error.strerror or error}",
+            "free space, or choose another cache folder with --cache",
+        ) from error
 
 
 def verification_json(found: Verification) -> dict[str, Any]:
@@ -256,7 +220,6 @@ def verification_json(found: Verification) -> dict[str, Any]:
         "bytes": found.size,
         "damaged_files": found.damaged_files,
         "damaged_rows": found.damaged_rows,
-        "resumed_rows": found.resumed_rows,
         "images_decoded": found.images_decoded,
         "damages": [asdict(one) for one in found.damages],
     }

@@ -11,7 +11,7 @@ from wanma.job.cluster import Device, DeviceClass, InterconnectLevel
 
 TERA = 1e12
 GIGABYTE = 10**9
-MICROSECOND = 1e-6
+
 
 NVLINK_LATENCY_SECONDS, PCIE_LATENCY_SECONDS, NETWORK_LATENCY_SECONDS = 0.6e-6, 1.0e-6, 2.7e-6
 """Latency in seconds of one hop (ring algorithm, LL protocol) in NCCL's tuning model.

@@ -56,10 +56,6 @@ class ReplicaPlacement:
             cuts.append((cuts[-1] if cuts else 0) + stage.blocks)
         return tuple(cuts)
 
-    def device_count_on(self, node_group: int) -> int:
-        """Return the number of devices on one node group."""
-        return self.count * sum(stage.tp for stage in self.places if stage.node == node_group)
-
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> ReplicaPlacement:
         return cls(**{**value, "places": tuple(StagePlacement(**stage) for stage in value["places"])})

@@ -118,7 +118,7 @@ class DataSection(Section):
     )
     images: TextList = Field(
         default_factory=list,
-        description="labelled images: files, folders, globs, URLs of image folders, WebDataset, Parquet, MDS "
+        description="labelled images: files, folders, globs, URLs of image folders, WebDataset, Parquet "
         "and others; or MNIST IDX, CIFAR-10 binary, .npz",
     )
     image_transform: ImageTransformSection = Field(

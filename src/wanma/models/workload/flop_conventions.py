@@ -24,7 +24,6 @@ from wanma.models.workload.sublayer_cost import attention_cost, feed_forward_cos
 
 OWN = "mfu"
 """Convention of wanma's own MFU."""
-CONVENTIONS = (OWN, "mfu_full_attention", "mfu_palm", "mfu_6nd", "hfu")
 
 
 def training_flops(

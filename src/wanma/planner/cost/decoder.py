@@ -5,42 +5,15 @@
 
 from __future__ import annotations
 
-from wanma.job.forecast.forecast import StepTime
 from wanma.job.plan.plan import Plan
 from wanma.models.config.dimensions import DecoderConfig
 from wanma.models.workload.sublayer_cost import attention_cost, feed_forward_cost
 from wanma.planner.cost.decoder_layers import FrameworkTraits, block_cost, embedding_cost, head_cost
 from wanma.planner.cost.model_cost import BlockGroup, EndLayer, ModelCost, build_stages
-from wanma.planner.cost.step import StepComponents, assemble_step_time, build_step_components
+from wanma.planner.cost.step import StepComponents, build_step_components
 from wanma.planner.hardware_model.collective_time import RankGroup, all_gather_seconds, send_seconds
 from wanma.planner.hardware_model.model import HardwareModel
 from wanma.planner.hardware_model.operator_time import ELEMENT_BYTES
-from wanma.planner.pipeline.schedules import blocks_of_stages
-
-
-def decoder_step_time(
-    dimensions: DecoderConfig,
-    sequence_length: int,
-    plan: Plan,
-    global_batch: int,
-    hardware: HardwareModel,
-    framework: FrameworkTraits | None = None,
-    in_flight: int | None = None,
-) -> StepTime:
-    """Return the forecast of one optimizer step of `global_batch` sequences of `sequence_length` tokens.
-
-    Args:
-        in_flight: largest number of in-flight micro-batches, as in `simulate_pipeline`.
-
-    Raises:
-        ValueError: the hardware model has fewer devices than the plan has ranks, or no rate for its
-            precision.
-    """
-    return assemble_step_time(
-        decoder_step_components(
-            dimensions, sequence_length, plan, global_batch, hardware, framework, in_flight
-        )
-    )
 
 
 def decoder_step_components(
@@ -52,7 +25,15 @@ def decoder_step_components(
     framework: FrameworkTraits | None = None,
     in_flight: int | None = None,
 ) -> StepComponents:
-    """Return the components from which `decoder_step_time` is assembled; arguments and errors as there."""
+    """Return the components of one optimizer step of `global_batch` sequences of `sequence_length` tokens.
+
+    Args:
+        in_flight: largest number of in-flight micro-batches, as in `simulate_pipeline`.
+
+    Raises:
+        ValueError: the hardware model has fewer devices than the plan has ranks, or no rate for its
+            precision.
+    """
     framework = framework or FrameworkTraits(fuses_pointwise=plan.compile)
     return build_step_components(
         build_stages(decoder_model_cost(dimensions, sequence_length, plan, hardware, framework), plan),
@@ -63,11 +44,6 @@ def decoder_step_components(
         stage_send_seconds=decoder_stage_send_seconds(dimensions, sequence_length, plan, hardware),
         in_flight=in_flight,
     )
-
-
-def stage_blocks(dimensions: DecoderConfig, plan: Plan) -> list[int]:
-    """Return the number of blocks in every stage of the plan."""
-    return blocks_of_stages(dimensions.layers, plan)
 
 
 def decoder_model_cost(

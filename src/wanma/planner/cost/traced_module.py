@@ -15,8 +15,7 @@ from wanma.job.forecast.operators import Attention, Matmul, Operator
 from wanma.job.plan.plan import Plan
 from wanma.planner.cost.decoder_layers import FrameworkTraits, matmul_precision
 from wanma.planner.cost.layer_cost import LayerCost
-from wanma.planner.cost.model_cost import BlockGroup, EndLayer, ModelCost, build_stages
-from wanma.planner.cost.step import StepComponents, assemble_step_time, build_step_components
+from wanma.planner.cost.model_cost import BlockGroup, EndLayer, ModelCost
 from wanma.planner.hardware_model.collective_time import (
     RankGroup,
     all_gather_seconds,
@@ -43,47 +42,6 @@ _REPORTED_SHARE = 0.1
 """Share of a step from which the update of embedding tables is reported to the user, 0 .. 1."""
 _MIN_TENSOR_CORE_DIMENSION = 16
 """Rows, columns or terms of a product below which tensor cores do not help, as in a depthwise convolution."""
-
-
-def module_step_time(
-    workload: Workload,
-    plan: Plan,
-    global_batch: int,
-    hardware: HardwareModel,
-    framework: FrameworkTraits | None = None,
-) -> StepTime:
-    """Return the forecast of one optimizer step of `global_batch` samples.
-
-    Every parameter is updated in every step, including rows of an embedding table that no sample reads:
-    gradients are dense, except for tables that declare otherwise (`LayerWorkload.trainable_parameters`).
-
-    Raises:
-        ValueError: the layers' operators are not known (`LayerWorkload.operators`); the hardware model has
-            fewer devices than the plan has ranks, or no rate for its precision.
-    """
-    return assemble_step_time(module_step_components(workload, plan, global_batch, hardware, framework))
-
-
-def module_step_components(
-    workload: Workload,
-    plan: Plan,
-    global_batch: int,
-    hardware: HardwareModel,
-    framework: FrameworkTraits | None = None,
-) -> StepComponents:
-    """Return the components of `module_step_time`; arguments and errors likewise."""
-    if not has_operators(workload):
-        raise ValueError("the operators of the model's layers are not known")
-    framework = framework or FrameworkTraits(fuses_pointwise=plan.compile)
-    return build_step_components(
-        build_stages(module_model_cost(workload, plan, hardware, framework), plan),
-        plan,
-        plan.gradient_accumulation_steps(global_batch),
-        hardware,
-        framework,
-        stage_send_seconds=module_stage_send_seconds(workload, plan, hardware),
-        trainable_share=workload.trainable_share,
-    )
 
 
 def module_model_cost(

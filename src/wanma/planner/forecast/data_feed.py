@@ -26,7 +26,7 @@ from wanma.planner.forecast.loader_workers import choose_workers
 from wanma.planner.forecast.problem import PlanningProblem
 
 PREPARED_FILE_BYTES = 256 << 20
-"""Bytes of a file that `wanma data convert` writes by default, roughly; assumed for its forecast."""
+"""Bytes of a file of packed samples, assumed for their forecast."""
 MIN_GAIN = 1.05
 """Least factor by which a way out raises the supplied samples."""
 MAX_SHOWN_REMEDIES = 3
@@ -178,7 +178,7 @@ def _changes(
     )
     if loading.file_bytes < loading.cache_block_bytes:
         packed = replace(loading, file_bytes=float(PREPARED_FILE_BYTES))
-        yield "larger files (`wanma data convert`)", _with_loading(problem, packed), data
+        yield "larger files (WebDataset, Parquet)", _with_loading(problem, packed), data
 
 
 def _read_ahead_changes(

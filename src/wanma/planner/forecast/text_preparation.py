@@ -50,11 +50,6 @@ def forecast_preparation(
     )
 
 
-def is_long(preparation: PreparationForecast | None) -> bool:
-    """Return True if the wait is a warning."""
-    return preparation is not None and preparation.seconds >= LONG_SECONDS
-
-
 def preparation_reasons(
     text: TextPreparation | None, preparation: PreparationForecast | None
 ) -> tuple[str, ...]:

@@ -191,47 +191,6 @@ def accepts_micro_batches(schedule: Schedule, pp: int, micro_batches: int) -> bo
     return schedule not in INTERLEAVED or micro_batches % max(micro_batches // pp, 1) == 0
 
 
-def bubble_fraction(schedule: Schedule, pp: int, virtual_stages: int, micro_batches: int) -> float:
-    """Return the pipeline bubble: share of a step in which a rank waits, 0 .. 1.
-
-    It counts from the first forward to the last backward, and holds for equal stages, free communication, and
-    a backward that takes twice the forward, one half for the input gradients and one for the weight
-    gradients. In units of one stage's forward, with p ranks, v stages each and m micro-batches, a rank works
-    3·v·m and waits
-
-        gpipe, 1f1b               3 (p − 1)   Huang et al. 2019, Narayanan et al. 2021 (section 2.2.1)
-        interleaved_1f1b          3 (p − 1)   Narayanan et al. 2021 (section 2.2.2)
-        interleaved_zero_bubble     (p − 1)   Qi et al. 2023 (section 2.3, ZB-H1)
-        zbv                         (p − 1)   Qi et al. 2023 (section 6), which leaves out that the ranks
-                                              begin one after the other and wait for each other at the end
-        dualpipev                   (p − 1)   DeepSeek 2025 (DualPipe's table), likewise
-
-    from m = p micro-batches on (zbv: 2p − 1). Fewer do not fill the pipeline, and ranks wait longer.
-    """
-    waits = (3 if schedule in ("gpipe", "1f1b", "interleaved_1f1b") else 1) * (pp - 1)
-    return waits / (3 * virtual_stages * micro_batches + waits)
-
-
-def peak_in_flight(schedule: Schedule, pp: int, virtual_stages: int, micro_batches: int) -> int:
-    """Return the most forwards whose activations one rank holds at once, in micro-batches of one stage.
-
-    They are all of them under GPipe (Huang et al. 2019), as many as stages under 1F1B (Narayanan et al. 2021,
-    section 2.2.1); for the others the warm-up of torch's own schedules. With split backward they are held
-    until the weight gradients are computed.
-    """
-    all_forwards = virtual_stages * micro_batches
-    round_size = micro_batches // max(micro_batches // pp, 1)
-    peaks = {
-        "gpipe": all_forwards,
-        "1f1b": pp,
-        "interleaved_1f1b": (virtual_stages - 1) * round_size + 2 * pp - 1,
-        "interleaved_zero_bubble": (virtual_stages - 1) * round_size + pp,
-        "zbv": 2 * pp,
-        "dualpipev": 2 * pp + 1,
-    }
-    return min(peaks[schedule], all_forwards)
-
-
 @lru_cache(maxsize=65536)
 def in_flight_by_stage(
     schedule: Schedule, pp: int, virtual_stages: int, micro_batches: int, rank: int
@@ -273,14 +232,3 @@ def blocks_of_stages(blocks: int, plan: Plan) -> list[int]:
     order = [*range(1, stages), 0]
     larger_stages = set(order[:extra])
     return [base + (stage in larger_stages) for stage in range(stages)]
-
-
-def largest_block_share(plan: Plan, blocks: int) -> float:
-    """Return the share of a model's blocks on the rank with most of them, 0 .. 1."""
-    if plan.pp == 1 or not plan.stage_cuts or blocks == 0:
-        return 1 / plan.pp
-    sizes = [stop - start for start, stop in pairwise((0, *plan.stage_cuts, blocks))]
-    return (
-        max(sum(sizes[stage] for stage in plan.stages_of_pipeline_rank(rank)) for rank in range(plan.pp))
-        / blocks
-    )

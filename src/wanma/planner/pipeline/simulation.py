@@ -1,7 +1,7 @@
 """Time of a pipeline: simulation of its schedule, operation by operation, with the cost of each stage.
 
-Stages may cost differently and sending takes time; the published bubbles (`schedules.bubble_fraction`) are
-the special case of equal stages and free links. Pure functions, without torch.
+Stages may cost differently and sending takes time; the published bubbles are the special case of equal stages
+and free links. Pure functions, without torch.
 """
 
 from __future__ import annotations

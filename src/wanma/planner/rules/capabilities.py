@@ -15,7 +15,6 @@ from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
 from wanma.job.plan.rank_timing import rank_timing_obstacle
 from wanma.job.sections.job import Job
-from wanma.job.sections.parallel import Schedule
 from wanma.models.config.resolution import input_kind
 from wanma.planner.pipeline.schedules import SPLIT_BACKWARD
 from wanma.planner.rules.compression import requests_compression, unsupported_compression_error
@@ -25,16 +24,6 @@ from wanma.torch_internals.versions import (
     Version,
     installed_torch_version,
 )
-
-SCHEDULES: tuple[Schedule, ...] = (
-    "gpipe",
-    "1f1b",
-    "interleaved_1f1b",
-    "interleaved_zero_bubble",
-    "zbv",
-    "dualpipev",
-)
-"""Pipeline schedules that the runtime supports; torch has each of them from 2.11 on."""
 
 FP8_MIN_COMPUTE_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with matrix products in fp8."""

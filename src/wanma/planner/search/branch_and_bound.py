@@ -66,7 +66,7 @@ def search(
     Args:
         problem: the planning problem.
         space: plans to search.
-        keep: largest number of candidates, each of another mesh shape (`mesh_shape_key`).
+        keep: largest number of candidates, each of another mesh shape (pp, data ranks, cp, tp, ep).
         tolerance: for every plan there is one on the front that is at most this share slower and larger.
         max_slowdown: largest step time on the front, as a multiple of the fastest plan's.
 
@@ -78,11 +78,6 @@ def search(
     for devices in sorted(space.world_sizes, reverse=True):
         searching.expand_world_size(devices)
     return replace(searching.result(), seconds=time.perf_counter() - began)
-
-
-def mesh_shape_key(plan: Plan) -> tuple[int, ...]:
-    """Return the mesh shape of a plan, by which candidates differ: (pp, data ranks, cp, tp, ep)."""
-    return plan.pp, plan.data_parallel_size, plan.cp, plan.tp, plan.ep
 
 
 def candidate_order(candidate: Candidate) -> tuple[object, ...]:

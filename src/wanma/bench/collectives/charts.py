@@ -1,16 +1,14 @@
-"""HTML page of a collective benchmark, usable offline: bus bandwidth and time by size and algorithm."""
+"""Charts of a collective benchmark: bus bandwidth and time by size and algorithm."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from html import escape
+from collections.abc import Sequence
 from itertools import groupby
 
 from wanma.bench.collectives.results import CollectiveResults
 from wanma.collectives.measurement.bandwidth import CollectiveTiming
 from wanma.observe.units import bytes_text, duration_text
-from wanma.report.components.html_elements import card, document
-from wanma.report.components.line_chart import Chart, Series, chart_figure
+from wanma.report.components.line_chart import Chart, Series
 
 LIMIT_COLOR = 7
 COLOR_COUNT = 6
@@ -18,16 +16,6 @@ DEFINITIONS = (
     "Bus bandwidth by the definitions of nccl-tests (doc/PERFORMANCE.md): size / time × 2 (n − 1) / n of an "
     "all-reduce, × (n − 1) / n of an all-gather, reduce-scatter and all-to-all, × 1 of a broadcast."
 )
-
-
-def results_page(results: Iterable[CollectiveResults]) -> str:
-    """Return the complete page as HTML."""
-    parts = [f"<header><h1>Collectives</h1><p>{DEFINITIONS}</p></header>"]
-    for sweep in results:
-        note = f"{sweep.machine}, {sweep.date}. Limit: {sweep.limit}."
-        parts.append(card(sweep.title, f'<p class="note">{escape(note)}</p>'))
-        parts.append(f'<section class="charts">{"".join(map(chart_figure, charts(sweep)))}</section>')
-    return document("Collectives", parts)
 
 
 def charts(results: CollectiveResults) -> list[Chart]:

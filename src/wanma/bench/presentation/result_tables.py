@@ -1,4 +1,4 @@
-"""Exports of a result: steps and summaries as CSV and Parquet, summaries as a Markdown table."""
+"""Exports of a result: steps and summaries as CSV, summaries as a Markdown table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import io
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from wanma.bench.figures.metrics import CONVENTION_METRICS, PHASE, UTILIZATION, find_metric
@@ -16,7 +15,6 @@ from wanma.bench.machine_figures.definitions import is_machine_detail
 from wanma.bench.measurements.measurement import COLUMNS
 from wanma.bench.results.result import BenchmarkResult
 from wanma.bench.statistics.estimates import Estimate
-from wanma.job.errors import EXIT_USAGE, WanmaError, missing_extra_error
 
 SUMMARY_COLUMNS = (
     "contender",
@@ -126,35 +124,6 @@ def summary_rows(result: BenchmarkResult) -> Iterator[dict[str, Any]]:
                 row["smallest_difference"] = smallest if math.isfinite(smallest) else None
                 row["verdict"] = outcome_text(metric, verdict)
             yield row
-
-
-def write_parquet(result: BenchmarkResult, folder: Path) -> list[Path]:
-    """Write `steps.parquet` and `summaries.parquet` into `folder`, which is created if missing.
-
-    Raises:
-        WanmaError: pyarrow is not installed, or the folder cannot be written to.
-    """
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise missing_extra_error("pyarrow", "bench", "Parquet") from error
-    tables = {
-        "steps": (step_columns(result), list(step_rows(result))),
-        "summaries": (SUMMARY_COLUMNS, list(summary_rows(result))),
-    }
-    paths = []
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, (columns, rows) in tables.items():
-            table = pyarrow.table({column: [row.get(column) for row in rows] for column in columns})
-            paths.append(folder / f"{name}.parquet")
-            pyarrow.parquet.write_table(table, paths[-1])
-    except OSError as error:
-        raise WanmaError(
-            f"cannot write to {folder}: {error.strerror or error}", "give another folder", EXIT_USAGE
-        ) from error
-    return paths
 
 
 def markdown_table(result: BenchmarkResult, metrics: Sequence[str] = ()) -> str:

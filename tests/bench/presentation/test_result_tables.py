@@ -1,24 +1,21 @@
-"""Exports of a result: steps and summaries in CSV, Parquet and Markdown."""
+"""Exports of a result: steps and summaries in CSV and Markdown."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
 import io
-from pathlib import Path
 
 import pytest
 
 from support.benchmark_results import benchmark_result
-from wanma.bench.exports.result_tables import (
+from wanma.bench.presentation.result_tables import (
     markdown_table,
     steps_csv,
     summaries_csv,
     summary_metrics,
-    write_parquet,
 )
 from wanma.bench.results.result import BenchmarkResult
-from wanma.job.errors import WanmaError
 
 SLOW = [1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0]
 
@@ -89,24 +86,6 @@ def test_the_markdown_table_has_all_metrics_but_phases(result: BenchmarkResult) 
     assert "Checkpoint stall (95 %)" in heads
     assert "Phase" not in heads
     assert not [name for name in summary_metrics(result) if name.startswith("phases.")]
-
-
-def test_parquet_has_the_same_rows(result: BenchmarkResult, tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    paths = write_parquet(result, tmp_path / "out")
-    assert [path.name for path in paths] == ["steps.parquet", "summaries.parquet"]
-    steps = parquet.read_table(paths[0]).to_pylist()
-    assert len(steps) == 84
-    assert (steps[0]["seconds"], steps[0]["mfu"], steps[0]["phases.optimizer"]) == (3.0, None, 0.75)
-    summaries = parquet.read_table(paths[1]).to_pylist()
-    assert [row["verdict"] for row in summaries if row["metric"] == "step_seconds"] == [None, "faster"]
-
-
-def test_a_folder_that_cannot_be_written_is_an_error(result: BenchmarkResult, tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow.parquet")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(WanmaError, match="cannot write to"):
-        write_parquet(result, tmp_path / "file")
 
 
 def test_names_with_commas_pipes_lines_and_markup_stay_one_cell() -> None:
