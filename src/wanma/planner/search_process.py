@@ -70,8 +70,8 @@ def serve(queue: int) -> None:
     """
     from multiprocessing.connection import Connection
 
-    for number in (signal.SIGINT, signal.SIGUSR1):  # they reach all processes; the first one decides
-        signal.signal(number, signal.SIG_IGN)
+    for stop in (signal.SIGINT, signal.SIGUSR1):  # they reach all processes; the first one decides
+        signal.signal(stop, signal.SIG_IGN)
     with Connection(0) as connection:
         tasks = connection.recv()
         for number in _taken(queue):
