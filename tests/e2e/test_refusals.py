@@ -13,7 +13,7 @@ import pytest
 from support.command import Desk, Training, assert_bitwise_equal, small_disk
 
 REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "no job file": (("nothing.toml",), ("there is no job file nothing.toml", "own.toml, text.toml")),
+    "no job file": (("nothing.toml",), ("there is no job file nothing.toml", "own.toml")),
     "missing data": (("text.toml", "data.text=[nowhere]"), ("data.text[0]: 'nowhere' does not exist",)),
     "empty corpus": (
         ("text.toml", "data.text=[empty]"),

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from datetime import date
 from pathlib import Path
 
 from support.gate import scratch
+from support.gate.machine import busy_seconds
 from support.gate.records import Record, read_records
 from support.gate.verdict import (
     MOST_REPEATED,
@@ -86,7 +86,7 @@ class Gate:
     def __init__(self, evidence: Path, commit: str, until: float, is_part: bool = False) -> None:
         self.evidence, self.commit, self.until, self._is_part = evidence, commit, until, is_part
         self._load = os.getloadavg()[0]
-        self._started = time.monotonic()
+        self._started, self._busy = time.monotonic(), busy_seconds()
         self._folders: list[Path] = []
         shutil.rmtree(evidence / "alone", ignore_errors=True)
         evidence.mkdir(parents=True, exist_ok=True)
@@ -147,9 +147,8 @@ class Gate:
 
     def close(self, verdict: Verdict) -> int:
         """Print and keep the verdict; return the exit code."""
-        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         minutes = (time.monotonic() - self._started) / 60
-        took = f"{minutes:.1f} minutes, {usage.ru_utime + usage.ru_stime:.0f} CPU-seconds"
+        took = f"{minutes:.1f} minutes, {busy_seconds() - self._busy:.0f} CPU-seconds of this machine"
         lines = [f"tests of {self.commit}: {took}, load before {self._load:.2f}", *verdict.lines()]
         text = "\n".join(lines) + "\n"
         (self.evidence / "verdict").write_text(text)

@@ -47,13 +47,20 @@ def describe_machine() -> str:
 def steal_share(seconds: float = 0.5) -> float:
     """Share of the processors' time, in the next `seconds`, that the host of this machine gives to others."""
 
-    def ticks() -> list[int]:
-        return [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
-
-    before = ticks()
+    before = _ticks()
     time.sleep(seconds)
-    spent = [after - first for first, after in zip(before, ticks(), strict=True)]
+    spent = [after - first for first, after in zip(before, _ticks(), strict=True)]
     return spent[7] / max(sum(spent[:8]), 1)
+
+
+def busy_seconds() -> float:
+    """CPU-seconds of all processes since the start of the machine, waited for by their parents or not."""
+    user, nice, system, _idle, _waiting, interrupts, soft_interrupts, *_ = _ticks()
+    return (user + nice + system + interrupts + soft_interrupts) / os.sysconf("SC_CLK_TCK")
+
+
+def _ticks() -> list[int]:
+    return [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
 
 
 if __name__ == "__main__":
