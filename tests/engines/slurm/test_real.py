@@ -77,7 +77,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 
 @pytest.fixture(autouse=True)
 def restore_cluster(cluster: SlurmCluster, tmp_path: Path) -> Iterator[None]:
-    """Restore the cluster after a test that failed half-way: its jobs would keep the nodes from others."""
+    """Give each test both nodes, also after one that failed half-way or killed a node."""
+    wait_until_idle(cluster)
     yield
     if cluster.daemons["slurmctld"].poll() is not None:
         cluster.start_controller()

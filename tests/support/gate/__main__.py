@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -58,6 +59,9 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--full-minutes", type=float, default=FULL_MINUTES)
     parser.add_argument("--last-minutes", type=float, default=LAST_MINUTES)
     options, rest = parser.parse_known_args(words)
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):  # a shell ignores them in the background
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
     if options.since:
         rest += [f"--changed-since={options.since}", "--and-pure"]
     until = options.started + 60 * options.last_minutes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import threading
 import time
@@ -44,6 +45,7 @@ class RunningProgram:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=_heed_interrupts,
         )
         assert self.process.stdout is not None
         self.output = Output(self.process.stdout, folder / "output.log")
@@ -59,6 +61,11 @@ class RunningProgram:
             self.process.kill()
             self.program.abandon()
         self.process.wait()
+
+
+def _heed_interrupts() -> None:
+    """Let SIGINT end the program at its target; the children of a meter in the background ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Output:
