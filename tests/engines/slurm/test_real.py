@@ -356,17 +356,22 @@ def test_a_run_whose_start_takes_longer_than_its_time_limit_ends_with_one_error(
     assert "cluster.slurm.signal_seconds" in refused
     login.train("-d", *words, "cluster.slurm.time=1", "cluster.slurm.signal_seconds=30")
     (job,) = login.jobs
-    for number in (1, 2, 3):
-        cluster.wait_for(
-            lambda number=number: starts.exists() and starts.read_text().count("start") == number, "a start"
-        )
-        if number > 1:  # the first one comes from Slurm itself
-            cluster.run("scancel", "--signal=USR1", job)
+    signalled = 1  # the first signal comes from Slurm itself, which looks every 30 s: at the start, or later
+
+    def is_failed() -> bool:
+        nonlocal signalled
+        started = starts.read_text().count("start") if starts.exists() else 0
+        if started > signalled:
+            signalled = started
+            with contextlib.suppress(AssertionError):  # Slurm was faster, and the job has ended
+                cluster.run("scancel", "--signal=USR1", job)
+        return read_report(login.run).state == "failed"
+
     with login.describe_failure():
-        cluster.wait_for(lambda: read_report(login.run).state == "failed", "the end of the run")
+        cluster.wait_for(is_failed, "the end of the run", 240)
     login.wait_for_state("failed")
     assert cluster.job(job)["Restarts"] == "2"
-    assert login.output.count("before the start of the ranks: SIGUSR1") == 3
+    assert 1 <= login.output.count("before the start of the ranks: SIGUSR1") <= 3
     assert login.output.count("raise cluster.slurm.time") == 1
     wait_until_idle(cluster)
 

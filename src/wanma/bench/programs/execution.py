@@ -179,7 +179,9 @@ def read_measurement(
     records = tuple(record for record in records if record.time >= started)  # a clock set back gives others
     turns = None
     if math.isfinite(shared_until):
-        shared = sum(record.time <= shared_until for record in records)
+        # Of the one that ended first all count: its last lines may be read after its end.
+        is_first = ending.time <= shared_until
+        shared = len(records) if is_first else sum(record.time <= shared_until for record in records)
         counted = shared_turns(records, clock, shared_until)
         records, stopped = steps_without_stops(records, clock)
         figures = figures_without_clocks(figures)
