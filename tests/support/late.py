@@ -42,11 +42,6 @@ def with_its_update_and_nobody_waits() -> None:
     SharedMemoryWeights._barrier = lambda _: None  # type: ignore[method-assign]
 
 
-def with_an_evaluation_and_nobody_waits() -> None:
-    with_an_evaluation()
-    SharedMemoryWeights._barrier = lambda _: None  # type: ignore[method-assign]
-
-
 def nothing_is_common() -> None:
     parallelize.share_weights_in_memory = lambda *_: None
 
