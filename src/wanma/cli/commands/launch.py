@@ -21,6 +21,7 @@ from wanma.cli.framework_arguments import (
     parse_framework,
 )
 from wanma.cli.output import print_submitted
+from wanma.cli.torchrun_arguments import add_torchrun_arguments, parse_ranks, read_torchrun_arguments
 from wanma.engines.launchers.launcher_placement import LauncherPlacement
 from wanma.job.errors import JobError
 
@@ -28,14 +29,6 @@ if TYPE_CHECKING:
     from wanma.api.launch.script_launch import Program
     from wanma.job.sections.cluster import ClusterSection
 
-_TORCHRUN_OPTIONS = {
-    "ranks": ("--nproc-per-node", "--nproc_per_node"),
-    "nodes": ("--nnodes",),
-    "node_rank": ("--node_rank",),
-    "rendezvous": ("--rdzv-endpoint", "--rdzv_endpoint"),
-    "max_restarts": ("--max-restarts", "--max_restarts"),
-}
-"""Options in torchrun's spelling, by their destination here."""
 _DESCRIPTION = """\
 Run your own training script in several processes: plain Python, as for torchrun, for TensorFlow, JAX,
 Horovod or MPI, or with wanma.session(...).
@@ -70,7 +63,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         epilog=_EXAMPLES,
     )
     parser.add_argument(
-        "--ranks", metavar="N", type=int, help="processes to start on this node (required without a launcher)"
+        "--ranks",
+        metavar="N",
+        type=parse_ranks,
+        help="processes to start on this node (required without a launcher); auto: one per GPU, or CPU core",
     )
     parser.add_argument("--run-dir", metavar="DIR", type=Path, help="run directory; default: runs/SCRIPT")
     parser.add_argument(
@@ -91,9 +87,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="ranks with output on the console: all (default), none, or e.g. 0,3",
     )
     add_framework_arguments(parser)
-    for meaning, spelled in _TORCHRUN_OPTIONS.items():
-        kind = int if meaning == "ranks" else str
-        parser.add_argument(*spelled, dest=meaning, type=kind, metavar="N", help=argparse.SUPPRESS)
+    add_torchrun_arguments(parser)
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as for python -m")
     for option in ("--local-rank", "--local_rank"):
         parser.add_argument(
@@ -133,6 +127,7 @@ def _launch(arguments: argparse.Namespace, placement: LauncherPlacement | None) 
             "put options of wanma launch before SCRIPT; see `wanma launch --help`",
         )
     reject_detach(arguments.detach, placement)
+    read_torchrun_arguments(arguments)
     framework, arguments.python = parse_framework(arguments)
     nodes = arguments.nodes or ("1" if placement is None else str(placement.nodes))
     if arguments.ranks is None:
