@@ -134,6 +134,34 @@ def test_noise_is_no_coupling(tmp_path: Path) -> None:
     assert len(train(tmp_path, Plan(micro_batch=6), model=seeded(Drawing)).steps) == 2
 
 
+class Rounding(nn.Module):
+    """Model whose outputs cancel but for their rounding, which is another in batches of another size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.large = nn.Linear(8, 4), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        offset = 10_000.1 * len(x)
+        values = self.layer(x)
+        output: Tensor = self.large(torch.cat([values, -values / 2, -values / 2], -1) + offset) - offset
+        return output
+
+
+def sum_of_outputs(output: Tensor, targets: Tensor) -> Tensor:
+    del targets
+    return output.sum(-1)
+
+
+def test_rounding_is_no_coupling(tmp_path: Path) -> None:
+    plan, text = Plan(micro_batch=6, precision="fp32"), job()
+    text["train"]["precision"] = "fp32"
+    objects = {"model": seeded(Rounding), "data": Numbers(), "loss": sum_of_outputs}
+    assert len(run_here(tmp_path / "1", text, plan, objects=objects).steps) == 2
+    with pytest.raises(wanma.JobError, match="how many samples"):
+        run_here(tmp_path / "2", text, plan, objects={**objects, "loss": divided_by_rows})
+
+
 def test_the_check_leaves_no_trace(tmp_path: Path) -> None:
     """Buffers, counters, lists and tensors of the module are as if it had not been run before."""
     outcome = train(tmp_path, REPLICAS, model=seeded(Stateful))

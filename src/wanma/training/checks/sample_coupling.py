@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,6 +27,7 @@ from wanma.observe.units import count_text
 from wanma.parallel.data_parallel.global_batch import GlobalBatchGatherer, provide_global_batch
 from wanma.parallel.parallelize import ParallelModel
 from wanma.torch_internals.loaded import is_compiler_loaded
+from wanma.training.checks.rounding_noise import NOISE_PASSES, ROUNDING_MARGIN, rounding_noise
 from wanma.training.checks.state_restoration import SavedState, preserve_state
 from wanma.training.run.trainer import Trainer
 
@@ -144,14 +145,20 @@ def _compare(trainer: Trainer, batch: Batch, passes: _LossPasses) -> tuple[bool,
         return None
     ab, ba, aa, bb = sums
     by_content = is_coupled_by_content((ab, ba), (aa, bb), plan)
+    rounding: LossSums | None = None
+    if any_rank(by_content, trainer):  # or by rounding, where the loss is a difference of larger values
+        rounding = passes.rounding(batch, rows, ab)
+        by_content = by_content and is_coupled_by_content((ab, ba), (aa, bb), plan, rounding)
     if plan.pp > 1:
         return by_content, False
     whole_sums = passes.run(batch, rows[: 2 * half_rows]) if len(odd_row) else ab
     parts = passes.run(batch, first), passes.run(batch, second, start=half_rows)
     by_number = _differ((whole_sums,), parts, _OTHER_SHAPE_TOLERANCE)
-    if any_rank(by_number, trainer):  # or by draws that no sample keys
-        by_number = by_number and not _differ(
-            parts[:1], (passes.run(batch, first, seed=1),), _SAME_SHAPE_TOLERANCE
+    if any_rank(by_number, trainer):  # or by rounding, or by draws that no sample keys
+        other_draws = passes.run(batch, first, seed=1)
+        rounding = rounding or passes.rounding(batch, rows, ab)
+        by_number = _differ((whole_sums,), parts, _OTHER_SHAPE_TOLERANCE, rounding) and not _differ(
+            parts[:1], (other_draws,), _SAME_SHAPE_TOLERANCE
         )
     return by_content, by_number
 
@@ -169,7 +176,14 @@ class _LossPasses:
     failures: list[Exception]
     """Exceptions of passes that the user's code did not take."""
 
-    def run(self, batch: Batch, rows: Tensor, *, start: int = 0, seed: int = 0) -> LossSums | None:
+    def rounding(self, batch: Batch, rows: Tensor, sums: LossSums | None) -> LossSums:
+        """Return the differences that rounding may make to the sums of `rows`, by noise of its size."""
+        noisy = [self.run(batch, rows, noise=number) for number in range(NOISE_PASSES)]
+        return rounding_of(sums, noisy)
+
+    def run(
+        self, batch: Batch, rows: Tensor, *, start: int = 0, seed: int = 0, noise: int | None = None
+    ) -> LossSums | None:
         """Return the losses of `rows` of a batch in the positions from `start` on; None where that fails.
 
         Args:
@@ -177,18 +191,21 @@ class _LossPasses:
             rows: indices of the rows.
             start: first position by which draws are keyed.
             seed: seed of generators, so that all ranks draw the same.
+            noise: number of the noise of the size of rounding in the model; None: without.
 
         Raises:
             WanmaError: training would raise it too, or it is not the fault of the user's model or loss.
         """
+        parts = self.parallel_model.model_parts
         selection = _selected(batch, rows, start)
         self.recorded_batch.begin(start)
         torch.manual_seed(seed)
         np.random.seed(seed)
         random.seed(seed)
         try:
-            with _evaluation_of_coupling_modules(
-                self.parallel_model.model_parts, evaluates=not self.user_code.is_user_model
+            with (
+                nullcontext() if noise is None else rounding_noise(parts, noise),
+                _evaluation_of_coupling_modules(parts, evaluates=not self.user_code.is_user_model),
             ):
                 total, count = self.user_code.losses(selection)
             return float(total), float(count)
@@ -200,7 +217,7 @@ class _LossPasses:
             self.failures.append(error)
             return None
         finally:
-            for part in self.parallel_model.model_parts:
+            for part in parts:
                 for module in find_step_statistics_modules(part).values():
                     module.pop_sums()
             self.saved_state.restore()
@@ -284,10 +301,30 @@ def _are_finite(sums: Iterable[LossSums | None]) -> bool:
     return all(loss_sums is not None and all(map(math.isfinite, loss_sums)) for loss_sums in sums)
 
 
+def rounding_of(sums: LossSums | None, noisy_sums: Sequence[LossSums | None]) -> LossSums:
+    """Return the differences, in losses and in their number, that rounding may make to `sums`.
+
+    Args:
+        sums: sums without noise.
+        noisy_sums: the same with noise of the size of rounding.
+    """
+    finite_sums = [noisy for noisy in noisy_sums if _are_finite((sums, noisy))]
+    if sums is None or not finite_sums:
+        return 0.0, 0.0
+    losses, counts = (
+        max(abs(noisy - exact) for noisy in column) * ROUNDING_MARGIN
+        for exact, column in zip(sums, zip(*finite_sums, strict=True), strict=True)
+    )
+    return losses, counts
+
+
 def _differ(
-    first_sums: Sequence[LossSums | None], second_sums: Sequence[LossSums | None], tolerance: float
+    first_sums: Sequence[LossSums | None],
+    second_sums: Sequence[LossSums | None],
+    tolerance: float,
+    rounding: LossSums | None = None,
 ) -> bool:
-    """Return whether two sums of sums differ; false where one of them is not known."""
+    """Return whether two sums of sums differ by more than rounding; false where one of them is not known."""
     finite_sums = [
         sums for sums in (*first_sums, *second_sums) if sums is not None and all(map(math.isfinite, sums))
     ]
@@ -298,8 +335,8 @@ def _differ(
         zip(*finite_sums[len(first_sums) :], strict=True),
     )
     return any(
-        abs(sum(a) - sum(b)) > tolerance * max(sum(map(abs, a)), sum(map(abs, b)))
-        for a, b in zip(*totals, strict=True)
+        abs(sum(a) - sum(b)) > max(tolerance * max(sum(map(abs, a)), sum(map(abs, b))), floor)
+        for a, b, floor in zip(*totals, rounding or (0.0, 0.0), strict=True)
     )
 
 
@@ -333,7 +370,10 @@ def _unchecked(error: Exception, trainer: Trainer, is_whole: bool) -> str:
 
 
 def is_coupled_by_content(
-    ones: Sequence[LossSums | None], others: Sequence[LossSums | None], plan: Plan
+    ones: Sequence[LossSums | None],
+    others: Sequence[LossSums | None],
+    plan: Plan,
+    rounding: LossSums | None = None,
 ) -> bool:
     """Return whether sums over batches of one shape, f(AB) + f(BA) and f(AA) + f(BB), differ.
 
@@ -342,7 +382,8 @@ def is_coupled_by_content(
     if None not in (*ones, *others) and _are_finite(ones) and not _are_finite(others):
         return True
     low = plan.precision in ("bf16", "fp16") or plan.fp8
-    return _differ(ones, others, _SAME_SHAPE_TOLERANCE_16_BIT if low else _SAME_SHAPE_TOLERANCE)
+    tolerance = _SAME_SHAPE_TOLERANCE_16_BIT if low else _SAME_SHAPE_TOLERANCE
+    return _differ(ones, others, tolerance, rounding)
 
 
 def any_rank(found: bool, trainer: Trainer) -> bool:
