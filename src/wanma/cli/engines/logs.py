@@ -33,9 +33,9 @@ def run(arguments: argparse.Namespace) -> int:
     offsets: dict[Path, int] = {}
     prefixes = arguments.rank is not None and len(arguments.rank) > 1
     known_problems: list[str] = []
-    problem = ""
+    problem, state = "", None
     while True:
-        is_over, state = True, None
+        is_over, was_unknown = True, state == "unknown"
         if arguments.follow:
             statuses, problems = run_statuses([run])
             state = statuses[run.path].state if run.path in statuses else None
@@ -45,7 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
                 print(*problems, sep="\n", file=sys.stderr)
             known_problems = problems
         problem = warn_about_records(run, problem)
-        is_over = is_over and not (problem and state == "unknown")
+        # A host that was silent may answer by now: only a run that stays unknown is over.
+        is_over = is_over and not (state == "unknown" and (problem or not was_unknown))
         for path in run_log_files(run, arguments.rank):
             offsets[path] = _print_new(path, offsets.get(path, 0), f"{path.stem}: " if prefixes else "")
         if is_over:
