@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from support.recorded_slurm import answer, submitted
 from wanma.engines.engine import Submission
 from wanma.engines.environment import install
-from wanma.engines.slurm.batch_script import render_batch_script
+from wanma.engines.slurm.batch_script import CANCEL_FILE, render_batch_script
 from wanma.job.sections.cluster import ClusterSection
 from wanma.job.sections.engines import SlurmSection
 
@@ -172,3 +174,42 @@ def test_ranks_in_a_container_see_the_folders_of_the_run(
     ]
     shell = words.index("sh")  # starts the command again after SIGKILL
     assert [*words[shell - len(options) : shell], *words[shell + 4 :]] == expected
+
+
+@pytest.mark.parametrize(
+    ("setup", "shown", "called", "code"),
+    [
+        ("true", "TimeLimit=01:00:00 RunTime=00:01:00", ["srun"], 0),
+        ("true", "TimeLimit=UNLIMITED RunTime=00:01:00", ["srun"], 0),
+        ("true", "TimeLimit=00:05:00 RunTime=00:02:01", ["requeue"], 138),
+        ("kill -TERM $$", "TimeLimit=01:00:00 RunTime=00:01:00", ["requeue"], 138),
+        ("kill -USR1 $$", "TimeLimit=01:00:00 RunTime=00:01:00", ["requeue"], 138),
+        (f"touch run/engine/{CANCEL_FILE}", "TimeLimit=01:00:00 RunTime=00:01:00", [], 130),
+    ],
+    ids=["in time", "no limit", "late", "SIGTERM", "SIGUSR1", "cancelled"],
+)
+def test_a_stop_during_the_setup_is_heeded(
+    setup: str, shown: str, called: list[str], code: int, tmp_path: Path, programs: Path
+) -> None:
+    run = submitted(tmp_path)
+    show = f'[ "$2" != job ] || echo "JobId=7 JobState=RUNNING {shown}"; [ "$2" != hostnames ] || echo n1'
+    # Slurm ends the script of a job that is requeued.
+    calls = answer(programs, "scontrol", f'{show}; [ "$1" != requeue ] || kill -KILL $PPID')
+    starts = answer(programs, "srun", "")
+    calls.touch()
+    made = make_submission(tmp_path, {"setup": [setup]}, run_directory=run.path)
+    done = subprocess.run(
+        ["bash", "-c", render_batch_script(made)],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "n1",
+            "SLURM_JOB_NUM_NODES": "1",
+        },
+        check=False,
+    )
+    started = ["srun"] if starts.exists() else []
+    requeued = ["requeue"] if "requeue 7" in calls.read_text().splitlines() else []
+    assert started + requeued == called
+    assert done.returncode == (137 if requeued else code)

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from wanma.engines.engine import Submission
-from wanma.engines.engine_record import make_engine_record, write_engine_record
+from support.recorded_slurm import answer, submission, submitted
 from wanma.engines.slurm import continuation
 from wanma.engines.slurm.batch_script import CANCEL_FILE
 from wanma.engines.slurm.departure import leave_run, release_nodes
@@ -25,52 +24,10 @@ from wanma.report.run_report import read_report
 REFUSED = "echo 'Requested operation is presently disabled for job 7' >&2; exit 1"
 
 
-@pytest.fixture
-def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Folder of programs that come first."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+@pytest.fixture(autouse=True)
+def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(continuation, "REQUEUE_SECONDS", 0.0)
     monkeypatch.setattr(continuation, "RETRY_SECONDS", 0.0)
-    return folder
-
-
-def answer(programs: Path, name: str, lines: str) -> Path:
-    """Let a program answer by a shell script; return the file in which it notes its calls."""
-    calls = programs / f"{name}.calls"
-    (programs / name).write_text(f'#!/bin/sh\necho "$*" >> {calls}\n{lines}\n')
-    (programs / name).chmod(0o755)
-    return calls
-
-
-def submitted(tmp_path: Path, nodes: int | str = 2, command: tuple[str, ...] = ("train",)) -> RunDirectory:
-    """Return the run of job 7."""
-    run = RunDirectory(tmp_path / "run")
-    run.create()
-    run.engine_files.mkdir()
-    section = ClusterSection.model_validate({"engine": "slurm", "nodes": nodes})
-    handle = {"jobs": ["7"], "run_directory": str(run.path)}
-    write_engine_record(run, make_engine_record("slurm", submission(run, section, command), handle))
-    return run
-
-
-def submission(
-    run: RunDirectory, section: ClusterSection, command: tuple[str, ...] = ("train",)
-) -> Submission:
-    return Submission(
-        name="run",
-        run_directory=run.path,
-        folder=run.path,
-        command=command,
-        nodes=section.nodes,
-        min_nodes=section.min_nodes or section.nodes,
-        ranks_per_node=1,
-        gpus_per_node=0,
-        cores_per_node=1,
-        settings=section,
-        secret="",
-    )
 
 
 def record_end(run: RunDirectory, outcome: str, at: float) -> None:
@@ -98,6 +55,18 @@ def test_an_end_before_this_job_says_nothing(tmp_path: Path, programs: Path) -> 
     run = submitted(tmp_path, "1..2")
     record_end(run, "finished", at=time.time() - 60)
     assert continuation.end_job(run, 2, "7", time.time()) == 2
+
+
+@pytest.mark.parametrize(
+    ("reason", "requeues"), [("TimeLimit", ["requeue 7"]), ("None", [])], ids=["time limit", "scancel"]
+)
+def test_a_job_that_slurm_is_ending_goes_on_only_after_its_time_limit(
+    reason: str, requeues: list[str], tmp_path: Path, programs: Path
+) -> None:
+    run = submitted(tmp_path)
+    calls = answer(programs, "scontrol", f"echo 'JobId=7 JobState=COMPLETING Reason={reason}'")
+    assert continuation.end_job(run, 138, "7", time.time()) == 138
+    assert calls.read_text().splitlines()[1:] == requeues
 
 
 def test_a_controller_that_does_not_answer_is_asked_again(tmp_path: Path, programs: Path) -> None:

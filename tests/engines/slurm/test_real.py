@@ -456,6 +456,27 @@ def test_a_lost_node_is_replaced_through_slurm(
     assert login.steps == list(range(1, STEPS + 1)), "one history"
 
 
+@pytest.mark.full(always=True)
+def test_a_job_that_loses_the_node_of_its_batch_script_ends_with_its_run(
+    cluster: SlurmCluster, tmp_path: Path, undisturbed: dict[str, torch.Tensor]
+) -> None:
+    login = PacedLogin(cluster, tmp_path, "first")
+    login.train("-d", "--nodes", "1..2")
+    login.wait_for_nodes(2)
+    (job,) = login.jobs
+    assert cluster.job(job)["BatchHost"] == "n1"
+    cluster.kill_node("n1")
+    login.wait_for_nodes(1, starts=2)
+    login.allow()
+    with login.describe_failure():
+        cluster.wait_for(lambda: cluster.job(job)["JobState"] == "CANCELLED", "the end of the job")
+    assert "finished" in login.ask("status")
+    assert read_report(login.run).state == "finished"
+    assert (login.run.path / "report.html").exists()
+    cluster.start_node("n1")
+    assert_close(login.finish(), undisturbed, rtol=1e-3, atol=1e-4)
+
+
 def test_a_node_that_is_cut_off_stops_computing_and_comes_back(cluster: SlurmCluster, tmp_path: Path) -> None:
     login = Login(cluster, tmp_path, "cut", ENDLESS)
     login.train("-d", "--nodes", "1..2", "cluster.hang_timeout_seconds=20")

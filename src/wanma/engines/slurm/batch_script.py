@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +18,8 @@ from wanma.job.run.run_directory import RunDirectory
 ScriptKind = Literal["first", "joining", "allocation"]
 CANCEL_FILE = "cancelled"
 """File in the folder of the submission whose presence forbids a requeue."""
+EARLY_STOP_EXIT_CODE = 128 + signal.SIGUSR1
+"""Exit code of a script or supervisor that a signal ended before it had read the job."""
 SUPERVISOR_STARTS = 4
 """Starts of a node's supervisor within one job."""
 
@@ -39,9 +42,13 @@ def render_batch_script(submission: Submission, *, kind: ScriptKind = "first") -
     lines += [f"export {name}={shlex.quote(value)}" for name, value in sorted(submission.environment.items())]
     if submission.code is not None:
         lines += [f"export {CODE_ARCHIVE_VARIABLE}={shlex.quote(str(submission.code))}"]
+    if kind == "first":
+        lines += _end_lines(submission)
     if submission.interpreter:
         lines += _environment_lines(Path(submission.interpreter).parents[1])
     lines += submission.settings.slurm.setup
+    if kind == "first":
+        lines += _early_stop_lines(submission)
     lookup = shlex.join(
         [
             *(_interpreter(submission), "-m", "wanma.engines.rendezvous_lookup"),
@@ -67,19 +74,38 @@ def render_batch_script(submission: Submission, *, kind: ScriptKind = "first") -
     else:
         lines += [command, "code=$?"]
     if kind == "first":
-        end = [
-            _interpreter(submission),
-            "-P",
-            "-m",
-            "wanma.engines.slurm.continuation",
-            str(submission.run_directory),
-        ]
-        lines += [
-            "# Stopped before its end, at the time limit or for a job of higher priority, the run goes on:",
-            "# its job is requeued, or a further one submitted.",
-            f'[ "$code" -eq 0 ] || {{ {shlex.join(end)} "$code" "$SECONDS"; code=$?; }}',
-        ]
+        lines += ['[ "$code" -eq 0 ] || end "$code"']
     return "\n".join([*lines, 'exit "$code"']) + "\n"
+
+
+def _end_lines(submission: Submission) -> list[str]:
+    """Return the function that ends the script with the exit code of the run, and continues the run."""
+    return [
+        "# Stopped before its end, at the time limit or for a job of higher priority, the run goes on:",
+        "# its job is requeued, or a further one submitted.",
+        "end() {",
+        "    trap - TERM USR1",
+        f'    {_module(submission, "continuation")} "$1" "$SECONDS"',
+        "    exit",
+        "}",
+        f"trap 'end {EARLY_STOP_EXIT_CODE}' TERM USR1",
+    ]
+
+
+def _early_stop_lines(submission: Submission) -> list[str]:
+    """Return the lines that end the script if the run was stopped before its first step of Slurm.
+
+    Slurm signals steps, and there was none while the lines of `setup` ran.
+    """
+    if not submission.settings.slurm.setup:
+        return ["trap - TERM USR1"]
+    return [f'{_module(submission, "early_stop")} || end "$?"', "trap - TERM USR1"]
+
+
+def _module(submission: Submission, name: str) -> str:
+    """Return the command of a module of this package, which gets the run directory."""
+    words = [_interpreter(submission), "-P", "-m", f"wanma.engines.slurm.{name}"]
+    return shlex.join([*words, str(submission.run_directory)])
 
 
 def _environment_lines(environment: Path) -> list[str]:
@@ -151,7 +177,11 @@ def _step(submission: Submission) -> list[str]:
     """Return the words of the command that starts the supervisors, one line of the script each."""
     if not submission.settings.slurm.components:
         options, command = _srun(submission)
-        return ["srun", '--nodes="$SLURM_JOB_NUM_NODES"', *options, _restarting(command)]
+        end = ""
+        if submission.is_elastic and submission.settings.slurm.container_runtime != "pyxis":
+            # Node 0 has the batch script, which ends the job if it lives. Containers lack Slurm's commands.
+            end = f'[ "$SLURM_NODEID" = 0 ] || {_module(submission, "orphaned_job")} "$code"'
+        return ["srun", '--nodes="$SLURM_JOB_NUM_NODES"', *options, _restarting(command, end=end)]
     words = ["srun"]
     for number, component in enumerate(_components(submission)):
         options, command = _srun(replace(component, nodes=submission.nodes, min_nodes=submission.nodes))
@@ -162,12 +192,13 @@ def _step(submission: Submission) -> list[str]:
     return words
 
 
-def _restarting(command: str, key: str = "") -> str:
+def _restarting(command: str, key: str = "", end: str = "") -> str:
     """Return the command of a task that starts a supervisor again which SIGKILL has ended, as without memory.
 
     Args:
         command: the supervisor, with words for the shell of the batch script.
         key: further word, for the shell of the task.
+        end: command after the last end, for the same shell.
     """
     script = "; ".join(
         [
@@ -179,6 +210,7 @@ def _restarting(command: str, key: str = "") -> str:
             "code=$?",
             "[ $code = 137 ] || break",
             "done",
+            *([end] if end else []),
             "exit $code",
         ]
     )

@@ -9,8 +9,8 @@ Its exit code is that of the job.
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -18,9 +18,10 @@ from pathlib import Path
 from wanma.engines.engine import Handle, Submission
 from wanma.engines.engine_record import EngineRecord, change_handle, read_engine_record
 from wanma.engines.scheduler_command import SchedulerCommandError, run_scheduler_command
-from wanma.engines.slurm.batch_script import CANCEL_FILE, script_file
+from wanma.engines.slurm.batch_script import CANCEL_FILE, EARLY_STOP_EXIT_CODE, script_file
 from wanma.engines.slurm.explanation import is_unanswered, show_job
 from wanma.engines.slurm.jobs import cancel_job, submit_file
+from wanma.engines.slurm.records import Record
 from wanma.engines.slurm.stalled_jobs import STALLED_JOBS_FILE, count_stalled_job
 from wanma.job.errors import EXIT_FAILED, EXIT_INTERRUPTED, WanmaError
 from wanma.job.run.run_directory import RunDirectory
@@ -33,8 +34,6 @@ UNANSWERED_SECONDS = 600.0
 """Time, in seconds, for which a controller that does not answer is asked for a requeue again."""
 RETRY_SECONDS = 10.0
 """Interval, in seconds, of these attempts."""
-EARLY_STOP_EXIT_CODE = 128 + signal.SIGUSR1
-"""Exit code of a supervisor that the signal of the time limit ended before it had read the job."""
 
 
 def end_job(run: RunDirectory, code: int, job: str, since: float) -> int:
@@ -57,7 +56,12 @@ def end_job(run: RunDirectory, code: int, job: str, since: float) -> int:
         code = _run_exit_code(run, code, since)
     if code not in (submission.settings.requeue_exit_code, EARLY_STOP_EXIT_CODE) or _is_cancelled(run):
         return code
-    if (stall := _count_stall(run, submission, job, since, code)) is not None:
+    job_record: Record = {}
+    with contextlib.suppress(WanmaError):  # of a controller that does not answer; `_requeue` waits for it
+        job_record = show_job(job) or {}
+    if job_record.get("JobState") == "COMPLETING" and job_record.get("Reason") != "TimeLimit":
+        return code  # cancelled by the user's own scancel, which signals the script, too
+    if (stall := _count_stall(run, submission, job_record, since, code)) is not None:
         _say(str(stall))
         append_final_event(run, "finish", outcome="failed", text=str(stall))
         return EXIT_FAILED
@@ -86,16 +90,12 @@ def end_job(run: RunDirectory, code: int, job: str, since: float) -> int:
 
 
 def _count_stall(
-    run: RunDirectory, submission: Submission, job: str, since: float, code: int
+    run: RunDirectory, submission: Submission, record: Record, since: float, code: int
 ) -> WanmaError | None:
     """Return the error of a run that comes no further, however many jobs it gets; None: it goes on."""
     if submission.command[0] != "train" and code != EARLY_STOP_EXIT_CODE:
         # The checkpoints of a script are not known; of one that did not even start there are none.
         (run.engine_files / STALLED_JOBS_FILE).unlink(missing_ok=True)
-        return None
-    try:
-        record = show_job(job) or {}
-    except WanmaError:  # of a controller that does not answer; `_requeue` waits for it
         return None
     return count_stalled_job(run, record, time.time() - since, submission.settings.slurm.signal_seconds)
 

@@ -14,6 +14,7 @@ from wanma.engines.slurm.batch_script import CANCEL_FILE, render_batch_script, s
 from wanma.engines.slurm.discovery import discover_cluster
 from wanma.engines.slurm.explanation import explain_job, explain_refusal, list_nodes, show_job
 from wanma.engines.slurm.jobs import cancel_job, resize_jobs, submit_script, write_script
+from wanma.engines.slurm.orphaned_job import exit_code_file
 from wanma.engines.slurm.records import Record, run_state
 from wanma.engines.slurm.stalled_jobs import STALLED_JOBS_FILE
 from wanma.job.errors import EXIT_INTERRUPTED, EXIT_USAGE, WanmaError
@@ -172,7 +173,7 @@ class SlurmEngine:
         if job not in rows:
             record = accounted.get(job, {"JobState": ""})
             if run_state(record["JobState"]) in ("finished", "cancelled", "failed"):
-                return _ended_status(job, record)
+                return _ended_status(handle, record)
             return RunStatus("unknown", None, f"Slurm has forgotten job {job}", (), (job,))
         job_state, _, reason = rows[job]
         state = run_state(job_state)
@@ -182,12 +183,17 @@ class SlurmEngine:
             running = [name for name in handle["jobs"] if run_state(rows.get(name, [""])[0]) == "running"]
             nodes = tuple(hosts for name in running if (hosts := rows[name][1]))
             return RunStatus(state, None, "", nodes, tuple(running))
-        return _ended_status(job, show_job(job) or {"JobState": job_state})
+        return _ended_status(handle, show_job(job) or {"JobState": job_state})
 
 
-def _ended_status(job: str, record: Record) -> RunStatus:
+def _ended_status(handle: Handle, record: Record) -> RunStatus:
+    job = str(handle["jobs"][0])
     code = int(record.get("ExitCode", "0:0").partition(":")[0])
     state = run_state(record["JobState"])
+    orphan_exit_code = exit_code_file(RunDirectory(Path(handle["run_directory"])), job)
+    if state == "cancelled" and orphan_exit_code.exists():
+        code = int(orphan_exit_code.read_text())
+        state = "finished" if code == 0 else "failed"
     if state == "failed" and code == EXIT_INTERRUPTED:
         state = "cancelled"  # stopped in order by `wanma cancel`
     reason = "" if state != "failed" else f"Slurm: job {job} {record['JobState']}, {record.get('Reason', '')}"
