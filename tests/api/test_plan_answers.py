@@ -102,6 +102,15 @@ def test_unlike_replicas_are_told_with_their_devices_and_shares() -> None:
     assert share_lines(Plan(), cluster) == []
 
 
+def test_the_shares_of_data_ranks_are_told_with_the_kind_of_their_node() -> None:
+    cluster = parse_shorthand("2x8 H100 SXM + 1x4 A100 SXM 80GB, 4x100G")
+    plan = Plan(dp_replicate=6, tp=2, batch_shares=(2, 2, 2, 2, 1, 1))
+    assert share_lines(plan, cluster) == [
+        "4 data ranks on H100 SXM: 20.00% of the batch each",
+        "2 data ranks on A100 SXM 80 GB: 10.00% of the batch each",
+    ]
+
+
 def test_neighbouring_stages_on_equal_devices_are_told_as_one() -> None:
     cluster = parse_shorthand("8x8 H100 SXM + 16x8 A100 SXM 40GB, 4x100G")
     equal = [StagePlacement(0, 5, 2) for _ in range(4)]

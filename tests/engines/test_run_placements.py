@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,22 @@ def test_an_engine_that_does_not_answer_costs_a_warning(
     assert placements[run.path].state == "unknown"
     assert damaged.path not in placements
     assert [text.partition(":")[0] for text in problems] == [f"{damaged.engine} cannot be read", "slurm"]
+
+
+def test_a_run_whose_hosts_do_not_answer_is_unknown_since_its_newest_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unreachable:
+        def statuses(self, handles: list[Handle]) -> list[RunStatus]:
+            silent = RunStatus("unknown", None, "gpu1: it cannot be reached", ("gpu1",))
+            return [silent if handle["jobs"] == ["silent"] else RunStatus("unknown") for handle in handles]
+
+    monkeypatch.setattr(control, "get_engine", lambda _: Unreachable())
+    silent, forgotten = submitted(tmp_path, "silent", None), submitted(tmp_path, "forgotten", None)
+    placements, (problem,) = control.run_placements([silent, forgotten])
+    assert [placements[run.path].overrules("running") for run in (silent, forgotten)] == [True, False]
+    assert placements[silent.path].place.endswith("gpu1")
+    newest = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(SUBMITTED + 59))
+    assert problem.startswith("silent: ")
+    assert newest in problem
+    assert problem.endswith("gpu1: it cannot be reached")

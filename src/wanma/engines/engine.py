@@ -24,7 +24,8 @@ PLACED_BY_VARIABLE = "WANMA_PLACED_BY"
 RunState = Literal["pending", "running", "finished", "failed", "cancelled", "unknown"]
 """State of a submitted run.
 
-pending: it waits for nodes, for the first time or after a requeue; unknown: the scheduler has forgotten it.
+pending: it waits for nodes, for the first time or after a requeue; unknown: the scheduler has forgotten it,
+or its nodes do not answer.
 """
 Handle = dict[str, Any]
 """JSON-able value by which an engine finds a run again, such as {"jobs": ["4711"]}."""
@@ -82,9 +83,9 @@ class RunStatus:
     exit_code: int | None = None
     """Exit code of the run; None while it waits or runs, or when unknown."""
     reason: str = ""
-    """Reason for waiting, or of the failure; empty otherwise."""
+    """Reason for waiting, of the failure, or why the state is unknown; empty otherwise."""
     nodes: tuple[str, ...] = ()
-    """Host names of the run's nodes; empty while it waits."""
+    """Host names of the run's nodes; empty while it waits, after its end, and if it is forgotten."""
     job_ids: tuple[str, ...] = ()
     """Names by which the scheduler knows the run."""
 

@@ -35,6 +35,7 @@ STATE_STYLES = {
     "new": "dim",
     "pending": "dim",
     "cancelled": "yellow",
+    "unknown": "yellow",
     "running": "cyan",
     "finished": "green",
     "interrupted": "yellow",
@@ -54,11 +55,13 @@ class Placement:
     state: str
     place: str
     """Engine and its name of the run, such as 'slurm 4711'."""
+    has_silent_hosts: bool = False
+    """True if the state is unknown as hosts of the run, which write its records, do not answer."""
 
     def overrules(self, recorded: RunState) -> bool:
         """Return True if the engine knows better than the records, which a lost run no longer writes."""
         ended = recorded in ("finished", "interrupted", "aborted", "failed")
-        known = self.state in ("finished", "failed", "cancelled", "running")
+        known = self.state in ("finished", "failed", "cancelled", "running") or self.has_silent_hosts
         return self.state == "pending" or (known and not ended)
 
 

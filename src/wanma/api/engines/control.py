@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from wanma.engines.selection import get_engine
 from wanma.job.errors import EXIT_USAGE, WanmaError
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.sections.engines import ENGINES
-from wanma.report.run_report import is_finished
+from wanma.observe.units import duration_text
+from wanma.report.run_report import is_finished, read_report
 from wanma.report.script_run import read_script_run
 from wanma.report.terminal import Placement
 
@@ -69,8 +71,22 @@ def run_placements(runs: Sequence[RunDirectory]) -> tuple[dict[Path, Placement],
         with contextlib.suppress(WanmaError):  # told by `run_statuses`
             if (record := read_engine_record(run)) is not None:
                 status = statuses.get(run.path, RunStatus("unknown"))
-                placements[run.path] = Placement(status.state, f"{record.engine} {', '.join(status.job_ids)}")
+                is_silent = status.state == "unknown" and bool(status.nodes)
+                names = status.nodes if is_silent else status.job_ids
+                place = f"{record.engine} {', '.join(names)}"
+                placements[run.path] = Placement(status.state, place, is_silent)
+                if is_silent:
+                    problems.append(f"{run.name}: unknown since {_last_sign_of_life(run)}: {status.reason}")
     return placements, problems
+
+
+def _last_sign_of_life(run: RunDirectory) -> str:
+    """Return the time of the newest record of a run that has come here, and its age."""
+    script, record = read_script_run(run), read_engine_record(run)
+    newest = script.last_activity if script is not None else read_report(run, tail_only=True).last_activity
+    newest = newest or (record.submitted if record is not None else 0.0)
+    text = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(newest))
+    return f"{text} ({duration_text(time.time() - newest)} ago)"
 
 
 def _has_finished(run: RunDirectory) -> bool:

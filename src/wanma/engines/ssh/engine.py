@@ -383,7 +383,7 @@ def _status(
     cancelled = {EXIT_INTERRUPTED, handle["requeue_exit_code"]}
     is_cancelled = any(state["is_cancelled"] for state in own.values())
     if silent and not (is_cancelled and cancelled & set(codes)):
-        return RunStatus("unknown", None, reason, (), ids)
+        return RunStatus("unknown", None, reason, names, ids)
     if is_cancelled or cancelled & set(codes):
         return RunStatus("cancelled", next((code for code in codes if code in cancelled), None), "", (), ids)
     code = next((code for code in codes if code is not None and code > 0), None)

@@ -21,6 +21,7 @@ from wanma.planner.presentation.formatting import (
     in_memory_checkpoint_text,
     memory_parts,
     pipeline_memory_text,
+    share_lines,
 )
 from wanma.planner.presentation.step_breakdown import data_feed_table, step_table
 
@@ -44,6 +45,8 @@ def render_dry_run(job: Job, prepared: PreparedJob, notes: Sequence[str] = ()) -
 def render_plan_summary(job: Job, prepared: PreparedJob) -> RenderableType:
     """Render the summary without the job."""
     parts: list[RenderableType] = [_head("Plan"), _plan_table(job, prepared)]
+    if shares := share_lines(prepared.plan, prepared.cluster):
+        parts += [_head("Placement and batch shares"), *map(Text, shares)]
     forecast, workload = prepared.plan_result.forecast, prepared.workload
     if workload is None or forecast is None:
         parts += [Text(f"· {note}", style="dim") for note in plan_notes(job, prepared.plan_result)]

@@ -150,14 +150,19 @@ def _settings(plan: Plan) -> Iterable[str]:
 def share_lines(plan: Plan, cluster: Cluster) -> list[str]:
     """Return the shares of the batch and devices of each kind of replica; empty for equal ranks.
 
-    Example: '4 replicas, 60% of the batch: 22 blocks on 8 × H100 SXM → 2 stages of 5 blocks on 4 × A100 SXM'.
+    Examples: '32 data ranks on H100 SXM: 1.56% of the batch each',
+    '4 replicas, 60% of the batch: 22 blocks on 8 × H100 SXM → 2 stages of 5 blocks on 4 × A100 SXM'.
     """
     if not plan.batch_shares:
         return []
     total = sum(plan.batch_shares)
     if not plan.placement:
-        groups = [(share, len(list(equal))) for share, equal in groupby(plan.batch_shares)]
-        return [f"{count_text(n, 'data rank')}: {share / total:.2%} of the batch each" for share, n in groups]
+        data_ranks = zip(_data_rank_places(plan, cluster), plan.batch_shares, strict=True)
+        groups = [(place, share, len(list(equal))) for (place, share), equal in groupby(data_ranks)]
+        return [
+            f"{count_text(n, 'data rank')}{place}: {share / total:.2%} of the batch each"
+            for place, share, n in groups
+        ]
     lines, first_rank = [], 0
     for replicas in plan.placement:
         share = replicas.count * plan.batch_shares[first_rank] / total
@@ -172,6 +177,17 @@ def share_lines(plan: Plan, cluster: Cluster) -> list[str]:
             f"{count_text(replicas.count, 'replica')}, {share:.0%} of the batch: {' → '.join(places)}"
         )
     return lines
+
+
+def _data_rank_places(plan: Plan, cluster: Cluster) -> list[str]:
+    """Return ' on KIND' for each data rank: the kind of its node, or '' where it has no kind of its own."""
+    nodes = [group for group in cluster.nodes for _ in range(group.count)]
+    ranks_per_node, remainder = divmod(plan.world_size, len(nodes))
+    if len(cluster.nodes) == 1 or remainder or plan.pp > 1:
+        return [""] * plan.data_parallel_size
+    ranks = plan.world_size // plan.data_parallel_size
+    groups = [nodes[data_rank * ranks // ranks_per_node] for data_rank in range(plan.data_parallel_size)]
+    return [f" on {group.devices[0].name if group.devices else group.name}" for group in groups]
 
 
 def _stages_text(stages: Sequence[int]) -> str:

@@ -54,8 +54,6 @@ def render_analysis(analysis: PlanAnalysis) -> RenderableType:
         study.workers,
     )
     parts.append(render_plan_summary(study.job, prepared))
-    if shares := share_lines(study.plan_result.plan, study.cluster):
-        parts += [_head("Placement and batch shares"), *map(Text, shares)]
     forecast = study.plan_result.forecast
     if study.time_unavailable_reason is not None and (
         forecast is None or study.time_unavailable_reason not in forecast.reasons
