@@ -51,6 +51,17 @@ def test_a_pipelines_ranks_are_told_with_their_memory() -> None:
     assert "by pipeline rank" not in shown({})
 
 
+def test_unequal_shares_are_shown_with_the_nodes_that_they_belong_to() -> None:
+    nodes = Cluster(tuple(replace(LAPTOP.nodes[0], name=name) for name in ("slow", "fast")))
+    lines = shown({"dp_replicate": 2, "batch_shares": [1, 3]}, nodes).splitlines()
+    head = next(number for number, line in enumerate(lines) if line.startswith("Placement"))
+    assert [line.rstrip() for line in lines[head + 1 : head + 3]] == [
+        "1 data rank on slow: 25.00% of the batch each",
+        "1 data rank on fast: 75.00% of the batch each",
+    ]
+    assert "Placement" not in shown({"dp_replicate": 2}, nodes)
+
+
 def test_copies_for_recovery_are_told_where_they_take_much_of_a_machines_memory() -> None:
     found = Forecast(1, 1, 1, 1, 1, snapshots_bytes=1 << 30)
     plan, two = Plan(dp_replicate=8), parse_shorthand("2x8 H100, 8x400G")
