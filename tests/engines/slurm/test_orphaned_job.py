@@ -102,3 +102,12 @@ def test_a_job_that_is_requeued_is_not_cancelled(tmp_path: Path, programs: Path)
     end(run, "n2", code=143)
     assert "requeue 7" in calls.read_text().splitlines()
     assert not cancelled.exists()
+
+
+def test_a_controller_that_does_not_answer_is_asked_again(tmp_path: Path, programs: Path) -> None:
+    run = recorded(tmp_path, "n2")
+    controller(programs, "n2")
+    unanswered = "{ echo 'Unable to contact slurm controller' >&2; exit 1; }"
+    calls = answer(programs, "scancel", f"[ $(wc -l < {programs}/scancel.calls) -ge 3 ] || {unanswered}")
+    end(run, "n2")
+    assert calls.read_text().split() == ["7"] * 3

@@ -13,22 +13,28 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from wanma.engines.scheduler_command import SchedulerCommandError, run_scheduler_command
 from wanma.engines.slurm.continuation import end_job
-from wanma.engines.slurm.explanation import show_job
+from wanma.engines.slurm.explanation import is_unanswered, show_job
 from wanma.engines.slurm.jobs import cancel_job
 from wanma.engines.slurm.records import Record, job_variables, parse_time_limit
 from wanma.job.errors import WanmaError
 from wanma.job.run.run_directory import RunDirectory, write_atomically
 from wanma.report.run_report import read_report
 
+Answer = TypeVar("Answer")
+
 PROBE_SECONDS = 20.0
 """Deadline, in seconds, of a step on the node of the batch script."""
 LOSS_SECONDS = 900.0
-"""Time, in seconds, after which a node without an answer counts as lost; Slurm's SlurmdTimeout is 300 s."""
+"""Time, in seconds, after which a node without an answer counts as lost; Slurm's SlurmdTimeout is 300 s.
+
+A controller that does not answer is asked again for as long."""
 CHECK_SECONDS = 10.0
 """Interval, in seconds, of these attempts."""
 
@@ -45,7 +51,7 @@ def end_orphaned_job(run: RunDirectory, code: int, environment: Mapping[str, str
         WanmaError: Slurm does not answer, or refuses; or the record of the run is damaged.
     """
     job, node = environment["SLURM_JOB_ID"], environment["SLURMD_NODENAME"]
-    if (record := show_job(job)) is None or (record := _await_loss(record)) is None:
+    if (record := _await_loss(job)) is None:
         return
     nodes = [name for name in _node_names(record) if name != record["BatchHost"]]
     starts = read_report(run, tail_only=True).starts
@@ -53,12 +59,12 @@ def end_orphaned_job(run: RunDirectory, code: int, environment: Mapping[str, str
     if node != (host if host in nodes else nodes[0]):
         return  # the node of rank 0 has written the report of the run by the time that it ends the job
     code = end_job(run, code, job, time.time() - (parse_time_limit(record.get("RunTime", "")) or 0.0))
-    record = show_job(job)
+    record = _ask(partial(show_job, job))
     restarts = environment.get("SLURM_RESTART_COUNT", "0")
     if record is None or record["JobState"] != "RUNNING" or record.get("Restarts", "0") != restarts:
         return  # it is requeued
     write_atomically(exit_code_file(run, job), f"{code}\n")
-    cancel_job(job)
+    _ask(partial(cancel_job, job))
 
 
 def exit_code_file(run: RunDirectory, job: str) -> Path:
@@ -66,22 +72,28 @@ def exit_code_file(run: RunDirectory, job: str) -> Path:
     return run.engine_files / f"exit-code-{job}"
 
 
-def _await_loss(record: Record) -> Record | None:
-    """Wait until Slurm takes the node of the batch script from the job; None: the node lives.
-
-    Args:
-        record: the running job.
-    """
-    job, host = record["JobId"], record["BatchHost"]
+def _await_loss(job: str) -> Record | None:
+    """Return the job once Slurm has taken the node of its batch script from it; None: that node lives."""
     deadline = time.monotonic() + LOSS_SECONDS
-    while record["JobState"] == "RUNNING":
-        if host not in _node_names(record) or time.monotonic() > deadline:
+    while (record := _ask(partial(show_job, job))) is not None and record["JobState"] == "RUNNING":
+        if record["BatchHost"] not in _node_names(record) or time.monotonic() > deadline:
             return record
-        if _answers(job, host):
+        if _answers(job, record["BatchHost"]):
             return None
         time.sleep(CHECK_SECONDS)
-        record = show_job(job) or {"JobState": ""}
     return None
+
+
+def _ask(question: Callable[[], Answer]) -> Answer:
+    """Ask Slurm, and ask again while its controller does not answer."""
+    deadline = time.monotonic() + LOSS_SECONDS
+    while True:
+        try:
+            return question()
+        except SchedulerCommandError as error:
+            if not is_unanswered(error) or time.monotonic() > deadline:
+                raise
+        time.sleep(CHECK_SECONDS)
 
 
 def _answers(job: str, host: str) -> bool:
