@@ -18,6 +18,9 @@ from wanma.bench.results.directory import list_result_directories
 from wanma.bench.results.result import BenchmarkResult
 from wanma.job.run.resource_limits import usable_cores
 
+# Fixtures wait for the cluster, or the hosts, of another file.
+pytestmark = pytest.mark.timeout(300, func_only=True)
+
 JOB = """
 [model]
 preset = "gpt-1m"

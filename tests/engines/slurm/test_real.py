@@ -27,7 +27,8 @@ from wanma.engines.slurm.batch_script import CANCEL_FILE
 from wanma.job.run.run_directory import RunDirectory, write_atomically
 from wanma.report.run_report import read_report
 
-pytestmark = pytest.mark.full
+# A fixture waits for the cluster of another file.
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300, func_only=True)]
 
 JOB = """
 [model]

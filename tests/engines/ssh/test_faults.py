@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import psutil
@@ -108,6 +109,10 @@ def test_a_detached_run_is_found_again_when_sshd_is_back(
     shown = capsys.readouterr()
     assert "gpt: unknown" in shown.out
     assert all(f"{name}: nothing listens there" in shown.out for name in names)
+    assert main(["runs"]) == 0
+    shown = capsys.readouterr()
+    assert re.search(r"^gpt +unknown ", shown.out, re.MULTILINE)
+    assert all(f"{name}: nothing listens there" in shown.err for name in names)
     assert main(["logs", "gpt"]) == 0
     shown = capsys.readouterr()
     assert "step" in shown.out
