@@ -8,7 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -30,7 +32,11 @@ from wanma.api.engines.control import (
 from wanma.api.engines.script_submission import submit_script
 from wanma.api.engines.submission import submit_job
 from wanma.api.run.job_run import train_job
+from wanma.engines.ssh.connection import Reply
 from wanma.engines.ssh.engine import SshEngine
+from wanma.engines.ssh.failures import SshError
+from wanma.engines.ssh.hosts import Host
+from wanma.engines.ssh.placement import PlacedNode
 from wanma.job.errors import WanmaError
 from wanma.job.file.loading import to_job
 from wanma.job.run.run_directory import RunDirectory
@@ -324,6 +330,27 @@ def test_cancel_now_ends_a_run_at_once_and_leaves_no_process(site: SshSite) -> N
     cancel_run(run, is_immediate=True)
     site.wait_until_idle(30)
     assert run_status(run).state == "cancelled"
+
+
+def test_hosts_with_other_settings_of_ssh_are_asked_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Barrier(2)
+
+    class Silent:
+        def ask(self) -> None:
+            """Never called."""
+
+        def ask_all(self, questions: Mapping[Host, object]) -> tuple[dict[Host, Reply], list[SshError]]:
+            both.wait(60)
+            return {}, [SshError(host, f"{host.text}: it cannot be reached", "") for host in questions]
+
+    monkeypatch.setattr(SshEngine, "_connect", lambda *_: Silent())
+    nodes = [PlacedNode(Host(name, name), name, 0, "/run", "") for name in ("gpu1", "gpu2")]
+    handles = [{"nodes": [node.to_json()], "python": node.hostname, "options": []} for node in nodes]
+    statuses = SshEngine().statuses([{**handle, "requeue_exit_code": 143} for handle in handles])
+    assert [(status.state, status.nodes) for status in statuses] == [
+        ("unknown", ("gpu1",)),
+        ("unknown", ("gpu2",)),
+    ]
 
 
 def refusal(wanted: Job) -> WanmaError:

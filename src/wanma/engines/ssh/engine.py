@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -127,8 +128,8 @@ class SshEngine:
 
     def statuses(self, handles: Sequence[Handle]) -> list[RunStatus]:
         states: list[dict[int, dict[str, Any]]] = [{} for _ in handles]
-        failures: dict[Host, SshError] = {}
-        for key, chosen in _by_connection(handles).items():
+
+        def ask(key: tuple[str, tuple[str, ...]], chosen: Sequence[int]) -> list[SshError]:
             questions: dict[Host, list[tuple[int, PlacedNode]]] = {}
             for number in chosen:
                 for node in _nodes(handles[number]):
@@ -145,10 +146,16 @@ class SshEngine:
                     for host, asked in questions.items()
                 }
             )
-            failures |= {error.host: error for error in failed}
             for host, answer in answers.items():
                 for (number, node), state in zip(questions[host], answer.value, strict=True):
                     states[number][node.rank] = state
+            return failed
+
+        groups = _by_connection(handles)
+        with ThreadPoolExecutor(max(len(groups), 1)) as pool:  # one deadline for all hosts
+            failures = {
+                error.host: error for failed in pool.map(ask, groups, groups.values()) for error in failed
+            }
         return [_status(handle, found, failures) for handle, found in zip(handles, states, strict=True)]
 
     def hosts(self, handle: Handle, /) -> tuple[str, ...]:
