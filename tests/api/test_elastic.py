@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from wanma.api.run.job_run import _launch_fingerprint
 from wanma.api.run.replanning import JobReplanner
 from wanma.elastic.launch_config import LaunchConfig
 from wanma.elastic.recovery.replan import ReplanRequest
@@ -35,6 +36,15 @@ def job(nodes: str, parallel: dict[str, Any] | str, model: dict[str, Any], **tra
             "cluster": {"nodes": nodes, "rendezvous": "a:1"},
         }
     )
+
+
+def test_a_node_that_finds_the_coordinator_elsewhere_has_the_same_job() -> None:
+    def agreed(layers: int, place: str) -> str:
+        made = job("1..2", {"dp_replicate": 2}, {"layers": layers})
+        section = made.cluster.model_copy(update={"rendezvous": place})
+        return _launch_fingerprint(made.model_copy(update={"cluster": section}), Plan(dp_replicate=2))
+
+    assert agreed(1, "a:1") == agreed(1, "b:2") != agreed(2, "a:1")
 
 
 def payload(of: Job, plan: Plan, _peak: float | None) -> bytes:

@@ -155,11 +155,11 @@ def test_machines_agree_on_the_scripts_content_and_words_wherever_it_lies(tmp_pa
         script.write_text(text)
     first, same, other = scripts
 
-    def agreed(script: Path, *words: str, node_rank: int = 0, ranks: int = 2) -> str:
-        section = ClusterSection(nodes=2, node_rank=node_rank, rendezvous="here:1")
+    def agreed(script: Path, *words: str, node_rank: int = 0, ranks: int = 2, met_at: str = "here:1") -> str:
+        section = ClusterSection(nodes=2, node_rank=node_rank, rendezvous=met_at)
         return _launch_fingerprint(Program(str(script), words), ranks, section)
 
-    assert agreed(first, "x") == agreed(same, "x", node_rank=1)
+    assert agreed(first, "x") == agreed(same, "x", node_rank=1, met_at="there:1")
     assert len({agreed(first, "x"), agreed(other, "x"), agreed(first, "y"), agreed(first, "x", ranks=1)}) == 4
 
 

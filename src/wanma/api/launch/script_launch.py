@@ -352,6 +352,7 @@ def _launch_fingerprint(
         "node_rank": None,
         "network_interface": None,
         "topology_address": None,
+        "rendezvous": None,  # a node that joins later has the address at which it found the coordinator
         "threads_per_rank": None,
     }
     common_section = section.model_copy(update=node_settings)

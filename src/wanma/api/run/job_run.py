@@ -352,7 +352,8 @@ def _launch_fingerprint(job: Job, plan: Plan) -> str:
     Each node plans for itself. Nodes with unequal memory may choose other micro-batches, and their ranks
     would wait for each other in collectives that the others never enter.
     """
-    node_settings = {"node_rank": None, "network_interface": None, "topology_address": None}
+    # A node that joins later has the address at which it found the coordinator.
+    node_settings = dict.fromkeys(("node_rank", "network_interface", "topology_address", "rendezvous"))
     common_job = job.model_copy(update={"cluster": job.cluster.model_copy(update=node_settings)})
     fingerprint_values = {
         **plan.to_json(),
