@@ -53,7 +53,8 @@ def recorded(tmp_path: Path, host: str, outcome: str | None = "finished") -> Run
 
 
 def end(run: RunDirectory, node: str, code: int = 0) -> None:
-    end_orphaned_job(run, code, {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": node})
+    number = str(int(node[1:]) - 1)
+    end_orphaned_job(run, code, {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": node, "SLURM_NODEID": number})
 
 
 @pytest.mark.parametrize(("rank_0", "ending"), [("n3", "n3"), ("n2", "n2"), ("n9", "n2")])
@@ -93,6 +94,16 @@ def test_a_node_that_answers_ends_its_job_itself(tmp_path: Path, programs: Path)
     end(run, "n2")
     assert "--nodelist=n1" in probes.read_text()
     assert not cancelled.exists()
+
+
+def test_few_nodes_of_a_large_job_ask(tmp_path: Path, programs: Path) -> None:
+    run = recorded(tmp_path, "n1")
+    probes = answer(programs, "srun", "")
+    asked = controller(programs, "n1,n2,n3")
+    end(run, "n900")
+    assert not asked.exists()
+    end(recorded(tmp_path / "2", "n900"), "n900")
+    assert probes.exists()
 
 
 def test_a_job_that_is_requeued_is_not_cancelled(tmp_path: Path, programs: Path) -> None:

@@ -37,6 +37,8 @@ LOSS_SECONDS = 900.0
 A controller that does not answer is asked again for as long."""
 CHECK_SECONDS = 10.0
 """Interval, in seconds, of these attempts."""
+CANDIDATES = 4
+"""Number of nodes, in Slurm's order, that ask beside the node of rank 0, so that a large job asks little."""
 
 
 def end_orphaned_job(run: RunDirectory, code: int, environment: Mapping[str, str]) -> None:
@@ -51,11 +53,13 @@ def end_orphaned_job(run: RunDirectory, code: int, environment: Mapping[str, str
         WanmaError: Slurm does not answer, or refuses; or the record of the run is damaged.
     """
     job, node = environment["SLURM_JOB_ID"], environment["SLURMD_NODENAME"]
-    if (record := _await_loss(job)) is None:
-        return
-    nodes = [name for name in _node_names(record) if name != record["BatchHost"]]
     starts = read_report(run, tail_only=True).starts
     host = starts[-1].get("host") if starts else None
+    if (node != host and int(environment["SLURM_NODEID"]) > CANDIDATES) or (
+        record := _await_loss(job)
+    ) is None:
+        return
+    nodes = [name for name in _node_names(record) if name != record["BatchHost"]]
     if node != (host if host in nodes else nodes[0]):
         return  # the node of rank 0 has written the report of the run by the time that it ends the job
     code = end_job(run, code, job, time.time() - (parse_time_limit(record.get("RunTime", "")) or 0.0))
