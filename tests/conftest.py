@@ -117,7 +117,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     is_exhaustive = config.getoption("--exhaustive")
     runs = {"full": is_exhaustive or config.getoption("--full"), "exhaustive": is_exhaustive}
     named = tuple(argument for argument in config.args if "::" in argument)
-    _leave_to_full(items, are_all_cases=not named)
+    # Of a file with a failed test, `--last-failed` collects that test alone.
+    _leave_to_full(items, are_all_cases=not named and not config.getoption("lf", False))
     left_out = {
         item
         for marker, is_run in runs.items()

@@ -67,7 +67,7 @@ def test_a_local_build_is_taken_as_its_index_has_it_and_told(capsys: pytest.Capt
 
 
 def test_a_package_without_hash_is_not_installed() -> None:
-    with pytest.raises(SystemExit, match=r"has no hash of numpy: add `name==version`"):
+    with pytest.raises(SystemExit, match="no hash of numpy"):
         hashed_requirements([chosen("rich", "15.0.0"), chosen("numpy", "2.4.6")], read_lock(TEXT))
 
 

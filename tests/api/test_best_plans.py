@@ -82,7 +82,7 @@ def test_a_module_is_planned_for_by_an_example_of_its_inputs() -> None:
     parameters = 4096 * 4096 + 4096 + 4096 * 10 + 10
     assert forecast.optimizer_bytes * plan.shard_group_size == pytest.approx(8 * parameters, rel=0.02)
     assert forecast.step is not None
-    with pytest.raises(JobError, match=r"wanma\.plan of a Sequential needs example inputs"):
+    with pytest.raises(JobError, match="needs example inputs"):
         wanma.plan(module, LINE)
 
 

@@ -82,9 +82,7 @@ def test_a_callback_sees_the_run_stops_it_and_is_named_when_it_fails(tmp_path: P
     assert "StopsAfter" in events or "interrupted" in events
 
     again = History()
-    with pytest.raises(
-        WanmaError, match=r"callback Broken.on_checkpoint failed: ZeroDivisionError: of step \d+\n"
-    ) as told:
+    with pytest.raises(WanmaError, match=r"Broken.on_checkpoint .*of step \d+\n") as told:
         train(tmp_path, again, Broken(), steps=len(steps) + 2)
     assert "test_callbacks.py" in str(told.value)
     assert again.told[0].step == len(steps)
@@ -126,11 +124,12 @@ def test_a_wish_to_stop_is_told_once(tmp_path: Path) -> None:
 
 
 def test_what_is_no_callback_is_refused() -> None:
-    with pytest.raises(JobError, match=r"callbacks: the class Broken is not a wanma.Callback"):
-        check_callbacks([Broken])
-    with pytest.raises(JobError, match=r"callbacks: an object of function is not a wanma.Callback\n"):
-        check_callbacks(lambda: None)
-    assert isinstance(load_callbacks([f"{__name__}:Broken"])[0], Broken)
     path = f"{__name__}:StopsNever"
-    with pytest.raises(JobError, match=f"'{path}': StopsNever.on_stepp is not a callback method.*'on_step'"):
-        load_callbacks([path])
+    for check, given, fact in (
+        (check_callbacks, [Broken], "the class Broken"),
+        (check_callbacks, lambda: None, "an object of function"),
+        (load_callbacks, [path], f"'{path}': .*on_stepp .*'on_step'"),
+    ):
+        with pytest.raises(JobError, match=fact):
+            check(given)
+    assert isinstance(load_callbacks([f"{__name__}:Broken"])[0], Broken)

@@ -75,7 +75,7 @@ def test_fewer_machines_keep_what_the_job_says_and_change_its_data_axes() -> Non
     decision = made.replan(ReplanRequest(3, made.plan, 4, 100))
     assert decision.plan is not None
     assert (decision.nodes, decision.plan.pp, decision.plan.dp_replicate) == (3, 2, 3)
-    assert "the plan has 8 ranks, and there is room for 6" in decision.reason
+    assert "8 ranks, and there is room for 6" in decision.reason
     first = made.replan(ReplanRequest(3))
     assert first.plan == decision.plan, "a first start with fewer is decided alike"
 
@@ -93,7 +93,7 @@ def test_sizes_that_cannot_be_had_on_what_is_left_are_named() -> None:
     made = plans(job("1..4", {"pp": 4}, SMALL), CPUS)
     decision = made.replan(ReplanRequest(3, made.plan, 4, 100))
     assert decision.plan is None
-    assert "3 nodes: 3 ranks on 3 nodes are not a multiple of the 4 ranks of one replica" in decision.reason
+    assert "3 ranks on 3 nodes are not a multiple" in decision.reason
     assert "1 node: " in decision.reason
 
 
@@ -203,7 +203,7 @@ def test_who_fixes_the_plan_itself_refuses_such_a_job() -> None:
     of = job("2..3", {"dp_replicate": 3}, SMALL)
     assert is_elastic(of)
     assert not is_elastic(job("3..3", {"dp_replicate": 3}, SMALL))
-    with pytest.raises(JobError, match=r"cluster.nodes = '2..3': a loop needs a fixed number"):
+    with pytest.raises(JobError, match=r"cluster\.nodes = '2\.\.3': a loop"):
         require_fixed_nodes(of, "a loop")
     with pytest.raises(JobError, match=r"wanma launch needs a fixed number"):
         parse_cluster_section(["cluster.nodes=2..3", "cluster.rendezvous=a:1"], "wanma launch", "")

@@ -43,7 +43,7 @@ def test_the_command_writes_what_transformers_loads(
     to = tmp_path / "out"
     command = ["export", "mine", "--runs", str(tmp_path / "runs"), "--to", str(to), "--precision", "bf16"]
     assert main(command) == 0
-    assert "11 tensors, the averaged weights of step-00000002" in capsys.readouterr().out
+    assert "averaged weights of step-00000002" in capsys.readouterr().out
     with safe_open(to / "model.safetensors", framework="pt") as opened:
         assert "lm_head.weight" not in opened.keys()  # noqa: SIM118  # no mapping
     model = AutoModelForCausalLM.from_pretrained(to)
@@ -75,7 +75,7 @@ def test_commands_say_that_the_newest_checkpoint_is_damaged_and_refuse_it_by_its
         assert told.startswith(
             "warning: checkpoint step-00000003 is skipped: rank-00000.safetensors has 0 bytes"
         )
-        assert "falling back to checkpoint step-00000002" in told
+        assert "checkpoint step-00000002" in told
     assert main([*sampled, "--step", "3"]) == 1
     assert "checkpoint step-00000003 is damaged" in capsys.readouterr().err
     assert main(["export", *run, "--step", "2", "--to", str(tmp_path / "two")]) == 0
@@ -90,10 +90,7 @@ def test_a_run_of_bytes_is_written_with_a_tokenizer_whose_numbers_are_the_bytes(
     BytesTokenizer().save(outcome.directory / "tokenizer")
     command = ["export", "mine", "--runs", str(tmp_path / "runs"), "--to", str(tmp_path / "out")]
     assert main(command) == 0
-    assert (
-        "the run read bytes and has no tokenizer file: tokenizer.json was generated"
-        in capsys.readouterr().out
-    )
+    assert "tokenizer.json was generated" in capsys.readouterr().out
     made = AutoTokenizer.from_pretrained(tmp_path / "out")
     for text in ("def f(x):\n\treturn  'é' + \"万马\"  \r\n", " a  b", "\x00\x7f"):
         numbers = made(text, add_special_tokens=False).input_ids
@@ -138,7 +135,7 @@ def test_what_has_no_published_form_says_so(tmp_path: Path, capsys: pytest.Captu
     trained(tmp_path, {"family": "decoder", **keys, "balance": "none"})
     command = ["export", "mine", "--runs", str(tmp_path / "runs"), "--to", str(tmp_path / "out")]
     assert main(command) == 1
-    assert "no supported Hugging Face family has the architecture of this decoder" in capsys.readouterr().err
+    assert "no supported Hugging Face family" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

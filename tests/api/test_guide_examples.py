@@ -33,7 +33,7 @@ def test_adapters_are_trained_merged_and_loaded_by_transformers(tmp_path: Path) 
     losses = [float(loss) for loss in re.findall(r"step +\d+/20 +loss ([\d.]+)", out)]
     assert losses[-1] < losses[0] - 0.1
     assert "trained 16 adapter matrices" in out
-    assert "transformers loads LlamaForCausalLM from" in out
+    assert "LlamaForCausalLM" in out
     assert (tmp_path / "runs" / "finetune-lora" / "merged" / "model.safetensors").exists()
 
 

@@ -320,9 +320,7 @@ def test_a_request_to_stop_reaches_the_script(
     ran.check(code)
     assert going.left() == []
     assert "stopping the script: " in ran.out
-    assert ("the grace period (cluster.grace_seconds) ended before the script did" in ran.out) == (
-        words == ["deaf"]
-    )
+    assert ("(cluster.grace_seconds) ended before" in ran.out) == (words == ["deaf"])
     assert "checkpoint" not in ran.out
     assert "Traceback" not in ran.out
     assert "error: " not in ran.out
@@ -411,7 +409,7 @@ def test_a_session_takes_ranks_that_torchrun_has_started(desk: Desk) -> None:
     ran = desk.start_program(torchrun).end()
     ran.check()
     assert ran.out.count("finished at step 20") == 1
-    assert "for hang detection and recovery use `wanma launch --ranks 2`" in ran.out
+    assert "`wanma launch --ranks 2`" in ran.out
     training = desk.training("runs/own-loop")
     assert [step["step"] for step in training.metrics] == list(range(1, 21))
     assert training.checkpoints() == ["step-00000020"]

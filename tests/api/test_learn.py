@@ -143,7 +143,7 @@ def test_a_machine_of_unknown_rates_is_to_be_measured_first(tmp_path: Path) -> N
     told = json.loads(run.plan.read_text())
     told["cluster"]["nodes"][0]["cpu"]["peak_flops_per_second"] = {}
     write_json(run.plan, told)
-    with pytest.raises(WanmaError, match="cannot be forecast") as refused:
+    with pytest.raises(WanmaError) as refused:
         correct_calibration(run, tmp_path / "none.json")
     assert "wanma cluster --calibrate" in str(refused.value)
 

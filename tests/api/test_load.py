@@ -76,7 +76,7 @@ def test_averaged_weights_an_earlier_step_and_a_damaged_newest(tmp_path: Path) -
     assert torch.equal(plain.model.get_parameter(name), outcome.tensors(1)[f"model.{name}"])
     shutil.copytree(loaded.checkpoint, outcome.directory / "checkpoints" / "step-00000003")
     (outcome.directory / "checkpoints" / "step-00000003" / "rank-00000.safetensors").write_bytes(b"")
-    with pytest.warns(UserWarning, match="falling back to checkpoint step-00000002"):
+    with pytest.warns(UserWarning, match="falling back .*step-00000002"):
         assert wanma.load(outcome.directory).step == 2
     with pytest.raises(WanmaError, match="step-00000003 is damaged"):
         wanma.load(outcome.directory, step=3)
@@ -178,15 +178,13 @@ def test_a_module_of_ones_own_comes_back_as_it_is(tmp_path: Path) -> None:
     assert loaded.model.norm.running_mean.abs().max() > 0
     other = Fixed()
     other.linear = nn.Linear(4, 1)
-    with pytest.raises(WanmaError, match=r"linear\.weight: shape \(1, 4\) here, \(1, 3\) in the checkpoint"):
+    with pytest.raises(WanmaError, match=r"linear\.weight: .*\(1, 4\) .*\(1, 3\)"):
         wanma.load(run, model=other)
 
 
 def test_a_module_made_with_arguments_is_to_be_given(tmp_path: Path) -> None:
     run = own(tmp_path / "sized", Sized(3.0))
-    with pytest.raises(
-        WanmaError, match=r"the arguments that created it are not recorded\n  give the module"
-    ):
+    with pytest.raises(WanmaError, match=r"not recorded\n  give the module"):
         wanma.load(run)
     model = Sized(3.0)
     assert wanma.load(run, model=model).model is model

@@ -51,7 +51,7 @@ def test_a_file_describes_the_machines_of_a_run(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize(
     ("file", "nodes", "told"),
     [
-        ("2x8 B200", 1, r"describes 2 nodes, and cluster\.nodes = 1"),
+        ("2x8 B200", 1, r"2 nodes, and cluster\.nodes = 1"),
         ("2x8 H100", 2, r"describes 2 nodes of 8 × H100 SXM, .*this node .* is none of them"),
         ("2x4 B200", 2, "is none of them"),
         ("2x2 Grace, 25G", 2, "is none of them"),
@@ -96,7 +96,7 @@ def test_a_plan_says_for_which_machines_it_is() -> None:
     console.print(plan_job(wide)[1])
     text = console.export_text()
     assert "2 nodes of 4 × TPU v4, 1 × 100G" in text
-    assert "unsupported: wanma does not support TPU v4" in text
+    assert "does not support TPU v4" in text
     assert "8 (dp_shard 8)" in text
 
 
@@ -116,7 +116,7 @@ def test_a_machine_of_a_mixed_cluster_is_the_one_that_its_work_is_planned_for(
 
     as_number(1)
     as_number(2)
-    with pytest.raises(JobError, match=r"cluster\.node_rank = 0 is .*H100.* and this node is .*A100"):
+    with pytest.raises(JobError, match=r"node_rank = 0 is .*H100.* and .*A100"):
         as_number(0)
     with pytest.raises(JobError, match=r"cluster\.node_rank") as refusal:
         as_number(None)

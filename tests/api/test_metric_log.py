@@ -83,7 +83,7 @@ def test_numbers_of_arrays_and_tensors_are_recorded(file: Path) -> None:
 
 
 def test_what_is_no_number_is_refused(file: Path) -> None:
-    with pytest.raises(WanmaError, match=r"wanma\.log: shape is list") as refused:
+    with pytest.raises(WanmaError) as refused:
         wanma.log(step=1, shape=[1, 2])
     assert "shape=float(value)" in refused.value.hint
     assert not file.exists()

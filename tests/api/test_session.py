@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,22 +131,26 @@ def test_a_finished_run_has_no_more_batches_and_stays_finished(tmp_path: Path) -
 # ------------------------------------------------------------------ misuse
 
 
-def test_a_second_step_for_one_batch_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("misuse", "fact"),
+    [
+        (lambda own: [own.session.step(own.losses()) for _ in range(2)], "called twice for one batch"),
+        (lambda own: next(own.batches), "was not called for a batch"),
+        (lambda own: own.session.prepare(seeded(Plain)), "one model"),
+        (lambda own: own.session.batches(own.data), r"session\.batches was called twice"),
+        (lambda own: own.session.step(own.losses().mean()), "reduction='none'"),
+        (lambda own: own.session.step(None), "NoneType, not a tensor"),
+        (lambda own: own.session.step([1.0]), "list, not a tensor"),
+        (lambda own: own.session.step(torch.ones(7)), "have no gradient"),
+    ],
+)
+def test_a_wrong_step_of_a_loop_is_refused(misuse: Callable[[Any], Any], fact: str, tmp_path: Path) -> None:
     with wanma.session(job(), run_directory=tmp_path) as session:
-        model = session.prepare(seeded(Plain))
-        batch = next(iter(session.batches(Numbers())))
-        session.step(per_sample(model, batch))
-        with pytest.raises(wanma.WanmaError, match="called twice for one batch"):
-            session.step(per_sample(model, batch))
-
-
-def test_a_batch_without_a_step_is_refused(tmp_path: Path) -> None:
-    with wanma.session(job(), run_directory=tmp_path) as session:
-        session.prepare(seeded(Plain))
-        batches = iter(session.batches(Numbers()))
-        next(batches)
-        with pytest.raises(wanma.WanmaError, match="was not called for a batch"):
-            next(batches)
+        model, data = session.prepare(seeded(Plain)), Numbers()
+        batches = session.batches(data)
+        losses = partial(per_sample, model, next(batches))
+        with pytest.raises(wanma.WanmaError, match=fact):
+            misuse(SimpleNamespace(session=session, data=data, batches=batches, losses=losses))
 
 
 def test_batches_before_prepare_are_refused(tmp_path: Path) -> None:
@@ -154,21 +161,6 @@ def test_batches_before_prepare_are_refused(tmp_path: Path) -> None:
         next(iter(session.batches(Numbers())))
 
 
-def test_a_second_model_is_refused(tmp_path: Path) -> None:
-    with wanma.session(job(), run_directory=tmp_path) as session:
-        session.prepare(seeded(Plain))
-        with pytest.raises(wanma.WanmaError, match="one model"):
-            session.prepare(seeded(Plain))
-
-
-def test_a_mean_instead_of_losses_is_refused(tmp_path: Path) -> None:
-    with wanma.session(job(), run_directory=tmp_path) as session:
-        model = session.prepare(seeded(Plain))
-        batch = next(iter(session.batches(Numbers())))
-        with pytest.raises(wanma.WanmaError, match="reduction='none'"):
-            session.step(per_sample(model, batch).mean())
-
-
 def test_a_pipeline_is_refused_before_a_model_is_built(tmp_path: Path) -> None:
     text = job(parallel={"pp": 2}, train={"global_batch": 8})
     with pytest.raises(AssertionError, match=r"JobError: parallel\.pp = 2"):
@@ -176,7 +168,7 @@ def test_a_pipeline_is_refused_before_a_model_is_built(tmp_path: Path) -> None:
 
 
 def test_another_number_of_ranks_than_the_job_says_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(wanma.WanmaError, match="the plan has 2 ranks, but 1 were started"):
+    with pytest.raises(wanma.WanmaError, match="the plan has 2 ranks, but 1 "):
         loop(job(parallel={"dp_replicate": 2}), tmp_path)
 
 
@@ -195,32 +187,6 @@ def test_the_jobs_threads_are_used(tmp_path: Path) -> None:
     with wanma.session(job(cluster={"threads_per_rank": 1}), run_directory=tmp_path):
         assert torch.get_num_threads() == 1
     assert json.loads((tmp_path / "plan.json").read_text())["plan"]["threads_per_rank"] == 1
-
-
-def test_the_batches_are_given_once(tmp_path: Path) -> None:
-    with wanma.session(job(), run_directory=tmp_path) as session:
-        model = session.prepare(seeded(Plain))
-        for batch in session.batches(Numbers()):
-            session.step(per_sample(model, batch))
-        with pytest.raises(wanma.WanmaError, match=r"session\.batches was called twice"):
-            session.batches(Numbers())
-
-
-@pytest.mark.parametrize(
-    ("losses", "told"),
-    [
-        (None, "the losses are NoneType, not a tensor"),
-        ([1.0], "the losses are list, not a tensor"),
-        (torch.ones(7), "have no gradient"),
-    ],
-    ids=["nothing", "a list", "detached"],
-)
-def test_losses_that_cannot_be_are_refused(losses: Any, told: str, tmp_path: Path) -> None:
-    with wanma.session(job(), run_directory=tmp_path) as session:
-        session.prepare(seeded(Plain))
-        next(session.batches(Numbers()))
-        with pytest.raises(wanma.WanmaError, match=told):
-            session.step(losses)
 
 
 def test_what_is_no_module_is_refused(tmp_path: Path) -> None:

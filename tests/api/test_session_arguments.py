@@ -79,7 +79,7 @@ def test_a_callback_ends_a_session_in_order(tmp_path: Path) -> None:
 
 
 def test_a_callback_that_fails_ends_a_session_in_order_and_is_named(tmp_path: Path) -> None:
-    with pytest.raises(WanmaError, match=r"callback Broken\.on_start failed: ZeroDivisionError"):
+    with pytest.raises(WanmaError, match=r"Broken\.on_start .*ZeroDivisionError"):
         loop(tmp_path, job(5_000), callbacks=[Broken()])
     assert Outcome(tmp_path).tensors()
 
@@ -114,7 +114,7 @@ def test_what_is_none_is_refused_before_anything_starts(tmp_path: Path) -> None:
     ):
         with pytest.raises(JobError, match=says):
             loop(tmp_path / "run", job(2), **arguments)
-    with pytest.raises(JobError, match=r"optimizer= and train\.optimizer_factory of the job are both set"):
+    with pytest.raises(JobError, match=r"train\.optimizer_factory of the job"):
         loop(tmp_path / "run", job(2, optimizer_factory="torch.optim:RAdam"), optimizer=torch.optim.RAdam)
     assert not (tmp_path / "run").exists()
 

@@ -109,7 +109,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_all_stays_as_it_was(tmp_pa
 def test_another_batch_size_is_refused_and_all_stays_as_it_was(tmp_path: Path) -> None:
     loop(session_job(), tmp_path)
     before = written(tmp_path)
-    with pytest.raises(wanma.WanmaError, match=r"train\.global_batch = 8 that step comes after 32"):
+    with pytest.raises(wanma.WanmaError, match=r"train\.global_batch = 8 .* after 32"):
         loop(session_job(train={"steps": 9, "global_batch": 8}), tmp_path)
     assert written(tmp_path) == before
 

@@ -121,7 +121,7 @@ def test_what_cannot_travel_is_named_before_anything_starts(tmp_path: Path) -> N
     model: Any = seeded(Plain)
     with Path(os.devnull).open("w") as model.log, pytest.raises(wanma.WanmaError) as refused:
         wanma.train(JOB, model=model, data=Numbers(), run_directory=tmp_path / "run")
-    assert "model = Plain cannot be sent to the ranks" in str(refused.value)
+    assert "model = Plain" in str(refused.value)
     assert "model.factory" in refused.value.hint
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 

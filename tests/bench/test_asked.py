@@ -46,14 +46,13 @@ def test_collectives_and_algorithms_narrow_each_other_down() -> None:
 
 
 def test_names_that_there_are_not_are_refused_with_those_there_are() -> None:
-    with pytest.raises(JobError, match=r"unknown name 'all_reduced'\. Did you mean 'all_reduce'\?"):
-        select_algorithms(["all_reduced"], [], KNOWN)
-    with pytest.raises(JobError, match="--algorithms: unknown name 'butterfly'") as refused:
-        select_algorithms([], ["butterfly"], KNOWN)
-    assert refused.value.hint == "choose from backend, ring, tree"
-    with pytest.raises(JobError, match="broadcast: ring is not available") as refused:
-        select_algorithms(["broadcast"], ["ring"], KNOWN)
-    assert refused.value.hint == "choose from tree"
+    for collectives, algorithms, fact in (
+        (["all_reduced"], [], "'all_reduced'.* mean 'all_reduce'"),
+        ([], ["butterfly"], "--algorithms: .* 'butterfly'.\n.* from backend, ring, tree"),
+        (["broadcast"], ["ring"], "broadcast: ring .*\n.* from tree"),
+    ):
+        with pytest.raises(JobError, match=fact):
+            select_algorithms(collectives, algorithms, KNOWN)
 
 
 def test_a_precision_is_fp32_unless_others_are_named() -> None:

@@ -97,9 +97,9 @@ def test_two_machines_measure_together_and_the_first_one_shows_it(tmp_path: Path
         (["--algorithms", "butterfly"], "unknown name 'butterfly'"),
         (["--dtypes", "int3"], "unknown name 'int3'"),
         (["--set", "train.steps=3"], "train.steps is not a key of [cluster]"),
-        (["--nodes", "2..3"], "cluster.nodes = '2..3': wanma bench needs a fixed number of nodes"),
+        (["--nodes", "2..3"], "cluster.nodes = '2..3'"),
         (["--nodes", "2", "--save"], "--save with --nodes 2"),
-        (["--ranks", "64", "--sizes", "16G"], "64 ranks with up to 3 buffers of 16.0 GiB need"),
+        (["--ranks", "64", "--sizes", "16G"], "3 buffers of 16.0 GiB"),
     ],
 )
 def test_what_cannot_be_measured_is_one_message_before_anything_starts(
@@ -112,7 +112,7 @@ def test_what_cannot_be_measured_is_one_message_before_anything_starts(
 
 
 def test_several_numbers_of_ranks_are_for_one_machine() -> None:
-    with pytest.raises(JobError, match="several nodes measure one number of ranks per run"):
+    with pytest.raises(JobError, match="one number of ranks per run"):
         bench_collectives(ranks=[1, 2], overrides=[CPU, "cluster.nodes=2", "cluster.rendezvous=127.0.0.1:1"])
 
 

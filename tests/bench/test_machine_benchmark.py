@@ -177,19 +177,19 @@ def test_two_nodes_measure_together_and_the_first_one_keeps_the_result(
     assert "pair.1-2_bytes_per_second" in result.measurements[0].figures, "between the nodes"
     monkeypatch.chdir(tmp_path / "0")
     assert bench("reproduce", directory.id) == 2
-    assert "is of several nodes, which one command does not start" in capsys.readouterr().err
+    assert "is of several nodes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--parts", "link"], "unknown part 'link'. Did you mean 'links'?"),
+        (["--parts", "link"], "'link'. Did you mean 'links'?"),
         (["--ranks", "0"], "at least one rank"),
         (["--ranks", "two"], "'two' is not a list of numbers"),
         (["--ranks", "1", "--parts", "links"], "one rank has no links"),
         (["--ranks", "4096"], "and this node has"),
         (["--seconds", "0"], "--seconds 0: must be above 0"),
-        (["--rounds", "0"], "argument --rounds: '0' is not a number of at least 1"),
+        (["--rounds", "0"], "--rounds: '0' is not a number"),
         (["--folder", "no-such-folder"], "--folder no-such-folder is no folder"),
         (["--set", "train.steps=3"], "train.steps is not a key of [cluster]"),
         (["--nodes", "2"], "--nodes 2 without --node-rank"),
@@ -236,7 +236,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(
 ) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
     assert bench("machine", "--folder", str(tmp_path)) == 2
-    assert "cannot be written to, so that its storage cannot be measured" in capsys.readouterr().err
+    assert "cannot be written to" in capsys.readouterr().err
 
 
 def test_a_launcher_says_which_node_this_is() -> None:

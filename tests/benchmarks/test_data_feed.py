@@ -56,5 +56,5 @@ def test_the_page_counts_the_forecasts_within_the_band() -> None:
     wrong = Comparison("JPEG, store, 30 ms", "2", "samples/s", 300.0, 100.0, "store requests")
     assert (right.is_right, wrong.is_right) == (True, False)
     text = data_feed.report([right, wrong])
-    assert "1 of 2 forecasts are from 0.5 to 2 times" in text
+    assert "1 of 2 forecasts are from 0.5 to 2" in text
     assert "| JPEG, disk | 1 | 100 samples/s | 90 samples/s | 1.11 | decoding |" in text

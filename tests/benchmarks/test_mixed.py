@@ -120,7 +120,7 @@ def test_the_report_tells_of_rounds_and_runs_that_nothing_disturbed() -> None:
     assert ratios(piece, "planned") == [0.95, 0.93]
     assert recoveries(piece) == [2, None], "the third was disturbed"
     told = report([piece])
-    assert "after 20, 21 steps, until 0.9 of the ideal, run by run: 2, never (goal: 20" in told
+    assert "run by run: 2, never (goal: 20" in told
     assert "| planned shares | 0.94 | 2 | 2 | [21, 5] |" in told
     assert summary(piece, "even") == "  even: 0.50 of the ideal, 1 rounds"
     assert summary(piece, "dynamic") == "  dynamic: no undisturbed round yet"

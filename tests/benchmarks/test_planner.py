@@ -182,5 +182,5 @@ def test_runs_of_another_processor_are_not_mixed_into_a_record(monkeypatch: pyte
     monkeypatch.setattr(real, "discover_node", lambda: SimpleNamespace(to_json=lambda: cluster("EPYC")))
     real.check_machine({"runs": []})
     real.check_machine({"runs": [{"cluster": cluster("EPYC")}]})
-    with pytest.raises(real.BenchmarkError, match=r"has runs on Xeon, and this is EPYC: begin again with"):
+    with pytest.raises(real.BenchmarkError, match="runs on Xeon, and this is EPYC"):
         real.check_machine({"runs": [{"cluster": cluster("EPYC")}, {"cluster": cluster("Xeon")}]})

@@ -83,7 +83,7 @@ def test_some_tensors_in_another_dtype(path: Path, tmp_path: Path) -> None:
 def test_a_value_that_does_not_fit_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save(1, {"w": torch.tensor([1.0, 1e6])}, {})
-    with pytest.raises(WanmaError, match="tensor w has values outside the range of F16"):
+    with pytest.raises(WanmaError, match=r"tensor w .* range of F16"):
         convert_checkpoint(tmp_path / "run" / "step-00000001", tmp_path / "out", {"w": "F16"})
     assert sorted(item.name for item in tmp_path.iterdir()) == ["run"]
 
@@ -93,7 +93,7 @@ def test_a_damaged_checkpoint_is_not_given_new_hashes(path: Path, tmp_path: Path
     damaged = bytearray(file.read_bytes())
     damaged[-1] ^= 1
     file.write_bytes(damaged)
-    with pytest.raises(WanmaError, match=r"is damaged: rank-00001\.safetensors is damaged"):
+    with pytest.raises(WanmaError, match=r"rank-00001\.safetensors is damaged"):
         convert_checkpoint(path, tmp_path / "out", kinds(path))
     assert not (tmp_path / "out").exists()
 

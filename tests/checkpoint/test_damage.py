@@ -121,12 +121,13 @@ def test_whoever_takes_an_older_checkpoint_than_the_newest_is_told_and_a_step_in
     ]
     told.clear()
     assert find_valid(folder, 1, told.append) == folder / "step-00000001"
-    with pytest.raises(WanmaError, match=r"step-00000003 is damaged: .*\n  choose another step: 2, 1"):
-        find_valid(folder, 3, told.append)
-    with pytest.raises(WanmaError, match=r"no checkpoint of step 9\n  choose one of the steps 3, 2, 1"):
-        find_valid(folder, 9, told.append)
-    with pytest.raises(WanmaError, match="has no complete checkpoint yet"):
-        find_valid(folder / "nothing", None, told.append)
+    for place, step, fact in (
+        (folder, 3, r"step-00000003 .*\n .*another step: 2, 1"),
+        (folder, 9, r"step 9\n .*steps 3, 2, 1"),
+        (folder / "nothing", None, "no complete checkpoint yet"),
+    ):
+        with pytest.raises(WanmaError, match=fact):
+            find_valid(place, step, told.append)
     assert told == []
 
 
@@ -146,7 +147,7 @@ def test_loading_a_damaged_checkpoint_directly_names_the_file(folder: Path) -> N
     path = folder / "step-00000003"
     file = path / "rank-00001.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
-    with pytest.raises(WanmaError, match=r"rank-00001\.safetensors cannot be read: it has") as caught:
+    with pytest.raises(WanmaError, match=r"rank-00001\.safetensors cannot be read") as caught:
         load_full_tensors(path)
     assert caught.value.hint == "load an older checkpoint: this one is damaged"
     with pytest.raises(WanmaError, match="No such file"):
@@ -191,7 +192,7 @@ def test_weights_alone_load_when_asked_not_to_be_strict(folder: Path) -> None:
 
 def test_full_tensors_can_be_chosen_by_name(folder: Path) -> None:
     assert list(load_full_tensors(folder / "step-00000003", ["optimizer.step"])) == ["optimizer.step"]
-    with pytest.raises(WanmaError, match=r"has no tensor optimizer\.stp\. Did you mean 'optimizer\.step'"):
+    with pytest.raises(WanmaError, match=r"stp\. Did you mean 'optimizer\.step'"):
         load_full_tensors(folder / "step-00000003", ["optimizer.stp"])
 
 

@@ -98,7 +98,7 @@ def test_a_flipped_bit_anywhere_in_a_manifest_is_noticed() -> None:
 
 @given(st.binary(max_size=200))
 def test_bytes_that_are_no_manifest_give_a_clear_error(content: bytes) -> None:
-    with pytest.raises(WanmaError, match=r"manifest\.json is not the manifest of a checkpoint"):
+    with pytest.raises(WanmaError, match=r"manifest\.json is not the manifest"):
         parse_manifest(content)
 
 
@@ -111,22 +111,19 @@ def test_a_truncated_manifest_is_noticed() -> None:
 
 def test_a_newer_format_asks_for_an_update() -> None:
     content = dump_manifest(MANIFEST).replace(b'"version":1', b'"version":2', 1)
-    with pytest.raises(WanmaError, match="format version 2; this version of wanma reads up to 1") as caught:
+    with pytest.raises(WanmaError, match=r"version 2; .* up to 1") as caught:
         parse_manifest(content)
     assert caught.value.hint == "update wanma"
 
 
-def test_files_outside_the_checkpoint_are_refused() -> None:
-    outside = Manifest(1, 1, None, {}, {}, {"../../etc/passwd": FileEntry(1, "")}, {})
-    with pytest.raises(WanmaError, match="malformed"):
-        parse_manifest(dump_manifest(outside))
-
-
-def test_a_shard_that_reaches_outside_its_tensor_is_refused() -> None:
-    shard = SavedShard(Box((3, 0), (2, 3)), "rank-00000.safetensors")
-    outside = Manifest(1, 1, None, {}, {}, MANIFEST.files, {"w": TensorEntry("F32", (4, 3), (shard,))})
-    with pytest.raises(WanmaError, match=r"malformed.*shard"):
-        parse_manifest(dump_manifest(outside))
+def test_files_outside_the_checkpoint_and_shards_outside_their_tensor_are_refused() -> None:
+    entry = TensorEntry("F32", (4, 3), (SavedShard(Box((3, 0), (2, 3)), "rank-00000.safetensors"),))
+    for files, tensors, fact in (
+        ({"../../etc/passwd": FileEntry(1, "")}, {}, "malformed"),
+        (MANIFEST.files, {"w": entry}, "malformed.*shard"),
+    ):
+        with pytest.raises(WanmaError, match=fact):
+            parse_manifest(dump_manifest(Manifest(1, 1, None, {}, {}, files, tensors)))
 
 
 def test_deeply_nested_json_does_not_crash_the_reader() -> None:

@@ -94,10 +94,7 @@ def test_a_part_that_finds_no_room_leaves_nothing_and_says_where_it_was_tried(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, "write_file", full)
-    with pytest.raises(
-        WanmaError,
-        match=r"checkpoints of step 7, ranks 0, 1, cannot be written to any folder: .*No space left",
-    ) as told:
+    with pytest.raises(WanmaError, match=r"step 7, ranks 0, 1, .*No space left") as told:
         write_flushed_part(tmp_path / "checkpoints", paths(held, [0, 1]))
     assert str(places[0]) in str(told.value)
     assert list(places[0].iterdir()) == []
@@ -108,6 +105,6 @@ def test_a_damaged_image_is_no_part(held: Held, places: list[Path], tmp_path: Pa
     content = bytearray(path.read_bytes())
     content[5000] ^= 8
     path.write_bytes(content)
-    with pytest.raises(WanmaError, match="the in-memory checkpoint of rank 0 is damaged"):
+    with pytest.raises(WanmaError, match="checkpoint of rank 0 is damaged"):
         write_flushed_part(tmp_path / "checkpoints", paths(held, [0, 1]))
     assert not places[0].exists() or not list_flushed_parts(tmp_path / "checkpoints")

@@ -73,7 +73,7 @@ def test_a_rank_that_cannot_save_ends_the_save_of_all(server: TCPStore, tmp_path
         made[1].save(1, {"__metadata__": torch.ones(1)}, {"step": 1})
     (result,) = made[0].wait()
     assert result.error is not None
-    assert "rank 1: a tensor cannot be named __metadata__" in result.error.message
+    assert "rank 1: a tensor cannot be named" in result.error.message
     assert [one.error for one in save(made, 2)] == [None, None]
     assert [path.name for path in (tmp_path / "one").glob("step-*")] == ["step-00000002"]
 
@@ -97,7 +97,7 @@ def test_a_silent_rank_is_named_after_the_deadline(server: TCPStore, tmp_path: P
     made[0].save(1, TENSORS[0], {"step": 1})
     (result,) = made[0].wait()
     assert result.error is not None
-    assert "rank 1 did not send its part within 0.5 s" in result.error.message
+    assert "rank 1 did not send its part" in result.error.message
     assert "shared file system" in result.error.hint
 
 

@@ -182,7 +182,7 @@ def test_a_download_that_arrives_truncated_is_an_error_and_leaves_nothing(
 ) -> None:
     remote(f"file://{tmp_path}/there").upload(at(folder, 1), 1)
     failing.truncates = lambda call: call.name == "get_file"
-    with pytest.raises(WanmaError, match=r"cannot download failing://.*bytes arrived"):
+    with pytest.raises(WanmaError, match=r"failing://.*bytes arrived"):
         remote(f"failing://{tmp_path}/there").download(1, tmp_path / "back")
     assert names(tmp_path / "back") == []
 
@@ -295,7 +295,7 @@ def test_a_missing_package_is_one_sentence_with_the_command(monkeypatch: pytest.
 
 
 def test_an_unknown_protocol_is_refused_by_name() -> None:
-    with pytest.raises(WanmaError, match="the storage protocol 's4' is not supported"):
+    with pytest.raises(WanmaError, match="protocol 's4'"):
         check_url("s4://bucket/run", "checkpoint.upload")
 
 

@@ -104,7 +104,7 @@ def test_a_damaged_image_is_refused_and_nothing_is_committed(tmp_path: Path) -> 
         byte = image.read(1)
         image.seek(5000)
         image.write(bytes([byte[0] ^ 1]))
-    with pytest.raises(WanmaError, match="the in-memory checkpoint of rank 0 is damaged"):
+    with pytest.raises(WanmaError, match="checkpoint of rank 0 is damaged"):
         write(tmp_path, held, [0], 1)
     assert list_committed(tmp_path) == []
 
@@ -112,7 +112,7 @@ def test_a_damaged_image_is_refused_and_nothing_is_committed(tmp_path: Path) -> 
 def test_a_node_that_does_not_come_is_waited_for_until_the_deadline(tmp_path: Path) -> None:
     held = Held(2)
     snapshot(held, 5, [[0], [1]])
-    with pytest.raises(WanmaError, match=r"rank 1 did not finish writing within 0\.\d* s"):
+    with pytest.raises(WanmaError, match=r"rank 1 .* within 0\.\d* s"):
         write(tmp_path, held, [0], 2, seconds=0.3)
     assert list_committed(tmp_path) == []
 

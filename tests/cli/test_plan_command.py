@@ -140,8 +140,8 @@ def test_files_are_written_and_named(
         (["--what-if", "device=H300"], "'H300' is not in the device catalogue"),
         (["--scale", "8-64"], "is not a range"),
         (["--why", "tp"], "is not KEY=VALUE"),
-        (["--why", "tpp=4"], "--why tpp=4: unknown key 'parallel.tpp'. Did you mean"),
-        (["--why", "tp=0"], "--why tp=0: parallel.tp = 0: must be a whole number >= 1"),
+        (["--why", "tpp=4"], "tpp=4: unknown key 'parallel.tpp'"),
+        (["--why", "tp=0"], "--why tp=0: parallel.tp = 0: must be"),
         (["--html", "/nowhere/plan.html"], "cannot write /nowhere/plan.html"),
     ],
 )

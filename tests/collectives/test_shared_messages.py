@@ -174,7 +174,7 @@ def look_first(worker: WorkerContext) -> tuple[bool, bool, float, str]:
         assert last is not None
         before = work.is_completed()
         assert read_collective_state().current_collective == "", "asked for, and not waited for"
-        with pytest.raises(SharedMemoryError, match=r"recv #1 from rank 0 .* still in progress"):
+        with pytest.raises(SharedMemoryError, match=r"recv #1 from rank 0 .* in progress"):
             work.wait(timedelta(seconds=0.05))
         where = []
         thread = threading.Thread(target=lambda: work.wait())
@@ -325,16 +325,18 @@ def test_what_a_collective_is_still_bringing_can_be_sent() -> None:
 
 def refuse(worker: WorkerContext) -> None:
     with shared_world(worker) as (group, _):
-        for peer, tag in ((-1, 0), (2, 0), (0, -1), (0, 1 << 31)):
-            with pytest.raises(ValueError, match=r"there is no rank|the tag must be from 0"):
-                group.send([torch.ones(1)], peer, tag)
-        for peer in (-1, 2):
-            with pytest.raises(ValueError, match=f"there is no rank {peer} in a group of 2"):
-                group.recv([torch.ones(1)], peer, 0)
-        with pytest.raises(ValueError, match="contiguous"):
-            dist.isend(torch.ones(4, 4).t(), 0)
-        with pytest.raises(ValueError, match="contiguous"):
-            dist.irecv(torch.ones(4, 4)[:, 1], 0)
+        for message in (group.send, group.recv):
+            for peer, tag, fact in (
+                (-1, 0, "rank -1 in"),
+                (2, 0, "rank 2 in"),
+                (0, -1, "tag"),
+                (0, 1 << 31, "tag"),
+            ):
+                with pytest.raises(ValueError, match=fact):
+                    message([torch.ones(1)], peer, tag)
+        for posted, part in ((dist.isend, torch.ones(4, 4).t()), (dist.irecv, torch.ones(4, 4)[:, 1])):
+            with pytest.raises(ValueError, match="contiguous"):
+                posted(part, 0)
 
 
 def test_what_does_not_lie_in_one_piece_is_refused() -> None:

@@ -103,7 +103,7 @@ def test_padding_ignores_classes_and_zeroes_measures() -> None:
 
 
 def test_what_can_neither_be_asked_nor_iterated_over_is_refused() -> None:
-    with pytest.raises(JobError, match=r"object is neither a map-style dataset .* nor an iterable one"):
+    with pytest.raises(JobError, match="neither a map-style dataset"):
         opened(object())
 
 
@@ -111,9 +111,7 @@ def test_a_failing_sample_is_named() -> None:
     def fail(index: int) -> Any:
         raise KeyError(f"no file for {index}")
 
-    with pytest.raises(
-        WanmaError, match=r"data: sample \d+ of Squares failed: KeyError: 'no file for"
-    ) as told:
+    with pytest.raises(WanmaError, match="of Squares failed: KeyError: 'no file") as told:
         opened(Squares(item=fail)).batch(range(2))
     assert isinstance(told.value.__cause__, KeyError)
 
@@ -124,7 +122,7 @@ def test_a_failing_sample_is_named() -> None:
         (lambda i: (torch.zeros(i + 1), 0), "cannot be joined into a batch"),
         (lambda _: torch.zeros(1), "a sample of Squares has type Tensor"),
         (lambda _: {"x": 1}, r"has the keys \['x'\] and no target"),
-        (lambda _: (1, "class"), "returns the target that cannot be converted"),
+        (lambda _: (1, "class"), "target that cannot be converted"),
         (lambda _: {"label": 1, "text": "x"}, "returns text that cannot be converted"),
         (lambda _: ([[1], [1, 2]], 1), "cannot be joined into a batch"),
     ],
@@ -146,17 +144,14 @@ def test_samples_that_make_no_batch_are_told(item: Any, message: str) -> None:
 def test_samples_with_different_keys_make_no_batch_whichever_is_first(item: Any, keys: str) -> None:
     data = opened(Squares(item=item))
     for samples in (range(20), range(19, -1, -1)):
-        with pytest.raises(
-            WanmaError, match=rf"data: samples \d+ and \d+ of Squares have different keys: .*{keys}"
-        ):
+        with pytest.raises(WanmaError, match=rf"Squares .* different .*{keys}"):
             data.batch(samples)
 
 
 def test_empty_and_too_small_datasets_are_refused() -> None:
-    with pytest.raises(JobError, match="Squares is empty"):
-        opened(Squares(0))
-    with pytest.raises(JobError, match="a dataset of 1 samples is too small"):
-        opened(Squares(1))
+    for size, fact in ((0, "Squares is empty"), (1, "1 samples is too small")):
+        with pytest.raises(JobError, match=fact):
+            opened(Squares(size))
     assert opened(Squares(1), 0).train_samples == 1
 
 
@@ -176,12 +171,13 @@ def test_a_factory_makes_the_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyP
     name = "wanma_factory_for_test"
     data = opened(None, 0, factory=f"{name}:numbers", arguments={"size": 7})
     assert sorted(data.batch(range(7)).targets.tolist()) == list(range(7))
-    with pytest.raises(JobError, match=r"data\.factory = '.*:fails' failed: RuntimeError: no database"):
-        opened(None, factory=f"{name}:fails")
-    with pytest.raises(JobError, match=r"data\.factory = '.*:numbers' failed: TypeError"):
-        opened(None, factory=f"{name}:numbers", arguments={"count": 7})
-    with pytest.raises(JobError, match="list_iterator can be iterated only once"):
-        opened(None, factory=f"{name}:stream")
+    for function, arguments, fact in (
+        ("fails", {}, r"data\.factory = '.*:fails' .*no database"),
+        ("numbers", {"count": 7}, r"data\.factory = '.*:numbers' .*TypeError"),
+        ("stream", {}, "list_iterator can be .* once"),
+    ):
+        with pytest.raises(JobError, match=fact):
+            opened(None, factory=f"{name}:{function}", arguments=arguments)
 
 
 def test_one_thread_at_a_time_enters_the_dataset() -> None:

@@ -107,9 +107,7 @@ def test_a_failing_sample_is_named_with_its_source() -> None:
         },
     ]
     data = open_dataset(section(sources=sources), TRAIN)
-    with pytest.raises(
-        WanmaError, match=r"data: sample 3 of Numbers \(source 'b'\) failed: KeyError: 'gone'"
-    ):
+    with pytest.raises(WanmaError, match=r"sample 3 of .*\(source 'b'\) .*'gone'"):
         data.batch(range(20))
     names = {data.sample_name(number) for number in range(10)}
     assert names == {f"sample {row} of Numbers (source '{source}')" for source in "ab" for row in range(5)}
@@ -117,9 +115,9 @@ def test_a_failing_sample_is_named_with_its_source() -> None:
 
 def test_iterable_datasets_do_not_mix() -> None:
     sources = [{"name": "a", "factory": f"{__name__}:Endless"}]
-    with pytest.raises(JobError, match=r"data\.sources\[0\]\.factory = .* makes an iterable dataset"):
+    with pytest.raises(JobError, match=r"sources\[0\]\.factory = .* iterable"):
         open_dataset(section(sources=sources), TRAIN)
     sources = [{"name": "a", "factory": f"{__name__}:Numbers", "arguments": {"size": 1}}]
-    with pytest.raises(JobError, match=r"data\.sources\[0\]\.factory = .* failed: TypeError") as raised:
+    with pytest.raises(JobError, match=r"sources\[0\]\.factory = .*: TypeError") as raised:
         open_dataset(section(sources=sources), TRAIN)
     assert "data.sources[0].arguments" in raised.value.hint

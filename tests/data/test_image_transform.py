@@ -124,7 +124,7 @@ def test_draws_are_uniform_and_depend_on_their_key_alone() -> None:
         (np.zeros((8, 8, 2), "u1"), r"shape \(8, 8, 2\) is no image"),
         (np.zeros((8, 8), "f4"), "an array of float32 is no image"),
         (np.zeros((0, 8), "u1"), "is no image"),
-        ({"bytes": None, "path": "a.png"}, "names the image 'a.png' and does not hold it"),
+        ({"bytes": None, "path": "a.png"}, "names the image 'a.png'"),
         (7, "int is no image"),
     ],
 )
@@ -157,5 +157,5 @@ def test_each_mode_becomes_gray_or_rgb(mode: str, channels: int) -> None:
 def test_statistics_need_a_value_for_each_channel() -> None:
     image = open_image(encoded(noise(8, 8)))
     assert fit_transform(ImageTransformSection(mean=[0.1], std=[0.2]), [image]).mean == (0.1, 0.1, 0.1)
-    with pytest.raises(JobError, match="mean has 3 values for images of 1 channel"):
+    with pytest.raises(JobError, match=r"mean has 3 values .* 1 channel"):
         fit_transform(ImageTransformSection(mean=[0.1, 0.2, 0.3], channels=1), [image])

@@ -167,10 +167,10 @@ def test_what_is_not_there_is_refused_by_its_key(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"data\.images"):
         find_image_files(str(tmp_path))
     save(tmp_path / "picture.png", b"")
-    with pytest.raises(JobError, match=r"data\.images: '.*picture\.png' contains no images"):
+    with pytest.raises(JobError, match=r"data\.images: '.*picture\.png' contains"):
         find_image_files(str(tmp_path / "picture.png"))
     save(tmp_path / "train-images-idx3-ubyte", b"")
-    with pytest.raises(JobError, match=r"data\.images: .*label file of '.*images-idx3-ubyte' is missing"):
+    with pytest.raises(JobError, match=r"data\.images: .*label file .*idx3-ubyte"):
         find_image_files(str(tmp_path))
     save(tmp_path / "letters-train-images-idx3-ubyte", b"")
     with pytest.raises(JobError, match=r"data\.images"):
@@ -189,15 +189,7 @@ def test_a_file_and_its_compressed_copy_count_once(tmp_path: Path) -> None:
 def test_a_file_that_is_no_archive_is_told(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.zeros(3))
     (tmp_path / "x.npy").rename(tmp_path / "x.npz")
-    with pytest.raises(
-        WanmaError, match=r"data\.images: '.*x\.npz' cannot be read: it is not an \.npz archive"
-    ):
-        read_image_files(str(tmp_path / "x.npz"))
-
-
-def test_npz_without_the_arrays_says_which_it_has(tmp_path: Path) -> None:
-    np.savez(tmp_path / "x.npz", data=np.zeros(3))
-    with pytest.raises(JobError, match=r"the arrays \['data'\] of"):
+    with pytest.raises(WanmaError, match=r"data\.images: '.*x\.npz' .* archive"):
         read_image_files(str(tmp_path / "x.npz"))
 
 
@@ -207,7 +199,7 @@ def test_npz_with_pickled_objects_is_refused_and_nothing_runs(tmp_path: Path) ->
             return (Path.touch, (tmp_path / "ran",))  # type: ignore[return-value]
 
     np.savez(tmp_path / "x.npz", images=np.array([Bomb()], dtype=object), labels=np.zeros(1, int))
-    with pytest.raises(WanmaError, match=r"data\.images: '.*x\.npz' cannot be read: .*allow_pickle"):
+    with pytest.raises(WanmaError, match=r"data\.images: '.*x\.npz' .*allow_pickle"):
         read_image_files(str(tmp_path / "x.npz"))
     assert not (tmp_path / "ran").exists()
 
@@ -233,7 +225,7 @@ def test_npz_with_pickled_objects_is_refused_and_nothing_runs(tmp_path: Path) ->
 def test_damaged_idx_files_are_told(tmp_path: Path, images: bytes, labels: bytes, message: str) -> None:
     save(tmp_path / "train-images-idx3-ubyte", images)
     save(tmp_path / "train-labels-idx1-ubyte", labels)
-    with pytest.raises(WanmaError, match=rf"data\.images: '.*' cannot be read: .*{message}|{message}"):
+    with pytest.raises(WanmaError, match=message):
         read_image_files(str(tmp_path))
 
 
@@ -242,13 +234,13 @@ def test_a_truncated_cifar_file_is_told(tmp_path: Path, ending: str, cut: int) -
     path = tmp_path / f"data_batch_1.bin{ending}"
     save(path, RANDOM.integers(0, 10, 3073 * 2, dtype=np.uint8).tobytes())
     path.write_bytes(path.read_bytes()[:-cut])
-    with pytest.raises(WanmaError, match=r"data\.images: '.*data_batch_1\.bin.*' cannot be read"):
+    with pytest.raises(WanmaError, match=r"data\.images: '.*data_batch_1\.bin.*'"):
         read_image_files(str(tmp_path))
 
 
 def test_a_cifar_file_with_impossible_labels_is_told(tmp_path: Path) -> None:
     save(tmp_path / "data_batch_1.bin", bytes([77]) * 3073)
-    with pytest.raises(WanmaError, match="a label is 77; CIFAR-10 has 0 to 9"):
+    with pytest.raises(WanmaError, match="a label is 77"):
         read_image_files(str(tmp_path))
 
 
@@ -261,30 +253,26 @@ def test_a_truncated_npz_is_told(tmp_path: Path, cut: int) -> None:
         read_image_files(str(tmp_path))
 
 
-def test_sets_of_different_shapes_are_told(tmp_path: Path) -> None:
-    np.savez(
-        tmp_path / "x.npz",
-        x_train=np.zeros((3, 4, 4), np.uint8), y_train=np.zeros(3, int),
-        x_test=np.zeros((3, 5, 4), np.uint8), y_test=np.zeros(3, int),
-    )  # fmt: skip
-    with pytest.raises(WanmaError, match=r"different shapes: \(1, 4, 4\) for training but \(1, 5, 4\)"):
-        read_image_files(str(tmp_path))
+PICTURES, LABELS = np.zeros((3, 4, 4), np.uint8), np.zeros(3, int)
 
 
 @pytest.mark.parametrize(
-    ("images", "labels", "message"),
+    ("arrays", "fact"),
     [
-        (np.zeros((3, 4, 4), np.int64), np.zeros(3, int), "the array images has dtype int64"),
-        (np.zeros((3, 4, 4), np.uint8), np.zeros(3), "the array labels has dtype float64"),
-        (np.zeros((3, 4, 4), np.uint8), np.array([0, 1, -1]), "a label is -1"),
-        (np.zeros((3, 16), np.uint8), np.zeros(3, int), r"images of shape \(3, 16\)"),
+        ({"data": np.zeros(3)}, r"the arrays \['data'\] of"),
+        ({"images": np.zeros((3, 4, 4), np.int64), "labels": LABELS}, "images has dtype int64"),
+        ({"images": PICTURES, "labels": np.zeros(3)}, "labels has dtype float64"),
+        ({"images": PICTURES, "labels": np.array([0, 1, -1])}, "a label is -1"),
+        ({"images": np.zeros((3, 16), np.uint8), "labels": LABELS}, r"images of shape \(3, 16\)"),
+        (
+            {"x_train": PICTURES, "y_train": LABELS, "x_test": PICTURES[:, 1:], "y_test": LABELS},
+            r"\(1, 4, 4\) .* but \(1, 3, 4\)",
+        ),
     ],
 )
-def test_arrays_that_are_no_images_are_told(
-    tmp_path: Path, images: np.ndarray, labels: np.ndarray, message: str
-) -> None:
-    np.savez(tmp_path / "x.npz", images=images, labels=labels)
-    with pytest.raises(WanmaError, match=message):
+def test_arrays_that_are_no_images_are_told(tmp_path: Path, arrays: dict[str, np.ndarray], fact: str) -> None:
+    np.savez(tmp_path / "x.npz", **arrays)  # type: ignore[arg-type]  # names of arrays, not of arguments
+    with pytest.raises(WanmaError, match=fact):
         read_image_files(str(tmp_path / "x.npz"))
 
 

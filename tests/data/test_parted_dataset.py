@@ -226,7 +226,7 @@ def test_arrays_in_memory_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keys", [{"factory": "a:b"}, {"sources": [{"name": "a", "text": "b"}]}, {}])
 def test_other_data_cannot_lie_in_parts(keys: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="placement = 'parts' needs entries of text or images"):
+    with pytest.raises(ValueError, match="needs entries of text or images"):
         DataSection(placement="parts", **keys)
 
 

@@ -151,20 +151,26 @@ def test_a_state_saves_reading_what_came_before() -> None:
     assert values(again, 500) == [500]
 
 
-def test_what_is_no_stream_of_samples_is_refused() -> None:
-    with pytest.raises(JobError, match="DataLoader yields batches"):
-        opened(DataLoader([(1.0, 1)], batch_size=2))
+@pytest.mark.parametrize(
+    ("stream", "keys", "kind", "fact"),
+    [
+        (lambda: DataLoader([(1.0, 1)], batch_size=2), {}, JobError, "DataLoader yields batches"),
+        (lambda: ((number, number) for number in range(3)), {}, JobError, "generator can be .* once"),
+        (Different, {}, JobError, "Different yields different"),
+        (lambda: Counting(0), {}, WanmaError, "Counting yields no samples"),
+        (Counting, {"workers": 2}, JobError, "data.workers = 2 .*Counting"),
+        (Counting, {"shuffle": "block"}, JobError, "data.shuffle = 'block' .*Counting"),
+    ],
+)
+def test_what_is_no_stream_of_samples_is_refused(
+    stream: Any, keys: dict[str, Any], kind: type[WanmaError], fact: str
+) -> None:
+    with pytest.raises(kind, match=fact):
+        _ = open_dataset(DataSection(**keys), TrainSection(), stream()).fingerprint
+
+
+def test_a_loader_of_single_samples_is_a_stream() -> None:
     assert inputs(opened(DataLoader(Counting(), batch_size=None)), 3) == [3]
-    with pytest.raises(JobError, match="generator can be iterated only once"):
-        opened((number, number) for number in range(3))
-    with pytest.raises(JobError, match="Different yields different samples in each iteration"):
-        _ = opened(Different()).fingerprint
-    with pytest.raises(WanmaError, match="Counting yields no samples"):
-        _ = opened(Counting(0)).fingerprint
-    with pytest.raises(JobError, match=r"data.workers = 2 is not supported: Counting is an iterable dataset"):
-        open_dataset(DataSection(workers=2), TrainSection(), Counting())
-    with pytest.raises(JobError, match=r"data.shuffle = 'block' is not supported: Counting is an iterable"):
-        open_dataset(DataSection(shuffle="block"), TrainSection(), Counting())
 
 
 def test_a_sample_is_named_by_its_number_in_the_iteration() -> None:

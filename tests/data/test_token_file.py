@@ -149,7 +149,7 @@ def test_an_error_in_a_process_is_told_and_leaves_nothing(
 ) -> None:
     monkeypatch.setattr(encoding_task, "TASK_BYTES", 500)
     Path(documents[7].path).unlink()
-    with pytest.raises(WanmaError, match=r"data\.text\[0\]: cannot read '.*07\.txt'"):
+    with pytest.raises(WanmaError, match=r"text\[0\]: cannot read '.*07\.txt'"):
         build(documents, tmp_path, process_count=2)
     assert folders(tmp_path) == []
 
@@ -159,7 +159,7 @@ def test_a_process_that_dies_is_told_and_leaves_nothing(
 ) -> None:
     monkeypatch.setattr(encoding_task, "TASK_BYTES", 500)
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(WanmaError, match="a tokenization process exited early with code 1"):
+    with pytest.raises(WanmaError, match="exited early with code 1"):
         build(documents, tmp_path, process_count=2)
     assert folders(tmp_path) == []
 
@@ -173,7 +173,7 @@ def test_binary_files_found_in_a_folder_are_left_out_and_counted(tmp_path: Path)
     file = build(list_documents([str(folder)]), tmp_path)
     assert file.header["skipped"] == {"binary": 1, "empty": 1}
     assert bytes(file.tokens[:-1].tolist()) == b"text"
-    with pytest.raises(WanmaError, match=r"data\.text\[0\]: .*b\.png is not plain text: an image") as error:
+    with pytest.raises(WanmaError, match=r"text\[0\]: .*b\.png is not .* an image") as error:
         build(list_documents([str(folder / "b.png")]), tmp_path)
     assert "data.images" in (error.value.hint or "")
 
@@ -182,7 +182,7 @@ def test_binary_files_found_in_a_folder_are_left_out_and_counted(tmp_path: Path)
     ("name", "content", "told"),
     [
         ("a.parquet", b"PAR1" + bytes(range(1, 200)), "its footer cannot be read"),
-        ("a.arrow", b"ARROW1\0\0", "it does not end with the mark of an Arrow file"),
+        ("a.arrow", b"ARROW1\0\0", "the mark of an Arrow file"),
         ("a.txt", "text".encode("utf-16"), "UTF-16; save it as UTF-8"),
         ("a.bin", b"text\0text", "binary"),
         ("a.jsonl", b'{"body": "one"}\n{"body": "two"}\n', "have no field 'text'; their fields are body"),
@@ -215,9 +215,7 @@ def test_a_folder_of_records_without_the_field_is_refused_and_one_with_some_amon
     folder.mkdir()
     for number in range(2):
         (folder / f"{number}.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n')
-    with pytest.raises(
-        WanmaError, match=r"the jsonl records of .* have no field 'text'; their fields are body"
-    ):
+    with pytest.raises(WanmaError, match=r"no field 'text'; .* body"):
         build(list_documents([str(folder)]), tmp_path)
     for number in range(2):
         (folder / f"{number}.txt").write_text("text")
@@ -227,9 +225,7 @@ def test_a_folder_of_records_without_the_field_is_refused_and_one_with_some_amon
 def test_a_corpus_of_binary_files_is_empty(tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "b.png").write_bytes(b"\x89PNG\0\0")
-    with pytest.raises(
-        WanmaError, match=r"data\.text\[0\]: the corpus is empty: none of 1 files contains text"
-    ):
+    with pytest.raises(WanmaError, match=r"text\[0\]: .* none of 1 files"):
         build(list_documents([str(tmp_path / "corpus")]), tmp_path)
 
 
@@ -308,9 +304,7 @@ def test_a_full_disk_is_told_and_nothing_is_left(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(TokenFileWriter, "write_bytes", full)
-    with pytest.raises(
-        WanmaError, match=r"cannot keep token files in .*: No space left on device .* MiB free"
-    ) as told:
+    with pytest.raises(WanmaError, match=r"token files in .*: No space .* MiB free") as told:
         build(documents, tmp_path)
     assert "data.cache" in told.value.hint
     assert folders(tmp_path) == []

@@ -95,7 +95,7 @@ def test_what_is_saved_loads_as_the_same_tokenizer(tmp_path: Path) -> None:
 
 
 def test_a_wrong_path_is_refused_by_its_key() -> None:
-    with pytest.raises(JobError, match=r"data\.tokenizer: '/no/such/tokenizer\.json': no such file"):
+    with pytest.raises(JobError, match=r"tokenizer: '/no/such/.*: no such file"):
         load_tokenizer("/no/such/tokenizer.json")
 
 

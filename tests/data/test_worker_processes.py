@@ -109,7 +109,7 @@ def test_an_error_in_a_process_is_the_error_of_the_sample() -> None:
         raise ValueError("no such picture")
 
     data = opened(Failing(11, fail), validation_fraction=0)
-    with pytest.raises(WanmaError, match="data: sample 11 of Failing failed: ValueError: no such picture"):
+    with pytest.raises(WanmaError, match=r"sample 11 of Failing .*no such picture"):
         data.batch(range(40))
     assert len(data.batch(range(1)).targets) == 1, "the process goes on"
 
@@ -119,7 +119,7 @@ def test_a_process_that_dies_is_named() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     data = opened(Failing(7, die), validation_fraction=0)
-    with pytest.raises(WanmaError, match=r"data: the loader process \d of Failing was killed by SIGKILL"):
+    with pytest.raises(WanmaError, match=r"process \d of Failing .*SIGKILL"):
         data.batch(range(40))
 
 
@@ -183,7 +183,7 @@ def test_a_dataset_that_cannot_be_pickled_is_refused_by_its_key() -> None:
 
             self.lock = threading.Lock()
 
-    with pytest.raises(JobError, match=r"data\.worker_processes: Locked cannot be pickled"):
+    with pytest.raises(JobError, match=r"worker_processes: Locked .* pickled"):
         opened(Locked()).batch([0])
 
 

@@ -145,8 +145,8 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_carries_on(desk: Des
         opened.write(bytes([last[0] ^ 1]))
     ran = desk.run("train", "text.toml", "--run-dir", training.path.name)
     assert ran.code == 0
-    assert "checkpoint step-00000060 is skipped: rank-00001.safetensors is damaged" in ran.text
-    assert "resuming from step 55 of 60 (step-00000055)" in ran.text
+    assert "step-00000060 is skipped: rank-00001" in ran.text
+    assert "step 55 of 60 (step-00000055)" in ran.text
     assert [step["step"] for step in training.metrics] == list(range(1, 61))
     assert_bitwise_equal(training.state(60), whole.state(60))
 

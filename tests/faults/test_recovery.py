@@ -33,5 +33,5 @@ def test_a_mistake_that_comes_back_ends_the_run_with_one_message(desk: Desk) -> 
     text = met.ran.text
     assert met.ran.code == 1
     assert text.count("error: rank 1 (") == text.count("error: ") == 1
-    assert "2 restarts completed no step beyond step 7 (cluster.max_restarts = 2)" in text
+    assert "step 7 (cluster.max_restarts = 2)" in text
     assert met.training.events[-1]["outcome"] == "failed"

@@ -55,7 +55,7 @@ def test_the_machine_that_errs_is_set_aside_with_the_evidence_and_another_takes_
     ran = first.end()
     ran.check()
     assert f"warning: {evidence}" in ran.out
-    assert "; the node is excluded\n  1 node missing: waiting up to" in ran.out
+    assert "is excluded\n  1 node missing" in ran.out
     [health] = health_of(desk, "wrong")
     assert health["devices"] == 2
     assert health["least_bandwidth_bytes_per_second"] > 1e6
@@ -88,7 +88,7 @@ def test_the_machine_that_hosts_the_coordinator_is_set_aside_as_well(desk: Desk)
     both.start(1)
     bad = both.running.pop(0).end()
     assert bad.code == 1
-    assert "a matrix product with a known result was wrong" in bad.told_once()
+    assert "with a known result was wrong" in bad.told_once()
     both.start(0)
     ended = both.end()
     assert [one.code for one in ended] == [0, 0], [one.text for one in ended]

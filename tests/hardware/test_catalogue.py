@@ -131,9 +131,7 @@ def test_no_name_means_two_devices() -> None:
 
 
 def test_an_unknown_device_is_refused_with_the_closest_name() -> None:
-    with pytest.raises(
-        JobError, match=r"'H100 SMX' is not in the device catalogue\. Did you mean 'H100 SXM'\?"
-    ):
+    with pytest.raises(JobError, match=r"'H100 SMX' .* mean 'H100 SXM'"):
         require_device_kind("H100 SMX")
 
 

@@ -145,35 +145,29 @@ def test_every_mistake_is_told_at_once_with_its_line_and_what_is_allowed(tmp_pat
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (
-            'device = "H100 SMX"',
-            "c.toml:2: nodes[0].device = 'H100 SMX' is not a known device. Did you mean",
-        ),
-        ("devices = 8", "c.toml:2: nodes[0].devices = 8 needs the key device too"),
-        ("count = 8", "c.toml:1: nodes[0]: give a device, a cpu or cores"),
-        ('device = "Grace"', 'c.toml:2: nodes[0].device: Grace is a processor: write cpu = "Grace"'),
-        ('cpu = "B200"', 'c.toml:2: nodes[0].cpu: B200 is not a processor: write device = "B200"'),
-        ('device = "B200"\nnetwork = "fast"', "nodes[0].network: 'fast' does not describe a network"),
-        (
-            'cores = 8\n[[nodes.levels]]\nname = "rack"',
-            "the level 'rack' needs gb_per_second: the node has no known network",
-        ),
+        ('device = "H100 SMX"', "c.toml:2: nodes[0].device = 'H100 SMX'"),
+        ("devices = 8", "c.toml:2: nodes[0].devices = 8 needs"),
+        ("count = 8", "c.toml:1: nodes[0]: give a device"),
+        ('device = "Grace"', "device: Grace is a processor: write cpu"),
+        ('cpu = "B200"', "cpu: B200 is not a processor: write"),
+        ('device = "B200"\nnetwork = "fast"', "nodes[0].network: 'fast' does not"),
+        ('cores = 8\n[[nodes.levels]]\nname = "rack"', "the level 'rack' needs gb_per_second"),
         (
             'device = "B200"\n[[nodes.levels]]\nname = "x"\n[[nodes.levels]]\nname = "y"',
-            "nodes[0].levels: the sizes of the levels network must rise (given: x all, y all)",
+            "must rise (given: x all, y all)",
         ),
         (
             'device = "B200"\n[[nodes.levels]]\nname = "x"\ninside = true\nsize = 16',
-            "c.toml:6: nodes[0].levels[0].size = 16, but a node has 8 devices",
+            "levels[0].size = 16, but a node has 8",
         ),
         ('cores = 1\n[[devices]]\nname = "P"\nkind = "cpu"\nmemory_gb = 1', "the processor 'P' needs cores"),
         (
             'cores = 1\n[[devices]]\nname = "A"\nmemory_gb = 1\n[[devices]]\nname = "A"\nmemory_gb = 1',
-            "c.toml:7: devices[1].name: 'A' is described twice",
+            "c.toml:7: devices[1].name: 'A'",
         ),
         (
             'cores = 1\n[[devices]]\nname = "A"\nmemory_gb = 1\nlink = "bus"',
-            "c.toml:6: devices[0].link: needs link_gb_per_second too",
+            "c.toml:6: devices[0].link: needs",
         ),
     ],
 )
@@ -182,16 +176,15 @@ def test_contradictions_are_refused_with_their_line(text: str, told: str, tmp_pa
 
 
 def test_a_file_without_machines_and_no_file_at_all_say_how_to_get_one(tmp_path: Path) -> None:
-    assert "add, for example, [[nodes]] with count = 8" in refusal(tmp_path / "c.toml", "")
+    assert "[[nodes]] with count = 8" in refusal(tmp_path / "c.toml", "")
     assert "[[nodes]] with its keys below it" in refusal(tmp_path / "c.toml", "nodes = 3")
-    with pytest.raises(JobError, match=r"there is no cluster file .*none.toml") as caught:
-        read_cluster(str(tmp_path / "none.toml"))
-    assert "wanma cluster > cluster.toml" in caught.value.hint
-    with pytest.raises(JobError, match="the cluster description is empty"):
-        read_cluster(" ")
-    with pytest.raises(JobError, match="'h100' is a device, not a cluster") as caught:
-        read_cluster("h100")
-    assert caught.value.hint == "give node and device counts: '1x8 H100 SXM'"
+    for text, fact in (
+        (str(tmp_path / "none.toml"), r"none.toml[\s\S]*wanma cluster > cluster.toml"),
+        (" ", "is empty"),
+        ("h100", "'h100' .*\n.*: '1x8 H100 SXM'"),
+    ):
+        with pytest.raises(JobError, match=fact):
+            read_cluster(text)
 
 
 def test_this_machine_written_as_a_file_reads_back() -> None:
@@ -201,7 +194,7 @@ def test_this_machine_written_as_a_file_reads_back() -> None:
 
 def test_a_node_of_two_kinds_of_devices_has_no_file() -> None:
     one, other = (Device("cuda", name, 10**9, {}) for name in "ab")
-    with pytest.raises(WanmaError, match="several kinds of devices in one node: box has a, b"):
+    with pytest.raises(WanmaError, match=r"several kinds .*: box has a, b"):
         export_cluster(Cluster((NodeGroup("box", 8, 10**10, (one, other)),)))
 
 
@@ -210,7 +203,7 @@ def test_devices_of_one_name_must_be_the_same_device() -> None:
     less = replace(node.devices[0], memory_bytes=180 * 10**9)
     other = replace(node, devices=(less,) * 8)
     assert loaded(export_cluster(Cluster((other,)))) == Cluster((other,))
-    with pytest.raises(WanmaError, match="'B200' has different figures in different nodes"):
+    with pytest.raises(WanmaError, match="'B200' has different"):
         export_cluster(Cluster((node, other)))
 
 

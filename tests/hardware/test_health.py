@@ -80,9 +80,7 @@ def test_a_bit_that_stays_0_is_found_by_the_pattern_that_sets_it(
         return block
 
     monkeypatch.setattr(torch.Tensor, "fill_", stuck)
-    with pytest.raises(
-        HealthCheckError, match=rf"memory did not return the pattern {pattern}: 1 of 8,192 values.*\[11\]"
-    ):
+    with pytest.raises(HealthCheckError, match=rf"{pattern}: 1 of 8,192 .*\[11\]"):
         check_device(CPU, LITTLE)
 
 
@@ -95,8 +93,5 @@ def test_two_addresses_that_are_one_place_are_found(monkeypatch: pytest.MonkeyPa
         return block
 
     monkeypatch.setattr(torch.Tensor, "copy_", folded)
-    with pytest.raises(
-        HealthCheckError,
-        match=r"memory did not return the values written.* first at \[5\]: 4101 instead of 5",
-    ):
+    with pytest.raises(HealthCheckError, match=r"first at \[5\]: 4101 instead of 5"):
         check_device(CPU, LITTLE)

@@ -55,9 +55,9 @@ def test_the_route_decides(other: str, way: NetworkRoute | None) -> None:
 
 
 def test_a_way_to_containers_is_never_taken_unasked() -> None:
-    with pytest.raises(WanmaError, match=r"172\.17\.0\.1 is reached through docker0") as refused:
+    with pytest.raises(WanmaError, match=r"172\.17\.0\.1 .* docker0") as refused:
         find_route_to("172.17.0.1", known_interfaces=TABLE, lookup_address=ROUTES.get)
-    assert "network that the nodes share (eth0, eth1 here)" in refused.value.hint
+    assert "(eth0, eth1 here)" in refused.value.hint
     assert "cluster.network_interface = 'docker0'" in refused.value.hint
     assert refused.value.exit_code == EXIT_USAGE
     asked = find_route_to("172.17.0.1", "docker0", TABLE, ROUTES.get)

@@ -85,7 +85,7 @@ def test_what_does_not_compile_says_why(tmp_path: Path) -> None:
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
-    with pytest.raises(WanmaError, match="cannot write compiled code to") as error:
+    with pytest.raises(WanmaError) as error:
         build_library(write(tmp_path, 1), COMPILER, {"XDG_CACHE_HOME": str(tmp_path / "cache")})
     assert "XDG_CACHE_HOME" in error.value.hint
 

@@ -86,9 +86,9 @@ def test_hosts_count_the_machines_and_survive_being_written_and_read(file: str, 
 @pytest.mark.parametrize(
     ("hosts", "problem"),
     [
-        ('count = 3\nhosts = ["a[1-2]"]', "nodes[0].hosts: names 2 hosts, but count = 3"),
+        ('count = 3\nhosts = ["a[1-2]"]', "nodes[0].hosts: names 2 hosts, but"),
         ('hosts = ["a[1-2]", "a2"]', "nodes[0].hosts: names 'a2' twice"),
-        ('hosts = ["a[2-1]"]', "'2-1' is neither a number nor a range such as '01-08'"),
+        ('hosts = ["a[2-1]"]', "'2-1' is neither a number nor a range"),
         ('hosts = ["a b"]', "'a b' is neither a host name"),
     ],
 )

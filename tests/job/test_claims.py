@@ -80,7 +80,7 @@ def test_a_slow_writer_s_claim_is_closed_though_it_was_followed_before_its_line_
     found = FolderClaims(tmp_path).read(2)
     assert found is not None
     assert (found.coordinator, found.place, found.followed) == ("slow", "10.0.0.1:29500", True)
-    with pytest.raises(WanmaError, match="generation 2 of this run was superseded by generation 3"):
+    with pytest.raises(WanmaError, match=r"generation 2 .* by generation 3"):
         FolderClaims(tmp_path).fence(2).check()
     FolderClaims(tmp_path).fence(3).check()
 
@@ -113,7 +113,7 @@ def test_a_sign_of_life_shows_and_votes_are_counted(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     (tmp_path / "generations").write_text("a file")
-    with pytest.raises(WanmaError, match=r"cannot claim generation 1 of the run in .*generations/1"):
+    with pytest.raises(WanmaError, match=r"cannot claim .*generations/1"):
         FolderClaims(tmp_path).create(claim(1))
 
 
@@ -123,10 +123,7 @@ def test_ranks_of_an_older_start_record_nothing_more(tmp_path: Path) -> None:
     recorder = Recorder(run, [JsonLinesSink()], 1, FolderClaims(tmp_path).fence(1).check)
     recorder.message("before")
     FolderClaims(tmp_path).create(claim(2, "other"))
-    with pytest.raises(
-        WanmaError,
-        match=r"generation 1 of this run was superseded by generation 2 \(coordinator 10.0.0.1:29500",
-    ):
+    with pytest.raises(WanmaError, match=r"2 \(coordinator 10.0.0.1:29500"):
         recorder.message("after")
     with pytest.raises(WanmaError, match="superseded by generation 2"):
         Recorder(run, [JsonLinesSink()], 1, FolderClaims(tmp_path).fence(1).check)

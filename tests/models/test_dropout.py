@@ -125,9 +125,7 @@ def test_evaluation_and_zero_probability_change_nothing_and_probability_one_drop
 
 def test_training_without_samples_or_with_other_rows_is_refused() -> None:
     module = KeyedDropout(0.5, "layers.0.dropout")
-    with pytest.raises(
-        WanmaError, match=r"'layers.0.dropout': no sample context is bound[\s\S]*bind_samples"
-    ):
+    with pytest.raises(WanmaError, match=r"'layers.0.dropout'[\s\S]*bind_samples"):
         module(torch.ones(2, 3))
     with pytest.raises(WanmaError, match="receives 4 rows for 2 samples"):
         dropped(module, (4, 3), 0, [0, 1])

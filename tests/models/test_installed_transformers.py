@@ -22,7 +22,7 @@ def test_a_family_that_a_version_lays_out_otherwise_is_refused_with_the_version_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(installed_transformers, "VERSION", "5.3.0")
-    with pytest.raises(JobError, match=r"gpt2 of transformers 5\.3\.0 is not supported") as raised:
+    with pytest.raises(JobError, match=r"gpt2 of transformers 5\.3\.0") as raised:
         require_family("gpt2")
     assert raised.value.hint.startswith("pip install 'transformers>=5.4'")
     require_family("llama")
@@ -34,7 +34,7 @@ def test_the_major_version_before_is_one_sentence_with_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "version", {"transformers": "4.57.6"}.__getitem__)
-    with pytest.raises(WanmaError, match=r"needs transformers 5\.0 or later, and 4\.57\.6 is") as raised:
+    with pytest.raises(WanmaError, match=r"transformers 5\.0 .* 4\.57\.6") as raised:
         read_section_config(ModelSection(huggingface=str(write_config(tmp_path, "llama"))))
     assert raised.value.hint.startswith("pip install --upgrade 'wanma[huggingface]'")
 

@@ -425,7 +425,7 @@ def test_a_token_without_experts_passes_the_layer_as_zero() -> None:
 )
 def test_broken_groups_are_refused_in_training(more: dict[str, Any]) -> None:
     layer = mixture(replace(MIXTRAL, balance_group=2, **more))
-    with pytest.raises(WanmaError, match=r"groups of 2 samples is not possible with 3 rows") as error:
+    with pytest.raises(WanmaError, match=r"groups of 2 .* with 3 rows") as error:
         layer(tokens(3, 4))
     assert "model.balance_group" in error.value.hint
     layer.eval()(tokens(3, 4))

@@ -85,7 +85,7 @@ def test_gelu_s_width_is_four_times_hidden_and_experts_have_none() -> None:
     preset = ModelSection(preset="gpt-3-175b", activation_function="swiglu", feed_forward=64)
     assert resolve_decoder_config(preset, None).feed_forward_matrices == 3
     for keys in ({"preset": "mixtral-8x7b"}, {"preset": "gpt-1m", "experts": 4}):
-        with pytest.raises(JobError, match=r"activation_function = 'gelu' with model\.experts = \d, but"):
+        with pytest.raises(JobError, match=r"_function = 'gelu' .*experts = \d"):
             resolve_decoder_config(ModelSection(**keys, activation_function="gelu"), None)
 
 
@@ -108,7 +108,7 @@ def test_a_published_model_keeps_its_vocabulary_if_the_tokenizers_fits() -> None
 
 @pytest.mark.parametrize("section", [{"preset": "gpt-1m", "vocabulary": 100}, {"preset": "llama-2-7b"}])
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused_with_the_one_that_fits(section: dict) -> None:
-    with pytest.raises(JobError, match=r"smaller than the tokenizer's 40000[\s\S]*model.vocabulary to 40000"):
+    with pytest.raises(JobError, match=r"40000[\s\S]*model.vocabulary to 40000"):
         resolve_decoder_config(ModelSection(**section), 40_000)
 
 
@@ -134,12 +134,12 @@ def test_a_family_needs_only_layers_hidden_and_heads() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"preset": "lama-3-8b"}, "'lama-3-8b' is unknown. Did you mean 'llama-3-8b'"),
+        ({"preset": "lama-3-8b"}, "unknown. Did you mean 'llama-3-8b'"),
         ({"preset": "resnet-18"}, "'resnet-18' is not a decoder"),
         ({"preset": "gpt-1m", "depth": 18}, "model.depth does not apply to a decoder"),
         ({"preset": "gpt-1m", "batch_norm_group": 8}, "model.batch_norm_group does not apply"),
         ({"family": "decoder", "layers": 2}, "needs model.hidden, model.heads"),
-        ({"preset": "gpt-1m", "hidden": 130}, "model.hidden = 130 is not divisible by model.heads = 4"),
+        ({"preset": "gpt-1m", "hidden": 130}, "130 is not divisible by model.heads = 4"),
         (
             {"preset": "gpt-1m", "kv_heads": 3},
             "model.heads = 4 is not divisible by model.kv_heads = 3.*\n.*1, 2, 4",
@@ -187,10 +187,10 @@ def test_a_vision_model_takes_its_sizes_from_the_data(preset: str) -> None:
     ("keys", "message"),
     [
         ({"preset": "resnet-18", "channels": 3}, "model.channels = 3, but the data has 1"),
-        ({"preset": "resnet-18", "image_size": 32}, "model.image_size = 32, but the data has 28"),
+        ({"preset": "resnet-18", "image_size": 32}, "image_size = 32, but the data has 28"),
         ({"preset": "resnet-18", "classes": 5}, "model.classes = 5, but the data has 10"),
         ({"preset": "resnet-18", "depth": 50}, "contradicts model.preset"),
-        ({"preset": "resnet-18", "heads": 2}, "model.heads does not apply to a vision model"),
+        ({"preset": "resnet-18", "heads": 2}, "model.heads does not apply"),
         ({"preset": "resnet-18", "activation_function": "gelu"}, "activation_function does not apply"),
         ({"family": "resnet"}, "needs model.depth"),
         ({"family": "convnet", "depth": 18}, "model.depth does not apply"),
@@ -203,10 +203,9 @@ def test_what_contradicts_the_data_is_refused(keys: dict, message: str) -> None:
 
 
 def test_without_data_a_vision_model_says_what_it_misses() -> None:
-    with pytest.raises(JobError, match="image_size of the images is unknown"):
-        resolve_vision_config(ModelSection(preset="resnet-18", channels=3, classes=10), None, None)
-    with pytest.raises(JobError, match="number of classes is unknown"):
-        resolve_vision_config(ModelSection(preset="resnet-18", channels=3, image_size=32), None, None)
+    for known, missing in (({"classes": 10}, "image_size"), ({"image_size": 32}, "number of classes")):
+        with pytest.raises(JobError, match=f"{missing} .*is unknown"):
+            resolve_vision_config(ModelSection(preset="resnet-18", channels=3, **known), None, None)
 
 
 def test_presets_and_forecasts_of_decoders_do_not_import_torch() -> None:
@@ -244,16 +243,16 @@ def test_a_mixtures_preset_keeps_what_the_section_does_not_say() -> None:
         ({**DECODER, "experts_per_token": 2}, r"model\.experts_per_token does not apply"),
         ({**DECODER, "capacity_factor": 1.5}, r"model\.capacity_factor does not apply"),
         ({"preset": "gpt-1m", "balance": "bias"}, r"model\.balance does not apply"),
-        ({**DECODER, "experts": 4, "experts_per_token": 5}, r"experts_per_token = 5 exceeds the 4 experts"),
+        ({**DECODER, "experts": 4, "experts_per_token": 5}, r"experts_per_token = 5 exceeds the 4"),
         ({**DECODER, "experts": 4, "dense_layers": 4}, r"dense_layers = 4 of model\.layers = 4"),
         ({**DECODER, "experts": 4, "balance_group": 2}, r"balance_group = 2 has no effect"),
         (
             {**DECODER, "experts": 4, "balance": "none", "balance_rate": 0.1},
             r"balance_rate = 0\.1 has",
         ),
-        ({"preset": "deepseek-v3", "experts": 100}, r"experts = 100 is not divisible by the 8 expert groups"),
+        ({"preset": "deepseek-v3", "experts": 100}, r"experts = 100 is not divisible by the 8"),
         ({"preset": "deepseek-v3", "experts": 8, "experts_per_token": 5}, r"exceeds the 4 experts that"),
-        ({"preset": "deepseek-v3", "kv_heads": 8}, r"kv_heads = 8 is not supported with latent"),
+        ({"preset": "deepseek-v3", "kv_heads": 8}, r"kv_heads = 8 is not supported"),
     ],
     ids=str,
 )

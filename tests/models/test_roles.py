@@ -167,7 +167,7 @@ def test_of_own_decoders_all_matrices_but_embedding_and_head_are_hidden(
 
 def test_the_role_of_a_lone_matrix_can_be_said() -> None:
     roles = find_parameter_roles(Scaled())
-    with pytest.raises(JobError, match=r"places is a matrix of a custom module(.|\n)*muon = true"):
+    with pytest.raises(JobError, match=r"places is a matrix(.|\n)*muon = true"):
         parameter_rules(roles, TrainSection(optimizer="muon"))
     for said in (True, False):
         groups: Any = [{"match": "places", "muon": said}]

@@ -21,7 +21,7 @@ def pair() -> nn.Sequential:
 def test_parameters_tied_by_their_data_are_refused_by_name(tmp_path: Path) -> None:
     model = pair()
     model[1].weight.data = model[0].weight.data.t()
-    with pytest.raises(JobError, match=r"Sequential: 0\.weight and 1\.weight share memory"):
+    with pytest.raises(JobError, match=r"0\.weight and 1\.weight share"):
         reject_overlapping_parameters(model)
     job = {"train": {"steps": 1, "global_batch": 4}}
     with pytest.raises(wanma.WanmaError, match="share memory"):

@@ -97,9 +97,7 @@ def test_without_momentum_every_step_weighs_the_same() -> None:
 
 
 def test_rows_that_are_no_whole_number_of_groups_are_refused_with_the_keys() -> None:
-    with pytest.raises(
-        WanmaError, match=r"groups of 5 samples is not possible with 12 rows[\s\S]*micro_batch"
-    ):
+    with pytest.raises(WanmaError, match=r"of 5 .* 12 rows[\s\S]*micro_batch"):
         norm(5)(IMAGES)
     assert norm(5).eval()(IMAGES).shape == IMAGES.shape
 

@@ -220,7 +220,7 @@ def test_a_forward_that_looks_at_values_is_told_so() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x if x.sum() > 0 else -x
 
-    with pytest.raises(WanmaError, match=r"cannot trace Looks[\s\S]*does not depend on values"):
+    with pytest.raises(WanmaError, match=r"Looks[\s\S]*does not depend on values"):
         trace_module_workload(Looks(), (torch.zeros(2, 2),))
 
 

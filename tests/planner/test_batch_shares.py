@@ -52,29 +52,17 @@ def planned(asked: Job) -> Plan:
 @pytest.mark.parametrize(
     ("shares", "parallel", "message"),
     [
-        ([1, 2, 3], {}, r"batch_shares = \[1, 2, 3\] has 3 numbers for 2 data ranks"),
+        ([1, 2, 3], {}, r"\[1, 2, 3\] has 3 numbers for 2 data"),
         ([1, 2], {"auto": True}, r"with parallel = 'auto'"),
-        (
-            [1, 9],
-            {},
-            r"shares \[1, 9\] of train.global_batch = 8 give data rank 0 no sample: its share is 1 of 10",
-        ),
-        (
-            [1, 3],
-            {"pp": 2, "micro_batch": 2},
-            r"gives data rank 0 2 samples, which are 1 micro-batches",
-        ),
-        (
-            [],
-            {"batch_share_schedule": [[2, [1, 2, 5]]]},
-            r"batch_share_schedule = \[\[2, \[1, 2, 5\]\]\] has 3 numbers for 2",
-        ),
+        ([1, 9], {}, r"shares \[1, 9\] of train.global_batch = 8"),
+        ([1, 3], {"pp": 2, "micro_batch": 2}, r"gives data rank 0 2 samples, which are 1"),
+        ([], {"batch_share_schedule": [[2, [1, 2, 5]]]}, r"\[\[2, \[1, 2, 5\]\]\] has 3 numbers"),
         ([], {"batch_share_schedule": [[2, [1, 99]]]}, r"shares \[1, 99\] .* give data rank 0 no sample"),
-        ([], {"batch_share_schedule": [[0, [1, 3]]]}, r"the steps must increase, from 1 on \(given: \[0\]\)"),
+        ([], {"batch_share_schedule": [[0, [1, 3]]]}, r"from 1 on \(given: \[0\]\)"),
         (
             [],
             {"batch_share_schedule": [[3, [1, 3]], [3, [1, 1]]]},
-            r"must increase, from 1 on \(given: \[3, 3\]\)",
+            r"from 1 on \(given: \[3, 3\]\)",
         ),
         (
             [],
@@ -95,7 +83,7 @@ def test_shares_that_fit_no_layout_are_refused(
 def test_balance_by_times_is_refused_where_runs_are_to_be_equal_bit_for_bit() -> None:
     asked = job([], load_balancing="on")
     fixed = asked.model_copy(update={"train": asked.train.model_copy(update={"deterministic": True})})
-    with pytest.raises(JobError, match="which differ between runs") as refusal:
+    with pytest.raises(JobError) as refusal:
         build_layout(fixed, LAPTOP)
     assert "parallel.batch_share_schedule repeats" in refusal.value.hint
 
@@ -160,7 +148,7 @@ def test_samples_that_share_a_statistic_stay_together_on_every_rank() -> None:
             complete_plan(asked, build_layout(asked, LAPTOP), LAPTOP, workload).plan
         )
     assert plans[3, 1]().gradient_accumulation_steps(16) == 1
-    with pytest.raises(JobError, match="does not divide into micro-batches of complete sample groups"):
+    with pytest.raises(JobError, match="complete sample groups"):
         plans[5, 3]()
 
 

@@ -177,7 +177,7 @@ def test_what_runs_beside_steps_is_not_waited_for_and_small_numbers_travel_faste
 def test_the_forecast_tells_what_is_sent_and_waited_for() -> None:
     told = forecast_plan(problem(devices=16), replace(FAR, synchronization=EVERY_100)).reasons
     (line,) = [reason for reason in told if reason.startswith("synchronization of 2 sites")]
-    assert "every 100 steps instead of gradients at every step (" in line
+    assert "every 100 steps instead of gradients" in line
     assert "exposed time" in line
 
 
@@ -258,7 +258,7 @@ def test_half_a_site_cannot_go_on() -> None:
     text = of_machines(4, synchronize="diloco", sites=2)
     running = plan_for_job(PlanningInputs(text, FOUR, workload, MODEL)).plan
     three = parse_shorthand("3x8 H100, 8x400G")
-    with pytest.raises(JobError, match=r"24 data ranks do not form complete sites of 16 data ranks each"):
+    with pytest.raises(JobError, match=r"24 data ranks .* 16 data ranks"):
         replan(build_problem(text, FOUR, workload, MODEL), running, three, 1000)
 
 

@@ -138,7 +138,7 @@ def test_what_is_a_forecast_only_says_why_and_is_refused_with_a_way_out(name: st
     asked, plan, cluster, torch, reason = LIMITS[name]
     told = unsupported_reason(asked, plan, cluster, torch)
     assert told is not None
-    with pytest.raises(JobError, match=f"wanma cannot train this plan: .*{reason}") as refusal:
+    with pytest.raises(JobError, match=f"cannot train this plan: .*{reason}") as refusal:
         check_supported(asked, plan, cluster, torch)
     assert told in refusal.value.message
     assert refusal.value.hint

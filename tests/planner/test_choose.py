@@ -166,7 +166,7 @@ def test_the_micro_batch_is_halved_until_it_fits() -> None:
 
 def test_what_cannot_fit_is_refused_with_the_sizes() -> None:
     tiny = Cluster((NodeGroup("tiny", 8, 300 << 20, ()),))
-    with pytest.raises(JobError, match=r"a rank needs about \d+ MiB, the limit is 255 MiB: .*parameters"):
+    with pytest.raises(JobError, match=r"\d+ MiB, .* 255 MiB: .*parameters"):
         planned(tiny)
 
 
@@ -203,7 +203,7 @@ def test_experts_balanced_over_several_samples_get_whole_groups() -> None:
     for found in (plan(24, dp_replicate=2), plan(24, pp=2)):
         ranks = range(found.data_parallel_size)
         assert all(len(run) in (4, 8, 12) for rank in ranks for run in found.micro_batches(24, rank))
-    with pytest.raises(JobError, match=r"model\.balance_group = 4 samples share the expert balance"):
+    with pytest.raises(JobError, match=r"model\.balance_group = 4 samples"):
         plan(12, dp_replicate=2)
     with pytest.raises(JobError, match=r"model\.balance_group = 4"):
         plan(24, dp_replicate=2, micro_batch=3)
@@ -228,29 +228,26 @@ def test_a_pipeline_gets_twice_as_many_micro_batches_as_stages_where_there_are_s
     assert plan.gradient_accumulation_steps(32) == 4
 
 
-def test_a_batch_too_small_for_the_stages_is_refused() -> None:
-    with pytest.raises(JobError, match=r"parallel\.pp = 4.*train\.global_batch = 6 .* 3 samples") as refusal:
-        planned(train={"global_batch": 6}, parallel={"pp": 4, "dp_replicate": 2})
-    assert "at least 7" in refusal.value.hint
+@pytest.mark.parametrize(
+    ("train", "parallel", "cause", "way_out"),
+    [
+        ({"global_batch": 6}, {"dp_replicate": 2}, "pp = 4.*global_batch = 6 .* 3 samples", "at least 7"),
+        ({"global_batch": 2, "batch_ramp": [[5, 32]]}, {}, "train.global_batch = 2 gives", ""),
+        ({"global_batch": 8}, {"micro_batch": 4}, "pp = 4.*micro_batch = 4", "parallel.micro_batch = 2,"),
+    ],
+)
+def test_a_batch_too_small_for_the_stages_is_refused(
+    train: dict[str, Any], parallel: dict[str, int], cause: str, way_out: str
+) -> None:
+    with pytest.raises(JobError, match=cause) as refusal:
+        planned(train=train, parallel={"pp": 4, **parallel})
+    assert way_out in refusal.value.hint
+
+
+def test_the_way_out_of_a_batch_too_small_is_accepted() -> None:
     assert planned(train={"global_batch": 7}, parallel={"pp": 4, "dp_replicate": 2}).plan.micro_batch == 1
-
-
-def test_a_step_of_a_ramp_too_small_for_the_stages_is_refused() -> None:
-    ramp = {"global_batch": 2, "batch_ramp": [[5, 32]]}
-    with pytest.raises(JobError, match=r"train\.global_batch = 2 gives"):
-        planned(train=ramp, parallel={"pp": 4})
-
-
-def test_a_micro_batch_too_large_for_the_stages_is_refused_with_the_largest_that_is_not() -> None:
-    with pytest.raises(JobError, match=r"parallel\.pp = 4.*parallel\.micro_batch = 4") as refusal:
-        planned(train={"global_batch": 8}, parallel={"pp": 4, "micro_batch": 4})
-    assert "set parallel.micro_batch = 2," in refusal.value.hint
-    assert (
-        planned(
-            train={"global_batch": 8}, parallel={"pp": 4, "micro_batch": 2}
-        ).plan.gradient_accumulation_steps(8)
-        == 4
-    )
+    plan = planned(train={"global_batch": 8}, parallel={"pp": 4, "micro_batch": 2}).plan
+    assert plan.gradient_accumulation_steps(8) == 4
 
 
 def test_gpipe_runs_with_fewer_micro_batches_than_stages() -> None:

@@ -94,7 +94,7 @@ def test_a_machine_whose_rates_nobody_knows_says_how_to_give_them() -> None:
 
 
 def test_more_ranks_than_devices_are_refused() -> None:
-    with pytest.raises(JobError, match="the plan has 32 ranks, and the cluster has 16 devices"):
+    with pytest.raises(JobError, match=r"32 ranks, .* 16 devices"):
         forecast_plan(problem(), replace(PLAN, dp_replicate=4))
 
 

@@ -40,18 +40,14 @@ def text(length: int) -> dict[str, Any]:
 
 def test_proofs_are_not_compressed() -> None:
     plan = Plan(dp_replicate=2, precision="fp64", compression_groups=(("*", "bf16"),))
-    with pytest.raises(
-        JobError, match=r"parallel\.compression = 'bf16' with train\.precision = 'fp64'"
-    ) as error:
+    with pytest.raises(JobError, match=r"'bf16' with train\.precision = 'fp64'") as error:
         check_mesh(job(), plan, LAPTOP)
     assert "train.precision = 'fp32'" in error.value.hint
 
 
 def test_ranks_that_multiply_out_a_sum_themselves_must_be_alike() -> None:
     unlike = Plan(dp_replicate=2, batch_shares=(1, 3), compression="powersgd")
-    with pytest.raises(
-        JobError, match=r"'powersgd' on different devices \(parallel\.batch_shares\).*diverge"
-    ) as error:
+    with pytest.raises(JobError, match=r"'powersgd' .*parallel\.batch_shares") as error:
         check_mesh(job(), unlike, LAPTOP)
     assert "'int8'" in error.value.hint
     two_kinds = Cluster((*LAPTOP.nodes, replace(LAPTOP.nodes[0], name="other")))
@@ -63,18 +59,15 @@ def test_ranks_that_multiply_out_a_sum_themselves_must_be_alike() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"compression_share": 0.1}, "compression_share = 0.1 has no effect: no gradient is 'topk'"),
-        (
-            {"compression": "topk", "compression_rank": 2},
-            "compression_rank = 2 has no effect: no gradient is 'powersgd'",
-        ),
-        ({"compression_from_step": 5}, "compression_from_step = 5 has no effect: no gradient is compressed"),
+        ({"compression_share": 0.1}, "share = 0.1 .*'topk'"),
+        ({"compression": "topk", "compression_rank": 2}, "rank = 2 .*'powersgd'"),
+        ({"compression_from_step": 5}, "from_step = 5 .*compressed"),
     ],
 )
 def test_what_says_how_to_compress_is_not_dropped_where_nothing_does(
     given: dict[str, Any], says: str
 ) -> None:
-    with pytest.raises(JobError, match=rf"parallel\.{says}"):
+    with pytest.raises(JobError, match=rf"parallel\.compression_{says}"):
         check_mesh(job(parallel=given), Plan(), LAPTOP)
     both = [{"match": "*", "compression": kind} for kind in ("topk", "powersgd")]
     check_mesh(job(parallel={**given, "compression_groups": both}), Plan(), LAPTOP)
@@ -114,36 +107,32 @@ def test_context_ranks_want_a_sequence_that_they_can_cut_evenly(
     plan: Plan, refused: int, accepted: int
 ) -> None:
     check_mesh(job(data=text(accepted)), plan, LAPTOP)
-    with pytest.raises(
-        JobError, match=rf"data.sequence_length = {refused} .*parallel.cp = {plan.cp}"
-    ) as error:
+    with pytest.raises(JobError, match=rf"_length = {refused} .*cp = {plan.cp}") as error:
         check_mesh(job(data=text(refused)), plan, LAPTOP)
     assert f"a multiple of {plan.sequence_length_multiple}" in error.value.hint
 
 
 @pytest.mark.parametrize(
-    ("model", "data"),
+    ("model", "data", "fact"),
     [
-        ({"preset": "resnet-18"}, {}),
-        ({"family": "convnet"}, {"images": "digits.npz"}),
-        ({"preset": "gpt-1m"}, {"images": "digits.npz"}),
+        ({"preset": "resnet-18"}, {}, " .* images"),
+        ({"family": "convnet"}, {"images": "digits.npz"}, " .* images"),
+        ({"preset": "gpt-1m"}, {"images": "digits.npz"}, " .* images"),
+        ({"factory": "mine:model"}, {}, ": mine:model"),
     ],
 )
-def test_images_have_no_sequence_to_share(model: dict[str, Any], data: dict[str, Any]) -> None:
-    with pytest.raises(JobError, match=r"parallel.cp = 2 splits sequences, and images have none"):
+def test_images_and_a_factorys_model_have_no_sequence_to_share(
+    model: dict[str, Any], data: dict[str, Any], fact: str
+) -> None:
+    with pytest.raises(JobError, match=f"parallel.cp = 2{fact}"):
         check_mesh(job(model, data=data), Plan(cp=2), LAPTOP)
-
-
-def test_a_factorys_model_declares_no_attention_to_share() -> None:
-    with pytest.raises(JobError, match=r"parallel.cp = 2: mine:model does not declare its attention"):
-        check_mesh(job({"factory": "mine:model"}), Plan(cp=2), LAPTOP)
 
 
 def test_all_to_all_shares_heads_that_divide_and_a_ring_any() -> None:
     decoder = DecoderConfig(2, 48, 6, 2, 64, 320)
     check_model_dimensions(Plan(cp=4), decoder)
     check_model_dimensions(Plan(cp=3, tp=2, cp_method="all_to_all"), decoder)
-    with pytest.raises(JobError, match=r"parallel.cp = 4 .*'all_to_all' cannot split model.heads = 6"):
+    with pytest.raises(JobError, match=r"cp = 4 .*'all_to_all' .*heads = 6"):
         check_model_dimensions(Plan(cp=4, cp_method="all_to_all"), decoder)
     with pytest.raises(JobError, match=r"model.heads = 6 after parallel.tp = 2") as error:
         check_model_dimensions(Plan(cp=2, tp=2, cp_method="all_to_all"), decoder)
@@ -160,9 +149,7 @@ def test_all_to_all_shares_heads_that_divide_and_a_ring_any() -> None:
 )
 def test_tensor_ranks_want_a_sequence_that_they_can_share(plan: Plan, refused: int, accepted: int) -> None:
     check_mesh(job(data=text(accepted)), plan, LAPTOP)
-    with pytest.raises(
-        JobError, match=rf"data.sequence_length = {refused} .*parallel.tp = {plan.tp}"
-    ) as error:
+    with pytest.raises(JobError, match=rf"_length = {refused} .*tp = {plan.tp}") as error:
         check_mesh(job(data=text(refused)), plan, LAPTOP)
     assert f"a multiple of {plan.tp}, or set parallel.sequence_parallel = false" in error.value.hint
     check_mesh(job(data=text(refused)), Plan(tp=plan.tp), LAPTOP)  # the activations are whole
@@ -176,7 +163,7 @@ def test_tensor_ranks_want_equal_shares_of_the_dimensions(key: str, size: int, p
     plan, given = Plan(tp=4), {"heads": 8, "kv_heads": 2, "feed_forward": 96, "vocabulary": 320}
     # Two key and value heads for four ranks are no hindrance.
     check_model_dimensions(plan, DecoderConfig(2, 48, **given))
-    with pytest.raises(JobError, match=rf"parallel.tp = 4 does not divide model.{key} = {size}\n") as error:
+    with pytest.raises(JobError, match=rf"tp = 4 .* model.{key} = {size}\n") as error:
         check_model_dimensions(plan, DecoderConfig(2, 48, **{**given, key: size}))
     assert error.value.hint == f"set parallel.tp to {possible}, or set model.{key} to a multiple of 4"
 
@@ -187,7 +174,7 @@ def test_tensor_ranks_want_equal_shares_of_the_dimensions(key: str, size: int, p
 @pytest.mark.parametrize("kind", ["parameters", "optimizer", "activations"])
 def test_on_a_cpu_everything_is_in_the_hosts_memory_already(kind: str) -> None:
     asked = {f"offload_{kind}": "host"}
-    with pytest.raises(JobError, match=rf"parallel\.offload_{kind} = 'host'.*already") as error:
+    with pytest.raises(JobError, match=rf"offload_{kind} = 'host'.*already") as error:
         check_mesh(job(parallel=asked), Plan(**asked), LAPTOP)
     assert "'disk'" in error.value.hint
     check_mesh(job(parallel={f"offload_{kind}": "disk"}), Plan(**{f"offload_{kind}": "disk"}), LAPTOP)
@@ -205,13 +192,14 @@ def test_fp8_needs_gpus_that_compute_it_and_bf16_between() -> None:
     asked = job(train={"fp8": True, "precision": "bf16"})
     plan = Plan(fp8=True, precision="bf16", device="cuda")
     check_mesh(asked, plan, BOX)
-    with pytest.raises(JobError, match=r"train\.fp8: .*CPUs"):
-        check_mesh(asked, replace(plan, device="cpu"), LAPTOP)
-    with pytest.raises(JobError, match=r"train\.fp8 with train\.precision = 'fp32'"):
-        check_mesh(asked, replace(plan, precision="fp32"), BOX)
     older = Cluster((NodeGroup("box", 8, 1 << 30, (Device("cuda", "A100", 40 << 30, {"bf16": 312e12}),)),))
-    with pytest.raises(JobError, match=r"train\.fp8: A100"):
-        check_mesh(asked, plan, older)
+    for wrong, cluster, fact in (
+        (replace(plan, device="cpu"), LAPTOP, ": .*CPUs"),
+        (replace(plan, precision="fp32"), BOX, " with .*'fp32'"),
+        (plan, older, ": A100"),
+    ):
+        with pytest.raises(JobError, match=rf"train\.fp8{fact}"):
+            check_mesh(asked, wrong, cluster)
 
 
 # ------------------------------------------------------------------ experts
@@ -255,20 +243,20 @@ def test_a_model_without_experts_cannot_spread_them(model: dict[str, Any]) -> No
 
 def test_a_dense_decoder_cannot_spread_experts() -> None:
     dense = replace(MIXTURE, experts=0, experts_per_token=0)
-    with pytest.raises(JobError, match=r"parallel.ep = 2, but the model has no experts"):
+    with pytest.raises(JobError, match=r"parallel.ep = 2, .* no experts"):
         check_model_dimensions(Plan(dp_replicate=2, ep=2), dense)
 
 
 def test_each_expert_rank_has_as_many_experts_as_the_others() -> None:
     check_model_dimensions(Plan(dp_replicate=12, ep=3), MIXTURE)
-    with pytest.raises(JobError, match=r"parallel.ep = 4 does not divide model.experts = 6") as error:
+    with pytest.raises(JobError, match=r"ep = 4 .* model.experts = 6") as error:
         check_model_dimensions(Plan(dp_replicate=12, ep=4), MIXTURE)
     assert "parallel.ep to 1 or 2 or 3 or 6, or" in error.value.hint
 
 
 def test_tensor_ranks_share_the_width_of_each_expert() -> None:
     check_model_dimensions(Plan(tp=2), MIXTURE)
-    with pytest.raises(JobError, match=r"tp = 8 does not divide model.expert_feed_forward = 36"):
+    with pytest.raises(JobError, match=r"tp = 8 .*expert_feed_forward = 36"):
         check_model_dimensions(Plan(tp=8), replace(MIXTURE, heads=8, kv_heads=8))
     without_dense = replace(MIXTURE, dense_layers=0, feed_forward=33)  # which no block then has
     check_model_dimensions(Plan(tp=2), without_dense)
@@ -292,22 +280,22 @@ def pipelined(**parallel: Any) -> Plan:
     [
         (
             {"virtual_stages": 2},
-            r"virtual_stages = 2: schedule '1f1b' has 1 stage per rank",
+            r"virtual_stages = 2: schedule '1f1b'",
             "interleaved_1f1b or interleaved_zero_bubble",
         ),
         (
             {"schedule": "zbv", "virtual_stages": 3},
-            r"virtual_stages = 3: schedule 'zbv' has 2 stages per rank",
+            r"virtual_stages = 3: schedule 'zbv'",
             "unset parallel.virtual_stages",
         ),
         (
             {"schedule": "interleaved_zero_bubble", "compile": True},
-            r"schedule = 'interleaved_zero_bubble' with parallel\.compile",
+            r"'interleaved_zero_bubble' with parallel\.compile",
             "parallel.schedule = 'interleaved_1f1b'",
         ),
         (
             {"schedule": "dualpipev", "recompute": "full"},
-            r"schedule = 'dualpipev' with parallel\.recompute = 'full'",
+            r"'dualpipev' with parallel\.recompute = 'full'",
             "parallel.recompute = 'none'",
         ),
         (
@@ -315,18 +303,18 @@ def pipelined(**parallel: Any) -> Plan:
             r"6 blocks cannot be split into 12 stages",
             "at most 8 stages",
         ),
-        ({"stage_cuts": [1, 2]}, r"stage_cuts = \[1, 2\]: 2 stages need 1 cuts, not 2", "unset"),
-        ({"stage_cuts": [7]}, r"stage_cuts = \[7\]: cuts must lie between 0 and 6", "unset"),
+        ({"stage_cuts": [1, 2]}, r"stage_cuts = \[1, 2\]: 2 stages need 1", "unset"),
+        ({"stage_cuts": [7]}, r"stage_cuts = \[7\]: cuts must lie", "unset"),
         ({"pp": 3, "stage_cuts": [4, 2]}, r"cuts must increase: 2 comes after 4", "unset"),
         ({"pp": 3, "stage_cuts": [2, 2]}, r"stage 1 of 3 would be empty", "unset"),
         (
             {"schedule": "dualpipev", "micro_batch": 8},
-            r"2 micro-batches of parallel.micro_batch = 8: schedule 'dualpipev' needs at least 4, ",
+            r"schedule 'dualpipev' needs at least 4",
             "parallel.micro_batch = 5,",
         ),
         (
             {"pp": 3, "schedule": "interleaved_1f1b", "micro_batch": 1},
-            r"rounds of 3 or more, and 16 do not divide into 5 equal rounds",
+            r"16 do not divide into 5 equal rounds",
             "parallel.micro_batch = 2,",
         ),
     ],
@@ -342,7 +330,7 @@ def test_a_pipeline_that_cannot_run_is_refused(parallel: dict[str, Any], says: s
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
 def test_stages_without_a_pipeline_are_refused(key: str, schedule: str) -> None:
     value = {"virtual_stages": 2, "stage_cuts": [2]}[key]
-    with pytest.raises(JobError, match=rf"parallel\.{key} = \[?2\]? with parallel\.pp = 1: there is no"):
+    with pytest.raises(JobError, match=rf"{key} = \[?2\]? .*parallel\.pp = 1"):
         pipelined(pp=1, schedule=schedule, **{key: value})
 
 

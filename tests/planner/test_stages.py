@@ -62,7 +62,7 @@ def test_no_other_cuts_have_a_cheaper_dearest_stage_or_are_as_good_and_more_even
         if of_stages is not None:
             possible[cuts] = (max(of_stages), sum(cost * cost for cost in of_stages), cuts)
     if not possible:
-        with pytest.raises(ValueError, match=f"{len(costs)} blocks cannot be split into {stages} stages"):
+        with pytest.raises(ValueError, match=f"{len(costs)} blocks .* {stages} stages"):
             balanced_cuts(costs, stages, first, last)
         return
     chosen = balanced_cuts(costs, stages, first, last)

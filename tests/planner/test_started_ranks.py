@@ -39,7 +39,7 @@ def test_without_a_search_they_shard_one_replica() -> None:
 
 @pytest.mark.parametrize("sizes", [{"tp": 3}, {"dp_shard": 8}, {"pp": 8}])
 def test_sizes_that_do_not_make_them_are_refused(sizes: dict[str, int]) -> None:
-    with pytest.raises(JobError, match=r"4 ranks were started, and the sizes in \[parallel\] make "):
+    with pytest.raises(JobError, match=r"4 ranks .* in \[parallel\] make "):
         build_layout(job(**sizes), LAPTOP, 4)
 
 

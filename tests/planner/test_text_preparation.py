@@ -50,7 +50,7 @@ def test_a_slow_store_is_the_cause_where_it_gives_less() -> None:
     assert found is not None
     assert [limit.cause for limit in found.limits] == ["store bandwidth", "tokenizing"]
     assert found.seconds == pytest.approx(12_288 / 24)
-    assert "while 1 device waits (store bandwidth: 24.0 MiB/s)" in preparation_text(found)
+    assert "(store bandwidth: 24.0 MiB/s)" in preparation_text(found)
     assert found.remedies[1] == "a copy of the text on the nodes' disks is read faster"
     assert found.origins[1].endswith("GB/s per node, measured now")
 

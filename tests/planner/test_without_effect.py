@@ -29,7 +29,7 @@ def told(*overrides: str, plan: Plan = ALONE) -> list[str]:
         ("parallel.collectives=gloo", "there is one rank"),
         ("parallel.bucket_bytes=1000", "one replica"),
         ("parallel.recompute_share=0.5", "nothing is recomputed"),
-        ("train.momentum=0.5", "train.optimizer = 'adamw' has no momentum"),
+        ("train.momentum=0.5", "optimizer = 'adamw' has no momentum"),
         ("train.loss_scale=2", "only fp16 uses a loss scale"),
         ("train.spike_deviations=4", "spikes are ignored"),
         ("checkpoint.upload_keep=2", "nothing is uploaded"),

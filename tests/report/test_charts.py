@@ -147,7 +147,7 @@ def test_a_slow_first_step_does_not_flatten_a_stacked_chart_and_is_mentioned() -
         Series("data", 2, steps, [0.1] * 100),
     ]
     drawn = chart_figure(Chart("Time", lines, stacked=True))
-    assert "1 above the chart, the highest at step 1: 15.10." in drawn
+    assert "the highest at step 1: 15.10." in drawn
     assert drawn.count('class="area') == 2
 
 

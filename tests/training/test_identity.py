@@ -103,7 +103,7 @@ def test_an_unseeded_model_carries_on_with_a_word_and_a_seeded_one_is_refused(tm
     kept, notes = checked(second, first, tmp_path)
     assert kept.weights == first.weights
     assert "random weights without a seed" in notes[0]
-    with pytest.raises(WanmaError, match="with other initial weights"):
+    with pytest.raises(WanmaError, match="other initial weights"):
         checked(replace(second, seeded=True), replace(first, seeded=True), tmp_path)
     with pytest.raises(WanmaError, match="its run is finished"):
         checked(second, first, tmp_path, is_over=True)
@@ -168,7 +168,7 @@ def test_a_factorys_model_is_known_by_what_it_makes(tmp_path: Path, monkeypatch:
     with pytest.raises(WanmaError, match="another model"):
         of_factory(tmp_path, "Plain")
     for steps in (2, 3):  # over, and not yet
-        with pytest.raises(WanmaError, match=r"another order of the data: train\.seed was 0, and is 1"):
+        with pytest.raises(WanmaError, match=r"train\.seed was 0, and is 1"):
             of_factory(tmp_path, seed=1, steps=steps)
     monkeypatch.setattr(nn.Linear, "reset_parameters", lambda line: nn.init.normal_(line.weight))
     with pytest.raises(WanmaError, match="with other initial weights"):
@@ -246,13 +246,12 @@ def test_a_dataset_is_known_by_its_samples_unless_it_draws_them() -> None:
 def test_changes_are_accepted_where_the_job_says_so_until_the_run_is_over(tmp_path: Path) -> None:
     models = (seeded(functools.partial(WithRate, rate)) for rate in (0.1, 0.2))
     before, now = (identity_of(model, seeded=True) for model in models)
-    with pytest.raises(WanmaError, match="another model"):
-        checked(now, before, tmp_path)
     kept, notes = checked(now, before, tmp_path, accepts_changes=True)
     assert kept == now
-    assert "another model than this one; resuming anyway" in notes[0]
-    with pytest.raises(WanmaError, match="another model"):
-        checked(now, before, tmp_path, accepts_changes=True, is_over=True)
+    assert "another model than this one" in notes[0]
+    for how in ({}, {"accepts_changes": True, "is_over": True}):
+        with pytest.raises(WanmaError, match="another model"):
+            checked(now, before, tmp_path, **how)
 
 
 def test_a_run_goes_on_in_its_order_of_the_data_or_says_what_differs(tmp_path: Path) -> None:
@@ -273,7 +272,7 @@ def test_a_run_goes_on_in_its_order_of_the_data_or_says_what_differs(tmp_path: P
     with pytest.raises(WanmaError, match=r"data\.sources"):
         check(later, before, 51)
     blocks = order([(0, 1.0), (50, 0.0)], 1.0, shuffle=Shuffle("block", 8, 4))
-    with pytest.raises(WanmaError, match=r"data.shuffle was full, and is block of 8 samples") as refused:
+    with pytest.raises(WanmaError, match="was full, and is block of 8 ") as refused:
         check(blocks, before)
     assert "checkpoint.resume = 'changed'" in str(refused.value)
     kept, notes = check(blocks, before, accepts_changes=True)
@@ -290,7 +289,7 @@ def test_a_resumed_run_in_another_order_is_refused(tmp_path: Path) -> None:
 
     blocks = {"shuffle": "block", "block_samples": 8, "window_blocks": 2}
     run(2, **blocks)
-    with pytest.raises(WanmaError, match=r"data\.shuffle was block of 8 samples, 2 in a window, and is full"):
+    with pytest.raises(WanmaError, match=r"was block of 8 .* 2 in .* is full"):
         run(4)
     with pytest.raises(WanmaError, match=r"and is block of 9 samples"):
         run(4, **{**blocks, "block_samples": 9})

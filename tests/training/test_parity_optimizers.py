@@ -69,7 +69,7 @@ def test_every_optimizer_gives_the_numbers_of_one_process_when_replicated(
     ("plan", "key"), [(ZERO_3, r"dp_shard = 2"), (TENSOR, r"tp = 2")], ids=["dp_shard", "tp"]
 )
 def test_adafactor_refuses_to_split_rows_and_columns(plan: Plan, key: str, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=rf"adafactor' needs complete rows and columns.*{key}"):
+    with pytest.raises(AssertionError, match=rf"adafactor' needs .*{key}"):
         spread_over(tmp_path / "run", job(tmp_path, optimizer="adafactor"), plan)
 
 
@@ -181,7 +181,7 @@ def test_starting_from_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     damage.write_bytes(content)
     text = job(tmp_path)
     text["checkpoint"]["start_from"] = str(start)
-    with pytest.raises(AssertionError, match=r"checkpoint\.start_from = .*is not complete: .*rank-00000"):
+    with pytest.raises(AssertionError, match=r"checkpoint\.start_from = .*rank-00000"):
         spread_over(tmp_path / "after", text, REPLICATE)
 
 

@@ -107,7 +107,7 @@ def test_a_node_lost_with_its_copies_falls_back_to_disk_and_says_so(whole: Outco
     after = Nodes()
     workers = after.workers({0: {0: before.own.images(0).own_paths}, 1: {}}, step)
     run = run_job(tmp_path / "run", text, PLAN, workers=workers)
-    assert f"the memory file of step {step}, rank 1, is missing on node 1" in told(run)
+    assert f"step {step}, rank 1, is missing on node 1" in told(run)
     assert '"source": "checkpoint", "step": 2,' in told(run)
     assert run.losses == whole.losses
 
@@ -130,7 +130,7 @@ def test_an_exchange_that_breaks_off_ends_the_copies_and_not_the_run(tmp_path: P
     nodes = Nodes()
     broken = "support.faults:rank_1_breaks_off_the_exchange"
     run = run_job(tmp_path, job(tmp_path), PLAN, patch=broken, workers=nodes.workers())
-    assert "partner copies of in-memory checkpoints are disabled: injected" in told(run)
+    assert "checkpoints are disabled: injected" in told(run)
     assert run.steps[-1]["step"] == 6
     assert nodes.own.steps() == {4, 5}, "this node's go on"
 
@@ -138,15 +138,13 @@ def test_an_exchange_that_breaks_off_ends_the_copies_and_not_the_run(tmp_path: P
 def test_a_job_that_insists_on_partners_fails_without_them(tmp_path: Path) -> None:
     nodes = Nodes()
     broken = "support.faults:rank_1_breaks_off_the_exchange"
-    with pytest.raises(
-        AssertionError, match="partner copies of in-memory checkpoints are disabled: injected"
-    ):
+    with pytest.raises(AssertionError, match="checkpoints are disabled: injected"):
         run_job(tmp_path, job(tmp_path, partner=True), PLAN, patch=broken, workers=nodes.workers())
 
 
 def test_one_node_cannot_have_a_partner(tmp_path: Path) -> None:
     held = Held(1)
-    with pytest.raises(AssertionError, match="the run is on one node, which has no partner"):
+    with pytest.raises(AssertionError, match="on one node, which has no partner"):
         run_job(
             tmp_path,
             job(tmp_path, partner=True),

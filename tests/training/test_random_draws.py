@@ -198,7 +198,7 @@ def test_dropout_under_the_users_own_checkpoints_drops_the_same_again() -> None:
     x = torch.randn(6, 8)
     expected = trained(Checkpointed(None), x, (4, 2))
     torch.testing.assert_close(trained(Checkpointed(True), x, (4, 2)), expected, rtol=0, atol=0)
-    with pytest.raises(WanmaError, match=r"3 times in a forward[\s\S]*preserve_rng_state"):
+    with pytest.raises(WanmaError, match=r"3 times in[\s\S]*preserve_rng_state"):
         trained(Checkpointed(False), x, (4, 2))
 
 
@@ -279,5 +279,5 @@ def test_a_loop_of_ones_own_that_draws_follows_one_process(tmp_path: Path) -> No
 
 def test_draws_that_a_plan_hides_are_refused(tmp_path: Path) -> None:
     model = nn.Sequential(nn.LSTM(8, 4, 2, dropout=0.4), nn.Identity())
-    with pytest.raises(AssertionError, match=r"0 draws random numbers[\s\S]*parallel.pp = 2"):
+    with pytest.raises(AssertionError, match=r"0 draws random[\s\S]*parallel.pp = 2"):
         run_job(tmp_path, job(), Plan(pp=2, micro_batch=2), {"model": model, "data": Numbers()})

@@ -93,7 +93,7 @@ def test_a_package_without_a_pin_is_refused(
 ) -> None:
     write_pins(suite.parent, wheels, names=("oats",))
     assert environment(suite, "--make") == 2
-    assert "has no pin with a hash of hay 2.0, which pip would install" in capsys.readouterr().err
+    assert "hash of hay 2.0" in capsys.readouterr().err
     assert not Path("made/mine").exists()
 
 
@@ -102,7 +102,7 @@ def test_what_is_there_is_left_alone(suite: Path, capsys: pytest.CaptureFixture[
     own.parent.mkdir(parents=True)
     own.write_text("mine")
     assert environment(suite, "--make") == 1
-    assert "the environment 'mine' is missing: there is no" in capsys.readouterr().out
+    assert "the environment 'mine' is missing" in capsys.readouterr().out
     assert own.read_text() == "mine"
 
 
@@ -119,10 +119,10 @@ def test_a_local_build_is_taken_as_its_index_has_it(tmp_path: Path) -> None:
     assert lines == [
         "torch 2.13.0+cpu is a local build, without a hash in the pins: from a folder of this machine"
     ]
-    with pytest.raises(WanmaError, match=r"has no pin with a hash of torch 2\.13\.0\+cpu"):
+    with pytest.raises(WanmaError, match=r"hash of torch 2\.13\.0\+cpu"):
         hashed_requirements(chosen, {"hay": Pin("1")}, "pins.txt", lines.append)
 
 
 def test_a_suite_without_environments_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "environment", "gpt"]) == 0
-    assert "the commands of gpt need no Python environment" in capsys.readouterr().out
+    assert "gpt need no Python environment" in capsys.readouterr().out

@@ -104,9 +104,7 @@ def test_points_are_kept_beside_the_result(tmp_path: Path) -> None:
     assert read_points(directory) == [POINT]
     newer = TrainingPoint("a run", "fp32", 4, 1, 0.2, 20e9, 1e9, 0.25e9)
     assert with_new_point([POINT], newer) == [newer]
-    (tmp_path / "roofline.json").write_text('{"schema": 99, "points": []}')
-    with pytest.raises(WanmaError, match="schema 99"):
-        read_points(directory)
-    (tmp_path / "roofline.json").write_text("{}")
-    with pytest.raises(WanmaError, match="is damaged"):
-        read_points(directory)
+    for content, fact in (('{"schema": 99, "points": []}', "schema 99"), ("{}", "is damaged")):
+        (tmp_path / "roofline.json").write_text(content)
+        with pytest.raises(WanmaError, match=fact):
+            read_points(directory)

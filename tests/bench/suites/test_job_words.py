@@ -79,7 +79,7 @@ def test_overrides_change_commands_like_jobs(file: Path) -> None:
 
 def test_a_key_that_the_job_does_not_set_is_refused(file: Path) -> None:
     file.write_text(file.read_text().replace("{train.precision}", "{cluster.rendezvous}"))
-    with pytest.raises(WanmaError, match=r"names \{cluster\.rendezvous\}, which the job"):
+    with pytest.raises(WanmaError, match=r"\{cluster\.rendezvous\}, which the job"):
         read_suite_or_job(file)
 
 
@@ -88,5 +88,5 @@ def test_variables_of_ranks_need_a_job(tmp_path: Path) -> None:
     path.write_text('[[contenders]]\nname = "one"\ncommand = ["true", "{train.steps}"]\n')
     assert read_suite_or_job(path)[0].contenders[0].command == ("true", "{train.steps}")
     path.write_text(path.read_text() + "rank_variables = true\n")
-    with pytest.raises(WanmaError, match="wants the variables of ranks, and the suite has no job"):
+    with pytest.raises(WanmaError, match="variables of ranks"):
         read_suite_or_job(path)

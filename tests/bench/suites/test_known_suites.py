@@ -71,16 +71,14 @@ def test_what_is_no_folder_or_takes_a_name_is_named(
     folder: Path, install: Callable[..., None], tmp_path: Path
 ) -> None:
     install(package=tmp_path / "none")
-    with pytest.raises(
-        WanmaError, match=r"the entry point package = package:FOLDER in wanma\.suites is no folder"
-    ):
+    with pytest.raises(WanmaError, match=r"package:FOLDER in wanma\.suites"):
         suite_folders()
     install(shipped=folder)
-    with pytest.raises(WanmaError, match="takes a name that another folder of suites has"):
+    with pytest.raises(WanmaError, match="another folder of suites"):
         suite_folders()
     (folder / "gpt.toml").write_text(SUITE)
     install(package=folder)
-    with pytest.raises(WanmaError, match=r"entry point package in wanma\.suites has the suite 'gpt'"):
+    with pytest.raises(WanmaError, match=r"in wanma\.suites has .*'gpt'"):
         known_suites.known_suites()
     install()
     assert suite_folders() == {"shipped": SHIPPED}

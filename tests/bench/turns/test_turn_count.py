@@ -44,7 +44,7 @@ def test_a_turn_that_is_too_long_is_named_with_one_that_would_do(seconds: float,
     reason = too_few_turns([measured("a", TURNS), short])
     assert reason.startswith("turns of 1 s are too long: b runs for ")
     assert reason.endswith(advice)
-    assert "after its first step, and contenders took 1 turn of 3 at least" in reason
+    assert "took 1 turn of 3" in reason
 
 
 def test_a_contender_whose_steps_are_longer_than_the_other_program_is_named() -> None:

@@ -134,7 +134,7 @@ def test_a_process_that_is_left_is_killed_and_its_contender_named(tmp_path: Path
 
 def test_a_contender_that_uses_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program_processes, "GPU_FILES", (str(tmp_path / "a"),))  # which `a` has open
-    with pytest.raises(WanmaError, match=r"a cannot be stopped for another's turn: .* uses a GPU") as found:
+    with pytest.raises(WanmaError, match=r"a cannot .* uses a GPU") as found:
         run([contender(tmp_path, "a", 1000), contender(tmp_path, "b", 1000)], tmp_path)
     assert "leave out --turns" in str(found.value.hint)
 
@@ -232,7 +232,7 @@ def test_a_planted_difference_is_found_in_turns(
         meters = {one.machine for one in result.measurements if one.round == number}
         assert len(meters) == 1, "one meter a round"
     output = " ".join(capsys.readouterr().out.split())
-    assert "Contenders lived at once, in turns of 0.10 s." in output
+    assert "in turns of 0.10 s." in output
     assert "had a stop inside" in output
     assert main(["bench", "reproduce", str(directory.path)]) in (0, 1)
     again = list(list_result_directories(tmp_path / "bench-results"))[-1].read()
@@ -311,12 +311,9 @@ def job(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["cluster.engine=slurm"],
-            "on this machine alone, and cluster.engine is 'slurm'",
-        ),
-        (["cluster.engine=ssh"], "programs are stopped on this machine alone"),
-        (["parallel.load_balancing=on"], "shares would follow step times with stops inside"),
+        (["cluster.engine=slurm"], "cluster.engine is 'slurm'"),
+        (["cluster.engine=ssh"], "are stopped on this machine alone"),
+        (["parallel.load_balancing=on"], "step times with stops inside"),
     ],
 )
 def test_jobs_that_cannot_be_stopped_are_refused(

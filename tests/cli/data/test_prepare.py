@@ -53,7 +53,7 @@ def test_prepare_builds_what_a_run_needs(job: DataCommand) -> None:
 def test_prepare_names_what_is_missing(job: DataCommand) -> None:
     ran = job("prepare", "job.toml", "data.tokenizer=missing.json")
     assert ran.code == 2
-    assert "data.tokenizer: 'missing.json': no such file" in ran.told_once()
+    assert "data.tokenizer: 'missing.json'" in ran.told_once()
 
 
 def test_prepare_has_nothing_to_do_for_a_program(job: DataCommand) -> None:

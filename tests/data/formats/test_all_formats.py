@@ -271,7 +271,7 @@ def test_an_unknown_content_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"\xfe\xed\xfa\xce" + bytes(range(256)))
     with pytest.raises(BadDataError, match="no known format"):
         detect_format([LocalFile.of(path)])
-    with pytest.raises(WanmaError, match=r"no data format 'parqet'\. Did you mean 'parquet'"):
+    with pytest.raises(WanmaError, match=r"'parqet'\. Did you mean 'parquet'"):
         format_named("parqet")
 
 

@@ -52,7 +52,7 @@ def test_any_range_of_any_frames_is_read(
     assert detect_compression(b"".join(stored)[:12]) == codec
     scratch = tmp_path / "scratch" if with_scratch else None
     if scratch is None and not are_small:
-        with pytest.raises(WanmaError, match=f"is compressed with {codec}, so that samples cannot be read"):
+        with pytest.raises(WanmaError, match=f"is compressed with {codec}"):
             scan_compressed(file.open(), codec, scratch)
         return
     scanned, frames = scan_compressed(file.open(), codec, scratch)
@@ -70,13 +70,12 @@ def test_any_range_of_any_frames_is_read(
 def test_damage_is_named(tmp_path: Path, codec: str) -> None:
     stored = bytearray(CODECS[codec](random.Random(4).randbytes(300_000)))
     path = tmp_path / "a"
-    for cut in (len(stored) - 1, len(stored) // 2, 20):
-        path.write_bytes(stored[:cut])
-        with pytest.raises(BadDataError, match=f"damaged {codec} data"):
-            scan_compressed(LocalFile.of(path).open(), codec, tmp_path / "scratch")
+    contents = [stored[:cut] for cut in (len(stored) - 1, len(stored) // 2, 20)]
     if codec != "zstd":  # its check sum is optional
         stored[len(stored) // 2] ^= 255
-        path.write_bytes(stored)
+        contents.append(stored)
+    for content in contents:
+        path.write_bytes(content)
         with pytest.raises(BadDataError, match=f"damaged {codec} data"):
             scan_compressed(LocalFile.of(path).open(), codec, tmp_path / "scratch")
     assert list((tmp_path / "scratch").iterdir()) == []

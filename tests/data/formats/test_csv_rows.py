@@ -66,7 +66,7 @@ def test_delimiter_and_header_are_found(content: bytes, expected: dict[str, str]
         (b"a,b\n1,2\n1,2,3\n", 1, "3 fields, but the file has 2 columns"),
         (b"a,b\n1,2\n\xff,2\n", 1, "invalid UTF-8 at its byte 0"),
         (b'a,b\n1,2\n"x"y,2\n', 1, "damaged quotes"),
-        (b'a,b\n1,2\n"x,2\n', 2, "a quote is not closed before the file ends"),
+        (b'a,b\n1,2\n"x,2\n', 2, "a quote is not closed"),
         (b"a,a\n1,2\n", None, "two of its columns have the same name"),
         (b"a\0,b\n1,2\n", None, "a zero byte"),
     ],

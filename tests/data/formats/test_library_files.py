@@ -93,10 +93,12 @@ def test_saved_data_set_of_hugging_face(tmp_path: Path) -> None:
         ("parquet", Parquet(), rows),
     ):
         check_rows(read(folder / name, tmp_path, data_format), expected)
-    with pytest.raises(BadDataError, match="it holds 2 splits: test, train"):
-        read(folder / "splits", tmp_path, HuggingFaceDataset())
-    with pytest.raises(BadDataError, match="it has no column 'missing'"):
-        read(folder / "parquet", tmp_path, Parquet(columns=("missing",)))
+    for name, data_format, fact in (
+        ("splits", HuggingFaceDataset(), "2 splits: test, train"),
+        ("parquet", Parquet(columns=("missing",)), "no column 'missing'"),
+    ):
+        with pytest.raises(BadDataError, match=fact):
+            read(folder / name, tmp_path, data_format)
     check_rows(
         read(folder / "parquet", tmp_path, Parquet(columns=("id",))), [{"id": row["id"]} for row in rows]
     )

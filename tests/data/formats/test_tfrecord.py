@@ -97,7 +97,7 @@ def test_damaged_data_is_named_unless_it_is_not_checked(tmp_path: Path) -> None:
 def test_a_damaged_length_is_named(tmp_path: Path) -> None:
     content = bytearray(frame(b"abc") + frame(b"def"))
     content[len(content) // 2] ^= 1
-    with pytest.raises(BadDataError, match="row 1: the length at byte 19 does not match its CRC"):
+    with pytest.raises(BadDataError, match="row 1: the length at byte 19"):
         read(tmp_path / "a", bytes(content))
 
 

@@ -137,9 +137,7 @@ def test_all_damaged_files_are_named_and_the_others_are_kept(tmp_path: Path) -> 
     for name in ("0001", "0004"):
         (tmp_path / "a" / f"{name}.jsonl").write_bytes(b"\0")
     lines = CountedLines()
-    with pytest.raises(
-        BadFilesError, match=r"2 of 6 files cannot be read: .*0001\.jsonl: a zero byte"
-    ) as raised:
+    with pytest.raises(BadFilesError, match=r"2 of 6 files .*0001\.jsonl: a zero byte") as raised:
         build(tmp_path / "a", tmp_path / "cache", lines)
     assert [Path(error.file).name for error in raised.value.errors] == ["0001.jsonl", "0004.jsonl"]
     again = pickle.loads(pickle.dumps(raised.value))

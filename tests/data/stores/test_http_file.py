@@ -94,9 +94,7 @@ def test_ranges_are_read_and_a_busy_server_is_asked_again(web: WebServer) -> Non
 def test_a_file_that_changes_is_named(web: WebServer) -> None:
     (file,) = list_files([web.url], "data.text")
     web.etag = '"2"'
-    with pytest.raises(
-        WanmaError, match=r'file.bin\' has changed since it was listed: its ETag was "1" and is "2"'
-    ):
+    with pytest.raises(WanmaError, match=r'file.bin.* ETag was "1" and is "2"'):
         RemoteFile(file, QUICK).read(0, 10)
 
 
@@ -106,15 +104,14 @@ def test_a_server_that_fails_is_not_taken_for_an_absence(
     monkeypatch.setattr("wanma.data.stores.listing.STORAGE_RETRY_POLICY", QUICK)
     web.statuses = [503, 503]
     assert list_files([web.url], "data.text")[0].size == len(CONTENT)
-    web.statuses = [500] * 6
-    with pytest.raises(WanmaError, match=r"cannot read '.*file.bin': HTTP status 500 \(after 3 tries"):
-        list_files([web.url], "data.text")
-    web.statuses = [403] * 2
-    with pytest.raises(WanmaError, match="no permission to read"):
-        list_files([web.url], "data.text")
-    web.statuses = [404] * 2
-    with pytest.raises(JobError, match="does not exist"):
-        list_files([web.url], "data.text")
+    for statuses, kind, fact in (
+        ([500] * 6, WanmaError, r"file.bin': HTTP status 500 \(after 3"),
+        ([403] * 2, WanmaError, "no permission"),
+        ([404] * 2, JobError, "does not exist"),
+    ):
+        web.statuses = statuses
+        with pytest.raises(kind, match=fact):
+            list_files([web.url], "data.text")
 
 
 _FORKING_PROGRAM = """
@@ -152,9 +149,7 @@ def test_a_forked_process_that_ends_leaves_the_connections_to_its_parent(web: We
 def test_a_server_without_ranges_is_refused_by_name(web: WebServer) -> None:
     web.has_ranges = False
     (file,) = list_files([web.url], "data.text")
-    with pytest.raises(
-        WanmaError, match=r"data.text\[0\]: the server of '.*file.bin' sends whole files only"
-    ) as error:
+    with pytest.raises(WanmaError, match=r"data.text\[0\]: .* whole files only") as error:
         RemoteFile(file, QUICK).read(1000, 2000)
     assert "data.cache_bytes" in error.value.hint
     assert RemoteFile(file, QUICK).read(0, len(CONTENT)) == CONTENT, "a whole file is one range"
@@ -177,9 +172,7 @@ def test_a_cache_too_small_for_a_whole_file_says_so(web: WebServer, tmp_path: Pa
     web.has_ranges = False
     (file,) = list_files([web.url], "data.text")
     cache = NodeCache(tmp_path, 200_000, block_bytes=50_000)
-    with pytest.raises(
-        WanmaError, match=r"sends whole files only, and the node cache .* has no room"
-    ) as error:
+    with pytest.raises(WanmaError, match=r"whole files only, .* no room") as error:
         cache.open(file).read(0, 10)
     assert "data.cache_bytes" in error.value.hint
 

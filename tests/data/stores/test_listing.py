@@ -27,7 +27,7 @@ def test_files_of_several_entries_are_listed_once_with_their_keys(tmp_path: Path
 
 
 def test_an_incomplete_address_is_refused() -> None:
-    with pytest.raises(JobError, match=r"data.files\[0\]: 'webhdfs:///data' is not a readable path or URL"):
+    with pytest.raises(JobError, match=r"data.files\[0\]: .* is not a readable"):
         list_files(["webhdfs:///data"], "data.files")
 
 
@@ -39,10 +39,10 @@ def test_a_local_file_is_mapped_and_a_changed_one_refused(tmp_path: Path) -> Non
     assert isinstance(source, MappedFile)
     assert (source.read(1, 100), source.version) == (b"ontent", file.version)
     os.utime(path, ns=(0, 0))
-    with pytest.raises(WanmaError, match=r"data.files\[0\]: '.*x' has changed since it was listed"):
+    with pytest.raises(WanmaError, match=r"data.files\[0\]: '.*x' has changed"):
         open_file(file)
     path.unlink()
-    with pytest.raises(WanmaError, match=r"data.files\[0\]: cannot read '.*x': No such file"):
+    with pytest.raises(WanmaError, match=r"data.files\[0\]: .*x': No such file"):
         open_file(file)
 
 

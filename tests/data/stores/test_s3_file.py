@@ -110,9 +110,7 @@ def test_all_threads_wait_when_the_store_asks_for_it(s3: S3Server, file: StoredF
 
 def test_a_store_that_is_down_is_one_error_with_the_number_of_tries(s3: S3Server, file: StoredFile) -> None:
     s3.proxy.fault = lambda _: Fault(500, b"<Error><Code>InternalError</Code><Message>odd</Message></Error>")
-    with pytest.raises(
-        WanmaError, match=r"data.text\[0\]: cannot read 's3://bucket/folder/shard.bin': .*4 tries"
-    ):
+    with pytest.raises(WanmaError, match=r"data.text\[0\]: .*shard.bin': .*4 tries"):
         RemoteFile(file, QUICK).read(0, 10)
 
 
@@ -120,16 +118,16 @@ def test_an_object_that_changes_under_a_run_is_named(s3: S3Server, file: StoredF
     source = RemoteFile(file, QUICK)
     assert source.read(0, 10) == CONTENT[:10]
     s3.put("folder/shard.bin", CONTENT[::-1])
-    with pytest.raises(WanmaError, match=r"shard.bin' has changed since it was listed: its ETag was"):
+    with pytest.raises(WanmaError, match=r"shard.bin' has changed .* ETag was"):
         source.read(20, 30)
     s3.put("folder/shard.bin", b"short")
-    with pytest.raises(WanmaError, match=r"shard.bin' has changed since it was listed"):
+    with pytest.raises(WanmaError, match=r"shard.bin' has changed"):
         source.read(1_000_000, 1_000_010)
 
 
 def test_an_object_that_is_gone_is_named_without_another_try(s3: S3Server, file: StoredFile) -> None:
     s3.proxy.fault = lambda _: Fault(404, b"<Error><Code>NoSuchKey</Code><Message>gone</Message></Error>")
-    with pytest.raises(WanmaError, match=r"cannot read 's3://bucket/folder/shard.bin'"):
+    with pytest.raises(WanmaError, match=r"cannot read '.*shard.bin'"):
         RemoteFile(file, QUICK).read(0, 10)
     assert len(s3.proxy.ranged_requests) == 1
 

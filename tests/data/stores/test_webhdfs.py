@@ -79,9 +79,9 @@ def test_a_file_that_changes_or_goes_is_named(hdfs: WebHdfs, monkeypatch: pytest
     source = RemoteFile(file, QUICK)
     assert source.read(0, 4) == CONTENT[:4]
     (hdfs.root / "data" / "a b.bin").write_bytes(CONTENT[:1000])
-    with pytest.raises(WanmaError, match=r"a b.bin' has changed since it was listed"):
+    with pytest.raises(WanmaError, match=r"a b.bin' has changed"):
         source.read(500_000 - 10, 500_000)
-    with pytest.raises(WanmaError, match=r"a b.bin' has changed since it was listed: its size was 500,000"):
+    with pytest.raises(WanmaError, match=r"a b.bin' has .* size was 500,000"):
         source.read(990, 1010)
     monkeypatch.setattr(remote_file, "RECHECK_SECONDS", 0.0)
     (hdfs.root / "data" / "a b.bin").unlink()

@@ -93,18 +93,14 @@ def test_bad_rows_are_skipped_and_listed_by_file_and_row(
 
 @pytest.mark.parametrize("policy", [None, "refuse"])
 def test_the_first_bad_row_is_refused(corpus: Path, tmp_path: Path, policy: str | None) -> None:
-    with pytest.raises(
-        JobError, match=r"data\.text\[0\]: .*a\.jsonl: row 1: it has no field 'text'"
-    ) as error:
+    with pytest.raises(JobError, match=r"text\[0\]: .*a\.jsonl: row 1: .* 'text'") as error:
         build([corpus], tmp_path / "cache", ReadingSettings(bad_data=policy))
     assert "data.bad_data = 'skip'" in error.value.hint
     assert [path for path in (tmp_path / "cache" / "tokens").iterdir() if path.is_dir()] == []
 
 
 def test_more_bad_rows_than_the_limit_are_refused_now_and_later(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        JobError, match=r"data\.bad_data_limit: more than 9 rows or files are bad: .*a\.jsonl: row 1"
-    ):
+    with pytest.raises(JobError, match=r"bad_data_limit: .* 9 .*a\.jsonl: row 1"):
         build([corpus], tmp_path / "cache", skipping(9))
     build([corpus], tmp_path / "cache", skipping(10))
     with pytest.raises(JobError, match=r"data\.bad_data_limit: more than 9 rows"):
@@ -113,9 +109,7 @@ def test_more_bad_rows_than_the_limit_are_refused_now_and_later(corpus: Path, tm
 
 def test_rows_that_are_all_bad_are_named_by_the_first(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": 1}\n{"text": null}\n')
-    with pytest.raises(
-        JobError, match=r"corpus is empty: .* 2 rows or files are bad: .*a\.jsonl: row 0: .* of type int"
-    ) as error:
+    with pytest.raises(JobError, match=r"empty: .* 2 .*a\.jsonl: row 0: .* int") as error:
         build([tmp_path / "a.jsonl"], tmp_path / "cache", skipping())
     assert "data.text_field" in error.value.hint
 
@@ -133,7 +127,7 @@ def test_a_damaged_file_of_plain_text_leaves_no_token(tmp_path: Path) -> None:
     file = build([tmp_path / "a.txt.gz", tmp_path / "b.txt"], tmp_path / "cache", skipping())
     assert bytes(file.tokens[:-1].tolist()) == b"whole"
     assert [(Path(url).name, row) for url, row, _ in file.bad_rows] == [("a.txt.gz", None)]
-    with pytest.raises(JobError, match=r"data\.text\[0\]: .*a\.txt\.gz: damaged or truncated gzip data"):
+    with pytest.raises(JobError, match=r"text\[0\]: .*a\.txt\.gz: damaged"):
         build([tmp_path / "a.txt.gz"], tmp_path / "cache", ReadingSettings())
 
 
@@ -168,5 +162,5 @@ def test_skipped_rows_are_in_the_report_of_the_data(corpus: Path, tmp_path: Path
 
 
 def test_another_content_in_place_of_a_text_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"text is packed into sequences .* use 'skip'"):
+    with pytest.raises(ValueError, match="use 'skip'"):
         DataSection(text=["a"], bad_data="substitute")

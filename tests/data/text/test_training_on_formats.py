@@ -62,8 +62,8 @@ def test_rows_that_were_left_out_are_in_the_records_of_the_run(losses: list[floa
     (text,) = (
         event["text"] for event in events if event["kind"] == "message" and "bad rows" in event["text"]
     )
-    assert "1 bad rows or files of the source 'text' were left out: " in text
-    assert "a.jsonl: row 3: the field 'text' is of type int" in text
+    assert "1 bad rows or files" in text
+    assert "a.jsonl: row 3: the field 'text'" in text
 
 
 def test_mapped_files_of_megatron_train_as_plain_text(losses: list[float], tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_the_fence_holds_as_soon_as_there_is_a_newer_claim(claims: ClaimStore) -
         claims.create(claim(generation))
     fences = [claims.fence(generation) for generation in (1, 2)]
     for check in (fences[0].check, fences[0].check_record):
-        with pytest.raises(WanmaError, match=r"generation 1 .* superseded by generation 2 \(coordinator 10"):
+        with pytest.raises(WanmaError, match=r"generation 1 .* 2 \(coordinator 10"):
             _until_known(check)
     for check in (fences[1].check, fences[1].check_record):
         check()
@@ -196,15 +196,11 @@ def _line(racer: subprocess.Popen[str]) -> str:
 
 
 def test_storage_without_conditional_create_is_refused_by_name(store: ObjectStore) -> None:
-    with pytest.raises(
-        WanmaError, match=r"cluster.claims = 'sftp://host/run': .* 'sftp' has no cond"
-    ) as raised:
+    with pytest.raises(WanmaError, match=r"'sftp://host/run': .* 'sftp' has no") as raised:
         ObjectClaims("sftp://host/run").check_usable()
     assert "a folder that all nodes share" in raised.value.hint
     store.is_conditional = False
-    with pytest.raises(
-        WanmaError, match=r"'s3://bucket/run': this storage has no conditional create"
-    ) as raised:
+    with pytest.raises(WanmaError, match=r"'s3://bucket/run': .* conditional") as raised:
         ObjectClaims(store.url("run")).check_usable()
     assert "s3fs 2024.12 or newer" in raised.value.hint
     assert store.names("run") == []

@@ -312,7 +312,7 @@ def test_a_second_loss_while_waiting_starts_the_wait_anew() -> None:
     table.hear(2, halted(), now=6)
     [(_, word)] = table.lose(2, now=100)
     assert isinstance(word, Notice)
-    assert "node 2 (host) was lost: gone\n  2 nodes missing" in word.text
+    assert "was lost: gone\n  2 nodes missing" in word.text
     assert table.coordinator.deadline == 400
 
 

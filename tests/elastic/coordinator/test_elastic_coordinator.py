@@ -169,7 +169,7 @@ def test_without_a_plan_for_what_is_left_it_waits_and_with_all_it_ends() -> None
     table.halt([0])
     [(_, word)] = table.answer(0, "tp 2 needs two")
     assert isinstance(word, Notice)
-    assert "no plan fits the joined nodes (1): tp 2 needs two" in word.text
+    assert "nodes (1): tp 2 needs two" in word.text
     table.hear(5, join(), now=9)
     [(_, order)] = table.answer(0, "nothing fits")
     assert isinstance(order, FlushCommand)

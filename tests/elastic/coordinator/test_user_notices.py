@@ -92,4 +92,4 @@ def test_a_script_without_a_session_has_neither_steps_nor_checkpoints() -> None:
     assert said.startswith("the grace period (cluster.grace_seconds) ended before the script did: ")
     assert "step" not in said
     assert "checkpoint" not in said
-    assert "before the step or its checkpoint completed" in grace_end_text(is_departure=False)
+    assert "before the step or its checkpoint" in grace_end_text(is_departure=False)

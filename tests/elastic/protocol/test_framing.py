@@ -125,10 +125,9 @@ def test_a_line_without_end_is_cut_off_at_the_limit() -> None:
 
 
 def test_what_is_too_long_or_no_json_is_refused_before_it_is_sent() -> None:
-    with pytest.raises(ProtocolError, match="over"):
-        encode(EventReport({"text": "x" * MAX_LINE_BYTES}))
-    with pytest.raises(ProtocolError, match="cannot be sent as JSON"):
-        encode(EventReport({"tensor": object()}))
+    for event, fact in (({"text": "x" * MAX_LINE_BYTES}, "over"), ({"tensor": object()}, "JSON")):
+        with pytest.raises(ProtocolError, match=fact):
+            encode(EventReport(event))
 
 
 def test_messages_of_another_generation_are_dropped() -> None:
@@ -151,20 +150,18 @@ def test_forged_repeated_and_dropped_lines_are_noticed() -> None:
 
     sender, receiver = pair()
     line = sender.frame(JoinRequest("job", 1, "host", "10.0.0.1", 1))
-    for forged in (line.replace(b"host", b"hast"), encode(Heartbeat()), b"0" * 64 + line[64:]):
+    for lines, right in (
+        (line.replace(b"host", b"hast"), 0),
+        (encode(Heartbeat()), 0),
+        (b"0" * 64 + line[64:], 0),
+        (line + line, 1),
+        (sender.frame(Heartbeat()), 0),
+    ):
         _, receiver = pair()
-        receiver.feed(forged)
+        receiver.feed(lines)
+        assert all(receiver.read_message() for _ in range(right))
         with pytest.raises(ProtocolError, match="signature"):
             receiver.read_message()
-    _, receiver = pair()
-    receiver.feed(line + line)
-    assert receiver.read_message() is not None
-    with pytest.raises(ProtocolError, match="signature"):
-        receiver.read_message()
-    _, receiver = pair()
-    receiver.feed(sender.frame(Heartbeat()))
-    with pytest.raises(ProtocolError, match="signature"):
-        receiver.read_message()
 
 
 def test_a_proof_needs_the_secret_the_role_and_both_nonces() -> None:

@@ -43,10 +43,9 @@ def test_a_machine_s_own_name_means_an_address_that_others_reach(monkeypatch: py
 
 
 def test_a_rendezvous_without_an_address_is_told() -> None:
-    with pytest.raises(WanmaError, match="cannot be resolved"):
-        resolve_endpoint("no-such-host.invalid:29500")
-    with pytest.raises(WanmaError, match="is the wildcard address"):
-        resolve_endpoint("0.0.0.0:29500")
+    for host, fact in (("no-such-host.invalid", "resolved"), ("0.0.0.0", "wildcard")):
+        with pytest.raises(WanmaError, match=fact):
+            resolve_endpoint(f"{host}:29500")
 
 
 def test_only_a_free_address_of_this_machine_can_be_listened_at() -> None:

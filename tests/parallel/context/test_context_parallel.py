@@ -125,9 +125,7 @@ def test_a_dataset_and_a_loss_of_ones_own_follow_one_process(kind: Any, tmp_path
 
 def test_a_dataset_without_sequences_is_refused(tmp_path: Path) -> None:
     text = own_data({"sequence": 6})
-    with pytest.raises(
-        AssertionError, match=r"parallel.cp = 2: samples of 6 positions cannot be split evenly"
-    ):
+    with pytest.raises(AssertionError, match=r"parallel.cp = 2: samples of 6 "):
         spread_over(tmp_path / "run", text, Plan(cp=2, micro_batch=5))
 
 
@@ -181,7 +179,10 @@ def test_compiled_blocks_follow_one_process(kind: Any, spread: Any, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.full
 def test_a_process_compiles_anew_for_another_run(tmp_path: Path) -> None:
-    """Code of the first run, without dropout, fits the second by all that the compiler looks at."""
+    """Code of the first run, without dropout, fits the second by all that the compiler looks at.
+
+    Inductor's code alone tells: what is only traced has the right numbers even if nothing is compiled anew.
+    """
     text = job(tmp_path, dropout=0.1)
     masked = {**text, "data": {**text["data"], "document_masks": True}}
     masked["model"] = {**text["model"], "dropout": 0.0}
@@ -195,7 +196,7 @@ def test_a_process_compiles_anew_for_another_run(tmp_path: Path) -> None:
 def test_a_model_without_declared_attention_is_refused(tmp_path: Path) -> None:
     text = own_data({"sequence": 8})
     text["model"] = {"factory": "support.own:Tagger"}
-    with pytest.raises(AssertionError, match=r"parallel.cp: support.own:Tagger has no parallel spec"):
+    with pytest.raises(AssertionError, match=r"cp: support.own:Tagger has no"):
         spread_over(tmp_path / "run", text, Plan(cp=2, micro_batch=5))
 
 

@@ -141,15 +141,13 @@ def test_without_either_a_batch_is_left_alone() -> None:
 )
 def test_what_has_no_sequence_is_refused(inputs: Tensor, targets: Tensor) -> None:
     whole = batch(inputs, targets=targets)
-    with pytest.raises(
-        WanmaError, match=r"parallel.cp = 2 splits sequences, but a sample has inputs of shape"
-    ):
+    with pytest.raises(WanmaError, match=r"parallel.cp = 2 splits sequences"):
         shard_sequence(whole, grid(Plan(cp=2), 0))
 
 
 def test_sequence_parallel_refuses_inputs_without_a_sequence() -> None:
     plan = Plan(tp=2, sequence_parallel=True)
-    with pytest.raises(WanmaError, match=r"parallel.sequence_parallel = true splits sequences"):
+    with pytest.raises(WanmaError, match="sequence_parallel = true splits"):
         residual_positions(batch(torch.zeros(2)), plan, 0)
 
 
@@ -174,7 +172,7 @@ def test_lengths_that_cannot_be_cut_evenly_are_refused_with_the_unit(plan: Plan,
 def test_masks_of_pairs_of_positions_are_refused() -> None:
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     mask = torch.ones(2, 1, 8, 8, dtype=torch.bool)
-    with pytest.raises(WanmaError, match=r"attention_mask has the shape \(1, 8, 8\) per sample"):
+    with pytest.raises(WanmaError, match=r"attention_mask .*\(1, 8, 8\)"):
         shard_sequence(batch(tokens, attention_mask=mask), grid(Plan(cp=2), 0))
     alone = replace(batch(tokens), keywords={"attention_mask": mask})
     assert (

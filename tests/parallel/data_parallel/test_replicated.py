@@ -119,9 +119,7 @@ def test_recurrent_layers_are_trained() -> None:
 
 @pytest.mark.parametrize("plan", [Plan(), Plan(offload_parameters="disk")], ids=["whole", "FSDP2"])
 def test_a_parameter_that_the_model_takes_from_elsewhere_is_refused_by_name(plan: Plan) -> None:
-    with pytest.raises(
-        AssertionError, match=r"kept: the forward pass uses an old reference to this parameter"
-    ):
+    with pytest.raises(AssertionError, match="kept: the forward pass uses an old"):
         run_ranks(train_listed, 1, (plan,), is_reused=True)
 
 

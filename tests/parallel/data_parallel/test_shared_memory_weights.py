@@ -155,7 +155,7 @@ def test_integer_parameters_are_refused_where_torch_cannot_shard_them(
     monkeypatch.setattr(sharding, "installed_torch_version", lambda: (2, 11))
     model = nn.Module()
     model.order = nn.Parameter(torch.arange(3), requires_grad=False)
-    with pytest.raises(JobError, match=r"parameter order has dtype torch.int64, and torch 2.11 cannot shard"):
+    with pytest.raises(JobError, match=r"parameter order .*int64, .* 2.11 "):
         sharding._require_shardable(model, set(), PLAN)
     sharding._require_shardable(model, {model.order}, PLAN)
 

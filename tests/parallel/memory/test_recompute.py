@@ -231,7 +231,7 @@ def test_a_block_whose_attributes_a_second_run_changes_again_is_refused(
     with torch.no_grad():
         block(torch.ones(2, 8))  # nothing is run again
     output = block(torch.ones(2, 8))
-    with pytest.raises(JobError, match=r"Keeping changes its attribute (steps|seen|mean) in its"):
+    with pytest.raises(JobError, match=r"Keeping .* attribute (steps|seen|mean)"):
         output.sum().backward()
 
 

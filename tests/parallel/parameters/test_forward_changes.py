@@ -191,7 +191,7 @@ class WrittenLayer(nn.Linear):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (ClampedLayer, r"1.weight was modified in a forward pass, but a step has one forward pass per"),
+        (ClampedLayer, r"1.weight was modified in a forward"),
         (WrittenLayer, r"parallel.pp = 2: a tensor that backward needs was changed in place.*\n.*self.x = "),
     ],
 )
@@ -234,9 +234,7 @@ def test_micro_batches_that_each_change_a_weight_late_are_refused() -> None:
     changes = ForwardChangeCheck(["weight"])
     for number in range(100):
         step(changes, weight, 1.0 if number < 80 else 0.9)
-    with pytest.raises(
-        JobError, match="weight was modified in a forward pass, but a step has one forward pass per"
-    ):
+    with pytest.raises(JobError, match="weight was modified in a forward"):
         step(changes, weight, 0.9)
 
 

@@ -152,12 +152,12 @@ def test_a_job_in_fp32_does_not_carry_rounded_weights_on(tmp_path: Path, one: Ou
     shutil.copytree(one.directory, tmp_path / "run")
     text = job(tmp_path, steps=6)
     text["train"]["precision"] = "fp32"
-    with pytest.raises(WanmaError, match=r"has other dtypes(.|\n)*dtype F32 here, BF16 in the checkpoint"):
+    with pytest.raises(WanmaError, match=r"other dtypes[\s\S]*F32 here, BF16 in"):
         run_here(tmp_path / "run", text, Plan(micro_batch=4), {})
     text["checkpoint"]["start_from"] = str(one.directory / "checkpoints" / "step-00000004")
     run_here(tmp_path / "new", text, Plan(micro_batch=4), {})
     said = (tmp_path / "new" / "events.jsonl").read_text()
-    assert "were saved in BF16: their initial values have only that precision" in said
+    assert "were saved in BF16" in said
 
 
 def test_an_export_has_the_weights_that_were_published(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_what_cannot_be_cut_is_refused(name: str) -> None:
 
 def test_children_that_share_a_parameter_are_refused() -> None:
     first = nn.Linear(2, 2)
-    with pytest.raises(JobError, match=r"0\.weight and 2\.weight are one parameter"):
+    with pytest.raises(JobError, match=r"0\.weight and 2\.weight are one"):
         pipeline_parallel_spec(nn.Sequential(first, nn.Tanh(), first), None, Plan(pp=2))
 
 
@@ -232,7 +232,7 @@ def test_hooks_that_every_stage_would_run_are_refused() -> None:
     for register in ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"):
         model = sequence(2, 2, 2)
         getattr(model, register)(print)
-        with pytest.raises(JobError, match=r"Sequential has a hook, but every stage would run"):
+        with pytest.raises(JobError, match="Sequential has a hook"):
             pipeline_parallel_spec(model, None, Plan(pp=2))
 
 
@@ -274,7 +274,7 @@ def test_a_parameter_used_twice_trains_where_backward_is_taken_apart_or_is_refus
     skip_if_refused()
     one = one_process(tmp_path / "one", JOB, micro_batch=7, objects=twice(between=False))
     same_numbers(one, spread_over(tmp_path / "apart", JOB, APART, objects=twice(between=False)))
-    with pytest.raises(AssertionError, match=r"a parameter that one stage uses twice\n.*'interleaved_1f1b'"):
+    with pytest.raises(AssertionError, match=r"one stage uses twice\n.*'interleaved"):
         spread_over(tmp_path / "refused", JOB, APART, objects=twice(between=True))
 
 

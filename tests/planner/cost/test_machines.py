@@ -175,8 +175,8 @@ def test_a_catalogued_device_with_other_figures_keeps_its_curves_and_takes_the_f
 @pytest.mark.parametrize(
     ("device", "told"),
     [
-        ("peak_teraflops = { bf16 = 300 }", "memory bandwidth of 'New' is unknown: give gb_per_second"),
-        ("gb_per_second = 2000", "peak rate of 'New' is unknown: give peak_teraflops"),
+        ("peak_teraflops = { bf16 = 300 }", "'New' is unknown: give gb_per_second"),
+        ("gb_per_second = 2000", "'New' is unknown: give peak_teraflops"),
     ],
 )
 def test_an_unknown_rate_leaves_a_machine_without_products_that_says_why(
@@ -212,7 +212,7 @@ def test_nodes_without_a_network_are_not_forecast_and_one_node_is() -> None:
 def test_a_node_of_unlike_devices_is_not_forecast() -> None:
     devices = (require_device_kind("A100").to_device(), require_device_kind("H100").to_device())
     machine = build_hardware_model(Cluster((NodeGroup("odd", 64, 10**12, devices),)))
-    assert "odd has different devices in one node (A100 SXM 80 GB, H100 SXM)" in machine.unknown
+    assert "odd has different devices" in machine.unknown
 
 
 def test_ranks_of_a_processor_share_its_cores_and_its_memory() -> None:
@@ -230,7 +230,7 @@ def test_ranks_of_a_processor_share_its_cores_and_its_memory() -> None:
 
 def test_a_processor_of_which_nothing_is_known_is_to_be_calibrated() -> None:
     machine = build_hardware_model(Cluster((NodeGroup("laptop", 8, 10**10, ()),)), ranks=2)
-    assert "peak rate of the CPU of laptop is unknown: run" in machine.unknown
+    assert "CPU of laptop is unknown" in machine.unknown
     assert machine.device_count == 2
 
 

@@ -195,7 +195,7 @@ def test_a_dense_update_passes_over_whole_tables() -> None:
     )
     assert forecast(sparse).optimizer < found.optimizer / 100
     (told,) = embedding_table_reasons(recommender(), found)
-    assert "updates all rows of the embedding tables, 0.32 billion parameters" in told
+    assert "0.32 billion parameters" in told
     assert embedding_table_reasons(sparse, forecast(sparse)) == ()
     assert embedding_table_reasons(image_transformer(), forecast(image_transformer())) == ()
 

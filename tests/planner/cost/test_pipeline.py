@@ -111,7 +111,7 @@ def test_what_is_not_played_adds_up_to_the_same(
 
 
 def test_too_little_memory_for_one_micro_batch_is_told() -> None:
-    with pytest.raises(ValueError, match="with 1 stages in flight on a rank, the schedule waits for itself"):
+    with pytest.raises(ValueError, match="1 stages in flight"):
         simulate_pipeline("zbv", [SPLIT] * 4, 2, 4, 0.0, in_flight=1)
 
 

@@ -171,6 +171,6 @@ def test_rules_that_refuse_a_jobs_plan_refuse_any_plan(plan: Plan, said: str | N
 
 def test_heads_that_tp_does_not_divide_are_refused_by_key() -> None:
     odd = replace(SMALL, heads=6, kv_heads=6)
-    assert "parallel.tp = 4 does not divide model.heads = 6" in str(
+    assert "tp = 4 does not divide model.heads = 6" in str(
         invalid_plan_reason(problem(dimensions=odd), replace(PLAN, dp_replicate=2, tp=4))
     )

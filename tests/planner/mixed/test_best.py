@@ -263,14 +263,14 @@ def test_a_kind_that_does_not_compute_in_the_precision_is_left_out() -> None:
     old = build_heterogeneous_hardware(
         parse_shorthand("1x4 V100 SXM2 16GB, 4x100G + 1x4 V100 SXM2 32GB, 4x100G")
     )
-    with pytest.raises(JobError, match=r"train.precision = 'bf16': no device of the cluster \(V100"):
+    with pytest.raises(JobError, match=r"train.precision = 'bf16': .* \(V100"):
         search_placements(problem(), old, START, TINY)
 
 
 def test_other_models_than_decoders_and_machines_without_devices_are_refused() -> None:
     with pytest.raises(JobError, match="decoders only"):
         search_placements(replace(problem(), dimensions=None), fleet(), START)
-    with pytest.raises(JobError, match="without accelerators cannot be planned together"):
+    with pytest.raises(JobError, match="without accelerators"):
         build_heterogeneous_hardware(
             parse_shorthand("2x8 A100 SXM 40GB, 4x100G + 2x64 cores EPYC 7742, 1x100G")
         )

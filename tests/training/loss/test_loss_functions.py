@@ -56,7 +56,7 @@ def test_padding_rows_count_nothing_in_a_users_loss() -> None:
 
 def test_a_loss_per_sample_is_refused_where_ranks_share_each_sample() -> None:
     loss = wrap_user_loss(lambda output, targets: (output - targets).mean(dim=1), is_per_position=True)
-    with pytest.raises(WanmaError, match=r"shape \(2,\) for targets of \(2, 3\).*parallel.cp"):
+    with pytest.raises(WanmaError, match=r"\(2,\) for .*\(2, 3\).*parallel.cp"):
         loss(torch.ones(2, 3), batch(torch.zeros(2, 3)))
     total, count = wrap_user_loss(lambda output, targets: output - targets, is_per_position=True)(
         torch.ones(2, 3), batch(torch.zeros(2, 3))

@@ -87,7 +87,7 @@ def test_a_loop_of_ones_own_has_the_dict(tmp_path: Path) -> None:
 def test_a_dict_without_a_loss_is_refused(tmp_path: Path) -> None:
     given = {"model": seeded(sequential), "data": TwoTargets()}
     plan = Plan(micro_batch=7, precision="fp64")
-    with pytest.raises(WanmaError, match="target is a dict of class, norm, but cross entropy"):
+    with pytest.raises(WanmaError, match=r"dict of class, norm, .* cross entropy"):
         run_here(tmp_path, session_job(), plan, given)
 
 
@@ -121,5 +121,5 @@ def test_a_layout_that_takes_one_target_is_refused_before_the_first_step(
 
 def test_ranks_of_a_pipeline_refuse_a_dict(tmp_path: Path) -> None:
     plan = Plan(pp=2, micro_batch=2, precision="fp64")
-    with pytest.raises(AssertionError, match="a dict of class, norm, which needs a custom loss"):
+    with pytest.raises(AssertionError, match=r"dict of class, norm, .* custom loss"):
         run_job(tmp_path, session_job(), plan, objects())

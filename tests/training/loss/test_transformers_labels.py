@@ -227,9 +227,9 @@ def test_a_decoder_is_given_tokens_shifted_targets_and_padding_as_a_document() -
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"token_type_ids": _IDS}, "token_type_ids, which the model does not accept"),
-        ({"attention_mask": torch.zeros(4, 6, 6)}, "must have one value for each of the 6 tokens"),
-        ({"attention_mask": torch.zeros_like(_IDS)}, "predicted from a token that attention_mask masks out"),
+        ({"token_type_ids": _IDS}, "token_type_ids, which the model does"),
+        ({"attention_mask": torch.zeros(4, 6, 6)}, "each of the 6 tokens"),
+        ({"attention_mask": torch.zeros_like(_IDS)}, "a token that attention_mask masks out"),
     ],
 )
 def test_what_a_decoder_would_not_heed_is_refused(changed: dict[str, Tensor], told: str) -> None:
@@ -266,7 +266,7 @@ def test_labels_of_a_module_around_a_model_of_transformers_are_refused() -> None
     labels = given.pop("labels")
     batch = replace(make_batch((), labels, np.arange(6), given), target_key="labels")
     model = Wrapped()
-    with pytest.raises(WanmaError, match="whether its labels belong to their own position") as error:
+    with pytest.raises(WanmaError, match="belong to their own position") as error:
         default_per_target_losses(model, model(**given), batch)
     assert "rename the key to `target`" in (error.value.hint or "")
 

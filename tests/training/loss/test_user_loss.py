@@ -69,7 +69,7 @@ class Twice(Numbers):
 
 
 def test_a_loss_with_parameters_is_refused_and_one_whose_are_frozen_is_not() -> None:
-    with pytest.raises(JobError, match=r"Margins has trainable parameters, such as shift") as error:
+    with pytest.raises(JobError, match=r"Margins .*, such as shift") as error:
         check_loss(Margins())
     assert "move these weights into the model" in (error.value.hint or "")
     check_loss(Margins().requires_grad_(False))
@@ -81,7 +81,7 @@ def test_weights_that_a_function_holds_are_refused_before_they_would_have_been_u
 ) -> None:
     model, margins, targets = Plain(), Margins(), torch.tensor([0, 1])
     loss = prepare_loss(make(margins), model, CPU, None)
-    with pytest.raises(WanmaError, match="with a gradient that are not part of the model"):
+    with pytest.raises(WanmaError, match="a gradient that are not part"):
         loss(model(torch.randn(2, 8)), targets).sum().backward()
     with torch.no_grad():
         margins.shift.grad = None
@@ -118,10 +118,9 @@ def test_what_is_no_loss_is_refused_before_anything_starts(loss: Any, told: str,
 
 
 def test_a_class_in_the_place_of_data_or_model_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match="Numbers is a class"):
-        wanma.train({}, model=Plain(), data=Numbers, run_directory=tmp_path)
-    with pytest.raises(JobError, match="class Plain"):
-        wanma.train({}, model=Plain, data=Numbers(), run_directory=tmp_path)  # type: ignore[arg-type]
+    for model, data, fact in ((Plain(), Numbers, "Numbers is a class"), (Plain, Numbers(), "class Plain")):
+        with pytest.raises(JobError, match=fact):
+            wanma.train({}, model=model, data=data, run_directory=tmp_path)
 
 
 JOB = {

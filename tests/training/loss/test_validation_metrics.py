@@ -123,7 +123,7 @@ def broken(output: Tensor, targets: Tensor) -> Tensor:
     ("metric", "told"),
     [
         (mean_of_the_batch, r"metric 'mine' returned Tensor of shape \(\) for .* which cannot be summed"),
-        (spread_of_the_batch, r"metric 'mine' depends on the division into batches"),
+        (spread_of_the_batch, r"metric 'mine' depends on the division"),
         (
             broken,
             r"metric 'mine' failed: IndexError: index 7 is out of [^\n]*\n"
@@ -165,12 +165,13 @@ def test_a_job_names_metrics_by_their_path(tmp_path: Path) -> None:
 
 
 def test_values_that_are_of_no_sample_are_refused() -> None:
-    with pytest.raises(WanmaError, match=r"returned float for 3 samples"):
-        sum_and_count("f", 0.5, 3)
-    with pytest.raises(WanmaError, match=r"returned Tensor of shape \(2,\) for 3 samples"):
-        sum_and_count("f", torch.ones(2), 3)
-    with pytest.raises(WanmaError, match=r"second part is not a mask, weights or a count"):
-        sum_and_count("f", (torch.ones(3), "all"), 3)
+    for value, fact in (
+        (0.5, "float for 3 "),
+        (torch.ones(2), r"Tensor of shape \(2,\) for 3 "),
+        ((torch.ones(3), "all"), "not a mask"),
+    ):
+        with pytest.raises(WanmaError, match=fact):
+            sum_and_count("f", value, 3)
     assert sum_and_count("f", (torch.tensor(4.0), 2), 3) == (4.0, 2.0)
 
 
@@ -195,5 +196,5 @@ def test_rows_that_fill_up_reach_no_metric() -> None:
 def test_a_validation_of_ones_own_gives_the_same_names_every_time() -> None:
     given = ReportedMetrics()
     given.add({"a": torch.ones(2)}, 2, torch.ones(2, dtype=torch.bool))
-    with pytest.raises(WanmaError, match="returned the metrics b, but a for an earlier batch"):
+    with pytest.raises(WanmaError, match="metrics b, but a for"):
         given.add({"b": torch.ones(2)}, 2, torch.ones(2, dtype=torch.bool))

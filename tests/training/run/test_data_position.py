@@ -91,7 +91,7 @@ def test_validation_without_a_validation_part_is_told(tmp_path: Path) -> None:
 def test_a_stream_that_splits_itself_is_refused(tmp_path: Path) -> None:
     given = {"model": seeded(Plain), "data": Split()}
     plan = Plan(dp_replicate=2, micro_batch=4, precision="fp64")
-    with pytest.raises(AssertionError, match="Split gives other samples on rank 1 than on rank 0"):
+    with pytest.raises(AssertionError, match=r"Split .* on rank 1 than on rank 0"):
         run_job(tmp_path, job(), plan, given)
 
 

@@ -168,7 +168,7 @@ def test_an_error_of_reading_is_one_message_of_the_rank_that_reads(tmp_path: Pat
     }
     job["train"] = {**job["train"], "validate_every_steps": 0, "steps": 50}
     plan = Plan(tp=2, micro_batch=3, precision="fp64")
-    with pytest.raises(AssertionError, match=r"data: sample \d+ of Bad failed: ValueError: row \d+ is worn"):
+    with pytest.raises(AssertionError, match=r"of Bad failed: .* row \d+ is worn"):
         run_job(tmp_path / "run", job, plan, {"data": Bad(file)})
 
 

@@ -76,9 +76,7 @@ def test_more_different_samples_than_the_limit_end_the_run(tmp_path: Path) -> No
     report, _ = step_data(tmp_path, limit=2)
     report.begin(data(), step(0, bad(0), bad(1)))
     report.begin(data(), step(1, bad(0), bad(1)))  # another epoch
-    with pytest.raises(
-        JobError, match=r"3 samples of this rank .* data\.bad_data_limit = 2; the last: a\.tar"
-    ):
+    with pytest.raises(JobError, match=r"3 samples .*_limit = 2; .*: a\.tar"):
         report.begin(data(), step(2, bad(5)))
 
 
@@ -87,7 +85,7 @@ def test_files_left_out_as_a_whole_count_and_no_restart_follows(tmp_path: Path) 
     with_files = data()
     with_files.bad_file_count = 2
     report.begin(with_files, step(0))
-    with pytest.raises(JobError, match=r"1 samples of this rank and 2 whole files cannot be read"):
+    with pytest.raises(JobError, match=r"1 samples .* and 2 whole files"):
         report.begin(with_files, step(1, bad(2)))
 
 

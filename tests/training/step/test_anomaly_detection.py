@@ -86,7 +86,7 @@ def test_too_many_steps_in_a_row_are_not_left_out() -> None:
     anomalies.record_skip(3)
     for step in range(5, 5 + MAX_CONSECUTIVE_SKIPS):
         anomalies.record_skip(step)
-    with pytest.raises(AllRanksError, match="step 15: 10 consecutive steps were skipped"):
+    with pytest.raises(AllRanksError, match="step 15: 10 consecutive steps"):
         anomalies.record_skip(5 + MAX_CONSECUTIVE_SKIPS)
     anomalies.record_skip(6 + MAX_CONSECUTIVE_SKIPS)
 
@@ -151,7 +151,7 @@ def test_a_spike_is_made_again_from_the_newest_copy_and_left_out_only_if_it_come
     text = job(tmp_path, "off", every_steps=19, steps=22, spike="retry")
     untroubled = run_job(tmp_path / "untroubled", text, PLAN)
     for name in ("accident", "always"):
-        with pytest.raises(AssertionError, match=r"step 20: the gradient norm of .* is a spike"):
+        with pytest.raises(AssertionError, match=r"step 20: .* norm of .* spike"):
             run_job(tmp_path / name, text, PLAN, patch=PATCH)
     restart = replace(RESTART, last_finished_step=19, retried_steps=(20,))
     again: dict[int, dict[str, Any]] = {rank: {"generation": 2, "restart": restart} for rank in range(2)}

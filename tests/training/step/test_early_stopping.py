@@ -52,7 +52,7 @@ def test_a_run_ends_after_the_patience_and_goes_on_from_a_checkpoint_as_if_never
 ) -> None:
     whole = run_here(tmp_path / "whole", job(), PLAN, objects())
     assert [step["step"] for step in whole.steps] == list(range(1, 9))  # the first, and three more
-    assert "the run ends: steady has not improved in 3 validations" in events(whole.directory)
+    assert "has not improved in 3 validations" in events(whole.directory)
     assert '"outcome": "finished"' in events(whole.directory) or '"outcome":"finished"' in events(
         whole.directory
     )
@@ -119,10 +119,10 @@ def test_the_best_checkpoint_is_that_of_the_named_metric_in_its_direction(tmp_pa
 def test_a_metric_that_chooses_no_checkpoint_is_refused(tmp_path: Path) -> None:
     asked = {**job(stop_patience=0), "checkpoint": {"best_metric": "eror"}}
     given = {**objects(), "metrics": {"error": error}}
-    with pytest.raises(JobError, match=r"best_metric = 'eror': .*Did you mean 'error'") as refused:
+    with pytest.raises(JobError, match=r"best_metric = 'eror': .*'error'") as refused:
         run_here(tmp_path / "a", asked, PLAN, given)
     assert "use one of loss, accuracy, error" in str(refused.value)
-    with pytest.raises(JobError, match="best_metric = 'eror', but the data has no validation part"):
+    with pytest.raises(JobError, match=r"best_metric = 'eror', .* validation"):
         run_here(tmp_path / "b", {**asked, "data": {"validation_fraction": 0}}, PLAN, given)
 
 
@@ -146,10 +146,10 @@ def test_what_counts_as_better() -> None:
 
 
 def test_what_can_never_end_the_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r"stop_metric = 'stead': .*Did you mean 'steady'"):
+    with pytest.raises(JobError, match=r"stop_metric = 'stead': .*'steady'"):
         run_here(tmp_path / "a", job(stop_metric="stead"), PLAN, objects())
     no_validation = {**job(), "data": {"validation_fraction": 0}}
-    with pytest.raises(JobError, match="stop_patience = 3, but the data has no validation part"):
+    with pytest.raises(JobError, match=r"stop_patience = 3, .* no validation"):
         run_here(tmp_path / "b", no_validation, PLAN, objects())
     with pytest.raises(WanmaError, match="stop_patience = 3 needs validations"):
         wanma.train(job(validate_every_steps=0), model=Plain(), data=Numbers())
