@@ -88,6 +88,12 @@ def test_logits_equal_those_of_a_decoder_written_out(keys: dict) -> None:
     torch.testing.assert_close(model(tokens()), reference(model, tokens()), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int32])
+def test_small_integers_are_tokens_like_others(dtype: torch.dtype) -> None:
+    model = decoder()
+    assert torch.equal(model(tokens().to(dtype)), model(tokens()))
+
+
 def test_a_later_token_changes_no_earlier_logits() -> None:
     model, first = decoder(), tokens()
     second = first.clone()

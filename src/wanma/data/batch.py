@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -60,6 +61,11 @@ class Batch:
     def rows(self) -> int:
         return self.samples.shape[0]
 
+    @cached_property
+    def wide_targets(self) -> Tensor:
+        """`targets` as `widen_integers` gives them: those that are compared with `IGNORE_INDEX`."""
+        return widen_integers(self.targets)
+
     @property
     def given_targets(self) -> Tensor | dict[str, Tensor]:
         """Targets as the samples give them: a tensor, or a dict of tensors."""
@@ -76,7 +82,19 @@ class Batch:
             samples=move(self.samples),
             real=move(self.real),
             keywords={name: move(tensor) for name, tensor in self.keywords.items()},
+            named_targets=None
+            if self.named_targets is None
+            else {name: move(tensor) for name, tensor in self.named_targets.items()},
         )
+
+
+def widen_integers(tensor: Tensor) -> Tensor:
+    """Return integers as int64, and any other tensor as it is.
+
+    `IGNORE_INDEX` has no place in the unsigned ones: as a byte it is 156, a class like others.
+    """
+    is_integer = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+    return tensor.long() if is_integer else tensor
 
 
 def find_nonfinite_samples(batch: Batch) -> list[int]:
@@ -92,7 +110,7 @@ def find_nonfinite_samples(batch: Batch) -> list[int]:
 def concatenate_padded(batches: list[Batch], row_count: int) -> Batch:
     """Join `batches`, each padded to `row_count` rows, for schedules that require equal sizes.
 
-    Only for batches with integer targets.
+    Only for batches with integer targets, which are int64 in the result.
 
     Raises:
         WanmaError: their target is a dict.
@@ -111,7 +129,7 @@ def concatenate_padded(batches: list[Batch], row_count: int) -> Batch:
         inputs=tuple(
             torch.cat(tensors) for tensors in zip(*(batch.inputs for batch in padded_batches), strict=True)
         ),
-        targets=torch.cat([batch.targets for batch in padded_batches]),
+        targets=torch.cat([batch.wide_targets for batch in padded_batches]),
         samples=torch.cat([batch.samples for batch in padded_batches]),
         real=torch.cat([batch.real for batch in padded_batches]),
     )
@@ -131,7 +149,7 @@ def _pad_rows(batch: Batch, row_count: int) -> Batch:
     return replace(
         batch,
         inputs=tuple(repeat(tensor) for tensor in batch.inputs),
-        targets=constant(batch.targets, IGNORE_INDEX),
+        targets=constant(batch.wide_targets, IGNORE_INDEX),
         samples=constant(batch.samples, -1),
         real=constant(batch.real, 0),
         keywords={name: repeat(tensor) for name, tensor in batch.keywords.items()},

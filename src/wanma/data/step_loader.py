@@ -236,4 +236,7 @@ def _pin_batch(batch: Batch) -> Batch:
         samples=pin(batch.samples),
         real=pin(batch.real),
         keywords={name: pin(tensor) for name, tensor in batch.keywords.items()},
+        named_targets=None
+        if batch.named_targets is None
+        else {name: pin(tensor) for name, tensor in batch.named_targets.items()},
     )

@@ -31,6 +31,8 @@ MASKED = f"torch.where(torch.rand(size, T, generator=g) < 0.4, IGNORED, {TOKENS}
 NUMBERS = "torch.randn(size, C, generator=g)"
 ENTROPY = 'return F.cross_entropy(y, targets, reduction="none")'
 FLAT = 'return F.cross_entropy(y.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)'
+BYTE_156 = f"({CLASSES} + 154).to(torch.uint8)"
+CLASSES_TO_156 = "output = F.pad(output, (154, 0))"
 SUM_BUT_IGNORED = (
     'total = F.cross_entropy(y.flatten(0, 1), targets.flatten(), reduction="sum")\n'
     "return total, (targets != -100).sum()"
@@ -78,6 +80,43 @@ LOSSES: dict[str, Loss] = {
         'return F.cross_entropy(y, targets.long(), reduction="none")',
         'return F.cross_entropy(y, targets.long(), reduction="sum"), len(targets)',
         default=True,
+    ),
+    "default_of_bytes": Loss(
+        f"{CLASSES}.to(torch.uint8)",
+        ENTROPY,
+        'return F.cross_entropy(y, targets, reduction="sum"), len(targets)',
+        default=True,
+    ),
+    "default_of_byte_156": Loss(
+        BYTE_156,
+        ENTROPY,
+        'return F.cross_entropy(y, targets, reduction="sum"), len(targets)',
+        end=CLASSES_TO_156,
+        default=True,
+    ),
+    "default_of_masked_int8": Loss(
+        f"({MASKED.replace('IGNORED', '-100')}).to(torch.int8)",
+        FLAT.replace("targets.flatten()", "targets.flatten().long()"),
+        SUM_BUT_IGNORED.replace("targets.flatten()", "targets.flatten().long()"),
+        positions=True,
+        default=True,
+    ),
+    "default_of_uint16": Loss(
+        f"{CLASSES}.to(torch.uint16)",
+        'return F.cross_entropy(y, targets.long(), reduction="none")',
+        'return F.cross_entropy(y, targets.long(), reduction="sum"), len(targets)',
+        default=True,
+    ),
+    "byte_156": Loss(
+        BYTE_156,
+        ENTROPY,
+        'return F.cross_entropy(y, targets, reduction="sum"), len(targets)',
+        end=CLASSES_TO_156,
+    ),
+    "bytes_that_wrap": Loss(
+        "torch.randint(155, 158, (size, C), generator=g).to(torch.uint8)",
+        "return (y - (100 - targets) / 100).square()",
+        "return (y - (100 - targets) / 100).square().sum(), targets.numel()",
     ),
     "default_of_probabilities": Loss(
         f"{NUMBERS}.softmax(1)",

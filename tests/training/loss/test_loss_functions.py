@@ -14,6 +14,7 @@ from wanma.job.errors import WanmaError
 from wanma.training.loss.cross_entropy import cross_entropy_sum
 from wanma.training.loss.loss_functions import CrossEntropy, correct_count, cross_entropy_loss, wrap_user_loss
 from wanma.training.loss.target_counting import sum_and_count_losses
+from wanma.training.loss.validation_metrics import class_accuracy
 
 
 def batch(targets: torch.Tensor, real: list[bool] | None = None) -> Batch:
@@ -34,6 +35,26 @@ def test_ignored_targets_count_neither_in_the_sum_nor_in_the_number() -> None:
     expected = F.cross_entropy(logits.flatten(0, 1)[kept], targets.flatten()[kept], reduction="sum")
     assert loss.item() == pytest.approx(expected.item())
     assert count.item() == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int16, torch.int32])
+def test_small_integers_are_classes_like_others(dtype: torch.dtype) -> None:
+    logits, classes = torch.randn(3, 200, requires_grad=True), torch.tensor([156, 3, 156])
+    made = make_batch((logits,), classes.to(dtype), np.arange(3))
+    expected = F.cross_entropy(logits, classes, reduction="sum").item()
+    own = wrap_user_loss(lambda output, targets: F.cross_entropy(output, targets.long(), reduction="none"))
+    for loss in (CrossEntropy(), own):
+        total, count = loss(logits, made)
+        assert (total.item(), count.item()) == (pytest.approx(expected), 3)
+    assert made.class_range == (3, 156)
+    assert class_accuracy(F.one_hot(classes, 200), made.targets) == (3, 3)
+    assert concatenate_padded([made], 4).targets.tolist() == [156, 3, 156, IGNORE_INDEX]
+
+
+def test_a_users_loss_is_given_targets_in_their_own_dtype() -> None:
+    made = make_batch((), torch.tensor([5], dtype=torch.uint8), np.arange(1))
+    total, _ = wrap_user_loss(lambda output, targets: output * (4 - targets))(torch.ones(1), made)
+    assert total.item() == 255.0  # bytes wrap, as in a plain loop
 
 
 def test_low_precision_logits_are_summed_in_fp32() -> None:

@@ -224,6 +224,17 @@ def test_a_decoder_is_given_tokens_shifted_targets_and_padding_as_a_document() -
     assert torch.equal(read.keywords["documents"], mask)
 
 
+def test_a_decoder_is_given_small_integers_as_it_is_given_others() -> None:
+    masks = torch.ones_like(_IDS)
+    masks[0, -1] = 0
+    small = {"input_ids": _IDS.to(torch.uint16), "attention_mask": masks.to(torch.uint8)}
+    found = prepare_for_decoder(
+        make_batch((), _BY_TOKEN.clamp(min=0).to(torch.uint8), np.arange(4), small), keep_attention_mask=True
+    )
+    assert found.targets[:, -1].tolist() == [IGNORE_INDEX] * 4
+    assert (found.inputs[0].dtype, found.keywords["documents"].tolist()) == (torch.int64, masks.tolist())
+
+
 @pytest.mark.parametrize(
     ("changed", "told"),
     [

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wanma.data.batch import IGNORE_INDEX, Batch
+from wanma.data.batch import IGNORE_INDEX, Batch, widen_integers
 from wanma.data.datasets.load_times import LoadTimes
 from wanma.data.sampling.order import SampleOrder
 from wanma.data.sampling.permutation import IndexArray, permute_indices
@@ -24,8 +24,6 @@ from wanma.job.forecast.data_feed import SampleLoading
 from wanma.job.plan.plan import Plan
 
 InputKind = Literal["tokens", "images", "custom"]
-
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class SampleSource(Protocol):
@@ -221,7 +219,8 @@ def make_batch(
 
 def class_range(targets: Tensor) -> tuple[int, int] | None:
     """Return minimum and maximum of integer targets other than `IGNORE_INDEX`; None if there are none."""
-    if targets.dtype not in _INTEGERS or targets.numel() == 0:
+    targets = widen_integers(targets)
+    if targets.dtype != torch.int64 or targets.numel() == 0:
         return None
     minimum, maximum = (int(value) for value in torch.aminmax(targets))
     if minimum >= 0:
@@ -232,6 +231,5 @@ def class_range(targets: Tensor) -> tuple[int, int] | None:
 
 def mask_targets(targets: Tensor) -> Tensor:
     """Return targets of padding rows: `IGNORE_INDEX` for integers, else 0 (`Batch.real` masks the row)."""
-    if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
-        return torch.zeros_like(targets)
-    return torch.full_like(targets, IGNORE_INDEX, dtype=torch.int64)  # bytes have no such number
+    targets = widen_integers(targets)
+    return torch.full_like(targets, IGNORE_INDEX if targets.dtype == torch.int64 else 0)

@@ -25,6 +25,7 @@ import torch.multiprocessing
 from wanma.data.batch import Batch
 from wanma.data.sampling.permutation import IndexArray
 from wanma.job.errors import JobError, WanmaError
+from wanma.torch_internals.pickling import dumps_by_value
 
 BatchReader = Callable[[bool, IndexArray, IndexArray], Batch]
 """Function (of validation, rows, sample indices) that reads a batch."""
@@ -36,7 +37,7 @@ class WorkerProcesses:
     """Processes that read batches; started with the first batch, and anew in a forked process.
 
     Args:
-        reader: function that reads a batch in a process; pickled by cloudpickle.
+        reader: function that reads a batch in a process; pickled by value.
         count: number of processes.
         name: name of the dataset, for messages.
     """
@@ -67,7 +68,7 @@ class WorkerProcesses:
 
     def _start(self) -> None:
         try:
-            payload = cloudpickle.dumps(self._reader)
+            payload = dumps_by_value(self._reader)
         except Exception as error:  # a dataset may hold anything
             raise JobError(
                 f"data.worker_processes: {self._name} cannot be pickled: {type(error).__name__}: {error}",

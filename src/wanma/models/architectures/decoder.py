@@ -56,7 +56,7 @@ class Decoder(DecoderStateDictAdapter, nn.Module):
         """Compute the logits of the next token at every position.
 
         Args:
-            tokens: (rows, sequence) int64; without an embedding, hidden states (rows, sequence, hidden).
+            tokens: (rows, sequence), integers; without an embedding, hidden states (rows, sequence, hidden).
             documents: (rows, sequence), number of the document each token belongs to; attention stays
                 within a document. None: a row is one document.
             positions: (rows, sequence) or (sequence,), position of each token in its document, for the
@@ -67,6 +67,8 @@ class Decoder(DecoderStateDictAdapter, nn.Module):
             (rows, sequence, vocabulary); without a head, hidden states (rows, sequence, hidden).
         """
         self._check_weight_tying()
+        if self.embedding is not None and not tokens.is_floating_point():
+            tokens = tokens.long()  # torch's embedding takes no smaller integers than int32
         hidden: Tensor = tokens if self.embedding is None else self.embedding(tokens)
         rotary = compute_rotary_frequencies(
             torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions,

@@ -6,18 +6,17 @@ travels with the attributes, and the parametrizations are registered again.
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from wanma.torch_internals import pickling
 from wanma.torch_internals.modules import CHILDREN
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+class _Pickler(pickling.ValuePickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
             kind = parametrize.type_before_parametrizations(obj)
@@ -26,10 +25,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
 
 
 def dumps_by_value(value: Any) -> bytes:
-    """Pickle `value` as `cloudpickle.dumps`, modules with parametrizations too; `pickle.loads` reads it."""
-    with io.BytesIO() as file:
-        _Pickler(file).dump(value)
-        return file.getvalue()
+    """Pickle `value` by value, modules with parametrizations too; `pickle.loads` reads it."""
+    return pickling.dumps_by_value(value, _Pickler)
 
 
 def _new_empty_module(kind: type[nn.Module]) -> nn.Module:

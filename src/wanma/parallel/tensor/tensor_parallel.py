@@ -211,7 +211,7 @@ def _apply_vocabulary_parallel(module: nn.Module, tensor_group: _TensorGroup) ->
                 "parallel.sequence_parallel = "
                 "false",
             )
-        local_tokens = tokens - start
+        local_tokens = tokens.long() - start
         is_own_token = (local_tokens >= 0) & (local_tokens < local_rows)
         vectors = forward(torch.where(is_own_token, local_tokens, 0))
         return tensor_group.reduce(torch.where(is_own_token.unsqueeze(-1), vectors, 0.0))

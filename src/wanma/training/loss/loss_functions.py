@@ -42,28 +42,30 @@ class CrossEntropy:
             WanmaError: the output has no logits, logits that do not fit the targets, or targets that are no
                 classes of theirs.
         """
-        loss = self.sum(self._logits(output, batch), batch.targets, class_range([batch]))
-        return loss, (batch.targets != IGNORE_INDEX).sum()
+        loss = self.sum(self._logits(output, batch), batch.wide_targets, class_range([batch]))
+        return loss, (batch.wide_targets != IGNORE_INDEX).sum()
 
     def losses(self, output: Any, batch: Batch) -> Losses:
         """Return one loss per target, and a mask of the targets that count."""
-        arranged = self._checked_logits(self._logits(output, batch), batch.targets, class_range([batch]))
+        classes = batch.wide_targets
+        arranged = self._checked_logits(self._logits(output, batch), classes, class_range([batch]))
         precise = arranged.to(torch.promote_types(arranged.dtype, torch.float32))
-        classes = batch.targets.long().flatten()
-        losses = F.cross_entropy(precise.flatten(0, -2), classes, ignore_index=IGNORE_INDEX, reduction="none")
-        return losses.view(batch.targets.shape), batch.targets != IGNORE_INDEX
+        losses = F.cross_entropy(
+            precise.flatten(0, -2), classes.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
+        )
+        return losses.view(classes.shape), classes != IGNORE_INDEX
 
     def sum(self, logits: Tensor, targets: Tensor, classes: tuple[int, int] | None = None) -> Tensor:
         """Return the sum of the losses of targets that are not `IGNORE_INDEX`.
 
         Args:
             logits: logits of the model.
-            targets: classes.
+            targets: classes, int64.
             classes: smallest and largest class of the targets, if known.
         """
         return cross_entropy_sum(
             self._checked_logits(logits, targets, classes),
-            targets.long(),
+            targets,
             overwrite_logits=self.overwrite_logits,
         )
 

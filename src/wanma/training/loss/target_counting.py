@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wanma.data.batch import IGNORE_INDEX, Batch
+from wanma.data.batch import IGNORE_INDEX, Batch, widen_integers
 from wanma.job.errors import WanmaError
 from wanma.torch_internals.autograd import nll_loss_arguments
 
@@ -68,8 +68,8 @@ class TargetCounter:
         if not self._is_graph_searched and checked.requires_grad:
             self._is_graph_searched = True
             self._ignore_index = _ignore_index_of_graph(checked, batch.targets)
-        targets = batch.targets
-        if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+        targets = batch.wide_targets
+        if targets.is_floating_point() or targets.is_complex():
             pass
         elif targets.shape == checked.shape:
             if self._ignore_index is not None:
@@ -188,6 +188,7 @@ def _cross_entropies(losses: Tensor) -> Iterator[tuple[int, Tensor]]:
             continue
         visited.add(node)
         if node.name().startswith("NllLoss"):
-            yield nll_loss_arguments(node)
+            index, targets = nll_loss_arguments(node)
+            yield index, widen_integers(targets)
         else:
             pending += [before for before, _ in node.next_functions]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wanma.data.batch import IGNORE_INDEX, Batch
+from wanma.data.batch import IGNORE_INDEX, Batch, widen_integers
 from wanma.data.datasets.dataset import BatchedDataset, class_range
 from wanma.data.datasets.map_dataset import UserDataset
 from wanma.job.errors import JobError, WanmaError
@@ -91,7 +91,7 @@ def label_reader(model: nn.Module, task: LabelTask) -> Callable[[Batch], Batch]:
             if {"decoder_input_ids", "decoder_inputs_embeds"} & set(batch.keywords):
                 return batch
             return replace(
-                batch, keywords={**batch.keywords, "decoder_input_ids": prepare(labels=batch.targets)}
+                batch, keywords={**batch.keywords, "decoder_input_ids": prepare(labels=batch.wide_targets)}
             )
 
         return for_decoder
@@ -112,7 +112,7 @@ def prepare_for_decoder(batch: Batch, *, keep_attention_mask: bool) -> Batch:
         WanmaError: keys that the model would not be given, masks of other shapes, or a target that is
             predicted from padding.
     """
-    keywords = dict(batch.keywords)
+    keywords = {name: widen_integers(tensor) for name, tensor in batch.keywords.items()}
     inputs = (keywords.pop("input_ids"),) if "input_ids" in keywords else batch.inputs
     if unknown := sorted(set(keywords) - set(_DECODER_KEYWORDS)):
         raise WanmaError(
@@ -151,7 +151,7 @@ def _prepare_for_causal(batch: Batch) -> Batch:
             f"make labels of the shape of input_ids, with {IGNORE_INDEX} for tokens without a target; put "
             "other targets under the key `target`",
         )
-    targets = shift_labels(batch.targets)
+    targets = shift_labels(batch.wide_targets)
     return replace(batch, targets=targets, class_range=class_range(targets))
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wanma.data.batch import IGNORE_INDEX
+from wanma.data.batch import IGNORE_INDEX, widen_integers
 from wanma.job.errors import AllRanksError, JobError, WanmaError
 from wanma.job.file.import_path import import_object
 from wanma.job.user_frames import user_frame_text
@@ -295,6 +295,7 @@ def validation_fields(metrics: Mapping[str, float]) -> dict[str, Any]:
 
 def class_accuracy(output: Any, targets: Tensor) -> MetricValue:
     """Return the share of samples whose largest logit is that of their class; no count without classes."""
+    targets = widen_integers(targets)
     right = correct_count(output, targets)
     return right, (targets != IGNORE_INDEX).sum() if isinstance(right, Tensor) else 0
 

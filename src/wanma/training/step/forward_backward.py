@@ -127,9 +127,15 @@ class ForwardBackward:
             # A schedule keeps what all its micro-batches put out until its end: a few at a time.
             while chunk := list(islice(remaining, _EVALUATION_MICRO_BATCHES_PER_STAGE * self._plan.pp)):
                 is_real = iter(self._stacked(chunk).real.to(self._parallel_mesh.device).chunk(len(chunk)))
+                dtypes = iter([batch.targets.dtype for batch in chunk])
 
-                def loss(output: Tensor, targets: Tensor, is_real: Iterator[Tensor] = is_real) -> Tensor:
-                    metrics.add(output, targets, next(is_real))
+                def loss(
+                    output: Tensor,
+                    targets: Tensor,
+                    is_real: Iterator[Tensor] = is_real,
+                    dtypes: Iterator[torch.dtype] = dtypes,
+                ) -> Tensor:
+                    metrics.add(output, targets.to(next(dtypes)), next(is_real))
                     return self._pipeline_loss.sum(output, targets)
 
                 chunk_loss, chunk_targets = self._run_pipeline(chunk, 1.0, loss, backward=False)
