@@ -11,6 +11,8 @@ import torch.nn.functional as F
 
 from support.compare import one_process, same_numbers, spread_over
 from support.own import Numbers, PartlyLabelled, Plain, Tagger, seeded
+from support.ranks import run_job
+from support.recovering import messages
 from wanma.data.batch import IGNORE_INDEX
 from wanma.job.plan.plan import Plan
 
@@ -148,8 +150,20 @@ def test_the_loss_is_the_mean_over_the_targets_of_the_whole_batch(tmp_path: Path
 def test_a_batch_without_any_target_is_an_error_that_names_the_step(tmp_path: Path) -> None:
     job = labels_job(global_batch=2, steps=1)
     job["data"] = {"factory": "support.own:Unlabelled"}
-    with pytest.raises(AssertionError, match="step 1: the global batch has no target"):
+    with pytest.raises(AssertionError, match=r"step 1: no sample .* a target: sample \d+ of Unlabelled"):
         spread_over(tmp_path / "run", job, Plan(dp_replicate=2, micro_batch=1))
+
+
+def test_a_batch_without_any_target_is_skipped_where_the_job_says_so(tmp_path: Path) -> None:
+    job = labels_job(global_batch=2, steps=2)
+    job["data"] = {"factory": "support.own:Unlabelled"}
+    job["train"]["non_finite"] = "skip"
+    job["checkpoint"] = {"every_steps": 1}
+    run = run_job(tmp_path, job, Plan(dp_replicate=2, micro_batch=1))
+    first, second = run.tensors(1), run.tensors(2)
+    assert all(torch.equal(first[name], second[name]) for name in first if name.startswith("model."))
+    assert run.losses == [None, None]
+    assert "step 2: skipped, no sample of the global batch has a target: sample" in messages(run)
 
 
 def test_a_rank_without_samples_gives_a_loss_targets_that_it_knows(tmp_path: Path) -> None:

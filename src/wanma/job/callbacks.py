@@ -63,8 +63,9 @@ class ValidationEnd:
 
     step: int
     loss: float
+    """Mean loss; NaN: no validation sample has a target."""
     metrics: Mapping[str, float]
-    """Value of each metric by name: perplexity or accuracy, and the user's own."""
+    """Value of each metric by name: perplexity or accuracy, and the user's own; none without samples."""
 
 
 @dataclass(frozen=True)

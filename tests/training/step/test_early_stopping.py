@@ -18,6 +18,7 @@ from support.own import Numbers, Plain, seeded
 from support.own_loop import session_job
 from support.ranks import Outcome, run_here, run_job
 from wanma.checkpoint.inspection.inventory import list_in_folder
+from wanma.data.batch import IGNORE_INDEX
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.train import TrainSection
@@ -143,6 +144,42 @@ def test_what_counts_as_better() -> None:
         "",
     ]
     assert (stopping.best, stopping.waited) == (0.9, 0)
+
+
+def test_a_validation_without_a_value_changes_nothing() -> None:
+    train = TrainSection(stop_patience=1, validate_every_steps=1)
+    stopping = EarlyStopping(best=0.5, best_step=2)
+    assert stopping.record_validation(3, {"loss": None}, train) == ""
+    assert stopping == EarlyStopping(best=0.5, best_step=2)
+
+
+class Unlabelled(Numbers):
+    """No sample has a target."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index)[0], IGNORE_INDEX
+
+
+def never(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """A metric that no sample counts for."""
+    return output.sum(1), torch.zeros(len(output), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("metric", ["loss", "never"])
+def test_a_run_goes_on_where_validation_has_no_value(metric: str, tmp_path: Path) -> None:
+    asked = job(steps=4, stop_patience=1, stop_metric=metric)
+    asked["checkpoint"]["best_metric"] = metric
+    data = (Numbers(), Unlabelled()) if metric == "loss" else Numbers()
+    run = run_here(tmp_path, asked, PLAN, {**objects(), "data": data, "metrics": {"never": never}})
+    told = [json.loads(line) for line in events(tmp_path).splitlines()]
+    validations = [event for event in told if event["kind"] == "validation"]
+    assert len(run.steps) == 4
+    assert [(event["loss"] is None, "metrics" in event) for event in validations] == [
+        (metric == "loss", False)
+    ] * 2
+    warnings = [event["text"] for event in told if event.get("level") == "warning"]
+    assert [metric in text and "train.stop_metric" in text for text in warnings] == [True, True]
+    assert not any(entry.is_best for entry in list_in_folder(tmp_path / "checkpoints"))
 
 
 def test_what_can_never_end_the_run_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections.abc import Iterable, Sequence
@@ -176,7 +177,8 @@ def _to_callback_event(event: Event, run: RunDirectory) -> tuple[str, Any] | Non
                 name: event[name] for name in _BUILT_IN_METRICS if event.get(name) is not None
             }
             metrics = {**built_in_metrics, **event.get("metrics", {})}
-            return "on_validation", ValidationEnd(event["step"], event["loss"], metrics)
+            loss = math.nan if event["loss"] is None else event["loss"]
+            return "on_validation", ValidationEnd(event["step"], loss, metrics)
         case "checkpoint":
             path = run.checkpoints / step_folder_name(event["step"])
             return "on_checkpoint", CheckpointEnd(event["step"], path)

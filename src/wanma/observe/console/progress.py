@@ -156,7 +156,7 @@ def validation_text(event: Event) -> str:
     if event.get("accuracy") is not None:
         values.append(f"accuracy {percent_text(event['accuracy'])}")
     values += [f"{name} {number_text(value)}" for name, value in event.get("metrics", {}).items()]
-    return f"validation {', '.join(values)} (step {event['step']:,})"
+    return f"validation {', '.join(values) or 'without a value'} (step {event['step']:,})"
 
 
 RECOVERY_SOURCE_TEXTS = {

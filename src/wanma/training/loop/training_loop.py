@@ -141,7 +141,8 @@ def validate(
         metric_names: returns the names of the metrics; called when they have been computed.
 
     Returns:
-        the metric by which checkpoints are compared, or None when the data has no validation part.
+        the metric by which checkpoints are compared; None: the data has no validation part, or no sample of
+            it counts for that metric.
 
     Raises:
         JobError: validation gives no metric of that name.
@@ -159,12 +160,14 @@ def validate(
         if trainer.plan.world_size > 1:
             dist.all_reduce(numbers)
     loss_sum, targets, *sums = numbers.tolist()
-    loss = float(loss_sum / targets) if targets else 0.0
-    known = {"perplexity": math.exp(min(loss, 700.0))} if data.input_kind == "tokens" else {}
-    pairs = zip(metric_names(), sums[::2], sums[1::2], strict=True)
-    metrics = {name: total / count for name, total, count in pairs if count}
-    trainer.record_validation(loss, int(targets), known | metrics)
-    return best_value(trainer.job.checkpoint, {"loss": loss, **known, **metrics})
+    loss = loss_sum / targets if targets else None
+    values = {"loss": loss}
+    if data.input_kind == "tokens":
+        values["perplexity"] = None if loss is None else math.exp(min(loss, 700.0))
+    for name, total, weight in zip(metric_names(), sums[::2], sums[1::2], strict=True):
+        values[name] = total / weight if weight else None
+    trainer.record_validation(values, int(targets))
+    return best_value(trainer.job.checkpoint, values)
 
 
 def try_metrics(

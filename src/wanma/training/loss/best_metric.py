@@ -14,8 +14,8 @@ def best_metric_of(section: CheckpointSection) -> BestMetric:
     return BestMetric(section.best_metric, section.best_mode)
 
 
-def best_value(section: CheckpointSection, metrics: Mapping[str, float]) -> float:
-    """Return the value of the job's metric in one validation.
+def best_value(section: CheckpointSection, metrics: Mapping[str, float | None]) -> float | None:
+    """Return the value of the job's metric in one validation; None if no sample counts for it.
 
     Raises:
         JobError: there is no such metric.

@@ -18,6 +18,7 @@ from torch import Tensor
 from wanma.data.batch import IGNORE_INDEX, widen_integers
 from wanma.job.errors import AllRanksError, JobError, WanmaError
 from wanma.job.file.import_path import import_object
+from wanma.job.sections.job import Job
 from wanma.job.user_frames import user_frame_text
 from wanma.observe.units import count_text
 from wanma.training.loss.loss_functions import correct_count, full_output
@@ -286,11 +287,36 @@ def split_metrics(result: ValidationResult) -> tuple[Losses, Mapping[str, Metric
     return plain, {}
 
 
-def validation_fields(metrics: Mapping[str, float]) -> dict[str, Any]:
-    """Return the fields of a validation's record: the user's own metrics are apart, under `metrics`."""
+def validation_fields(values: Mapping[str, float | None]) -> dict[str, Any]:
+    """Return the fields of a validation's record: the user's own metrics are apart, under `metrics`.
+
+    A metric for which no sample counts has no field; such a loss is None.
+    """
+    metrics = {name: value for name, value in values.items() if value is not None and name != "loss"}
     standard_metrics = {name: value for name, value in metrics.items() if name in _USUAL}
     user_metrics = {name: value for name, value in metrics.items() if name not in _USUAL}
-    return {**standard_metrics, **({"metrics": user_metrics} if user_metrics else {})}
+    return {
+        "loss": values["loss"],
+        **standard_metrics,
+        **({"metrics": user_metrics} if user_metrics else {}),
+    }
+
+
+def missing_values_text(values: Mapping[str, float | None], job: Job) -> str:
+    """Return a sentence about the values that one validation lacks; empty if it has all.
+
+    Perplexity and accuracy count only where a key names them: most models have none.
+    """
+    keys = {job.checkpoint.best_metric: "checkpoint.best_metric"}
+    if job.train.stop_patience > 0:
+        keys[job.train.stop_metric] = "train.stop_metric"
+    missing = [name for name, value in values.items() if value is None]
+    named = [name for name in missing if name not in _USUAL or name in keys]
+    if not named:
+        return ""
+    cause = "no validation sample has a target" if "loss" in named else "no sample counts for it"
+    effect = "; ".join(f"{keys[name]} does not count this validation" for name in named if name in keys)
+    return f"validation has no {' or '.join(named)}: {cause}{effect and '; '}{effect}"
 
 
 def class_accuracy(output: Any, targets: Tensor) -> MetricValue:

@@ -12,7 +12,11 @@ from wanma.parallel.mesh.parallel_mesh import ParallelMesh
 from wanma.training.checkpointing.training_state import TrainingState
 from wanma.training.optimizer.loss_scale import MIN_SCALE
 from wanma.training.step.anomaly_detection import AnomalyPolicy, enforce_policy
-from wanma.training.step.parameter_update import StepTotals, describe_non_finite
+from wanma.training.step.parameter_update import (
+    StepTotals,
+    describe_missing_targets,
+    describe_non_finite,
+)
 
 
 def find_skip_reason(
@@ -24,6 +28,7 @@ def find_skip_reason(
     *,
     retried_steps: Collection[int],
     non_finite_sample_names: Callable[[], list[str]],
+    sample_names: Callable[[], list[str]],
 ) -> str:
     """Return the reason why policy skips the update; empty where it is made, or fp16's loss scale decides.
 
@@ -37,13 +42,18 @@ def find_skip_reason(
         parallel_mesh: device meshes of the plan.
         retried_steps: steps that are being made again already.
         non_finite_sample_names: function that names this rank's samples that are not finite themselves.
+        sample_names: function that names all of this rank's samples.
 
     Raises:
         AllRanksError: the policy is another; the same on all ranks.
     """
     step = state.step + 1
     policy: AnomalyPolicy = train.non_finite
-    if totals.is_finite:
+    key, remedy = "train.non_finite", ""
+    if not totals.target_count:
+        reason = describe_missing_targets(parallel_mesh, sample_names())
+        remedy = "give these samples targets or remove them"
+    elif totals.is_finite:
         policy, key = train.spike, "train.spike"
         if policy == "ignore":
             return ""
@@ -53,11 +63,10 @@ def find_skip_reason(
     elif state.loss_scale.value > MIN_SCALE and math.isfinite(totals.loss):
         return ""
     else:
-        key = "train.non_finite"
         reason = describe_non_finite(
             totals, loss_sum, state.named_optimizer, parallel_mesh, non_finite_sample_names()
         )
     if reason:
-        enforce_policy(step, reason, policy, key, retried_steps)
-        state.anomaly_detector.record_skip(step)
+        enforce_policy(step, reason, policy, key, retried_steps, remedy)
+        state.anomaly_detector.record_skip(step, remedy)
     return reason

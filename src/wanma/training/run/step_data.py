@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from wanma.data.batch import find_nonfinite_samples
+from wanma.data.batch import Batch, find_nonfinite_samples
 from wanma.data.datasets.dataset import BatchedDataset
 from wanma.data.handover.sample_reading import SampleReading
 from wanma.data.step_loader import StepBatches
@@ -97,10 +97,17 @@ class StepData:
 
     def non_finite_sample_names(self) -> list[str]:
         """Return the names of this rank's samples with a NaN or infinity among their inputs or targets."""
+        return self._names_of(find_nonfinite_samples)
+
+    def sample_names(self) -> list[str]:
+        """Return the names of this rank's samples."""
+        return self._names_of(lambda batch: batch.samples[batch.real].tolist())
+
+    def _names_of(self, select: Callable[[Batch], list[int]]) -> list[str]:
+        """Return the names of the samples that `select` takes from each micro-batch."""
         if self._data is None or self._step is None:
             return []
-        batches = self._step.micro_batches
-        return [self._data.sample_name(number) for one in batches for number in find_nonfinite_samples(one)]
+        return [self._data.sample_name(number) for one in self._step.micro_batches for number in select(one)]
 
     def metrics(self) -> dict[str, Any]:
         """Return the metrics of loading since the last call: seconds by part, and bad samples so far."""

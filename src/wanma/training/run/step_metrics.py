@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -16,7 +17,7 @@ def expert_metrics(statistics: Mapping[str, Tensor], target_count: float) -> dic
     """Return the imbalance of the experts' load, and the balance loss per target."""
     numbers = {name: float(number) for name, number in statistics.items()}
     if "balance_loss" in numbers:
-        numbers["balance_loss"] /= target_count
+        numbers["balance_loss"] /= target_count or math.nan
     return numbers
 
 

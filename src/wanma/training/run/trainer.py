@@ -36,7 +36,7 @@ from wanma.training.checkpointing.private_folders import find_private_folders
 from wanma.training.checkpointing.replica_check import ReplicaCheck
 from wanma.training.checkpointing.resume import ResumeResult, resume
 from wanma.training.checkpointing.run_identity import UNKNOWN_IDENTITY, Identity
-from wanma.training.loss.validation_metrics import validation_fields
+from wanma.training.loss.validation_metrics import missing_values_text, validation_fields
 from wanma.training.optimizer.learning_rate_schedule import learning_rate_function
 from wanma.training.optimizer.named_optimizer import check_parameter_patterns
 from wanma.training.optimizer.user_optimizer import NO_USER_OPTIMIZATION, UserOptimization
@@ -223,6 +223,7 @@ class Trainer:
                 self.parallel_mesh,
                 retried_steps=self._retried_steps,
                 non_finite_sample_names=self.step_data.non_finite_sample_names,
+                sample_names=self.step_data.sample_names,
             )
             self._last_layer_norms = self._layer_gradient_norms.measure(
                 state.step + 1, state.named_optimizer, self.parallel_mesh, agreement.gradient_multiplier
@@ -375,17 +376,23 @@ class Trainer:
         if self._share_change is not None:
             record_share_change(self._recorder, self._share_change)
 
-    def record_validation(self, loss: float, target_count: int, metrics: dict[str, float]) -> None:
-        """Record a validation result; a value that is not finite does not become the best."""
-        best = self.state.best_loss
-        if math.isfinite(loss) and (best is None or loss < best):
+    def record_validation(self, values: dict[str, float | None], target_count: int) -> None:
+        """Record a validation result; a loss that is not finite does not become the best.
+
+        Args:
+            values: loss and metrics by name; None: no sample counts for it.
+            target_count: number of targets.
+        """
+        loss, best = values["loss"], self.state.best_loss
+        if loss is not None and math.isfinite(loss) and (best is None or loss < best):
             self.state.best_loss = loss
-        if self._recorder is not None:
-            fields = {"loss": loss, "targets": target_count, **validation_fields(metrics)}
-            self._recorder.event("validation", step=self.state.step, **fields)
-        if reason := self.state.early_stopping.record_validation(
-            self.state.step, {"loss": loss, **metrics}, self.job.train
-        ):
+        self._record_event(
+            "validation", step=self.state.step, targets=target_count, **validation_fields(values)
+        )
+        if text := missing_values_text(values, self.job):
+            self.message(f"step {self.state.step:,}: {text}", "warning")
+        reason = self.state.early_stopping.record_validation(self.state.step, values, self.job.train)
+        if reason:
             self.message(reason)
 
     def save(self, metric: float | None = None) -> None:

@@ -68,8 +68,12 @@ class AnomalyDetector:
         self.losses.append(loss)
         self.gradient_norms.append(gradient_norm)
 
-    def record_skip(self, step: int) -> None:
+    def record_skip(self, step: int, remedy: str = "") -> None:
         """Record that `step` is skipped.
+
+        Args:
+            step: step, counted from 1.
+            remedy: advice for the user where it is known; empty: the weights seem to be the cause.
 
         Raises:
             AllRanksError: too many consecutive steps before it were skipped.
@@ -79,7 +83,8 @@ class AnomalyDetector:
             raise AllRanksError(
                 f"step {step}: {MAX_CONSECUTIVE_SKIPS} consecutive steps were skipped, the limit, and "
                 "this step would be skipped too",
-                "lower train.learning_rate and resume from an earlier checkpoint; the cause is "
+                remedy
+                or "lower train.learning_rate and resume from an earlier checkpoint; the cause is "
                 "unlikely to be the data",
             )
         self.skipped_steps.append(step)
@@ -100,7 +105,12 @@ class AnomalyDetector:
 
 
 def enforce_policy(
-    step: int, reason: str, policy: AnomalyPolicy, key: str, retried_steps: Collection[int]
+    step: int,
+    reason: str,
+    policy: AnomalyPolicy,
+    key: str,
+    retried_steps: Collection[int],
+    remedy: str = "",
 ) -> None:
     """Return if the policy skips a step with wrong numbers; raise otherwise.
 
@@ -110,6 +120,7 @@ def enforce_policy(
         policy: policy of the job.
         key: key of the policy in the job.
         retried_steps: steps that are being made again already.
+        remedy: advice for the user where it is known; empty: that against large updates.
 
     Raises:
         AllRanksError: the run stops, or goes back to make the step again.
@@ -117,8 +128,8 @@ def enforce_policy(
     if policy == "stop":
         raise AllRanksError(
             f"step {step}: {reason}",
-            f"lower train.learning_rate, add train.warmup_steps, check the data, or set {key} = 'skip' to "
-            "skip such steps",
+            f"{remedy or 'lower train.learning_rate, add train.warmup_steps, check the data'}, or set "
+            f"{key} = 'skip' to skip such steps",
         )
     if policy == "retry" and step not in retried_steps:
         raise AllRanksError(

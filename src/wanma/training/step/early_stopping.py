@@ -23,8 +23,8 @@ class EarlyStopping:
     waited: int = 0
     """Number of validations after it; none was better by more than `train.stop_min_delta`."""
 
-    def record_validation(self, step: int, metrics: Mapping[str, float], train: TrainSection) -> str:
-        """Note a validation.
+    def record_validation(self, step: int, metrics: Mapping[str, float | None], train: TrainSection) -> str:
+        """Note a validation; one without a value (None) of `train.stop_metric` changes nothing.
 
         Returns:
             the reason why the run ends; empty while it continues.
@@ -36,6 +36,8 @@ class EarlyStopping:
             return ""
         check_stop_metric(train, metrics, validation_samples=1)
         value = metrics[train.stop_metric]
+        if value is None:
+            return ""
         sign = 1.0 if train.stop_mode == "min" else -1.0
         is_better = math.isfinite(value) and (
             self.best is None or sign * (self.best - value) > train.stop_min_delta

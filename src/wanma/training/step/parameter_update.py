@@ -6,7 +6,7 @@ All numbers on which ranks must agree per step travel in one all-reduce.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,7 +33,7 @@ class StepTotals:
     """Numbers of a step that all ranks agree on after its backward."""
 
     loss: float
-    """Mean loss over the global batch's targets."""
+    """Mean loss over the global batch's targets; NaN without targets."""
     target_count: float
     gradient_norm: float
     """Norm of the mean loss's gradient before clipping; infinite where fp16's loss scale is too large."""
@@ -92,7 +92,7 @@ def reduce_step_totals(
         loss_scale: scale of the loss, which may be too large for the gradients.
 
     Raises:
-        WanmaError: nothing in the batch has a target; every rank raises the same message.
+        WanmaError: no sample has a target, while gradients of earlier steps are due; the same on all ranks.
     """
     share = local_squared_norm(named_optimizer.owned_gradients(), parallel_mesh.plan).to(parallel_mesh.device)
     sites = parallel_mesh.plan.sites
@@ -107,10 +107,10 @@ def reduce_step_totals(
     squares, counts = totals[:sites], totals[sites : 2 * sites]
     total_loss, drain_requests, suspend_requests, *extra_sums = totals[2 * sites :]
     total_targets = sum(counts)
-    if total_targets == 0:
+    if total_targets == 0 and normalization is not None:
         raise WanmaError(
-            f"step {step}: the global batch has no target",
-            "check the targets in the data: all of them are masked",
+            f"step {step}: no sample of the global batch has a target, and sites exchange delayed gradients",
+            "give the samples targets or remove them, or set parallel.synchronize = 'every_step'",
         )
     corrections = _gradient_multipliers(counts, effective_loss_multiplier, normalization)
     norms = [math.sqrt(square) * correction for square, correction in zip(squares, corrections, strict=True)]
@@ -120,9 +120,9 @@ def reduce_step_totals(
         and loss_scale.is_too_large_for(_largest(named_optimizer, parallel_mesh))
     ):
         norms = [math.inf] * sites
-    mean = sum(norm * count for norm, count in zip(norms, counts, strict=True)) / total_targets
+    mean = sum(norm * count for norm, count in zip(norms, counts, strict=True)) / (total_targets or 1.0)
     return StepTotals(
-        loss=total_loss / total_targets,
+        loss=total_loss / total_targets if total_targets else math.nan,
         target_count=total_targets,
         gradient_norm=mean if sites > 1 else norms[0],
         gradient_multiplier=corrections[parallel_mesh.site],
@@ -240,7 +240,7 @@ def apply_update(
         False when they do, or the gradient is not finite: the step was skipped. True also where there is no
             gradient yet to take.
     """
-    if not totals.is_finite:
+    if not totals.is_finite and totals.target_count:
         loss_scale.record_overflow()
     if skip or not totals.is_finite:
         named_optimizer.zero_gradients()
@@ -291,16 +291,29 @@ def describe_non_finite(
     by_loss = [rank for rank, (loss_broke, _, _) in enumerate(verdicts) if loss_broke]
     by_gradient = [rank for rank, (_, gradient_broke, _) in enumerate(verdicts) if gradient_broke]
     ranks = by_loss or by_gradient
-    samples = list(dict.fromkeys(name for _, _, names in verdicts for name in names))
-    others = (
-        f" and {len(samples) - _MAX_NAMES_IN_MESSAGE} more" if len(samples) > _MAX_NAMES_IN_MESSAGE else ""
-    )
-    cause = (
-        f"; {', '.join(samples[:_MAX_NAMES_IN_MESSAGE])}{others}: NaN or infinity in the data"
-        if samples
-        else ""
-    )
+    samples = _list_samples(names for _, _, names in verdicts)
+    cause = f"; {samples}: NaN or infinity in the data" if samples else ""
     return (
         f"the loss is {totals.loss} and the gradient norm {totals.gradient_norm}; non-finite on "
         f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}{cause}"
     )
+
+
+def describe_missing_targets(parallel_mesh: ParallelMesh, sample_names: list[str]) -> str:
+    """Return a text that names the samples of a global batch without a target. Every rank calls it.
+
+    Args:
+        parallel_mesh: device meshes of the plan.
+        sample_names: names of this rank's samples.
+    """
+    names = [sample_names] * parallel_mesh.plan.world_size
+    if parallel_mesh.plan.world_size > 1:
+        dist.all_gather_object(names, sample_names)
+    return f"no sample of the global batch has a target: {_list_samples(names)}"
+
+
+def _list_samples(names_by_rank: Iterable[list[str]]) -> str:
+    """Return the names of samples as text, each once; empty without any."""
+    names = list(dict.fromkeys(name for names in names_by_rank for name in names))
+    others = f" and {len(names) - _MAX_NAMES_IN_MESSAGE} more" if len(names) > _MAX_NAMES_IN_MESSAGE else ""
+    return f"{', '.join(names[:_MAX_NAMES_IN_MESSAGE])}{others}"
