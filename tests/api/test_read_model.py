@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from wanma.job.errors import JobError
 from wanma.job.file.loading import to_job
-from wanma.planner.preparation.job_planning import initial_layout, prepare_job
+from wanma.planner.preparation.job_planning import initial_layout, job_dimensions, prepare_job
 from wanma.planner.preparation.job_workload import read_model
 
 OWN = '''
@@ -195,3 +195,14 @@ def test_batch_normalization_says_how_many_samples_belong_together() -> None:
     passed = read_model(to_job({"model": own}), {"model": model, "data": data}).workload
     plain = read_model(to_job({"model": own}), {"model": model[:1], "data": data}).workload
     assert [one and one.coupled_samples for one in (made, passed, plain)] == [8, 8, 1]
+
+
+def test_tokens_of_a_dataset_need_no_tokenizer() -> None:
+    model = {"family": "decoder", "layers": 1, "hidden": 32, "heads": 2, "vocabulary": 65}
+    own = to_job({"model": model, "data": {"factory": "own_models:dataset"}})
+    dimensions = job_dimensions(own)
+    assert dimensions is not None
+    assert dimensions.vocabulary == 65
+    assert read_model(own).workload is not None
+    with pytest.raises(JobError, match="vocabulary of 65 is smaller than the tokenizer's 257"):
+        job_dimensions(to_job({"model": model, "data": {"text": ["stdlib"]}}))

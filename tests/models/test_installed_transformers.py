@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +75,16 @@ def built(family: str) -> Any:
     config = CONFIG_MAPPING[family].from_dict(FAMILIES[family])
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
+
+
+def test_its_import_prints_no_warnings_of_libraries_that_it_tries(tmp_path: Path) -> None:
+    package = tmp_path / "transformers"
+    package.mkdir()
+    (package / "__init__.py").write_text("import logging, warnings\nwarnings.warn('old')\n")
+    (package / "modeling_utils.py").write_text("import logging\nlogging.getLogger('ao').warning('no')\n")
+    check = "import logging, wanma.models.huggingface; logging.getLogger('wanma').warning('heard')"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", check], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stderr == "heard\n"

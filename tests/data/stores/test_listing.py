@@ -13,6 +13,7 @@ from wanma.data.stores.filesystems import unreadable_error
 from wanma.data.stores.listing import file_version, list_files
 from wanma.data.stores.remote_file import RemoteFile, open_file
 from wanma.job.errors import JobError, WanmaError
+from wanma.job.run.run_directory import RunDirectory
 
 
 def test_files_of_several_entries_are_listed_once_with_their_keys(tmp_path: Path) -> None:
@@ -75,5 +76,29 @@ def test_an_error_hides_signatures() -> None:
 def test_a_link_without_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "lost.txt").symlink_to(tmp_path / "missing")
-    with pytest.raises(WanmaError, match=r"lost\.txt' is a link to a missing file"):
-        list_files([str(tmp_path)], "data.text")
+    for entry in (tmp_path, tmp_path / "*.txt", tmp_path / "lost.txt"):
+        with pytest.raises(JobError, match=r"data.text\[0\]: '.*lost\.txt' is a link to a missing file"):
+            list_files([str(entry)], "data.text")
+
+
+def test_a_pattern_finds_links_to_files(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "a.txt")
+    found = list_files([f"{tmp_path}/*.txt"], "data.text")
+    assert [Path(file.path).name for file in found] == ["a.txt", "b.txt"]
+
+
+def test_a_named_pipe_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    for entry in (tmp_path, tmp_path / "*.txt", tmp_path / "pipe.txt"):
+        with pytest.raises(JobError, match=r"data.text\[0\]: '.*pipe\.txt' is a named pipe"):
+            list_files([str(entry)], "data.text")
+
+
+def test_a_folder_has_no_files_of_its_runs(tmp_path: Path) -> None:
+    for name in ("a.txt", "texts/job.toml", "runs/one/job.toml", "runs/one/metrics.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("text")
+    RunDirectory(tmp_path / "runs" / "one").create()
+    found = list_files([str(tmp_path)], "data.text")
+    assert [file.path for file in found] == [f"{tmp_path}/{name}" for name in ("a.txt", "texts/job.toml")]

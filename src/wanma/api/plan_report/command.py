@@ -8,13 +8,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from wanma.data.text.tokenizer import load_tokenizer
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import MESH_DIMS, Plan
 from wanma.job.sections.job import Job
 from wanma.models.config.resolution import input_kind
 from wanma.observe.units import bytes_text, count_text
 from wanma.planner.explain.rank_layout import ranks_of_group
+from wanma.planner.preparation.job_workload import tokenizer_vocabulary_size
 from wanma.planner.presentation.layout_tables import ranks_text, render_rank_layout
 from wanma.planner.presentation.plan_analysis import PlanAnalysis, Questions, analyze_plan
 from wanma.planner.presentation.terminal_tables import render_analysis
@@ -68,10 +68,13 @@ def _rank_dry_run(job: Job, plan: Plan, rank: int) -> RenderableType:
     from wanma.models.model_spec import resolve_model_spec
     from wanma.training.loop.dry_run import dry_run
 
-    vocabulary = load_tokenizer(job.data.tokenizer).vocabulary_size
     length = job.data.sequence_length
     spec = resolve_model_spec(
-        job.model, vocabulary_size=vocabulary, sequence_length=length, image_shape=None, classes=None
+        job.model,
+        vocabulary_size=tokenizer_vocabulary_size(job),
+        sequence_length=length,
+        image_shape=None,
+        classes=None,
     )
     built = dry_run(spec, plan, rank, length, plan.gradient_accumulation_steps(job.train.global_batch))
     sizes = Table.grid(padding=(0, 2))

@@ -29,6 +29,7 @@ from wanma.data.stores.filesystems import (
 )
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.retry import STORAGE_RETRY_POLICY, retry
+from wanma.job.run.run_directory import RunDirectory, is_run
 
 _VERSION_FIELDS = (
     "generation",
@@ -114,17 +115,19 @@ def expand_entry(entry: str, key: str) -> list[StoredFile]:
 def _resolve_entry(filesystem: Any, path: str, entry: str, key: str) -> list[StoredFile]:
     is_pattern = any(character in path for character in "*?[")
     info = _info(filesystem, path, is_pattern)
+    if is_local(filesystem) and (Path(path).is_symlink() if info is None else info["type"] == "other"):
+        info = _local_information(filesystem, path, key)
     if info is not None and info["type"] == "file":
         return [stored_file(filesystem, path, info, key, entry=entry, is_named=True)]
     if info is not None:
-        files = _list_folder(filesystem, path)
+        files = _list_folder(filesystem, path, key)
         if not files:
             raise JobError(
                 f"{key}: no file in the folder '{entry}'",
-                "add files; those with a leading dot are ignored",
+                "add files; those with a leading dot, and folders of runs, are ignored",
             )
     elif is_pattern:
-        files = _glob(filesystem, path)
+        files = _glob(filesystem, path, key)
         if not files:
             raise JobError(f"{key}: no file matches '{entry}'", "check the pattern; '**' crosses folders")
     else:
@@ -164,12 +167,15 @@ def file_information(filesystem: Any, path: str) -> dict[str, Any]:
     return info
 
 
-def _glob(filesystem: Any, pattern: str) -> dict[str, Any]:
+def _glob(filesystem: Any, pattern: str, key: str) -> dict[str, Any]:
     """Return the files that match, with their metadata."""
     try:
         matches = filesystem.glob(pattern, detail=True, **_strict_listing_options(filesystem))
     except FileNotFoundError:
         return {}
+    for name, info in matches.items():
+        if info["type"] == "other" and is_local(filesystem):  # fsspec lists links so, too
+            matches[name] = _local_information(filesystem, name, key)
     return {name: info for name, info in matches.items() if info["type"] == "file"}
 
 
@@ -184,26 +190,41 @@ def _strict_listing_options(filesystem: Any) -> dict[str, Any]:
     return {"on_error": "raise"} if is_own else {}
 
 
-def _list_folder(filesystem: Any, folder: str) -> dict[str, Any]:
-    """Return the files below `folder` with their metadata, without hidden ones."""
+def _list_folder(filesystem: Any, folder: str, key: str) -> dict[str, Any]:
+    """Return the files below `folder` with their metadata, without hidden ones and those of runs."""
     if is_local(filesystem):
-        return {name: _local_information(filesystem, name) for name in walk_local_folder(folder, (".*",))}
+        names = walk_local_folder(folder, (".*",))
+        return {name: _local_information(filesystem, name, key) for name in names}
     start = len(folder.rstrip("/"))
     files = filesystem.find(folder, detail=True, **_strict_listing_options(filesystem))
     return {name: info for name, info in files.items() if "/." not in name[start:]}
 
 
-def _local_information(filesystem: Any, path: str) -> dict[str, Any]:
+def _local_information(filesystem: Any, path: str, key: str) -> dict[str, Any]:
+    """Return the metadata of a local file or folder, to which links are followed.
+
+    Raises:
+        JobError: a link to a missing file; or no file that has an end, such as a named pipe.
+        OSError: the file was removed while the folder was listed.
+    """
     try:
         info: dict[str, Any] = filesystem.info(path)
     except FileNotFoundError as error:
-        reason = "a link to a missing file" if Path(path).is_symlink() else "removed meanwhile"
-        raise OSError(f"'{path}' is {reason}") from error
+        if not Path(path).is_symlink():
+            raise OSError(f"'{path}' was removed meanwhile") from error
+        text = f"{key}: '{path}' is a link to a missing file"
+        raise JobError(text, "remove the link, or restore its file") from error
+    if info["type"] == "other":
+        kind = "a named pipe" if Path(path).is_fifo() else "a device or socket"
+        raise JobError(
+            f"{key}: '{path}' is {kind}, not a file: its content could be read only once, or never ends",
+            "copy the content into a file, or remove it from the folder",
+        )
     return info
 
 
 def walk_local_folder(root: str, excluded_names: tuple[str, ...]) -> Iterator[str]:
-    """Yield local files below `root`; folders and files with names in `excluded_names` are skipped.
+    """Yield local files below `root`; names in `excluded_names` and run directories below it are skipped.
 
     Unlike fsspec's own walk it raises where a folder may not be entered, follows links to folders, each once,
     and does not list what it skips.
@@ -218,8 +239,18 @@ def walk_local_folder(root: str, excluded_names: tuple[str, ...]) -> Iterator[st
             folders.clear()
             continue
         visited_folders.add(real_folder)
-        folders[:] = sorted(name for name in folders if not _matches(name, excluded_names))
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not _matches(name, excluded_names) and not _is_run_directory(Path(folder, name))
+        )
         yield from (f"{folder}/{name}" for name in names if not _matches(name, excluded_names))
+
+
+def _is_run_directory(path: Path) -> bool:
+    """Return True for the output of a run; a folder that only contains a job file is none."""
+    run = RunDirectory(path)
+    return is_run(path) and (run.checkpoints.is_dir() or run.engine_files.is_dir())
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:

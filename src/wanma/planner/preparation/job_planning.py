@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from wanma.checkpoint.remote.remote_storage import check_url
 from wanma.data.opening import prepare_job_data
-from wanma.data.text.tokenizer import load_tokenizer
 from wanma.hardware.discovery.cpu_peak import read_cpu_peak
 from wanma.hardware.native.cpp_compiler import NO_COMPILER_MESSAGE, find_cpp_compiler
 from wanma.job.cluster import Cluster
@@ -35,7 +34,7 @@ from wanma.planner.hardware_model.calibration import load_calibration
 from wanma.planner.job_planner import PlanResult, build_layout, complete_plan, search_job_plan
 from wanma.planner.plan_search import time_search_unavailable_reason
 from wanma.planner.preparation.job_cluster import check_node_kind, run_cluster
-from wanma.planner.preparation.job_workload import WorkloadResult, read_model
+from wanma.planner.preparation.job_workload import WorkloadResult, read_model, tokenizer_vocabulary_size
 from wanma.planner.preparation.loader_workers import loader_workers, with_workers
 from wanma.planner.rules.capabilities import check_supported
 from wanma.planner.rules.unused_keys import unused_key_notes
@@ -308,7 +307,7 @@ def job_dimensions(job: Job) -> DecoderConfig | None:
     """Return the dimensions of a job's decoder; None for any other model."""
     if input_kind(job.model) != "tokens":
         return None
-    return resolve_section_decoder_config(job.model, load_tokenizer(job.data.tokenizer).vocabulary_size)
+    return resolve_section_decoder_config(job.model, tokenizer_vocabulary_size(job))
 
 
 def job_workload(job: Job, objects: dict[str, Any] | None = None) -> Workload | None:

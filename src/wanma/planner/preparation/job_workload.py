@@ -29,6 +29,17 @@ class WorkloadResult(NamedTuple):
     """Reason why there is no workload; None where there is one."""
 
 
+def tokenizer_vocabulary_size(job: Job) -> int | None:
+    """Return the number of tokens of a job's tokenizer; None where the job names no text, but a vocabulary.
+
+    Such a job has tokens of its own. One that names neither is planned with the tokenizer.
+    """
+    names_vocabulary = job.model.vocabulary is not None or job.model.huggingface is not None
+    if names_vocabulary and not job.data.has_text:
+        return None
+    return load_tokenizer(job.data.tokenizer).vocabulary_size
+
+
 def read_model(job: Job, objects: dict[str, Any] | None = None) -> WorkloadResult:
     """Return the workload of a job's model; trace a user's own module on tensors without storage.
 
@@ -45,10 +56,9 @@ def read_model(job: Job, objects: dict[str, Any] | None = None) -> WorkloadResul
     length, precision = job.data.sequence_length, job.train.precision
     kind = "custom" if "model" in objects else input_kind(job.model)
     if kind == "tokens" and "data" not in objects:
-        vocabulary = load_tokenizer(job.data.tokenizer).vocabulary_size
         workload = build_section_workload(
             job.model,
-            vocabulary_size=vocabulary,
+            vocabulary_size=tokenizer_vocabulary_size(job),
             sequence_length=length,
             image_shape=None,
             classes=None,
