@@ -121,7 +121,7 @@ def test_a_failing_sample_is_named() -> None:
     [
         (lambda i: (torch.zeros(i + 1), 0), "cannot be joined into a batch"),
         (lambda _: torch.zeros(1), "a sample of Squares has type Tensor"),
-        (lambda _: {"x": 1}, r"has the keys \['x'\] and no target"),
+        (lambda _: {"x": 1}, r"has the keys x and no target"),
         (lambda _: (1, "class"), "target that cannot be converted"),
         (lambda _: {"label": 1, "text": "x"}, "returns text that cannot be converted"),
         (lambda _: ([[1], [1, 2]], 1), "cannot be joined into a batch"),

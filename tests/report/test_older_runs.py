@@ -91,6 +91,6 @@ def test_an_older_run_continues_as_the_same_job(run: RunDirectory, tmp_path: Pat
     told = job_change_notes(run, load_job(file, ["parallel.cp_method=ring", "train.steps=9"]))
     assert told == [
         "changed since this run's last start: train.steps = 4 → 9",
-        "changed since this run's last start: parallel.cp_method = 'all_to_all' → 'ring'",
+        'changed since this run\'s last start: parallel.cp_method = "all_to_all" → "ring"',
     ]
     assert to_job(load_recorded_job(run.job)) == load_job(file)

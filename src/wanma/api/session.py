@@ -31,6 +31,7 @@ from wanma.engines.launchers.placement import read_placement
 from wanma.job.callbacks import Callback
 from wanma.job.errors import WanmaError
 from wanma.job.file.loading import to_job
+from wanma.job.file.serialization import value_text
 from wanma.job.forecast.forecast import Workload
 from wanma.job.node_range import require_fixed_nodes
 from wanma.job.run.run_directory import RunDirectory
@@ -310,7 +311,7 @@ def _ignored_setting_warnings(
     for key in sorted(job.cluster.model_fields_set & set(LAUNCH_KEYS)) if launched is not None else ():
         if (setting := getattr(job.cluster, key)) != getattr(launched, key):
             warnings.append(
-                f"cluster.{key} = {setting!r} in the script has no effect after launch; "
+                f"cluster.{key} = {value_text(setting)} in the script has no effect after launch; "
                 f"set it with wanma launch --set cluster.{key}={setting}"
             )
     return warnings

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from wanma.checkpoint.inspection.integrity_scan import ScanResult
 from wanma.checkpoint.inspection.inventory import CheckpointEntry
+from wanma.job.file.serialization import value_text
 from wanma.observe.units import MISSING_TEXT, bytes_text, count_text, duration_text, number_text
 
 if TYPE_CHECKING:
@@ -194,8 +195,7 @@ def _kind_text(difference: TensorDifference) -> str:
 
 
 def _value_text(value: Any) -> str:
-    text = MISSING_TEXT if value is None else str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return MISSING_TEXT if value is None else value_text(value)
 
 
 def _names_text(names: Sequence[str], limit: int | None) -> str:

@@ -19,7 +19,7 @@ from wanma.data.text.tokenizer import load_tokenizer
 from wanma.engines.launchers.batch_launchers import array_task_hint
 from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
 from wanma.job.file.loading import load_recorded_job
-from wanma.job.file.serialization import job_differences, job_to_toml
+from wanma.job.file.serialization import job_differences, job_to_toml, value_text
 from wanma.job.run.run_directory import RunDirectory, write_atomically, write_json
 from wanma.job.run.worker import Event
 from wanma.job.sections.job import Job
@@ -125,7 +125,7 @@ def job_change_notes(run: RunDirectory, job: Job) -> list[str]:
     except JobError as error:
         return [f"the old job.toml of the run directory cannot be read and is replaced: {error.message}"]
     return [
-        f"changed since this run's last start: {key} = {old!r} → {new!r}"
+        f"changed since this run's last start: {key} = {value_text(old)} → {value_text(new)}"
         for key, old, new in job_differences(before, job)
         if key.split(".")[0] in ("model", "data", "train", "parallel")
     ]

@@ -32,6 +32,7 @@ from wanma.data.sampling.order import SampleOrder, Shuffle
 from wanma.data.sampling.permutation import IndexArray
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.file.import_path import import_object
+from wanma.job.file.serialization import value_text
 from wanma.job.forecast.data_feed import SampleLoading
 from wanma.job.sections.data import DataSection
 
@@ -313,7 +314,7 @@ def call_dataset_factory(name: str, arguments: Mapping[str, Any], key: str = "da
     except Exception as error:
         raise JobError(
             f"{key}.factory = '{name}' failed: {type(error).__name__}: {error}",
-            f"correct the function, or {key}.arguments = {dict(arguments)}",
+            f"correct the function, or {key}.arguments = {value_text(arguments)}",
         ) from error
 
 
@@ -348,7 +349,7 @@ def _to_sample(item: Any, name: str) -> Sample:
         target = _target_key(item)
         if target is None:
             raise WanmaError(
-                f"data: a sample of {name} has the keys {sorted(item)} and no target",
+                f"data: a sample of {name} has the keys {', '.join(sorted(map(str, item)))} and no target",
                 f"name the target one of {', '.join(_TARGET_KEYS)}; other keys are passed to the model as "
                 "keyword arguments",
             )

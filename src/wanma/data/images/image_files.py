@@ -155,7 +155,7 @@ def _find_npz(path: Path, key: str) -> ImageFiles:
     test = next((pair for pair in _TEST_ARRAY_NAMES if names.issuperset(pair)), None)
     if train is None:
         raise JobError(
-            f"{key}: the arrays {sorted(names)} of '{path}' are not recognized",
+            f"{key}: the arrays {', '.join(sorted(names))} of '{path}' are not recognized",
             "name them images and labels, or x_train, y_train, x_test and y_test",
         )
     return ImageFiles((path, *train), (path, *test) if test else ())

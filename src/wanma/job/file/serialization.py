@@ -12,6 +12,7 @@ from typing import Any
 
 from wanma.job.errors import JobError
 from wanma.job.file.schema import schema_tables
+from wanma.job.sections.base import Section
 from wanma.job.sections.job import Job
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
@@ -68,10 +69,21 @@ def toml_value(value: Any, key: str = "") -> str:
                 f"{_name(name, key)} = {toml_value(item, f'{key}.{name}')}" for name, item in value.items()
             )
             return f"{{ {', '.join(pairs)} }}" if value else "{}"
+        case Section():
+            return toml_value(value.model_dump(exclude_unset=True, exclude_none=True), key)
     raise JobError(
         f"{key} = {value!r}: a job file cannot hold a value of type {type(value).__name__}",
         "use text, numbers, true or false, lists and tables; remove a key instead of setting it to null",
     )
+
+
+def value_text(value: Any) -> str:
+    """Return a value as the user would write it in a job, cut to 60 characters; 'unset' for None."""
+    try:
+        text = "unset" if value is None else toml_value(value)
+    except JobError:
+        text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def job_hash(job: Job) -> str:

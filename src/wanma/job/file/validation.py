@@ -13,7 +13,7 @@ from wanma.job.errors import JobError, closest_match, did_you_mean
 from wanma.job.file.key_lines import KeyPath
 from wanma.job.file.renamed_keys import KEYS
 from wanma.job.file.schema import TableSchema, schema_keys, schema_tables
-from wanma.job.file.serialization import toml_value
+from wanma.job.file.serialization import value_text
 from wanma.job.sections.base import Section
 from wanma.job.sections.job import Job
 
@@ -97,15 +97,6 @@ def issues_from_pydantic(
     """Return the mistakes that validation found in the tables `given` of a file that `root` describes."""
     errors = error.errors(include_url=False)
     return [_issue_from_pydantic(item["type"], item["loc"], item["msg"], given, root) for item in errors]
-
-
-def value_text(value: Any) -> str:
-    """Return a value as the user would write it, cut to 60 characters."""
-    try:
-        text = "null" if value is None else toml_value(value)
-    except JobError:
-        text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def key_path_text(path: KeyPath) -> str:

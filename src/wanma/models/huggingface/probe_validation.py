@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from wanma.job.errors import JobError
+from wanma.job.file.serialization import value_text
 from wanma.models.huggingface.derived_parallel_spec import find_block_list
 from wanma.models.huggingface.forward_probe import ProbeResult, probe
 from wanma.models.huggingface.validation import TESTED_FAMILIES
@@ -116,7 +117,7 @@ def _reject_random_draws(
         findings = probe_changed(reduced)
         if findings is not None and findings.random_draw is None:
             overrides = reduced
-    settings_text = ", ".join(f"{key} = {settings[key]!r}" for key in overrides)
+    settings_text = ", ".join(f"{key} = {value_text(settings[key])}" for key in overrides)
     remedy = ", ".join(f"{key} = 0.0" for key in overrides)
     raise JobError(
         f"model.huggingface: its config has {settings_text}, with which {kind} draws random numbers that "

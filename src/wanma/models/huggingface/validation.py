@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from wanma.job.errors import JobError
+from wanma.job.file.serialization import value_text
 from wanma.models.huggingface.derived_parallel_spec import find_block_list
 from wanma.models.huggingface.module_replacement import find_attention_modules
 
@@ -153,6 +154,6 @@ def _reject_per_layer_value(config: PreTrainedConfig, key: str) -> None:
 
 def _reject_key(key: str, value: Any, reason: str, replacement: str) -> None:
     raise JobError(
-        f"model.huggingface: its config has {key} = {value!r}: {reason}",
+        f"model.huggingface: its config has {key} = {value_text(value)}: {reason}",
         f"set model.arguments = {{{replacement}}}",
     )

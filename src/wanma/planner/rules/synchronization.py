@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from wanma.job.errors import JobError
+from wanma.job.file.serialization import value_text
 from wanma.job.plan.plan import Plan
 from wanma.job.plan.synchronization import Synchronization
 from wanma.job.sections.job import Job
@@ -153,8 +154,8 @@ def _check_keys(parallel: ParallelSection) -> None:
         if getattr(parallel, key) != default and kind not in kinds:
             means = " or ".join(f"'{one}'" for one in kinds)
             raise JobError(
-                f"parallel.{key} = {getattr(parallel, key)!r} has no effect with parallel.synchronize = "
-                f"'{kind}'",
+                f"parallel.{key} = {value_text(getattr(parallel, key))} has no effect with "
+                f"parallel.synchronize = '{kind}'",
                 f"unset it, or set parallel.synchronize = {means}",
             )
     if parallel.overlap_mixing_factor is not None and not parallel.overlap_steps:

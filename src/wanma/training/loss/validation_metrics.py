@@ -193,7 +193,10 @@ class ReportedMetrics:
             if len(set(names_by_rank)) > 1:
                 raise AllRanksError(
                     "validate= returns different metrics on different ranks: "
-                    + "; ".join(map(str, names_by_rank)),
+                    + "; ".join(
+                        f"rank {rank}: {', '.join(names) or 'none'}"
+                        for rank, names in enumerate(names_by_rank)
+                    ),
                     "return the same names on every rank",
                 )
         self._are_names_checked = True
@@ -262,7 +265,8 @@ def check_metrics(metrics: object) -> dict[str, MetricFunction]:
     for name, function in metrics.items():
         if not callable(function) or isinstance(function, type):
             raise JobError(
-                f"metrics: '{name}' is not a function: {function!r}", "pass a function (output, targets)"
+                f"metrics: '{name}' is not a function but a {type(function).__name__}",
+                "pass a function (output, targets)",
             )
     return dict(metrics)
 
