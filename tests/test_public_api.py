@@ -23,7 +23,7 @@ API = {
     "train": "function: job model data loss metrics optimizer schedule callbacks overrides run_directory",
     # classes: parameters of the constructor; other public attributes and methods
     "Batch": "class: inputs targets samples real keywords target_key named_targets class_range bad_samples; "
-    "given_targets rows to",
+    "given_targets rows to wide_targets",
     "Callback": "class: ; on_checkpoint on_end on_start on_step on_validation",
     "CheckpointEnd": "class: step path;",
     "JobError": f"exception: {EXCEPTION};",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from wanma.job.file.serialization import value_text
 from wanma.job.run.worker import Event
 from wanma.observe.console.progress import (
     checkpoint_text,
@@ -156,4 +157,8 @@ def event_text(event: Event) -> str:
         return f"resumed from step {done:,}{source}" if done else f"start, {plan}".rstrip(", ")
     if kind in ("message", "straggler", "batch_shares", "health_check", START_FAILED):
         return str(event.get("text", ""))
-    return ", ".join(f"{key} {value}" for key, value in event.items() if key not in ("kind", "time"))
+    return ", ".join(
+        f"{key} {value if isinstance(value, str) else value_text(value)}"
+        for key, value in event.items()
+        if key not in ("kind", "time")
+    )

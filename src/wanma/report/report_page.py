@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from wanma.job.errors import WanmaError
+from wanma.job.file.serialization import value_text
 from wanma.job.forecast.forecast import MEMORY_KINDS
 from wanma.job.run.run_directory import RunDirectory, write_atomically
 from wanma.job.run.worker import Event
@@ -269,7 +270,7 @@ def _flat(value: Any, name: str) -> Iterable[tuple[str, str]]:
     elif isinstance(value, list):
         yield name, " ".join(str(inner) for inner in value) or "none"
     else:
-        yield name, str(value)
+        yield name, value if isinstance(value, str) else value_text(value)
 
 
 def _events(report: Report) -> str:
