@@ -189,7 +189,15 @@ def test_a_file_and_its_compressed_copy_count_once(tmp_path: Path) -> None:
 def test_a_file_that_is_no_archive_is_told(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.zeros(3))
     (tmp_path / "x.npy").rename(tmp_path / "x.npz")
-    with pytest.raises(WanmaError, match=r"data\.images: '.*x\.npz' .* archive"):
+    with pytest.raises(
+        WanmaError, match=r"data\.images: '.*x\.npz' cannot be read: it is not an \.npz archive"
+    ):
+        read_image_files(str(tmp_path / "x.npz"))
+
+
+def test_npz_without_the_arrays_says_which_it_has(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", data=np.zeros(3))
+    with pytest.raises(JobError, match="the arrays data of"):
         read_image_files(str(tmp_path / "x.npz"))
 
 
