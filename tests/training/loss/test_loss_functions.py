@@ -51,6 +51,19 @@ def test_small_integers_are_classes_like_others(dtype: torch.dtype) -> None:
     assert concatenate_padded([made], 4).targets.tolist() == [156, 3, 156, IGNORE_INDEX]
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
+def test_classes_that_a_loss_itself_makes_ignored_are_refused_with_the_way_out(dtype: torch.dtype) -> None:
+    def void_is_zero(output: Any, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output, targets.long() - 1, ignore_index=-1, reduction="none")
+
+    logits, loss = torch.randn(3, 4, requires_grad=True), wrap_user_loss(void_is_zero)
+    _, count = loss(logits, batch(torch.tensor([1, 4, 2], dtype=dtype)))
+    assert count.item() == 3
+    with pytest.raises(WanmaError, match="ignores 1 of class -1") as refused:
+        loss(logits, batch(torch.tensor([1, 0, 2], dtype=dtype)))
+    assert "(losses, mask)" in (refused.value.hint or "")
+
+
 def test_a_users_loss_is_given_targets_in_their_own_dtype() -> None:
     made = make_batch((), torch.tensor([5], dtype=torch.uint8), np.arange(1))
     total, _ = wrap_user_loss(lambda output, targets: output * (4 - targets))(torch.ones(1), made)

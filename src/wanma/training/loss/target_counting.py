@@ -31,8 +31,9 @@ class TargetCounter:
 
     A target is left out if it is the `ignore_index` that the loss declares (an attribute of a module, a
     keyword of a `functools.partial`) or that the first losses' graph shows a cross entropy of torch's to have
-    used. Where neither says anything, a target of `IGNORE_INDEX` is left out whose loss is zero: a
-    regression may have such a target, and then has a loss.
+    used; such a class that the loss itself makes of other targets is refused. Where neither says anything, a
+    target of `IGNORE_INDEX` is left out whose loss is zero: a regression may have such a target, and then has
+    a loss.
 
     Args:
         loss: the user's function, if it is known.
@@ -40,7 +41,8 @@ class TargetCounter:
 
     def __init__(self, loss: object = None) -> None:
         self._ignore_index = declared_ignore_index(loss)
-        self._is_graph_searched = self._ignore_index is not None
+        self._reads_graph = True
+        """True if the graph of the next losses is to be read: of the first, or of all if targets are copied."""
         self._shifted_ignore_index: int | None = None
         """Value of `ignore_index` of a cross entropy with another number of positions than the targets."""
         self._may_have_others = True
@@ -65,9 +67,8 @@ class TargetCounter:
             return _weighted_sum(checked, counted, is_real)
         if batch.named_targets is not None:  # whose loss is of several: every sample counts
             return torch.where(is_real, checked, 0.0).sum(), is_real.sum()
-        if not self._is_graph_searched and checked.requires_grad:
-            self._is_graph_searched = True
-            self._ignore_index = _ignore_index_of_graph(checked, batch.targets)
+        if self._reads_graph and checked.requires_grad:
+            self._read_graph(checked, batch)
         targets = batch.wide_targets
         if targets.is_floating_point() or targets.is_complex():
             pass
@@ -80,6 +81,28 @@ class TargetCounter:
             self._refuse_ignored_shifted_targets(checked, targets)
         return torch.where(is_real, checked, 0.0).sum(), is_real.sum()
 
+    def _read_graph(self, losses: Tensor, batch: Batch) -> None:
+        """Find the `ignore_index` of cross entropies of the batch's targets; refuse it for converted ones."""
+        found = [
+            (index, targets)
+            for index, targets in _cross_entropies(losses)
+            if targets.numel() == batch.targets.numel()
+        ]
+        if self._ignore_index is None:
+            self._ignore_index = _common_ignore_index({index for index, _ in found})
+        given = batch.targets.untyped_storage().data_ptr()
+        copied = [entry for entry in found if entry[1].untyped_storage().data_ptr() != given]
+        self._reads_graph = bool(copied)
+        for index, targets in copied:
+            ignored = int((widen_integers(targets) == index).sum())
+            if ignored != int((batch.wide_targets == index).sum()):
+                raise WanmaError(
+                    f"the loss converts targets and then ignores {ignored} of class {index}, but the batch's "
+                    "own targets do not show which: validation would count them",
+                    "return (losses, mask), with mask true for the targets that count; or convert the "
+                    "targets in the dataset",
+                )
+
     def _refuse_ignored_shifted_targets(self, losses: Tensor, targets: Tensor) -> None:
         """Refuse losses of other positions than the targets', if a cross entropy leaves some of them out."""
         index, ignores_targets = self._shifted_ignore_index, False
@@ -88,7 +111,7 @@ class TargetCounter:
                 if entropy_targets.numel() == losses.numel():
                     self._shifted_ignore_index, ignores_targets = (
                         index,
-                        ignores_targets or bool((entropy_targets == index).any()),
+                        ignores_targets or bool((widen_integers(entropy_targets) == index).any()),
                     )
             self._may_have_others = self._shifted_ignore_index is not None
         elif index is not None:
@@ -162,13 +185,8 @@ def expand_weights(weights: object, values: Tensor) -> Tensor:
     return weights.detach().expand_as(values)
 
 
-def _ignore_index_of_graph(losses: Tensor, targets: Tensor) -> int | None:
-    """Return the `ignore_index` of the cross entropies of `targets` that made `losses`; None without any."""
-    ignore_indices = {
-        index
-        for index, entropy_targets in _cross_entropies(losses)
-        if entropy_targets.numel() == targets.numel()
-    }
+def _common_ignore_index(ignore_indices: set[int]) -> int | None:
+    """Return the only `ignore_index` of some cross entropies; None without any."""
     if len(ignore_indices) > 1:
         raise WanmaError(
             f"the loss ignores the classes {sorted(ignore_indices)} by different ignore_index values, so its "
@@ -188,7 +206,6 @@ def _cross_entropies(losses: Tensor) -> Iterator[tuple[int, Tensor]]:
             continue
         visited.add(node)
         if node.name().startswith("NllLoss"):
-            index, targets = nll_loss_arguments(node)
-            yield index, widen_integers(targets)
+            yield nll_loss_arguments(node)
         else:
             pending += [before for before, _ in node.next_functions]
