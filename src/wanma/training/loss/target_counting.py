@@ -42,7 +42,7 @@ class TargetCounter:
     def __init__(self, loss: object = None) -> None:
         self._ignore_index = declared_ignore_index(loss)
         self._reads_graph = True
-        """True if the graph of the next losses is to be read: of the first, or of all if targets are copied."""
+        """True if the graph of the next losses is to be read: the first ones; all, if targets are copied."""
         self._shifted_ignore_index: int | None = None
         """Value of `ignore_index` of a cross entropy with another number of positions than the targets."""
         self._may_have_others = True
