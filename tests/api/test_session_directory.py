@@ -121,6 +121,16 @@ def test_a_run_that_carries_on_is_written_down_as_it_is_now(tmp_path: Path) -> N
     assert [step["step"] for step in Outcome(tmp_path).steps] == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_call_that_trains_nothing_leaves_the_records_of_the_run(tmp_path: Path) -> None:
+    loop(session_job(), tmp_path)
+    before = written(tmp_path)
+    loop(session_job(train={"validate_every_steps": 2}), tmp_path, validates=True)
+    assert written(tmp_path) == before
+    with pytest.raises(wanma.WanmaError, match=r"train\.learning_rate was 0\.01, and is 0\.5"):
+        loop(session_job(train={"learning_rate": 0.5}), tmp_path)
+    assert written(tmp_path) == before
+
+
 def test_a_job_file_may_leave_the_model_to_the_program(tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text('[train]\nsteps = 2\nglobal_batch = 4\n[observe]\nconsole = "quiet"\n')
     loop(tmp_path / "own.toml", tmp_path / "run")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
 import shutil
 import subprocess
@@ -26,7 +27,7 @@ from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
 from wanma.training.checkpointing.code_fingerprint import code_fingerprint, same_code
 from wanma.training.checkpointing.run_identity import (
-    DEFAULT_LOSS,
+    DEFAULT_CODE,
     Identity,
     check_identity,
     identity_of,
@@ -122,7 +123,7 @@ def test_checkpoints_that_keep_no_identity_are_taken(tmp_path: Path) -> None:
     assert check_identity(
         mine, {"data_fingerprint": ""}, "step-2", tmp_path, is_over=True, is_restart=False
     ) == (mine, [])
-    assert checked(Identity(loss=DEFAULT_LOSS), Identity(loss=""), tmp_path)[1] == []
+    assert checked(Identity(loss=DEFAULT_CODE), Identity(loss=""), tmp_path)[1] == []
 
 
 class WithRate(nn.Module):
@@ -294,3 +295,167 @@ def test_a_resumed_run_in_another_order_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WanmaError, match=r"and is block of 9 samples"):
         run(4, **{**blocks, "block_samples": 9})
     assert len(run(4, **blocks).losses) == 4
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("train", "learning_rate", 0.5),
+        ("train", "betas", [0.5, 0.5]),
+        ("train", "gradient_clip", 0.25),
+        ("train", "precision", "bf16"),
+        ("train", "schedule", "constant"),
+        ("train", "weight_average", 0.5),
+        ("train", "steps", 1),
+        ("data", "validation_fraction", 0.5),
+        ("parallel", "compression", "fp16"),
+        ("checkpoint", "start_from", "/nowhere"),
+    ],
+)
+def test_a_complete_run_refuses_settings_that_it_was_not_trained_with(
+    section: str, key: str, value: Any, tmp_path: Path, once: Callable[[], Path]
+) -> None:
+    directory = tmp_path / "run"
+    shutil.copytree(once(), directory)
+    job = {**JOB, section: {**JOB.get(section, {}), key: value}}
+    with pytest.raises(WanmaError, match=rf"{section}\.{key} ") as refused:
+        run_here(directory, job, Plan(micro_batch=8), objects())
+    for way_out in ("--fresh", "run_directory=", "checkpoint.start_from"):
+        assert way_out in str(refused.value)
+
+
+def test_a_run_goes_on_with_another_end_and_validation_and_says_what_its_schedule_does(
+    tmp_path: Path, once: Callable[[], Path]
+) -> None:
+    directory = tmp_path / "run"
+    shutil.copytree(once(), directory)
+    job = {**JOB, "train": {**JOB["train"], "steps": 4, "validate_every_steps": 1}}
+    assert len(run_here(directory, job, Plan(micro_batch=8), objects()).losses) == 4
+    (note,) = [event for event in events(directory) if "train.steps was 2, and is 4" in event.get("text", "")]
+    assert note["level"] == "warning"
+
+
+def test_a_run_with_steps_left_goes_on_with_another_schedule_but_not_another_optimizer(
+    tmp_path: Path, once: Callable[[], Path]
+) -> None:
+    directory = tmp_path / "run"
+    shutil.copytree(once(), directory)
+
+    def run(steps: int, resume: Any = True, **train: Any) -> Any:
+        job = {**JOB, "train": {**JOB["train"], "steps": steps, **train}}
+        job["checkpoint"] = {"every_steps": 0, "resume": resume}
+        return run_here(directory, job, Plan(micro_batch=8), objects())
+
+    assert len(run(3, schedule="constant").losses) == 3
+    with pytest.raises(WanmaError, match=r"train\.learning_rate was 0\.001, and is 0\.5"):
+        run(4, schedule="constant", learning_rate=0.5)
+    changed = run(4, "changed", schedule="constant", learning_rate=0.5)
+    assert changed.steps[-1]["learning_rate"] == 0.5
+    assert any("train.learning_rate was 0.001" in event.get("text", "") for event in events(directory))
+    with pytest.raises(WanmaError, match=r"train\.learning_rate was 0\.5, and is 0\.001"):
+        run(5, schedule="constant")  # the change is recorded
+
+
+def events(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+
+
+def test_the_users_optimizer_and_schedule_are_part_of_a_run(tmp_path: Path) -> None:
+    def run(momentum: float, end: float, steps: int = 2) -> Any:
+        given = objects(
+            optimizer=functools.partial(torch.optim.SGD, momentum=momentum), schedule=lambda step: end**step
+        )
+        job = {**JOB, "train": {"steps": steps, "global_batch": 8}}
+        return run_here(tmp_path, job, Plan(micro_batch=8), given)
+
+    run(0.5, 0.5)
+    run(0.5, 0.5)
+    with pytest.raises(WanmaError, match="another optimizer"):
+        run(0.6, 0.5, steps=3)
+    with pytest.raises(WanmaError, match="another schedule"):
+        run(0.5, 0.6)
+    assert len(run(0.5, 0.6, steps=3).losses) == 3
+
+
+def test_the_loss_of_wanma_is_another_than_one_of_ones_own(tmp_path: Path, once: Callable[[], Path]) -> None:
+    directory = tmp_path / "run"
+    shutil.copytree(once(), directory)
+    given = {name: one for name, one in objects().items() if name != "loss"}
+    with pytest.raises(WanmaError, match="another loss"):
+        run_here(directory, JOB, Plan(micro_batch=8), given)
+
+
+DECODER = {"family": "decoder", "layers": 1, "hidden": 16, "heads": 2, "kv_heads": 2, "feed_forward": 16}
+MIXTURE = {"experts": 2, "experts_per_token": 1, "expert_feed_forward": 16}
+
+
+@pytest.mark.parametrize(
+    ("model", "changed", "named"),
+    [
+        ({}, {"heads": 4, "kv_heads": 4}, "heads"),
+        ({}, {"rope_theta": 500.0}, "rope_theta"),
+        ({}, {"dropout": 0.1}, "dropout"),
+        ({"lora_rank": 2}, {"lora_alpha": 1.0}, "lora_alpha"),
+        (MIXTURE, {"router": "sigmoid"}, "router"),
+        (MIXTURE, {"experts_per_token": 2}, "experts_per_token"),
+        (MIXTURE, {"capacity_factor": 1.0}, "capacity_factor"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_settings_that_change_no_shape_are_another_model(
+    model: dict[str, Any], changed: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 40)
+
+    def run(name: str, steps: int, changes: dict[str, Any], **checkpoint: Any) -> Any:
+        job = {
+            "model": {**DECODER, **model, **changes},
+            "data": {"text": [str(text)], "sequence_length": 8, "cache": str(tmp_path / "cache")},
+            "train": {"steps": steps, "global_batch": 2},
+            "checkpoint": {"every_steps": 0, **checkpoint},
+        }
+        return run_here(tmp_path / name, job, Plan(micro_batch=2))
+
+    run("run", 1, {})
+    with pytest.raises(WanmaError, match=rf"model\.{named} was ") as refused:
+        run("run", 2, changed)
+    assert "checkpoint.resume = 'changed'" in str(refused.value)
+    assert "checkpoint.start_from" in str(refused.value)
+    run("other", 1, changed, start_from=str(tmp_path / "run" / "checkpoints" / "step-00000001"))
+    warned = [event["text"] for event in events(tmp_path / "other") if event.get("level") == "warning"]
+    assert any(f"model.{named} was" in text for text in warned)
+    run("run", 2, changed, resume="changed")
+
+
+def test_attributes_of_library_modules_and_nested_ones_are_part_of_a_model() -> None:
+    def of(**changes: Any) -> str:
+        how = {
+            "heads": 2,
+            "norm_first": False,
+            "sizes": (1, 2),
+            "scale": 1.0,
+            "kind": torch.float32,
+            **changes,
+        }
+
+        class Nested(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.TransformerEncoderLayer(
+                    8, how["heads"], 8, batch_first=True, norm_first=how["norm_first"]
+                )
+                self.config = {"sizes": how["sizes"], "kind": how["kind"]}
+                self._scale = how["scale"]
+                self.offsets = [torch.zeros(1)]  # state and no setting
+
+            def forward(self, x: Tensor) -> Tensor:
+                made: Tensor = self.layer(x) * self._scale
+                return made
+
+        return identity_of(seeded(Nested), seeded=True).model
+
+    changes = [{"heads": 4}, {"norm_first": True}, {"sizes": (1, 3)}, {"scale": 2.0}, {"kind": torch.float64}]
+    assert len({of(), *(of(**change) for change in changes)}) == 1 + len(changes)
+    assert of() == of()

@@ -179,7 +179,7 @@ def _open_session(
     run, plan = RunDirectory(worker.run_directory), prepared.plan
     reads_text = job.data.has_text
 
-    def on_start(workload: Workload | None) -> None:
+    def on_first_step(workload: Workload | None) -> None:
         if worker.rank == 0:
             known = replace(prepared, workload=workload)
             update_run_files(
@@ -190,7 +190,13 @@ def _open_session(
     with open_mesh(worker, plan, hang_timeout_seconds(job), job.parallel.collectives) as grid:
         peak = prepared.peak_flops_per_second
         session = Session(
-            job, plan, worker, grid, peak_flops_per_second=peak, on_start=on_start, user_objects=objects
+            job,
+            plan,
+            worker,
+            grid,
+            peak_flops_per_second=peak,
+            on_first_step=on_first_step,
+            user_objects=objects,
         )
         if worker.rank == 0:
             for note in [*job_change_notes(run, job), *plan_notes(job, prepared.plan_result)]:

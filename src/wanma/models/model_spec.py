@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import random
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -37,6 +37,8 @@ from wanma.models.structure.parameter_roles import is_frozen
 from wanma.models.user_modules.validation import validate_module
 
 InputKind = Literal["tokens", "images", "custom"]
+_LOADING_KEYS = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "problem_type"}
+"""Keys of a transformers config about where and how a model was loaded."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class ModelSpec:
     """True if the constructor initializes the weights: users' modules, built on CPU under the job's seed."""
     is_frozen: Callable[[str], bool] = lambda _: False
     """Predicate of a parameter's name: True if the job freezes it, whatever the model says."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that decide what the model computes, by name; of a user's module those that are known."""
 
     def require_parallel_spec(self, job_key: str) -> ParallelSpec:
         """Return the parallel spec, which job key `job_key` requires.
@@ -106,7 +110,8 @@ def resolve_model_spec(
     kind = input_kind(section)
     name = section.preset or section.family or section.factory or section.huggingface or ""
     if kind == "custom":
-        return ModelSpec(name, kind, _user_factory(section), None, True)
+        settings = {"batch_norm_group": section.batch_norm_group}
+        return ModelSpec(name, kind, _user_factory(section), None, True, settings=settings)
     if kind == "tokens" and image_shape is not None:
         raise JobError(
             f"model '{name}' needs tokens, but the data are images", "set model.preset to a vision preset"
@@ -119,13 +124,21 @@ def resolve_model_spec(
         )
     if kind == "tokens":
         decoder = resolve_decoder_config(section, vocabulary_size)
-        return ModelSpec(name, kind, lambda: Decoder(decoder), decoder_parallel_spec(decoder), False)
+        parallel_spec = decoder_parallel_spec(decoder)
+        return ModelSpec(name, kind, lambda: Decoder(decoder), parallel_spec, False, settings=asdict(decoder))
     if image_shape is None and vocabulary_size is not None:
         raise JobError(
             f"model '{name}' needs images, but the data are tokens", "set model.preset to a decoder preset"
         )
     vision = resolve_vision_config(section, image_shape, classes)
-    return ModelSpec(name, kind, lambda: build_image_classifier(vision), VISION_PARALLEL_SPEC, False)
+    return ModelSpec(
+        name,
+        kind,
+        lambda: build_image_classifier(vision),
+        VISION_PARALLEL_SPEC,
+        False,
+        settings=asdict(vision),
+    )
 
 
 def apply_freezing_to_spec(spec: ModelSpec, groups: Sequence[ParameterGroupSection]) -> ModelSpec:
@@ -149,10 +162,24 @@ def wrap_module(model: nn.Module, batch_norm_group: int | None = None) -> ModelS
     if batch_norm_group is not None:
         model = convert_batch_norm(model, batch_norm_group)
     config: Any = getattr(model, "config", None)
+    settings = transformers_settings(config)
     if hasattr(config, "use_cache"):
         # Of transformers: a cache of keys and values grows again where backward runs a block again.
         config.use_cache = False
-    return ModelSpec(type(model).__name__, "custom", lambda: model, None, True)
+    if batch_norm_group is not None:
+        settings["batch_norm_group"] = batch_norm_group
+    return ModelSpec(type(model).__name__, "custom", lambda: model, None, True, settings=settings)
+
+
+def transformers_settings(config: Any) -> dict[str, Any]:
+    """Return the settings in a config of transformers, without those about where and how it was loaded.
+
+    Returns:
+        settings as `ModelSpec.settings`; none for any other object.
+    """
+    if not callable(getattr(config, "to_dict", None)):
+        return {}
+    return {f"config.{key}": value for key, value in config.to_dict().items() if key not in _LOADING_KEYS}
 
 
 def build_model(spec: ModelSpec, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -222,7 +249,8 @@ def _transformers_spec(
     with torch.device("meta"):
         model = build_causal_model(config, length)
     build = partial(build_causal_model, config, length, model.probe_result)
-    return ModelSpec(type(model).__name__, "tokens", build, model.parallel_spec, False)
+    settings = transformers_settings(config)
+    return ModelSpec(type(model).__name__, "tokens", build, model.parallel_spec, False, settings=settings)
 
 
 def _user_factory(section: ModelSection) -> _UserFactory:
@@ -293,4 +321,10 @@ def apply_lora_to_spec(spec: ModelSpec, section: ModelSection) -> ModelSpec:
         spec,
         build_module=lambda: apply_lora(spec.build_module(), section),
         is_frozen=lambda name: not is_lora_parameter(name),
+        settings={
+            **spec.settings,
+            "lora_rank": section.lora_rank,
+            "lora_alpha": section.lora_alpha,
+            "lora_targets": section.lora_targets,
+        },
     )

@@ -177,7 +177,7 @@ def _event_handler(
     console: Console,
     called: CallbackThread,
     keeper: NodeKeeper | None,
-    on_first_start: Callable[[], None],
+    on_first_step: Callable[[], None],
 ) -> Callable[[Event], str | None]:
     """Return the function that gets the run's events: it records and shows them, and passes them on.
 
@@ -187,16 +187,21 @@ def _event_handler(
         console: console of the run.
         called: the user's callbacks.
         keeper: keeper of the number of nodes; None: it does not change.
-        on_first_start: called when the ranks have accepted the job.
+        on_first_step: called when the run has done a step of the job: it has accepted it, and has trained.
     """
     planned: Event = {}
+    has_step = False
 
     def on_event(event: Event) -> str | None:
+        nonlocal has_step
         if event["kind"] == "planned":
             planned.update(event)
-        if event["kind"] == "start" and not event.get("is_restart"):
-            on_first_start()
-        if event["kind"] == "start" and planned:
+        if event["kind"] == "step" and not has_step:
+            has_step = True
+            on_first_step()
+            if planned:
+                update_plan_file(run, prepared, planned, console.write)
+        if event["kind"] == "start" and planned and has_step:
             update_plan_file(run, prepared, planned, console.write)
         if keeper is not None:
             keeper.on_event(event)

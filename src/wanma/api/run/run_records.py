@@ -88,10 +88,10 @@ def update_run_files(
     *,
     reads_text: bool,
 ) -> None:
-    """Write the records of a continued run, once its ranks have accepted the job.
+    """Write the records of a continued run, once it has done a step of the job.
 
-    Only then the job replaces the one that the checkpoints belong to. The run is training by then, so a
-    directory that cannot be written to only gives a warning.
+    Only then the job replaces the one that the checkpoints belong to: a start may still be refused, or find
+    the run complete. A directory that cannot be written to only gives a warning.
     """
     try:
         write_run_files(run, job, prepared, command_line, reads_text=reads_text)

@@ -7,13 +7,16 @@ program do. Of libraries the name alone counts, so that an upgrade is no change 
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
-from types import CodeType, FunctionType, MethodType
+from enum import Enum
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -23,75 +26,68 @@ _LIBRARIES = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {"<frozen"}
 )
 _PACKAGES = ("site-packages", "dist-packages")
+_VERSION = 3
+"""Version of the texts that are hashed: fingerprints of other versions are not compared."""
 _MAX_ITEMS = 100
 """Largest number of items of a container that count."""
+_LITERALS = (bool, int, float, complex, str, bytes, range, slice, torch.dtype, torch.device)
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+"""Attributes that every module has, such as its parameters and hooks."""
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-_RECORDED_NAMES = {
-    "CausalTransformersModel": "HuggingFaceModel",
-    "GatheredDocumentMask": "GatheredDocuments",
-    "GeluFeedForward": "PlainFeedForward",
-    "LoRALinear": "Adapted",
-    "RouterGate": "Router",
-    "SampleDependentModule": "SampleAware",
-    "SampleReduction": "WholeSamples",
-    "ShardedSampleReduction": "SplitSamples",
-    "TokenDispatcher": "Exchange",
-    "TopKRouter": "Routing",
-    "TransformersStateDictAdapter": "HuggingFacePublished",
-    "UnfusedQKVAttention": "SplitAttention",
-    "_AbsentBlock": "_Absent",
-    "_StageEdgeBlock": "_Edge",
-}
-"""Names of wanma's own modules in fingerprints, by class, where checkpoints have recorded another one."""
 
 
 def code_fingerprint(thing: object) -> str:
     """Return a hash of a function, callable object or module, the same in other processes of one Python."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return f"{version}:{hash_texts(*_texts(thing, set()))}"
+    return f"{version}/{_VERSION}:{hash_texts(*_texts(thing, set()))}"
 
 
 def same_code(one: str, other: str) -> bool:
-    """Return whether two fingerprints are equal, or of different Pythons, which compile to different code."""
-    return one == other or one.split(":")[0] != other.split(":")[0]
+    """Return whether two fingerprints are equal, or cannot be compared.
+
+    Pythons compile to different code, and versions of wanma may hash different texts.
+    """
+    versions = {text.partition(":")[0] for text in (one, other) if ":" in text}
+    return one == other or len(versions) == 2
 
 
 def module_texts(module: nn.Module, seen: set[int]) -> Iterator[str]:
     """Yield the classes of a module and its children, the code of the user's own ones, and their settings."""
     for name, part in module.named_modules():
         kind = parametrize.type_before_parametrizations(part)
-        yield f"{name}: {_recorded_name(kind)}"
+        yield f"{name}: {kind.__qualname__}"
         if not _is_library_class(kind):
             yield from _class_texts(kind, seen)
             yield from _settings(part, seen)
         elif not kind.__module__.startswith("wanma."):
             yield _ADDRESS.sub("", part.extra_repr())
-
-
-def _recorded_name(kind: type) -> str:
-    """Return the name of a class in fingerprints."""
-    name = kind.__qualname__
-    return _RECORDED_NAMES.get(name, name) if kind.__module__.startswith("wanma.") else name
+            yield from _constructor_settings(part, seen)
 
 
 def _texts(value: Any, visited: set[int]) -> Iterator[str]:
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+    if value is None or isinstance(value, _LITERALS):
         yield repr(value)
         return
     if isinstance(value, Tensor):
         yield describe_tensor(value)
         return
+    if isinstance(value, list | tuple):  # perhaps made here: its number may be another's later
+        for part in value[:_MAX_ITEMS]:
+            yield from _texts(part, visited)
+        return
     if id(value) in visited:
         return
     visited.add(id(value))
-    if isinstance(value, functools.partial):
+    if isinstance(value, Enum):
+        yield f"{type(value).__qualname__} {value.name}"
+    elif isinstance(value, functools.partial):
         yield from _texts([value.func, list(value.args), value.keywords], visited)
     elif isinstance(value, MethodType):
         yield from _texts([value.__func__, value.__self__], visited)
     elif isinstance(value, FunctionType):
         yield from _function_texts(value, visited)
     elif isinstance(value, type):
-        yield _recorded_name(value)
+        yield value.__qualname__
         if not _is_library_class(value):
             yield from _class_texts(value, visited)
     elif isinstance(value, nn.Module):
@@ -103,11 +99,8 @@ def _texts(value: Any, visited: set[int]) -> Iterator[str]:
         for key in list(value)[:_MAX_ITEMS]:
             yield str(key)
             yield from _texts(value[key], visited)
-    elif isinstance(value, list | tuple):
-        for part in value[:_MAX_ITEMS]:
-            yield from _texts(part, visited)
     else:
-        yield getattr(value, "__qualname__", _recorded_name(type(value)))
+        yield getattr(value, "__qualname__", type(value).__qualname__)
         if not isinstance(value, type(sys)) and not _is_library_class(type(value)):
             yield from _class_texts(type(value), visited)
             yield from _settings(value, visited)
@@ -120,7 +113,7 @@ def _function_texts(function: FunctionType, visited: set[int]) -> Iterator[str]:
         return
     yield from _code_texts(code, function.__doc__)
     yield from _texts(list(function.__defaults__ or ()), visited)
-    yield from _texts(function.__kwdefaults__ or {}, visited)
+    yield from _texts(function.__kwdefaults__, visited)
     for cell in function.__closure__ or ():
         try:
             yield from _texts(cell.cell_contents, visited)
@@ -167,10 +160,29 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _settings(instance: Any, visited: set[int]) -> Iterator[str]:
-    """Yield the plain attributes of an object, and the functions that it holds."""
+    """Yield the attributes of an object that set what it computes; of a user's module also private ones."""
+    is_module = isinstance(instance, nn.Module)
     for name, value in sorted(getattr(instance, "__dict__", {}).items()):
-        is_plain = isinstance(value, bool | int | float | str | FunctionType | functools.partial)
-        if is_plain and not name.startswith("_") and name != "training":
+        is_internal = name in _MODULE_ATTRIBUTES if is_module else name.startswith("_") or name == "training"
+        if not is_internal and _is_setting(value):
+            yield name
+            yield from _texts(value, visited)
+
+
+def _is_setting(value: Any) -> bool:
+    """Return whether an attribute is no state: tensors and modules have names and shapes of their own."""
+    if isinstance(value, Mapping):
+        return all(map(_is_setting, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_setting, value))
+    return not isinstance(value, Tensor | nn.Module | MethodType | set | frozenset)
+
+
+def _constructor_settings(module: nn.Module, visited: set[int]) -> Iterator[str]:
+    """Yield the attributes of a library's module that its constructor was given, such as `num_heads`."""
+    for name in inspect.signature(type(module)).parameters:
+        value = vars(module).get(name)
+        if isinstance(value, bool | int | float | str | FunctionType | BuiltinFunctionType):
             yield name
             yield from _texts(value, visited)
 

@@ -5,30 +5,28 @@ Other weights are another run's, published ones, or initial values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
 
-from wanma.checkpoint.conversion.huggingface_weights import INDEX_FILE, WEIGHTS_FILE, has_huggingface_weights
+from wanma.checkpoint.conversion.huggingface_weights import has_huggingface_weights
 from wanma.checkpoint.in_memory.in_memory_checkpointer import find_local_checkpoint
 from wanma.checkpoint.in_memory.reshard import gather_for_reshard, needs_reshard
 from wanma.checkpoint.in_memory.restore import restore_lost_files
-from wanma.checkpoint.load.reader import CheckpointSource, find_defects, load_tensors, open_disk_source
-from wanma.checkpoint.store.checkpoint_folder import archive_run_checkpoints, list_committed, read_manifest
+from wanma.checkpoint.load.reader import CheckpointSource, load_tensors, open_disk_source
+from wanma.checkpoint.store.checkpoint_folder import archive_run_checkpoints, list_committed
 from wanma.checkpoint.store.fallback_folder import archive_flushed, list_flushed, move_back_flushed
 from wanma.data.sampling.batch_size_schedule import samples_consumed_before
-from wanma.job.errors import EXIT_USAGE, WanmaError
+from wanma.job.errors import WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.job import Job
 from wanma.job.sections.train import TrainSection
-from wanma.models.architectures.decoder import Decoder
-from wanma.models.layers.lora import is_lora_parameter
 from wanma.observe.sinks.jsonl import last_record
 from wanma.parallel.parameters.freezing import LOW_PRECISION_DTYPES
 from wanma.training.checkpointing.checkpoint_uploads import fetch_newest, require_unused_url
@@ -38,22 +36,27 @@ from wanma.training.checkpointing.error_feedback_state import (
     with_error_rows_of_all_ranks,
 )
 from wanma.training.checkpointing.in_memory_checkpoints import INTERVAL_KEY, layout_key
+from wanma.training.checkpointing.initial_weights import (
+    MAX_NAMES_IN_MESSAGE,
+    find_names_on_other_ranks,
+    gather_problems,
+    load_initial_weights,
+)
 from wanma.training.checkpointing.partial_checkpoints import assemble_flushed_parts
 from wanma.training.checkpointing.private_folders import PrivateFolders
 from wanma.training.checkpointing.published_weights import (
     huggingface_parameter_names,
-    load_huggingface_weights,
 )
-from wanma.training.checkpointing.run_identity import ACCEPT_CHANGES, Identity, check_identity
+from wanma.training.checkpointing.run_identity import (
+    ACCEPT_CHANGES,
+    WAYS_OUT,
+    Identity,
+    check_identity,
+    check_settings,
+)
 from wanma.training.checkpointing.training_state import TrainingState, restore_random_state
 from wanma.training.sites.site_synchronizer import ignored_site_tensors
 from wanma.training.step.early_stopping import EarlyStopping
-
-_PEFT_CONFIG_FILE = "adapter_config.json"
-"""File by which a folder of peft is recognized; its weights are in adapter_model.safetensors."""
-_LOW_PRECISION_DTYPES = ("BF16", "F16")
-_MAX_NAMES_IN_MESSAGE = 5
-"""Largest number of tensors named in one message."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,10 @@ class ResumeResult:
     """Name of the checkpoint or in-memory checkpoint; empty at the beginning."""
     in_memory_interval_steps: int | None = None
     """Interval of in-memory checkpoints that the ranks before had found, in steps; reported already."""
+    warnings: Sequence[str] = ()
+    """Warnings for the user, on rank 0."""
+    saved_settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the checkpoint; empty at the beginning, or if it has none."""
 
 
 def resume(
@@ -134,9 +141,14 @@ def resume(
         messages += notes
         folders.close()
         memory: Literal["memory", "partner"] = "partner" if helped else "memory"
-        if path is not None:
-            return ResumeResult("checkpoint", messages, identity, label)
-        return ResumeResult(memory, messages, identity, label, source.manifest.state.get(INTERVAL_KEY))
+        return ResumeResult(
+            "checkpoint" if path is not None else memory,
+            messages,
+            identity,
+            label,
+            source.manifest.state.get(INTERVAL_KEY) if path is None else None,
+            saved_settings=Identity.from_state_values(source.manifest.state).settings,
+        )
 
     start = Path(choice.start_from).expanduser() if choice.start_from is not None else None
     state.initialize(
@@ -144,8 +156,9 @@ def resume(
         if start is not None and has_huggingface_weights(start)
         else ()
     )
+    warnings: list[str] = []
     if start is not None:
-        notes = _load_initial_weights(state, start, plan, worker)
+        notes, warnings = load_initial_weights(state, start, plan, worker, identity)
         messages += [f"weights from {choice.start_from}", *notes]
     if not carries_on:
         _archive_old_checkpoints(folder, worker, messages)
@@ -154,7 +167,7 @@ def resume(
         if recorded is not None:
             text = f"metrics of {recorded['step']} steps exist, but {folder} holds no checkpoint"
             messages.append(f"{text}: training starts again at step 0")
-    return ResumeResult("beginning", messages, identity)
+    return ResumeResult("beginning", messages, identity, warnings=warnings)
 
 
 def _load_in_memory_checkpoint(
@@ -184,7 +197,7 @@ def _load_in_memory_checkpoint(
     checkpoint, problems = find_local_checkpoint(
         memory_files, step, worker.rank, worker.world_size, worker.node_ranks, layout
     )
-    all_problems = _gather_problems(missing or problems, worker)
+    all_problems = gather_problems(missing or problems, worker)
     if all_problems:
         messages.append(f"the in-memory checkpoint of step {step} is not used: {'; '.join(all_problems)}")
         return None, False
@@ -232,7 +245,7 @@ def _newest_complete_checkpoint(
     skipped: list[str] = []
     for path in paths_on_rank_zero[0]:
         worker.supervisor_client.report_progress(0, "verifying a checkpoint")
-        problems = _gather_problems(folders.find_local_defects(path), worker)
+        problems = gather_problems(folders.find_local_defects(path), worker)
         if not problems:
             return path, skipped
         skipped.append(f"checkpoint {path.name} is skipped: {'; '.join(problems)}")
@@ -245,32 +258,14 @@ def _no_complete_checkpoint(folder: Path, skipped: list[str]) -> WanmaError:
     A run with checkpoints does not restart unasked, and overwrite files that may still be recovered.
     """
     shown = [
-        *skipped[:_MAX_NAMES_IN_MESSAGE],
-        *(
-            [f"and {len(skipped) - _MAX_NAMES_IN_MESSAGE} more"]
-            if len(skipped) > _MAX_NAMES_IN_MESSAGE
-            else []
-        ),
+        *skipped[:MAX_NAMES_IN_MESSAGE],
+        *([f"and {len(skipped) - MAX_NAMES_IN_MESSAGE} more"] if len(skipped) > MAX_NAMES_IN_MESSAGE else []),
     ]
     return WanmaError(
         f"no complete checkpoint in {folder}:\n    " + "\n    ".join(shown),
         "restore a complete checkpoint into this folder, or start a new run with --fresh, which "
         "keeps the damaged ones",
     )
-
-
-def _verify_on_all_ranks(path: Path, worker: WorkerContext) -> list[str]:
-    """Return the problems of a checkpoint, of which each rank reads a part; the same on all ranks."""
-    worker.supervisor_client.report_progress(0, "verifying a checkpoint")
-    return _gather_problems(find_defects(path, worker.rank, worker.world_size), worker)
-
-
-def _gather_problems(local_problems: list[str], worker: WorkerContext) -> list[str]:
-    """Return the problems of all ranks, each once."""
-    gathered = [local_problems] * worker.world_size
-    if worker.world_size > 1:
-        dist.all_gather_object(gathered, local_problems)
-    return list(dict.fromkeys(problem for problems in gathered for problem in problems))
 
 
 def _restore_checkpoint(
@@ -288,17 +283,22 @@ def _restore_checkpoint(
         the identity that the next checkpoints keep, and messages for the user.
     """
     train, values, saved = job.train, source.manifest.state, source.manifest.tensors
+    is_over = values["step"] >= train.steps or EarlyStopping.from_state_values(values).is_over(train)
+    accepts_changes = job.checkpoint.resume == ACCEPT_CHANGES
+    notes = check_settings(
+        identity, values, source.name, train.steps, is_over=is_over, accepts_changes=accepts_changes
+    )
     _check_data_position(values, source.name, train)
     _allocate_for_checkpoint(state, saved)
     tensors = state.checkpoint_tensors()
-    names_on_other_ranks = _names_on_other_ranks(tensors, plan)
+    names_on_other_ranks = find_names_on_other_ranks(tensors, plan)
     averages = [name for name in saved if name.startswith("average.")]
     frozen = set(state.parallel_model.parameter_names).difference(state.parallel_model.trainable_names)
     synchronization = plan.synchronization
     sites = plan.sites if synchronization is not None and synchronization.has_local_weights else None
     site_names, note = ignored_site_tensors(saved, tensors, sites)
     names_on_other_ranks += site_names
-    notes = [f"{checkpoint_name}: {note}"] if note else []
+    notes += [f"{checkpoint_name}: {note}"] if note else []
     if averages and state.weight_average is None:
         names_on_other_ranks += averages
         notes.append(f"the averaged weights of {checkpoint_name} are not loaded: train.weight_average is 0")
@@ -324,9 +324,9 @@ def _restore_checkpoint(
         values,
         source.name,
         worker.run_directory,
-        is_over=values["step"] >= train.steps or EarlyStopping.from_state_values(values).is_over(train),
+        is_over=is_over,
         is_restart=worker.restart is not None,
-        accepts_changes=job.checkpoint.resume == ACCEPT_CHANGES,
+        accepts_changes=accepts_changes,
     )
     notes += told_of_identity
     redistribute_error_feedback({name: tensors[name] for name in of_others if name in tensors}, source)
@@ -367,124 +367,8 @@ def _check_data_position(values: dict[str, Any], name: str, train: TrainSection)
         raise WanmaError(
             f"{name} was saved after {values['samples']} samples at step {values['step']}, but with "
             f"train.global_batch = {train.global_batch} that step comes after {expected}",
-            "set train.global_batch to the run's earlier value, or start a new run with "
-            "checkpoint.start_from",
+            f"restore train.global_batch and train.batch_ramp of that run; or {WAYS_OUT}",
         )
-
-
-def _names_on_other_ranks(tensors: dict[str, Tensor], plan: Plan) -> list[str]:
-    """Return the names that only other pipeline stages, or other sites, hold."""
-    if plan.pp == 1 and plan.sites == 1:
-        return []
-    names_by_rank: list[list[str]] = [[]] * plan.world_size
-    dist.all_gather_object(names_by_rank, list(tensors))
-    return [name for names in names_by_rank for name in names if name not in tensors]
-
-
-def _load_initial_weights(state: TrainingState, path: Path, plan: Plan, worker: WorkerContext) -> list[str]:
-    """Load weights alone, published or of another run; of the latter each rank checks its share of the files.
-
-    Returns:
-        messages for the user.
-    """
-    notes = []
-    check_start_folder(path)
-    if has_huggingface_weights(path):
-        worker.supervisor_client.report_progress(0, "reading published weights")
-        load_huggingface_weights(state.parallel_model, path, worker)
-    elif problems := _verify_on_all_ranks(path, worker):
-        raise incomplete_start_error(path, problems[0])
-    else:
-        notes = _load_weights_of_run(state, path, plan)
-    state.broadcast_tied_weights()
-    state.reset_weight_copies()
-    return notes
-
-
-def check_start_folder(path: Path) -> None:
-    """Refuse a folder to start from that is missing, or has no complete model in it.
-
-    Raises:
-        WanmaError: the folder cannot be used; it names the way out.
-    """
-    if not path.is_dir():
-        raise WanmaError(
-            f"checkpoint.start_from = '{path}': there is no such folder",
-            f"set it to a checkpoint folder, or to a folder with {WEIGHTS_FILE} or {INDEX_FILE}",
-            EXIT_USAGE,
-        )
-    if (path / _PEFT_CONFIG_FILE).is_file():
-        raise WanmaError(
-            f"checkpoint.start_from = '{path}' holds only PEFT adapters, not a complete model",
-            "merge the adapters into their base model and start from the result: "
-            "peft.PeftModel.from_pretrained(model, folder).merge_and_unload().save_pretrained(new_folder)",
-            EXIT_USAGE,
-        )
-
-
-def incomplete_start_error(path: Path, problem: str) -> WanmaError:
-    return WanmaError(
-        f"checkpoint.start_from = '{path}' is not complete: {problem}",
-        f"set it to another checkpoint folder, or to a folder with {WEIGHTS_FILE} or {INDEX_FILE}",
-        EXIT_USAGE,
-    )
-
-
-def _load_weights_of_run(state: TrainingState, path: Path, plan: Plan) -> list[str]:
-    """Load the weights of a run that may have been without adapters, or of a model with more tensors."""
-    weights = state.weight_tensors()
-    entries = read_manifest(path).tensors
-    saved = {name for name in entries if name.startswith("model.")}
-    unused = sorted(saved.difference(weights, _names_on_other_ranks(weights, plan)))
-    if adapters := [name for name in unused if is_lora_parameter(name)]:
-        raise WanmaError(
-            f"checkpoint.start_from = '{path}' has LoRA adapters that this model does not have, such "
-            f"as {adapters[0]}",
-            "set model.lora_rank and model.lora_targets to the values of that run, or merge its "
-            "adapters first",
-        )
-    if partial := _unused_of_decoder_blocks(state, unused):
-        raise WanmaError(
-            f"checkpoint.start_from = '{path}' is from a decoder with another architecture: it has "
-            f"{partial[0]}, but the same module of this model does not",
-            "set the keys of [model] to the values of that run, such as activation_function",
-        )
-    fills = {n: t for n, t in weights.items() if n in saved or not is_lora_parameter(n)}
-    load_tensors(path, fills, strict=False, allow_cast=True)
-    notes = []
-    if rounded := sorted(
-        n
-        for n, t in fills.items()
-        if entries[n].dtype in _LOW_PRECISION_DTYPES and t.dtype not in LOW_PRECISION_DTYPES
-    ):
-        others = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
-        notes.append(
-            f"{rounded[0]}{others} were saved in {entries[rounded[0]].dtype}: their initial values have only "
-            "that precision"
-        )
-    others = f" and {len(unused) - _MAX_NAMES_IN_MESSAGE} more" if len(unused) > _MAX_NAMES_IN_MESSAGE else ""
-    if unused:
-        notes.append(
-            "tensors that this model does not have are not loaded: "
-            f"{', '.join(unused[:_MAX_NAMES_IN_MESSAGE])}{others}"
-        )
-    return notes
-
-
-def _unused_of_decoder_blocks(state: TrainingState, unused: list[str]) -> list[str]:
-    """Return unused tensors of modules of which a wanma decoder has the rest: it computes otherwise then.
-
-    Users' modules may leave out any tensors.
-    """
-    if not any(isinstance(part, Decoder) for part in state.parallel_model.model_parts):
-        return []
-    modules = {name.rsplit(".", 2)[0] for name in state.parallel_model.parameter_names}
-    module_names = (name.removeprefix("model.").rsplit(".", 2)[0] for name in unused)
-    return [
-        name
-        for name, module in zip(unused, module_names, strict=True)
-        if module.startswith("layers.") and module in modules
-    ]
 
 
 def _archive_old_checkpoints(folder: Path, worker: WorkerContext, messages: list[str]) -> None:

@@ -32,8 +32,8 @@ from wanma.models.workload.fake_tensors import fake_tensor_mode
 from wanma.parallel.data_parallel.sharded import PRECISION_DTYPES
 from wanma.parallel.parameters.freezing import LOW_PRECISION_DTYPES
 from wanma.training.checkpointing.error_feedback_state import check_compression_patterns
+from wanma.training.checkpointing.initial_weights import check_start_folder, incomplete_start_error
 from wanma.training.checkpointing.published_weights import check_huggingface_weights
-from wanma.training.checkpointing.resume import check_start_folder, incomplete_start_error
 from wanma.training.loop.train_request import TrainRequest
 from wanma.training.loop.train_worker import build_model_spec, user_loss_of
 from wanma.training.loss.loss_functions import wrap_user_loss

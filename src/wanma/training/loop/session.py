@@ -30,6 +30,7 @@ from wanma.data.step_loader import StepBatches, StepLoader
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.forecast.forecast import Workload
 from wanma.job.plan.plan import Plan
+from wanma.job.run.run_settings import run_settings
 from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.job import Job
 from wanma.models.keyed_random.forward_draws import KeyedForward
@@ -73,8 +74,7 @@ class Session:
         worker: context of this rank.
         parallel_mesh: device meshes of the plan.
         peak_flops_per_second: peak rate of one rank's device; None when unknown.
-        on_start: function called when the run begins, after its checkpoint has accepted it, with the model's
-            workload if it is known.
+        on_first_step: function called when the run has done a step, with the model's workload if it is known.
         user_objects: `optimizer` and `schedule` that the user passed in Python.
     """
 
@@ -86,7 +86,7 @@ class Session:
         parallel_mesh: ParallelMesh,
         *,
         peak_flops_per_second: float | None = None,
-        on_start: Callable[[Workload | None], None] = lambda _: None,
+        on_first_step: Callable[[Workload | None], None] = lambda _: None,
         user_objects: Mapping[str, Any] | None = None,
     ) -> None:
         if plan.pp > 1:
@@ -95,11 +95,8 @@ class Session:
                 "use wanma.train for pipelines, or pp = 1 in your own loop",
             )
         self.job, self.plan, self.worker, self.parallel_mesh = job, plan, worker, parallel_mesh
-        self._peak_flops_per_second, self._on_start, self._user_objects = (
-            peak_flops_per_second,
-            on_start,
-            user_objects or {},
-        )
+        self._peak_flops_per_second, self._user_objects = peak_flops_per_second, user_objects or {}
+        self._on_first_step: Callable[[Workload | None], None] | None = on_first_step
         self._workload: Workload | None = None
         self._parallel_model: ParallelModel | None = None
         self._trainer: Trainer | None = None
@@ -157,6 +154,7 @@ class Session:
             frozen = partial(is_frozen, groups=self.job.train.parameter_groups)
             self._workload = trace_module_workload(model, _checked(example), is_frozen=frozen)
         spec = apply_lora_to_spec(wrap_module(model, self.job.model.batch_norm_group), self.job.model)
+        self._identity = replace(self._identity, settings=run_settings(self.job, spec.settings))
         self._parallel_model = parallelize(
             apply_freezing_to_spec(spec, self.job.train.parameter_groups),
             self.plan,
@@ -216,7 +214,6 @@ class Session:
             CarriedStateCheck(trainer, self._gatherer, self._samples)
         self._sample_dependence_check = SampleDependenceCheck(trainer, self._gatherer)
         self._has_single_sample_micro_batches = has_single_sample_micro_batches(trainer)
-        self._on_start(self._workload)
         if validate is not None:
             self._run_validation = self._validation_function(trainer, data, validate)
         self._iteration = self._batches(trainer, data)
@@ -411,6 +408,9 @@ class Session:
         agreement = trainer.finish_step(current.loss_sum, current.targets, current.step.global_batch_size)
         if run_step_tasks(trainer, agreement, self._run_validation):
             self._saved_step = trainer.state.step
+        if self._on_first_step is not None:
+            self._on_first_step(self._workload)
+            self._on_first_step = None
         if self._loader is not None:
             self._loader.switch_plan(trainer.plan)
         self._is_drain_requested = agreement.is_drain_requested

@@ -16,6 +16,7 @@ from torch import nn
 from wanma.data.datasets.dataset import BatchedDataset
 from wanma.data.opening import open_dataset
 from wanma.job.file.import_path import import_object
+from wanma.job.run.run_settings import run_settings
 from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.job import Job
 from wanma.models.model_spec import (
@@ -34,7 +35,7 @@ from wanma.parallel.mesh.parallel_mesh import open_mesh
 from wanma.parallel.parallelize import ParallelModel, parallelize
 from wanma.training.checkpointing.code_fingerprint import code_fingerprint
 from wanma.training.checkpointing.run_identity import (
-    DEFAULT_LOSS,
+    DEFAULT_CODE,
     Identity,
     identity_of,
     with_identity_recorded,
@@ -114,6 +115,7 @@ def train(worker: WorkerContext, request: TrainRequest) -> str:
                 data=data.fingerprint,
                 order=data.order_identity,
                 loss=loss_fingerprint(request),
+                settings=run_settings(job, spec.settings),
             ),
             user_optimization=load_tried_user_optimization(job.train, request.user_objects, plan),
             flops_per_sample=request.flops_per_sample,
@@ -170,7 +172,7 @@ def build_model_spec(request: TrainRequest, data: Any) -> ModelSpec:
 def loss_fingerprint(request: TrainRequest) -> str:
     """Return the fingerprint of the loss that the user passed or named."""
     function = user_loss_of(request)
-    return DEFAULT_LOSS if function is None else code_fingerprint(function)
+    return DEFAULT_CODE if function is None else code_fingerprint(function)
 
 
 def build_loss(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from wanma.job.sections.train import TrainSection
+from wanma.training.optimizer.user_optimizer import UserOptimization, check_schedule
 
 
 def learning_rate_function(
@@ -20,6 +22,32 @@ def learning_rate_function(
     if user_schedule is None:
         return lambda step: learning_rate_at(step, train)
     return lambda step: train.learning_rate * user_schedule(step)
+
+
+def schedule_change_note(
+    saved_settings: Mapping[str, Any], train: TrainSection, user_optimization: UserOptimization, step: int
+) -> str | None:
+    """Return a message on a schedule that gives the next step another learning rate than before; else None.
+
+    Args:
+        saved_settings: settings of the run so far, by key of the job.
+        train: `[train]` of the job now.
+        user_optimization: the user's own schedule.
+        step: optimizer steps done.
+    """
+    saved = {key.removeprefix("train."): value for key, value in saved_settings.items()}
+    names = ("steps", "schedule", "warmup_steps", "final_learning_rate_share", "learning_rate")
+    before = train.model_copy(update={name: saved[name] for name in names if name in saved})
+    schedule = user_optimization.schedule_function
+    earlier_schedule = None if schedule is None else check_schedule(schedule, before.steps)
+    earlier_rate = learning_rate_function(before, earlier_schedule)(step)
+    rate = learning_rate_function(train, user_optimization.schedule)(step)
+    if rate == earlier_rate:
+        return None
+    return (
+        f"the schedule of the learning rate has changed (train.steps was {before.steps}, and is "
+        f"{train.steps}): the rate of step {step + 1} is {rate:.3g} in place of {earlier_rate:.3g}"
+    )
 
 
 def learning_rate_at(step: int, train: TrainSection) -> float:

@@ -85,6 +85,8 @@ class UserOptimization:
 
     optimizer: UserOptimizer | None = None
     schedule: LearningRateSchedule | None = None
+    schedule_function: Any = None
+    """Function (step) or (step, steps) behind `schedule`, as the user has written it."""
 
 
 NO_USER_OPTIMIZATION = UserOptimization()
@@ -111,7 +113,8 @@ def load_user_optimization(train: TrainSection, user_objects: Mapping[str, Any])
         check_optimizer_factory(factory)
         name = name or str(getattr(factory, "__qualname__", type(factory).__qualname__))
         optimizer = UserOptimizer(name, factory, train.optimizer_arguments)
-    return UserOptimization(optimizer, None if schedule is None else check_schedule(schedule, train.steps))
+    checked = None if schedule is None else check_schedule(schedule, train.steps)
+    return UserOptimization(optimizer, checked, schedule)
 
 
 def check_optimizer_factory(factory: object) -> None:

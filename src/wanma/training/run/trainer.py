@@ -35,9 +35,9 @@ from wanma.training.checkpointing.in_memory_checkpoints import InMemoryCheckpoin
 from wanma.training.checkpointing.private_folders import find_private_folders
 from wanma.training.checkpointing.replica_check import ReplicaCheck
 from wanma.training.checkpointing.resume import ResumeResult, resume
-from wanma.training.checkpointing.run_identity import UNKNOWN_IDENTITY, Identity
+from wanma.training.checkpointing.run_identity import UNKNOWN_IDENTITY, Identity, with_optimization
 from wanma.training.loss.validation_metrics import missing_values_text, validation_fields
-from wanma.training.optimizer.learning_rate_schedule import learning_rate_function
+from wanma.training.optimizer.learning_rate_schedule import learning_rate_function, schedule_change_note
 from wanma.training.optimizer.named_optimizer import check_parameter_patterns
 from wanma.training.optimizer.user_optimizer import NO_USER_OPTIMIZATION, UserOptimization
 from wanma.training.run.initial_state import build_training_state
@@ -110,7 +110,11 @@ class Trainer:
         self._saves = CheckpointSaves(
             job, plan, worker, self.state, same_tensors, self.message, self._record_event, folders
         )
+        identity = with_optimization(identity, user_optimization)
         resumed = resume(self.state, job, plan, worker, identity, folders)
+        schedule_note = schedule_change_note(
+            resumed.saved_settings, train, user_optimization, self.state.step
+        )
         self._identity = resumed.identity
         self._share_rebalancer = ShareRebalancer(job, plan, parallel_mesh, parallel_model, self.state)
         self._replica_check = ReplicaCheck(
@@ -139,6 +143,8 @@ class Trainer:
         self._timing_reporter = RankTimingReporter(plan, parallel_mesh, worker.supervisor_client)
         self._recorder: Recorder | None = None
         self._open_records(plan, resumed, targets_per_sample)
+        for text in [*resumed.warnings, *([schedule_note] if schedule_note else [])]:
+            self.message(text, "warning")
         self._share_rebalancer.messages.clear()
         self._saves.uploads.request(self.state.step)
         self._unrecorded_restart = worker.restart  # until the first step after it is finished

@@ -1,0 +1,166 @@
+"""Initial weights of a run from elsewhere (`checkpoint.start_from`): published ones, or another run's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+from wanma.checkpoint.conversion.huggingface_weights import INDEX_FILE, WEIGHTS_FILE, has_huggingface_weights
+from wanma.checkpoint.load.reader import find_defects, load_tensors
+from wanma.checkpoint.store.checkpoint_folder import read_manifest
+from wanma.job.errors import EXIT_USAGE, WanmaError
+from wanma.job.plan.plan import Plan
+from wanma.job.run.worker import WorkerContext
+from wanma.models.architectures.decoder import Decoder
+from wanma.models.layers.lora import is_lora_parameter
+from wanma.parallel.parameters.freezing import LOW_PRECISION_DTYPES
+from wanma.training.checkpointing.published_weights import load_huggingface_weights
+from wanma.training.checkpointing.run_identity import Identity, start_warnings
+from wanma.training.checkpointing.training_state import TrainingState
+
+_PEFT_CONFIG_FILE = "adapter_config.json"
+"""File by which a folder of peft is recognized; its weights are in adapter_model.safetensors."""
+_LOW_PRECISION_DTYPES = ("BF16", "F16")
+MAX_NAMES_IN_MESSAGE = 5
+"""Largest number of tensors named in one message."""
+
+
+def load_initial_weights(
+    state: TrainingState, path: Path, plan: Plan, worker: WorkerContext, identity: Identity
+) -> tuple[list[str], list[str]]:
+    """Load weights alone, published or of another run; of the latter each rank checks its share of the files.
+
+    Args:
+        state: training state, whose weights are filled.
+        path: `checkpoint.start_from`.
+        plan: plan of the run.
+        worker: context of this rank.
+        identity: identity of the run.
+
+    Returns:
+        messages and warnings for the user.
+    """
+    notes, warnings = list[str](), list[str]()
+    check_start_folder(path)
+    if has_huggingface_weights(path):
+        worker.supervisor_client.report_progress(0, "reading published weights")
+        load_huggingface_weights(state.parallel_model, path, worker)
+    elif problems := _verify_on_all_ranks(path, worker):
+        raise incomplete_start_error(path, problems[0])
+    else:
+        notes = _load_weights_of_run(state, path, plan)
+        warnings = start_warnings(str(path), identity, read_manifest(path).state)
+    state.broadcast_tied_weights()
+    state.reset_weight_copies()
+    return notes, warnings
+
+
+def check_start_folder(path: Path) -> None:
+    """Refuse a folder to start from that is missing, or has no complete model in it.
+
+    Raises:
+        WanmaError: the folder cannot be used; it names the way out.
+    """
+    if not path.is_dir():
+        raise WanmaError(
+            f"checkpoint.start_from = '{path}': there is no such folder",
+            f"set it to a checkpoint folder, or to a folder with {WEIGHTS_FILE} or {INDEX_FILE}",
+            EXIT_USAGE,
+        )
+    if (path / _PEFT_CONFIG_FILE).is_file():
+        raise WanmaError(
+            f"checkpoint.start_from = '{path}' holds only PEFT adapters, not a complete model",
+            "merge the adapters into their base model and start from the result: "
+            "peft.PeftModel.from_pretrained(model, folder).merge_and_unload().save_pretrained(new_folder)",
+            EXIT_USAGE,
+        )
+
+
+def incomplete_start_error(path: Path, problem: str) -> WanmaError:
+    return WanmaError(
+        f"checkpoint.start_from = '{path}' is not complete: {problem}",
+        f"set it to another checkpoint folder, or to a folder with {WEIGHTS_FILE} or {INDEX_FILE}",
+        EXIT_USAGE,
+    )
+
+
+def _load_weights_of_run(state: TrainingState, path: Path, plan: Plan) -> list[str]:
+    """Load the weights of a run that may have been without adapters, or of a model with more tensors."""
+    weights = state.weight_tensors()
+    entries = read_manifest(path).tensors
+    saved = {name for name in entries if name.startswith("model.")}
+    unused = sorted(saved.difference(weights, find_names_on_other_ranks(weights, plan)))
+    if adapters := [name for name in unused if is_lora_parameter(name)]:
+        raise WanmaError(
+            f"checkpoint.start_from = '{path}' has LoRA adapters that this model does not have, such "
+            f"as {adapters[0]}",
+            "set model.lora_rank and model.lora_targets to the values of that run, or merge its "
+            "adapters first",
+        )
+    if partial := _unused_of_decoder_blocks(state, unused):
+        raise WanmaError(
+            f"checkpoint.start_from = '{path}' is from a decoder with another architecture: it has "
+            f"{partial[0]}, but the same module of this model does not",
+            "set the keys of [model] to the values of that run, such as activation_function",
+        )
+    fills = {n: t for n, t in weights.items() if n in saved or not is_lora_parameter(n)}
+    load_tensors(path, fills, strict=False, allow_cast=True)
+    notes = []
+    if rounded := sorted(
+        n
+        for n, t in fills.items()
+        if entries[n].dtype in _LOW_PRECISION_DTYPES and t.dtype not in LOW_PRECISION_DTYPES
+    ):
+        others = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
+        notes.append(
+            f"{rounded[0]}{others} were saved in {entries[rounded[0]].dtype}: their initial values have only "
+            "that precision"
+        )
+    others = f" and {len(unused) - MAX_NAMES_IN_MESSAGE} more" if len(unused) > MAX_NAMES_IN_MESSAGE else ""
+    if unused:
+        notes.append(
+            "tensors that this model does not have are not loaded: "
+            f"{', '.join(unused[:MAX_NAMES_IN_MESSAGE])}{others}"
+        )
+    return notes
+
+
+def _unused_of_decoder_blocks(state: TrainingState, unused: list[str]) -> list[str]:
+    """Return unused tensors of modules of which a wanma decoder has the rest: it computes otherwise then.
+
+    Users' modules may leave out any tensors.
+    """
+    if not any(isinstance(part, Decoder) for part in state.parallel_model.model_parts):
+        return []
+    modules = {name.rsplit(".", 2)[0] for name in state.parallel_model.parameter_names}
+    module_names = (name.removeprefix("model.").rsplit(".", 2)[0] for name in unused)
+    return [
+        name
+        for name, module in zip(unused, module_names, strict=True)
+        if module.startswith("layers.") and module in modules
+    ]
+
+
+def _verify_on_all_ranks(path: Path, worker: WorkerContext) -> list[str]:
+    """Return the problems of a checkpoint, of which each rank reads a part; the same on all ranks."""
+    worker.supervisor_client.report_progress(0, "verifying a checkpoint")
+    return gather_problems(find_defects(path, worker.rank, worker.world_size), worker)
+
+
+def gather_problems(local_problems: list[str], worker: WorkerContext) -> list[str]:
+    """Return the problems of all ranks, each once."""
+    gathered = [local_problems] * worker.world_size
+    if worker.world_size > 1:
+        dist.all_gather_object(gathered, local_problems)
+    return list(dict.fromkeys(problem for problems in gathered for problem in problems))
+
+
+def find_names_on_other_ranks(tensors: dict[str, Tensor], plan: Plan) -> list[str]:
+    """Return the names that only other pipeline stages, or other sites, hold."""
+    if plan.pp == 1 and plan.sites == 1:
+        return []
+    names_by_rank: list[list[str]] = [[]] * plan.world_size
+    dist.all_gather_object(names_by_rank, list(tensors))
+    return [name for names in names_by_rank for name in names if name not in tensors]
