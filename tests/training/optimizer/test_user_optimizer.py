@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from collections.abc import Iterable
@@ -17,9 +18,12 @@ from support.compare import same_numbers
 from support.own import Numbers, Plain, seeded
 from support.own_loop import session_job
 from support.ranks import run_here, run_job
+from wanma.checkpoint.store.checkpoint_folder import read_manifest
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
+from wanma.job.plan.synchronization import Synchronization
 from wanma.job.sections.train import TrainSection
+from wanma.training.optimizer.optimizer_attributes import read_attributes, write_attributes
 from wanma.training.optimizer.user_optimizer import UserOptimizer, check_schedule, update_scope_of
 from wanma.training.optimizer.user_optimizer_trial import try_user_optimizer
 
@@ -68,14 +72,75 @@ class Noisy(Signs):
         parameter.add_(torch.randn_like(parameter) * group["lr"])
 
 
-class Forgetful(Signs):
-    """Remembers beside its state."""
+class Counting(Signs):
+    """Counts in an attribute."""
 
     seen = 0
 
     def update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         self.seen += 1
-        parameter.sub_(group["lr"] * self.seen)
+        parameter.sub_(group["lr"] * parameter.grad * math.sin(self.seen))
+
+
+class Forgetful(Signs):
+    """Counts in its class."""
+
+    seen = 0
+
+    def update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        type(self).seen += 1
+        super().update(parameter, group)
+
+
+class Wrapping(Signs):
+    """Leaves the update to another optimizer."""
+
+    def __init__(self, groups: Iterable[Any], lr: float) -> None:
+        super().__init__(groups, lr)
+        self.inner = torch.optim.Adam([{**group} for group in self.param_groups], lr)
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+class Numbered(Signs):
+    """Keeps a number of each parameter that is no tensor."""
+
+    def update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        state["calls"] = state.get("calls", 0) + 1
+        super().update(parameter, group)
+
+
+class Periodic(Signs):
+    """Divides by the norm of the tensor at every tenth update, counted as Adam does."""
+
+    def update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        assert parameter.grad is not None
+        state = self.state[parameter]
+        state["step"] = state.get("step", 0) + 1
+        scale = parameter.grad.norm() if state["step"] % 10 == 0 else 1.0
+        parameter.sub_(group["lr"] * parameter.grad / scale)
+
+
+class Lookahead(torch.optim.SGD):
+    """Slow weights follow the fast ones every third update (Zhang et al. 2019), counted in the group."""
+
+    def __init__(self, groups: Iterable[Any], lr: float) -> None:
+        super().__init__(groups, lr, momentum=0.9)
+        self.norms: list[Tensor] = []
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            self.state[parameter].setdefault("slow", parameter.detach().clone())
+        super().step()
+        self.norms = [*self.norms[-1:], self.param_groups[0]["params"][0].norm()]
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for parameter in group["params"] if group["count"] % 3 == 0 else ():
+                slow = self.state[parameter]["slow"]
+                parameter.copy_(slow.lerp_(parameter, 0.5))
 
 
 def warm(step: int, steps: int) -> float:
@@ -142,6 +207,19 @@ def test_a_run_that_carries_on_is_as_if_never_stopped(tmp_path: Path) -> None:
     same_numbers(whole, again, tolerance=0.0)
 
 
+def test_state_of_groups_and_of_the_object_carries_on(tmp_path: Path) -> None:
+    given = objects(Lookahead)
+    whole = run_here(tmp_path / "whole", job(), PLAN, given)
+    shutil.copytree(whole.directory, tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoints" / f"step-{STEPS:08d}")
+    again = run_here(tmp_path / "again", job(), PLAN, given)
+    same_numbers(whole, again, tolerance=0.0)
+    state = read_manifest(tmp_path / "again" / "checkpoints" / f"step-{STEPS:08d}").state
+    (attributes,) = state["optimizer_attributes"]
+    assert attributes["groups.0.count"] == STEPS
+    assert len(attributes["norms"]["list"]) == 2
+
+
 def own(optimizer: Any) -> UserOptimizer:
     return UserOptimizer(optimizer.__name__, optimizer)
 
@@ -152,6 +230,8 @@ def test_what_an_optimizer_couples_is_found_out() -> None:
     assert update_scope_of(own(torch.optim.Adafactor)) == "tensors"
     assert update_scope_of(own(Scaled)) == "tensors"
     assert update_scope_of(own(Clipped)) == "model"
+    assert update_scope_of(own(Periodic)) == "tensors"
+    assert update_scope_of(own(Counting)) == update_scope_of(own(Lookahead)) == "attributes"
 
 
 @pytest.mark.parametrize(
@@ -165,7 +245,16 @@ def test_what_an_optimizer_couples_is_found_out() -> None:
         (Scaled, {"tp": 2}, "full tensors, but parallel.tp = 2 would"),
         (Clipped, {"pp": 2}, "tensors together, but parallel.pp = 2"),
         (Noisy, {}, "Noisy draws random numbers"),
-        (Forgetful, {}, "Forgetful does not resume exactly"),
+        (Forgetful, {}, r"Forgetful does not resume exactly from a checkpoint: its class Forgetful\.seen"),
+        (Wrapping, {}, "Wrapping does not resume exactly from a checkpoint: its inner changes"),
+        (Numbered, {}, r"Numbered does not resume exactly .*state\[parameter\]\['calls'\]"),
+        (Counting, {"dp_shard": 2, "shard": "optimizer"}, r"the complete model.*parallel\.dp_shard = 2"),
+        (Counting, {"pp": 2}, r"the complete model.*parallel\.pp = 2"),
+        (
+            Counting,
+            {"dp_replicate": 2, "synchronization": Synchronization("local_sgd", 2, 4)},
+            r"the complete model.*parallel\.sites = 2",
+        ),
         (torch.optim.LBFGS, {}, r"LBFGS (failed in its step|cannot be built)"),
         (
             lambda groups: torch.optim.SGD([p for g in groups for p in g["params"]]),
@@ -213,3 +302,19 @@ def test_one_that_is_made_already_or_named_twice_is_refused() -> None:
     ):
         with pytest.raises(JobError, match=fact):
             wanma.train({"train": train}, model=Plain(), data=Numbers(), optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [3, -0.1, math.inf, "text", None, True, [1, (2, {"a": [0.5]})], {0: "x"}, torch.tensor([1.5, math.nan])],
+    ids=str,
+)
+def test_attributes_have_a_form_that_a_manifest_keeps(value: Any) -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer, other = (torch.optim.SGD([parameter]) for _ in range(2))
+    optimizer.kept, optimizer.param_groups[0]["kept"] = value, [parameter, value]  # type: ignore[attr-defined]
+    forms = json.loads(json.dumps(read_attributes(optimizer), allow_nan=False))
+    write_attributes(other, {path: form for path, form in forms.items() if path.endswith("kept")})
+    assert read_attributes(other) == forms
+    assert other.param_groups[0]["kept"][0] is parameter
+    assert type(other.kept) is type(value)  # type: ignore[attr-defined]

@@ -152,6 +152,7 @@ class TrainingState:
 
     def state_values(self) -> dict[str, Any]:
         """Return the values that are no tensors, the same on every rank."""
+        attributes = self.named_optimizer.attribute_state()
         return {
             "step": self.step,
             "samples": self.samples,
@@ -159,6 +160,7 @@ class TrainingState:
             "loss_scale": self.loss_scale.value,
             "loss_scale_good_steps": self.loss_scale.good_steps,
             "best_loss": self.best_loss,
+            **({"optimizer_attributes": attributes} if any(attributes) else {}),
             "anomalies": self.anomaly_detector.state_values(),
             "early_stopping": self.early_stopping.state_values(),
             **(
@@ -181,6 +183,7 @@ class TrainingState:
         self.step = values["step"]
         self.samples = values["samples"]
         self.named_optimizer.update_count = values["updates"]
+        self.named_optimizer.restore_attribute_state(values.get("optimizer_attributes", ()))
         self.loss_scale.value = values["loss_scale"]
         self.loss_scale.good_steps = values["loss_scale_good_steps"]
         self.best_loss = values["best_loss"]

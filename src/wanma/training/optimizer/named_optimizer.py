@@ -7,7 +7,7 @@ before each step; state is exposed by parameter name, so that checkpoints do not
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -27,6 +27,12 @@ from wanma.models.structure.parameter_roles import ParameterRole, find_parameter
 from wanma.planner.rules.capabilities import factored_optimizer_error
 from wanma.torch_internals.dtensor import wrap_like
 from wanma.training.optimizer.muon import Muon
+from wanma.training.optimizer.optimizer_attributes import (
+    changed_attributes,
+    read_attributes,
+    reset_attributes,
+    write_attributes,
+)
 from wanma.training.optimizer.optimizer_state_offload import OptimizerStateOffload
 from wanma.training.optimizer.user_optimizer import UserOptimizer, step_optimizer
 
@@ -98,6 +104,8 @@ class NamedOptimizer:
                 _new_optimizer(_parameter_groups(names, updated, rules), train, user_optimizer)
             )
 
+        self._initial_attributes = self._read_attributes()
+
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters.values() if p.grad is not None]
 
@@ -149,6 +157,7 @@ class NamedOptimizer:
                 self._missed_updates[name] = 1  # until the count itself is loaded
             if self.tied_copies.get(name, name) in owners:
                 parameter.grad = torch.zeros_like(parameter)
+        attributes = self._read_attributes()
         before = [[group["lr"] for group in o.param_groups] for o in self._optimizers]
         decays = [[group.get("weight_decay", 0.0) for group in o.param_groups] for o in self._optimizers]
         for optimizer in self._optimizers:
@@ -162,12 +171,14 @@ class NamedOptimizer:
                 group["lr"] = rate
                 if "weight_decay" in group:
                     group["weight_decay"] = share
+        for optimizer, earlier in zip(self._optimizers, attributes, strict=False):
+            reset_attributes(optimizer, earlier)
         self.zero_gradients()
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Return 'NAME.exp_avg' and so on: state with a shape, and counts that differ from `update_count`."""
         tensors = {}
-        for name, key, value in self._entries():
+        for name, key, value in self.state_entries():
             if key == _STEP_KEY and self._missed_updates[name] and not isinstance(value, Tensor):
                 assert self._user_optimizer is not None  # torch's count in tensors
                 raise WanmaError(
@@ -179,6 +190,30 @@ class NamedOptimizer:
             if isinstance(value, Tensor) and (key != _STEP_KEY or self._missed_updates[name]):
                 tensors[f"{name}.{key}"] = value
         return tensors
+
+    def attribute_state(self) -> list[dict[str, Any]]:
+        """Return what has changed beside the state of parameters, of each of the user's optimizers.
+
+        It is the same on every rank: where there is any, each rank has the complete model (`UpdateScope`).
+
+        Returns:
+            JSON values by path, as of `read_attributes`.
+        """
+        pairs = zip(self._initial_attributes, self._read_attributes(), strict=True)
+        return [changed_attributes(before, now) for before, now in pairs]
+
+    def restore_attribute_state(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Restore what `attribute_state` returned.
+
+        Raises:
+            WanmaError: it is of an optimizer with more groups.
+        """
+        for optimizer, values in zip(self._optimizers, saved, strict=False):
+            write_attributes(optimizer, values)
+
+    def _read_attributes(self) -> list[dict[str, Any]]:
+        """Return the attributes of each of the user's optimizers; of torch's own they are constant."""
+        return [] if self._user_optimizer is None else [read_attributes(one) for one in self._optimizers]
 
     def state_by_kind(self) -> dict[str, dict[str, Tensor]]:
         """Return the state tensors by kind, such as 'exp_avg', and then by parameter name."""
@@ -255,7 +290,7 @@ class NamedOptimizer:
         if chunk:
             yield chunk
 
-    def _entries(self) -> Iterator[tuple[str, str, Any]]:
+    def state_entries(self) -> Iterator[tuple[str, str, Any]]:
         """Yield (parameter name, key, state value); a value shaped as its stand-in becomes a DTensor."""
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():

@@ -21,13 +21,20 @@ from wanma.job.file.import_path import import_object
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.train import TrainSection
 from wanma.job.user_frames import user_frame_text
+from wanma.training.optimizer.optimizer_attributes import changed_attributes, read_attributes
 
-UpdateScope = Literal["elements", "tensors", "model"]
-"""Scope that one element's update depends on: itself alone, its complete tensor, or other tensors too."""
+UpdateScope = Literal["elements", "tensors", "model", "attributes"]
+"""Scope that one element's update depends on: itself alone, its complete tensor, or other tensors too.
+
+"attributes": it may depend on state of the groups or of the object, such as a count, at any later update.
+Each rank must then have the complete model, and make the same updates.
+"""
 LearningRateSchedule = Callable[[int], float]
 """Function: optimizer step (from 0) -> share of `train.learning_rate`."""
 
 _CLOSE = 1e-5
+_LATE_UPDATE = 14_414_400
+"""Update that most periods divide (2^6 · 3^2 · 5^2 · 7 · 11 · 13); fp32 still counts so far."""
 
 
 @dataclass(frozen=True)
@@ -184,9 +191,14 @@ def refuse_split_tensors(optimizer: UserOptimizer, scope: UpdateScope, plan: Pla
     requirement = "full tensors"
     if plan.shard_group_size == plan.tp == plan.ep == 1:
         axes = []
-    if scope == "model":
-        requirement = "several tensors together"
+    if scope in ("model", "attributes"):
+        requirement = (
+            "several tensors together"
+            if scope == "model"
+            else "the complete model, as state of its groups or of the object changes with each update"
+        )
         axes += ["pp"] if plan.pp > 1 else []
+        axes += ["sites"] if plan.sites > 1 and scope == "attributes" else []
         if not axes and plan.offload_optimizer != "none":
             raise JobError(
                 f"the optimizer {optimizer.name} needs {requirement}, but parallel.offload_optimizer = "
@@ -214,16 +226,21 @@ def update_scope_of(optimizer: UserOptimizer) -> UpdateScope:
     gradients = [[torch.randn(shape, generator=generator) * s for shape in shapes] for s in scales]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        joint = _updated(optimizer, values, gradients)
+        try:
+            joint, changes_attributes = _updated(optimizer, values, gradients)
+        except _LateUpdateError:
+            return "model"  # nobody knows what it couples then
         torch.manual_seed(2)
-        repeated = _updated(optimizer, values, gradients)
+        repeated, _ = _updated(optimizer, values, gradients)
         if not _same(joint, repeated):
             raise JobError(
                 f"the optimizer {optimizer.name} draws random numbers, which would differ between ranks",
                 "use an optimizer without random numbers",
             )
+        if changes_attributes:
+            return "attributes"
         separate = [
-            _updated(optimizer, [value], [[step[index]] for step in gradients])[0]
+            _updated(optimizer, [value], [[step[index]] for step in gradients])[0][0]
             for index, value in enumerate(values)
         ]
         if not _same(joint, separate):
@@ -233,22 +250,51 @@ def update_scope_of(optimizer: UserOptimizer) -> UpdateScope:
             half_gradients = [
                 [half for g in step for half in g.tensor_split(2, dim=cut)] for step in gradients
             ]
-            parts = _updated(optimizer, halves, half_gradients)
-            joined = [torch.cat(parts[2 * n : 2 * n + 2], dim=cut) for n in range(len(values))]
+            parts, _ = _updated(optimizer, halves, half_gradients)
+            joined = [torch.cat(parts[2 * n : 2 * n + 2], dim=cut + 1) for n in range(len(values))]
             if not _same(joint, joined):
                 return "tensors"
     return "elements"
 
 
-def _updated(optimizer: UserOptimizer, values: list[Tensor], gradients: list[list[Tensor]]) -> list[Tensor]:
-    """Return `values` after a step with each of `gradients`."""
+class _LateUpdateError(Exception):
+    """An update fails whose count is large."""
+
+
+def _updated(
+    optimizer: UserOptimizer, values: list[Tensor], gradients: list[list[Tensor]]
+) -> tuple[list[Tensor], bool]:
+    """Update `values` by each of `gradients`, twice: the first time, and at `_LATE_UPDATE`.
+
+    An optimizer may couple elements after a warm-up, or at every so many updates.
+
+    Returns:
+        each value after both, stacked; and whether attributes of the optimizer have changed.
+    """
     parameters = [nn.Parameter(value.clone()) for value in values]
     torch_optimizer = optimizer([{"params": parameters, "lr": 0.01, "learning_rate_scale": 1.0}], 0.01)
-    for step in gradients:
-        for parameter, gradient in zip(parameters, step, strict=True):
-            parameter.grad = gradient.clone()
-        step_optimizer(optimizer.name, torch_optimizer)
-    return [parameter.detach() for parameter in parameters]
+    attributes = read_attributes(torch_optimizer)
+
+    def update() -> list[Tensor]:
+        for step in gradients:
+            for parameter, gradient in zip(parameters, step, strict=True):
+                parameter.grad = gradient.clone()
+            step_optimizer(optimizer.name, torch_optimizer)
+        return [parameter.detach().clone() for parameter in parameters]
+
+    early = update()
+    changes_attributes = bool(changed_attributes(attributes, read_attributes(torch_optimizer)))
+    for state in torch_optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.numel() == 1 and value.item() == len(gradients):
+                value.fill_(_LATE_UPDATE - 1)
+            elif isinstance(value, int | float) and value == len(gradients):
+                state[key] = type(value)(_LATE_UPDATE - 1)
+    try:
+        late = update()
+    except JobError as error:
+        raise _LateUpdateError from error
+    return [torch.stack(pair) for pair in zip(early, late, strict=True)], changes_attributes
 
 
 def step_optimizer(name: str, optimizer: Optimizer) -> None:

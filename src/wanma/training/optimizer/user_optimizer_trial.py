@@ -12,6 +12,7 @@ from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.train import TrainSection
 from wanma.training.optimizer.named_optimizer import NamedOptimizer, ParameterRule
+from wanma.training.optimizer.optimizer_attributes import MAX_TENSOR_ELEMENTS, is_recorded, value_form
 from wanma.training.optimizer.user_optimizer import (
     UpdateScope,
     UserOptimization,
@@ -21,7 +22,7 @@ from wanma.training.optimizer.user_optimizer import (
     update_scope_of,
 )
 
-_STEPS = 2
+_STEPS = 4
 """Number of updates before and after a checkpoint."""
 
 
@@ -54,8 +55,13 @@ def try_user_optimizer(user_optimizer: UserOptimizer, train: TrainSection, plan:
     gradients = torch.randn(2 * _STEPS, 4, 3, generator=generator)
     unbroken_trial = _Trial(user_optimizer, train, torch.randn(4, 3, generator=generator))
     unbroken_trial.run(gradients[:_STEPS])
-    updates, value = unbroken_trial.named_optimizer.update_count, unbroken_trial.parameter.detach().clone()
-    saved = {name: tensor.clone() for name, tensor in unbroken_trial.named_optimizer.state_tensors().items()}
+    optimizer = unbroken_trial.named_optimizer
+    updates, value = optimizer.update_count, unbroken_trial.parameter.detach().clone()
+    saved = {name: tensor.clone() for name, tensor in optimizer.state_tensors().items()}
+    attributes = optimizer.attribute_state()
+    for path, content in (entry for one in attributes for entry in one.items()):
+        if not is_recorded(path, content):
+            raise _state_not_restored_error(user_optimizer, f"its {path} changes, which no checkpoint keeps")
     unbroken_trial.run(gradients[_STEPS:])
 
     resumed_trial = _Trial(user_optimizer, train, value)
@@ -65,13 +71,17 @@ def try_user_optimizer(user_optimizer: UserOptimizer, train: TrainSection, plan:
     if resumed_state.keys() != saved.keys() or any(
         resumed_state[name].shape != saved[name].shape for name in saved
     ):
-        raise _state_not_restored_error(user_optimizer)
+        raise _state_not_restored_error(user_optimizer, "its first update makes other state than later ones")
     for name, tensor in resumed_state.items():
         tensor.copy_(saved[name])
     resumed_trial.named_optimizer.update_count = updates
+    resumed_trial.named_optimizer.restore_attribute_state(attributes)
     resumed_trial.run(gradients[_STEPS:])
+    before, after = unbroken_trial.state_forms(), resumed_trial.state_forms()
+    if different := [name for name in before if after.get(name) != before[name]]:
+        raise _state_not_restored_error(user_optimizer, f"its {different[0]} has another value then")
     if not torch.equal(unbroken_trial.parameter, resumed_trial.parameter):
-        raise _state_not_restored_error(user_optimizer)
+        raise _state_not_restored_error(user_optimizer, "it updates a parameter otherwise then")
     return reach
 
 
@@ -91,10 +101,19 @@ class _Trial:
             self.named_optimizer.step(0.01)
             self.named_optimizer.zero_gradients()
 
+    def state_forms(self) -> dict[str, Any]:
+        """Return comparable forms of all state, by name."""
+        entries = self.named_optimizer.state_entries()
+        forms = {f"state[parameter][{key!r}]": value_form(value) for _, key, value in entries}
+        for attributes in self.named_optimizer.attribute_state():
+            forms |= attributes
+        return forms
 
-def _state_not_restored_error(user_optimizer: UserOptimizer) -> JobError:
+
+def _state_not_restored_error(user_optimizer: UserOptimizer, cause: str) -> JobError:
     return JobError(
-        f"the optimizer {user_optimizer.name} does not resume exactly from a checkpoint: the state of a "
-        "parameter holds a value that is not a tensor",
-        'keep all state in self.state[parameter] as tensors, and the update count in state["step"]',
+        f"the optimizer {user_optimizer.name} does not resume exactly from a checkpoint: {cause}",
+        'keep state of a parameter in self.state[parameter] as tensors, its update count in state["step"]; '
+        "other state in the groups or in attributes, as numbers, texts, lists, dictionaries or tensors of at "
+        f"most {MAX_TENSOR_ELEMENTS} elements",
     )
