@@ -102,6 +102,17 @@ print(json.dumps([first, middle, mean(), same, result.exit_code, [other.exit_cod
     assert (tmp_path / "run" / "report.html").exists()
 
 
+def test_a_run_stopped_before_its_first_checkpoint_leaves_the_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wanma.api.train.train_job", lambda *_, **__: 130)
+    model = seeded(Plain)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    result = wanma.train(JOB, model=model, data=Numbers(), run_directory=tmp_path / "run")
+    assert result.exit_code == 130
+    assert all(tensor.equal(before[name]) for name, tensor in model.state_dict().items())
+
+
 @pytest.mark.full
 def test_everything_may_be_defined_in_the_script_itself_and_the_loss_be_a_lambda(tmp_path: Path) -> None:
     body = """

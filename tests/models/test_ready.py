@@ -27,8 +27,9 @@ from wanma.models.model_spec import wrap_module
             "0 is compiled by TorchScript",
             "uncompiled module",
         ),
+        (torch.compile(nn.Linear(2, 2)), "the result of torch.compile", "parallel.compile"),
     ],
-    ids=["class", "function", "lazy", "lazy norm", "complex", "script"],
+    ids=["class", "function", "lazy", "lazy norm", "complex", "script", "compiled"],
 )
 def test_a_model_that_cannot_be_spread_is_refused(model: Any, told: str, way_out: str) -> None:
     with pytest.raises(JobError) as refusal:

@@ -240,7 +240,8 @@ def _open_unsupervised(
             failure = str(error) if isinstance(error, WanmaError) else plain
             raise
         finally:
-            record_run_end(run, failure, console.write, earlier_events, is_aborted)
+            with stop_signals_ignored():  # another Ctrl-C does not make a run that ended a crashed one
+                record_run_end(run, failure, console.write, earlier_events, is_aborted)
 
 
 def _launched_worker_context(

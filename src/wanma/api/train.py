@@ -14,6 +14,7 @@ from wanma.api.run.job_run import train_job
 from wanma.api.run.model_override import override_model_name
 from wanma.api.run.run_records import resolve_run_directory
 from wanma.api.run.user_update import check_user_optimizer
+from wanma.checkpoint.store.checkpoint_folder import list_committed
 from wanma.engines.launchers.job_placement import place_job
 from wanma.engines.launchers.launcher_placement import LauncherPlacement
 from wanma.engines.launchers.node_leader import mark_output_as_forwarded, release_default_binding
@@ -37,7 +38,7 @@ class Result:
 
     run: RunDirectory
     exit_code: int
-    """Exit code; 0: finished, 130 or 143: stopped in order, the same call continues the run."""
+    """Exit code; 0: finished, 130 or 143: stopped on request, the same call continues the run."""
 
     @property
     def report(self) -> Report:
@@ -82,7 +83,7 @@ def train(
 
     Args:
         job: a job, its sections as nested mappings, or the path of a job file.
-        model: a plain module instead of `[model]`; afterwards it holds the trained weights.
+        model: a plain module instead of `[model]`; afterwards it holds the weights of the newest checkpoint.
         data: a map-style dataset, or a pair (training, validation), instead of `[data]`.
         loss: function (output, targets) -> one loss per target (reduction="none"); default: cross entropy.
         metrics: validation metrics by name: functions (output, targets) -> one value per sample or target,
@@ -128,7 +129,8 @@ def train(
     if failures:
         raise WanmaError(failures[0], exit_code=exit_code)
     result = Result(run, exit_code)
-    if model is not None:
+    if model is not None and (exit_code == 0 or list_committed(run.checkpoints)):
+        # A run that was stopped before its first checkpoint leaves the module as it was.
         from wanma.training.checkpointing.run_identity import record_returned_weights
 
         _copy_weights(model, result.weights())

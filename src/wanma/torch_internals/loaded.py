@@ -14,6 +14,12 @@ def is_compiler_loaded() -> bool:
     return COMPILER_MODULE in sys.modules
 
 
+def is_compiled_wrapper(module: object) -> bool:
+    """Return whether a module is the result of `torch.compile(module)`, which renames its parameters."""
+    compiler: Any = sys.modules.get(COMPILER_MODULE)
+    return isinstance(module, getattr(compiler, "OptimizedModule", ()))
+
+
 def process_groups() -> list[Any]:
     """Return the process groups of this process."""
     distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")

@@ -108,6 +108,7 @@ TORCH_INTERNALS: tuple[TorchInternal, ...] = (
     ),
     # loaded.py
     *_rows("torch", "_dynamo", _NO_RUN),
+    *_rows("torch._dynamo", "OptimizedModule", "modules of torch.compile are trained under names of its own"),
     *_rows("torch.distributed.distributed_c10d", "_world", _NO_RUN),
     *_rows("torch._C._distributed_c10d", "_dump_fr_trace_json", _NO_HANG_REPORT),
     *_rows("torch._C._distributed_c10d", "_dump_nccl_trace_json", _NO_HANG_REPORT, is_cuda_only=True),

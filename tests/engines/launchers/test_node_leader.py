@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from support import launcher_environments as of
+from wanma.elastic.supervisor.stop_signals import SIGNAL_REPEAT_SECONDS
 from wanma.engines.launchers import node_leader
 from wanma.engines.launchers.node_leader import mark_output_as_forwarded, run_on_node
 from wanma.engines.launchers.placement import read_placement
@@ -166,7 +167,7 @@ def test_a_second_interrupt_ends_who_waits() -> None:
         launch.until_led()
         waiting = launch.processes[1]
         waiting.send_signal(signal.SIGINT)
-        time.sleep(0.5)
+        time.sleep(SIGNAL_REPEAT_SECONDS[signal.SIGINT])
         assert waiting.poll() is None
         waiting.send_signal(signal.SIGINT)
         assert waiting.wait(60) == 130

@@ -24,6 +24,7 @@ from wanma.elastic.launch_config import LaunchConfig, ScriptSettings, StoreKind
 from wanma.elastic.protocol.shared_secret import load_rendezvous_secret
 from wanma.elastic.transport.endpoint import resolve_endpoint
 from wanma.elastic.workers.environment import make_worker_environment
+from wanma.elastic.workers.signal_dispositions import stop_signals_ignored
 from wanma.elastic.workers.worker_output import OUTPUT_EVENT
 from wanma.engines.launchers.job_placement import place_cluster
 from wanma.engines.launchers.launcher_placement import LauncherPlacement
@@ -31,7 +32,7 @@ from wanma.engines.local.foreground import run_local as run_local
 from wanma.hardware.discovery.network_interfaces import check_interface
 from wanma.hardware.discovery.node import discover_node
 from wanma.hardware.discovery.topology_address import resolve_topology_address
-from wanma.job.errors import JobError, WanmaError
+from wanma.job.errors import EXIT_INTERRUPTED, JobError, WanmaError
 from wanma.job.file.cluster_overrides import parse_cluster_section
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
@@ -232,15 +233,19 @@ def launch_script(
         except WanmaError as error:  # no rank was started
             record.record_end(error.exit_code, error.message, console.write)
             raise
+        except KeyboardInterrupt as request:  # before the supervisor handles signals: stopped, not crashed
+            record.record_end(getattr(request, "exit_code", EXIT_INTERRUPTED), "", console.write)
+            raise
         failure = outcome.failure_text if outcome.failure is not None else None
         exit_code = (
             outcome.failure.script_exit_code if outcome.failure is not None else 0
         ) or outcome.exit_code
-        record.record_end(exit_code, failure or "", console.write)
-        if failure is not None:
-            console.write({"kind": "message", "level": "error", "text": failure})
-        if run.job.exists():  # a session was opened here: this is a training
-            record_run_end(run, failure, console.write, earlier_events, is_aborted=exit_code != 0)
+        with stop_signals_ignored():  # another Ctrl-C does not make a run that ended a crashed one
+            record.record_end(exit_code, failure or "", console.write)
+            if failure is not None:
+                console.write({"kind": "message", "level": "error", "text": failure})
+            if run.job.exists():  # a session was opened here: this is a training
+                record_run_end(run, failure, console.write, earlier_events, is_aborted=exit_code != 0)
     return exit_code
 
 

@@ -32,6 +32,7 @@ from wanma.elastic.launch_config import LaunchConfig, RunOutcome
 from wanma.elastic.protocol.shared_secret import SECRET_VARIABLE
 from wanma.elastic.workers.environment import make_worker_environment
 from wanma.elastic.workers.fork_server_handle import ForkServerHandle
+from wanma.elastic.workers.signal_dispositions import stop_signals_ignored
 from wanma.engines.engine import PLACED_BY_VARIABLE
 from wanma.engines.local.foreground import run_local as run_local
 from wanma.engines.node_keeper import NodeKeeper
@@ -140,7 +141,8 @@ def train_job(
                 if failure is not None and on_failure is None:
                     console.write({"kind": "message", "level": "error", "text": failure})
                 if not outcome.has_left:
-                    record_run_end(run, failure, console.write, earlier_events, is_aborted=exit_code != 0)
+                    with stop_signals_ignored():  # another Ctrl-C does not make it a crashed run
+                        record_run_end(run, failure, console.write, earlier_events, is_aborted=exit_code != 0)
             if failure is not None and on_failure is not None:
                 on_failure(failure)
             return exit_code

@@ -23,14 +23,14 @@ STOP_SIGNALS = {
 }
 """Signals that ask the run to stop; SIGKILL follows a SIGTERM, and SIGTERM, some day, a SIGUSR1."""
 SIGNAL_REPEAT_SECONDS: dict[int, float] = {
-    signal.SIGINT: 0.25,
+    signal.SIGINT: 1.0,
     signal.SIGTERM: 1.0,
     signal.SIGUSR1: math.inf,
     signal.SIGHUP: math.inf,
 }
 """Time, in seconds, in which another such signal is the same one: sent to the process and to its group.
 
-That of SIGINT is shorter than the time between two presses of Ctrl-C.
+Programs that started this one, such as `make` and `uv run`, pass the terminal's SIGINT on a moment later.
 """
 
 

@@ -1,6 +1,6 @@
 """Rejection of models that cannot be trained.
 
-Those are a class, lazy layers, compiled TorchScript, complex weights, or no module at all.
+Those are a class, lazy layers, compiled modules, complex weights, or no module at all.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from wanma.job.errors import JobError
+from wanma.torch_internals.loaded import is_compiled_wrapper
 
 
 def validate_module(model: object) -> None:
@@ -28,6 +29,11 @@ def validate_module(model: object) -> None:
         raise JobError(
             f"the model is a {type(model).__name__}, not an nn.Module",
             "pass a module, or name a function that returns one in model.factory",
+        )
+    if is_compiled_wrapper(model):
+        raise JobError(
+            "the model is the result of torch.compile, which gives its parameters other names",
+            "pass the module itself, and set parallel.compile = true to compile its blocks",
         )
     name = type(model).__name__
     if next(model.parameters(), None) is None:
