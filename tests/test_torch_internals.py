@@ -35,7 +35,6 @@ NAMES_OF_OTHERS = {
     "_supports_attention_backend _tied_weights_keys _tp_plan _MAPPING_NAMES _loss_function _name_or_path",
     "wanma: endings of names": "_bytes _proj _T _seconds _latency_seconds _per_second _bytes_per_second "
     "_bus_bytes_per_second _flops_per_second",
-    "wanma: names of classes in old checkpoints": "_Absent _Edge",
 }
 """Private names that are not torch's, by whose they are."""
 

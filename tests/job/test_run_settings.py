@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from wanma.job.file.loading import to_job
-from wanma.job.run.run_settings import (
+from wanma.job.file.run_settings import (
     SETTING_RULES,
     SettingDifference,
     merge_settings,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from wanma.job.file.renamed_keys import KEYS, VALUES
+from wanma.job.file.run_settings import RULE_TEXTS, SETTING_RULES
 from wanma.job.file.schema import KeySchema, TableSchema, schema_tables
 from wanma.job.file.serialization import toml_value
 
@@ -41,7 +42,7 @@ def _template_line(key: KeySchema) -> str:
 
 def reference_markdown() -> str:
     """Return the text of `docs/reference/job-file.md`."""
-    return _INTRODUCTION + "\n".join([*map(markdown_table, schema_tables()), _renamed()])
+    return _INTRODUCTION + "\n".join([*map(markdown_table, schema_tables()), _resume_rules(), _renamed()])
 
 
 def markdown_table(table: TableSchema) -> str:
@@ -52,6 +53,17 @@ def markdown_table(table: TableSchema) -> str:
     ]
     header = f"## `{table.header}`\n\n{table.help}\n\n| key | value | default | |\n|---|---|---|---|\n"
     return header + "\n".join(rows) + "\n"
+
+
+def _resume_rules() -> str:
+    """Return the effect of another value before a resume, by key, as a chapter of the guide."""
+    effects = [f"| {rule} | {text} |" for rule, text in RULE_TEXTS.items()]
+    rows = []
+    for rule, names_by_section in SETTING_RULES.items():
+        for section, names in names_by_section.items():
+            keys = ", ".join("all other keys" if name == "*" else f"`{name}`" for name in names)
+            rows.append(f"| {rule} | `[{section}]` | {keys} |")
+    return _RESUME + "\n".join(effects) + _KEYS_OF_RULES + "\n".join(rows) + "\n"
 
 
 def _renamed() -> str:
@@ -98,6 +110,24 @@ A value is parsed as TOML if possible, otherwise as text; an empty value unsets 
 start at the working directory of the command. Unknown keys and wrong values are errors that name the
 line.
 
+"""
+
+_RESUME = """\
+## Keys with another value before a resume
+
+A checkpoint records the settings of its run. `wanma train`, `wanma.train` and `wanma.session` compare the
+job with them before the first step, and refuse another run by the names of its keys. Ways out: the earlier
+values; another name or run directory; `--fresh` (`checkpoint.resume = false`), which keeps the earlier
+checkpoints; a new run with `checkpoint.start_from`.
+
+| rule | another value |
+|---|---|
+"""
+
+_KEYS_OF_RULES = """
+
+| rule | section | keys |
+|---|---|---|
 """
 
 _RENAMED = """\

@@ -56,7 +56,8 @@ class CheckpointSection(Section):
     resume: Literal["changed"] | bool = Field(
         True,
         description="resume from the newest complete checkpoint: the run directory's, else `upload`'s; "
-        "changed: also if the code of the model, the data, their order or the loss has changed",
+        "changed: also as another run, where the model, the data, their order, the loss or the optimization "
+        "has changed",
     )
     start_from: str | None = Field(
         None, description="folder whose weights start a new run: a checkpoint, or published safetensors"

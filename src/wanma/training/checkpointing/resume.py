@@ -150,6 +150,23 @@ def resume(
             saved_settings=Identity.from_state_values(source.manifest.state).settings,
         )
 
+    return _begin(state, job, plan, worker, identity, messages)
+
+
+def _begin(
+    state: TrainingState,
+    job: Job,
+    plan: Plan,
+    worker: WorkerContext,
+    identity: Identity,
+    messages: list[str],
+) -> ResumeResult:
+    """Begin at step 0, with initial values or the weights that the job starts from.
+
+    Args:
+        messages: messages for the user so far; further ones are added.
+    """
+    folder, choice = worker.run_directory / "checkpoints", job.checkpoint
     start = Path(choice.start_from).expanduser() if choice.start_from is not None else None
     state.initialize(
         huggingface_parameter_names(state.parallel_model)
@@ -160,7 +177,7 @@ def resume(
     if start is not None:
         notes, warnings = load_initial_weights(state, start, plan, worker, identity)
         messages += [f"weights from {choice.start_from}", *notes]
-    if not carries_on:
+    if not choice.resume and worker.restart is None:
         _archive_old_checkpoints(folder, worker, messages)
     elif worker.restart is None and worker.rank == 0:
         recorded = last_record(RunDirectory(worker.run_directory).metrics)

@@ -1,7 +1,7 @@
 """Identity of a run, kept in its checkpoints: settings, and fingerprints of what settings do not tell.
 
-A resumed run has the same; `job/run/run_settings.py` has the rule of each key. Weights are compared because a
-run that has ended returns its own, whatever model it is given.
+A resumed run has the same; `job/file/run_settings.py` has the rule of each key. Weights are compared because
+a run that has ended returns its own, whatever model it is given.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import nn
 from wanma.data.datasets.fingerprint import describe_tensor, hash_texts
 from wanma.data.sampling.order import order_difference
 from wanma.job.errors import WanmaError
+from wanma.job.file.run_settings import SettingDifference, merge_settings, setting_differences
 from wanma.job.run.run_directory import RunDirectory, write_json
-from wanma.job.run.run_settings import SettingDifference, merge_settings, setting_differences
 from wanma.models.model_spec import ModelSpec, transformers_settings
 from wanma.models.user_modules.validation import validate_module
 from wanma.training.checkpointing.code_fingerprint import code_fingerprint, module_texts, same_code

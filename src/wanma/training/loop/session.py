@@ -28,9 +28,9 @@ from wanma.data.datasets.dataset import BatchedDataset
 from wanma.data.opening import open_dataset
 from wanma.data.step_loader import StepBatches, StepLoader
 from wanma.job.errors import JobError, WanmaError
+from wanma.job.file.run_settings import run_settings
 from wanma.job.forecast.forecast import Workload
 from wanma.job.plan.plan import Plan
-from wanma.job.run.run_settings import run_settings
 from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.job import Job
 from wanma.models.keyed_random.forward_draws import KeyedForward

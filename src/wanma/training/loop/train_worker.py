@@ -16,7 +16,7 @@ from torch import nn
 from wanma.data.datasets.dataset import BatchedDataset
 from wanma.data.opening import open_dataset
 from wanma.job.file.import_path import import_object
-from wanma.job.run.run_settings import run_settings
+from wanma.job.file.run_settings import run_settings
 from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.job import Job
 from wanma.models.model_spec import (

@@ -112,9 +112,6 @@ class Trainer:
         )
         identity = with_optimization(identity, user_optimization)
         resumed = resume(self.state, job, plan, worker, identity, folders)
-        schedule_note = schedule_change_note(
-            resumed.saved_settings, train, user_optimization, self.state.step
-        )
         self._identity = resumed.identity
         self._share_rebalancer = ShareRebalancer(job, plan, parallel_mesh, parallel_model, self.state)
         self._replica_check = ReplicaCheck(
@@ -142,9 +139,8 @@ class Trainer:
         self._log = RankStepLog(job, worker)
         self._timing_reporter = RankTimingReporter(plan, parallel_mesh, worker.supervisor_client)
         self._recorder: Recorder | None = None
-        self._open_records(plan, resumed, targets_per_sample)
-        for text in [*resumed.warnings, *([schedule_note] if schedule_note else [])]:
-            self.message(text, "warning")
+        note = schedule_change_note(resumed.saved_settings, train, user_optimization, self.state.step)
+        self._open_records(plan, resumed, targets_per_sample, [*resumed.warnings, *([note] if note else [])])
         self._share_rebalancer.messages.clear()
         self._saves.uploads.request(self.state.step)
         self._unrecorded_restart = worker.restart  # until the first step after it is finished
@@ -163,7 +159,9 @@ class Trainer:
         """Outer update after the last step; None where no exchange ended."""
         self._step_started = time.perf_counter()
 
-    def _open_records(self, plan: Plan, resumed: ResumeResult, targets_per_sample: int) -> None:
+    def _open_records(
+        self, plan: Plan, resumed: ResumeResult, targets_per_sample: int, warnings: list[str]
+    ) -> None:
         """Open the recorder on rank 0, and report how the run starts."""
         job, worker, compression = self.job, self.worker, self.state.parallel_model.compression
         if worker.rank == 0:
@@ -182,6 +180,8 @@ class Trainer:
                 *self._share_rebalancer.messages,
             ]:
                 self._recorder.message(text)
+            for text in warnings:
+                self._recorder.message(text, "warning")
         if compression is not None and compression.warning:
             warn_per_node(compression.warning, worker, self._recorder)
 
