@@ -196,7 +196,9 @@ def test_a_loss_is_known_by_its_code_constants_and_closure() -> None:
     weights = [functools.partial(F.cross_entropy, weight=torch.tensor([1.0, w])) for w in (1.0, 2.0)]
     assert code_fingerprint(weights[0]) != code_fingerprint(weights[1])
     assert same_code("3.11:a", "3.12:b")  # another Python compiles to other code
+    assert same_code("3.11/2:a", "3.11/3:b")  # another version of wanma hashes other texts
     assert not same_code("3.11:a", "3.11:b")
+    assert not same_code(DEFAULT_CODE, "3.11:b")
 
 
 @pytest.mark.full
