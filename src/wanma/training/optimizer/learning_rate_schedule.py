@@ -35,19 +35,22 @@ def schedule_change_note(
         user_optimization: the user's own schedule.
         step: optimizer steps done.
     """
-    saved = {key.removeprefix("train."): value for key, value in saved_settings.items()}
-    names = ("steps", "schedule", "warmup_steps", "final_learning_rate_share", "learning_rate")
-    before = train.model_copy(update={name: saved[name] for name in names if name in saved})
-    schedule = user_optimization.schedule_function
-    earlier_schedule = None if schedule is None else check_schedule(schedule, before.steps)
+    names = ("steps", "schedule", "warmup_steps", "final_learning_rate_share")
+    saved = {name: saved_settings.get(f"train.{name}", getattr(train, name)) for name in names}
+    changed = {name: value for name, value in saved.items() if value != getattr(train, name)}
+    if not changed:
+        return None
+    before = train.model_copy(update=changed)
+    function = user_optimization.schedule_function
+    earlier_schedule = None if function is None else check_schedule(function, before.steps)
     earlier_rate = learning_rate_function(before, earlier_schedule)(step)
     rate = learning_rate_function(train, user_optimization.schedule)(step)
     if rate == earlier_rate:
         return None
-    return (
-        f"the schedule of the learning rate has changed (train.steps was {before.steps}, and is "
-        f"{train.steps}): the rate of step {step + 1} is {rate:.3g} in place of {earlier_rate:.3g}"
+    keys = ", ".join(
+        f"train.{name} was {value!r}, and is {getattr(train, name)!r}" for name, value in changed.items()
     )
+    return f"{keys}: the learning rate of step {step + 1} is {rate:.3g} in place of {earlier_rate:.3g}"
 
 
 def learning_rate_at(step: int, train: TrainSection) -> float:
