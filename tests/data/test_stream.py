@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from wanma.data.datasets.dataset import BatchedDataset
@@ -15,6 +18,7 @@ from wanma.data.opening import open_dataset
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.sections.data import DataSection
 from wanma.job.sections.train import TrainSection
+from wanma.models.user_modules.parametrization_pickling import dumps_by_value
 
 
 class Counting(IterableDataset[Any]):
@@ -66,6 +70,29 @@ class Shuffling(Resumable):
         yield from buffer
 
 
+class Permuting(Counting):
+    """Its order is drawn at `iter()`: no generator function."""
+
+    def __init__(self, permutation: Callable[[int], Any]) -> None:
+        super().__init__(40)
+        self.permutation = permutation
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(float(number), number) for number in self.permutation(self.size)])
+
+
+def shuffling_loader() -> DataLoader[Any]:
+    """A loader whose workers prefetch at `iter()`, in an order drawn then, and draw by themselves."""
+    samples = [(float(number), number) for number in range(12)]
+    return DataLoader(
+        samples, batch_size=None, shuffle=True, num_workers=2, persistent_workers=True, collate_fn=noisy
+    )
+
+
+def noisy(item: Any) -> Any:
+    return item[0] + float(torch.rand(())) / 2, item[1]
+
+
 class Different(Counting):
     def __iter__(self) -> Iterator[Any]:
         generator = random.Random()
@@ -99,6 +126,32 @@ def test_a_reader_of_a_share_has_the_samples_of_one_that_reads_all() -> None:
         numbers = range(4 * step, 4 * step + 4)
         together = inputs(whole, *numbers)
         assert together == [*inputs(shares[0], *numbers[:2]), *inputs(shares[1], *numbers[2:])]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Permuting(torch.randperm),
+        lambda: Permuting(lambda size: np.random.permutation(size)),
+        lambda: Permuting(lambda size: random.sample(range(size), size)),
+        shuffling_loader,
+    ],
+    ids=["torch", "numpy", "random", "loader"],
+)
+def test_an_order_that_is_drawn_at_once_is_the_same_for_every_reader(make: Callable[[], Any]) -> None:
+    used = make()
+    next(iter(used))  # by its owner, before the run
+    sent = pickle.loads(dumps_by_value(used))
+    torch.manual_seed(5)  # of a rank
+    np.random.seed(5)
+    random.seed(5)
+    size = 12 if isinstance(used, DataLoader) else 40
+    whole, share = opened(make()), opened(sent)
+    assert whole.fingerprint == share.fingerprint
+    samples = inputs(whole, *range(2 * size))
+    assert len({int(sample) for sample in samples[:size]}) == size
+    assert inputs(share, *range(4, 2 * size)) == samples[4:]
+    assert samples[size:] != samples[:size]
 
 
 def test_validation_may_be_a_stream_too() -> None:
@@ -155,6 +208,12 @@ def test_a_state_saves_reading_what_came_before() -> None:
     ("stream", "keys", "kind", "fact"),
     [
         (lambda: DataLoader([(1.0, 1)], batch_size=2), {}, JobError, "DataLoader yields batches"),
+        (
+            lambda: DataLoader(Counting(), batch_size=None, num_workers=2, in_order=False),
+            {},
+            JobError,
+            "in_order=False",
+        ),
         (lambda: ((number, number) for number in range(3)), {}, JobError, "generator can be .* once"),
         (Different, {}, JobError, "Different yields different"),
         (lambda: Counting(0), {}, WanmaError, "Counting yields no samples"),

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils.data import get_worker_info
 
 Value = TypeVar("Value")
 SeedGenerators = Callable[[int], object]
@@ -121,6 +122,8 @@ class _GeneratorMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if get_worker_info() is not None:  # forked in this mode: torch has seeded the process for itself
+            return func(*args, **kwargs)
         if func in _LIKE_FUNCTIONS:
             (tensor, *rest), draw = args, _LIKE_FUNCTIONS[func]
             options = {"dtype": tensor.dtype, "device": tensor.device, **kwargs}

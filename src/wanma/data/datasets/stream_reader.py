@@ -24,6 +24,7 @@ from wanma.data.datasets.seeded_draws import SeededDraws, SeedGenerators
 from wanma.data.sampling.batch_size_schedule import samples_consumed_before, step_of_sample
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.sections.train import TrainSection
+from wanma.torch_internals.data_loading import drop_persistent_workers
 
 _FINGERPRINT_SAMPLES = 4
 """Number of samples from the beginning that identify a stream."""
@@ -55,7 +56,14 @@ def check_stream(dataset: Any) -> None:
             "rank itself",
             "pass its dataset, or a loader with batch_size=None",
         )
-    if iter(dataset) is dataset:
+    if not getattr(dataset, "in_order", True):
+        raise JobError(
+            f"data: {name} with in_order=False yields samples in the order in which its workers end, "
+            "but all ranks, and a resumed run, need one order",
+            "leave in_order=False out",
+        )
+    # A loader's `iter` starts processes, and other datasets draw in it: only an iterator's is harmless.
+    if hasattr(dataset, "__next__") and iter(dataset) is dataset:
         raise JobError(
             f"data: {name} can be iterated only once, but a resumed run reads it again from the beginning",
             "pass an object with an __iter__ that returns a new iterator",
@@ -71,7 +79,7 @@ def read_first_samples(dataset: Any, count: int, draws: SeededDraws) -> list[Any
 
     def read(seed: SeedGenerators) -> list[Any]:
         samples: list[Any] = []
-        iterator = _new_iterator(dataset, 0)
+        iterator = _new_iterator(dataset, 0, seed)
         for number in range(count):
             seed(number)
             samples += islice(iterator, 1)
@@ -126,6 +134,8 @@ class StreamReader:
         self._states: OrderedDict[int, _State] = OrderedDict()
         self._start = _State(0, 0, None)
         self._has_states = False
+        self._iterator: Iterator[Any] | None = None
+        """Iterator of the epoch; None: the next read makes it, in its seeded section."""
         self._start_iteration(self._start)
 
     def read_samples(self, sample_indices: Sequence[int]) -> list[Any]:
@@ -199,7 +209,7 @@ class StreamReader:
             dataset = copy.deepcopy(dataset)  # the next epoch must start from the beginning
             dataset.load_state_dict(state.state)
         self._current_dataset = dataset
-        self._iterator = _new_iterator(dataset, self._epoch)
+        self._iterator = None
 
     def _read_sample(self, sample_index: int, seed: SeedGenerators) -> Any:
         if sample_index == 0 and self._first_sample:
@@ -222,16 +232,17 @@ class StreamReader:
             self._read_next(seed)
 
     def _read_next(self, seed: SeedGenerators) -> Any:
-        if self._has_states:
-            self._store_state()
-        seed(self._position)
         for _ in range(2):
             try:
+                if self._iterator is None:
+                    self._iterator = _new_iterator(self._current_dataset, self._epoch, seed)
+                if self._has_states:
+                    self._store_state()
+                seed(self._position)
                 item = next(self._iterator)
             except StopIteration:
                 self._epoch += 1
-                self._current_dataset = self._dataset
-                self._iterator = _new_iterator(self._dataset, self._epoch)
+                self._current_dataset, self._iterator = self._dataset, None
             except Exception as error:  # whatever the user's code raises
                 raise WanmaError(
                     f"data: sample {self._position} of {self.name} failed: {type(error).__name__}: {error}"
@@ -272,9 +283,8 @@ class StreamReader:
         half = len(first_samples) // 2
 
         def read(seed: SeedGenerators) -> list[Any]:
-            seed(0)
             original = copy.deepcopy(self._dataset)
-            iterator = _new_iterator(original, 0)
+            iterator = _new_iterator(original, 0, seed)
             for number in range(half):
                 seed(number)
                 next(iterator)
@@ -284,7 +294,7 @@ class StreamReader:
             resumed = copy.deepcopy(self._dataset)
             resumed.load_state_dict(state)
             samples: list[Any] = []
-            iterator = _new_iterator(resumed, 0)
+            iterator = _new_iterator(resumed, 0, seed)
             for number in range(half, len(first_samples)):
                 seed(number)
                 samples += islice(iterator, 1)
@@ -301,7 +311,11 @@ class StreamReader:
         return bool(resumed_samples) and expected_hash == resumed_hash
 
 
-def _new_iterator(dataset: Any, epoch: int) -> Iterator[Any]:
+def _new_iterator(dataset: Any, epoch: int, seed: SeedGenerators) -> Iterator[Any]:
+    """Begin an epoch; what is drawn at `iter()`, such as its order, depends on (seed, epoch) alone."""
+    seed(-1 - epoch)  # samples have the numbers from 0 on
     if callable(set_epoch := getattr(dataset, "set_epoch", None)):
         set_epoch(epoch)
+    if isinstance(dataset, torch.utils.data.DataLoader):
+        drop_persistent_workers(dataset)
     return iter(dataset)

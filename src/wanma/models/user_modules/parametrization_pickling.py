@@ -1,7 +1,8 @@
-"""Pickling of modules with parametrizations (`torch.nn.utils.parametrize`), for other processes.
+"""Pickling of what torch refuses to pickle, for other processes: parametrizations, loaders with processes.
 
-torch gives each of them a class of its own at run time, and refuses to pickle it. Here the original class
-travels with the attributes, and the parametrizations are registered again.
+torch gives a module with parametrizations (`torch.nn.utils.parametrize`) a class of its own at run time. Here
+the original class travels with the attributes, and the parametrizations are registered again. A data loader
+travels without the processes that it keeps.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.utils.data import DataLoader
 
 from wanma.torch_internals import pickling
+from wanma.torch_internals.data_loading import attributes_without_workers
 from wanma.torch_internals.modules import CHILDREN
 
 
@@ -20,18 +23,19 @@ class _Pickler(pickling.ValuePickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
             kind = parametrize.type_before_parametrizations(obj)
-            return _new_empty_module, (kind,), vars(obj), None, None, _restore_attributes
+            return _new_empty, (kind,), vars(obj), None, None, _restore_attributes
+        if isinstance(obj, DataLoader):
+            return _new_empty, (type(obj),), attributes_without_workers(obj)
         return super().reducer_override(obj)
 
 
 def dumps_by_value(value: Any) -> bytes:
-    """Pickle `value` by value, modules with parametrizations too; `pickle.loads` reads it."""
+    """Pickle `value` by value, parametrizations and loaders too; `pickle.loads` reads it."""
     return pickling.dumps_by_value(value, _Pickler)
 
 
-def _new_empty_module(kind: type[nn.Module]) -> nn.Module:
-    module: nn.Module = kind.__new__(kind)
-    return module
+def _new_empty(kind: Any) -> Any:
+    return kind.__new__(kind)
 
 
 def _restore_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
