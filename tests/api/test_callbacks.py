@@ -114,6 +114,20 @@ def test_one_that_fails_is_not_called_again_and_the_others_are(tmp_path: Path) -
     assert called.failure.startswith("callback Fails.on_step failed: ValueError: no\n")
 
 
+def test_one_that_changes_what_the_ranks_have_copies_of_stops_the_run(tmp_path: Path) -> None:
+    rates = {"rate": 1.0}
+
+    class Lowers(wanma.Callback):
+        def on_step(self, event: wanma.StepEnd) -> None:
+            rates["rate"] /= event.step
+
+    sent = {"data": [1.0], "schedule": lambda _: rates["rate"]}
+    with CallbackThread([Lowers()], RunDirectory(tmp_path), sent) as called:
+        called.on_event(event("step"))
+        called.end_run(0, None)
+    assert called.failure.startswith("a callback has changed schedule by on_step of step 3")
+
+
 def test_a_wish_to_stop_is_told_once(tmp_path: Path) -> None:
     called = CallbackThread([StopsAfter(3)], RunDirectory(tmp_path))
     with called:

@@ -16,6 +16,17 @@ __all__ = ["BatchNormBase", "ConvolutionBase", "InstanceNormBase", "NormBase"]
 PARAMETERS, BUFFERS, CHILDREN = "_parameters", "_buffers", "_modules"
 """Attributes of a module that are dictionaries of what it has registered."""
 
+GLOBAL_HOOKS = (
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_buffer_registration_hooks",
+    "_global_module_registration_hooks",
+    "_global_parameter_registration_hooks",
+)
+"""Dictionaries of the hooks on all modules, in the module `torch.nn.modules.module`."""
+
 Hook = Callable[..., Any]
 
 

@@ -150,6 +150,13 @@ TORCH_INTERNALS: tuple[TorchInternal, ...] = (
         "_parameters _buffers _modules _forward_pre_hooks _forward_hooks _backward_pre_hooks _backward_hooks",
         _NO_RUN,
     ),
+    *_rows(
+        "torch.nn.modules.module",
+        "_global_forward_pre_hooks _global_forward_hooks _global_backward_pre_hooks _global_backward_hooks "
+        "_global_buffer_registration_hooks _global_module_registration_hooks "
+        "_global_parameter_registration_hooks",
+        "no run of Python objects with train.check_code",
+    ),
     *_rows("torch.nn.modules.batchnorm", "_BatchNorm _NormBase", _NO_RUN),
     *_rows("torch.nn.modules.conv", "_ConvNd", _NO_RUN),
     *_rows("torch.nn.modules.instancenorm", "_InstanceNorm", _NO_RUN),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import queue
 import threading
-from collections.abc import Iterable, Sequence
-from types import TracebackType
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 from wanma.checkpoint.format.manifest import step_folder_name
@@ -26,14 +27,29 @@ from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event
 from wanma.job.user_frames import user_frame_text
 
+_READING_INTERVAL = 100
+"""Time between two readings of the objects that were sent, as a multiple of the time of one."""
 _BUILT_IN_METRICS = ("perplexity", "accuracy")
 
 
 class CallbackThread:
-    """Callbacks of one run and their thread; a context manager, after which none is called."""
+    """Callbacks of one run and their thread; a context manager, after which none is called.
 
-    def __init__(self, callbacks: Sequence[Callback], run: RunDirectory) -> None:
+    Args:
+        callbacks: the callbacks.
+        run: run directory.
+        sent_objects: objects by argument of `wanma.train` of which each rank has a copy: a callback that
+            changes one would change nothing there, and fails.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[Callback],
+        run: RunDirectory,
+        sent_objects: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self._callbacks, self._run = list(callbacks), run
+        self._copies = _SentCopies(sent_objects if callbacks else {})
         self._queue: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run_callbacks, daemon=True, name="wanma-callbacks")
         self._stop_reason = ""
@@ -104,6 +120,40 @@ class CallbackThread:
                         f"\n    {line}" if line else ""
                     )
                     self._stop_reason = f"callback {name} failed"
+            if not failed and (changed := self._copies.changed(is_last=method == "on_end")):
+                failed.update(range(len(self._callbacks)))
+                self._stop_reason = f"a callback changed {changed}"
+                self.failure = (
+                    f"a callback has changed {changed} by {method} of step {record.step}: each rank has a "
+                    "copy of it, made at the start\n  compute the change from the step in the object itself; "
+                    "or train.check_code = false, if the ranks need not have it"
+                )
+
+
+class _SentCopies:
+    """Objects that were sent to the ranks, compared with their state at the start in 1 % of the time."""
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        self._objects = objects
+        self._states = self._read()
+        self._next_reading = 0.0
+
+    def changed(self, *, is_last: bool) -> str:
+        """Return the name of the first object that has changed; empty: none, or it is too early to read."""
+        start = time.perf_counter()
+        if not self._objects or (start < self._next_reading and not is_last):
+            return ""
+        states = self._read()
+        end = time.perf_counter()
+        self._next_reading = end + _READING_INTERVAL * (end - start)
+        return next((name for name, state in states.items() if state != self._states[name]), "")
+
+    def _read(self) -> dict[str, int]:
+        if not self._objects:
+            return {}
+        from wanma.training.checks.process_state import plain_state
+
+        return {name: plain_state(value) for name, value in self._objects.items()}
 
 
 def check_callbacks(callbacks: object, source: str = "callbacks") -> list[Callback]:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import pickle
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -60,7 +61,7 @@ from wanma.planner.preparation.job_planning import (
 )
 from wanma.planner.preparation.loader_workers import workers_note
 from wanma.torch_internals.loaded import COMPILER_MODULE
-from wanma.training.loop.train_request import TrainRequest
+from wanma.training.loop.train_request import ProcessSettings, TrainRequest
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -100,7 +101,8 @@ def train_job(
     """
     check_interface(job.cluster.network_interface)
     run = resolve_run_directory(job, run_directory)
-    called = CallbackThread([*callbacks, *load_callbacks(job.observe.callbacks)], run)
+    watched = (user_objects or {}) if job.train.check_code else {}
+    called = CallbackThread([*callbacks, *load_callbacks(job.observe.callbacks)], run, watched)
     start = initial_layout(job, world_size=world_size)
     node = ForkServerHandle.start(preload_modules(job), make_worker_environment(job.cluster, start.plan))
     try:
@@ -108,7 +110,7 @@ def train_job(
         prepared = _prepare(job, start, user_objects)
         run.create()
         with lock_run(run) if job.cluster.nodes == 1 else contextlib.nullcontext():
-            launch = _launch(run, job, prepared, user_objects or {})
+            launch = _launch(run, job, prepared, user_objects)
             earlier_events = count_events(run)
             notes = _start_notes(run, job, prepared)
             is_new = not run.job.exists()
@@ -280,11 +282,18 @@ def dry_run(job: Job, run_directory: Path | None = None, world_size: int | None 
     return render_dry_run(job, prepared, preflight_result)
 
 
-def _launch(run: RunDirectory, job: Job, prepared: PreparedJob, user_objects: dict[str, Any]) -> LaunchConfig:
+def _launch(
+    run: RunDirectory, job: Job, prepared: PreparedJob, user_objects: dict[str, Any] | None
+) -> LaunchConfig:
     plan, workload = prepared.plan, prepared.workload
     fingerprint = _launch_fingerprint(job, plan)
     job = prepared.resolve(job)  # each machine's own affair, as it changes no sample
-    payload = partial(_worker_payload, user_objects, workload.flops_per_sample if workload else None)
+    payload = partial(
+        _worker_payload,
+        user_objects or {},
+        {} if user_objects is None else _process_state(job, user_objects),
+        workload.flops_per_sample if workload else None,
+    )
     return LaunchConfig(
         run_directory=run.path.absolute(),
         entry=ENTRY,
@@ -313,8 +322,22 @@ def _launch(run: RunDirectory, job: Job, prepared: PreparedJob, user_objects: di
     )
 
 
+def _process_state(job: Job, user_objects: dict[str, Any]) -> dict[str, int]:
+    """Return the state of the user's process that the ranks must have, too."""
+    if not job.train.check_code or "torch" not in sys.modules:  # a program without torch has no model yet
+        return {}
+    from wanma.training.checks.process_state import factory_paths, process_state
+
+    return process_state(user_objects.values(), factory_paths(job).values())
+
+
 def _worker_payload(
-    user_objects: dict[str, Any], flops_per_sample: float | None, job: Job, plan: Plan, peak: float | None
+    user_objects: dict[str, Any],
+    process_state: dict[str, int],
+    flops_per_sample: float | None,
+    job: Job,
+    plan: Plan,
+    peak: float | None,
 ) -> bytes:
     """Return the pickled request for the ranks."""
     seeded = False
@@ -322,17 +345,22 @@ def _worker_payload(
         from wanma.training.checkpointing.run_identity import is_seeded
 
         seeded = is_seeded()
-    return pickle_request(TrainRequest(job, plan, flops_per_sample, peak, user_objects, seeded=seeded))
+    return pickle_request(
+        TrainRequest(
+            job, plan, flops_per_sample, peak, user_objects, seeded=seeded, process_state=process_state
+        )
+    )
 
 
 def pickle_request(request: TrainRequest) -> bytes:
-    """Pickle the request for the ranks; objects of the user's own program travel by value.
+    """Pickle this process's settings and the request; objects of the user's own program travel by value.
 
     Raises:
         WanmaError: an object cannot be sent to another process; names it.
     """
+    settings = ProcessSettings.of_this_process()
     if not request.user_objects:
-        return pickle.dumps(request)
+        return pickle.dumps(settings) + pickle.dumps(request)
     from wanma.models.user_modules.parametrization_pickling import dumps_by_value
 
     model = request.user_objects.get("model")
@@ -350,7 +378,7 @@ def pickle_request(request: TrainRequest) -> bytes:
                 f"{name} = {type(value).__name__} cannot be sent to the ranks: {error}",
                 f"open files and connections in the ranks, or set {name}.factory in the job",
             ) from error
-    return dumps_by_value(request)
+    return dumps_by_value(settings, request)
 
 
 def _launch_fingerprint(job: Job, plan: Plan) -> str:

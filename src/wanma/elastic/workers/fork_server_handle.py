@@ -60,6 +60,8 @@ class ForkServerHandle:
         output = os.memfd_create("wanma-fork-server-output", os.MFD_CLOEXEC)
         # numpy's OpenBLAS starts its threads at import, and a process with threads must not fork.
         inherited = {"OPENBLAS_NUM_THREADS": "1", **os.environ, **(environment or {})}
+        if sys.flags.optimize:
+            inherited["PYTHONOPTIMIZE"] = str(sys.flags.optimize)  # the same code as here, of one file
         inherited.pop(SECRET_VARIABLE, None)
         process = subprocess.Popen(
             [

@@ -135,6 +135,11 @@ class TrainSection(Section):
         1, ge=0, le=2**63 - 1, description="seed of initialization, data order and every random draw"
     )
     deterministic: bool = Field(False, description="make results bitwise repeatable, at some cost in speed")
+    check_code: bool = Field(
+        True,
+        description="refuse objects passed in Python whose modules differ between the program and the ranks, "
+        "which import them: patched classes, changed constants, files edited after the import",
+    )
 
     @model_validator(mode="after")
     def _check_ranges(self) -> TrainSection:

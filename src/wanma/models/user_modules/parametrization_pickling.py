@@ -29,9 +29,9 @@ class _Pickler(pickling.ValuePickler):
         return super().reducer_override(obj)
 
 
-def dumps_by_value(value: Any) -> bytes:
-    """Pickle `value` by value, parametrizations and loaders too; `pickle.loads` reads it."""
-    return pickling.dumps_by_value(value, _Pickler)
+def dumps_by_value(*values: Any) -> bytes:
+    """Pickle each value by value, parametrizations and loaders too; `pickle.load` reads one."""
+    return b"".join(pickling.dumps_by_value(value, _Pickler) for value in values)
 
 
 def _new_empty(kind: Any) -> Any:

@@ -56,7 +56,7 @@ def module_texts(module: nn.Module, seen: set[int]) -> Iterator[str]:
     for name, part in module.named_modules():
         kind = parametrize.type_before_parametrizations(part)
         yield f"{name}: {kind.__qualname__}"
-        if not _is_library_class(kind):
+        if not is_library_class(kind):
             yield from _class_texts(kind, seen)
             yield from _settings(part, seen)
         elif not kind.__module__.startswith("wanma."):
@@ -88,7 +88,7 @@ def _texts(value: Any, visited: set[int]) -> Iterator[str]:
         yield from _function_texts(value, visited)
     elif isinstance(value, type):
         yield value.__qualname__
-        if not _is_library_class(value):
+        if not is_library_class(value):
             yield from _class_texts(value, visited)
     elif isinstance(value, nn.Module):
         yield from module_texts(value, visited)
@@ -101,7 +101,7 @@ def _texts(value: Any, visited: set[int]) -> Iterator[str]:
             yield from _texts(value[key], visited)
     else:
         yield getattr(value, "__qualname__", type(value).__qualname__)
-        if not isinstance(value, type(sys)) and not _is_library_class(type(value)):
+        if not isinstance(value, type(sys)) and not is_library_class(type(value)):
             yield from _class_texts(type(value), visited)
             yield from _settings(value, visited)
 
@@ -109,9 +109,9 @@ def _texts(value: Any, visited: set[int]) -> Iterator[str]:
 def _function_texts(function: FunctionType, visited: set[int]) -> Iterator[str]:
     yield function.__qualname__
     code = function.__code__
-    if _is_library_file(code.co_filename) or function.__module__.startswith("wanma."):
+    if is_library_file(code.co_filename) or function.__module__.startswith("wanma."):
         return
-    yield from _code_texts(code, function.__doc__)
+    yield from code_texts(code, function.__doc__)
     yield from _texts(list(function.__defaults__ or ()), visited)
     yield from _texts(function.__kwdefaults__, visited)
     for cell in function.__closure__ or ():
@@ -119,7 +119,7 @@ def _function_texts(function: FunctionType, visited: set[int]) -> Iterator[str]:
             yield from _texts(cell.cell_contents, visited)
         except ValueError:  # not yet filled
             yield "empty"
-    for name in sorted(_names(code)):
+    for name in sorted(code_names(code)):
         value = function.__globals__.get(name)
         if isinstance(value, FunctionType | functools.partial | bool | int | float | str):
             yield name
@@ -129,7 +129,7 @@ def _function_texts(function: FunctionType, visited: set[int]) -> Iterator[str]:
 def _class_texts(kind: type, visited: set[int]) -> Iterator[str]:
     """Yield the methods and plain attributes of a class and of those of its bases that are the user's."""
     for base in kind.__mro__:
-        if _is_library_class(base) or id(base) in visited:
+        if is_library_class(base) or id(base) in visited:
             continue
         visited.add(id(base))
         for name, value in sorted(vars(base).items()):
@@ -141,22 +141,22 @@ def _class_texts(kind: type, visited: set[int]) -> Iterator[str]:
                 yield from _texts(plain, visited)
 
 
-def _code_texts(code: CodeType, docstring: str | None) -> Iterator[str]:
+def code_texts(code: CodeType, docstring: str | None) -> Iterator[str]:
     yield code.co_code.hex()
     yield repr((code.co_names, code.co_freevars))  # locals go by number
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _code_texts(constant, None)
+            yield from code_texts(constant, None)
         elif isinstance(constant, frozenset):
             yield repr(sorted(map(repr, constant)))  # a set's own order differs between processes
         elif docstring is None or constant != docstring:
             yield repr(constant)
 
 
-def _names(code: CodeType) -> set[str]:
+def code_names(code: CodeType) -> set[str]:
     """Return the global names and attributes that a function and those inside it use."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return set(code.co_names).union(*map(_names, inner))
+    return set(code.co_names).union(*map(code_names, inner))
 
 
 def _settings(instance: Any, visited: set[int]) -> Iterator[str]:
@@ -187,7 +187,7 @@ def _constructor_settings(module: nn.Module, visited: set[int]) -> Iterator[str]
             yield from _texts(value, visited)
 
 
-def _is_library_class(kind: type) -> bool:
+def is_library_class(kind: type) -> bool:
     if kind.__module__ in ("builtins", "typing", "abc") or kind.__module__.startswith("wanma."):
         return True
     file: str | None = None
@@ -198,8 +198,8 @@ def _is_library_class(kind: type) -> bool:
             break
     if file is None:  # no method of its own: by its module
         file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return file is not None and _is_library_file(file)
+    return file is not None and is_library_file(file)
 
 
-def _is_library_file(file: str) -> bool:
+def is_library_file(file: str) -> bool:
     return file.startswith(_LIBRARIES) or any(name in file for name in _PACKAGES)

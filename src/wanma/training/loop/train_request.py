@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,3 +30,31 @@ class TrainRequest:
     """Hooks of that model's parameters, which are sent without them."""
     seeded: bool = False
     """True if the user's program has seeded torch, so that it makes the same model when it runs again."""
+    process_state: dict[str, int] = field(default_factory=dict)
+    """State of the user's process, as of `process_state.process_state`; empty: it is not compared."""
+
+
+@dataclass(frozen=True)
+class ProcessSettings:
+    """Settings of the user's process that its ranks take over, before they import the user's modules."""
+
+    arguments: tuple[str, ...]
+    """`sys.argv`, which modules may read while they are imported."""
+    default_dtype: Any = None
+    """Default dtype of torch; None: the process has not imported torch."""
+    float32_matmul_precision: str = ""
+
+    @classmethod
+    def of_this_process(cls) -> ProcessSettings:
+        arguments, torch = tuple(sys.argv), sys.modules.get("torch")
+        if torch is None:
+            return cls(arguments)
+        return cls(arguments, torch.get_default_dtype(), torch.get_float32_matmul_precision())
+
+    def apply(self) -> None:
+        """Let this process, which has imported torch, have the settings."""
+        sys.argv[:] = self.arguments
+        if self.default_dtype is not None:
+            torch = sys.modules["torch"]
+            torch.set_default_dtype(self.default_dtype)
+            torch.set_float32_matmul_precision(self.float32_matmul_precision)

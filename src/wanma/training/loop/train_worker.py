@@ -5,6 +5,7 @@ The supervisor calls `train_worker` in every rank; `train` is the same with the 
 
 from __future__ import annotations
 
+import io
 import pickle
 from dataclasses import replace
 from functools import partial
@@ -42,6 +43,7 @@ from wanma.training.checkpointing.run_identity import (
 )
 from wanma.training.checkpointing.training_state import seed_generators
 from wanma.training.checks.carried_state import first_samples_forward, refuse_carried_state
+from wanma.training.checks.process_state import refuse_other_process_state
 from wanma.training.checks.sample_coupling import UserCode, refuse_sample_coupling
 from wanma.training.loop.train_request import TrainRequest
 from wanma.training.loop.training_loop import run_training_loop, try_metrics
@@ -65,10 +67,14 @@ def train_worker(worker: WorkerContext, payload: bytes) -> None:
 
     Args:
         worker: context of this rank.
-        payload: pickled `TrainRequest`. It comes through an inherited descriptor from the very command that
-            started this process, never from a file, which another user could write.
+        payload: pickled `ProcessSettings` and, after them, pickled `TrainRequest`. It comes through an
+            inherited descriptor from the very command that started this process, never from a file, which
+            another user could write.
     """
-    train(worker, pickle.loads(payload))
+    with io.BytesIO(payload) as file:
+        pickle.load(file).apply()
+        request = pickle.load(file)
+    train(worker, request)
 
 
 def train(worker: WorkerContext, request: TrainRequest) -> str:
@@ -78,6 +84,7 @@ def train(worker: WorkerContext, request: TrainRequest) -> str:
         outcome: "finished", "interrupted" or "paused".
     """
     job, plan = request.job, request.plan
+    refuse_other_process_state(request.process_state, job)
     configure_numerics(job, plan)
     seed_generators(job.train.seed, worker.rank)
     progress = worker.supervisor_client.report_progress
