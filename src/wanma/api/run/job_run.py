@@ -69,6 +69,15 @@ if TYPE_CHECKING:
 ENTRY = "wanma.training.loop.train_worker:train_worker"
 PRELOAD = ("torch", COMPILER_MODULE, "wanma.training.loop.train_worker")
 """Modules imported once, before the ranks are forked; FSDP2 imports the compiler at its first use."""
+_FACTORY_KEYS = {
+    "model": "model.factory",
+    "data": "data.factory",
+    "loss": "model.loss",
+    "metrics": "train.metrics",
+    "optimizer": "train.optimizer_factory",
+    "schedule": "train.schedule_factory",
+}
+"""Key of the job that names a function instead of each object passed in Python."""
 SUPERVISOR_EVENT_KINDS = ("straggler",)
 """Kinds of events that come from a supervisor, to be recorded here."""
 
@@ -328,7 +337,7 @@ def _process_state(job: Job, user_objects: dict[str, Any]) -> dict[str, int]:
         return {}
     from wanma.training.checks.process_state import factory_paths, process_state
 
-    return process_state(user_objects.values(), factory_paths(job).values())
+    return process_state(user_objects.values(), factory_paths(job, user_objects).values())
 
 
 def _worker_payload(
@@ -374,11 +383,23 @@ def pickle_request(request: TrainRequest) -> bytes:
         try:
             dumps_by_value(value)
         except Exception as error:  # whatever the object's own pickling raises
+            holder = _unpicklable_attribute(value, dumps_by_value)
             raise WanmaError(
-                f"{name} = {type(value).__name__} cannot be sent to the ranks: {error}",
-                f"open files and connections in the ranks, or set {name}.factory in the job",
+                f"{name} = {type(value).__name__} cannot be sent to the ranks{holder}: {error}",
+                "make it at its first use in the rank (for data: in __getitem__, kept in a dict by "
+                f"threading.get_ident()); or set {_FACTORY_KEYS[name]} in the job, which the ranks call",
             ) from error
     return dumps_by_value(settings, request)
+
+
+def _unpicklable_attribute(value: Any, dumps: Callable[[Any], bytes]) -> str:
+    """Return ' because of its attribute NAME (TYPE)'; empty if none is the reason by itself."""
+    for name, part in getattr(value, "__dict__", {}).items():
+        try:
+            dumps(part)
+        except Exception:  # whatever the part's own pickling raises
+            return f" because of its attribute {name} ({type(part).__name__})"
+    return ""
 
 
 def _launch_fingerprint(job: Job, plan: Plan) -> str:

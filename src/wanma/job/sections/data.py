@@ -206,6 +206,11 @@ class DataSection(Section):
         False,
         description="loader processes instead of threads, for a dataset whose Python code takes the time",
     )
+    check_reads: bool = Field(
+        True,
+        description="read eight samples of your own dataset twice before the first step, and refuse one that "
+        "depends on earlier reads or on other threads",
+    )
 
     @property
     def worker_count(self) -> int:

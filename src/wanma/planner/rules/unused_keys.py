@@ -43,6 +43,7 @@ def _unused_keys(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
             yield f"model.{name}", "there are no adapters (model.lora_rank = 0)"
     if job.data.has_images or job.data.has_text:
         yield "data.worker_processes", "only a dataset of your own is read by processes"
+        yield "data.check_reads", "only a dataset of your own is read twice"
     if job.data.has_factory or job.data.has_images:
         name = "factory" if job.data.has_factory else "images"
         kind = f"{name} in data.sources" if job.data.sources else f"data.{name}"

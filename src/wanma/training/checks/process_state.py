@@ -14,7 +14,7 @@ import itertools
 import sys
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -75,10 +75,15 @@ def process_state(objects: Iterable[object], factories: Iterable[str] = ()) -> P
     return recorder.state()
 
 
-def factory_paths(job: Job) -> dict[str, str]:
-    """Return the import paths of the user's code that a job names, by key."""
+def factory_paths(job: Job, objects: Collection[str]) -> dict[str, str]:
+    """Return the import paths of the user's code that a job names, by key.
+
+    Args:
+        job: the job.
+        objects: kinds of the objects passed in Python. With a model, `model.factory` only records its class.
+    """
     paths = {
-        "model.factory": job.model.factory,
+        "model.factory": None if "model" in objects else job.model.factory,
         "model.loss": job.model.loss,
         "data.factory": job.data.factory,
         "train.optimizer_factory": job.train.optimizer_factory,
@@ -89,15 +94,19 @@ def factory_paths(job: Job) -> dict[str, str]:
     return {key: path for key, path in paths.items() if path is not None}
 
 
-def refuse_other_process_state(state: ProcessState, job: Job) -> None:
+def refuse_other_process_state(state: ProcessState, factories: Mapping[str, str]) -> None:
     """Compare the state of the user's process with that of this one, which has not yet used any object.
+
+    Args:
+        state: state of the user's process.
+        factories: as of `factory_paths`.
 
     Raises:
         JobError: names what differs.
     """
     if not state:
         return
-    for key, path in factory_paths(job).items():
+    for key, path in factories.items():
         import_object(path, key)
     names = [
         name.replace(":", ".")

@@ -43,7 +43,7 @@ from wanma.training.checkpointing.run_identity import (
 )
 from wanma.training.checkpointing.training_state import seed_generators
 from wanma.training.checks.carried_state import first_samples_forward, refuse_carried_state
-from wanma.training.checks.process_state import refuse_other_process_state
+from wanma.training.checks.process_state import factory_paths, refuse_other_process_state
 from wanma.training.checks.sample_coupling import UserCode, refuse_sample_coupling
 from wanma.training.loop.train_request import TrainRequest
 from wanma.training.loop.training_loop import run_training_loop, try_metrics
@@ -84,7 +84,7 @@ def train(worker: WorkerContext, request: TrainRequest) -> str:
         outcome: "finished", "interrupted" or "paused".
     """
     job, plan = request.job, request.plan
-    refuse_other_process_state(request.process_state, job)
+    refuse_other_process_state(request.process_state, factory_paths(job, request.user_objects))
     configure_numerics(job, plan)
     seed_generators(job.train.seed, worker.rank)
     progress = worker.supervisor_client.report_progress

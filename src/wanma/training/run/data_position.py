@@ -5,18 +5,20 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from wanma.data.datasets.dataset import BatchedDataset
+from wanma.data.datasets.map_dataset import UserDataset
 from wanma.data.datasets.stream_dataset import StreamDataset
 from wanma.job.errors import AllRanksError
 from wanma.training.run.trainer import Trainer
 
 
 def seek_data(trainer: Trainer, data: BatchedDataset) -> None:
-    """Check that all ranks have the same data, and advance a stream to the run's position.
+    """Check that all ranks have the same data at each read, and advance a stream to the run's position.
 
     Every rank calls it.
 
     Raises:
         AllRanksError: a rank has other data, or the same in another order.
+        JobError: a sample is another one when it is read again.
     """
     rank = _first_unlike_rank(data, trainer.plan.world_size)
     if not isinstance(data, StreamDataset):
@@ -26,6 +28,9 @@ def seek_data(trainer: Trainer, data: BatchedDataset) -> None:
                 "give all nodes the same files, and all ranks the same dataset (no split by RANK, no draw "
                 "without a seed): wanma selects each rank's share",
             )
+        section = trainer.job.data
+        if isinstance(data, UserDataset) and section.check_reads:
+            data.refuse_unlike_reads(0 if section.worker_processes else section.worker_count)
         return
     if rank is not None:
         raise AllRanksError(
