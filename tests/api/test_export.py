@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from support.huggingface import write_config
 from support.ranks import Outcome, run_job
-from wanma.api.checkpoints.export import export
+from wanma.api.checkpoints.export import _other_files, export
 from wanma.cli.main import main
 from wanma.data.text.tokenizer import BytesTokenizer, load_tokenizer
 from wanma.job.file.serialization import job_to_toml
@@ -101,6 +103,20 @@ def test_a_run_of_bytes_is_written_with_a_tokenizer_whose_numbers_are_the_bytes(
     ours = load_tokenizer(tmp_path / "out")
     assert (ours.vocabulary_size, ours.end_of_document_id) == (257, 256)
     assert ours.encode("万马").tolist() == list("万马".encode())
+
+
+@pytest.mark.parametrize(
+    ("published", "exported"), [(None, 3), (1, 3), (3, 3), ([1, 3], [1, 3]), ([1, 2], 3)]
+)
+def test_an_export_names_the_end_of_document_that_was_trained(
+    tmp_path: Path, published: int | list[int] | None, exported: int | list[int]
+) -> None:
+    backend = Backend(models.WordLevel({"a": 0, "b": 1, "</s>": 2, "<stop>": 3}, unk_token="a"))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
+    files = _other_files({"eos_token_id": published}, load_tokenizer(tmp_path))
+    assert json.loads(files["config.json"])["eos_token_id"] == exported
+    assert json.loads(files["tokenizer_config.json"])["eos_token"] == "<stop>"
 
 
 def test_a_checkpoint_is_converted_to_what_export_writes(tmp_path: Path) -> None:

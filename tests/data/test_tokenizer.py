@@ -2,13 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from wanma.data.text.tokenizer import BytesTokenizer, load_tokenizer
 from wanma.job.errors import JobError
@@ -58,12 +59,77 @@ def test_the_end_of_document_is_found_by_its_common_names(tmp_path: Path, name: 
     assert tokenizer.decode([1]) == ""
 
 
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config.json", {"eos_token": "<stop>"}),
+        ("tokenizer_config.json", {"eos_token": {"content": "<stop>", "special": True}}),
+        ("special_tokens_map.json", {"eos_token": "<stop>"}),
+        ("generation_config.json", {"eos_token_id": [2, 0]}),
+        ("config.json", {"eos_token_id": 2}),
+    ],
+)
+def test_the_files_beside_a_tokenizer_name_its_end_of_document(
+    tmp_path: Path, file: str, content: dict[str, object]
+) -> None:
+    path = byte_level(tmp_path / "tokenizer.json", ["<pad>", "</s>", "<stop>"])
+    unnamed = load_tokenizer(path)
+    assert unnamed.end_of_document_id == 1
+    (tmp_path / file).write_text(json.dumps(content))
+    for place in (path, tmp_path):
+        tokenizer = load_tokenizer(place)
+        assert (tokenizer.end_of_document_id, tokenizer.end_of_document) == (2, "<stop>")
+        assert tokenizer.fingerprint != unnamed.fingerprint
+    (tmp_path / file).write_text(json.dumps({"eos_token": "<unknown>", "eos_token_id": 9_999}))
+    assert load_tokenizer(path).fingerprint == unnamed.fingerprint
+
+
+def test_the_template_of_a_tokenizer_names_its_end_of_document(tmp_path: Path) -> None:
+    path = byte_level(tmp_path / "t.json", ["<begin>", "<stop>"])
+    backend = Backend.from_file(str(path))
+    backend.post_processor = processors.TemplateProcessing(
+        single="<begin> $A <stop>", special_tokens=[("<begin>", 0), ("<stop>", 1)]
+    )
+    backend.save(str(path))
+    assert load_tokenizer(path).end_of_document_id == 1
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "pre_tokenizer"),
+    [
+        (None, pre_tokenizers.Metaspace(prepend_scheme="always")),
+        (None, pre_tokenizers.Sequence([pre_tokenizers.Metaspace(prepend_scheme="first")])),
+        (normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]), None),
+        (normalizers.Prepend("\u2581"), pre_tokenizers.Metaspace(prepend_scheme="never")),
+        (None, pre_tokenizers.ByteLevel(add_prefix_space=True)),
+    ],
+)
+def test_pieces_of_a_document_have_the_tokens_of_the_whole(
+    tmp_path: Path, normalizer: Any, pre_tokenizer: Any
+) -> None:
+    characters = {
+        character: number for number, character in enumerate(sorted({*"\u2581\u0120\u010a\nthecat "}))
+    }
+    backend = Backend(models.BPE(vocab=characters, merges=[]))
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    if pre_tokenizer is not None:
+        backend.pre_tokenizer = pre_tokenizer
+    backend.save(str(tmp_path / "t.json"))
+    tokenizer = load_tokenizer(tmp_path / "t.json")
+    pieces = [tokenizer.encode("the\n"), tokenizer.encode("cat at\n", continues=True)]
+    assert np.concatenate(pieces).tolist() == tokenizer.encode("the\ncat at\n").tolist()
+    assert len(tokenizer.encode("the")) == 4  # with its space
+
+
 def test_a_tokenizer_without_an_end_of_document_gets_one(tmp_path: Path) -> None:
     path = byte_level(tmp_path / "t.json", [])
     known = len(json.loads(path.read_text())["model"]["vocab"])
     tokenizer = load_tokenizer(path)
     assert (tokenizer.end_of_document_id, tokenizer.vocabulary_size) == (known, known + 1)
     assert tokenizer.decode([*tokenizer.encode(b"cat"), known]) == "cat"
+    published = Backend.from_str(tokenizer.to_huggingface_json())
+    assert published.token_to_id(tokenizer.end_of_document) == known
 
 
 def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from wanma.data.text.tokenizer import BYTES_END_OF_DOCUMENT, BytesTokenizer, Tokenizer, load_tokenizer
+from wanma.data.text.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer
 from wanma.job.errors import WanmaError
 from wanma.job.file.loading import load_recorded_job
 from wanma.job.run.run_directory import RunDirectory
@@ -130,17 +130,21 @@ def _other_files(config: dict[str, Any], tokenizer: Tokenizer | None) -> dict[st
     """Return the files beside the weights: the config, and a tokenizer that the run keeps."""
     if tokenizer is None:
         return {"config.json": json.dumps(config, indent=2, sort_keys=True).encode()}
-    if config.get("eos_token_id") is None:
-        config["eos_token_id"] = tokenizer.end_of_document_id
+    ends = config.get("eos_token_id")
+    if tokenizer.end_of_document_id not in (ends if isinstance(ends, list) else [ends]):
+        config["eos_token_id"] = tokenizer.end_of_document_id  # the one that the model has learned to write
     text = json.dumps(config, indent=2, sort_keys=True).encode()
     return {"config.json": text, **_tokenizer_files(tokenizer)}
 
 
 def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     """Return the tokenizer's files in the form that transformers' `AutoTokenizer` loads."""
-    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": tokenizer.end_of_document,
+    }
     if isinstance(tokenizer, BytesTokenizer):
-        settings |= {"eos_token": BYTES_END_OF_DOCUMENT, "clean_up_tokenization_spaces": False}
+        settings |= {"clean_up_tokenization_spaces": False}
     return {
         "tokenizer.json": tokenizer.to_huggingface_json().encode(),
         "tokenizer_config.json": json.dumps(settings).encode() + b"\n",

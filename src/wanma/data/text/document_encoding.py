@@ -22,8 +22,8 @@ def encode_document(document: Document, tokenizer: Tokenizer) -> Iterator[NDArra
         ValueError: a token id is outside the vocabulary.
     """
     if isinstance(document, bytes):
-        for piece in split_pieces(io.BytesIO(document)):
-            yield tokenizer.encode(piece)
+        for number, piece in enumerate(split_pieces(io.BytesIO(document))):
+            yield tokenizer.encode(piece, continues=number > 0)
     elif len(tokens := without_end(document, tokenizer)):
         check_tokens(tokens, tokenizer)
         yield tokens

@@ -259,7 +259,7 @@ class _Encoder:
     def encode_file(self, document: StoredFile) -> None:
         """Encode a file of plain text as one document; a binary one is counted, or refused if named."""
         digest = hashlib.blake2b(digest_size=8)
-        is_valid_utf8, is_detected, is_records = True, False, False
+        is_valid_utf8, is_detected, is_records, is_started = True, False, False, False
         checks_utf8 = self._tokenizer.needs_utf8 or self._settings.bad_data == "refuse"
         try:
             for piece in read_chunks(document, opener=self._opener):
@@ -277,7 +277,8 @@ class _Encoder:
                     is_valid_utf8 = False
                     if self._settings.bad_data == "refuse":
                         raise BadDataError(OpenableFile(document).url, "invalid UTF-8")
-                self._writer.write(self._tokenizer.encode(piece))
+                self._writer.write(self._tokenizer.encode(piece, continues=is_started))
+                is_started = True
         except BadDataError as error:
             self._writer.discard_document()
             self._note_bad(document, error.file, None, error.cause, error)

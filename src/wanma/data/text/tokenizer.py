@@ -18,6 +18,14 @@ from wanma.job.errors import JobError, WanmaError
 from wanma.job.retry import STORAGE_RETRY_POLICY, retry
 
 _TOKENIZER_FILE = "tokenizer.json"
+_SETTINGS_FILE = "tokenizer_config.json"
+_END_FILES = {
+    _SETTINGS_FILE: "eos_token",
+    "special_tokens_map.json": "eos_token",
+    "generation_config.json": "eos_token_id",
+    "config.json": "eos_token_id",
+}
+"""Files beside a tokenizer.json, with their key of the end-of-text token; the first that has it is used."""
 _BYTES_TOKENIZER_CONTENT = '{"wanma_tokenizer": "bytes"}'
 _END_OF_DOCUMENT_NAMES = (
     "<|endoftext|>",
@@ -28,9 +36,13 @@ _END_OF_DOCUMENT_NAMES = (
     "<EOS>",
     "[EOS]",
 )
-"""Names of the end-of-document token in published tokenizers; the first that exists is used."""
+"""Names of the end-of-document token in published tokenizers, where no file names it; the first is used."""
 BYTES_END_OF_DOCUMENT = "<|endoftext|>"
 """Name of the end-of-document token in the file of the bytes tokenizer."""
+
+
+_NO_PREFIX = {"prepend_scheme": "never", "add_prefix_space": False}
+"""Settings of a `Metaspace`, by the versions of `tokenizers` that have them."""
 
 
 class Tokenizer(ABC):
@@ -40,6 +52,8 @@ class Tokenizer(ABC):
     """Vocabulary size; every token is below it."""
     end_of_document_id: int
     """Token that follows every document."""
+    end_of_document: str
+    """Text of that token."""
     needs_utf8: bool
     """True if bytes that are not UTF-8 are replaced by U+FFFD before encoding."""
     fingerprint: str
@@ -51,8 +65,13 @@ class Tokenizer(ABC):
         return np.dtype("<u2" if self.vocabulary_size <= 1 << 16 else "<u4")
 
     @abstractmethod
-    def encode(self, text: bytes | str) -> NDArray[Any]:
-        """Encode a piece of text to tokens of `dtype`, without special tokens around them."""
+    def encode(self, text: bytes | str, *, continues: bool = False) -> NDArray[Any]:
+        """Encode a piece of text to tokens of `dtype`, without special tokens around them.
+
+        Args:
+            text: the piece.
+            continues: true if the piece is not the first of its document: no space is put before it.
+        """
 
     @abstractmethod
     def decode(self, tokens: Iterable[int]) -> str:
@@ -72,10 +91,11 @@ class BytesTokenizer(Tokenizer):
 
     vocabulary_size = 257
     end_of_document_id = 256
+    end_of_document = BYTES_END_OF_DOCUMENT
     needs_utf8 = False
     fingerprint = "bytes"
 
-    def encode(self, text: bytes | str) -> NDArray[Any]:
+    def encode(self, text: bytes | str, *, continues: bool = False) -> NDArray[Any]:  # noqa: ARG002
         content = text.encode() if isinstance(text, str) else text
         return np.frombuffer(content, dtype=np.uint8).astype(self.dtype)
 
@@ -100,33 +120,47 @@ class BytesTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """Tokenizer from a Hugging Face `tokenizers` JSON file, with any algorithm."""
+    """Tokenizer from a Hugging Face `tokenizers` JSON file, with any algorithm.
+
+    Args:
+        content: content of the file.
+        end: end-of-text token that the files beside it name, as text or number; None: they name none. Where
+            the vocabulary has no end-of-text token either, the tokenizer gets one after its last token.
+    """
 
     needs_utf8 = True
 
-    def __init__(self, content: str) -> None:
-        from tokenizers import Tokenizer as Backend  # imported on use: other tokenizers need not pay for it
-
+    def __init__(self, content: str, end: str | int | None = None) -> None:
         self._content = content
-        self._backend: Any = Backend.from_str(content)
-        self._backend.no_truncation()  # a document is never cut or padded, whatever the file was saved with
-        self._backend.no_padding()
+        self._backend = _make_backend(content)
+        continuation = _without_prefix_space(content)
+        self._continuation_backend = self._backend if continuation is None else _make_backend(continuation)
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise ValueError("its vocabulary is empty")
         self._backend_vocabulary_size = max(vocabulary.values()) + 1
-        end_of_document_ids = [vocabulary[name] for name in _END_OF_DOCUMENT_NAMES if name in vocabulary]
-        self.end_of_document_id = (
-            end_of_document_ids[0] if end_of_document_ids else self._backend_vocabulary_size
-        )
+        by_name = [vocabulary[name] for name in _END_OF_DOCUMENT_NAMES if name in vocabulary]
+        default = by_name[0] if by_name else self._template_end(self._backend_vocabulary_size)
+        named = vocabulary.get(end) if isinstance(end, str) else end
+        is_known = named is not None and self._backend.id_to_token(named) is not None
+        self.end_of_document_id: int = named if named is not None and is_known else default
+        self.end_of_document = self._backend.id_to_token(self.end_of_document_id) or BYTES_END_OF_DOCUMENT
         self.vocabulary_size = max(self._backend_vocabulary_size, self.end_of_document_id + 1)
-        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
+        identity = content if self.end_of_document_id == default else f"{content}\0{self.end_of_document_id}"
+        self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
 
-    def encode(self, text: bytes | str) -> NDArray[Any]:
+    def _template_end(self, otherwise: int) -> int:
+        """Return the special token that the tokenizer's own template puts after a text, or `otherwise`."""
+        text, framed = (
+            self._backend.encode("a", add_special_tokens=is_framed).ids for is_framed in (False, True)
+        )
+        return int(framed[-1]) if text and framed[-1] != text[-1] else otherwise
+
+    def encode(self, text: bytes | str, *, continues: bool = False) -> NDArray[Any]:
         content = text if isinstance(text, str) else text.decode("utf-8", errors="replace")
+        backend = self._continuation_backend if continues else self._backend
         # one text at a time: `encode_batch` starts a thread pool, which a later fork would not survive
-        encoded = self._backend.encode(content, add_special_tokens=False)
-        return np.array(encoded.ids, dtype=self.dtype)
+        return np.array(backend.encode(content, add_special_tokens=False).ids, dtype=self.dtype)
 
     def decode(self, tokens: Iterable[int]) -> str:
         text_tokens = [
@@ -138,10 +172,58 @@ class HuggingFaceTokenizer(Tokenizer):
         return text
 
     def to_huggingface_json(self) -> str:
-        return self._content
+        if self.end_of_document_id < self._backend_vocabulary_size:
+            return self._content
+        from tokenizers import AddedToken
+
+        backend = _make_backend(self._content)
+        backend.add_special_tokens([AddedToken(self.end_of_document, special=True, normalized=False)])
+        text: str = backend.to_str(pretty=True)
+        return text
 
     def save(self, folder: Path) -> None:
         (folder / _TOKENIZER_FILE).write_text(self._content, encoding="utf-8")
+        if self.end_of_document_id < self._backend_vocabulary_size:
+            settings = json.dumps({"eos_token": self.end_of_document})
+            (folder / _SETTINGS_FILE).write_text(settings, encoding="utf-8")
+
+
+def _make_backend(content: str) -> Any:
+    from tokenizers import Tokenizer as Backend  # imported on use: other tokenizers need not pay for it
+
+    backend: Any = Backend.from_str(content)
+    backend.no_truncation()  # a document is never cut or padded, whatever the file was saved with
+    backend.no_padding()
+    return backend
+
+
+def _without_prefix_space(content: str) -> str | None:
+    """Return the tokenizer that puts no space before a text; None: it is this one."""
+    values = json.loads(content)
+    parts = {key: _without_prefix(values.get(key)) for key in ("normalizer", "pre_tokenizer")}
+    return (
+        None
+        if all(values.get(key) == part for key, part in parts.items())
+        else json.dumps({**values, **parts})
+    )
+
+
+def _without_prefix(part: Any) -> Any:
+    """Return a normalizer or pre-tokenizer that puts no space before a text; None: nothing is left of it."""
+    match part:
+        case {"type": "Prepend"}:
+            return None
+        case {"type": "Metaspace"}:
+            return {**part, **{key: value for key, value in _NO_PREFIX.items() if key in part}}
+        case {"type": "ByteLevel"}:
+            return {**part, "add_prefix_space": False}
+        case {"type": "Sequence"}:
+            lists = {key: value for key, value in part.items() if isinstance(value, list)}
+            return {
+                **part,
+                **{key: list(filter(None, map(_without_prefix, value))) for key, value in lists.items()},
+            }
+    return part
 
 
 def _byte_characters() -> list[str]:
@@ -163,14 +245,42 @@ def load_tokenizer(name: str | Path, key: str = "data.tokenizer") -> Tokenizer:
     content = _read(str(name), key)
     if content.strip() == _BYTES_TOKENIZER_CONTENT:
         return BytesTokenizer()
+    end = _read_end(str(name), key)
     try:
         json.loads(content)
-        return HuggingFaceTokenizer(content)
+        return HuggingFaceTokenizer(content, end)
     except Exception as error:  # the backend raises plain `Exception` for unusable files
         raise JobError(
             f"{key}: '{name}' is not a Hugging Face tokenizer.json: {error}",
             "use the tokenizer.json of the model's repository",
         ) from error
+
+
+def _read_end(name: str, key: str) -> str | int | None:
+    """Return the end-of-text token that the files beside a tokenizer.json name; None: none does."""
+    filesystem, path = fsspec.core.url_to_fs(name)
+    if filesystem.isdir(path):
+        folder = path.rstrip("/")
+    elif path.endswith(f"/{_TOKENIZER_FILE}"):
+        folder = path.removesuffix(f"/{_TOKENIZER_FILE}")
+    else:
+        return None  # the files beside it may belong to others
+    for file, end_key in _END_FILES.items():
+        try:
+            values = json.loads(filesystem.cat_file(f"{folder}/{file}"))
+        except FileNotFoundError:
+            continue
+        except ValueError as error:
+            raise JobError(f"{key}: {file} of '{name}' is not JSON: {error}") from error
+        except OSError as error:
+            raise WanmaError(f"{key}: cannot read {file} of '{name}': {error.strerror or error}") from error
+        end = values.get(end_key) if isinstance(values, dict) else None
+        end = (
+            end.get("content") if isinstance(end, dict) else end[0] if isinstance(end, list) and end else end
+        )
+        if isinstance(end, str | int):
+            return end
+    return None
 
 
 def _read(name: str, key: str) -> str:
