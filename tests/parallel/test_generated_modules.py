@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -146,6 +147,24 @@ def test_what_no_layout_can_do_is_refused_with_the_cause(name: str, judge: Judge
     verdict = judge(Case((name,), layout="replicas", collectives="shared_memory"))
     assert verdict.kind == "refused", verdict
     assert any(words in verdict.text for words in REFUSED[name].split("|")), verdict
+
+
+@pytest.mark.parametrize("entry", ["train", "session"])
+@pytest.mark.parametrize(
+    ("case", "kinds", "words"),
+    [
+        (Case(data="own_generator"), ("refused", "refused"), "is another one when it is read again"),
+        (Case(data="stream_drawn_at_once"), ("equal", "equal"), ""),
+        (Case(patches_class=True), ("refused", "equal"), "torch.nn.modules.linear.Linear.forward"),
+    ],
+    ids=["own-generator", "stream", "patched-class"],
+)
+def test_data_and_process_of_the_user(
+    case: Case, kinds: tuple[str, str], words: str, entry: Literal["train", "session"], judge: Judge
+) -> None:
+    verdict = judge(replace(case, entry=entry, layout="replicas"))
+    assert verdict.kind == kinds[entry == "session"], verdict
+    assert verdict.kind == "equal" or words in verdict.text
 
 
 def test_a_wrong_case_shrinks_to_what_makes_it_wrong() -> None:

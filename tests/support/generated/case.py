@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Literal
+
+from torch import nn
 
 from support.generated.features import BLOCKS, FEATURES, ROOT, SETUP
 from support.generated.losses import LOSSES
@@ -40,6 +44,21 @@ OUTPUTS = {
 }
 """Output of forward, and the way in which a loss of one's own takes its logits."""
 
+DATA = {
+    "rows": "Sent = Data",
+    "own_generator": """class Sent(Data):
+    generator = np.random.default_rng(0)
+
+    def __getitem__(self, index):
+        x, *others = super().__getitem__(index)
+        return x * float(self.generator.random()), *others""",
+    "stream_drawn_at_once": """class Sent:
+    def __iter__(self):
+        rows = Data()
+        return map(rows.__getitem__, torch.randperm(len(rows)).tolist())""",
+}
+"""Source of the data of a run, `Sent`, of the rows of `Data`."""
+
 Entry = Literal["train", "session"]
 
 
@@ -62,6 +81,10 @@ class Case:
     inputs: str = "float32"
     """Data type of the samples."""
     weight_decay: float = 0.1
+    data: str = "rows"
+    """Name in `DATA`."""
+    patches_class: bool = False
+    """The program has patched a class of torch before it trains."""
 
     def __str__(self) -> str:
         default = Case()
@@ -94,7 +117,7 @@ class Case:
     @property
     def draws(self) -> bool:
         """It draws random numbers by other means than dropout modules."""
-        return any(FEATURES[name].draws for name in self.features)
+        return self.data == "stream_drawn_at_once" or any(FEATURES[name].draws for name in self.features)
 
     @property
     def statistics_group(self) -> int | None:
@@ -165,6 +188,9 @@ class Data:
         return self.x[index], {second}self.y[index]
 
 
+{DATA[case.data]}
+
+
 def loss(y, targets):
 {_indented(taken_in + loss.loss)}
 
@@ -180,6 +206,18 @@ def program(case: Case) -> types.ModuleType:
     sys.modules.pop("own_program", None)
     exec(compile(source(case), f"<{case}>", "exec"), module.__dict__)
     return module
+
+
+@contextmanager
+def patched(case: Case) -> Iterator[None]:
+    """The user's process, whose classes are patched if the case says so."""
+    forward = nn.Linear.forward
+    if case.patches_class:
+        nn.Linear.forward = lambda self, x: 1.5 * forward(self, x)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Linear.forward = forward  # type: ignore[method-assign]
 
 
 _HEAD = """\

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from support.generated.case import Case, program
+from support.generated.case import Case, patched, program
 from support.generated.features import FEATURES
 from support.generated.ranks import Outcome, Ranks
 from support.generated.reference import Trained, plain_loop
@@ -102,7 +102,7 @@ def _expected(case: Case) -> Trained | str:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), patched(plain):
                 warnings.simplefilter("ignore")
                 _known[plain] = plain_loop(plain, program(plain))
         except Exception as error:

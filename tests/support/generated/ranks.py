@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from support.generated.case import Case, program
+from support.generated.case import Case, patched, program
 from support.generated.reference import Trained
 from support.ranks import _context
 from wanma.job.errors import WanmaError
@@ -155,7 +155,8 @@ def _run(worker: WorkerContext, case: Case) -> Outcome:
         if case.entry == "train":
             _train(worker, case, own)
         else:
-            _own_loop(worker, case, own)
+            with patched(case):
+                _own_loop(worker, case, own)
         if worker.rank > 0:
             return Outcome("trained")
         trained = _read(worker.run_directory)
@@ -177,17 +178,20 @@ def _train(worker: WorkerContext, case: Case, own: Any) -> None:
     from wanma.job.run.run_directory import RunDirectory
     from wanma.job.sections.job import Job
     from wanma.planner.preparation.job_planning import complete_run_plan, initial_layout
+    from wanma.training.checks.process_state import process_state
     from wanma.training.loop.train_worker import TrainRequest, train_worker
 
     RunDirectory(worker.run_directory).create()
     job = Job.model_validate(case.job())
     plan = complete_run_plan(job, initial_layout(job), None).plan
-    objects = {"model": own.make(), "data": own.Data()}
+    objects = {"model": own.make(), "data": own.Sent()}
     if case.validates:
         objects["data"] = (own.Data(), own.Data(20))
     if not LOSSES[case.loss].default:
         objects["loss"] = own.loss
-    train_worker(worker, pickle_request(TrainRequest(job, plan, user_objects=objects)))
+    with patched(case):
+        state = process_state(objects.values())
+    train_worker(worker, pickle_request(TrainRequest(job, plan, user_objects=objects, process_state=state)))
 
 
 def _hand_back(model: Any, trained: Trained) -> None:
@@ -215,7 +219,7 @@ def _own_loop(worker: WorkerContext, case: Case, own: Any) -> None:
             def losses(batch: Any) -> torch.Tensor:
                 return own.loss(model(*batch.inputs), batch.targets)
 
-            data = (own.Data(), own.Data(20)) if case.validates else own.Data()
+            data = (own.Data(), own.Data(20)) if case.validates else own.Sent()
             for batch in session.batches(data, validate=losses if case.validates else None):
                 session.step(losses(batch))
     finally:
