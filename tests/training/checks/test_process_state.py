@@ -1,4 +1,4 @@
-"""What a module defines is the same in the user's program and in the ranks, or named."""
+"""Comparison of what modules define in the user's program and in its ranks."""
 
 from __future__ import annotations
 

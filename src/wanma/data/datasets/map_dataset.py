@@ -23,7 +23,6 @@ from wanma.data.datasets.dataset import BatchedDataset, InputKind, make_batch
 from wanma.data.datasets.fingerprint import dataset_fingerprint, hash_texts
 from wanma.data.datasets.joined_datasets import JoinedDatasets
 from wanma.data.datasets.reading_rates import ReadingRates
-from wanma.data.datasets.repeated_reads import refuse_unlike_reads
 from wanma.data.datasets.seeded_draws import SeededDraws, SeedGenerators
 from wanma.data.datasets.stream_reader import check_stream, is_stream
 from wanma.data.datasets.worker_processes import WorkerProcesses
@@ -120,22 +119,22 @@ class UserDataset(BatchedDataset):
 
     @cached_property
     def fingerprint(self) -> str:  # type: ignore[override]  # it reads samples, and not every use wants it
-        parts = [part for part in (self._train, self._validation) if part is not None]
-        return hash_texts(*(dataset_fingerprint(part, self._read_item) for part in parts))
+        return hash_texts(*(dataset_fingerprint(part, self._read_item) for part in self.datasets))
 
-    def refuse_unlike_reads(self, threads: int) -> None:
-        """Read some samples twice in this process, as `repeated_reads.refuse_unlike_reads`."""
+    @property
+    def datasets(self) -> list[Any]:
+        """The dataset of training and, if there is one, that of validation."""
+        return [part for part in (self._train, self._validation) if part is not None]
 
-        def read(dataset: Any, row: int) -> Batch:
-            def read_item(seed: SeedGenerators) -> list[Any]:
-                seed(row)
-                return [self._read_item(dataset, row)]
+    def read_row(self, dataset: Any, row: int) -> Batch:
+        """Read a row of one of `datasets` in this thread, with draws that are seeded by its number."""
 
-            rows = np.array([row])
-            return self._collate(self._draws.read(read_item), type(dataset).__name__, rows, rows)
+        def read(seed: SeedGenerators) -> list[Any]:
+            seed(row)
+            return [self._read_item(dataset, row)]
 
-        datasets = [part for part in (self._train, self._validation) if part is not None]
-        refuse_unlike_reads(datasets, read, threads)
+        rows = np.array([row])
+        return self._collate(self._draws.read(read), type(dataset).__name__, rows, rows)
 
     def sample_name(self, sample_index: int) -> str:
         (row,) = self._train_rows(np.asarray([sample_index]))

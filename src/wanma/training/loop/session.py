@@ -49,6 +49,7 @@ from wanma.training.checks.carried_state import CarriedStateCheck
 from wanma.training.checks.lone_samples import has_single_sample_micro_batches, refuse_zero_gradients
 from wanma.training.checks.loss_dependence import SampleDependenceCheck
 from wanma.training.checks.sample_coupling import UserCode, is_batch_split, refuse_sample_coupling
+from wanma.training.loop.data_position import seek_data
 from wanma.training.loop.training_loop import run_step_tasks
 from wanma.training.loop.training_loop import validate as validate_with
 from wanma.training.loss.target_counting import Losses, TargetCounter
@@ -56,7 +57,6 @@ from wanma.training.loss.transformers_labels import default_per_target_losses
 from wanma.training.loss.validation_metrics import ReportedMetrics, ValidationResult, split_metrics
 from wanma.training.optimizer.user_optimizer_trial import load_tried_user_optimization
 from wanma.training.run.data_parts import join_data_parts
-from wanma.training.run.data_position import seek_data
 from wanma.training.run.shared_reading import share_reading
 from wanma.training.run.trainer import Trainer
 from wanma.training.step.early_stopping import check_validation_keys, unused_validation_keys_note

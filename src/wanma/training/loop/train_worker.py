@@ -45,6 +45,7 @@ from wanma.training.checkpointing.training_state import seed_generators
 from wanma.training.checks.carried_state import first_samples_forward, refuse_carried_state
 from wanma.training.checks.process_state import factory_paths, refuse_other_process_state
 from wanma.training.checks.sample_coupling import UserCode, refuse_sample_coupling
+from wanma.training.loop.data_position import seek_data
 from wanma.training.loop.train_request import TrainRequest
 from wanma.training.loop.training_loop import run_training_loop, try_metrics
 from wanma.training.loss.loss_functions import CrossEntropy, LossFunction, wrap_user_loss
@@ -54,7 +55,6 @@ from wanma.training.loss.user_loss import prepare_loss
 from wanma.training.loss.validation_metrics import ACCURACY, Metrics, class_accuracy, user_metrics
 from wanma.training.optimizer.user_optimizer_trial import load_tried_user_optimization
 from wanma.training.run.data_parts import join_data_parts
-from wanma.training.run.data_position import seek_data
 from wanma.training.run.numerics import configure_numerics
 from wanma.training.run.start_health_check import check_cluster, check_local_device
 from wanma.training.run.trainer import Trainer

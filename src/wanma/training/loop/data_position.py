@@ -8,6 +8,7 @@ from wanma.data.datasets.dataset import BatchedDataset
 from wanma.data.datasets.map_dataset import UserDataset
 from wanma.data.datasets.stream_dataset import StreamDataset
 from wanma.job.errors import AllRanksError
+from wanma.training.checks.repeated_reads import refuse_unlike_reads
 from wanma.training.run.trainer import Trainer
 
 
@@ -30,7 +31,7 @@ def seek_data(trainer: Trainer, data: BatchedDataset) -> None:
             )
         section = trainer.job.data
         if isinstance(data, UserDataset) and section.check_reads:
-            data.refuse_unlike_reads(0 if section.worker_processes else section.worker_count)
+            refuse_unlike_reads(data, 0 if section.worker_processes else section.worker_count)
         return
     if rank is not None:
         raise AllRanksError(

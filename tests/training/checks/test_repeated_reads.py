@@ -15,6 +15,7 @@ import torch
 from wanma.data.datasets.map_dataset import UserDataset, wrap_user_dataset
 from wanma.job.errors import JobError
 from wanma.job.sections.data import DataSection
+from wanma.training.checks.repeated_reads import refuse_unlike_reads
 
 ROWS, WIDTH = 32, 64
 
@@ -104,7 +105,7 @@ def opened(dataset: Any) -> UserDataset:
 @pytest.mark.parametrize("threads", [0, 1, 2])
 def test_what_depends_on_seed_and_index_alone_passes(threads: int, tmp_path: Path) -> None:
     for dataset in (Fixed(), (GlobalDraws(), Fixed()), StoredPerThread(tmp_path / "rows")):
-        opened(dataset).refuse_unlike_reads(threads)
+        refuse_unlike_reads(opened(dataset), threads)
 
 
 @pytest.mark.parametrize("threads", [0, 1, 2])
@@ -112,16 +113,16 @@ def test_what_depends_on_seed_and_index_alone_passes(threads: int, tmp_path: Pat
 def test_what_depends_on_earlier_reads_is_refused(kind: Any, threads: int) -> None:
     for dataset in (kind(), (Fixed(), kind())):
         with pytest.raises(JobError, match=rf"of {kind.__name__} is another one .*same seed"):
-            opened(dataset).refuse_unlike_reads(threads)
+            refuse_unlike_reads(opened(dataset), threads)
 
 
 def test_a_file_that_threads_share_is_refused_where_there_are_several(tmp_path: Path) -> None:
-    opened(Stored(tmp_path / "rows")).refuse_unlike_reads(1)
+    refuse_unlike_reads(opened(Stored(tmp_path / "rows")), 1)
     with pytest.raises(JobError, match="of Stored is another one when 2 threads read at once"):
-        opened(Stored(tmp_path / "rows")).refuse_unlike_reads(2)
+        refuse_unlike_reads(opened(Stored(tmp_path / "rows")), 2)
 
 
 def test_a_connection_of_one_thread_is_refused_where_a_thread_loads() -> None:
-    opened(Database()).refuse_unlike_reads(0)
+    refuse_unlike_reads(opened(Database()), 0)
     with pytest.raises(JobError, match=r"of Database fails in another thread than its first.*SQLite"):
-        opened(Database()).refuse_unlike_reads(1)
+        refuse_unlike_reads(opened(Database()), 1)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from wanma.data.batch import Batch
 from wanma.data.datasets.joined_datasets import JoinedDatasets
+from wanma.data.datasets.map_dataset import UserDataset
 from wanma.job.errors import JobError, WanmaError
 
 _ITEMS = 8
@@ -38,18 +39,17 @@ ReadRow = Callable[[Any, int], Batch]
 TraceFunction = Callable[[FrameType, str, Any], Any]
 
 
-def refuse_unlike_reads(datasets: Sequence[Any], read: ReadRow, threads: int) -> None:
+def refuse_unlike_reads(data: UserDataset, threads: int) -> None:
     """Read some items of each dataset twice, the second time in the threads of training.
 
     Args:
-        datasets: the dataset of training and, if there is one, that of validation.
-        read: reader of a row.
+        data: the user's datasets.
         threads: number of loader threads; 0: processes load, each with a dataset of its own.
 
     Raises:
         JobError: an item is another one when it is read again, or beside others.
     """
-    places = _places(datasets)
+    places, read = _places(data.datasets), data.read_row
     alone = [read(*place) for place in places]
     if threads == 0:
         again: Sequence[Batch | WanmaError] = [read(*place) for place in reversed(places)][::-1]
