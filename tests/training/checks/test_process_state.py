@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 
@@ -120,6 +121,16 @@ def test_a_patch_of_a_library_is_named(
         state = process_state([net.Net()])
     with pytest.raises(JobError, match=rf"differ in torch.*\.{attribute}"):
         refuse_other_process_state(state, {})
+
+
+def test_what_one_library_adds_to_another_is_its_own(
+    net: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Module, "smart_apply", save_file, raising=False)
+        state = process_state([net.Net()])
+    assert any(name.startswith("torch.nn.modules.module:Module.smart_apply") for name in state)
+    refuse_other_process_state(state, {})
 
 
 def test_a_hook_on_all_modules_is_named(net: ModuleType) -> None:

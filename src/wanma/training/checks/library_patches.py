@@ -18,6 +18,10 @@ SCRIPTS = ("__main__", "__mp_main__")
 """Names of a script's own module, which is sent to the ranks as it is."""
 
 
+ADDITION = "+"
+"""End of the name of what one library has put into another: it may be an addition for its own use."""
+
+
 def library_patches(reached: set[str]) -> Iterator[tuple[str, str]]:
     """Yield (name, text) of functions and methods of libraries that come from somewhere else."""
     for place, module in _with_imports(reached).items():
@@ -27,7 +31,7 @@ def library_patches(reached: set[str]) -> Iterator[tuple[str, str]]:
                 found = {f"{name}.{attribute}": item for attribute, item in list(vars(value).items())}
             for path, item in found.items():
                 if _is_foreign(last_part(path), item, place) and (text := value_text(item)) is not None:
-                    yield f"{place}:{path}", text
+                    yield f"{place}:{path}{ADDITION if _is_of_library(item) else ''}", text
 
 
 def _with_imports(names: set[str]) -> dict[str, ModuleType]:
@@ -60,6 +64,11 @@ def _is_foreign(name: str, value: Any, place: str) -> bool:
     return getattr(sys.modules.get(function.__module__), function.__name__, None) is not value or not (
         is_standard(home) or is_library_file(function.__code__.co_filename)
     )
+
+
+def _is_of_library(value: Any) -> bool:
+    function = unwrapped(value)
+    return type(function) is FunctionType and is_library(function.__globals__.get("__name__", ""))
 
 
 def global_hooks() -> Iterator[tuple[str, str]]:

@@ -26,6 +26,7 @@ from wanma.job.sections.job import Job
 from wanma.torch_internals.modules import GLOBAL_HOOKS
 from wanma.training.checkpointing.code_fingerprint import code_names, is_library_class, is_library_file
 from wanma.training.checks.library_patches import (
+    ADDITION,
     SCRIPTS,
     global_hooks,
     hooks_text,
@@ -108,12 +109,7 @@ def refuse_other_process_state(state: ProcessState, factories: Mapping[str, str]
         return
     for key, path in factories.items():
         import_object(path, key)
-    names = [
-        name.replace(":", ".")
-        for name, checksum in state.items()
-        if name.partition(":")[0] in sys.modules  # else nothing here refers to it
-        and ((text := _named_text(name)) is None or zlib.crc32(text.encode()) != checksum)
-    ]
+    names = [name.replace(":", ".").removesuffix(ADDITION) for name in state if _is_other(name, state[name])]
     if not names:
         return
     shown = ", ".join(names[:_SHOWN_NAMES]) + (", ..." if len(names) > _SHOWN_NAMES else "")
@@ -123,6 +119,17 @@ def refuse_other_process_state(state: ProcessState, factories: Mapping[str, str]
         "make the change while the module of the model is imported, or define the class or function in the "
         "script, which is sent as it is; train.check_code = false trains as the files say",
     )
+
+
+def _is_other(name: str, checksum: int) -> bool:
+    """Return whether a recorded thing is another one in this process."""
+    if name.partition(":")[0] not in sys.modules:  # nothing here refers to it
+        return False
+    value = _named(name.removesuffix(ADDITION))
+    if value is _MISSING:
+        return not name.endswith(ADDITION)
+    text = hooks_text(value) if last_part(name) in GLOBAL_HOOKS else value_text(value)
+    return text is None or zlib.crc32(text.encode()) != checksum
 
 
 def plain_state(value: object) -> int:
@@ -300,14 +307,6 @@ class _Recorder:
             self._texts[name] = text
             if not isinstance(unwrapped(value), FunctionType | type | BuiltinFunctionType):
                 self._constants.add(name)
-
-
-def _named_text(name: str) -> str | None:
-    """Return the text of a recorded name in this process; None: it has no such thing."""
-    value = _named(name)
-    if value is _MISSING:
-        return None
-    return hooks_text(value) if last_part(name) in GLOBAL_HOOKS else value_text(value)
 
 
 def _named(name: str) -> Any:
