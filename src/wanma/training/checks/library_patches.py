@@ -30,7 +30,7 @@ def library_patches(reached: set[str]) -> Iterator[tuple[str, str]]:
             if issubclass(type(value), type) and value.__module__ == place and name == value.__qualname__:
                 found = {f"{name}.{attribute}": item for attribute, item in list(vars(value).items())}
             for path, item in found.items():
-                if _is_foreign(last_part(path), item, place) and (text := value_text(item)) is not None:
+                if _is_foreign(path, item, place) and (text := value_text(item)) is not None:
                     yield f"{place}:{path}{ADDITION if _is_of_library(item) else ''}", text
 
 
@@ -49,8 +49,12 @@ def _with_imports(names: set[str]) -> dict[str, ModuleType]:
     return found
 
 
-def _is_foreign(name: str, value: Any, place: str) -> bool:
-    """Return whether a function stands under another name than its own, or in another library."""
+def _is_foreign(path: str, value: Any, place: str) -> bool:
+    """Return whether a function stands under another name than its own, or is another library's.
+
+    A function that a module has imported under its own name is none of these.
+    """
+    name, is_method = last_part(path), "." in path
     function = unwrapped(value)
     kind = type(function)
     if kind is BuiltinFunctionType:
@@ -61,8 +65,11 @@ def _is_foreign(name: str, value: Any, place: str) -> bool:
     home = function.__globals__.get("__name__", "")
     if package(home) == package(place):
         return name not in (function.__name__, function.__code__.co_name)
-    return getattr(sys.modules.get(function.__module__), function.__name__, None) is not value or not (
-        is_standard(home) or is_library_file(function.__code__.co_filename)
+    is_import = getattr(sys.modules.get(function.__module__), name, None) is value
+    return (
+        is_method
+        or not is_import
+        or not (is_standard(home) or is_library_file(function.__code__.co_filename))
     )
 
 
