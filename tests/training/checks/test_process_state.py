@@ -141,6 +141,22 @@ def test_a_hook_on_all_modules_is_named(net: ModuleType) -> None:
         refuse_other_process_state(state, {})
 
 
+def test_a_module_that_a_function_imports_is_compared(
+    net: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "some_numbers.py").write_text("FACTOR = 1.0\n")
+    (tmp_path / "some_loss.py").write_text(
+        "def loss(y, targets):\n    from some_numbers import FACTOR\n    return FACTOR * (y - targets)\n"
+    )
+    for name in ("some_numbers", "some_loss"):
+        monkeypatch.setitem(sys.modules, name, importlib.import_module(name))
+    monkeypatch.setattr(sys.modules["some_numbers"], "FACTOR", 2.0)
+    state = process_state([sys.modules["some_loss"].loss])
+    del sys.modules["some_numbers"]
+    with pytest.raises(JobError, match=r"differ in some_numbers\.FACTOR"):
+        refuse_other_process_state(state, {})
+
+
 def test_what_a_program_does_beside_the_code_of_its_objects_is_no_difference(net: ModuleType) -> None:
     model = net.Net()  # counts in the class, which no method reads
     torch.optim.AdamW(model.parameters())  # torch wraps `step` at the first

@@ -143,7 +143,10 @@ class _SentCopies:
         start = time.perf_counter()
         if not self._objects or (start < self._next_reading and not is_last):
             return ""
-        states = self._read()
+        try:
+            states = self._read()
+        except RuntimeError:  # another thread of the user's has changed a container meanwhile
+            states = self._states
         end = time.perf_counter()
         self._next_reading = end + _READING_INTERVAL * (end - start)
         return next((name for name, state in states.items() if state != self._states[name]), "")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import importlib
 import itertools
 import sys
 import zlib
@@ -123,7 +124,10 @@ def refuse_other_process_state(state: ProcessState, factories: Mapping[str, str]
 
 def _is_other(name: str, checksum: int) -> bool:
     """Return whether a recorded thing is another one in this process."""
-    if name.partition(":")[0] not in sys.modules:  # nothing here refers to it
+    module = name.partition(":")[0]
+    with contextlib.suppress(Exception):  # whatever the module raises; a function may import it only later
+        importlib.import_module(module)
+    if module not in sys.modules:  # nothing here can refer to it
         return False
     value = _named(name.removesuffix(ADDITION))
     if value is _MISSING:
@@ -141,14 +145,14 @@ def plain_state(value: object) -> int:
     recorder.follow(value)
     checksum = 0
     for item in recorder.visited:
-        plain = [(name, part) for name, part in _parts(item) if isinstance(part, PLAIN)]
+        plain = [(name, value_text(part)) for name, part in _parts(item) if isinstance(part, PLAIN)]
         checksum = zlib.crc32(repr(plain).encode(), checksum)
     return checksum
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
     """Yield what an object itself holds, by name or number."""
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         yield from itertools.islice(value.items(), MAX_ITEMS)
     elif isinstance(value, list | tuple):
         yield from enumerate(value[:MAX_ITEMS])
@@ -229,9 +233,9 @@ class _Recorder:
             yield from (value.func, value.args, value.keywords)
         elif isinstance(value, nn.Module):
             yield type(value)
-            yield from value.children()
+            yield from nn.Module.children(value)
             yield from vars(value).values()
-        elif isinstance(value, Mapping):
+        elif isinstance(value, dict):
             yield from itertools.islice(value.values(), MAX_ITEMS)
         elif isinstance(value, list | tuple | set | frozenset):
             yield from itertools.islice(value, MAX_ITEMS)

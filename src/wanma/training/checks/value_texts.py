@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
-from collections.abc import Mapping
+import zlib
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any
 
@@ -21,12 +21,17 @@ MAX_DEPTH = 4
 """Largest depth of nested containers, or of modules in modules."""
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)
 """Types of values that are compared by their text."""
+_MAX_TEXT = 4096
+"""Largest length of a text that is compared as it is; of a longer one, its checksum is."""
 _WRAPPERS = (FunctionType, type(functools.lru_cache(len)))
 
 
 def value_text(value: Any, depth: int = 0) -> str | None:
     """Return a text that differs where code or value does; None: a kind that is not compared."""
     value = unwrapped(value)
+    if isinstance(value, str | bytes) and len(value) > _MAX_TEXT:
+        content = value if isinstance(value, bytes) else value.encode(errors="replace")
+        return f"{len(value)} {zlib.crc32(content)}"
     if isinstance(value, PLAIN):
         return repr(value)
     if depth > MAX_DEPTH:
@@ -45,7 +50,7 @@ def value_text(value: Any, depth: int = 0) -> str | None:
         return value_text(value.__func__, depth + 1)
     if isinstance(value, functools.partial):
         return _joined([value_text(item, depth + 1) for item in (value.func, value.args, value.keywords)])
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         items = itertools.islice(value.items(), MAX_ITEMS)
         return _joined([str(len(value)), *(value_text(item, depth + 1) for pair in items for item in pair)])
     if isinstance(value, list | tuple | set | frozenset):
