@@ -7,6 +7,7 @@ item of another. Draws from the global generators are no such case: they are see
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 import time
@@ -108,6 +109,8 @@ def _read_in_threads(places: list[tuple[Any, int]], read: ReadRow, threads: int)
     def read_some(first: int) -> list[Batch | WanmaError]:
         start.wait()
         if size > 1:
+            if (frame := inspect.currentframe()) is not None:
+                frame.f_trace_opcodes = True  # else Python 3.12 traces lines alone
             sys.settrace(_interruptions())  # of this thread
         try:
             return [_read_or_error(read, place) for place in places[first::size][::-1]]
