@@ -89,8 +89,8 @@ class TrainSection(Section):
     )
     non_finite: Literal["stop", "skip", "retry"] = Field(
         "stop",
-        description="action on a NaN or infinite gradient; skip: no update in this step; retry: "
-        "restore the newest in-memory checkpoint and repeat the step, once; then as skip",
+        description="action on a NaN or infinite gradient, or a step without targets; skip: no update; "
+        "retry: restore the newest in-memory checkpoint and repeat the step, once; then as skip",
     )
     spike: Literal["ignore", "stop", "skip", "retry"] = Field(
         "ignore",
