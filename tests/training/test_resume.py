@@ -186,7 +186,7 @@ def run(two_steps: Outcome, tmp_path: Path) -> Path:
 
 
 def test_another_optimizer_is_refused_as_that_and_not_as_another_model(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(WanmaError, match=r"train\.optimizer was 'adamw', and is 'sgd'"):
+    with pytest.raises(WanmaError, match=r"train\.optimizer was \"adamw\", and is \"sgd\""):
         run_here(run, job(tmp_path, optimizer="sgd"), ONE)
     changed = job(tmp_path, optimizer="sgd")
     changed["checkpoint"]["resume"] = "changed"

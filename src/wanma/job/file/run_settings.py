@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from wanma.job.file.serialization import value_text
 from wanma.job.sections.job import Job
 
 SettingRule = Literal["identity", "remaining", "content", "position", "free"]
@@ -136,7 +137,7 @@ class SettingDifference:
     current: Any
 
     def __str__(self) -> str:
-        return f"{self.key} was {self.saved!r}, and is {self.current!r}"
+        return f"{self.key} was {value_text(self.saved)}, and is {value_text(self.current)}"
 
     @property
     def rule(self) -> SettingRule:
