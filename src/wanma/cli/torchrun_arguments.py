@@ -22,7 +22,7 @@ _NO_EFFECT = (
 )
 """Options of torchrun, with a value, for its own rendezvous, watching of processes, and logs."""
 _NO_EFFECT_FLAGS = ("--no-python", "--run-path")
-"""Those without a value."""
+"""Options of torchrun for the same, without a value."""
 DEFAULT_MASTER_PORT = 29500
 """Port of `--master-addr` without `--master-port`, as torchrun has it."""
 _SHORT = {"--redirects": "-r", "--tee": "-t"}

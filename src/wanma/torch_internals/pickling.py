@@ -1,4 +1,7 @@
-"""Pickling by value of tensors whose dtype torch's own pickling writes and cannot read back."""
+"""Pickling by value of what torch's own pickling refuses, or writes and cannot read back.
+
+These are tensors of some dtypes, and data loaders that keep processes between their iterations.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 import cloudpickle
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 _UNREADABLE_DTYPES = {
     torch.uint16: torch.int16,
@@ -33,3 +37,13 @@ def dumps_by_value(value: Any, pickler: type[ValuePickler] = ValuePickler) -> by
     with io.BytesIO() as file:
         pickler(file).dump(value)
         return file.getvalue()
+
+
+def drop_persistent_workers(loader: DataLoader[Any]) -> None:
+    """Let the next iteration start new processes: old ones draw on from where the last left them."""
+    loader._iterator = None
+
+
+def attributes_without_workers(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the attributes of a loader before its first iteration; its processes cannot be pickled."""
+    return {**vars(loader), "_iterator": None}

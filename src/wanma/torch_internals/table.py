@@ -142,7 +142,7 @@ TORCH_INTERNALS: tuple[TorchInternal, ...] = (
         "_ToTorchTensor _FromTorchTensor",
         "parallel.tp > 1: cross entropy takes the memory of the logits once more",
     ),
-    # data_loading.py
+    # pickling.py
     *_rows("torch.utils.data:DataLoader", "_iterator", "no loader with persistent_workers as data"),
     # modules.py
     *_rows(

@@ -24,7 +24,7 @@ from wanma.data.datasets.seeded_draws import SeededDraws, SeedGenerators
 from wanma.data.sampling.batch_size_schedule import samples_consumed_before, step_of_sample
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.sections.train import TrainSection
-from wanma.torch_internals.data_loading import drop_persistent_workers
+from wanma.torch_internals.pickling import drop_persistent_workers
 
 _FINGERPRINT_SAMPLES = 4
 """Number of samples from the beginning that identify a stream."""

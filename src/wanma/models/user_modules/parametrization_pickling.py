@@ -15,7 +15,6 @@ from torch.nn.utils import parametrize
 from torch.utils.data import DataLoader
 
 from wanma.torch_internals import pickling
-from wanma.torch_internals.data_loading import attributes_without_workers
 from wanma.torch_internals.modules import CHILDREN
 
 
@@ -25,7 +24,7 @@ class _Pickler(pickling.ValuePickler):
             kind = parametrize.type_before_parametrizations(obj)
             return _new_empty, (kind,), vars(obj), None, None, _restore_attributes
         if isinstance(obj, DataLoader):
-            return _new_empty, (type(obj),), attributes_without_workers(obj)
+            return _new_empty, (type(obj),), pickling.attributes_without_workers(obj)
         return super().reducer_override(obj)
 
 
