@@ -48,7 +48,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["launch", __file__, "--ranks", "2"], f"--ranks N, at least 1, is missing before {__file__}"),
         (["launch", "--ranks", "0", __file__], f"for two processes: `wanma launch --ranks 2 {__file__}`"),
         (["launch", "--ranks", "2", "--show", "5", __file__], "--show 5: no such rank"),
-        (["launch", "--ranks", "x", "none.py"], "argument --ranks: invalid int value: 'x'"),
+        (["launch", "--ranks", "x", "none.py"], "argument --ranks: 'x' is not a number"),
         (["launch", "--rank", "2", __file__], "unknown option --rank. Did you mean '--ranks'?"),
         (
             ["launch", "--ranks", "2", "--set", "train.steps=4", __file__],

@@ -120,7 +120,7 @@ REFUSED = {
     "angles that follow the batch": (
         "llama",
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-        "rope_parameters = 'dynamic'",
+        'rope_parameters = "dynamic"',
     ),
     "positions that were never learned": (
         "gpt2",

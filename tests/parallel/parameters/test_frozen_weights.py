@@ -152,8 +152,12 @@ def test_a_job_in_fp32_does_not_carry_rounded_weights_on(tmp_path: Path, one: Ou
     shutil.copytree(one.directory, tmp_path / "run")
     text = job(tmp_path, steps=6)
     text["train"]["precision"] = "fp32"
+    with pytest.raises(WanmaError, match=r"train\.precision was .bf16., and is .fp32."):
+        run_here(tmp_path / "run", text, Plan(micro_batch=4), {})
+    text["checkpoint"]["resume"] = "changed"
     with pytest.raises(WanmaError, match=r"other dtypes[\s\S]*F32 here, BF16 in"):
         run_here(tmp_path / "run", text, Plan(micro_batch=4), {})
+    del text["checkpoint"]["resume"]
     text["checkpoint"]["start_from"] = str(one.directory / "checkpoints" / "step-00000004")
     run_here(tmp_path / "new", text, Plan(micro_batch=4), {})
     said = (tmp_path / "new" / "events.jsonl").read_text()

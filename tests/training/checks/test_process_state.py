@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch._dynamo.mutation_guard import install_generation_tagging_init
 from torch.nn import functional
 
 from wanma.job.errors import JobError
@@ -130,6 +131,18 @@ def test_what_one_library_adds_to_another_is_its_own(
         patch.setattr(nn.Module, "smart_apply", save_file, raising=False)
         state = process_state([net.Net()])
     assert any(name.startswith("torch.nn.modules.module:Module.smart_apply") for name in state)
+    refuse_other_process_state(state, {})
+
+
+def test_what_torch_makes_of_itself_once_it_has_compiled_is_its_own(
+    net: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        for name in ("__init__", "__setstate__"):  # put back at the end
+            patch.setattr(nn.Module, name, getattr(nn.Module, name))
+        patch.setattr(nn.Module, "___needs_generation_tag_patch", True, raising=False)
+        install_generation_tagging_init()
+        state = process_state([net.Net()])
     refuse_other_process_state(state, {})
 
 

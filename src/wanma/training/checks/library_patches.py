@@ -52,7 +52,8 @@ def _with_imports(names: set[str]) -> dict[str, ModuleType]:
 def _is_foreign(path: str, value: Any, place: str) -> bool:
     """Return whether a function stands under another name than its own, or is another library's.
 
-    A function that a module has imported under its own name is none of these.
+    A function that a module has imported under its own name is none of these, nor is what a library makes at
+    run time for itself, such as torch's `Module.__init__` once something was compiled.
     """
     name, is_method = last_part(path), "." in path
     function = unwrapped(value)
@@ -64,7 +65,8 @@ def _is_foreign(path: str, value: Any, place: str) -> bool:
         return kind is functools.partial or kind.__module__ in SCRIPTS or not is_library(kind.__module__)
     home = function.__globals__.get("__name__", "")
     if package(home) == package(place):
-        return name not in (function.__name__, function.__code__.co_name)
+        is_made_at_run_time = "<locals>" in function.__qualname__
+        return name not in (function.__name__, function.__code__.co_name) and not is_made_at_run_time
     is_import = getattr(sys.modules.get(function.__module__), name, None) is value
     return (
         is_method

@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from wanma.models.user_modules.forward_error import ForwardError, is_user_error
 from wanma.observe.units import count_text
 from wanma.parallel.data_parallel.global_batch import GlobalBatchGatherer, provide_global_batch
 from wanma.parallel.parallelize import ParallelModel
+from wanma.parallel.parameters.forward_changes import lost_change_error
 from wanma.torch_internals.loaded import is_compiler_loaded
 from wanma.training.checks.rounding_noise import NOISE_PASSES, ROUNDING_MARGIN, rounding_noise
 from wanma.training.checks.state_restoration import SavedState, preserve_state
@@ -148,6 +149,7 @@ def _compare(trainer: Trainer, batch: Batch, passes: _LossPasses) -> tuple[bool,
     rounding: LossSums | None = None
     if any_rank(by_content, trainer):  # or by rounding, where the loss is a difference of larger values
         rounding = passes.rounding(batch, rows, ab)
+        _refuse_lost_changes(trainer, passes.changed_weights)
         by_content = by_content and is_coupled_by_content((ab, ba), (aa, bb), plan, rounding)
     if plan.pp > 1:
         return by_content, False
@@ -175,6 +177,8 @@ class _LossPasses:
     """Rows of a step's micro-batch."""
     failures: list[Exception]
     """Exceptions of passes that the user's code did not take."""
+    changed_weights: list[str] = field(default_factory=list)
+    """Names of parameters of which a pass with noise has changed this rank's part."""
 
     def rounding(self, batch: Batch, rows: Tensor, sums: LossSums | None) -> LossSums:
         """Return the differences that rounding may make to the sums of `rows`, by noise of its size."""
@@ -220,6 +224,8 @@ class _LossPasses:
             for part in parts:
                 for module in find_step_statistics_modules(part).values():
                     module.pop_sums()
+            if noise is not None:
+                self.changed_weights.extend(self.saved_state.changed_parameters())
             self.saved_state.restore()
 
     def _is_expected(self, error: Exception, rows: int) -> bool:
@@ -295,6 +301,17 @@ def _selected(batch: Batch, rows: Tensor, start: int) -> Batch:
         if batch.named_targets is None
         else {name: tensor[rows] for name, tensor in batch.named_targets.items()},
     )
+
+
+def _refuse_lost_changes(trainer: Trainer, changed_weights: Sequence[str]) -> None:
+    """Refuse a forward that changes sharded weights: it changes the losses of ranks that share their memory.
+
+    Raises:
+        JobError: names the first such weight; all ranks raise it.
+    """
+    if trainer.plan.shard != "none" and any_rank(bool(changed_weights), trainer):
+        name = changed_weights[0] if changed_weights else "a parameter"
+        raise lost_change_error(name, on_cpu=trainer.plan.device == "cpu")
 
 
 def _are_finite(sums: Iterable[LossSums | None]) -> bool:

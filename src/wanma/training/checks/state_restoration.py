@@ -74,6 +74,14 @@ class SavedState:
                 changed[full_name] = part.clone()
         return changed
 
+    def changed_parameters(self) -> list[str]:
+        """Return the names of the parameters of which this rank's parts have changed."""
+        return [
+            name
+            for name in self.changes()
+            if (owner := self._owners[name])[1] in registered_parameters(owner[0])
+        ]
+
     @property
     def attributes_changed(self) -> bool:
         """True if an attribute of a user's class has changed."""
