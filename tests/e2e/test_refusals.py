@@ -218,7 +218,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_the_run_stays_what_it_was(
 def test_other_data_is_refused_and_the_way_out_works(desk: Desk, folder: Path, finished: Training) -> None:
     (folder / "other.txt").write_text("for i in range(10): print(i)\n" * 300)
     name, override = finished.path.name, "data.text=[other.txt]"
-    ran = desk.run("train", "text.toml", "--run-dir", name, override, "data.validation_fraction=0")
+    ran = desk.run("train", "text.toml", "--run-dir", name, override)
     assert ran.code == 1
     assert "on other data than the job" in ran.told_once()
     assert "checkpoint.start_from loads the weights" in ran.text

@@ -128,9 +128,9 @@ def test_what_one_library_adds_to_another_is_its_own(
     net: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(nn.Module, "smart_apply", save_file, raising=False)
+        patch.setattr(nn.Module, "added_by_a_library", save_file, raising=False)
         state = process_state([net.Net()])
-    assert any(name.startswith("torch.nn.modules.module:Module.smart_apply") for name in state)
+    assert any(name.startswith("torch.nn.modules.module:Module.added_by_a_library") for name in state)
     refuse_other_process_state(state, {})
 
 
