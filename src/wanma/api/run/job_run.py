@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import pickle
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -48,9 +49,11 @@ from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event
 from wanma.job.sections.job import Job
+from wanma.observe.alerts.monitor import ALERT_EVENT, USAGE_EVENT
 from wanma.observe.console.console import Console
 from wanma.observe.console.dataset_progress import announcer, show_dataset_progress
 from wanma.observe.console.opening import open_console
+from wanma.observe.run_observer import RunObserver
 from wanma.planner.preparation.job_planning import (
     InitialLayout,
     PreparedJob,
@@ -132,6 +135,7 @@ def train_job(
                 open_console(run, job.observe, job.train.steps) as console,
                 called,
                 _node_keeper(job, run, console.write) as keeper,
+                _observer(job, run, prepared, console) as observer,
             ):
                 for note in notes:
                     level = note_level(note, prepared.plan_result)
@@ -143,12 +147,13 @@ def train_job(
                             run, job, prepared, command_line or [], console.write, reads_text=reads_text
                         )
 
-                on_event = _event_handler(run, prepared, console, called, keeper, update_files)
+                on_event = _event_handler(run, prepared, console, called, keeper, observer, update_files)
                 outcome = run_local(launch, on_event, node)
                 if job.cluster.nodes == 1:  # no rank is left that could still save
                     with contextlib.suppress(OSError):
                         remove_partial(run.checkpoints)
                 failure, exit_code = _end_callbacks(outcome, called)
+                observer.end(failure)
                 if failure is not None and on_failure is None:
                     console.write({"kind": "message", "level": "error", "text": failure})
                 if not outcome.has_left:
@@ -190,6 +195,7 @@ def _event_handler(
     console: Console,
     called: CallbackThread,
     keeper: NodeKeeper | None,
+    observer: RunObserver,
     on_first_step: Callable[[], None],
 ) -> Callable[[Event], str | None]:
     """Return the function that gets the run's events: it records and shows them, and passes them on.
@@ -200,6 +206,7 @@ def _event_handler(
         console: console of the run.
         called: the user's callbacks.
         keeper: keeper of the number of nodes; None: it does not change.
+        observer: metrics and alerts of the run.
         on_first_step: called when the run has done a step of the job: it has accepted it, and has trained.
     """
     planned: Event = {}
@@ -207,8 +214,12 @@ def _event_handler(
 
     def on_event(event: Event) -> str | None:
         nonlocal has_step
+        observer.on_event(event)
+        if event["kind"] == USAGE_EVENT:
+            return None
         if event["kind"] == "planned":
             planned.update(event)
+            observer.set_plan(event)
         if event["kind"] == "step" and not has_step:
             has_step = True
             on_first_step()
@@ -225,6 +236,26 @@ def _event_handler(
         return called.on_event(event)
 
     return on_event
+
+
+def _observer(job: Job, run: RunDirectory, prepared: PreparedJob, console: Console) -> RunObserver:
+    """Return the observer of this node's part of the run."""
+    node = job.cluster.node_rank or 0
+
+    def show(event: Event) -> None:
+        console.write(event)
+        if event["kind"] == ALERT_EVENT and node == 0:
+            record_supervisor_event(run, event, console.write)
+
+    return RunObserver(
+        run,
+        job.observe,
+        node=node,
+        hostname=socket.gethostname(),
+        checkpoint_interval_steps=job.checkpoint.every_steps or 0,
+        plan=prepared.to_json(),
+        show=show,
+    )
 
 
 def _node_keeper(

@@ -1,4 +1,4 @@
-"""Record of processor time, memory, network bytes and GPUs of a script's ranks on this node."""
+"""Record of what this node and its ranks use: processor time, memory, disks, network and GPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 
 from wanma.elastic.transport.event_loop import EventLoop, Timer
 from wanma.job.run.run_directory import RunDirectory
+from wanma.job.run.worker import Event
 from wanma.observe.metrics.gpu import GpuReader, GpuReading, open_gpu_reader
+from wanma.observe.metrics.node_usage import read_node_usage
 from wanma.observe.metrics.process_usage import read_network_bytes, read_process_table, sum_trees
 from wanma.observe.sinks.append_file import AppendFile
 from wanma.observe.sinks.jsonl import to_json_line
@@ -27,6 +29,8 @@ class UsageRecorder:
         interface: network interface of the run; None: unknown.
         loop: event loop.
         pids: returns the process number of each living rank.
+        progress: returns further values of each rank by name, such as its step.
+        on_event: gets each record as an event of kind `usage`.
     """
 
     def __init__(
@@ -36,8 +40,12 @@ class UsageRecorder:
         interface: str | None,
         loop: EventLoop,
         pids: Callable[[], Mapping[int, int]],
+        progress: Callable[[], Mapping[int, Mapping[str, Any]]] = dict,
+        on_event: Callable[[Event], object] = lambda _: None,
     ) -> None:
+        self._run, self._node_rank = run, node_rank
         self._interface, self._loop, self._pids = interface, loop, pids
+        self._progress, self._on_event = progress, on_event
         self._newest: dict[int, dict[str, Any]] = {}
         """Newest use of each rank, those that have ended included."""
         self._gpus = NodeGpus(loop)
@@ -59,14 +67,16 @@ class UsageRecorder:
         if self._file is None:
             return
         self._gpus.request()
+        record = self.read_record()
         with contextlib.suppress(OSError):
-            self._file.write(to_json_line(self.read_record()))
+            self._file.write(to_json_line(record))
+        self._on_event({"kind": "usage", "node": self._node_rank, **record})
         self._interval = min(2 * self._interval, SAMPLE_INTERVAL_SECONDS)
         self._timer = self._loop.call_later(self._interval, self._sample)
 
     def read_record(self) -> dict[str, Any]:
-        """Return the present use of each rank; of one that has ended, the last."""
-        pids = self._pids()
+        """Return the present use of the node and of each rank; of one that has ended, the last."""
+        pids, progress = self._pids(), self._progress()
         usages = sum_trees(read_process_table(), pids.values())
         for rank, pid in pids.items():
             if pid in usages:
@@ -76,16 +86,17 @@ class UsageRecorder:
                     "cpu_seconds": usages[pid].cpu_seconds,
                     "memory_bytes": memory,
                     "peak_memory_bytes": max(memory, earlier["peak_memory_bytes"] if earlier else 0),
+                    **progress.get(rank, {}),
                 }
-        ranks = [self._newest[rank] for rank in sorted(self._newest)]
-        record: dict[str, Any] = {"time": time.time(), "ranks": ranks}
+        ranks = [{**self._newest[rank], "is_alive": rank in pids} for rank in sorted(self._newest)]
+        record: dict[str, Any] = {"time": time.time(), "ranks": ranks, **read_node_usage(self._run.path)}
         now = read_network_bytes(self._interface)
         if now is not None and self._network_start is not None:
             received, sent = (end - start for end, start in zip(now, self._network_start, strict=True))
             record |= {"network_received_bytes": received, "network_sent_bytes": sent}
         if self._gpus.readings:
             record["gpus"] = [
-                {"gpu": number, "utilization": gpu.utilization, "memory_bytes": gpu.memory_bytes}
+                {"gpu": number, **gpu.to_json()}
                 for number, gpu in enumerate(self._gpus.readings)
             ]
         return record

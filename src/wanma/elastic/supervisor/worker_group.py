@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from wanma.checkpoint.in_memory.partner_ring import backed_up_ranks
 from wanma.elastic.coordinator.user_notices import RESTARTED_EVENT
@@ -81,7 +82,7 @@ class WorkerGroup:
         """Number of the kernel's out-of-memory kills before the start."""
         self._fork_server = fork_server
         self._output = self._open_output(on_event) if launch.is_script else None
-        self._usage = self._record_usage(environment) if launch.is_script else None
+        self._usage = self._record_usage(environment, on_event)
         if launch.script is not None and store_listener is not None:
             self._serve_script_store(store_listener)
             store_listener = None
@@ -135,10 +136,34 @@ class WorkerGroup:
         if store_listener is not None:
             store_listener.close()
 
-    def _record_usage(self, environment: Mapping[str, str]) -> UsageRecorder:
+    def _record_usage(
+        self, environment: Mapping[str, str], on_event: Callable[[Event], object]
+    ) -> UsageRecorder:
         run, node_rank = RunDirectory(self._launch.run_directory), self.start.node_rank
         interface = environment.get(INTERFACE_VARIABLES[0])
-        return UsageRecorder(run, node_rank, interface, self._loop, self._living_pids)
+        return UsageRecorder(
+            run, node_rank, interface, self._loop, self._living_pids, self._rank_values, on_event
+        )
+
+    def _rank_values(self) -> dict[int, dict[str, Any]]:
+        """Return the progress of each rank that has reported any, for the record of usage."""
+        values = {}
+        for worker in self.workers:
+            progress = self.board.read_progress(worker.spec.local_rank)
+            work = self.board.read_work_time(worker.spec.local_rank)
+            if progress.report_count:
+                values[worker.spec.rank] = {
+                    "step": progress.step,
+                    "phase": progress.phase,
+                    "silent_seconds": max(time.monotonic() - progress.reported_at, 0.0),
+                }
+            if progress.report_count and work.steps:
+                values[worker.spec.rank] |= {
+                    "steps": work.steps,
+                    "data_seconds": work.data_seconds,
+                    "compute_seconds": work.compute_seconds,
+                }
+        return values
 
     def _living_pids(self) -> dict[int, int]:
         """Return the process number of each living rank."""

@@ -33,6 +33,27 @@ class ObserveSection(Section):
         default_factory=list,
         description="'package.module:Class' or object of a wanma.Callback, called during the run",
     )
+    metrics_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="port of each node's metrics for Prometheus; 0: any that is free; default: no endpoint",
+    )
+    metrics_host: str = Field(
+        "127.0.0.1", description="address of that endpoint; other than loopback: metrics_token is needed"
+    )
+    metrics_token: str = Field(
+        "", description="token that readers of the metrics must send; env:NAME or file:PATH of it"
+    )
+    alerts: bool = Field(True, description="watch the run by the rules of alerts")
+    alert_webhook: str = Field("", description="URL that gets each alert; env:NAME or file:PATH of it")
+    alert_body: str = Field(
+        "",
+        description="body of that request, with {text}, {alert}, {severity}, {run}; default: the event as JSON",
+    )
+    alert_command: list[str] = Field(
+        default_factory=list, description="command, as words, that reads each alert as JSON"
+    )
     tensorboard: bool = Field(False, description="write TensorBoard files into the run directory")
 
     @model_validator(mode="after")

@@ -45,7 +45,7 @@ class Console:
     def write(self, event: Event) -> None:
         """Handle one event of the stream."""
         self.progress.update(event)
-        if event["kind"] == "message" and event.get("level") in ("warning", "error"):
+        if event["kind"] in ("message", "alert") and event.get("level") in ("warning", "error"):
             self.print_message(event)
         elif event["kind"] in ("recovery", "resize"):
             self.print_message(recovery_as_message(event))
@@ -84,7 +84,7 @@ class PlainConsole(Console):
                 self.print_line(start_text(self.progress))
         elif kind in ("recovery", "resize"):
             self.print_message(recovery_as_message(event))
-        elif kind in ("message", "joined", "batch_shares"):
+        elif kind in ("message", "joined", "batch_shares", "alert"):
             self.print_message(event)
         elif kind == "validation":
             self.print_line(validation_text(event))

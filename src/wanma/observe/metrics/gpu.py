@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,6 +17,10 @@ THROTTLE_REASONS = 0x08 | 0x20 | 0x40 | 0x80
 power brake. The software power cap (0x04) is not among them: a GPU at full load runs at it all the time."""
 NVML_TEMPERATURE_GPU = 0
 """NVML's number of the sensor on the GPU's die."""
+NVML_CLOCK_SM = 1
+"""NVML's number of the clock of the multiprocessors."""
+NVML_UNCORRECTED_ERRORS, NVML_VOLATILE_ERRORS = 1, 0
+"""NVML's numbers of memory errors that could not be corrected, and of those since the driver's start."""
 
 
 class GpuSampler:
@@ -99,6 +103,16 @@ class GpuReading:
     """True if its clock is reduced because of heat or a fault of its power supply."""
     memory_bytes: float | None = None
     """Memory in use, of all programs."""
+    total_memory_bytes: float | None = None
+    power_watts: float | None = None
+    clock_hertz: float | None = None
+    """Clock of the multiprocessors."""
+    ecc_errors: int | None = None
+    """Memory errors since the driver's start that could not be corrected."""
+
+    def to_json(self) -> dict[str, float | bool | None]:
+        """Return the state by name, as a record of logs/node-N.jsonl has it."""
+        return asdict(self)
 
 
 class GpuReader:
@@ -125,12 +139,21 @@ class GpuReader:
             celsius = self._value(nvml.nvmlDeviceGetTemperature, handle, NVML_TEMPERATURE_GPU)
             reasons = self._value(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
             memory = self._value(nvml.nvmlDeviceGetMemoryInfo, handle)
+            milliwatts = self._value(nvml.nvmlDeviceGetPowerUsage, handle)
+            megahertz = self._value(nvml.nvmlDeviceGetClockInfo, handle, NVML_CLOCK_SM)
+            ecc_errors = self._value(
+                nvml.nvmlDeviceGetTotalEccErrors, handle, NVML_UNCORRECTED_ERRORS, NVML_VOLATILE_ERRORS
+            )
             readings.append(
                 GpuReading(
                     utilization=None if rates is None else rates.gpu / 100,
                     celsius=celsius,
                     is_throttled=None if reasons is None else bool(reasons & THROTTLE_REASONS),
                     memory_bytes=None if memory is None else float(memory.used),
+                    total_memory_bytes=None if memory is None else float(memory.total),
+                    power_watts=None if milliwatts is None else milliwatts * WATTS_PER_MILLIWATT,
+                    clock_hertz=None if megahertz is None else megahertz * 1e6,
+                    ecc_errors=ecc_errors,
                 )
             )
         return readings

@@ -1,0 +1,200 @@
+"""HTTP endpoint of a node's metrics for Prometheus, and the file by which Prometheus finds it."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from wanma.job.errors import JobError, missing_extra_error
+from wanma.job.run.run_directory import write_json
+from wanma.observe.series.catalogue import CATALOGUE
+from wanma.observe.series.run_series import Sample
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+TARGETS_FOLDER = ".endpoints"
+"""Folder, in that of the run directories, with a file for each endpoint in the format of file_sd_configs."""
+
+
+class MetricsEndpoint:
+    """Endpoint at `/metrics`; a context manager, served by a thread.
+
+    Args:
+        host: address to listen on.
+        port: port; 0: any that is free, also if the port is in use.
+        token: required of readers as `Authorization: Bearer TOKEN`; empty: none is.
+        samples: returns the present samples; called in another thread.
+        labels: labels of every series.
+        warn: shows a text to the user.
+
+    Raises:
+        JobError: the address is not loopback, and there is no token; or it is none of this machine's.
+        WanmaError: the package `prometheus-client` is not installed.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        token: str,
+        samples: Callable[[], Iterable[Sample]],
+        labels: Mapping[str, str],
+        warn: Callable[[str], object] = lambda _: None,
+    ) -> None:
+        if host not in LOOPBACK and not token:
+            raise JobError(
+                f"observe.metrics_host = {host!r} lets other machines read the metrics, without a token",
+                "set observe.metrics_token = 'env:NAME' or 'file:PATH', or leave metrics_host out",
+            )
+        try:
+            import prometheus_client
+        except ImportError as error:
+            raise missing_extra_error("prometheus-client", "prometheus", "observe.metrics_port") from error
+        registry = prometheus_client.CollectorRegistry()
+        registry.register(_Collector(samples, labels))
+        handler = _handler(registry, prometheus_client, token)
+        try:
+            self._server = ThreadingHTTPServer((host, port), handler)
+        except OSError as error:
+            try:
+                self._server = ThreadingHTTPServer((host, 0), handler)
+            except OSError:
+                raise JobError(
+                    f"observe.metrics_host = {host!r}: {error.strerror or error}",
+                    "give an address of this node",
+                ) from error
+            warn(f"observe.metrics_port = {port}: {error.strerror}; metrics are on port {self.port}")
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True, name="wanma-metrics")
+        self._host = host
+        self._target_file: Path | None = None
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_address[1])
+
+    def announce(self, runs: Path, name: str, labels: Mapping[str, str]) -> None:
+        """Write the file by which Prometheus finds the endpoint; removed at the end.
+
+        Args:
+            runs: folder of run directories.
+            name: name of the file without suffix, one for each endpoint.
+            labels: labels for the target.
+        """
+        host = socket.gethostname() if self._host in ("0.0.0.0", "::") else self._host
+        folder = runs / TARGETS_FOLDER
+        with contextlib.suppress(OSError):  # the endpoint works without the file
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"{name}.json"
+            entry = {
+                "targets": [f"{host}:{self.port}"],
+                "labels": {**labels, "__meta_process": str(os.getpid())},
+            }
+            write_json(path, [entry])
+            self._target_file = path
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._target_file is not None:
+            self._target_file.unlink(missing_ok=True)
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Collector:
+    """Collector that asks for the present samples at each reading."""
+
+    def __init__(self, samples: Callable[[], Iterable[Sample]], labels: Mapping[str, str]) -> None:
+        self._samples, self._labels = samples, labels
+
+    def describe(self) -> list[Any]:
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        families: dict[str, Any] = {}
+        for sample in self._samples():
+            metric = CATALOGUE[sample.metric]
+            names = (*self._labels, *(name for name, _ in sample.labels))
+            family = families.get(sample.metric)
+            if family is None:
+                make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+                family = families[sample.metric] = make(
+                    metric.full_name.removesuffix("_total"), metric.meaning, labels=names
+                )
+            family.add_metric([*self._labels.values(), *(text for _, text in sample.labels)], sample.value)
+        yield from families.values()
+
+
+def _handler(registry: Any, client: Any, token: str) -> type[BaseHTTPRequestHandler]:
+    """Return the handler of requests for a registry."""
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 10
+
+        def do_GET(self) -> None:
+            given = self.headers.get("Authorization", "")
+            if token and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+                self._answer(
+                    401, b"this endpoint needs a token\n", "text/plain", {"WWW-Authenticate": "Bearer"}
+                )
+            elif self.path.partition("?")[0] not in ("/metrics", "/"):
+                self._answer(404, b"metrics are at /metrics\n", "text/plain")
+            else:
+                encoder, content_type = client.exposition.choose_encoder(self.headers.get("Accept", ""))
+                self._answer(200, encoder(registry), content_type)
+
+        def _answer(
+            self, status: int, body: bytes, content_type: str, headers: Mapping[str, str] = {}
+        ) -> None:
+            self.send_response(status)
+            for name, text in {
+                "Content-Type": content_type,
+                "Content-Length": str(len(body)),
+                **headers,
+            }.items():
+                self.send_header(name, text)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Log nothing: the console belongs to the run."""
+
+    return Handler
+
+
+def remove_stale_targets(runs: Path) -> None:
+    """Remove the files of endpoints on this host whose process is gone."""
+    for path in (runs / TARGETS_FOLDER).glob("*.json"):
+        try:
+            labels = json.loads(path.read_text())[0]["labels"]
+            is_stale = labels["host"] == socket.gethostname() and not _lives(int(labels["__meta_process"]))
+        except (OSError, ValueError, LookupError):
+            continue  # it is being written, or it is none of ours
+        if is_stale:
+            path.unlink(missing_ok=True)
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

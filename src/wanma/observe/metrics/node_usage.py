@@ -1,0 +1,60 @@
+"""Use of one node: processors, memory, disks, network and InfiniBand, from the kernel's counters."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+INFINIBAND_WORD_BYTES = 4
+"""Bytes for one count of an InfiniBand port's data counters (InfiniBand specification, PortCounters)."""
+
+
+def read_node_usage(folder: Path, infiniband: Path = Path("/sys/class/infiniband")) -> dict[str, Any]:
+    """Read the present use of this node, as a record of logs/node-N.jsonl has it.
+
+    Args:
+        folder: run directory, whose file system is measured.
+        infiniband: folder of the kernel with the InfiniBand devices.
+
+    Returns:
+        `cpu_seconds` (busy time of all processors since the boot), `cpus`, `memory_bytes`, `disk_bytes`,
+        `memory_available_bytes`, `disk_free_bytes`, `disk_read_bytes`, `disk_written_bytes`, and
+        `interfaces`: received and sent bytes by name. What the system does not report is missing.
+    """
+    import psutil
+
+    usage: dict[str, Any] = {"cpus": psutil.cpu_count() or 1}
+    times = psutil.cpu_times()
+    # The kernel counts guests' time in user time, too; waiting for a disk is no work.
+    usage["cpu_seconds"] = times.user + times.nice + times.system + times.irq + times.softirq
+    memory = psutil.virtual_memory()
+    usage |= {"memory_bytes": memory.total, "memory_available_bytes": memory.available}
+    with contextlib.suppress(OSError):
+        disk = psutil.disk_usage(str(folder))
+        usage |= {"disk_bytes": disk.total, "disk_free_bytes": disk.free}
+    with contextlib.suppress(OSError, RuntimeError):  # containers may hide the disks
+        counters = psutil.disk_io_counters()
+        if counters is not None:
+            usage |= {"disk_read_bytes": counters.read_bytes, "disk_written_bytes": counters.write_bytes}
+    usage["interfaces"] = {
+        name: (card.bytes_recv, card.bytes_sent)
+        for name, card in psutil.net_io_counters(pernic=True).items()
+        if name != "lo"
+    } | read_infiniband(infiniband)
+    return usage
+
+
+def read_infiniband(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return received and sent bytes of each InfiniBand port, by 'DEVICE/PORT'."""
+    ports = {}
+    for port in sorted(folder.glob("*/ports/*")):
+        try:
+            received, sent = (
+                INFINIBAND_WORD_BYTES * int((port / "counters" / name).read_text())
+                for name in ("port_rcv_data", "port_xmit_data")
+            )
+        except (OSError, ValueError):
+            continue
+        ports[f"{port.parts[-3]}/{port.name}"] = (received, sent)
+    return ports

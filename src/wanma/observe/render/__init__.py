@@ -1,0 +1,1 @@
+"""Files for Prometheus and Grafana, made from the catalogue of metrics and the rules of alerts."""

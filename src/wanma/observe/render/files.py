@@ -1,0 +1,158 @@
+"""Files of `wanma observe render`: scrape configuration, rules, runbook, data source and dashboards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from wanma.job.run.run_directory import write_atomically
+from wanma.observe.alerts.rules import RULES, Rule
+from wanma.observe.endpoint import TARGETS_FOLDER
+from wanma.observe.render.dashboards import DASHBOARDS, DATA_SOURCE
+
+SCRAPE_SECONDS = 15
+
+
+def render_files(folder: Path, runs: Path, prometheus_url: str) -> list[Path]:
+    """Write the files below a folder; return them.
+
+    Args:
+        folder: folder, made if it is missing; files of the same names are replaced.
+        runs: folder of the run directories, in which Prometheus finds the endpoints.
+        prometheus_url: address of Prometheus, for Grafana.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    provisioning = "grafana/provisioning"
+    files: dict[str, str] = {
+        "prometheus/prometheus.yml": _yaml(_scrape_configuration(runs)),
+        "prometheus/wanma-rules.yml": _yaml(alerting_rules()),
+        "runbook.md": "\n".join(runbook()),
+        f"{provisioning}/datasources/wanma.yml": _yaml(
+            {
+                "apiVersion": 1,
+                "datasources": [
+                    {"name": "wanma", "access": "proxy", "url": prometheus_url, **DATA_SOURCE},
+                ],
+            }
+        ),
+        f"{provisioning}/dashboards/wanma.yml": _yaml(
+            {
+                "apiVersion": 1,
+                "providers": [
+                    {
+                        "name": "wanma",
+                        "type": "file",
+                        "options": {"path": str((folder / "grafana/dashboards").absolute())},
+                    }
+                ],
+            }
+        ),
+        **{
+            f"grafana/dashboards/{dashboard.uid}.json": json.dumps(dashboard.to_json(), indent=2) + "\n"
+            for dashboard in DASHBOARDS
+        },
+    }
+    written = []
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text)
+        written.append(path)
+    return written
+
+
+def alerting_rules() -> dict[str, Any]:
+    """Return the rules as a rule file of Prometheus has them."""
+    rules = [
+        {
+            "alert": rule.name,
+            "expr": rule.condition.promql(),
+            "for": f"{rule.for_seconds:g}s",
+            "labels": {"severity": rule.severity},
+            "annotations": {
+                "summary": _summary(rule),
+                "description": " · ".join(rule.causes),
+                "runbook": f"runbook.md#{rule.name.lower()}",
+            },
+        }
+        for rule in RULES
+    ]
+    return {"groups": [{"name": "wanma", "rules": rules}]}
+
+
+def runbook() -> Iterator[str]:
+    """Yield the lines of the runbook: for each alert what it means, and what to look at."""
+    yield "# Runbook"
+    yield ""
+    yield "Alerts and their usual causes, the most frequent one first; `wanma diagnose RUN` looks at all."
+    for rule in RULES:
+        yield ""
+        yield f"## {rule.name}"
+        yield ""
+        hold = f" for {rule.for_seconds:g} s" if rule.for_seconds else ""
+        yield f"{rule.severity}, if{hold}"
+        yield ""
+        yield "```"
+        yield rule.condition.promql()
+        yield "```"
+        yield ""
+        yield from (f"1. {cause}" for cause in rule.causes)
+
+
+def _summary(rule: Rule) -> str:
+    """Return the summary with Prometheus's own placeholders."""
+    labels = " ".join(
+        f"{label} {{{{ $labels.{label} }}}}" for label in rule.condition.labels if label != "run"
+    )
+    text = rule.summary
+    for given, template in (
+        ("{value:.0%}", "{{ $value | humanizePercentage }}"),
+        ("{value:.1%}", "{{ $value | humanizePercentage }}"),
+        ("{value:.0f}", '{{ printf "%.0f" $value }}'),
+        ("{value:.1f}", '{{ printf "%.1f" $value }}'),
+        ("{value:.3g}", '{{ printf "%.3g" $value }}'),
+        ("{labels}", labels),
+    ):
+        text = text.replace(given, template)
+    return f"run {{{{ $labels.run }}}}: {text}"
+
+
+def _scrape_configuration(runs: Path) -> dict[str, Any]:
+    return {
+        "global": {"scrape_interval": f"{SCRAPE_SECONDS}s", "evaluation_interval": f"{SCRAPE_SECONDS}s"},
+        "rule_files": ["wanma-rules.yml"],
+        "scrape_configs": [
+            {
+                "job_name": "wanma",
+                "file_sd_configs": [{"files": [str(runs.absolute() / TARGETS_FOLDER / "*.json")]}],
+                # With observe.metrics_token, its file: {"type": "Bearer", "credentials_file": "..."}
+            }
+        ],
+    }
+
+
+def _yaml(value: Any) -> str:
+    """Return a value as YAML, with each text in quotes."""
+    return "\n".join(_yaml_lines(value)) + "\n"
+
+
+def _yaml_lines(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            lines = list(_yaml_lines(item))
+            if isinstance(item, Mapping | list) and item:
+                yield f"{key}:"
+                yield from (f"  {line}" for line in lines)
+            else:
+                yield f"{key}: {lines[0]}"
+    elif isinstance(value, list) and value:
+        for item in value:
+            first, *others = _yaml_lines(item)
+            yield f"- {first}"
+            yield from (f"  {line}" for line in others)
+    else:
+        yield json.dumps(value, ensure_ascii=False)

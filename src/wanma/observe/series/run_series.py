@@ -1,0 +1,297 @@
+"""Present values of the metrics of a run and of its nodes, from the records in its directory; pure.
+
+The endpoint, the alerts and the live page take their values from here, so all show the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from wanma.job.run.worker import Event
+from wanma.observe.series.catalogue import CATALOGUE
+
+Labels = tuple[tuple[str, str], ...]
+"""Labels of a series without those of the run, as pairs of name and value."""
+
+_STEP_GAUGES = {
+    "loss": "loss",
+    "learning_rate": "learning_rate",
+    "gradient_norm": "grad_norm",
+    "expert_load_imbalance": "expert_load_imbalance",
+    "balance_loss": "balance_loss",
+    "samples": "samples",
+    "targets_per_second": "tokens_per_second",
+    "mfu_ratio": "mfu",
+    "step_seconds": "step_seconds",
+    "memory_bytes": "memory_bytes",
+}
+"""Key of a step record by the gauge that shows it."""
+_STEP_COUNTERS = {
+    "phase_seconds": ("phases", "phase"),
+    "exposed_communication_seconds": ("exposed_communication_seconds", "kind"),
+    "communication_seconds": ("communication_seconds", "kind"),
+}
+"""Key of a step record, and the label of its parts, by the counter that sums it."""
+_GPU_GAUGES = {
+    "gpu_utilization_ratio": "utilization",
+    "gpu_memory_used_bytes": "memory_bytes",
+    "gpu_memory_bytes": "total_memory_bytes",
+    "gpu_temperature_celsius": "celsius",
+    "gpu_power_watts": "power_watts",
+    "gpu_sm_clock_hertz": "clock_hertz",
+    "gpu_throttled": "is_throttled",
+    "gpu_ecc_errors": "ecc_errors",
+}
+"""Key of a GPU in a record of node usage by its metric."""
+_NODE_VALUES = {
+    "node_cpu_seconds": "cpu_seconds",
+    "node_cpus": "cpus",
+    "node_memory_bytes": "memory_bytes",
+    "node_memory_available_bytes": "memory_available_bytes",
+    "node_disk_bytes": "disk_bytes",
+    "node_disk_free_bytes": "disk_free_bytes",
+    "node_disk_read_bytes": "disk_read_bytes",
+    "node_disk_written_bytes": "disk_written_bytes",
+}
+"""Key of a record of node usage by its metric."""
+_RANK_VALUES = {
+    "rank_up": "is_alive",
+    "rank_step": "step",
+    "rank_steps": "steps",
+    "rank_silent_seconds": "silent_seconds",
+    "rank_cpu_seconds": "cpu_seconds",
+    "rank_memory_bytes": "memory_bytes",
+}
+"""Key of a rank in a record of node usage by its metric."""
+_RANK_PHASES = {"data": "data_seconds", "compute": "compute_seconds"}
+"""Key of a rank in a record of node usage by the phase that it sums."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Present value of one series."""
+
+    metric: str
+    """Name in the catalogue."""
+    labels: Labels
+    value: float
+
+
+class Series:
+    """Series by metric and labels; base of those of a run and of a node."""
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[str, Labels], float] = {}
+
+    def get(self, metric: str, /, **labels: str) -> float | None:
+        """Return the present value of a series; None: it has none."""
+        return self._values.get((metric, tuple(sorted(labels.items()))))
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield the present value of each series, in the order of the catalogue."""
+        order = {name: number for number, name in enumerate(CATALOGUE)}
+        for metric, labels in sorted(self._values, key=lambda key: (order[key[0]], key[1])):
+            yield Sample(metric, labels, self._values[metric, labels])
+
+    def _set(self, metric: str, value: Any, /, **labels: str) -> None:
+        """Set a series; None removes it."""
+        key = (metric, tuple(sorted(labels.items())))
+        if value is None:
+            self._values.pop(key, None)
+        else:
+            self._values[key] = float(value)
+
+    def _add(self, metric: str, value: Any, /, **labels: str) -> None:
+        if value is not None and math.isfinite(value):
+            key = (metric, tuple(sorted(labels.items())))
+            self._values[key] = self._values.get(key, 0.0) + float(value)
+
+    def _drop(self, metric: str) -> None:
+        """Remove all series of a metric."""
+        for key in [key for key in self._values if key[0] == metric]:
+            del self._values[key]
+
+
+class RunSeries(Series):
+    """Series of a run, from its plan and its events in the order of their time.
+
+    Args:
+        plan: content of plan.json; empty: it is unknown.
+        checkpoint_interval_steps: steps between two checkpoints, by the job; 0: there are none.
+    """
+
+    def __init__(self, plan: Mapping[str, Any] | None = None, checkpoint_interval_steps: int = 0) -> None:
+        super().__init__()
+        self._plan_text = ""
+        self._first_start: float | None = None
+        self._useful: list[tuple[int, float]] = []
+        """Steps and their times of which one may be repeated: those since the newest checkpoint."""
+        self._useful_seconds = 0.0
+        """Sum of the times of the steps that count, those of `_useful` included."""
+        self._newest_time = 0.0
+        for name in ("steps", "step_time_seconds", "non_finite_steps", "checkpoints", "recoveries", "starts"):
+            self._set(name, 0)
+        self._set("checkpoint_timestamp_seconds", 0)
+        self._set("up", 0)
+        self._set("checkpoint_interval_steps", checkpoint_interval_steps or None)
+        self.set_plan(plan or {})
+
+    def set_plan(self, planned: Mapping[str, Any]) -> None:
+        """Take the forecast of a plan, as plan.json has it."""
+        forecast = planned.get("forecast") or {}
+        step = forecast.get("step") or {}
+        parts = {kind: value for kind, value in step.items() if isinstance(value, int | float)}
+        self._set("forecast_memory_bytes", forecast.get("memory_bytes"))
+        self._drop("forecast_phase_seconds")
+        uncertainty, seconds = parts.pop("uncertainty", 0.0), parts.pop("seconds", None)
+        self._set("forecast_step_seconds", seconds)
+        self._set("forecast_step_upper_seconds", None if seconds is None else (1 + uncertainty) * seconds)
+        for kind, seconds in parts.items():
+            self._set("forecast_phase_seconds", seconds, phase=kind)
+
+    def update(self, event: Event) -> None:
+        """Take one event of events.jsonl, or a step record with the kind `step`."""
+        self._newest_time = max(self._newest_time, event.get("time") or 0.0)
+        match event["kind"]:
+            case "step":
+                self._update_step(event)
+            case "start":
+                self._update_start(event)
+            case "validation":
+                self._update_validation(event)
+            case "checkpoint":
+                self._set("checkpoint_step", event.get("step"))
+                self._set("checkpoint_timestamp_seconds", event.get("time"))
+                self._set("checkpoint_bytes", event.get("bytes"))
+                self._set("checkpoint_write_seconds", event.get("write_seconds"))
+                self._add("checkpoints", 1)
+                self._add("checkpoint_stall_seconds", event.get("stall_seconds"))
+                self._useful = [entry for entry in self._useful if entry[0] > event.get("step", 0)]
+            case "recovery" | "resize":
+                self._add("recoveries", event["kind"] == "recovery")
+                self._add("recovery_seconds", event.get("seconds"))
+                self._add("repeated_steps", event.get("repeated_steps"))
+            case "straggler":
+                self._set("rank_straggler", 1 if event.get("is_slow", True) else 0, rank=str(event["rank"]))
+            case "finish":
+                self._set("up", 0)
+                self._set_info(event.get("outcome", "finished"))
+        self._set_goodput()
+
+    def mark_alive(self, is_alive: bool) -> None:
+        """Note whether ranks live: a node without rank 0 sees no start."""
+        if is_alive:
+            self._set("up", 1)
+
+    def _update_step(self, record: Event) -> None:
+        for metric, key in _STEP_GAUGES.items():
+            if key in record or metric in ("loss", "gradient_norm"):
+                value = record.get(key)
+                self._set(metric, _non_finite(record, key) if value is None else value)
+        self._set("completed_steps", record["step"])
+        self._set("last_step_timestamp_seconds", record.get("time"))
+        self._add("steps", 1)
+        self._add("step_time_seconds", record.get("step_seconds"))
+        for metric, (key, label) in _STEP_COUNTERS.items():
+            for name, seconds in (record.get(key) or {}).items():
+                self._add(metric, seconds, **{label: name})
+        for layer, norm in (record.get("layer_grad_norms") or {}).items():
+            self._set("layer_gradient_norm", norm, layer=layer)
+        self._add("bubble_seconds", record.get("bubble_seconds"))
+        self._add(
+            "non_finite_steps", any(_non_finite(record, key) is not None for key in ("loss", "grad_norm"))
+        )
+        if "bad_samples" in record:
+            self._set("bad_samples", record["bad_samples"])
+        seconds = record.get("step_seconds") or 0.0
+        self._useful.append((record["step"], seconds))
+        self._useful_seconds += seconds
+
+    def _update_start(self, event: Event) -> None:
+        done = event.get("step", 0)
+        lost = [entry for entry in self._useful if entry[0] > done]
+        self._useful = [entry for entry in self._useful if entry[0] <= done]
+        self._useful_seconds -= sum(seconds for _, seconds in lost)
+        if not event.get("is_restart"):
+            self._add("starts", 1)
+            self._add("repeated_steps", len(lost))
+        if self._first_start is None or (done == 0 and not event.get("is_restart")):
+            self._first_start = event.get("time")
+        self._set("completed_steps", done)
+        self._set("target_steps", event.get("steps"))
+        self._set("ranks", event.get("world_size"))
+        self._set("start_timestamp_seconds", event.get("time"))
+        self._set("up", 1)
+        self._drop("rank_straggler")
+        self._plan_text = str(event.get("plan", ""))
+        self._set_info("running")
+
+    def _set_info(self, state: str) -> None:
+        self._drop("run_info")
+        self._set("run_info", 1, state=state, plan=self._plan_text)
+
+    def _update_validation(self, event: Event) -> None:
+        loss, step = event.get("loss"), event.get("step", 0)
+        before, before_step = self.get("validation_loss"), self.get("validation_step")
+        if loss is not None and before is not None and before_step is not None and step > before_step:
+            self._set("validation_loss_slope", (loss - before) / (step - before_step))
+        self._set("validation_loss", loss)
+        self._set("validation_step", step)
+        best = self.get("best_validation_loss")
+        if loss is not None and (best is None or loss < best):
+            self._set("best_validation_loss", loss)
+        named = {key: event.get(key) for key in ("perplexity", "accuracy")} | (event.get("metrics") or {})
+        for name, value in named.items():
+            self._set("validation_metric", value, metric=name)
+
+    def _set_goodput(self) -> None:
+        """Relate the time of the steps that count to all time since the first start."""
+        if self._first_start is None:
+            return
+        seconds = max(self._newest_time - self._first_start, 1e-9)
+        ranks = self.get("ranks") or 1.0
+        self._set("goodput_ratio", min(self._useful_seconds / seconds, 1.0))
+        self._set("device_seconds", ranks * seconds)
+        self._set("used_device_seconds", ranks * max(self._useful_seconds, 0.0))
+
+
+class NodeSeries(Series):
+    """Series of one node and of its ranks, from the newest of its records of usage.
+
+    Args:
+        node: node rank.
+    """
+
+    def __init__(self, node: int) -> None:
+        super().__init__()
+        self._node = str(node)
+
+    def update(self, record: Mapping[str, Any]) -> None:
+        """Take a record of logs/node-N.jsonl; series of ranks that it lacks end."""
+        self._values.clear()
+        for metric, key in _NODE_VALUES.items():
+            self._set(metric, record.get(key), node=self._node)
+        for name, (received, sent) in (record.get("interfaces") or {}).items():
+            self._set("node_network_received_bytes", received, interface=name, node=self._node)
+            self._set("node_network_sent_bytes", sent, interface=name, node=self._node)
+        for rank in record.get("ranks", ()):
+            labels = {"rank": str(rank["rank"]), "node": self._node}
+            for metric, key in _RANK_VALUES.items():
+                self._set(metric, rank.get(key), **labels)
+            for phase, key in _RANK_PHASES.items():
+                self._set("rank_phase_seconds", rank.get(key), **labels, phase=phase)
+        for gpu in record.get("gpus") or ():
+            for metric, key in _GPU_GAUGES.items():
+                self._set(metric, gpu.get(key), gpu=str(gpu["gpu"]), node=self._node)
+
+
+def _non_finite(record: Event, key: str) -> float | None:
+    """Return the non-finite number of a record, which its JSON has as null; None: there is none."""
+    value = record.get(key)
+    if isinstance(value, float) and not math.isfinite(value):
+        return value
+    text = (record.get("non_finite") or {}).get(key)
+    return None if text is None else float(text)

@@ -1,0 +1,89 @@
+"""Expressions of alert rules: their values, and their PromQL."""
+
+from __future__ import annotations
+
+import pytest
+
+from wanma.observe.alerts.expressions import History, age, deviation, increase, longest, mean, value
+from wanma.observe.alerts.rules import RULES
+from wanma.observe.series.run_series import Labels, Sample
+
+RANKS = [(("node", "0"), ("rank", str(rank))) for rank in range(2)]
+
+
+def history(*readings: dict[tuple[str, Labels], float], interval: float = 10.0) -> History:
+    """Return a history of readings, the first at the time 1000."""
+    past = History(3600.0)
+    for number, reading in enumerate(readings):
+        samples = [Sample(metric, labels, number_) for (metric, labels), number_ in reading.items()]
+        past.record(1000.0 + interval * number, samples)
+    return past
+
+
+def test_the_increase_of_a_counter_counts_a_fall_as_a_start_from_zero() -> None:
+    past = history(*({("recoveries", ()): count} for count in (3.0, 5.0, 1.0, 2.0)))
+    assert increase("recoveries", 100.0).evaluate(past) == {(): 4.0}
+    assert increase("recoveries", 10.0).evaluate(past) == {(): 1.0}
+
+
+def test_a_window_has_the_mean_and_the_deviation_of_its_values() -> None:
+    past = history(*({("loss", ()): loss} for loss in (9.0, 1.0, 3.0)))
+    assert mean("loss", 10.0).evaluate(past) == {(): 2.0}
+    assert deviation("loss", 10.0).evaluate(past) == {(): 1.0}
+
+
+def test_a_value_of_the_run_applies_to_all_ranks() -> None:
+    reading = {("rank_silent_seconds", labels): 30.0 * number for number, labels in enumerate(RANKS)}
+    past = history({**reading, ("step_seconds", ()): 2.0})
+    silence = value("rank_silent_seconds")
+    assert (silence > value("step_seconds") * 10).evaluate(past) == {RANKS[1]: 30.0}
+    assert longest(silence).evaluate(past) == {(): 30.0}
+    assert (silence / value("step_seconds")).evaluate(past) == {RANKS[0]: 0.0, RANKS[1]: 15.0}
+
+
+def test_a_condition_over_a_metric_without_values_has_none() -> None:
+    past = history({("up", ()): 1.0})
+    assert ((value("up") > 0) & (value("loss") > 0)).evaluate(past) == {}
+    assert (value("up") / value("step_seconds")).evaluate(past) == {}
+
+
+def test_a_quotient_by_zero_has_no_value() -> None:
+    past = history({("loss", ()): 1.0, ("step_seconds", ()): 0.0})
+    assert (value("loss") / value("step_seconds")).evaluate(past) == {}
+
+
+def test_an_age_is_the_time_since_a_moment() -> None:
+    past = history({("checkpoint_timestamp_seconds", ()): 900.0})
+    assert age("checkpoint_timestamp_seconds").evaluate(past) == {(): 100.0}
+
+
+def test_a_series_that_a_reading_lacks_has_ended() -> None:
+    past = history({("rank_up", RANKS[0]): 1.0, ("rank_up", RANKS[1]): 1.0}, {("rank_up", RANKS[1]): 1.0})
+    assert value("rank_up").evaluate(past) == {RANKS[1]: 1.0}
+
+
+def test_given_labels_are_no_labels_of_the_result() -> None:
+    past = history({("phase_seconds", (("phase", name),)): 1.0 for name in ("data", "optimizer")})
+    assert value("phase_seconds", phase="data").evaluate(past) == {(): 1.0}
+
+
+@pytest.mark.parametrize(
+    ("expression", "promql"),
+    [
+        (value("up") > 0, "(wanma_up > 0)"),
+        (value("rank_up") / value("up"), "(wanma_rank_up / on (run) group_left () wanma_up)"),
+        ((value("rank_up") < 1) & (value("up") > 0), "((wanma_rank_up < 1) and on (run) (wanma_up > 0))"),
+        (
+            increase("phase_seconds", 60.0, phase="data"),
+            'sum without (phase) (increase(wanma_phase_seconds_total{phase="data"}[60s]))',
+        ),
+        (longest(value("rank_up")) > value("loss"), "(max by (run) (wanma_rank_up) > on (run) wanma_loss)"),
+    ],
+)
+def test_promql(expression: object, promql: str) -> None:
+    assert expression.promql() == promql  # type: ignore[attr-defined]
+
+
+def test_every_rule_has_a_name_of_its_own_and_a_way_out() -> None:
+    assert len({rule.name for rule in RULES}) == len(RULES)
+    assert all(rule.causes and rule.condition.promql() for rule in RULES)

@@ -1,0 +1,127 @@
+"""Alerts of a run, from its events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from wanma.observe.alerts.monitor import AlertMonitor
+
+START = {"kind": "start", "time": 0.0, "step": 0, "steps": 10_000, "world_size": 2, "plan": "two ranks"}
+PLAN = {"forecast": {"step": {"compute": 0.9, "data": 0.1, "seconds": 1.0, "uncertainty": 0.2}}}
+GIB = 1 << 30
+
+
+def step(number: int, time: float, **values: Any) -> dict[str, Any]:
+    record = {"loss": 2.0, "grad_norm": 1.0, "step_seconds": 1.0, "phases": {"forward_backward": 1.0}}
+    return {"kind": "step", "step": number, "time": time, **record, **values}
+
+
+def usage(time: float, *, silent: float = 0.0, alive: bool = True, **node: Any) -> dict[str, Any]:
+    ranks = [{"rank": rank, "is_alive": alive, "silent_seconds": silent, "step": 1} for rank in range(2)]
+    values = {"memory_bytes": 16 * GIB, "memory_available_bytes": 8 * GIB, "disk_bytes": 100 * GIB,
+              "disk_free_bytes": 50 * GIB}
+    return {"kind": "usage", "time": time, "node": 0, "ranks": ranks, **values, **node}
+
+
+def hour(monitor: AlertMonitor, seconds: int = 3600, **values: Any) -> Iterator[dict[str, Any]]:
+    """Yield the alerts of a run with a step a second and a reading every five."""
+    monitor.on_event(START)
+    for second in range(1, seconds):
+        yield from monitor.on_event(step(second, float(second), **values))
+        if second % 5 == 0:
+            yield from monitor.on_event(usage(float(second)))
+
+
+def names(alerts: list[dict[str, Any]]) -> list[tuple[str, bool]]:
+    return [(alert["alert"], alert["is_firing"]) for alert in alerts]
+
+
+def test_a_healthy_hour_has_no_alert() -> None:
+    assert list(hour(AlertMonitor(PLAN, 100))) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "alert"),
+    [
+        ({"phases": {"forward_backward": 0.7, "data": 0.3}}, "DataWait"),
+        ({"step_seconds": 2.0}, "SlowerThanForecast"),
+        ({"loss": None, "non_finite": {"loss": "nan"}}, "LossNotFinite"),
+    ],
+)
+def test_a_fault_of_each_step_fires_its_alert_alone(values: dict[str, Any], alert: str) -> None:
+    assert names(list(hour(AlertMonitor(PLAN), 1200, **values))) == [(alert, True)]
+
+
+def test_an_alert_fires_once_and_resolves_when_its_cause_is_gone() -> None:
+    monitor = AlertMonitor(PLAN)
+    list(hour(monitor, 60))
+    alerts = []
+    for second in range(60, 400, 5):
+        alerts += monitor.on_event(usage(float(second), silent=second - 60.0))
+    assert names(alerts) == [("TrainingStalled", True)]
+    assert "125 s" in alerts[0]["text"]
+    assert names(monitor.on_event(usage(405.0))) == [("TrainingStalled", False)]
+
+
+def test_silence_that_is_short_for_such_long_steps_is_no_stall() -> None:
+    monitor = AlertMonitor(PLAN)
+    list(hour(monitor, 60, step_seconds=100.0))
+    assert monitor.on_event(usage(300.0, silent=240.0)) == []
+
+
+def test_a_spike_of_the_loss_stands_out_of_its_noise() -> None:
+    monitor = AlertMonitor(PLAN)
+    monitor.on_event(START)
+    alerts = []
+    for second in range(1, 1200):
+        loss = 2.0 + 0.1 * (second % 3) + (20.0 if second > 900 else 0.0)
+        monitor.on_event(step(second, float(second), loss=loss))
+        if second % 5 == 0:
+            alerts += monitor.on_event(usage(float(second)))
+    assert names(alerts)[0] == ("LossSpike", True)
+
+
+def test_resources_of_a_node_are_named_with_the_node() -> None:
+    monitor = AlertMonitor(PLAN)
+    list(hour(monitor, 30))
+    monitor.on_event({"kind": "checkpoint", "time": 30.0, "step": 29, "bytes": 40 * GIB})
+    readings = [usage(time, disk_free_bytes=3 * GIB, memory_available_bytes=GIB // 2) for time in (35.0, 100.0)]
+    alerts = [alert for reading in readings for alert in monitor.on_event(reading)]
+    assert {alert["alert"] for alert in alerts} == {"NodeMemoryLow", "DiskFull", "NoRoomForCheckpoint"}
+    assert all(alert["labels"] == {"node": "0"} for alert in alerts)
+
+
+def test_gpus_and_ranks_are_named() -> None:
+    monitor = AlertMonitor(PLAN)
+    list(hour(monitor, 30))
+    gpus = [{"gpu": 0, "is_throttled": False, "utilization": 0.9}, {"gpu": 1, "is_throttled": True}]
+    alerts = []
+    for second in range(30, 400, 5):
+        alerts += monitor.on_event(usage(float(second), gpus=gpus))
+    monitor.on_event({"kind": "straggler", "time": 400.0, "rank": 1, "is_slow": True})
+    alerts += monitor.on_event(usage(400.0, gpus=gpus))
+    assert [(alert["alert"], alert["labels"]) for alert in alerts] == [
+        ("GpuThrottled", {"gpu": "1", "node": "0"}),
+        ("Straggler", {"rank": "1"}),
+    ]
+
+
+def test_too_old_a_checkpoint() -> None:
+    monitor = AlertMonitor(PLAN, 100)
+    monitor.on_event(START)
+    monitor.on_event({"kind": "checkpoint", "time": 5.0, "step": 5, "bytes": 1})
+    alerts = []
+    for second in range(6, 1000):
+        alerts += monitor.on_event(step(second, float(second)))
+        alerts += monitor.on_event(usage(float(second)))
+    assert names(alerts) == [("CheckpointTooOld", True)]
+
+
+def test_the_end_resolves_and_a_failure_is_the_last_alert() -> None:
+    for failure, expected in ((None, [("DataWait", False)]), ("rank 1 died", [("RunFailed", True)])):
+        monitor = AlertMonitor(PLAN)
+        list(hour(monitor, 1200, phases={"data": 0.5}))
+        assert names(monitor.end(1200.0, failure)) == expected

@@ -1,0 +1,75 @@
+"""Present values of metrics, from the records of a run."""
+
+from __future__ import annotations
+
+import math
+
+from wanma.observe.series.catalogue import CATALOGUE, metric_table
+from wanma.observe.series.run_series import NodeSeries, RunSeries
+
+START = {"kind": "start", "time": 100.0, "step": 0, "steps": 50, "world_size": 4, "plan": "dp 4"}
+
+
+def step(number: int, **values: object) -> dict[str, object]:
+    record = {"step": number, "time": 100.0 + number, "step_seconds": 0.5, "loss": 2.0, "grad_norm": 1.0}
+    return {"kind": "step", **record, **values}
+
+
+def test_a_step_sets_gauges_and_adds_to_counters() -> None:
+    series = RunSeries()
+    series.update(START)
+    for number in (1, 2):
+        series.update(step(number, phases={"data": 0.1}, mfu=0.4, exposed_communication_seconds={"data": 0.2}))
+    assert series.get("completed_steps") == 2
+    assert series.get("mfu_ratio") == 0.4
+    assert series.get("phase_seconds", phase="data") == 0.2
+    assert series.get("exposed_communication_seconds", kind="data") == 0.4
+    assert series.get("step_time_seconds") == 1.0
+    assert series.get("run_info", state="running", plan="dp 4") == 1
+
+
+def test_a_number_that_is_not_finite_is_shown_and_counted() -> None:
+    series = RunSeries()
+    series.update(step(1, loss=None, non_finite={"loss": "nan"}))
+    assert math.isnan(series.get("loss") or 0.0)
+    assert series.get("non_finite_steps") == 1
+
+
+def test_goodput_leaves_out_repeated_steps_and_waits() -> None:
+    series = RunSeries()
+    series.update(START)
+    for number in range(1, 5):
+        series.update(step(number))
+    series.update({"kind": "checkpoint", "time": 104.0, "step": 2, "bytes": 7, "stall_seconds": 0.1})
+    series.update({**START, "time": 110.0, "step": 2})
+    assert series.get("repeated_steps") == 2
+    assert series.get("goodput_ratio") == 1.0 / 10.0  # steps 1 and 2 of half a second, in ten seconds
+    assert series.get("used_device_seconds") == 4.0
+    assert series.get("starts") == 2
+
+
+def test_validations_have_a_slope_and_a_best() -> None:
+    series = RunSeries()
+    for at, loss in ((10, 3.0), (20, 2.0), (30, 2.5)):
+        event = {"kind": "validation", "time": 1.0, "step": at, "loss": loss, "metrics": {"bleu": 0.3}}
+        series.update(event)
+    assert series.get("best_validation_loss") == 2.0
+    assert series.get("validation_loss_slope") == 0.05
+    assert series.get("validation_metric", metric="bleu") == 0.3
+
+
+def test_series_of_a_rank_end_with_it() -> None:
+    series = NodeSeries(1)
+    series.update({"time": 1.0, "cpus": 8, "ranks": [{"rank": rank, "is_alive": True} for rank in (2, 3)]})
+    series.update({"time": 2.0, "cpus": 8, "ranks": [{"rank": 3, "is_alive": True}], "gpus": [{"gpu": 0}]})
+    assert {sample.labels for sample in series.samples() if sample.metric == "rank_up"} == {
+        (("node", "1"), ("rank", "3"))
+    }
+
+
+def test_every_metric_has_base_units_and_a_row_in_the_reference() -> None:
+    lines = "\n".join(metric_table())
+    for metric in CATALOGUE.values():
+        assert f"`{metric.full_name}`" in lines
+        if metric.unit in ("seconds", "bytes", "ratio", "watts", "celsius", "hertz"):
+            assert metric.unit in metric.name, metric
