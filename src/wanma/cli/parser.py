@@ -25,6 +25,7 @@ from wanma.cli.commands import (
 from wanma.cli.data import data
 from wanma.cli.engines import attach, cancel, engines, explain, logs, resize, shell, status
 from wanma.cli.installation import completion, init, version
+from wanma.cli.observe import diagnose, observe
 from wanma.job.errors import JobError, did_you_mean
 
 COMMANDS = (
@@ -43,6 +44,8 @@ COMMANDS = (
     shell,
     engines,
     report,
+    diagnose,
+    observe,
     sample,
     export,
     checkpoint,

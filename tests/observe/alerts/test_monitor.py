@@ -21,8 +21,12 @@ def step(number: int, time: float, **values: Any) -> dict[str, Any]:
 
 def usage(time: float, *, silent: float = 0.0, alive: bool = True, **node: Any) -> dict[str, Any]:
     ranks = [{"rank": rank, "is_alive": alive, "silent_seconds": silent, "step": 1} for rank in range(2)]
-    values = {"memory_bytes": 16 * GIB, "memory_available_bytes": 8 * GIB, "disk_bytes": 100 * GIB,
-              "disk_free_bytes": 50 * GIB}
+    values = {
+        "memory_bytes": 16 * GIB,
+        "memory_available_bytes": 8 * GIB,
+        "disk_bytes": 100 * GIB,
+        "disk_free_bytes": 50 * GIB,
+    }
     return {"kind": "usage", "time": time, "node": 0, "ranks": ranks, **values, **node}
 
 
@@ -88,7 +92,9 @@ def test_resources_of_a_node_are_named_with_the_node() -> None:
     monitor = AlertMonitor(PLAN)
     list(hour(monitor, 30))
     monitor.on_event({"kind": "checkpoint", "time": 30.0, "step": 29, "bytes": 40 * GIB})
-    readings = [usage(time, disk_free_bytes=3 * GIB, memory_available_bytes=GIB // 2) for time in (35.0, 100.0)]
+    readings = [
+        usage(time, disk_free_bytes=3 * GIB, memory_available_bytes=GIB // 2) for time in (35.0, 100.0)
+    ]
     alerts = [alert for reading in readings for alert in monitor.on_event(reading)]
     assert {alert["alert"] for alert in alerts} == {"NodeMemoryLow", "DiskFull", "NoRoomForCheckpoint"}
     assert all(alert["labels"] == {"node": "0"} for alert in alerts)

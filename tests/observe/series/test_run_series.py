@@ -19,7 +19,9 @@ def test_a_step_sets_gauges_and_adds_to_counters() -> None:
     series = RunSeries()
     series.update(START)
     for number in (1, 2):
-        series.update(step(number, phases={"data": 0.1}, mfu=0.4, exposed_communication_seconds={"data": 0.2}))
+        series.update(
+            step(number, phases={"data": 0.1}, mfu=0.4, exposed_communication_seconds={"data": 0.2})
+        )
     assert series.get("completed_steps") == 2
     assert series.get("mfu_ratio") == 0.4
     assert series.get("phase_seconds", phase="data") == 0.2

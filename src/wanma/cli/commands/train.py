@@ -48,6 +48,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="N",
         help="number of nodes, or a range: 2..8; run the same command on each (cluster.nodes)",
     )
+    parser.add_argument(
+        "--metrics-port",
+        metavar="PORT",
+        help="port of the metrics for Prometheus; 0: any that is free (observe.metrics_port)",
+    )
     add_engine_options(parser)
     add_rendezvous_options(parser)
     parser.set_defaults(run=run)
@@ -71,7 +76,7 @@ def _train(arguments: argparse.Namespace, placement: LauncherPlacement | None) -
         from wanma.api.engines.placing import enter_code_snapshot
 
         enter_code_snapshot()
-    job = load_job(arguments.job, [*arguments.overrides, *_cluster_overrides(arguments)])
+    job = load_job(arguments.job, [*arguments.overrides, *_option_overrides(arguments)])
     world_size = None
     if placement is not None:
         job = place_job(job, placement)
@@ -129,7 +134,7 @@ def _submit(job: Job, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _cluster_overrides(arguments: argparse.Namespace) -> list[str]:
+def _option_overrides(arguments: argparse.Namespace) -> list[str]:
     """Return the options that are another form of a key as overrides."""
     written = {
         "cluster.engine": arguments.engine,
@@ -137,5 +142,6 @@ def _cluster_overrides(arguments: argparse.Namespace) -> list[str]:
         "cluster.rendezvous": arguments.rendezvous,
         "cluster.node_rank": arguments.node_rank,
         "checkpoint.resume": "false" if arguments.fresh else None,
+        "observe.metrics_port": arguments.metrics_port,
     }
     return override_texts(written)

@@ -96,8 +96,7 @@ class UsageRecorder:
             record |= {"network_received_bytes": received, "network_sent_bytes": sent}
         if self._gpus.readings:
             record["gpus"] = [
-                {"gpu": number, **gpu.to_json()}
-                for number, gpu in enumerate(self._gpus.readings)
+                {"gpu": number, **gpu.to_json()} for number, gpu in enumerate(self._gpus.readings)
             ]
         return record
 

@@ -1,0 +1,1 @@
+"""Commands that look at runs from outside: files for Prometheus and Grafana, diagnosis."""

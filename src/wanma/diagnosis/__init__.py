@@ -1,0 +1,1 @@
+"""Diagnosis: what bounds a run, or ended it, with its evidence and the change to make."""

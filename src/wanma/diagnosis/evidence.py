@@ -1,0 +1,191 @@
+"""Evidence of a diagnosis: what the records of a run say about its newest steps, its ranks and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from wanma.job.run.run_directory import RunDirectory
+from wanma.report.forecast_comparison import first_measured_row
+from wanma.report.run_report import Report, read_report
+from wanma.report.step_parts import EXPOSED, step_parts
+
+WINDOW_STEPS = 200
+"""Number of newest steps that are judged."""
+TAIL_BYTES = 1 << 20
+"""Bytes at the end of a node's record that are read: an hour or more."""
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """Work of one rank in the window, from its node's record."""
+
+    rank: int
+    node: int
+    compute_seconds: float | None
+    """Computation of a step; None: it is unknown."""
+    data_seconds: float | None
+    """Loading of a step's data, as far as the rank waited for it; None: it is unknown."""
+    cores: float | None
+    """Processors in use, on average."""
+    memory_bytes_per_hour: float | None
+    """Growth of its memory; None: too few records."""
+    memory_bytes: float
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Evidence of one run."""
+
+    run: RunDirectory
+    report: Report
+    step_seconds: float | None
+    """Mean time of a step in the window; None: there are too few steps."""
+    parts: Mapping[str, float]
+    """Parts of that time, as `report.step_parts` has them, in seconds."""
+    load_seconds: Mapping[str, float]
+    """Time of the loader threads for a step by kind of work."""
+    ranks: Sequence[RankWork]
+    nodes: Mapping[int, Sequence[Mapping[str, Any]]]
+    """Newest records of usage of each node, oldest first."""
+    non_finite: Mapping[str, Any]
+    """Record of the first step with a number that is not finite; empty: there is none."""
+    hang_report: str
+    """Text of the hang report; empty: there is none."""
+
+    def share(self, part: str) -> float:
+        """Return the share of a step that a part takes, 0 to 1."""
+        return self.parts.get(part, 0.0) / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Return the exposed communication of a step, and waits of stages, in seconds."""
+        return sum(self.parts.get(kind, 0.0) for kind in ("data", "tensor", "context", "expert", "pipeline"))
+
+
+def read_evidence(run: RunDirectory) -> Evidence:
+    """Read the evidence of a run directory."""
+    report = read_report(run)
+    nodes = {
+        int(path.stem.removeprefix("node-")): _tail(path)
+        for path in run.node_usage(0).parent.glob("node-*.jsonl")
+    }
+    start = max(first_measured_row(report), len(report.steps["step"]) - WINDOW_STEPS)
+    window = {key: column[start:] for key, column in report.steps.items()}
+    seconds = _mean(window.get("step_seconds", ()))
+    times = {}
+    for key, column in window.items():
+        for prefix, name in (("phases.", ""), ("exposed_communication_seconds.", EXPOSED)):
+            if key.startswith(prefix):
+                times[name + key.removeprefix(prefix)] = _mean(column) or 0.0
+    for key, name in (("compute_seconds", "compute"), ("bubble_seconds", "bubble")):
+        if (value := _mean(window.get(key, ()))) is not None:
+            times[name] = value
+    hang_report = run.rank_log(0).with_name("hang-report.txt")
+    return Evidence(
+        run=run,
+        report=report,
+        step_seconds=seconds,
+        parts=step_parts(seconds, times) if seconds else {},
+        load_seconds={
+            key.removeprefix("load_seconds."): _mean(column) or 0.0
+            for key, column in window.items()
+            if key.startswith("load_seconds.")
+        },
+        ranks=[work for node, records in sorted(nodes.items()) for work in _rank_works(node, records)],
+        nodes=nodes,
+        non_finite=_record_of_step(run.metrics, report.non_finite[0]) if report.non_finite else {},
+        hang_report=hang_report.read_text(encoding="utf-8", errors="replace")
+        if hang_report.is_file()
+        else "",
+    )
+
+
+def _rank_works(node: int, records: Sequence[Mapping[str, Any]]) -> list[RankWork]:
+    """Return the work of a node's ranks between the first and last record of its newest processes."""
+    works = []
+    for rank in sorted({entry["rank"] for record in records[-1:] for entry in record.get("ranks", ())}):
+        points = [
+            (record["time"], entry)
+            for record in records
+            for entry in record.get("ranks", ())
+            if entry["rank"] == rank and entry.get("is_alive", True)
+        ]
+        # A restart begins to count again.
+        falls = [
+            number
+            for number, (_, entry) in enumerate(points)
+            if number and _fell(points[number - 1][1], entry)
+        ]
+        points = points[falls[-1] if falls else 0 :]
+        if not points:
+            continue
+        (begin, first), (end, last) = points[0], points[-1]
+        steps = (last.get("steps") or 0) - (first.get("steps") or 0)
+        compute, data = (
+            ((last[key] - first.get(key, 0.0)) / steps if steps > 0 and key in last else None)
+            for key in ("compute_seconds", "data_seconds")
+        )
+        cores = (last["cpu_seconds"] - first["cpu_seconds"]) / (end - begin) if end > begin else None
+        works.append(
+            RankWork(rank, node, compute, data, cores, _growth_per_hour(points), float(last["memory_bytes"]))
+        )
+    return works
+
+
+def _fell(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    return any((after.get(key) or 0) < (before.get(key) or 0) for key in ("steps", "cpu_seconds"))
+
+
+def _growth_per_hour(points: Sequence[tuple[float, Mapping[str, Any]]]) -> float | None:
+    """Return the slope of the memory by the medians of the first and last third; None: too few points."""
+    third = len(points) // 3
+    if third < 3:
+        return None
+    early, late = points[:third], points[-third:]
+    seconds = median(time for time, _ in late) - median(time for time, _ in early)
+    growth = median(entry["memory_bytes"] for _, entry in late) - median(
+        entry["memory_bytes"] for _, entry in early
+    )
+    return 3600.0 * growth / seconds if seconds > 0 else None
+
+
+def _record_of_step(path: Path, step: int) -> dict[str, Any]:
+    """Return the record of a step; empty: it cannot be read."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        for line in file:
+            with contextlib.suppress(ValueError):
+                record = json.loads(line)
+                if isinstance(record, dict) and record.get("step") == step:
+                    return record
+    return {}
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    finite = [value for value in values if math.isfinite(value)]
+    return fmean(finite) if finite else None
+
+
+def _tail(path: Path) -> list[dict[str, Any]]:
+    """Return the records at the end of a file of JSON lines; a torn line is left out."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return []
+    records = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and "time" in record:
+            records.append(record)
+    return records

@@ -1,0 +1,40 @@
+"""Diagnosis as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from wanma.diagnosis.evidence import Evidence
+from wanma.diagnosis.findings import Finding
+from wanma.observe.units import duration_text, percent_text
+from wanma.report.key_figures import state_sentence
+from wanma.report.step_parts import PART_NAMES
+
+MIN_SHOWN_SHARE = 0.01
+"""Share of a step from which a part is shown."""
+
+
+def diagnosis_text(evidence: Evidence, findings: Sequence[Finding]) -> str:
+    """Return the findings, each with its evidence and its change, and the parts of a step."""
+    return "\n".join(_lines(evidence, findings))
+
+
+def _lines(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[str]:
+    yield f"{evidence.run.name}: {state_sentence(evidence.report)}"
+    for number, finding in enumerate(findings, 1):
+        cost = f"  (costs up to {percent_text(finding.lost_share)} of the step)" if finding.lost_share else ""
+        yield ""
+        yield f"{number}. {finding.title}{cost}"
+        yield from (f"   · {text}" for text in finding.evidence)
+        yield f"   → {finding.change}"
+    if evidence.step_seconds is None:
+        if not findings:
+            yield "nothing to judge yet: fewer than three steps after the warm-up"
+        return
+    parts = {name: seconds / evidence.step_seconds for name, seconds in evidence.parts.items()}
+    shown = sorted((item for item in parts.items() if item[1] >= MIN_SHOWN_SHARE), key=lambda item: -item[1])
+    text = ", ".join(f"{PART_NAMES.get(name, name)} {percent_text(share)}" for name, share in shown)
+    yield ""
+    if not findings:
+        yield "nothing stands out: no part but computation takes a share that is worth a change"
+    yield f"a step of {duration_text(evidence.step_seconds)}: {text}"

@@ -1,0 +1,218 @@
+"""Causes that a diagnosis names, each beside one that looks like it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wanma.diagnosis.evidence import read_evidence
+from wanma.diagnosis.findings import Finding, diagnose
+from wanma.diagnosis.presentation import diagnosis_text
+from wanma.job.run.run_directory import RunDirectory
+
+GIB = 1 << 30
+FORECAST = {"step": {"compute": 0.8, "data": 0.1, "optimizer": 0.1, "seconds": 1.0, "uncertainty": 0.1}}
+
+
+class Records:
+    """Records of a run of two ranks on one node, a step a second."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run = RunDirectory(folder / "gpt")
+        self.run.create()
+        self.run.job.write_text("[train]\nsteps = 1000\n")
+        self.run.plan.write_text(json.dumps({"plan": {}, "forecast": FORECAST}))
+        self.steps: list[dict[str, Any]] = []
+        self.usage: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = [
+            {"kind": "start", "time": 0.0, "step": 0, "steps": 1000, "world_size": 2, "host": "elsewhere"}
+        ]
+
+    def train(
+        self,
+        parts: dict[str, float],
+        *,
+        ranks: tuple[dict[str, float], ...] = ({}, {}),
+        steps: int = 300,
+        growth: float = 0.0,
+        change: Callable[[int], dict[str, Any]] = lambda _: {},
+        **values: Any,
+    ) -> None:
+        """Record steps.
+
+        Args:
+            parts: seconds of a step by phase; `compute`, `bubble`, and exposed communication by kind.
+            ranks: seconds of each rank a step, `compute` and `data`, and `cores`.
+            growth: bytes by which the memory of rank 1 grows a second.
+            change: values of a step's record that differ, by its number.
+        """
+        kinds = {kind: parts[kind] for kind in ("tensor", "pipeline") if kind in parts}
+        phases = {name: value for name, value in parts.items() if name not in ("compute", "bubble", *kinds)}
+        inside = sum(kinds.values()) + parts.get("compute", 0.0)
+        phases |= {"forward_backward": inside}
+        total = sum(phases.values())
+        for step in range(1, steps + 1):
+            record = {
+                "step": step,
+                "time": step * total,
+                "step_seconds": total,
+                "loss": 2.0,
+                "grad_norm": 1.0,
+            }
+            record |= {"phases": phases, "compute_seconds": parts.get("compute", 0.0)}
+            record |= {"exposed_communication_seconds": kinds, "communication_seconds": kinds}
+            record |= {"bubble_seconds": parts["bubble"]} if "bubble" in parts else {}
+            self.steps.append({**record, **values, **change(step)})
+            entries = [
+                {
+                    "rank": rank,
+                    "is_alive": True,
+                    "steps": step,
+                    "cpu_seconds": step * total * work.get("cores", 1.0),
+                    "memory_bytes": 4 * GIB + rank * growth * step * total,
+                    "compute_seconds": step * work.get("compute", parts.get("compute", 0.0)),
+                    "data_seconds": step * work.get("data", parts.get("data", 0.0)),
+                }
+                for rank, work in enumerate(ranks)
+            ]
+            self.usage.append({"time": step * total, "ranks": entries, "disk_read_bytes": step * 1000})
+
+    def diagnose(self) -> list[Finding]:
+        for path, records in (
+            (self.run.metrics, self.steps),
+            (self.run.events, self.events),
+            (self.run.node_usage(0), self.usage),
+        ):
+            path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return diagnose(read_evidence(self.run))
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Records:
+    return Records(tmp_path)
+
+
+def names(findings: list[Finding]) -> list[str]:
+    return [finding.name for finding in findings if finding.urgency != "end"]
+
+
+HEALTHY = {"compute": 0.85, "communication": 0.03, "data": 0.01, "optimizer": 0.11}
+
+
+def test_a_healthy_run_has_no_finding(records: Records) -> None:
+    records.train(HEALTHY)
+    assert names(records.diagnose()) == []
+    assert "compute" in diagnosis_text(read_evidence(records.run), [])
+
+
+def test_a_rank_without_its_processors_and_a_slow_link_are_told_apart(
+    records: Records, tmp_path: Path
+) -> None:
+    records.train({**HEALTHY, "communication": 0.8}, ranks=({"cores": 1.0}, {"cores": 0.4, "compute": 1.6}))
+    (straggler,) = [finding for finding in records.diagnose() if finding.urgency == "slow"]
+    assert straggler.name == "straggler"
+    assert "rank 1" in straggler.title
+    assert any("0.40 processors" in text for text in straggler.evidence)
+    slow_link = Records(tmp_path / "link")
+    slow_link.train({**HEALTHY, "communication": 0.8})
+    assert names(slow_link.diagnose()) == ["communication"]
+
+
+def test_rank_0_may_be_the_straggler_itself(records: Records) -> None:
+    records.train({**HEALTHY, "compute": 1.7}, ranks=({}, {"compute": 0.85}))
+    assert "rank 0" in records.diagnose()[-1].title or names(records.diagnose())[0] == "straggler"
+
+
+def test_a_slow_store_and_slow_decoding_are_told_apart(records: Records, tmp_path: Path) -> None:
+    records.train({**HEALTHY, "data": 0.5}, load_seconds={"read": 0.6, "decode": 0.1, "collate": 0.0})
+    (finding,) = [finding for finding in records.diagnose() if finding.name == "data"]
+    assert "store" in finding.change
+    other = Records(tmp_path / "decode")
+    other.train({**HEALTHY, "data": 0.5}, load_seconds={"read": 0.1, "decode": 0.9, "collate": 0.0})
+    (finding,) = [finding for finding in other.diagnose() if finding.name == "data"]
+    assert "data.workers" in finding.change
+
+
+def test_a_bubble_and_slow_transfers_of_stages_are_told_apart(records: Records, tmp_path: Path) -> None:
+    records.train({**HEALTHY, "pipeline": 0.4, "bubble": 0.38})
+    assert names(records.diagnose())[0] == "bubble"
+    other = Records(tmp_path / "transfers")
+    other.train({**HEALTHY, "pipeline": 0.4, "bubble": 0.02})
+    assert names(other.diagnose())[0] == "communication"
+
+
+@pytest.mark.parametrize(
+    ("part", "name"), [("checkpoint", "checkpoint"), ("host", "host"), ("tensor", "communication")]
+)
+def test_the_largest_part_is_named(records: Records, part: str, name: str) -> None:
+    records.train({**HEALTHY, part: 0.5})
+    assert names(records.diagnose()) == [name]
+
+
+def test_computation_that_is_slow_everywhere(records: Records) -> None:
+    records.train({**HEALTHY, "compute": 1.6})
+    assert names(records.diagnose()) == ["computation"]
+
+
+def test_a_leak_and_a_large_memory_are_told_apart(records: Records, tmp_path: Path) -> None:
+    records.train(HEALTHY, growth=(1 << 30) / 600)
+    assert names(records.diagnose()) == ["leak"]
+    other = Records(tmp_path / "large")
+    other.train(HEALTHY)
+    assert names(other.diagnose()) == []
+
+
+def nan_at(step: int, **values: Any) -> Callable[[int], dict[str, Any]]:
+    return lambda number: {"loss": None, "non_finite": {"loss": "nan"}, **values} if number == step else {}
+
+
+def test_nan_of_a_learning_rate_of_a_layer_and_of_a_sample_are_told_apart(tmp_path: Path) -> None:
+    cases: list[tuple[Callable[[int], dict[str, Any]], str]] = [
+        (
+            lambda step: {
+                **nan_at(200)(step),
+                **({"grad_norm": 2.0 ** (step - 190)} if 190 < step < 200 else {}),
+            },
+            "learning_rate",
+        ),
+        (
+            nan_at(
+                200,
+                layer_grad_norms={"blocks.0": 1.0, "blocks.1": None},
+                non_finite={"loss": "nan", "layer_grad_norms.blocks.1": "nan"},
+            ),
+            "layer",
+        ),
+        (nan_at(200), "samples"),
+    ]
+    for number, (change, cause) in enumerate(cases):
+        records = Records(tmp_path / str(number))
+        records.train(HEALTHY, change=change)
+        finding = next(finding for finding in records.diagnose() if finding.name == "not_finite")
+        assert cause in finding.change, finding
+
+
+def test_a_loss_that_rises_and_one_that_wavers_are_told_apart(records: Records, tmp_path: Path) -> None:
+    records.train(
+        HEALTHY, change=lambda step: {"loss": 5.0 - step / 50 if step < 150 else 2.0 + (step - 150) / 20}
+    )
+    assert names(records.diagnose()) == ["learning_rate"]
+    other = Records(tmp_path / "wavers")
+    other.train(HEALTHY, change=lambda step: {"loss": 5.0 - step / 100 + 0.2 * (step % 7)})
+    assert names(other.diagnose()) == []
+
+
+def test_the_end_comes_first(records: Records) -> None:
+    records.train({**HEALTHY, "checkpoint": 0.5})
+    records.events.append(
+        {"kind": "finish", "time": 900.0, "outcome": "failed", "text": "rank 1 died\n  kernel: OOM"}
+    )
+    first, second = records.diagnose()
+    assert (first.name, second.name) == ("failure", "checkpoint")
+    assert "rank 1 died" in first.title
+    (records.run.path / "logs" / "hang-report.txt").write_text("rank 0: all_reduce\nrank 1: in train.py:7\n")
+    assert records.diagnose()[0].name == "hang"
