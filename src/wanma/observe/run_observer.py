@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.secret_source import read_secret
@@ -16,6 +16,9 @@ from wanma.job.sections.observe import ObserveSection
 from wanma.observe.alerts.monitor import AlertMonitor
 from wanma.observe.alerts.sinks import AlertSinks, SinkConfig
 from wanma.observe.series.run_series import Sample
+
+if TYPE_CHECKING:
+    from wanma.observe.trackers.process import TrackerProcess
 
 
 class RunObserver:
@@ -49,6 +52,7 @@ class RunObserver:
         self._show, self._lock, self._stack = show, threading.Lock(), ExitStack()
         self._monitor = AlertMonitor(plan, checkpoint_interval_steps)
         self._has_alerts = settings.alerts
+        self._trackers = _start_trackers(run, settings.trackers) if node == 0 else None
         config = SinkConfig(settings.alert_webhook, settings.alert_body, tuple(settings.alert_command))
         self._sinks = AlertSinks(config, run.name, self._warn)
         if settings.metrics_port is None:
@@ -110,4 +114,14 @@ class RunObserver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._sinks.close()
+        if self._trackers is not None:
+            self._trackers.close(self._warn)
         self._stack.close()
+
+
+def _start_trackers(run: RunDirectory, names: Sequence[str]) -> TrackerProcess | None:
+    if not names:
+        return None
+    from wanma.observe.trackers.process import TrackerProcess
+
+    return TrackerProcess(run, names)

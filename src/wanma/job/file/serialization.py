@@ -101,6 +101,15 @@ def job_differences(old: Job, new: Job) -> list[tuple[str, Any, Any]]:
     ]
 
 
+def setting_texts(job: Job) -> dict[str, str]:
+    """Return the keys of a job with their values, each as the user would write it."""
+    return {
+        f"{section}.{key}": value_text(getattr(getattr(job, section), key))
+        for section in Job.model_fields
+        for key in type(getattr(job, section)).model_fields
+    }
+
+
 def _repeated_tables() -> set[str]:
     return {table.path for table in schema_tables() if table.is_repeated}
 

@@ -54,6 +54,10 @@ class ObserveSection(Section):
     alert_command: list[str] = Field(
         default_factory=list, description="command, as words, that reads each alert as JSON"
     )
+    trackers: list[str] = Field(
+        default_factory=list,
+        description="copies of the records: mlflow, wandb, an entry point, 'package.module:Class'",
+    )
     tensorboard: bool = Field(False, description="write TensorBoard files into the run directory")
 
     @model_validator(mode="after")

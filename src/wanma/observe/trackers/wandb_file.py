@@ -1,0 +1,49 @@
+"""Reader of the record of a W&B run: which steps have arrived in it.
+
+W&B's own reader is gone from its package. The file has LevelDB's log framing (blocks of 32 KiB; pieces with a
+header of checksum, length and kind; google/leveldb, doc/log_format.md) after a header of seven bytes, and in
+it protobuf records of the package's own type.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+_FILE_HEADER_BYTES, _PIECE_HEADER, _BLOCK_BYTES = 7, struct.Struct("<IHB"), 1 << 15
+_FULL, _LAST = 1, 4
+"""Kinds of a piece that end a record."""
+
+
+def last_step_of(folder: Path) -> int | None:
+    """Return the newest step in the record of a run's folder; None: there is none."""
+    from wandb.proto import wandb_internal_pb2
+
+    newest = None
+    for path in sorted(folder.glob("run-*.wandb")):
+        for text in _records(path.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(text)
+            if record.HasField("history") and record.history.HasField("step"):
+                newest = max(newest or 0, record.history.step.num)
+    return newest
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """Yield the records of a file; a torn one at its end is left out."""
+    position, record = _FILE_HEADER_BYTES, b""
+    while position + _PIECE_HEADER.size <= len(data):
+        left = _BLOCK_BYTES - position % _BLOCK_BYTES
+        if left < _PIECE_HEADER.size:
+            position += left
+            continue
+        _, size, kind = _PIECE_HEADER.unpack_from(data, position)
+        position += _PIECE_HEADER.size
+        if position + size > len(data):
+            return
+        record += data[position : position + size]
+        position += size
+        if kind in (_FULL, _LAST):
+            yield record
+            record = b""

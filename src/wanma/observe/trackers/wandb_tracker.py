@@ -1,0 +1,55 @@
+"""Tracker of Weights & Biases; its own variables say where: WANDB_PROJECT, WANDB_MODE, WANDB_API_KEY."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from wanma.job.errors import missing_extra_error
+from wanma.observe.trackers.tracker import Scalars, TrackedRun
+from wanma.observe.trackers.wandb_file import last_step_of
+
+_EXIT_CODES = {"finished": 0, "interrupted": 0}
+"""Exit code by outcome; another is 1, which W&B shows as failed."""
+
+
+class WandbTracker:
+    """Tracker of one start of a run; all starts of a run are one group.
+
+    Offline runs of W&B cannot be resumed, so each start is a run of its own; what an earlier start has written
+    is read back from its file.
+
+    Raises:
+        WanmaError: `wandb` is not installed.
+    """
+
+    def __init__(self) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise missing_extra_error("wandb", "wandb", "observe.trackers = ['wandb']") from error
+        self._wandb: Any = wandb
+        self._run: Any = None
+
+    def open(self, run: TrackedRun) -> int | None:
+        arrived = [last_step_of(Path(folder)) for folder in run.state.get("folders", ())]
+        self._run = self._wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "wanma"),
+            group=run.name,
+            name=run.name if not arrived else f"{run.name}-{len(arrived) + 1}",
+            dir=str(run.folder),
+            config=dict(run.settings),
+            settings=self._wandb.Settings(console="off", x_disable_stats=True),
+        )
+        # `dir` of a run is the folder of its media, below that of its record.
+        run.state.setdefault("folders", []).append(str(Path(self._run.dir).parent))
+        return max((step for step in arrived if step is not None), default=None)
+
+    def log(self, scalars: Sequence[Scalars]) -> None:
+        for entry in scalars:
+            self._run.log({**entry.values, "time": entry.time}, step=entry.step)
+
+    def finish(self, outcome: str) -> None:
+        self._run.finish(exit_code=_EXIT_CODES.get(outcome, 1))

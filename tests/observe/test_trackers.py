@@ -1,0 +1,172 @@
+"""Feed of a tracker: all records arrive once, whatever the tracker does."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wanma.job.errors import JobError
+from wanma.job.run.run_directory import RunDirectory
+from wanma.observe.trackers import feed as feed_module
+from wanma.observe.trackers.feed import Feed, RunEnd
+from wanma.observe.trackers.tracker import find_tracker
+
+START = {"kind": "start", "time": 1.0, "step": 0, "steps": 100}
+
+
+class Fake:
+    """Tracker that keeps what it gets; `failures` calls fail first."""
+
+    def __init__(self, failures: int = 0) -> None:
+        self.failures, self.points, self.outcomes, self.runs = failures, [], [], []
+        self.arrived: int | None = None
+
+    def __call__(self) -> Fake:
+        return self
+
+    def open(self, run: Any) -> int | None:
+        self._fail()
+        run.state.setdefault("id", len(self.runs))
+        self.runs.append(run.state["id"])
+        return self.arrived
+
+    def log(self, scalars: Any) -> None:
+        self._fail()
+        self.points += [(entry.step, tag) for entry in scalars for tag in entry.values]
+
+    def finish(self, outcome: str) -> None:
+        self.outcomes.append(outcome)
+
+    def _fail(self) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise OSError("no route")
+
+
+class Writer:
+    def __init__(self, folder: Path) -> None:
+        self.run = RunDirectory(folder / "gpt")
+        self.run.create()
+
+    def steps(self, first: int, last: int) -> None:
+        with self.run.metrics.open("a") as file:
+            for step in range(first, last + 1):
+                file.write(json.dumps({"step": step, "time": 10.0 + step, "loss": 1.0}) + "\n")
+
+    def event(self, **values: Any) -> None:
+        with self.run.events.open("a") as file:
+            file.write(json.dumps(values) + "\n")
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Writer:
+    return Writer(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("POLL_SECONDS", "FIRST_RETRY_SECONDS", "LONGEST_RETRY_SECONDS"):
+        monkeypatch.setattr(feed_module, name, 0.01)
+
+
+def feed(writer: Writer, tracker: Fake, patience: float = 600.0) -> list[str]:
+    """Feed a tracker with what the run has recorded; return what the feed says."""
+    said: list[str] = []
+    end = RunEnd(patience)
+    end.tell()
+    Feed("fake", tracker, writer.run, {}, end, said.append).run()
+    return said
+
+
+def losses(tracker: Fake) -> list[int]:
+    return [step for step, tag in tracker.points if tag == "train/loss"]
+
+
+def test_records_arrive_as_they_come(writer: Writer) -> None:
+    tracker, end = Fake(), RunEnd()
+    thread = threading.Thread(target=Feed("fake", tracker, writer.run, {}, end, print).run)
+    thread.start()
+    writer.event(**START)
+    writer.steps(1, 3)
+    while losses(tracker) != [1, 2, 3]:
+        time.sleep(0.01)
+    writer.steps(4, 5)
+    writer.event(kind="finish", time=50.0, step=5, outcome="finished")
+    end.tell()
+    thread.join()
+    assert losses(tracker) == [1, 2, 3, 4, 5]
+    assert tracker.outcomes == ["finished"]
+
+
+def test_a_tracker_that_was_away_gets_what_it_missed(writer: Writer) -> None:
+    tracker = Fake(failures=4)
+    writer.event(**START)
+    writer.steps(1, 5)
+    said = feed(writer, tracker)
+    assert losses(tracker) == [1, 2, 3, 4, 5]
+    assert len(said) == 4
+    assert "no route" in said[0]
+
+
+def test_a_tracker_that_stays_away_does_not_hold_the_process_for_ever(writer: Writer) -> None:
+    writer.event(**START)
+    writer.steps(1, 5)
+    assert "next start" in feed(writer, Fake(failures=1000), patience=0.05)[-1]
+    tracker = Fake()
+    feed(writer, tracker)
+    assert losses(tracker) == [1, 2, 3, 4, 5]
+
+
+def test_steps_that_a_resume_repeats_arrive_once(writer: Writer) -> None:
+    writer.event(**START)
+    writer.steps(1, 5)
+    feed(writer, first := Fake())
+    assert first.outcomes == ["crashed"]
+    lines = writer.run.metrics.read_text().splitlines(keepends=True)
+    writer.run.metrics.write_text("".join(lines[:3]))
+    writer.event(**{**START, "step": 3, "time": 20.0})
+    writer.steps(4, 8)
+    feed(writer, second := Fake())
+    assert second.runs == first.runs
+    assert losses(second) == [6, 7, 8]
+
+
+def test_what_the_tracker_itself_has_counts_more_than_the_record(writer: Writer) -> None:
+    writer.event(**START)
+    writer.steps(1, 5)
+    tracker = Fake()
+    tracker.arrived = 4
+    feed(writer, tracker)
+    assert losses(tracker) == [5]
+
+
+def test_a_fresh_training_is_another_run_of_the_tracker(writer: Writer) -> None:
+    writer.event(**START)
+    writer.steps(1, 5)
+    feed(writer, Fake())
+    writer.run.metrics.write_text("")
+    writer.event(**{**START, "time": 20.0})
+    writer.steps(1, 2)
+    tracker = Fake()
+    feed(writer, tracker)
+    assert losses(tracker) == [1, 2]
+
+
+def test_validations_arrive_once_too(writer: Writer) -> None:
+    writer.event(**START)
+    writer.steps(1, 2)
+    writer.event(kind="validation", time=12.5, step=2, loss=3.0)
+    feed(writer, first := Fake())
+    feed(writer, second := Fake())
+    assert (2, "validation/loss") in first.points
+    assert second.points == []
+
+
+def test_an_unknown_tracker() -> None:
+    with pytest.raises(JobError, match=r"observe\.trackers.* 'mlfow'.*mlflow"):
+        find_tracker("mlfow")
