@@ -53,10 +53,10 @@ class Writer:
         self.run = RunDirectory(folder / "gpt")
         self.run.create()
 
-    def steps(self, first: int, last: int) -> None:
+    def steps(self, first: int, last: int, begin: float = 10.0) -> None:
         with self.run.metrics.open("a") as file:
             for step in range(first, last + 1):
-                file.write(json.dumps({"step": step, "time": 10.0 + step, "loss": 1.0}) + "\n")
+                file.write(json.dumps({"step": step, "time": begin + step, "loss": 1.0}) + "\n")
 
     def event(self, **values: Any) -> None:
         with self.run.events.open("a") as file:
@@ -151,7 +151,7 @@ def test_a_fresh_training_is_another_run_of_the_tracker(writer: Writer) -> None:
     feed(writer, Fake())
     writer.run.metrics.write_text("")
     writer.event(**{**START, "time": 20.0})
-    writer.steps(1, 2)
+    writer.steps(1, 2, begin=20.0)
     tracker = Fake()
     feed(writer, tracker)
     assert losses(tracker) == [1, 2]

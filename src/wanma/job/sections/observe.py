@@ -49,7 +49,7 @@ class ObserveSection(Section):
     alert_webhook: str = Field("", description="URL that gets each alert; env:NAME or file:PATH of it")
     alert_body: str = Field(
         "",
-        description="body of that request, with {text}, {alert}, {severity}, {run}; default: the event as JSON",
+        description="body of that request, with {text}, {alert}, {severity}, {run}; default: all as JSON",
     )
     alert_command: list[str] = Field(
         default_factory=list, description="command, as words, that reads each alert as JSON"

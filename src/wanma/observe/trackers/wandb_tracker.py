@@ -18,7 +18,7 @@ _EXIT_CODES = {"finished": 0, "interrupted": 0}
 class WandbTracker:
     """Tracker of one start of a run; all starts of a run are one group.
 
-    Offline runs of W&B cannot be resumed, so each start is a run of its own; what an earlier start has written
+    Offline runs of W&B cannot be resumed, so each start is a run of its own; what an earlier start wrote
     is read back from its file.
 
     Raises:
