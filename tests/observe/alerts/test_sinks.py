@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from support.webhook import Webhook
 
 from wanma.job.errors import JobError
 from wanma.observe.alerts import sinks
@@ -21,31 +20,6 @@ EVENT = {
     "text": 'waits\n"30 %"',
     "is_firing": True,
 }
-
-
-class Receiver:
-    """Webhook that answers with the statuses given, then with 200."""
-
-    def __init__(self, *statuses: int) -> None:
-        self.bodies: list[str] = []
-        remaining = list(statuses)
-        bodies = self.bodies
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                bodies.append(self.rfile.read(int(self.headers["Content-Length"])).decode())
-                self.send_response(remaining.pop(0) if remaining else 200)
-                self.end_headers()
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.server = HTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server.server_address[1]}/hook"
 
 
 @pytest.fixture(autouse=True)
@@ -62,21 +36,21 @@ def deliver(config: SinkConfig) -> list[str]:
 
 
 def test_a_webhook_gets_the_event_or_a_body_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    receiver = Receiver(503)
-    monkeypatch.setenv("HOOK", receiver.url)
-    assert deliver(SinkConfig("env:HOOK")) == []
-    assert json.loads(receiver.bodies[-1]) == {**EVENT, "run": "gpt"}
-    assert deliver(SinkConfig("env:HOOK", '{"text": "{run}: {text}"}')) == []
-    assert json.loads(receiver.bodies[-1]) == {"text": 'gpt: waits\n"30 %"'}
+    with Webhook(503) as webhook:
+        monkeypatch.setenv("HOOK", webhook.url)
+        assert deliver(SinkConfig("env:HOOK")) == []
+        assert json.loads(webhook.bodies[-1]) == {**EVENT, "run": "gpt"}
+        assert deliver(SinkConfig("env:HOOK", '{"text": "{run}: {text}"}')) == []
+        assert json.loads(webhook.bodies[-1]) == {"text": 'gpt: waits\n"30 %"'}
 
 
 def test_a_webhook_that_refuses_is_told_once_without_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    receiver = Receiver(*[500] * 10)
-    monkeypatch.setenv("HOOK", receiver.url)
-    (warning,) = deliver(SinkConfig("env:HOOK"))
+    with Webhook(*[500] * 10) as webhook:
+        monkeypatch.setenv("HOOK", webhook.url)
+        (warning,) = deliver(SinkConfig("env:HOOK"))
     assert "status 500" in warning
-    assert receiver.url not in warning
-    assert len(receiver.bodies) == sinks.ATTEMPTS
+    assert webhook.url not in warning
+    assert len(webhook.bodies) == sinks.ATTEMPTS
 
 
 def test_a_command_reads_the_event(tmp_path: Path) -> None:

@@ -1,0 +1,105 @@
+"""A run as a real Prometheus sees it, and its alerts as a real Alertmanager passes them on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.command import Desk, Training, end_commands
+from support.prometheus import Prometheus, has_prometheus, running_prometheus, wait_until
+from support.webhook import Webhook
+
+from wanma.observe.render.dashboards import DASHBOARDS
+from wanma.observe.render.files import render_files
+
+pytestmark = [
+    pytest.mark.full(always=True),
+    pytest.mark.skipif(not has_prometheus, reason="prometheus or prometheus-alertmanager is not installed"),
+]
+UNSEEN = re.compile(
+    r"gpu_|ALERTS|validation_metric|expert_load|layer_gradient|forecast_|mfu|checkpoint|validation_loss|exposed"
+)
+"""Metrics that this machine or this run does not have."""
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    yield Desk(tmp_path, Path(__file__).parent)
+    end_commands()
+
+
+@pytest.fixture
+def training(desk: Desk) -> Training:
+    desk.start("train", "text.toml", "train.steps=100000", "--metrics-port", "0")
+    training = desk.training("runs/text")
+    wait_until(lambda: training.steps_begun() > 3, "some steps")
+    return training
+
+
+@pytest.fixture
+def prometheus(desk: Desk, tmp_path: Path) -> Iterator[Prometheus]:
+    render_files(tmp_path / "monitoring", desk.folder / "runs", "http://localhost")
+    with running_prometheus(tmp_path, tmp_path / "monitoring") as running:
+        yield running
+
+
+def test_rules_pass_the_check_of_prometheus(tmp_path: Path) -> None:
+    render_files(tmp_path, tmp_path / "runs", "http://localhost")
+    subprocess.run(
+        ["promtool", "check", "rules", str(tmp_path / "prometheus" / "wanma-rules.yml")], check=True
+    )
+
+
+def test_counters_equal_the_records(training: Training, prometheus: Prometheus) -> None:
+    wait_until(lambda: prometheus.value("wanma_completed_steps"), "the first reading")
+    rank = training.rank_process(0)
+    assert rank is not None
+    os.kill(rank, signal.SIGSTOP)
+    try:
+        newest = training.metrics[-1]
+        wait_until(lambda: prometheus.value("wanma_completed_steps") == newest["step"], "the newest step")
+        records = training.metrics
+        assert prometheus.value("wanma_loss") == pytest.approx(newest["loss"])
+        assert prometheus.value("wanma_steps_total") == len(records)
+        for phase in newest["phases"]:
+            total = sum(record["phases"].get(phase, 0.0) for record in records)
+            assert prometheus.value(f'wanma_phase_seconds_total{{phase="{phase}"}}') == pytest.approx(total)
+        wait_until(lambda: len(prometheus.query("wanma_rank_up == 1")) == 2, "both ranks")
+    finally:
+        os.kill(rank, signal.SIGCONT)
+
+
+def test_every_panel_has_its_series(training: Training, prometheus: Prometheus) -> None:
+    wait_until(lambda: len(prometheus.query("rate(wanma_rank_steps_total[10s]) > 0")) == 2, "ranks at work")
+    for dashboard in DASHBOARDS:
+        for query in dashboard.queries():
+            expression = query.replace("$run", "text").replace("$__rate_interval", "10s")
+            series = prometheus.query(expression)
+            assert series or UNSEEN.search(query), query
+            assert all(entry["value"][1] != "NaN" for entry in series), query
+    assert training.steps_begun()
+
+
+def test_an_alert_of_prometheus_reaches_a_webhook_and_so_does_the_runs_own(
+    desk: Desk, tmp_path: Path
+) -> None:
+    render_files(tmp_path / "m", desk.folder / "runs", "http://localhost")
+    rules = tmp_path / "m" / "prometheus" / "wanma-rules.yml"
+    rules.write_text(rules.read_text().replace("wanma_node_disk_bytes) < 0.05", "wanma_node_disk_bytes) < 2"))
+    with Webhook() as own, Webhook() as theirs:
+        desk.start(
+            "train", "text.toml", "train.steps=100000", "--metrics-port", "0",
+            "train.learning_rate=1e30", "train.gradient_clip=0", "train.non_finite=skip",
+            "observe.alert_webhook=env:HOOK", HOOK=own.url,
+        )  # fmt: skip
+        with running_prometheus(tmp_path, tmp_path / "m", theirs.url):
+            event = json.loads(own.wait())
+            assert (event["alert"], event["run"], event["is_firing"]) == ("LossNotFinite", "text", True)
+            (alert,) = json.loads(theirs.wait())["alerts"][:1]
+            assert alert["labels"]["run"] == "text"
