@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from support.command import Desk, Training, end_commands
 from support.prometheus import Prometheus, has_prometheus, running_prometheus, wait_until
 from support.webhook import Webhook
-
 from wanma.observe.render.dashboards import DASHBOARDS
 from wanma.observe.render.files import render_files
 

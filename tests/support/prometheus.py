@@ -48,7 +48,8 @@ def running_prometheus(folder: Path, rendered: Path, webhook: str = "") -> Itera
     port, manager_port = free_port(), free_port()
     text = (rendered / "prometheus" / "prometheus.yml").read_text().replace('"15s"', '"1s"')
     if webhook:
-        text += f'alerting: {{alertmanagers: [{{static_configs: [{{targets: ["127.0.0.1:{manager_port}"]}}]}}]}}\n'
+        targets = [{"targets": [f"127.0.0.1:{manager_port}"]}]
+        text += f"alerting: {json.dumps({'alertmanagers': [{'static_configs': targets}]})}\n"
     configuration = rendered / "prometheus" / "quick.yml"
     configuration.write_text(text)
     listen = "--web.listen-address=127.0.0.1:"

@@ -13,13 +13,12 @@ from typing import Any
 
 from wanma.job.run.run_directory import RunDirectory
 from wanma.report.forecast_comparison import first_measured_row
+from wanma.report.rank_work import read_node_records
 from wanma.report.run_report import Report, read_report
 from wanma.report.step_parts import EXPOSED, step_parts
 
 WINDOW_STEPS = 200
 """Number of newest steps that are judged."""
-TAIL_BYTES = 1 << 20
-"""Bytes at the end of a node's record that are read: an hour or more."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +71,7 @@ class Evidence:
 def read_evidence(run: RunDirectory) -> Evidence:
     """Read the evidence of a run directory."""
     report = read_report(run)
-    nodes = {
-        int(path.stem.removeprefix("node-")): _tail(path)
-        for path in run.node_usage(0).parent.glob("node-*.jsonl")
-    }
+    nodes = read_node_records(run)
     start = max(first_measured_row(report), len(report.steps["step"]) - WINDOW_STEPS)
     window = {key: column[start:] for key, column in report.steps.items()}
     seconds = _mean(window.get("step_seconds", ()))
@@ -170,22 +166,3 @@ def _record_of_step(path: Path, step: int) -> dict[str, Any]:
 def _mean(values: Iterable[float]) -> float | None:
     finite = [value for value in values if math.isfinite(value)]
     return fmean(finite) if finite else None
-
-
-def _tail(path: Path) -> list[dict[str, Any]]:
-    """Return the records at the end of a file of JSON lines; a torn line is left out."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return []
-    records = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and "time" in record:
-            records.append(record)
-    return records

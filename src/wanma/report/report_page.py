@@ -75,17 +75,19 @@ def write_report(run: RunDirectory) -> Path:
 
 def render_report_page(report: Report) -> str:
     """Return the whole page as HTML."""
-    return document(
-        report.run.name,
-        [
-            _header(report),
-            _problems(report),
-            *([_key_figures(report), _charts(report)] if report.steps["step"] else [NO_METRICS_HTML]),
-            _comparison(report),
-            _details(report),
-            _events(report),
-        ],
-    )
+    return document(report.run.name, report_parts(report))
+
+
+def report_parts(report: Report) -> list[str]:
+    """Return the parts of the page as HTML."""
+    return [
+        _header(report),
+        _problems(report),
+        *([_key_figures(report), _charts(report)] if report.steps["step"] else [NO_METRICS_HTML]),
+        _comparison(report),
+        _details(report),
+        _events(report),
+    ]
 
 
 def _header(report: Report) -> str:

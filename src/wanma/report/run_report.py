@@ -159,21 +159,22 @@ class Report:
         return total
 
 
-def read_report(run: RunDirectory, tail_only: bool = False) -> Report:
+def read_report(run: RunDirectory, tail_only: bool = False, table: StepTable | None = None) -> Report:
     """Read the report of a run directory.
 
     Args:
         run: the run directory.
         tail_only: read only the last steps, for lists of many runs.
+        table: steps that were read before, to which the new ones are added.
     """
     problems: list[str] = []
     job_text = _text(run.job, problems)
     job = with_new_names(_parse(run.job, job_text, tomllib.loads, problems))
     planned = _parse(run.plan, _text(run.plan, problems), json.loads, problems)
     environment = _parse(run.environment, _text(run.environment, problems), json.loads, problems)
-    records = _records(run.metrics, problems, last_bytes=TAIL_BYTES if tail_only else None)
+    table = table or StepTable(run.metrics, TAIL_BYTES if tail_only else None)
+    table.update(problems)
     events = _since_fresh_start(_records(run.events, problems))
-    steps, non_finite = _columns(records)
     validations, checkpoints = _of_current_history(events)
     return Report(
         run=run,
@@ -185,15 +186,15 @@ def read_report(run: RunDirectory, tail_only: bool = False) -> Report:
         parameters=planned.get("parameters"),
         loader_workers=planned.get("loader_workers"),
         environment=environment,
-        steps=steps,
-        non_finite=non_finite,
+        steps=table.columns,
+        non_finite=tuple(table.non_finite),
         starts=tuple(event for event in events if event["kind"] == "start"),
         validations=validations,
         checkpoints=checkpoints,
         messages=tuple(event for event in events if event["kind"] == "message"),
         recoveries=tuple(event for event in events if event["kind"] in ("recovery", "resize")),
         events=tuple(events),
-        state=_state(_without_failed_starts(events), records, job),
+        state=_state(_without_failed_starts(events), table, job),
         problems=tuple(problems),
     )
 
@@ -219,17 +220,18 @@ def _without_failed_starts(events: Sequence[Event]) -> list[Event]:
     return [event for event in events if event["kind"] != START_FAILED]
 
 
-def _state(events: list[Event], records: list[Event], job: dict[str, Any]) -> RunState:
+def _state(events: list[Event], table: StepTable, job: dict[str, Any]) -> RunState:
     ends = [event for event in events if event["kind"] in ("start", "finish")]
     if not ends:
-        return "running" if records else "new"
+        return "running" if table.has_records else "new"
     newest = ends[-1]
     if newest["kind"] == "finish":
         outcome = newest.get("outcome")
         return outcome if outcome in ("finished", "aborted", "failed") else "interrupted"
     if newest.get("host") == socket.gethostname():
         return "running" if is_process_alive(newest.get("process")) else "crashed"
-    silence = time.time() - max(entry.get("time", 0.0) for entry in [newest, *records[-1:], *events[-1:]])
+    newest_step = next((stamp for stamp in table.columns.get("time", [])[-1:] if math.isfinite(stamp)), 0.0)
+    silence = time.time() - max(newest["time"], events[-1]["time"], newest_step)
     patience = job.get("cluster", {}).get("hang_timeout_seconds", DEFAULT_HANG_SECONDS)
     return "running" if silence <= patience else "crashed"
 
@@ -271,10 +273,39 @@ _GROUPS = ("phases", "load_seconds", "exposed_communication_seconds", "communica
 """Keys of a record that hold seconds by name."""
 
 
-def _columns(records: list[Event]) -> tuple[dict[str, list[float]], tuple[int, ...]]:
-    """Turn records into columns of equal length, and list the steps with a non-finite number."""
-    columns: dict[str, list[float]] = {"step": []}
-    for index, record in enumerate(records):
+class StepTable:
+    """Columns of metrics.jsonl, of which only what is new is read.
+
+    Args:
+        path: metrics.jsonl of a run.
+        last_bytes: bytes at its end that are read at first; None: all.
+    """
+
+    def __init__(self, path: Path, last_bytes: int | None = None) -> None:
+        self._path, self._last_bytes = path, last_bytes
+        self._clear()
+
+    def _clear(self) -> None:
+        self._offset: int | None = None
+        """Offset of the first byte that was not read; None: none was."""
+        self._last_line = b""
+        """End of the last line that was read; its time is in it, so that no other line is equal."""
+        self.columns: dict[str, list[float]] = {"step": []}
+        self.non_finite: list[int] = []
+        self.has_records = False
+
+    def update(self, problems: list[str]) -> None:
+        """Read the new records; all of them if a resumed run has dropped some."""
+        if self._offset is not None and _bytes_before(self._path, self._offset) != self._last_line:
+            self._clear()
+        records, self._offset = _read_records(self._path, problems, self._offset, self._last_bytes)
+        self._last_line = _bytes_before(self._path, self._offset)
+        for record in records:
+            self._add(record)
+
+    def _add(self, record: Event) -> None:
+        self.has_records = True
+        columns, index = self.columns, len(self.columns["step"])
         flat = dict(record)
         for group in _GROUPS:
             flat |= {f"{group}.{name}": seconds for name, seconds in (record.get(group) or {}).items()}
@@ -286,26 +317,50 @@ def _columns(records: list[Event]) -> tuple[dict[str, list[float]], tuple[int, .
         for column in columns.values():
             if len(column) <= index:
                 column.append(math.nan)
-    return columns, tuple(record["step"] for record in records if record.get("non_finite"))
+        if record.get("non_finite"):
+            self.non_finite.append(record["step"])
+
+
+def _bytes_before(path: Path, offset: int, count: int = 1024) -> bytes:
+    """Return the bytes before an offset, at most `count`; fewer if the file is shorter."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, offset - count))
+            return file.read(min(count, offset))
+    except OSError:
+        return b""
 
 
 def _records(path: Path, problems: list[str], last_bytes: int | None = None) -> list[dict[str, Any]]:
-    """Read the objects of a file of JSON lines.
+    """Read the objects of a file of JSON lines."""
+    return _read_records(path, problems, None, last_bytes)[0]
+
+
+def _read_records(
+    path: Path, problems: list[str], offset: int | None, last_bytes: int | None
+) -> tuple[list[dict[str, Any]], int]:
+    """Read the objects of a file of JSON lines from an offset on; return them, and where the next one begins.
 
     A torn last line is the result of a kill and no problem.
+
+    Args:
+        offset: begin of a line; None: that of the file, or of the first whole line in its last `last_bytes`.
     """
+    start = offset or 0
     try:
         with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            start = max(0, size - last_bytes) if last_bytes is not None else 0
+            if offset is None and last_bytes is not None:
+                start = max(0, file.seek(0, os.SEEK_END) - last_bytes)
             file.seek(start)
-            lines = file.read().split(b"\n")
+            block = file.read()
     except FileNotFoundError:
-        return []
+        return [], start
     except OSError as error:
         problems.append(f"{path.name}: {error.strerror or error}")
-        return []
-    complete_lines = lines[1 if start else 0 : -1]
+        return [], start
+    lines = block.split(b"\n")
+    end = start + len(block) - len(lines[-1])
+    complete_lines = lines[1 if start and offset is None else 0 : -1]
     required_keys = {"step"} if path.name == "metrics.jsonl" else {"kind", "time"}
     records, damaged = [], 0
     for line in complete_lines:
@@ -320,7 +375,7 @@ def _records(path: Path, problems: list[str], last_bytes: int | None = None) -> 
             damaged += 1
     if damaged:
         problems.append(f"{path.name}: {damaged} damaged lines were skipped")
-    return records
+    return records, end
 
 
 def _text(path: Path, problems: list[str]) -> str:

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.webhook import Webhook
 
+from support.webhook import Webhook
 from wanma.job.errors import JobError
 from wanma.observe.alerts import sinks
 from wanma.observe.alerts.sinks import AlertSinks, SinkConfig, render_body

@@ -20,17 +20,22 @@ class KeyFigure:
     note: str = ""
 
 
-def document(title: str, parts: Iterable[str]) -> str:
-    """Return a whole page of HTML `parts`; empty ones are left out."""
-    style, script = (
-        files("wanma.report.components").joinpath(name).read_text("utf-8") for name in ("page.css", "page.js")
-    )
+def document(title: str, parts: Iterable[str], *, changes: str = "") -> str:
+    """Return a whole page of HTML `parts`; empty ones are left out.
+
+    Args:
+        changes: URL of the server's events at which the page renews itself; empty: it does not.
+    """
+    names = ("page.css", "page.js", *(["live.js"] if changes else []))
+    style, *scripts = (files("wanma.report.components").joinpath(name).read_text("utf-8") for name in names)
+    script, sources = "\n".join(scripts), " connect-src 'self';" if changes else ""
+    main = f'<main data-changes="{escape(changes)}">' if changes else "<main>"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta http-equiv="Content-Security-Policy" '
-        "content=\"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'\">"
-        f"<title>{escape(title)} · wanma</title><style>{style}</style></head>\n<body><main>\n"
+        f"content=\"default-src 'none';{sources} style-src 'unsafe-inline'; script-src 'unsafe-inline'\">"
+        f"<title>{escape(title)} · wanma</title><style>{style}</style></head>\n<body>{main}\n"
         + "\n".join(part for part in parts if part)
         + f"\n</main><script>{script}</script></body></html>\n"
     )

@@ -1,0 +1,1 @@
+"""Live page of runs: read-only, from the records in their directories."""

@@ -1,0 +1,187 @@
+"""Pages of the dashboard, made of the components of the report."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from wanma.job.run.run_directory import RunDirectory
+from wanma.observe.units import bytes_text, duration_text, number_text, percent_text
+from wanma.report.components.heat_map import heat_map
+from wanma.report.components.html_elements import card, document, table_header
+from wanma.report.components.line_chart import Chart, Series, chart_figure
+from wanma.report.rank_work import RankWindows, read_rank_windows
+from wanma.report.report_page import report_parts
+from wanma.report.run_report import Report, read_report
+
+LOG_TAIL_BYTES = 1 << 14
+"""Bytes of a rank's log that a page shows."""
+COMPARED_KEYS = {
+    "loss": "loss",
+    "tokens_per_second": "throughput",
+    "step_seconds": "seconds per step",
+    "grad_norm": "gradient norm",
+    "learning_rate": "learning rate",
+    "mfu": "MFU",
+    "memory_bytes": "memory",
+}
+"""Columns of which a comparison has a chart each, with their titles."""
+MAX_COMPARED = 12
+"""Most runs of one comparison: as many as there are colours."""
+
+
+def runs_page(runs: Sequence[RunDirectory], folder: Path) -> str:
+    """Return the page with all runs of a folder, newest first."""
+    numbers = ("steps", "loss", "throughput", "MFU", "memory", "last activity")
+    rows = "".join(_run_row(run) for run in runs)
+    heads = table_header(("", "run", "state", *numbers), numbers)
+    body = (
+        f'<form action="compare"><table class="runs">{heads}{rows}</table>'
+        '<p><button class="switch">compare</button></p></form>'
+        if runs
+        else "<p>There are no runs here yet; <code>wanma train JOB</code> makes one.</p>"
+    )
+    header = f"<header><h1>Runs</h1><p class=facts>{escape(str(folder))}</p></header>"
+    return document("runs", [header, f'<section class="card">{body}</section>'], changes="events")
+
+
+def _run_row(run: RunDirectory) -> str:
+    report = read_report(run, tail_only=True)
+    age = f"{duration_text(time.time() - report.last_activity)} ago" if report.last_activity else "–"
+    cells = (
+        f"{report.last_step:,}/{report.total_steps:,}",
+        number_text(report.last("loss")),
+        f"{number_text(report.median('tokens_per_second'))} {report.throughput_unit}",
+        percent_text(report.median("mfu")),
+        bytes_text(report.highest("memory_bytes")),
+        age,
+    )
+    numbers = "".join(f'<td class="n">{escape(cell)}</td>' for cell in cells)
+    name = escape(run.name)
+    return (
+        f'<tr><td><input type="checkbox" name="run" value="{name}" aria-label="compare {name}"></td>'
+        f'<td><a href="runs/{quote(run.name)}/">{name}</a></td>'
+        f'<td><span class="state {report.state}">{report.state}</span></td>{numbers}</tr>'
+    )
+
+
+def run_page(report: Report, diagnosis: str) -> str:
+    """Return the page of one run.
+
+    Args:
+        report: its report.
+        diagnosis: text of `wanma diagnose`.
+    """
+    back = '<nav><a href="../../">all runs</a></nav>'
+    header, problems, *others = report_parts(report)
+    parts = [back, header, problems, card("Diagnosis", f"<pre>{escape(diagnosis)}</pre>")]
+    parts += [*others[:-2], _ranks(report), *others[-2:]]
+    return document(report.run.name, parts, changes=f"../../events?{urlencode({'run': report.run.name})}")
+
+
+def _ranks(report: Report) -> str:
+    """Render the work of each rank over time, and its newest share by phase."""
+    windows = read_rank_windows(report.run)
+    if not windows:
+        return ""
+    rows = {work.name: work.work_seconds for work in windows}
+    drawing = heat_map(rows, lambda seconds: f"{duration_text(seconds)} a step")
+    return card("Work of a step by rank, without waits for others", drawing + _rank_table(windows))
+
+
+def _rank_table(windows: Sequence[RankWindows]) -> str:
+    columns = ("compute", "data", "processors", "memory")
+    rows = "".join(
+        f'<tr><td>{escape(work.name)}</td><td class="n">{duration_text(work.compute_seconds[-1])}</td>'
+        f'<td class="n">{duration_text(work.data_seconds[-1])}</td>'
+        f'<td class="n">{number_text(work.cores)}</td><td class="n">{bytes_text(work.memory_bytes)}</td></tr>'
+        for work in _slowest_first(windows)[:16]
+    )
+    return f"<table>{table_header(('slowest first', *columns), columns)}{rows}</table>"
+
+
+def _slowest_first(windows: Sequence[RankWindows]) -> list[RankWindows]:
+    def seconds(work: RankWindows) -> float:
+        return work.work_seconds[-1] if math.isfinite(work.work_seconds[-1]) else -1.0
+
+    return sorted(windows, key=seconds, reverse=True)
+
+
+def comparison_page(reports: Sequence[Report]) -> str:
+    """Return the page that compares runs, each in a colour of its own."""
+    names = ", ".join(report.run.name for report in reports)
+    charts = []
+    for key, title in COMPARED_KEYS.items():
+        lines = [
+            Series(report.run.name, number, report.steps["step"], report.steps[key])
+            for number, report in enumerate(reports, 1)
+            if key in report.steps
+        ]
+        if any(math.isfinite(value) for line in lines for value in line.ys):
+            charts.append(
+                chart_figure(Chart(title, lines, from_zero=key != "loss", offers_log_scale=key == "loss"))
+            )
+    validations = [
+        Series(
+            report.run.name,
+            number,
+            [float(event["step"]) for event in report.validations if event.get("loss") is not None],
+            [float(event["loss"]) for event in report.validations if event.get("loss") is not None],
+            marks_all_points=True,
+        )
+        for number, report in enumerate(reports, 1)
+    ]
+    if any(line.ys for line in validations):
+        charts.insert(1, chart_figure(Chart("validation loss", validations, from_zero=False)))
+    query = urlencode([("run", report.run.name) for report in reports])
+    return document(
+        f"compare {names}",
+        [
+            '<nav><a href="./">all runs</a></nav>',
+            f"<header><h1>Compare</h1><p class=facts>{escape(names)}</p></header>",
+            _settings(reports),
+            f'<section class="charts">{"".join(charts)}</section>',
+        ],
+        changes=f"events?{query}",
+    )
+
+
+def _settings(reports: Sequence[Report]) -> str:
+    """Render the settings in which the runs differ."""
+    flat = [_flat(report.job) for report in reports]
+    keys = [key for key in dict.fromkeys(key for values in flat for key in values) if key != "observe.name"]
+    differing = [key for key in keys if len({str(values.get(key, "–")) for values in flat}) > 1]
+    rows = "".join(
+        f"<tr><td>{escape(key)}</td>"
+        + "".join(f"<td>{escape(str(values.get(key, '–')))}</td>" for values in flat)
+        + "</tr>"
+        for key in differing[:60]
+    )
+    heads = table_header(("", *(report.run.name for report in reports)))
+    return card("Settings that differ", f"<table>{heads}{rows}</table>") if rows else ""
+
+
+def _flat(job: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        f"{section}.{key}": value
+        for section, values in job.items()
+        if isinstance(values, Mapping)
+        for key, value in values.items()
+    }
+
+
+def log_text(run: RunDirectory, rank: int) -> str | None:
+    """Return the end of a rank's log; None: there is none here."""
+    path = run.rank_log(rank)
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - LOG_TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return None

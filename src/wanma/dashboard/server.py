@@ -1,0 +1,154 @@
+"""Server of the dashboard (Starlette): pages, their changes as server-sent events, targets for Prometheus.
+
+It only reads. Host names other than its own are refused, so that no page of another site can read it through
+a name that points here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wanma.dashboard.pages import MAX_COMPARED, comparison_page, log_text, run_page, runs_page
+from wanma.dashboard.report_cache import ReportCache, run_stamp
+from wanma.job.errors import missing_extra_error
+from wanma.job.run.run_directory import RunDirectory, list_runs
+from wanma.observe.endpoint import TARGETS_FOLDER
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+POLL_SECONDS = 1.0
+KEEP_ALIVE_POLLS = 15
+"""Polls without a change after which an empty line is sent, so that no proxy closes the connection."""
+
+Diagnose = Callable[[RunDirectory], str]
+"""Function from a run to the text of its diagnosis."""
+
+
+def make_application(folder: Path, diagnose: Diagnose, hosts: Sequence[str] = ()) -> Starlette:
+    """Return the application.
+
+    Args:
+        folder: folder of run directories.
+        diagnose: diagnosis of a run.
+        hosts: further names under which it is reached, such as that of a proxy.
+
+    Raises:
+        WanmaError: Starlette is not installed.
+    """
+    try:
+        from starlette.applications import Starlette
+        from starlette.middleware import Middleware
+        from starlette.middleware.trustedhost import TrustedHostMiddleware
+        from starlette.routing import Route
+    except ImportError as error:
+        raise missing_extra_error("starlette", "dashboard", "wanma dashboard") from error
+    server = _Server(folder, diagnose)
+    routes = [
+        Route("/", server.show_runs),
+        Route("/compare", server.compare),
+        Route("/events", server.follow),
+        Route("/targets", server.list_targets),
+        Route("/runs/{name}/", server.show_run),
+        Route("/runs/{name}/logs/rank-{rank:int}.log", server.show_log),
+    ]
+    allowed = ["localhost", "127.0.0.1", "[::1]", *hosts]
+    return Starlette(routes=routes, middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=allowed)])
+
+
+class _Server:
+    """Requests, answered by threads where files are read."""
+
+    def __init__(self, folder: Path, diagnose: Diagnose) -> None:
+        self._folder, self._diagnose = folder, diagnose
+        self._cache = ReportCache()
+
+    def show_runs(self, _: Request) -> Response:
+        return _html(runs_page(self._runs(), self._folder.absolute()))
+
+    def show_run(self, request: Request) -> Response:
+        run = self._find(request.path_params["name"])
+        if run is None:
+            return _missing("no run of this name")
+        return _html(run_page(self._cache.read(run), self._diagnose(run)))
+
+    def show_log(self, request: Request) -> Response:
+        run = self._find(request.path_params["name"])
+        text = log_text(run, request.path_params["rank"]) if run is not None else None
+        return _missing("no such log") if text is None else _text(text)
+
+    def compare(self, request: Request) -> Response:
+        names = request.query_params.getlist("run")[:MAX_COMPARED]
+        runs = [run for name in names if (run := self._find(name)) is not None]
+        if not runs:
+            return _missing("choose runs on the first page")
+        return _html(comparison_page([self._cache.read(run) for run in runs]))
+
+    def list_targets(self, _: Request) -> Response:
+        """Return the endpoints of all runs, for http_sd_configs of Prometheus."""
+        from starlette.responses import JSONResponse
+
+        targets: list[Any] = []
+        for path in sorted((self._folder / TARGETS_FOLDER).glob("*.json")):
+            try:
+                targets += json.loads(path.read_text())
+            except (OSError, ValueError):  # it ends just now
+                continue
+        return JSONResponse(targets)
+
+    async def follow(self, request: Request) -> Response:
+        """Answer with an event at each change of the runs named, or of any."""
+        from starlette.responses import StreamingResponse
+
+        names = request.query_params.getlist("run")
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return StreamingResponse(self._changes(names), media_type="text/event-stream", headers=headers)
+
+    async def _changes(self, names: Sequence[str]) -> AsyncIterator[str]:
+        seen, quiet = await asyncio.to_thread(self._stamps, names), 0
+        yield ": open\n\n"
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            stamps = await asyncio.to_thread(self._stamps, names)
+            quiet += 1
+            if stamps != seen:
+                seen, quiet = stamps, 0
+                yield "data: changed\n\n"
+            elif quiet >= KEEP_ALIVE_POLLS:
+                quiet = 0
+                yield ": quiet\n\n"
+
+    def _stamps(self, names: Sequence[str]) -> list[Any]:
+        runs = [self._find(name) for name in names] if names else self._runs()
+        return [(run.path, run_stamp(run)) for run in runs if run is not None]
+
+    def _runs(self) -> list[RunDirectory]:
+        return [run for run in list_runs(self._folder) if run.job.is_file()]
+
+    def _find(self, name: str) -> RunDirectory | None:
+        """Return the run of a name; only of one that the folder lists."""
+        return next((run for run in self._runs() if run.name == name), None)
+
+
+def _html(text: str) -> Response:
+    from starlette.responses import HTMLResponse
+
+    return HTMLResponse(text, headers={"X-Content-Type-Options": "nosniff"})
+
+
+def _text(text: str) -> Response:
+    from starlette.responses import PlainTextResponse
+
+    return PlainTextResponse(text, headers={"X-Content-Type-Options": "nosniff"})
+
+
+def _missing(text: str) -> Response:
+    from starlette.responses import PlainTextResponse
+
+    return PlainTextResponse(f"{text}\n", 404)

@@ -1,0 +1,27 @@
+"use strict";
+// The server says when something has changed; the page then fetches itself and replaces what it shows.
+const renew = async () => {
+  const answer = await fetch(location.href, { headers: { Accept: "text/html" } });
+  if (!answer.ok) return;
+  const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+  const opened = [...document.querySelectorAll("details")].map((part) => part.open);
+  const logarithmic = [...document.querySelectorAll(".switch")].map((part) => part.getAttribute("aria-pressed"));
+  document.querySelector("main").replaceWith(page.querySelector("main"));
+  prepareCharts();
+  [...document.querySelectorAll("details")].forEach((part, index) => { part.open = opened[index]; });
+  [...document.querySelectorAll(".switch")].forEach((part, index) => {
+    if (logarithmic[index] === "true") part.click();
+  });
+};
+const changes = new EventSource(document.querySelector("main").dataset.changes);
+let waiting = false;
+changes.onmessage = async () => {
+  if (waiting) return;
+  waiting = true;
+  try {
+    if (!document.hidden) await renew();
+  } finally {
+    waiting = false;
+  }
+};
+document.addEventListener("visibilitychange", () => { if (!document.hidden) renew(); });

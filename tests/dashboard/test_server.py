@@ -1,0 +1,150 @@
+"""Pages and events of the dashboard."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+from starlette.testclient import TestClient
+
+from wanma.dashboard.report_cache import ReportCache
+from wanma.dashboard.server import make_application
+from wanma.job.run.run_directory import RunDirectory
+from wanma.observe.endpoint import TARGETS_FOLDER
+from wanma.report.run_report import read_report
+
+
+def make_run(folder: Path, name: str = "gpt", rate: str = "1e-3") -> RunDirectory:
+    run = RunDirectory(folder / name)
+    run.create()
+    run.job.write_text(f"[train]\nsteps = 100\nlearning_rate = {rate}\n")
+    run.events.write_text(
+        json.dumps({"kind": "start", "time": 1.0, "step": 0, "steps": 100, "host": "x", "plan": "<b>"}) + "\n"
+    )
+    run.rank_log(0).write_text("<script>alert(1)</script>\n")
+    return run
+
+
+def write_steps(run: RunDirectory, first: int, last: int, loss: float = 2.0, mode: str = "a") -> None:
+    with run.metrics.open(mode) as file:
+        for step in range(first, last + 1):
+            record = {
+                "step": step,
+                "time": time.time(),
+                "loss": loss,
+                "step_seconds": 0.5,
+                "phases": {"data": 0.1},
+            }
+            file.write(json.dumps(record) + "\n")
+
+
+def write_usage(run: RunDirectory, ranks: int = 2) -> None:
+    with run.node_usage(0).open("w") as file:
+        for second in range(10):
+            entries = [
+                {"rank": rank, "steps": second, "compute_seconds": second * (1 + rank), "data_seconds": 0.0,
+                 "cpu_seconds": float(second), "memory_bytes": 1 << 30}
+                for rank in range(ranks)
+            ]  # fmt: skip
+            file.write(json.dumps({"time": float(second), "ranks": entries}) + "\n")
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> TestClient:
+    application = make_application(tmp_path, lambda run: f"diagnosis of {run.name}", ["proxy.example"])
+    return TestClient(application, base_url="http://localhost")
+
+
+def test_all_runs_are_listed_and_one_is_shown_with_its_ranks(client: TestClient, tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_steps(run, 1, 20)
+    write_usage(run)
+    assert 'href="runs/gpt/"' in client.get("/").text
+    page = client.get("/runs/gpt/").text
+    assert "diagnosis of gpt" in page
+    assert "rank 1: 2.00 s a step, median 1.50 s a step" in page
+    assert "&lt;b&gt;" in page
+    assert client.get("/runs/gpt/logs/rank-0.log").headers["content-type"].startswith("text/plain")
+
+
+def test_a_folder_without_runs(client: TestClient) -> None:
+    assert "no runs here" in client.get("/").text
+    assert client.get("/runs/gpt/").status_code == 404
+    assert client.get("/compare?run=gpt").status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/runs/..%2F..%2Fetc/", "/runs/gpt/logs/rank-7.log", "/runs/gpt/job.toml"])
+def test_only_pages_and_logs_are_served(client: TestClient, tmp_path: Path, path: str) -> None:
+    make_run(tmp_path)
+    assert client.get(path).status_code == 404
+
+
+def test_another_host_name_is_refused_unless_it_is_given(client: TestClient) -> None:
+    assert client.get("/", headers={"Host": "evil.example"}).status_code == 400
+    assert client.get("/", headers={"Host": "proxy.example"}).status_code == 200
+    assert client.post("/").status_code == 405
+
+
+def test_runs_are_compared_with_the_settings_that_differ(client: TestClient, tmp_path: Path) -> None:
+    for name, rate in (("one", "1e-3"), ("two", "2e-3")):
+        write_steps(make_run(tmp_path, name, rate), 1, 5)
+    page = client.get("/compare?run=one&run=two").text
+    assert "train.learning_rate" in page
+    assert "train.steps" not in page
+    assert "throughput" not in page
+
+
+def test_prometheus_finds_the_endpoints(client: TestClient, tmp_path: Path) -> None:
+    (tmp_path / TARGETS_FOLDER).mkdir()
+    entry = [{"targets": ["127.0.0.1:9"], "labels": {"run": "gpt"}}]
+    (tmp_path / TARGETS_FOLDER / "gpt-0.json").write_text(json.dumps(entry))
+    assert client.get("/targets").json() == entry
+
+
+def test_the_cache_reads_what_is_new_and_notices_what_was_dropped(tmp_path: Path) -> None:
+    run, cache = make_run(tmp_path), ReportCache()
+    write_steps(run, 1, 10)
+    assert cache.read(run).last_step == 10
+    write_steps(run, 11, 12, loss=1.0)
+    assert cache.read(run).steps["loss"] == read_report(run).steps["loss"]
+    write_steps(run, 1, 5, mode="w")
+    assert cache.read(run).last_step == 5
+    lines = run.metrics.read_text()
+    run.metrics.write_text(lines.splitlines(keepends=True)[0])
+    write_steps(run, 2, 40, loss=7.0)
+    assert cache.read(run).steps == read_report(run).steps
+
+
+def test_a_page_hears_of_a_change(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    server = uvicorn.Server(uvicorn.Config(make_application(tmp_path, str), port=0, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.02)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        with httpx.stream("GET", f"http://127.0.0.1:{port}/events?run=gpt", timeout=60) as answer:
+            lines = answer.iter_lines()
+            assert next(lines) == ": open"
+            write_steps(run, 1, 1)
+            assert next(line for line in lines if line.startswith("data")) == "data: changed"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def test_a_long_run_is_read_once(tmp_path: Path) -> None:
+    run, cache = make_run(tmp_path), ReportCache()
+    write_steps(run, 1, 2000)
+    cache.read(run)
+    table = cache._tables[run.path]
+    write_steps(run, 2001, 2001)
+    before = table.columns["loss"]
+    cache.read(run)
+    assert table.columns["loss"] is before
