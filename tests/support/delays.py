@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from wanma.collectives.shared_memory.process_group import SharedMemoryProcessGroup
-from wanma.data.step_loader import StepLoader
+from wanma.data.step_loader import StepBatches, StepLoader
 from wanma.models.architectures.decoder import Block
 from wanma.observe.recorder import Recorder
 from wanma.parallel.pipeline.timed_stage import BubbleTimer
@@ -19,12 +20,24 @@ from wanma.planner.pipeline.operation import Operation, OperationKind
 from wanma.planner.pipeline.replay import TimedOperation
 from wanma.training.optimizer.named_optimizer import NamedOptimizer
 
-SECONDS, LOADER_SECONDS = 0.05, 0.5
+SECONDS = 0.05
 
 
 def loader() -> None:
-    """Far longer than a step of a tiny model, beside which the next one is loaded."""
-    _delay(StepLoader, "load", seconds=LOADER_SECONDS)
+    """Loading of a step begins when the loop waits for it, and not beside the step before."""
+    asked, advance, load = threading.Semaphore(0), StepLoader.__next__, StepLoader.load
+
+    def ask(self: StepLoader) -> StepBatches:
+        asked.release()
+        return advance(self)
+
+    def load_late(self: StepLoader, step: int) -> StepBatches:
+        assert asked.acquire(timeout=60)
+        time.sleep(SECONDS)
+        return load(self, step)
+
+    for name, replacement in (("__next__", ask), ("load", load_late)):
+        setattr(StepLoader, name, replacement)
 
 
 def optimizer() -> None:
@@ -77,12 +90,12 @@ def link_of_stages() -> None:
     _delay(SharedMemoryProcessGroup, "send", rank=1)
 
 
-def _delay(owner: type, name: str, rank: int | None = None, seconds: float = SECONDS) -> None:
+def _delay(owner: type, name: str, rank: int | None = None) -> None:
     method = getattr(owner, name)
 
     def late(self: Any, *arguments: Any, **keywords: Any) -> Any:
         if rank is None or dist.get_rank() == rank:
-            time.sleep(seconds)
+            time.sleep(SECONDS)
         return method(self, *arguments, **keywords)
 
     setattr(owner, name, late)

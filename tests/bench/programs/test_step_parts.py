@@ -43,16 +43,12 @@ def mean_part(parts: list[dict[str, float]], name: str) -> float:
     return fmean(own.get(name, 0.0) for own in parts)
 
 
-@pytest.mark.parametrize(("patch", "part"), [("optimizer", "optimizer"), ("records", "host")])
-def test_a_delay_of_the_host_is_in_its_part(patch: str, part: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("patch", "part"), [("optimizer", "optimizer"), ("records", "host"), ("loader", "loading")]
+)
+def test_a_delay_of_one_rank_is_in_its_part(patch: str, part: str, tmp_path: Path) -> None:
     parts = parts_of_run(tmp_path, Plan(), patch)
     assert all(own[part] >= SECONDS for own in parts)
-
-
-def test_a_slow_loader_is_waited_for(tmp_path: Path) -> None:
-    # Loading goes on while the step computes: only what is left of it is waited for.
-    for own in parts_of_run(tmp_path, Plan(), "loader"):
-        assert max(own, key=lambda name: own[name]) == "loading"
 
 
 @pytest.mark.parametrize(

@@ -8,23 +8,39 @@ from typing import Any
 import pytest
 
 from wanma.api.engines import control
-from wanma.cli.engines import logs
+from wanma.cli.engines import logs, records
 from wanma.cli.main import main
 from wanma.engines.engine import RunStatus
 from wanma.job.run.run_directory import RunDirectory
 
 
+@pytest.mark.parametrize(
+    ("answers", "output"),
+    [
+        (["running", "unknown", "running", "unknown", "unknown"], range(5)),
+        (["unknown, records silent", "unknown", "unknown"], range(3)),
+        (["running", "finished, records silent", "finished"], range(3)),
+        (["finished, records silent"] * logs.LAST_FETCHES, range(logs.LAST_FETCHES)),
+    ],
+)
 def test_a_host_that_was_silent_once_is_no_end_of_its_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    answers: list[str],
+    output: range,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = RunDirectory(tmp_path / "runs" / "gpt")
     run.create()
     run.job.write_text("")
-    states = ["running", "unknown", "running", "unknown", "unknown", "never asked"]
-    lines = iter(range(len(states)))
+    remaining = [*answers, "never asked"]
+    lines = iter(range(len(remaining)))
+    silence = ""
 
     def statuses(runs: Any) -> tuple[dict[Path, RunStatus], list[str]]:
-        return {runs[0].path: RunStatus(states.pop(0), None, "", (), ())}, []
+        nonlocal silence
+        state, _, silence = remaining.pop(0).partition(", ")
+        return {runs[0].path: RunStatus(state, None, "", (), ())}, []  # type: ignore[arg-type]
 
     def log_files(*_: Any) -> list[Path]:
         with run.rank_log(0).open("a") as file:
@@ -33,8 +49,9 @@ def test_a_host_that_was_silent_once_is_no_end_of_its_run(
 
     monkeypatch.setattr(control, "run_statuses", statuses)
     monkeypatch.setattr(control, "run_log_files", log_files)
+    monkeypatch.setattr(records, "warn_about_records", lambda *_: silence)
     monkeypatch.setattr(logs, "POLL_SECONDS", 0)
     monkeypatch.chdir(tmp_path)
     assert main(["logs", "gpt", "-f"]) == 0
-    assert states == ["never asked"]
-    assert capsys.readouterr().out == "".join(f"line {number}\n" for number in range(5))
+    assert remaining == ["never asked"]
+    assert capsys.readouterr().out == "".join(f"line {number}\n" for number in output)

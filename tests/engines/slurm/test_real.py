@@ -179,7 +179,7 @@ class Login:
 class PacedLogin(Login):
     """Login with a run whose ranks wait, without computing, before a step that the test has not allowed."""
 
-    def __init__(self, cluster: SlurmCluster, folder: Path, name: str, forwards: int = 3) -> None:
+    def __init__(self, cluster: SlurmCluster, folder: Path, name: str, forwards: int = 4) -> None:
         super().__init__(cluster, folder, name, STEPS)
         self.limit = folder / "limit"
         self.allow(forwards)
@@ -194,13 +194,16 @@ class PacedLogin(Login):
         return super().train("model.preset=", "model.factory=paced:Paced", *words, code=code, seconds=seconds)
 
     def wait_for_nodes(self, nodes: int, starts: int = 1) -> None:
-        """Wait until the run computes on so many nodes, after so many starts."""
+        """Wait until the run computes on so many nodes, after so many starts.
+
+        Then every rank has finished a step, which another one records: before, a loss ends the run.
+        """
 
         def is_reached() -> bool:
             report = read_report(self.run)
             start = report.starts[-1] if report.starts else {"nodes": 0, "step": 0}
             if start["nodes"] == nodes and len(report.starts) >= starts:
-                return bool(self.steps and self.steps[-1] > start["step"])
+                return bool(self.steps and self.steps[-1] >= start["step"] + 2)
             if 0 < start["nodes"] < nodes:  # another node joins the run after a step
                 self.allow(self.allowed + 1)
             return False
@@ -319,7 +322,7 @@ def test_a_run_stopped_by_its_time_limit_and_by_a_pre_emption_ends_with_equal_we
     cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes + 1}")
     login.wait_for_output("stopping after this step: SIGUSR1")
     cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=10")
-    login.allow(4)
+    login.allow(5)
     login.wait_for_nodes(2, starts=2)
     assert cluster.job(job)["Restarts"] == "1"
     urgent = cluster.run("sbatch", "--parsable", "-purgent", "-N2", "--exclusive", "--wrap=true").strip()

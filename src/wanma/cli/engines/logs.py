@@ -11,6 +11,8 @@ from wanma.cli.arguments import add_run_arguments, parse_integers, resolve_run
 
 POLL_SECONDS = 0.5
 """Interval, in seconds, at which followed files are read."""
+LAST_FETCHES = 5
+"""Times that the last lines of a run that is over are asked for."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -33,9 +35,10 @@ def run(arguments: argparse.Namespace) -> int:
     offsets: dict[Path, int] = {}
     prefixes = arguments.rank is not None and len(arguments.rank) > 1
     known_problems: list[str] = []
-    problem, state = "", None
+    problem, state, fetches = "", None, 0
     while True:
-        is_over, was_unknown = True, state == "unknown"
+        is_over = True
+        was_lost = state == "unknown" and not problem  # the hosts answered, and the run was not there
         if arguments.follow:
             statuses, problems = run_statuses([run])
             state = statuses[run.path].state if run.path in statuses else None
@@ -45,8 +48,11 @@ def run(arguments: argparse.Namespace) -> int:
                 print(*problems, sep="\n", file=sys.stderr)
             known_problems = problems
         problem = warn_about_records(run, problem)
-        # A host that was silent may answer by now: only a run that stays unknown is over.
-        is_over = is_over and not (state == "unknown" and (problem or not was_unknown))
+        if is_over and state == "unknown":  # a host that was silent may answer by now
+            is_over = was_lost and not problem
+        elif is_over and problem:  # the last lines are elsewhere
+            fetches += 1
+            is_over = not arguments.follow or fetches == LAST_FETCHES
         for path in run_log_files(run, arguments.rank):
             offsets[path] = _print_new(path, offsets.get(path, 0), f"{path.stem}: " if prefixes else "")
         if is_over:
