@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from wanma.cli.arguments import add_run_arguments, parse_integers, resolve_run
+from wanma.job.errors import JobError
+
+if TYPE_CHECKING:
+    from wanma.report.log_times import LogPiece
 
 POLL_SECONDS = 0.5
 """Interval, in seconds, at which followed files are read."""
@@ -19,21 +25,31 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "logs",
         help="print the output of a run, or of single ranks",
-        epilog="examples:\n  wanma logs gpt -f\n  wanma logs gpt --rank 0,3",
+        epilog="examples:\n  wanma logs gpt -f\n  wanma logs gpt --rank 0,3 --since 10m --grep 'nan|error'",
     )
     add_run_arguments(parser)
     parser.add_argument("--rank", metavar="RANKS", type=parse_integers, help="ranks, e.g. 0,3")
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the run is over")
+    parser.add_argument(
+        "--grep", metavar="PATTERN", help="only lines in which this regular expression is found"
+    )
+    parser.add_argument(
+        "--since",
+        metavar="TIME",
+        help="only lines since then: 30s, 10m, 2h ago, or 2026-11-28T18:00; with --rank",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from wanma.api.engines.control import run_log_files, run_statuses
     from wanma.cli.engines.records import warn_about_records
+    from wanma.report.log_times import LogPiece, log_pieces
 
     run = resolve_run(arguments, allow_scripts=True)
+    pattern, since = _options(arguments)
+    printer = _LinePrinter(pattern, is_named=arguments.rank is not None and len(arguments.rank) > 1)
     offsets: dict[Path, int] = {}
-    prefixes = arguments.rank is not None and len(arguments.rank) > 1
     known_problems: list[str] = []
     problem, state, fetches = "", None, 0
     while True:
@@ -53,18 +69,72 @@ def run(arguments: argparse.Namespace) -> int:
         elif is_over and problem:  # the last lines are elsewhere
             fetches += 1
             is_over = not arguments.follow or fetches == LAST_FETCHES
-        for path in run_log_files(run, arguments.rank):
-            offsets[path] = _print_new(path, offsets.get(path, 0), f"{path.stem}: " if prefixes else "")
+        files = run_log_files(run, arguments.rank)
+        pieces = [LogPiece(path, offsets.get(path, 0), None) for path in files]
+        if not offsets and arguments.rank is not None:
+            pieces = log_pieces(run, arguments.rank, since)
+        for piece in pieces:
+            offsets[piece.path] = printer.print_piece(piece, offsets.get(piece.path), is_last=is_over)
         if is_over:
             return 0
         time.sleep(POLL_SECONDS)
 
 
-def _print_new(path: Path, offset: int, prefix: str) -> int:
-    """Print the lines after `offset`; return the offset of the next one."""
-    with path.open("rb") as file:
-        file.seek(offset)
-        for line in file:
-            sys.stdout.write(prefix + line.decode(errors="replace"))
+def _options(arguments: argparse.Namespace) -> tuple[re.Pattern[str] | None, float]:
+    """Return the pattern of the lines, and the unix time from which they are wanted.
+
+    Raises:
+        JobError: the pattern or the time cannot be read, or lines of the console are to be chosen by time.
+    """
+    from wanma.report.log_times import parse_since
+
+    try:
+        pattern = re.compile(arguments.grep) if arguments.grep else None
+    except re.error as error:
+        raise JobError(f"--grep {arguments.grep}: {error}", "give a regular expression of Python") from None
+    if arguments.since and arguments.rank is None:
+        raise JobError("--since: only lines of ranks have times", "give --rank, for example --rank 0")
+    return pattern, parse_since(arguments.since) if arguments.since else 0.0
+
+
+class _LinePrinter:
+    """Printer of lines.
+
+    Args:
+        pattern: regular expression that a line must contain; None: any.
+        is_named: True if each line begins with the name of its log, and must therefore be whole.
+    """
+
+    def __init__(self, pattern: re.Pattern[str] | None, *, is_named: bool) -> None:
+        self._pattern, self._is_named = pattern, is_named
+
+    def print_piece(self, piece: LogPiece, offset: int | None, *, is_last: bool) -> int:
+        """Print the lines that begin in a piece of a log.
+
+        Args:
+            offset: offset of the first byte that was not printed; None: none was.
+            is_last: True if nothing is printed later: then also a line that has no end.
+
+        Returns:
+            that offset afterwards.
+        """
+        with piece.path.open("rb") as file:
+            if offset is not None:
+                file.seek(max(offset, piece.begin) if piece.end is None else offset)
+            elif piece.begin:  # which may be in the middle of a line
+                file.seek(piece.begin - 1)
+                file.readline()
+            position = file.tell()
+            while (piece.end is None or position < piece.end) and (line := file.readline()):
+                is_whole = line.endswith(b"\n")
+                if self._is_named and not is_whole and not is_last:
+                    break
+                self._print(piece.path.stem, line.decode(errors="replace"), is_whole=is_whole)
+                position = file.tell()
         sys.stdout.flush()
-        return file.tell()
+        return position
+
+    def _print(self, name: str, line: str, *, is_whole: bool) -> None:
+        if self._pattern is None or self._pattern.search(line):
+            prefix, suffix = (f"{name}: ", "" if is_whole else "\n") if self._is_named else ("", "")
+            sys.stdout.write(prefix + line + suffix)

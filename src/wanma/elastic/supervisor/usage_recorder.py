@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from wanma.elastic.transport.event_loop import EventLoop, Timer
@@ -88,7 +89,10 @@ class UsageRecorder:
                     "peak_memory_bytes": max(memory, earlier["peak_memory_bytes"] if earlier else 0),
                     **progress.get(rank, {}),
                 }
-        ranks = [{**self._newest[rank], "is_alive": rank in pids} for rank in sorted(self._newest)]
+        ranks = [
+            {**self._newest[rank], "is_alive": rank in pids, "log_bytes": _size(self._run.rank_log(rank))}
+            for rank in sorted(self._newest)
+        ]
         record: dict[str, Any] = {"time": time.time(), "ranks": ranks, **read_node_usage(self._run.path)}
         now = read_network_bytes(self._interface)
         if now is not None and self._network_start is not None:
@@ -99,6 +103,14 @@ class UsageRecorder:
                 {"gpu": number, **gpu.to_json()} for number, gpu in enumerate(self._gpus.readings)
             ]
         return record
+
+
+def _size(path: Path) -> int:
+    """Return the size of a file in bytes; 0: there is none."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 class NodeGpus:
