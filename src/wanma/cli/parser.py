@@ -25,7 +25,7 @@ from wanma.cli.commands import (
 from wanma.cli.data import data
 from wanma.cli.engines import attach, cancel, engines, explain, logs, resize, shell, status
 from wanma.cli.installation import completion, init, version
-from wanma.cli.observe import dashboard, diagnose, observe
+from wanma.cli.observe import dashboard, diagnose, observe, profile
 from wanma.job.errors import JobError, did_you_mean
 
 COMMANDS = (
@@ -45,6 +45,7 @@ COMMANDS = (
     engines,
     report,
     diagnose,
+    profile,
     dashboard,
     observe,
     sample,

@@ -26,6 +26,7 @@ class CallbackSupervisorClient:
         self.report_finished_step = supervisor_client.report_finished_step
         self.report_work_time = supervisor_client.report_work_time
         self.is_suspend_requested = supervisor_client.is_suspend_requested
+        self.profile_request = supervisor_client.profile_request
         self.report_suspend = supervisor_client.report_suspend
         self.kill_deadline = supervisor_client.kill_deadline
         self.report_drain = supervisor_client.report_drain

@@ -33,6 +33,7 @@ from wanma.elastic.workers.fork_server_handle import ForkServerHandle
 from wanma.elastic.workers.progress_board import ProgressBoard, RankProgress
 from wanma.elastic.workers.worker_output import OutputReader, read_last_output
 from wanma.hardware.discovery.network_interfaces import INTERFACE_VARIABLES, NetworkRoute
+from wanma.job.run.profile_request import read_profile_request
 from wanma.job.run.resource_limits import count_oom_kills
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event, Restart
@@ -76,6 +77,7 @@ class WorkerGroup:
         self._script = launch.script or ScriptSettings()
         self._is_draining = False
         self.board = ProgressBoard.create(launch.ranks_per_node)
+        self._pass_on_profile_request()  # ranks that begin after it must not answer it again
         self.hang_detector = HangDetector(self.board, launch, time.monotonic())
         self.workers: list[WorkerHandle] = []
         self.oom_kills_at_start = count_oom_kills()
@@ -147,6 +149,7 @@ class WorkerGroup:
 
     def _rank_values(self) -> dict[int, dict[str, Any]]:
         """Return the progress of each rank that has reported any, for the record of usage."""
+        self._pass_on_profile_request()
         values = {}
         for worker in self.workers:
             progress = self.board.read_progress(worker.spec.local_rank)
@@ -172,6 +175,11 @@ class WorkerGroup:
             for worker in self.workers
             if worker.pid is not None and not worker.has_exited
         }
+
+    def _pass_on_profile_request(self) -> None:
+        request = read_profile_request(RunDirectory(self._launch.run_directory))
+        if request is not None:
+            self.board.request_profile(request.number)
 
     def _serve_script_store(self, listener: socket.socket) -> None:
         """Serve the store of a script on the node of rank 0, in a process that outlives the ranks."""

@@ -1,7 +1,7 @@
 """Progress board of a node: page of shared memory that ranks write and the supervisor reads.
 
 Writing costs about a microsecond and no system call beyond the clock, so the loop may report as often as it
-likes. The same page carries the supervisor's request to drain, or to suspend.
+likes. The same page carries the supervisor's request to drain, to suspend, or to profile.
 """
 
 from __future__ import annotations
@@ -103,6 +103,13 @@ class ProgressBoard:
 
     def is_suspend_requested(self) -> bool:
         return self._memory[1] == 1
+
+    def request_profile(self, number: int) -> None:
+        """Pass on the number of a request for a profile, 0 .. 255."""
+        self._memory[2] = number
+
+    def profile_request(self) -> int:
+        return self._memory[2]
 
     def kill_deadline(self) -> float | None:
         """Return the deadline for the ranks, as in `request_drain`; None: there is none."""

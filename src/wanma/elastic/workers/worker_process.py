@@ -85,6 +85,7 @@ class WorkerSupervisorClient:
         self.report_work_time = writer.report_work_time
         self.is_drain_requested = board.is_drain_requested
         self.is_suspend_requested = board.is_suspend_requested
+        self.profile_request = board.profile_request
         self.kill_deadline = board.kill_deadline
         self.report_drain = writer.report_drain
 

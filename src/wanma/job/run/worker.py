@@ -49,6 +49,9 @@ class SupervisorClient(Protocol):
     def is_suspend_requested(self) -> bool:
         """Return True if ranks should suspend: leave after this step, for others that load their state."""
 
+    def profile_request(self) -> int:
+        """Return the number of the newest request for a profile, see `profile_request`; 0: there was none."""
+
     def report_suspend(self) -> None:
         """Report that this rank leaves to suspend, and not because its work is done."""
 
@@ -83,6 +86,9 @@ class NullSupervisorClient:
 
     def is_suspend_requested(self) -> bool:
         return False
+
+    def profile_request(self) -> int:
+        return 0
 
     def report_suspend(self) -> None:
         pass

@@ -119,6 +119,7 @@ def run_step_tasks(trainer: Trainer, totals: StepTotals, run_validation: Callabl
     if saves:
         trainer.save(metric)
     trainer.record_step(totals)
+    trainer.profiler.after_step(step)
     return saves
 
 

@@ -54,6 +54,7 @@ from wanma.training.run.skip_reason import find_skip_reason
 from wanma.training.run.start_health_check import HealthReport
 from wanma.training.run.step_data import StepData
 from wanma.training.run.step_metrics import compression_metrics, expert_metrics, open_gpu_sampler
+from wanma.training.run.step_profiler import StepProfiler
 from wanma.training.run.step_times import StepTimes
 from wanma.training.sites.outer_optimizer import OuterStepResult
 from wanma.training.sites.site_synchronizer import SiteSynchronizer
@@ -95,6 +96,7 @@ class Trainer:
     ) -> None:
         self.job, self.worker, self.parallel_mesh = job, worker, parallel_mesh
         self._devices = plan.world_size
+        self.profiler = StepProfiler(worker, is_on_gpu=plan.device == "cuda")
         self.phases = PhaseTimer()
         self._targets_per_sample = targets_per_sample
         self._flops_per_sample = flops_per_sample

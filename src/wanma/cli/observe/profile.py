@@ -1,0 +1,64 @@
+"""Command `wanma profile RUN`: traces of some steps of a run that goes on."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from wanma.cli.arguments import add_run_arguments, parse_count, parse_integers, resolve_run
+
+POLL_SECONDS = 0.2
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "profile",
+        help="profile some steps of a run that goes on",
+        epilog="example:\n  wanma profile gpt --steps 3 --ranks 0,1     # open the files in ui.perfetto.dev",
+    )
+    add_run_arguments(parser)
+    parser.add_argument(
+        "--steps", metavar="N", type=parse_count, default=3, help="steps; default: %(default)s"
+    )
+    parser.add_argument(
+        "--ranks", metavar="RANKS", type=parse_integers, default=[0], help="ranks, e.g. 0,3; default: 0"
+    )
+    parser.add_argument(
+        "--timeout", metavar="SECONDS", type=float, default=300.0, help="longest wait; default: %(default)g"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from wanma.job.errors import EXIT_USAGE, WanmaError
+    from wanma.job.run.profile_request import request_profile, trace_file
+    from wanma.report.run_report import read_report
+
+    chosen = resolve_run(arguments)
+    report = read_report(chosen, tail_only=True)
+    if report.state != "running":
+        raise WanmaError(
+            f"the run '{chosen.name}' is {report.state}", "profile a run that trains", EXIT_USAGE
+        )
+    world_size = report.starts[-1].get("world_size", 1) if report.starts else 1
+    if unknown := [rank for rank in arguments.ranks if not 0 <= rank < world_size]:
+        raise WanmaError(
+            f"the run '{chosen.name}' has no rank {unknown[0]}",
+            f"ranks are 0 to {world_size - 1}",
+            EXIT_USAGE,
+        )
+    request = request_profile(chosen, arguments.steps, arguments.ranks)
+    files = [trace_file(chosen, request.number, rank) for rank in request.ranks]
+    print(f"profiling {request.steps} steps …", file=sys.stderr)
+    deadline = time.monotonic() + arguments.timeout
+    while missing := [file for file in files if not file.exists()]:
+        if time.monotonic() > deadline:
+            raise WanmaError(
+                f"no trace after {arguments.timeout:g} s: {missing[0].name} is missing",
+                "give the run directory that the nodes share; raise --timeout for long steps",
+            )
+        time.sleep(POLL_SECONDS)
+    for file in files:
+        print(file)
+    return 0

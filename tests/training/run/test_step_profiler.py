@@ -1,0 +1,1 @@
+"""Profile of some steps of a run."""
