@@ -77,7 +77,7 @@ RULES = (
         "warning",
         (value("loss") - mean("loss", 15 * MINUTE) > deviation("loss", 15 * MINUTE) * 4)
         & (value("loss") > mean("loss", 15 * MINUTE) * 1.5),
-        30.0,
+        15.0,
         "the loss is {value:.3g} above its mean of 15 minutes",
         (
             "a learning rate that is too high: docs/guides/loss-spikes.md goes back and skips the samples",

@@ -93,8 +93,8 @@ def runbook() -> Iterator[str]:
         yield ""
         yield f"## {rule.name}"
         yield ""
-        hold = f" for {rule.for_seconds:g} s" if rule.for_seconds else ""
-        yield f"{rule.severity}, if{hold}"
+        hold = f"after it has held for {rule.for_seconds:g} s" if rule.for_seconds else "as soon as it holds"
+        yield f"{rule.severity.capitalize()}, {hold}:"
         yield ""
         yield "```"
         yield rule.condition.promql()
