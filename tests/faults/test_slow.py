@@ -1,7 +1,7 @@
 """A rank that is slow while all others wait for it is named.
 
 Every day: what ranks tell in tests/training/balancing/test_rank_timing.py, and what is made of it in
-tests/elastic/diagnosis/test_straggler_detector.py.
+tests/elastic/detection/test_straggler_detector.py.
 """
 
 from __future__ import annotations

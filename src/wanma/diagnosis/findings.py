@@ -11,7 +11,7 @@ from wanma.diagnosis.evidence import Evidence, RankWork
 from wanma.observe.units import bytes_text, count_text, duration_text, number_text, percent_text
 
 Urgency = Literal["end", "wrong", "slow"]
-"""What a finding explains: the end of the run, wrong numbers, or lost time."""
+"""Subject of a finding: the end of the run, wrong numbers, or lost time."""
 
 MIN_SHARE = 0.05
 """Share of the step below which a cause of lost time is not worth a change."""
@@ -28,9 +28,9 @@ class Finding:
     title: str
     """The cause in one sentence."""
     evidence: tuple[str, ...]
-    """What the records show."""
+    """Facts from the records."""
     change: str
-    """What to change."""
+    """Change to make."""
     lost_share: float = 0.0
     """Share of the step that it costs, 0 to 1."""
     overrides: Mapping[str, Any] = field(default_factory=dict)

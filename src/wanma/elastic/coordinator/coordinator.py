@@ -31,8 +31,8 @@ from wanma.elastic.coordinator.terminated_members import (
     restore_node_rank,
 )
 from wanma.elastic.coordinator.user_notices import make_rendezvous_timeout, missing_nodes_text
-from wanma.elastic.diagnosis.hang_report import HangReportCollector
-from wanma.elastic.diagnosis.straggler_detector import StragglerDetector
+from wanma.elastic.detection.hang_report import HangReportCollector
+from wanma.elastic.detection.straggler_detector import StragglerDetector
 from wanma.elastic.failure import Failure
 from wanma.elastic.protocol.messages import (
     AbortCommand,

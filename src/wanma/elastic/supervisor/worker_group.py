@@ -11,7 +11,7 @@ from typing import Any
 
 from wanma.checkpoint.in_memory.partner_ring import backed_up_ranks
 from wanma.elastic.coordinator.user_notices import RESTARTED_EVENT
-from wanma.elastic.diagnosis.hang_detector import HangDetector
+from wanma.elastic.detection.hang_detector import HangDetector
 from wanma.elastic.failure import Failure, explain_sigkill, failure_from_exit_code
 from wanma.elastic.launch_config import LaunchConfig, ScriptSettings
 from wanma.elastic.protocol.local_messages import ForkCommand, ServeStoreCommand, SignalCommand, WorkerSpec

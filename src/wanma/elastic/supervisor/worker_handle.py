@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from wanma.elastic.diagnosis.hang_report import parse_stack_dump
+from wanma.elastic.detection.hang_report import parse_stack_dump
 from wanma.elastic.protocol.local_messages import CollectiveStateReport, WorkerSpec
 from wanma.elastic.protocol.messages import (
     Message,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from wanma.elastic.diagnosis.straggler_detector import WINDOW_SECONDS
+from wanma.elastic.detection.straggler_detector import WINDOW_SECONDS
 from wanma.elastic.protocol.messages import (
     HangAlarm,
     HangAlarmReset,

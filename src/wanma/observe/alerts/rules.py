@@ -28,7 +28,7 @@ class Rule:
     condition: Expression
     for_seconds: float
     summary: str
-    """What happens, in one sentence; `{labels}` names the series, `{value}` is the condition's value."""
+    """Event in one sentence; `{labels}` names the series, `{value}` is the condition's value."""
     causes: tuple[str, ...]
     """Usual causes, each with where to look or what to change, most frequent first."""
 

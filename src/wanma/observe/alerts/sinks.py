@@ -26,7 +26,7 @@ CLOSE_SECONDS = 15.0
 
 @dataclass(frozen=True)
 class SinkConfig:
-    """Where the alerts of a run go."""
+    """Destinations of a run's alerts."""
 
     webhook: str = ""
     """`env:NAME` or `file:PATH` from which its URL is read; empty: none."""

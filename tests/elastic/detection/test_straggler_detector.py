@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from support.coordinator import seated
 from wanma.elastic.coordinator.user_notices import straggler_text
-from wanma.elastic.diagnosis.straggler_detector import (
+from wanma.elastic.detection.straggler_detector import (
     CONSECUTIVE_WINDOWS,
     WINDOW_SECONDS,
     WINDOW_STEPS,

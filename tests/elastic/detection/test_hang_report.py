@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from wanma.elastic.diagnosis.hang_detector import HangDetector
-from wanma.elastic.diagnosis.hang_report import format_hang_report, parse_stack_dump
+from wanma.elastic.detection.hang_detector import HangDetector
+from wanma.elastic.detection.hang_report import format_hang_report, parse_stack_dump
 from wanma.elastic.launch_config import LaunchConfig, ScriptSettings
 from wanma.elastic.protocol.local_messages import CollectiveStateReport
 from wanma.elastic.protocol.messages import (

@@ -1,0 +1,1 @@
+"""Detection of hangs and stragglers; what it finds goes on as events."""

@@ -1,1 +1,0 @@
-"""Diagnosis of workers: hang detector and hang report, straggler detector."""
