@@ -134,9 +134,7 @@ class _Collector:
             family = families.get(sample.metric)
             if family is None:
                 make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-                family = families[sample.metric] = make(
-                    metric.full_name.removesuffix("_total"), metric.meaning, labels=names
-                )
+                family = families[sample.metric] = make(metric.family_name, metric.meaning, labels=names)
             family.add_metric([*self._labels.values(), *(text for _, text in sample.labels)], sample.value)
         yield from families.values()
 

@@ -17,7 +17,7 @@ RUN_LABELS = ("run",)
 NODE_LABELS = (*RUN_LABELS, "node")
 RANK_LABELS = (*NODE_LABELS, "rank")
 GPU_LABELS = (*NODE_LABELS, "gpu")
-PREFIX = "wanma_"
+PREFIX = "wanma"
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,14 @@ class Metric:
     group: Group = "framework"
 
     @property
+    def family_name(self) -> str:
+        """Return the name of the metric, which Prometheus completes for a counter."""
+        return f"{PREFIX}_{self.name}"
+
+    @property
     def full_name(self) -> str:
         """Return the name of its series, as a query has it."""
-        return f"{PREFIX}{self.name}" + ("_total" if self.kind == "counter" else "")
+        return "_".join((self.family_name, *(["total"] if self.kind == "counter" else [])))
 
 
 def _gauge(name: str, unit: str, meaning: str, *labels: str) -> Metric:

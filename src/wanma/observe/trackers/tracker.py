@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from wanma.job.errors import JobError, did_you_mean
 from wanma.job.file.import_path import import_object
 
-ENTRY_POINTS = "wanma.trackers"
+ENTRY_POINT_GROUP = f"{__name__.partition('.')[0]}.trackers"
 """Group of the entry points of other packages' trackers."""
 
 
@@ -73,7 +73,7 @@ def find_tracker(name: str) -> Callable[[], Tracker]:
         return import_object(_BUILT_IN[name], key)  # type: ignore[no-any-return]
     if ":" in name:
         return import_object(name, key)  # type: ignore[no-any-return]
-    others = {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    others = {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
     if name not in others:
         known = [*_BUILT_IN, *others]
         raise JobError(
