@@ -23,20 +23,22 @@ runnable: "no: generated from the source"
 
 """
 _METRICS = """\
-Metrics of a run, as [Prometheus](../guides/prometheus-and-grafana.md) reads them from the endpoint of each node's supervisor, and as the
-[alerts](alerts.md) see them. Those of the run come from the node of rank 0. All have the label `run`; each node exports its own ranks
-and GPUs only, and a series ends with its rank."""
+Metrics of a run, as [Prometheus](../guides/prometheus-and-grafana.md) reads them from the endpoint of
+each node's supervisor, and as the [alerts](alerts.md) see them. Those of the run come from the node of
+rank 0. All have the label `run`; each node exports its own ranks and GPUs only, and a series ends with its
+rank."""
 _ALERTS = """\
-What each alert means, with the rule as Prometheus has it and the usual causes, the most frequent one first. The supervisor of a run
-[evaluates the same rules](../guides/alerts.md) from the same values, every five seconds. At the end of a run that has failed it sends
-`RunFailed`, when no metric is left."""
+Each alert with its rule, as Prometheus has it, and its usual causes, the most frequent one first. The
+supervisor of a run [evaluates the same rules](../guides/alerts.md) from the same values, every five seconds.
+At the end of a run that has failed it sends `RunFailed`, when no metric is left."""
 
 
 def pages() -> dict[Path, str]:
     """Return the text of each page by its file."""
+    alerts = "\n".join([*runbook()][4:])
     return {
         REFERENCE / "metrics.md": _HEAD.format(title="Metrics", text=_METRICS) + "\n".join(metric_table()),
-        REFERENCE / "alerts.md": _HEAD.format(title="Alerts", text=_ALERTS) + "\n".join([*runbook()][4:]) + "\n",
+        REFERENCE / "alerts.md": f"{_HEAD.format(title='Alerts', text=_ALERTS)}{alerts}\n",
     }
 
 
