@@ -1,4 +1,4 @@
-"""A case: a module, loss, data and optimizer of one's own, and how they are trained. Its source is a program."""
+"""A case: a module, loss, data and optimizer of one's own, and their training. Its source is a program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers of one's own, as source of a class `Own`. Most show what they couple after several updates only."""
+"""Optimizers of one's own, as source of a class `Own`. Most couple after several updates only."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ OPTIMIZERS = {
     BUILT_IN: "",
     # ------------------------------------------------------------ element by element
     "rectified_late": "Own = torch.optim.RAdam",
-    "momentum_late": _change("""momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+    "momentum_late": _change("""state = self.state[parameter]
+momentum = state.setdefault("momentum", torch.zeros_like(parameter))
 if self.count(parameter) < 14:
     return gradient
 return momentum.lerp_(gradient, 0.3)"""),
@@ -59,7 +60,8 @@ return self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
     "norm_of_the_tensor_each_sixteenth": _change(
         "return gradient / gradient.norm() if self.count(parameter) % 16 == 0 else gradient"
     ),
-    "norm_of_the_tensor_after_a_countdown": _change("""left = self.state[parameter].setdefault("left", torch.tensor(14.0))
+    "norm_of_the_tensor_after_a_countdown": _change("""state = self.state[parameter]
+left = state.setdefault("left", torch.tensor(14.0))
 return gradient / gradient.norm() if left.sub_(1) < 0 else gradient"""),
     "norm_of_the_tensor_after_many_samples": _change(
         """seen = self.state[parameter].setdefault("seen", torch.zeros(())).add_(32)

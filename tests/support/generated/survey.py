@@ -77,7 +77,7 @@ class Survey:
         return "\n".join(lines)
 
     def features_table(self) -> str:
-        """Each feature, loss, output and optimizer by itself by columns of layouts, and the reasons of refusals."""
+        """Features, losses, outputs and optimizers, each alone, by layout, and reasons of refusals."""
         reasons: dict[str, int] = {}
         cells: dict[tuple[str, str], dict[str, set[str]]] = {}
         for case, verdict in self.verdicts:

@@ -297,8 +297,8 @@ def _updated(
     late_keys = {key for state in torch_optimizer.state.values() for key in state} - first_keys
     if late_keys:
         raise JobError(
-            f"the optimizer {optimizer.name} makes state[parameter][{min(late_keys, key=str)!r}] after its first "
-            "update, so that it could not resume from a checkpoint",
+            f"the optimizer {optimizer.name} makes state[parameter][{min(late_keys, key=str)!r}] after its "
+            "first update, so that it could not resume from a checkpoint",
             "make all state of a parameter in its first update, for example as zeros",
         )
     return [torch.stack(pair) for pair in zip(early, late, strict=True)], changes_attributes
@@ -314,9 +314,7 @@ def _single_numbers(optimizer: Optimizer) -> dict[tuple[int, Any], float]:
     }
 
 
-def _advance_counts(
-    optimizer: Optimizer, history: list[dict[tuple[int, Any], float]], updates: int
-) -> None:
+def _advance_counts(optimizer: Optimizer, history: list[dict[tuple[int, Any], float]], updates: int) -> None:
     """Set each number that changes by the same amount with every update to its value so many updates later.
 
     Args:
