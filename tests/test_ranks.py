@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from support import ranks
 from support.ranks import RankCrashError, run_ranks
+from support.slowness import patient
 from wanma.elastic.workers.linux_processes import process_state
 from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import WorkerContext
@@ -174,25 +175,27 @@ def work(worker: WorkerContext, seconds: float) -> None:
             time.sleep(0.01)
 
 
-def move(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make each look at a process find it elsewhere."""
+@pytest.fixture
+def seconds(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Limit for ranks in processes that are there already, and that each look finds elsewhere."""
+    run_ranks(leave_a_mark, 2, ("mark",), is_reused=True)
     positions = itertools.count()
     monkeypatch.setattr(ranks._RankProcess, "read_position", lambda _: str(next(positions)))
+    return patient(1)
 
 
-def test_ranks_that_move_get_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    move(monkeypatch)
-    assert run_ranks(work, 2, (3.0,), seconds=1) == [None, None]
+def test_ranks_that_move_get_more_time(seconds: int) -> None:
+    assert run_ranks(work, 2, (2.5 * seconds,), seconds=seconds, is_reused=True) == [None, None]
 
 
-def test_a_rank_that_answered_is_told_from_one_that_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    move(monkeypatch)
+def test_a_rank_that_answered_is_told_from_one_that_is_at_work(seconds: int) -> None:
+    runs = [ranks._idle_processes[rank][-1].runs for rank in range(2)]
     with pytest.raises(TimeoutError) as caught:
-        run_ranks(work, 2, (600.0,), seconds=1)
+        run_ranks(work, 2, (600.0,), seconds=seconds, is_reused=True)
     summary, answered, at_work = str(caught.value).split("\n\nrank ")
-    assert summary == "no answer of ranks [1] in 5 s, though they still moved"
-    assert answered.startswith("0, has answered: run 1 of process ")
-    assert at_work.startswith("1: run 1 of process ")
+    assert summary == f"no answer of ranks [1] in {5 * seconds} s, though they still moved"
+    assert answered.startswith(f"0, has answered: run {runs[0] + 1} of process ")
+    assert at_work.startswith(f"1: run {runs[1] + 1} of process ")
     assert "in work" in at_work
     assert cpu_seconds(at_work, " CPU seconds in this run") > 0
 

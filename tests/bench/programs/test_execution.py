@@ -196,8 +196,9 @@ def test_the_utilization_is_of_the_steps_and_not_of_the_start(tmp_path: Path) ->
     steps = measurement.steps[-1].time - measurement.steps[0].time
     own = measurement.utilization.cpu_utilization
     assert own is not None
-    # Nine of the ten spins of 0.1 s are between two steps, however slow the machine is.
-    assert own * steps * usable_cores() == pytest.approx(0.9, abs=0.25)
+    # Nine of the ten spins of 0.1 s are between two steps, however slow the machine is. A mean from the start
+    # on would give 0.4 at most; a late reading may count what Python's own start has used.
+    assert 0.65 < own * steps * usable_cores() < 1.5
 
 
 def test_a_job_ends_in_order_at_its_target(job: Contender, tmp_path: Path) -> None:

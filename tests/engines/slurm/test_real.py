@@ -682,7 +682,8 @@ def test_a_shell_with_an_allocation_runs_the_job_in_it(
     assert "finished at step 4" in shown
     assert read_report(login.run).starts[-1]["nodes"] == 2
     tasks = Login(cluster, tmp_path, "tasks", 4)
-    srun = ("srun", "--ntasks=4", "--ntasks-per-node=2", *command[:-1], str(tasks.job), "parallel.dp_shard=4")
+    srun = ("env", f"WANMA_SECRET={'s' * 32}", "srun", "--ntasks=4", "--ntasks-per-node=2")
+    srun += (*command[:-1], str(tasks.job), "parallel.dp_shard=4")
     with tasks.describe_failure():
         shown = cluster.run("salloc", "--nodes=2", "--exclusive", *srun, seconds=240)
     assert shown.count("finished at step 4") == 1

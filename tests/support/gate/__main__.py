@@ -1,6 +1,6 @@
 """The tests as continuous integration runs them: all at once, then the failures alone, then a verdict.
 
-    python -m support.gate --at-once 3 [--share 0.2] [--started SECONDS] [--since REVISION] [WORDS for pytest]
+    python -m support.gate --at-once 3 [--share 0.1] [--started SECONDS] [--since REVISION] [WORDS for pytest]
 
 Of the cases that only the full suite has, a share runs that follows from the commit. Some 40 minutes after
 the start none of them is started any more, and after 65 no test at all: what was not run is named. In
@@ -34,7 +34,7 @@ from support.gate.verdict import (
 FULL_MINUTES = 40.0
 LAST_MINUTES = 65.0
 """Minutes after the start until which cases of the full suite, and tests of every day, are started."""
-SHARE = 0.2
+SHARE = 0.1
 ALLOWED_SKIP = "--no-skips-except="
 REPEATS = 2
 REPEAT_SECONDS = 600.0

@@ -1,4 +1,4 @@
-"""A case: a module, loss and data of one's own, and how they are trained. Its source is a program."""
+"""A case: a module, loss, data and optimizer of one's own, and their training. Its source is a program."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from support.generated.features import BLOCKS, FEATURES, ROOT, SETUP
 from support.generated.losses import LOSSES
+from support.generated.optimizers import BUILT_IN, OPTIMIZERS
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "whole batch": {"micro_batch": 8},
@@ -83,6 +84,8 @@ class Case:
     weight_decay: float = 0.1
     data: str = "rows"
     """Name in `DATA`."""
+    optimizer: str = BUILT_IN
+    """Name in `OPTIMIZERS`."""
     patches_class: bool = False
     """The program has patched a class of torch before it trains."""
 
@@ -150,7 +153,7 @@ class Case:
 
 
 def source(case: Case) -> str:
-    """The program's own part: `make`, `Data`, `loss`, and what a plain loop computes, `plain`."""
+    """The program's own part: `make`, `Data`, `Own`, `loss`, and what a plain loop computes, `plain`."""
     blocks = [name for name in case.features if name in BLOCKS]
     loss = LOSSES[case.loss]
     returned, taken = OUTPUTS[case.output]
@@ -189,6 +192,9 @@ class Data:
 
 
 {DATA[case.data]}
+
+
+{OPTIMIZERS[case.optimizer]}
 
 
 def loss(y, targets):

@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from support.generated.case import LAYOUTS, OUTPUTS, Case
 from support.generated.features import BLOCKS, FEATURES, ROOT
 from support.generated.losses import LOSSES
+from support.generated.optimizers import BUILT_IN, OPTIMIZERS
 
 WAYS = [
     ("whole batch", "train", "gloo"),
@@ -41,7 +42,7 @@ FP32 = {("replicas", "shared_memory"), ("ZeRO 1", "gloo"), ("ZeRO 3", "shared_me
 
 
 def single_features() -> Iterator[Case]:
-    """Each feature, loss and output by itself, in each of `WAYS`."""
+    """Each feature, loss, output and optimizer by itself, in each of `WAYS`."""
     for layout, entry, collectives in WAYS:
         case = Case(layout=layout, entry=entry, collectives=collectives, global_batch=8)  # type: ignore[arg-type]
         piped = "pp" in LAYOUTS[layout]
@@ -55,6 +56,12 @@ def single_features() -> Iterator[Case]:
         for name, loss in LOSSES.items():
             if not piped or (loss.default and not loss.end):
                 yield replace(case, features=("linear",), loss=name, is_sequential=piped, validates=not piped)
+        for name in OPTIMIZERS:
+            if name != BUILT_IN:
+                loss = "default" if piped else "squares"
+                yield replace(
+                    case, features=("linear",), optimizer=name, loss=loss, is_sequential=piped, steps=17
+                )
         if not piped:
             for output in OUTPUTS:
                 yield replace(case, features=("linear",), output=output, validates=True)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from support.generated.case import Case, patched, program
+from support.generated.optimizers import BUILT_IN
 from support.generated.reference import Trained
 from support.ranks import _context
 from wanma.job.errors import WanmaError
@@ -189,6 +190,8 @@ def _train(worker: WorkerContext, case: Case, own: Any) -> None:
         objects["data"] = (own.Data(), own.Data(20))
     if not LOSSES[case.loss].default:
         objects["loss"] = own.loss
+    if case.optimizer != BUILT_IN:
+        objects["optimizer"] = own.Own
     with patched(case):
         state = process_state(objects.values())
     train_worker(worker, pickle_request(TrainRequest(job, plan, user_objects=objects, process_state=state)))
@@ -213,7 +216,8 @@ def _own_loop(worker: WorkerContext, case: Case, own: Any) -> None:
     RunDirectory(worker.run_directory).create()
     token = current_worker_context.set(worker)
     try:
-        with wanma.session(case.job()) as session:
+        optimizer = own.Own if case.optimizer != BUILT_IN else None
+        with wanma.session(case.job(), optimizer=optimizer) as session:
             model = session.prepare(own.make())
 
             def losses(batch: Any) -> torch.Tensor:

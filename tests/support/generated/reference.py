@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from support.generated.case import Case
+from support.generated.optimizers import BUILT_IN
 from wanma.data.datasets.map_dataset import wrap_user_dataset
 from wanma.job.sections.data import DataSection
 from wanma.job.sections.job import Job
@@ -46,7 +47,7 @@ class _Rows:
 
 
 def plain_loop(case: Case, own: types.ModuleType) -> Trained:
-    """Train as the user's own loop would: AdamW, the gradient clipped by its norm."""
+    """Train as the user's own loop would: AdamW or an own optimizer, the gradient clipped by its norm."""
     torch.manual_seed(1)
     job = Job.model_validate(case.job())
     train = job.train
@@ -58,13 +59,11 @@ def plain_loop(case: Case, own: types.ModuleType) -> Trained:
         model = convert_batch_norm(model, group)
     replace_dropout(model)
     noting = find_step_statistics_modules(model)
-    optimizer = torch.optim.AdamW(
-        nn.Module.parameters(model),
-        lr=train.learning_rate,
-        betas=train.betas,
-        eps=train.epsilon,
-        weight_decay=case.weight_decay,
-    )
+    groups = [{"params": list(nn.Module.parameters(model)), "weight_decay": case.weight_decay}]
+    if case.optimizer == BUILT_IN:
+        optimizer = torch.optim.AdamW(groups, lr=train.learning_rate, betas=train.betas, eps=train.epsilon)
+    else:
+        optimizer = own.Own(groups, lr=train.learning_rate)
     rows_of = _Rows(len(data))
     order = wrap_user_dataset(
         (rows_of, _Rows(20)) if case.validates else rows_of,

@@ -12,6 +12,7 @@ from support.generated.case import OUTPUTS, Case, source
 from support.generated.features import FEATURES
 from support.generated.judge import Judge, Verdict
 from support.generated.losses import LOSSES
+from support.generated.optimizers import BUILT_IN, OPTIMIZERS
 from support.generated.shrink import shrink
 
 COLUMNS = {
@@ -27,6 +28,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "feature": tuple(FEATURES),
     "loss": tuple(LOSSES),
     "output": tuple(name for name in OUTPUTS if name != "tensor"),
+    "optimizer": tuple(name for name in OPTIMIZERS if name != BUILT_IN),
 }
 """Titles and rows of the tables."""
 _OF_ONE_CASE = {
@@ -75,7 +77,7 @@ class Survey:
         return "\n".join(lines)
 
     def features_table(self) -> str:
-        """Each feature, loss and output by itself by columns of layouts, and the reasons of refusals."""
+        """Features, losses, outputs and optimizers, each alone, by layout, and reasons of refusals."""
         reasons: dict[str, int] = {}
         cells: dict[tuple[str, str], dict[str, set[str]]] = {}
         for case, verdict in self.verdicts:
@@ -124,6 +126,8 @@ def rows_of(case: Case) -> list[tuple[str, str]]:
     """Tables and rows that a case belongs to; none for combinations."""
     if len(case.features) != 1:
         return []
+    if case.optimizer != BUILT_IN:
+        return [("optimizer", case.optimizer)]
     found = []
     plainest = "default" if case.is_sequential else "squares"
     if case.loss == plainest and case.output == "tensor" and not case.validates:

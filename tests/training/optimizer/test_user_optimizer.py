@@ -123,6 +123,32 @@ class Periodic(Signs):
         parameter.sub_(group["lr"] * parameter.grad / scale)
 
 
+class CountingDown(Signs):
+    """Divides by the norm of the tensor once its count, all the state that it has, is below zero."""
+
+    def update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        assert parameter.grad is not None
+        left = self.state[parameter].setdefault("left", torch.tensor(100.0)).sub_(1)
+        parameter.sub_(group["lr"] * parameter.grad / (parameter.grad.norm() if left < 0 else 1.0))
+
+
+class Bare(Signs):
+    """Its count is all the state that it has."""
+
+    def update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        step = self.state[parameter].setdefault("step", torch.zeros(())).add_(1)
+        parameter.sub_(group["lr"] * parameter.grad / step)
+
+
+class Late(Signs):
+    """Makes state of a parameter at its hundredth update."""
+
+    def update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        step = self.state[parameter].setdefault("step", torch.zeros(())).add_(1)
+        if step >= 100:
+            super().update(parameter, group)
+
+
 class Lookahead(torch.optim.SGD):
     """Slow weights follow the fast ones every third update (Zhang et al. 2019), counted in the group."""
 
@@ -220,6 +246,17 @@ def test_state_of_groups_and_of_the_object_carries_on(tmp_path: Path) -> None:
     assert len(attributes["norms"]["list"]) == 2
 
 
+def test_a_count_that_is_all_the_state_carries_on_with_other_shards(tmp_path: Path) -> None:
+    given = objects(Bare)
+    replicated = Plan(dp_replicate=2, micro_batch=2, precision="fp64")
+    whole = run_job(tmp_path / "whole", job(), replicated, given)
+    shutil.copytree(whole.directory, tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoints" / f"step-{STEPS:08d}")
+    sharded = Plan(dp_shard=2, shard="parameters", micro_batch=2, precision="fp64")
+    again = run_job(tmp_path / "again", job(), sharded, given)
+    same_numbers(whole, again, tolerance=1e-9)
+
+
 def own(optimizer: Any) -> UserOptimizer:
     return UserOptimizer(optimizer.__name__, optimizer)
 
@@ -230,7 +267,7 @@ def test_what_an_optimizer_couples_is_found_out() -> None:
     assert update_scope_of(own(torch.optim.Adafactor)) == "tensors"
     assert update_scope_of(own(Scaled)) == "tensors"
     assert update_scope_of(own(Clipped)) == "model"
-    assert update_scope_of(own(Periodic)) == "tensors"
+    assert update_scope_of(own(Periodic)) == update_scope_of(own(CountingDown)) == "tensors"
     assert update_scope_of(own(Counting)) == update_scope_of(own(Lookahead)) == "attributes"
 
 
@@ -247,6 +284,7 @@ def test_what_an_optimizer_couples_is_found_out() -> None:
         (Noisy, {}, "Noisy draws random numbers"),
         (Forgetful, {}, r"Forgetful does not resume exactly from a checkpoint: its class Forgetful\.seen"),
         (Wrapping, {}, "Wrapping does not resume exactly from a checkpoint: its inner changes"),
+        (Late, {}, r"Late makes state\[parameter\]\['momentum'\] after its first update"),
         (Numbered, {}, r"Numbered does not resume exactly .*state\[parameter\]\['calls'\]"),
         (Counting, {"dp_shard": 2, "shard": "optimizer"}, r"the complete model.*parallel\.dp_shard = 2"),
         (Counting, {"pp": 2}, r"the complete model.*parallel\.pp = 2"),

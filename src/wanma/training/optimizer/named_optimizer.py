@@ -176,8 +176,12 @@ class NamedOptimizer:
         self.zero_gradients()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return 'NAME.exp_avg' and so on: state with a shape, and counts that differ from `update_count`."""
+        """Return 'NAME.exp_avg' and so on: state with a shape, and counts that differ from `update_count`.
+
+        A count that is all the state of a parameter is included: it tells a load to make the state.
+        """
         tensors = {}
+        entries = Counter(name for name, _, _ in self.state_entries())
         for name, key, value in self.state_entries():
             if key == _STEP_KEY and self._missed_updates[name] and not isinstance(value, Tensor):
                 assert self._user_optimizer is not None  # torch's count in tensors
@@ -187,7 +191,8 @@ class NamedOptimizer:
                     "not include",
                     'keep state["step"] as a tensor, or freeze the parameter (train.parameter_groups)',
                 )
-            if isinstance(value, Tensor) and (key != _STEP_KEY or self._missed_updates[name]):
+            is_implied = key == _STEP_KEY and not self._missed_updates[name] and entries[name] > 1
+            if isinstance(value, Tensor) and not is_implied:
                 tensors[f"{name}.{key}"] = value
         return tensors
 

@@ -217,7 +217,8 @@ def update_scope_of(optimizer: UserOptimizer) -> UpdateScope:
     """Determine on small tensors which elements the optimizer couples.
 
     Raises:
-        JobError: it fails, or draws random numbers, which would differ between ranks.
+        JobError: it fails, draws random numbers, which would differ between ranks, or makes state after its
+            first update, which a load from a checkpoint would not have a place for.
     """
     generator = torch.Generator().manual_seed(0)
     shapes = ((32, 16), (16, 12))
@@ -275,26 +276,61 @@ def _updated(
     torch_optimizer = optimizer([{"params": parameters, "lr": 0.01, "learning_rate_scale": 1.0}], 0.01)
     attributes = read_attributes(torch_optimizer)
 
+    counts: list[dict[tuple[int, Any], float]] = []
+
     def update() -> list[Tensor]:
         for step in gradients:
             for parameter, gradient in zip(parameters, step, strict=True):
                 parameter.grad = gradient.clone()
             step_optimizer(optimizer.name, torch_optimizer)
+            counts.append(_single_numbers(torch_optimizer))
         return [parameter.detach().clone() for parameter in parameters]
 
     early = update()
+    first_keys = {key for state in torch_optimizer.state.values() for key in state}
     changes_attributes = bool(changed_attributes(attributes, read_attributes(torch_optimizer)))
-    for state in torch_optimizer.state.values():
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.numel() == 1 and value.item() == len(gradients):
-                value.fill_(_LATE_UPDATE - 1)
-            elif isinstance(value, int | float) and value == len(gradients):
-                state[key] = type(value)(_LATE_UPDATE - 1)
+    _advance_counts(torch_optimizer, counts, _LATE_UPDATE - 1 - len(gradients))
     try:
         late = update()
     except JobError as error:
         raise _LateUpdateError from error
+    late_keys = {key for state in torch_optimizer.state.values() for key in state} - first_keys
+    if late_keys:
+        raise JobError(
+            f"the optimizer {optimizer.name} makes state[parameter][{min(late_keys, key=str)!r}] after its "
+            "first update, so that it could not resume from a checkpoint",
+            "make all state of a parameter in its first update, for example as zeros",
+        )
     return [torch.stack(pair) for pair in zip(early, late, strict=True)], changes_attributes
+
+
+def _single_numbers(optimizer: Optimizer) -> dict[tuple[int, Any], float]:
+    """Return the state that is one number, by the index of its parameter and its key."""
+    return {
+        (index, key): float(value)
+        for index, state in enumerate(optimizer.state.values())
+        for key, value in state.items()
+        if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+    }
+
+
+def _advance_counts(optimizer: Optimizer, history: list[dict[tuple[int, Any], float]], updates: int) -> None:
+    """Set each number that changes by the same amount with every update to its value so many updates later.
+
+    Args:
+        optimizer: it has made at least three updates.
+        history: `_single_numbers` after each update.
+        updates: number of updates to skip.
+    """
+    for index, state in enumerate(optimizer.state.values()):
+        for key, value in state.items():
+            first, second, last = (numbers.get((index, key), math.nan) for numbers in history[-3:])
+            if last - second == second - first != 0:
+                later = last + (last - second) * updates
+                if isinstance(value, Tensor):
+                    value.fill_(later)
+                else:
+                    state[key] = type(value)(later)
 
 
 def step_optimizer(name: str, optimizer: Optimizer) -> None:
