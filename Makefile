@@ -12,6 +12,7 @@
 # make wheel   a wheel with compiled libraries, and the source package that it is built from, in dist/
 # make peers   Accelerate, DeepSpeed, Lightning and TRL, beside .venv: make test-full then runs them, too
 # make frameworks   TensorFlow and JAX, each without wanma: make test-full then runs their scripts, too
+# make trackers   MLflow and W&B, beside .venv: their test runs with --exhaustive
 # make horovod   Horovod, built in some 6 minutes (needs cmake and g++): its scripts run with --exhaustive
 #
 # make hadoop   Hadoop's own client, which pyspark carries: make test-full then checks HDFS with it (needs a JDK)
@@ -32,6 +33,7 @@ READY    := $(VENV)/.ready
 PEERS    := .venv-peers
 FRAMEWORKS := .venv-frameworks
 HADOOP   := .venv-hadoop
+TRACKERS := .venv-trackers
 DOCS     := .venv-docs
 WHEEL    := .venv-wheel
 BIN      := $(VENV)/bin
@@ -42,7 +44,7 @@ SINCE    ?= main
 
 ENVIRONMENTS ?= .versions
 
-.PHONY: train test test-full test-ci test-changed ci ci-fast test-versions check bench docs wheel peers frameworks horovod hadoop clean setup
+.PHONY: train test test-full test-ci test-changed ci ci-fast test-versions check bench docs wheel peers frameworks horovod hadoop trackers clean setup
 
 train: $(READY)
 	@$(BIN)/wanma train $(JOB) $(ARGS)
@@ -92,12 +94,14 @@ peers: $(PEERS)/.ready
 
 hadoop: $(HADOOP)/.ready
 
+trackers: $(TRACKERS)/.ready
+
 frameworks: $(FRAMEWORKS)/tensorflow/.ready $(FRAMEWORKS)/jax/.ready
 
 horovod: $(FRAMEWORKS)/horovod/.ready
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(FRAMEWORKS) $(HADOOP) $(DOCS) $(WHEEL) .versions build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(FRAMEWORKS) $(HADOOP) $(TRACKERS) $(DOCS) $(WHEEL) .versions build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Make the virtual environment $(1) unless it is there.
@@ -143,6 +147,12 @@ $(FRAMEWORKS)/%/.ready: pyproject.toml constraints.txt
 $(FRAMEWORKS)/horovod/.ready: constraints.txt tests/support/build_horovod.sh | $(READY)
 	$(call new_layer,$(FRAMEWORKS)/horovod)
 	@sh tests/support/build_horovod.sh $(abspath $(BIN)/python $(FRAMEWORKS)/horovod/bin/python)
+	@touch $@
+
+# MLflow with its server, which needs some hundred packages: for one test by hand.
+$(TRACKERS)/.ready: $(READY)
+	$(call new_layer,$(TRACKERS))
+	@$(BIN)/python -m pip --python $(TRACKERS)/bin/python install -qq --disable-pip-version-check mlflow==3.17.2 wandb==0.31.0
 	@touch $@
 
 # Without wanma and torch: jars of Hadoop's client, for tests of HDFS.

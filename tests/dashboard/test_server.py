@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import httpx
 import pytest
+import requests
 import uvicorn
-from starlette.testclient import TestClient
 
 from wanma.dashboard.report_cache import ReportCache
 from wanma.dashboard.server import make_application
@@ -54,13 +55,30 @@ def write_usage(run: RunDirectory, ranks: int = 2) -> None:
             file.write(json.dumps({"time": float(second), "ranks": entries}) + "\n")
 
 
+class Client:
+    """Requests to a dashboard."""
+
+    def __init__(self, port: int) -> None:
+        self._url = f"http://127.0.0.1:{port}"
+
+    def __getattr__(self, method: str) -> Any:
+        return lambda path, **given: requests.request(method, self._url + path, timeout=60, **given)
+
+
 @pytest.fixture
-def client(tmp_path: Path) -> TestClient:
+def client(tmp_path: Path) -> Iterator[Client]:
     application = make_application(tmp_path, lambda run: f"diagnosis of {run.name}", ["proxy.example"])
-    return TestClient(application, base_url="http://localhost")
+    server = uvicorn.Server(uvicorn.Config(application, port=0, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.02)
+    yield Client(server.servers[0].sockets[0].getsockname()[1])
+    server.should_exit = True
+    thread.join()
 
 
-def test_all_runs_are_listed_and_one_is_shown_with_its_ranks(client: TestClient, tmp_path: Path) -> None:
+def test_all_runs_are_listed_and_one_is_shown_with_its_ranks(client: Client, tmp_path: Path) -> None:
     run = make_run(tmp_path)
     write_steps(run, 1, 20)
     write_usage(run)
@@ -72,25 +90,25 @@ def test_all_runs_are_listed_and_one_is_shown_with_its_ranks(client: TestClient,
     assert client.get("/runs/gpt/logs/rank-0.log").headers["content-type"].startswith("text/plain")
 
 
-def test_a_folder_without_runs(client: TestClient) -> None:
+def test_a_folder_without_runs(client: Client) -> None:
     assert "no runs here" in client.get("/").text
     assert client.get("/runs/gpt/").status_code == 404
     assert client.get("/compare?run=gpt").status_code == 404
 
 
 @pytest.mark.parametrize("path", ["/runs/..%2F..%2Fetc/", "/runs/gpt/logs/rank-7.log", "/runs/gpt/job.toml"])
-def test_only_pages_and_logs_are_served(client: TestClient, tmp_path: Path, path: str) -> None:
+def test_only_pages_and_logs_are_served(client: Client, tmp_path: Path, path: str) -> None:
     make_run(tmp_path)
     assert client.get(path).status_code == 404
 
 
-def test_another_host_name_is_refused_unless_it_is_given(client: TestClient) -> None:
+def test_another_host_name_is_refused_unless_it_is_given(client: Client) -> None:
     assert client.get("/", headers={"Host": "evil.example"}).status_code == 400
     assert client.get("/", headers={"Host": "proxy.example"}).status_code == 200
     assert client.post("/").status_code == 405
 
 
-def test_runs_are_compared_with_the_settings_that_differ(client: TestClient, tmp_path: Path) -> None:
+def test_runs_are_compared_with_the_settings_that_differ(client: Client, tmp_path: Path) -> None:
     for name, rate in (("one", "1e-3"), ("two", "2e-3")):
         write_steps(make_run(tmp_path, name, rate), 1, 5)
     page = client.get("/compare?run=one&run=two").text
@@ -99,7 +117,7 @@ def test_runs_are_compared_with_the_settings_that_differ(client: TestClient, tmp
     assert "throughput" not in page
 
 
-def test_prometheus_finds_the_endpoints(client: TestClient, tmp_path: Path) -> None:
+def test_prometheus_finds_the_endpoints(client: Client, tmp_path: Path) -> None:
     (tmp_path / TARGETS_FOLDER).mkdir()
     entry = [{"targets": ["127.0.0.1:9"], "labels": {"run": "gpt"}}]
     (tmp_path / TARGETS_FOLDER / "gpt-0.json").write_text(json.dumps(entry))
@@ -120,23 +138,13 @@ def test_the_cache_reads_what_is_new_and_notices_what_was_dropped(tmp_path: Path
     assert cache.read(run).steps == read_report(run).steps
 
 
-def test_a_page_hears_of_a_change(tmp_path: Path) -> None:
+def test_a_page_hears_of_a_change(client: Client, tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    server = uvicorn.Server(uvicorn.Config(make_application(tmp_path, str), port=0, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.02)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    try:
-        with httpx.stream("GET", f"http://127.0.0.1:{port}/events?run=gpt", timeout=60) as answer:
-            lines = answer.iter_lines()
-            assert next(lines) == ": open"
-            write_steps(run, 1, 1)
-            assert next(line for line in lines if line.startswith("data")) == "data: changed"
-    finally:
-        server.should_exit = True
-        thread.join()
+    with client.get("/events?run=gpt", stream=True) as answer:
+        lines = answer.iter_lines(chunk_size=1, decode_unicode=True)
+        assert next(lines) == ": open"
+        write_steps(run, 1, 1)
+        assert next(line for line in lines if line.startswith("data")) == "data: changed"
 
 
 def test_a_long_run_is_read_once(tmp_path: Path) -> None:

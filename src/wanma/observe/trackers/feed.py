@@ -150,7 +150,8 @@ class Feed:
                 if self._tracker is None:
                     tracker = self._make_tracker()
                     arrived = tracker.open(self._tracked)
-                    self._steps["step"] = max(self._steps["step"], arrived or 0)
+                    if arrived is not None:
+                        self._steps["step"] = arrived
                     self._tracker = tracker
                     self._write_state()
                 act(self._tracker)

@@ -7,10 +7,13 @@ it protobuf records of the package's own type.
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+STEP_KEY = "step"
+"""Key of a row that has the optimizer step."""
 _FILE_HEADER_BYTES, _PIECE_HEADER, _BLOCK_BYTES = 7, struct.Struct("<IHB"), 1 << 15
 _FULL, _LAST = 1, 4
 """Kinds of a piece that end a record."""
@@ -25,8 +28,9 @@ def last_step_of(folder: Path) -> int | None:
         for text in _records(path.read_bytes()):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(text)
-            if record.HasField("history") and record.history.HasField("step"):
-                newest = max(newest or 0, record.history.step.num)
+            for item in record.history.item if record.HasField("history") else ():
+                if STEP_KEY in (item.key, *item.nested_key):
+                    newest = max(newest or 0, int(json.loads(item.value_json)))
     return newest
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from wanma.job.errors import missing_extra_error
 from wanma.observe.trackers.tracker import Scalars, TrackedRun
-from wanma.observe.trackers.wandb_file import last_step_of
+from wanma.observe.trackers.wandb_file import STEP_KEY, last_step_of
 
 _EXIT_CODES = {"finished": 0, "interrupted": 0}
 """Exit code by outcome; another is 1, which W&B shows as failed."""
@@ -34,22 +34,26 @@ class WandbTracker:
         self._run: Any = None
 
     def open(self, run: TrackedRun) -> int | None:
-        arrived = [last_step_of(Path(folder)) for folder in run.state.get("folders", ())]
+        folders = [Path(folder) for folder in run.state.get("folders", ())]
         self._run = self._wandb.init(
             project=os.environ.get("WANDB_PROJECT", "wanma"),
             group=run.name,
-            name=run.name if not arrived else f"{run.name}-{len(arrived) + 1}",
+            name=run.name if not folders else f"{run.name}-{len(folders) + 1}",
             dir=str(run.folder),
             config=dict(run.settings),
             settings=self._wandb.Settings(console="off", x_disable_stats=True),
         )
+        # W&B's own step ends with the first row of it, and a validation comes after the record of its step.
+        self._run.define_metric("*", step_metric=STEP_KEY)
         # `dir` of a run is the folder of its media, below that of its record.
         run.state.setdefault("folders", []).append(str(Path(self._run.dir).parent))
-        return max((step for step in arrived if step is not None), default=None)
+        if not folders or not folders[-1].is_dir():
+            return None  # what was synchronized may be removed
+        return max((step for folder in folders if (step := last_step_of(folder)) is not None), default=None)
 
     def log(self, scalars: Sequence[Scalars]) -> None:
         for entry in scalars:
-            self._run.log({**entry.values, "time": entry.time}, step=entry.step)
+            self._run.log({**entry.values, STEP_KEY: entry.step, "time": entry.time})
 
     def finish(self, outcome: str) -> None:
         self._run.finish(exit_code=_EXIT_CODES.get(outcome, 1))
