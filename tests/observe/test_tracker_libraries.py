@@ -1,4 +1,4 @@
-"""MLflow's server and W&B's offline files, fed by the process of trackers and read back by their own libraries."""
+"""MLflow's server and W&B's offline files, fed by the process of trackers, read by their own libraries."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ for path in sorted(pathlib.Path(sys.argv[1]).rglob("run-*.wandb"), key=lambda pa
     for text in _records(path.read_bytes()):
         record = wandb_internal_pb2.Record.FromString(text)
         if record.HasField("history"):
-            items = {(item.nested_key or [item.key])[0]: json.loads(item.value_json) for item in record.history.item}
+            cells = record.history.item
+            items = {(cell.nested_key or [cell.key])[0]: json.loads(cell.value_json) for cell in cells}
             rows.append([path.name, items["step"], sorted(items)])
 print(json.dumps(rows))
 """
@@ -88,8 +89,11 @@ def test_every_record_arrives_once_though_the_process_is_killed(tmp_path: Path) 
     write_event(run, kind="validation", time=TIME + 50.5, step=50, loss=3.0)
     with mlflow_server(tmp_path) as url:
         environment = {
-            **os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "MLFLOW_TRACKING_URI": url, "WANDB_MODE": "offline",
-        }  # fmt: skip
+            **os.environ,
+            "PYTHONPATH": str(REPOSITORY / "src"),
+            "MLFLOW_TRACKING_URI": url,
+            "WANDB_MODE": "offline",
+        }
 
         def start() -> subprocess.Popen[bytes]:
             command = [PYTHON, "-m", "wanma.observe.trackers.process", str(run.path), "mlflow", "wandb"]

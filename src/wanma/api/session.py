@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 SCRIPT_MODEL = "__main__:own_loop"
 """Placeholder in `[model]` for a module that the user's program makes."""
 SESSION_EVENT = "session"
-"""Kind of the event by which a launched script sends its job's settings to the command's console."""
+"""Kind of the event by which a launched script sends its job's settings to the command that launched it."""
 LAUNCH_KEYS = (
     "nodes",
     "node_rank",
@@ -141,6 +141,7 @@ def session(
                 "kind": SESSION_EVENT,
                 "steps": job.train.steps,
                 "observe": job.observe.model_dump(),
+                "checkpoint_interval_steps": job.checkpoint.every_steps or 0,
             }
             rank.supervisor_client.send_event(start_event)
         for text in warnings:

@@ -18,6 +18,7 @@ from wanma.api.launch.mpi_gang import MpiSettings, make_gang_key
 from wanma.api.launch.mpi_launcher import find_mpi_launcher
 from wanma.api.launch.script_record import ScriptRecord
 from wanma.api.launch.tasks import Task, service_roles
+from wanma.api.run.observation import open_observer
 from wanma.api.run.run_records import count_events, lock_run, record_run_end
 from wanma.api.session import SESSION_EVENT
 from wanma.elastic.launch_config import LaunchConfig, ScriptSettings, StoreKind
@@ -39,8 +40,10 @@ from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event
 from wanma.job.sections.cluster import ClusterSection
 from wanma.job.sections.observe import ObserveSection
+from wanma.observe.alerts.monitor import USAGE_EVENT
 from wanma.observe.console.console import Console
 from wanma.observe.console.opening import open_console
+from wanma.observe.run_observer import RunObserver
 from wanma.torch_internals.loaded import COMPILER_MODULE
 
 PRELOAD = (
@@ -213,7 +216,10 @@ def launch_script(
     mpi = _mpi_settings(program, ranks, section, framework)
     run = RunDirectory(run_directory or Path("runs") / program.name)
     run.create()
-    with lock_run(run) if section.nodes == 1 else nullcontext(), _ScriptConsole(run, shown_ranks) as console:
+    with (
+        lock_run(run) if section.nodes == 1 else nullcontext(),
+        _ScriptConsole(run, shown_ranks, section.node_rank or 0) as console,
+    ):
         record = ScriptRecord(
             run,
             program.script,
@@ -242,8 +248,7 @@ def launch_script(
         ) or outcome.exit_code
         with stop_signals_ignored():  # another Ctrl-C does not make a run that ended a crashed one
             record.record_end(exit_code, failure or "", console.write)
-            if failure is not None:
-                console.write({"kind": "message", "level": "error", "text": failure})
+            console.end(failure)
             if run.job.exists():  # a session was opened here: this is a training
                 record_run_end(run, failure, console.write, earlier_events, is_aborted=exit_code != 0)
     return exit_code
@@ -373,14 +378,17 @@ def _launch_fingerprint(
 
 
 class _ScriptConsole:
-    """Console that the script's job configures, once its session is open; plain lines before.
+    """Console and observer that the script's job configures, once its session is open; plain lines before.
 
     Args:
+        run: run directory.
         shown_ranks: ranks whose output is shown; None: all.
+        node: node rank of this node.
     """
 
-    def __init__(self, run: RunDirectory, shown_ranks: Sequence[int] | None) -> None:
-        self._run, self._shown_ranks = run, shown_ranks
+    def __init__(self, run: RunDirectory, shown_ranks: Sequence[int] | None, node: int) -> None:
+        self._run, self._shown_ranks, self._node = run, shown_ranks, node
+        self._observer: RunObserver | None = None
         self._stack = ExitStack()
         self._console: Console | None = None
         self._startup_console = Console(run, 0, sys.stdout)
@@ -396,7 +404,18 @@ class _ScriptConsole:
             self._startup_console.print_line(f"run directory: {self._run.path}")
         self._startup_console.stream.discard_pending()
 
+    def end(self, failure: str | None) -> None:
+        """Tell of the end of the run; `failure`: message of one that failed."""
+        if self._observer is not None:
+            self._observer.end(failure)
+        if failure is not None:
+            self.write({"kind": "message", "level": "error", "text": failure})
+
     def write(self, event: Event) -> None:
+        if self._observer is not None:
+            self._observer.on_event(event)
+        if event["kind"] == USAGE_EVENT:
+            return
         if event["kind"] == OUTPUT_EVENT:
             if self._shown_ranks is None or event["rank"] in self._shown_ranks:
                 (self._console or self._startup_console).print_line(f"[rank {event['rank']}] {event['text']}")
@@ -405,5 +424,22 @@ class _ScriptConsole:
         elif event["kind"] == SESSION_EVENT:
             observe = ObserveSection(**event["observe"])
             self._console = self._stack.enter_context(open_console(self._run, observe, event["steps"]))
+            if self._observer is None:
+                self._observe(observe, event)
         elif "text" in event:
             self._startup_console.print_message(event)
+
+    def _observe(self, settings: ObserveSection, event: Event) -> None:
+        try:
+            observer = open_observer(
+                self._run,
+                settings,
+                self.write,
+                node=self._node,
+                checkpoint_interval_steps=event["checkpoint_interval_steps"],
+                plan={},
+            )
+        except WanmaError as error:  # the ranks train already
+            self.write({"kind": "message", "level": "warning", "text": f"not observed: {error}"})
+            return
+        self._observer = self._stack.enter_context(observer)

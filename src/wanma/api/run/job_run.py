@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import pickle
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wanma.api.run.callback_thread import CallbackThread, load_callbacks
+from wanma.api.run.observation import open_observer
 from wanma.api.run.replanning import make_replanner
 from wanma.api.run.run_records import (
     count_events,
@@ -49,7 +49,7 @@ from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event
 from wanma.job.sections.job import Job
-from wanma.observe.alerts.monitor import ALERT_EVENT, USAGE_EVENT
+from wanma.observe.alerts.monitor import USAGE_EVENT
 from wanma.observe.console.console import Console
 from wanma.observe.console.dataset_progress import announcer, show_dataset_progress
 from wanma.observe.console.opening import open_console
@@ -135,7 +135,14 @@ def train_job(
                 open_console(run, job.observe, job.train.steps) as console,
                 called,
                 _node_keeper(job, run, console.write) as keeper,
-                _observer(job, run, prepared, console) as observer,
+                open_observer(
+                    run,
+                    job.observe,
+                    console.write,
+                    node=job.cluster.node_rank or 0,
+                    checkpoint_interval_steps=job.checkpoint.every_steps or 0,
+                    plan=prepared.to_json(),
+                ) as observer,
             ):
                 for note in notes:
                     level = note_level(note, prepared.plan_result)
@@ -236,26 +243,6 @@ def _event_handler(
         return called.on_event(event)
 
     return on_event
-
-
-def _observer(job: Job, run: RunDirectory, prepared: PreparedJob, console: Console) -> RunObserver:
-    """Return the observer of this node's part of the run."""
-    node = job.cluster.node_rank or 0
-
-    def show(event: Event) -> None:
-        console.write(event)
-        if event["kind"] == ALERT_EVENT and node == 0:
-            record_supervisor_event(run, event, console.write)
-
-    return RunObserver(
-        run,
-        job.observe,
-        node=node,
-        hostname=socket.gethostname(),
-        checkpoint_interval_steps=job.checkpoint.every_steps or 0,
-        plan=prepared.to_json(),
-        show=show,
-    )
 
 
 def _node_keeper(
