@@ -33,8 +33,10 @@ class RankWork:
     """Loading of a step's data, as far as the rank waited for it; None: it is unknown."""
     cores: float | None
     """Processors in use, on average."""
+    grown_bytes: float | None
+    """Growth of its memory from the first third of the records to the last; None: too few records."""
     memory_bytes_per_hour: float | None
-    """Growth of its memory; None: too few records."""
+    """Its rate; None: too few records."""
     memory_bytes: float
 
 
@@ -44,6 +46,8 @@ class Evidence:
 
     run: RunDirectory
     report: Report
+    steps: int
+    """Number of steps in the window."""
     step_seconds: float | None
     """Mean time of a step in the window; None: there are too few steps."""
     parts: Mapping[str, float]
@@ -87,6 +91,7 @@ def read_evidence(run: RunDirectory) -> Evidence:
     return Evidence(
         run=run,
         report=report,
+        steps=len(window["step"]),
         step_seconds=seconds,
         parts=step_parts(seconds, times) if seconds else {},
         load_seconds={
@@ -130,7 +135,7 @@ def _rank_works(node: int, records: Sequence[Mapping[str, Any]]) -> list[RankWor
         )
         cores = (last["cpu_seconds"] - first["cpu_seconds"]) / (end - begin) if end > begin else None
         works.append(
-            RankWork(rank, node, compute, data, cores, _growth_per_hour(points), float(last["memory_bytes"]))
+            RankWork(rank, node, compute, data, cores, *_growth(points), float(last["memory_bytes"]))
         )
     return works
 
@@ -139,17 +144,20 @@ def _fell(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
     return any((after.get(key) or 0) < (before.get(key) or 0) for key in ("steps", "cpu_seconds"))
 
 
-def _growth_per_hour(points: Sequence[tuple[float, Mapping[str, Any]]]) -> float | None:
-    """Return the slope of the memory by the medians of the first and last third; None: too few points."""
+def _growth(points: Sequence[tuple[float, Mapping[str, Any]]]) -> tuple[float | None, float | None]:
+    """Return the growth of the memory by medians of the first and last third, and that an hour.
+
+    None: there are too few points.
+    """
     third = len(points) // 3
     if third < 3:
-        return None
+        return None, None
     early, late = points[:third], points[-third:]
     seconds = median(time for time, _ in late) - median(time for time, _ in early)
     growth = median(entry["memory_bytes"] for _, entry in late) - median(
         entry["memory_bytes"] for _, entry in early
     )
-    return 3600.0 * growth / seconds if seconds > 0 else None
+    return growth, 3600.0 * growth / seconds if seconds > 0 else None
 
 
 def _record_of_step(path: Path, step: int) -> dict[str, Any]:

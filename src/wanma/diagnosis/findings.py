@@ -15,6 +15,12 @@ Urgency = Literal["end", "wrong", "slow"]
 
 MIN_SHARE = 0.05
 """Share of the step below which a cause of lost time is not worth a change."""
+MIN_STEPS = 20
+"""Number of steps after the first ones below which their times say nothing about the run."""
+MAX_NORM_GROWTH = 10.0
+"""Ratio of a gradient norm to the least of the steps before that steps of a sound training may have."""
+LEAK_SHARE = 0.02
+"""Share of its memory by which a rank must have grown, while it was watched, to count as leaking."""
 STRAGGLER_RATIO = 1.2
 """Ratio of a rank's work to its peers' median from which it counts as slower."""
 
@@ -42,7 +48,12 @@ Rule = Callable[[Evidence], Finding | None]
 
 def diagnose(evidence: Evidence) -> list[Finding]:
     """Return the findings, the first cause first: of the end, then of wrong numbers, then of lost time."""
-    findings = [finding for rule in RULES if (finding := rule(evidence)) is not None]
+    findings = [
+        finding
+        for rule in RULES
+        if (finding := rule(evidence)) is not None
+        if finding.urgency != "slow" or evidence.steps >= MIN_STEPS
+    ]
     order: Sequence[Urgency] = ("end", "wrong", "slow")
     return sorted(findings, key=lambda finding: (order.index(finding.urgency), -finding.lost_share))
 
@@ -83,14 +94,14 @@ def _not_finite(evidence: Evidence) -> Finding | None:
     layers = [name.removeprefix(prefix) for name in marked if name.startswith(prefix)]
     norms = evidence.non_finite.get("layer_grad_norms") or {}
     before = [value for value in report.steps.get("grad_norm", [])[max(0, row - 20) : row] if value == value]
-    growth = before[-1] / median(before) if len(before) >= 5 and median(before) else 1.0
+    growth = before[-1] / min(before) if before and min(before) > 0 else 1.0
     evidence_texts = [
         f"{count_text(len(report.non_finite), 'step')} with NaN or infinity, the first is {step:,}"
     ]
     if layers and len(layers) < len(norms):
         evidence_texts.append(f"at that step the gradients of {', '.join(layers[:5])} are not finite")
-    if growth > 3:
-        evidence_texts.append(f"the gradient norm had grown {growth:.0f} times in the steps before")
+    if growth > MAX_NORM_GROWTH:
+        evidence_texts.append(f"the gradient norm had grown {growth:,.0f} times in the steps before")
         change = "lower train.learning_rate, or lengthen train.warmup_steps"
     elif not layers:
         evidence_texts.append("the gradient norm had not grown before")
@@ -275,6 +286,7 @@ def _leak(evidence: Evidence) -> Finding | None:
     growing = [
         work
         for work in evidence.ranks
+        if work.grown_bytes is not None and work.grown_bytes > LEAK_SHARE * work.memory_bytes
         if (work.memory_bytes_per_hour or 0.0) > max(0.05 * work.memory_bytes, 1 << 27)
     ]
     if not growing:
