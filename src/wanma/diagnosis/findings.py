@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 from wanma.diagnosis.evidence import Evidence, RankWork
 from wanma.observe.units import bytes_text, count_text, duration_text, number_text, percent_text
@@ -39,8 +39,6 @@ class Finding:
     """Change to make."""
     lost_share: float = 0.0
     """Share of the step that it costs, 0 to 1."""
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Values of job keys whose forecast tells the gain; empty: it is `lost_share` at most."""
 
 
 Rule = Callable[[Evidence], Finding | None]
