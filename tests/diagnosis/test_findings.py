@@ -127,14 +127,21 @@ def test_rank_0_may_be_the_straggler_itself(records: Records) -> None:
     assert "rank 0" in records.diagnose()[-1].title or names(records.diagnose())[0] == "straggler"
 
 
-def test_a_slow_store_and_slow_decoding_are_told_apart(records: Records, tmp_path: Path) -> None:
-    records.train({**HEALTHY, "data": 0.5}, load_seconds={"read": 0.6, "decode": 0.1, "collate": 0.0})
-    (finding,) = [finding for finding in records.diagnose() if finding.name == "data"]
-    assert "store" in finding.change
-    other = Records(tmp_path / "decode")
-    other.train({**HEALTHY, "data": 0.5}, load_seconds={"read": 0.1, "decode": 0.9, "collate": 0.0})
-    (finding,) = [finding for finding in other.diagnose() if finding.name == "data"]
-    assert "data.workers" in finding.change
+@pytest.mark.parametrize(
+    ("loads", "cores", "name"),
+    [
+        ({"read": 0.6, "decode": 0.1, "collate": 0.0}, 1.0, "slow_store"),
+        ({"read": 0.1, "decode": 0.9, "collate": 0.0}, 1.0, "slow_loading"),
+        (None, 0.7, "slow_store"),
+        (None, 1.1, "slow_loading"),
+    ],
+)
+def test_a_slow_store_and_slow_work_on_samples_are_told_apart(
+    records: Records, loads: dict[str, float] | None, cores: float, name: str
+) -> None:
+    given = {} if loads is None else {"load_seconds": loads}
+    records.train({**HEALTHY, "data": 0.5}, ranks=({"cores": cores}, {"cores": cores}), **given)
+    assert names(records.diagnose()) == [name]
 
 
 def test_a_bubble_and_slow_transfers_of_stages_are_told_apart(records: Records, tmp_path: Path) -> None:

@@ -216,17 +216,26 @@ def _data(evidence: Evidence) -> Finding | None:
     if share < MIN_SHARE:
         return None
     texts = [f"{percent_text(share)} of the step are waits for data"]
-    loads, change = evidence.load_seconds, "raise data.workers, or make __getitem__ of the dataset cheaper"
+    loads, is_store = evidence.load_seconds, False
     if any(loads.values()):
         kind = max(loads, key=loads.__getitem__)
         texts.append(f"{kind} dominates, {duration_text(loads[kind])} of the loader threads a step")
-        change = {
-            "read": "the store is slow: data.cache keeps what was read on the node",
-            "decode": "decoding is slow: raise data.workers, or `wanma data prepare` smaller images",
-        }.get(kind, "raise data.workers")
-    elif (rate := _read_rate(evidence)) is not None:
-        texts.append(f"the node's disks read {bytes_text(rate)}/s meanwhile")
-    return Finding("data", "slow", "the training waits for its data", tuple(texts), change, share)
+        is_store = kind == "read"
+    elif cores := [work.cores for work in evidence.ranks if work.cores is not None]:
+        # Waits beside which a rank has no more work than the rest of its step are not computed by it.
+        is_store = median(cores) - (1 - share) < share / 2
+        texts.append(f"a rank uses {median(cores):.2f} processors")
+    if (rate := _read_rate(evidence)) is not None:
+        texts.append(f"the disks of node 0 read {bytes_text(rate)}/s")
+    if is_store:
+        title = "the training waits for the store of its data"
+        change = "data.cache keeps what was read on the node; data.workers hide a store that answers late"
+        return Finding("slow_store", "slow", title, tuple(texts), change, share)
+    title = "the training waits for the work on its samples: decoding, tokenizing, augmentation"
+    change = (
+        "raise data.workers, with data.worker_processes for Python code; `wanma data prepare` does it once"
+    )
+    return Finding("slow_loading", "slow", title, tuple(texts), change, share)
 
 
 def _read_rate(evidence: Evidence) -> float | None:
