@@ -57,6 +57,8 @@ class Evidence:
     ranks: Sequence[RankWork]
     nodes: Mapping[int, Sequence[Mapping[str, Any]]]
     """Newest records of usage of each node, oldest first."""
+    mfu: float | None
+    """Mean MFU in the window; None: it is unknown."""
     non_finite: Mapping[str, Any]
     """Record of the first step with a number that is not finite; empty: there is none."""
     hang_report: str
@@ -70,6 +72,21 @@ class Evidence:
     def exposed_seconds(self) -> float:
         """Return the exposed communication of a step, and waits of stages, in seconds."""
         return sum(self.parts.get(kind, 0.0) for kind in ("data", "tensor", "context", "expert", "pipeline"))
+
+    @property
+    def free_memory_share(self) -> float | None:
+        """Return the least share of memory that is free, of the GPUs or else of the nodes; None: unknown."""
+        newest = [records[-1] for records in self.nodes.values() if records]
+        gpus = [gpu for record in newest for gpu in record.get("gpus") or ()]
+        pairs = [(gpu.get("memory_bytes"), gpu.get("total_memory_bytes")) for gpu in gpus]
+        free = [1 - used / total for used, total in pairs if used is not None and total]
+        if not gpus:
+            free = [
+                record["memory_available_bytes"] / record["memory_bytes"]
+                for record in newest
+                if record.get("memory_bytes") and "memory_available_bytes" in record
+            ]
+        return min(free, default=None)
 
 
 def read_evidence(run: RunDirectory) -> Evidence:
@@ -101,6 +118,7 @@ def read_evidence(run: RunDirectory) -> Evidence:
         },
         ranks=[work for node, records in sorted(nodes.items()) for work in _rank_works(node, records)],
         nodes=nodes,
+        mfu=_mean(window.get("mfu", ())),
         non_finite=_record_of_step(run.metrics, report.non_finite[0]) if report.non_finite else {},
         hang_report=hang_report.read_text(encoding="utf-8", errors="replace")
         if hang_report.is_file()

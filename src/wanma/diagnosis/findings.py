@@ -21,6 +21,8 @@ MAX_NORM_GROWTH = 10.0
 """Ratio of a gradient norm to the least of the steps before that steps of a sound training may have."""
 LEAK_SHARE = 0.02
 """Share of its memory by which a rank must have grown, while it was watched, to count as leaking."""
+SMALL_MICRO_BATCH, MANY_MICRO_BATCHES, SOUND_MFU = 2, 8, 0.25
+"""Samples of a micro-batch, and number of micro-batches, beside which a lower MFU asks for larger ones."""
 STRAGGLER_RATIO = 1.2
 """Ratio of a rank's work to its peers' median from which it counts as slower."""
 
@@ -233,7 +235,7 @@ def _data(evidence: Evidence) -> Finding | None:
         return Finding("slow_store", "slow", title, tuple(texts), change, share)
     title = "the training waits for the work on its samples: decoding, tokenizing, augmentation"
     change = (
-        "raise data.workers, with data.worker_processes for Python code; `wanma data prepare` does it once"
+        "raise data.workers, with data.worker_processes for Python code; or prepare data once: `wanma data`"
     )
     return Finding("slow_loading", "slow", title, tuple(texts), change, share)
 
@@ -308,6 +310,33 @@ def _leak(evidence: Evidence) -> Finding | None:
     )
 
 
+def _micro_batch(evidence: Evidence) -> Finding | None:
+    plan = evidence.report.plan
+    samples, batch = plan.get("micro_batch"), (evidence.report.job.get("train") or {}).get("global_batch")
+    ranks = plan.get("dp_replicate", 1) * plan.get("dp_shard", 1)
+    if not samples or not isinstance(batch, int) or plan.get("pp", 1) > 1:
+        return None
+    count, free, mfu = batch // ranks // samples, evidence.free_memory_share, evidence.mfu
+    if samples > SMALL_MICRO_BATCH or count < MANY_MICRO_BATCHES or free is None or free < 0.5:
+        return None
+    if mfu is not None and mfu > SOUND_MFU:
+        return None
+    texts = [
+        f"a rank computes its samples in {count:,} micro-batches of {count_text(samples, 'sample')}",
+        f"{percent_text(free)} of the memory is free",
+        *([f"MFU is {percent_text(mfu)}"] if mfu is not None else []),
+    ]
+    compute = evidence.share("compute") + evidence.share("forward_backward")
+    return Finding(
+        "small_micro_batch",
+        "slow",
+        "micro-batches are so small that calls of kernels take longer than their work",
+        tuple(texts),
+        f"parallel.micro_batch = {min(8 * samples, batch // ranks)}, as far as memory allows",
+        compute * (1 - samples / min(8 * samples, batch // ranks)),
+    )
+
+
 def _slow_computation(evidence: Evidence) -> Finding | None:
     forecast = (evidence.report.forecast.get("step") or {}).get("compute")
     measured = evidence.parts.get("compute")
@@ -337,5 +366,6 @@ RULES: Sequence[Rule] = (
     _bubble,
     _checkpoint,
     _host,
+    _micro_batch,
     _slow_computation,
 )

@@ -1,0 +1,247 @@
+"""Study of `wanma diagnose`: faults of which the first cause named must be the right one, and healthy runs.
+
+python benchmarks/diagnosis/run.py                        # all, some 15 minutes; as root, with iproute2
+python benchmarks/diagnosis/run.py --case "slow disk"     # some; nothing is written
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.common import RESULTS, commit, machine, table
+from benchmarks.diagnosis.cases import FAULTS, HEALTHY, Case
+from benchmarks.mixed.quota import held_back
+from benchmarks.slow_links.apart import two_machines
+from benchmarks.slow_links.interface import ADDRESSES
+from wanma.diagnosis.evidence import read_evidence
+from wanma.diagnosis.findings import Finding, diagnose
+from wanma.job.run.run_directory import RunDirectory
+from wanma.report.run_report import read_report
+
+PAGE, DATA = RESULTS / "diagnosis.md", RESULTS / "diagnosis.json"
+START, END = "<!-- cases -->\n", "<!-- end of cases -->\n"
+FIRST_STEPS = 40
+"""Steps of a run before its fault begins."""
+QUOTA_PERCENT, LINK_MEGABITS, DISK_BYTES_A_SECOND = 25, 20.0, 2 << 20
+FILE_BYTES = 1 << 28
+JOIN_GROUP = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
+BLOCK_IO = Path("/sys/fs/cgroup/blkio")
+
+
+@dataclass(frozen=True)
+class Result:
+    """Result of a case."""
+
+    case: str
+    expected: str
+    named: str
+    """First finding; empty: there was none."""
+    title: str
+    is_right: bool
+    alerts: tuple[str, ...]
+    """Alerts that fired."""
+    steps: int
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--case", action="append", help="name of a case; default: all")
+    options = parser.parse_args()
+    cases = [case for case in (*FAULTS, *HEALTHY) if not options.case or case.name in options.case]
+    results = []
+    for case in cases:
+        results.append(run_case(case))
+        print(json.dumps(asdict(results[-1])), flush=True)
+    if not options.case:
+        DATA.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+        write_page(results)
+    return int(any(not result.is_right for result in results))
+
+
+def run_case(case: Case) -> Result:
+    """Run a case in a folder of its own, and diagnose it."""
+    with tempfile.TemporaryDirectory(prefix="wanma-diagnosis-") as name:
+        folder = Path(name)
+        shutil.copy(Path(__file__).with_name("programs.py"), folder)
+        if case.data == "Stored":
+            (folder / "rows.bin").write_bytes(os.urandom(1 << 20) * (FILE_BYTES >> 20))
+            subprocess.run(["sync"], check=True)
+        run = RunDirectory(folder / "runs" / "case")
+        with _training(case, folder, run) as processes:
+            _wait(lambda: _steps(run) >= FIRST_STEPS, processes, 120)
+            if case.strikes:
+                (folder / "fault").touch()
+            if case.trouble == "killed":
+                os.killpg(processes[0].pid, signal.SIGKILL)
+                _kill_ranks(run)
+            _wait(lambda: False, processes, case.seconds)
+            findings = _diagnose(run)
+        if case.expected in ("hang", "failure", "not_finite", "crash"):
+            findings = _diagnose(run)  # at its end
+        return judge(case, findings, run)
+
+
+def judge(case: Case, findings: list[Finding], run: RunDirectory) -> Result:
+    events = read_report(run).events
+    alerts = tuple(event["alert"] for event in events if event["kind"] == "alert" and event["is_firing"])
+    if not case.expected:
+        named = findings[0].name if findings else ""
+        title = findings[0].title if findings else ""
+        return Result(case.name, "", named, title, not findings and not alerts, alerts, _steps(run))
+    first = findings[0] if findings else Finding("", "slow", "", (), "")
+    text = " ".join((first.title, *first.evidence, first.change))
+    is_right = first.name == case.expected and all(word in text for word in case.words)
+    return Result(case.name, case.expected, first.name, first.title, is_right, alerts, _steps(run))
+
+
+@contextmanager
+def _training(case: Case, folder: Path, run: RunDirectory) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Start the training of a case under its trouble; what still runs at the end is ended."""
+    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    wanma = [str(Path(sys.executable).with_name("wanma"))]
+    (folder / "job.yaml").write_text(json.dumps(job_of(case)))
+    train = [*wanma, "train", "job.yaml", "--run-dir", str(run.path)]
+    if case.is_script:
+        train = [*wanma, "launch", "--ranks", "2", "--run-dir", str(run.path), "programs.py"]
+    processes = []
+    with ExitStack() as stack:
+        commands = [train]
+        if case.trouble == "slow link":
+            names = stack.enter_context(two_machines(LINK_MEGABITS, 0.0))
+            cluster = ["cluster.nodes=2", f"cluster.rendezvous={ADDRESSES[0]}:29517"]
+            commands = [
+                ["ip", "netns", "exec", name, *train, *cluster, f"cluster.node_rank={node}"]
+                for node, name in enumerate(names)
+            ]
+        elif case.trouble == "cpu quota":
+            stack.enter_context(held_back(run, 1, QUOTA_PERCENT, after_step=FIRST_STEPS))
+        elif case.trouble == "slow disk":
+            commands = [["sh", "-c", JOIN_GROUP, str(_slow_disk(stack)), *train]]
+        with (folder / "output.log").open("wb") as log:
+            for command in commands:
+                processes.append(
+                    subprocess.Popen(
+                        command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True
+                    )
+                )
+            try:
+                yield processes
+            finally:
+                for process in processes:
+                    process.send_signal(signal.SIGINT)
+                for process in processes:
+                    try:
+                        process.wait(60)
+                    except subprocess.TimeoutExpired:
+                        os.killpg(process.pid, signal.SIGKILL)
+
+
+def job_of(case: Case) -> dict[str, Any]:
+    """Return the job of a case."""
+    job: dict[str, dict[str, Any]] = {
+        "model": {"factory": "programs:model", "arguments": dict(case.model)},
+        "data": {"factory": f"programs:{case.data}", "validation_fraction": 0.0, "workers": 1},
+        "train": {"steps": 100_000, "global_batch": 64, "warmup_steps": 0},
+        "parallel": {"dp_replicate": 2},
+        "checkpoint": {"every_steps": 1000},
+        "observe": {"console": "quiet", "name": "case"},
+    }
+    for section, values in case.job.items():
+        job.setdefault(section, {}).update(values)
+    return job
+
+
+def _slow_disk(stack: ExitStack) -> Path:
+    """Return a control group whose reads from the disk below this folder are slow."""
+    group = BLOCK_IO / f"wanma-diagnosis-{os.getpid()}"
+    group.mkdir()
+    stack.callback(_remove_group, group)
+    device = Path(tempfile.gettempdir()).stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    (group / "blkio.throttle.read_bps_device").write_text(f"{number} {DISK_BYTES_A_SECOND}")
+    return group
+
+
+def _remove_group(group: Path) -> None:
+    for _ in range(100):
+        try:
+            group.rmdir()
+            return
+        except OSError:
+            time.sleep(0.1)
+
+
+def _kill_ranks(run: RunDirectory) -> None:
+    for rank in range(2):
+        text = run.rank_log(rank).read_text(errors="replace")
+        process = int(text.split("process ", 1)[1].split()[0].rstrip(",:)"))
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+def _steps(run: RunDirectory) -> int:
+    try:
+        return run.metrics.read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return 0
+
+
+def _wait(condition: Any, processes: list[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Wait until a condition holds, all processes have ended, or the time is over."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not condition():
+        if all(process.poll() is not None for process in processes):
+            return
+        time.sleep(0.1)
+
+
+def _diagnose(run: RunDirectory) -> list[Finding]:
+    return [finding for finding in diagnose(read_evidence(run)) if finding.name != "interrupted"]
+
+
+def write_page(results: list[Result]) -> None:
+    rows = [
+        (
+            result.case,
+            result.expected or "none",
+            result.named or "none",
+            "yes" if result.is_right else "no",
+            ", ".join(dict.fromkeys(result.alerts)) or "–",
+        )
+        for result in results
+    ]
+    faults = [result for result in results if result.expected]
+    healthy = [result for result in results if not result.expected]
+    told = sum(result.is_right for result in faults)
+    quiet = sum(result.is_right for result in healthy)
+    summary = (
+        f"Of {len(faults)} faults {told} have their cause named first; of {len(healthy)} healthy runs {quiet} have "
+        "no finding and no alert.\n"
+        f"{machine()}; wanma at {commit()}; {time.strftime('%Y-%m-%d')}.\n\n"
+    )
+    text = PAGE.read_text()
+    before, rest = text.split(START)
+    cells = table(("run", "cause", "first named", "right", "alerts"), rows)
+    PAGE.write_text(before + START + "\n" + summary + cells + "\n" + END + rest.split(END)[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
