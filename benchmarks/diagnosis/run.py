@@ -233,8 +233,8 @@ def write_page(results: list[Result]) -> None:
     told = sum(result.is_right for result in faults)
     quiet = sum(result.is_right for result in healthy)
     summary = (
-        f"Of {len(faults)} faults {told} have their cause named first; of {len(healthy)} healthy runs {quiet} have "
-        "no finding and no alert.\n"
+        f"Of {len(faults)} faults {told} have their cause named first; of {len(healthy)} healthy runs "
+        f"{quiet} have no finding and no alert.\n"
         f"{machine()}; wanma at {commit()}; {time.strftime('%Y-%m-%d')}.\n\n"
     )
     text = PAGE.read_text()

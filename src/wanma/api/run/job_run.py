@@ -135,14 +135,7 @@ def train_job(
                 open_console(run, job.observe, job.train.steps) as console,
                 called,
                 _node_keeper(job, run, console.write) as keeper,
-                open_observer(
-                    run,
-                    job.observe,
-                    console.write,
-                    node=job.cluster.node_rank or 0,
-                    checkpoint_interval_steps=job.checkpoint.every_steps or 0,
-                    plan=prepared.to_json(),
-                ) as observer,
+                _observer(job, run, prepared, console) as observer,
             ):
                 for note in notes:
                     level = note_level(note, prepared.plan_result)
@@ -243,6 +236,17 @@ def _event_handler(
         return called.on_event(event)
 
     return on_event
+
+
+def _observer(job: Job, run: RunDirectory, prepared: PreparedJob, console: Console) -> RunObserver:
+    return open_observer(
+        run,
+        job.observe,
+        console.write,
+        node=job.cluster.node_rank or 0,
+        checkpoint_interval_steps=job.checkpoint.every_steps or 0,
+        plan=prepared.to_json(),
+    )
 
 
 def _node_keeper(

@@ -25,7 +25,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "logs",
         help="print the output of a run, or of single ranks",
-        epilog="examples:\n  wanma logs gpt -f\n  wanma logs gpt --rank 0,3 --since 10m --grep 'nan|error'",
+        epilog="examples:\n  wanma logs gpt -f\n  wanma logs gpt --rank 0,3 --since 10m --grep nan",
     )
     add_run_arguments(parser)
     parser.add_argument("--rank", metavar="RANKS", type=parse_integers, help="ranks, e.g. 0,3")

@@ -96,7 +96,7 @@ def runbook() -> Iterator[str]:
         hold = f"after it has held for {rule.for_seconds:g} s" if rule.for_seconds else "as soon as it holds"
         yield f"{rule.severity.capitalize()}, {hold}:"
         yield ""
-        yield "```"
+        yield "```text"
         yield rule.condition.promql()
         yield "```"
         yield ""
