@@ -173,4 +173,6 @@ def test_the_files_of_a_run_are_what_the_guide_says(whole: Training) -> None:
     assert environment["command_line"][:3] == ["wanma", "train", "text.toml"]
     assert [step["step"] for step in whole.metrics] == list(range(1, 61))
     assert all(set(STEP_KEYS) <= step.keys() for step in whole.metrics)
-    assert {path.name for path in (whole.path / "logs").iterdir()} == {"rank-0.log", "rank-1.log"}
+    assert {path.name for path in (whole.path / "logs").iterdir()} == {
+        "node-0.jsonl", "rank-0.log", "rank-1.log",
+    }  # fmt: skip

@@ -97,6 +97,9 @@ def fake_node(count: int) -> types.ModuleType:
     module.nvmlDeviceGetUtilizationRates = of_the_first(types.SimpleNamespace(gpu=75))
     module.nvmlDeviceGetTemperature = of_the_first(91)
     module.nvmlDeviceGetMemoryInfo = of_the_first(types.SimpleNamespace(used=3 << 30, total=80 << 30))
+    module.nvmlDeviceGetPowerUsage = of_the_first(350_000)
+    module.nvmlDeviceGetClockInfo = of_the_first(1980)
+    module.nvmlDeviceGetTotalEccErrors = of_the_first(0)
     return module
 
 
@@ -105,7 +108,10 @@ def test_all_gpus_of_a_node_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     reader = open_gpu_reader()
     assert reader is not None
-    assert reader.read() == [GpuReading(0.75, 91, True, 3 << 30), GpuReading(None, None, False)]
+    assert reader.read() == [
+        GpuReading(0.75, 91, True, 3 << 30, 80 << 30, 350.0, 1.98e9, 0),
+        GpuReading(None, None, False),
+    ]
     reader.close()
     assert nvml.calls == ["init", "shutdown"]
 

@@ -66,10 +66,22 @@ def test_the_use_of_ranks_and_gpus_is_recorded_every_few_seconds(
     assert newest["time"] >= began
     assert [rank["rank"] for rank in newest["ranks"]] == [5]
     assert newest["ranks"][0]["cpu_seconds"] > 0
-    assert newest["gpus"] == [
-        {"gpu": 0, "utilization": 0.97, "memory_bytes": 3e9},
-        {"gpu": 1, "utilization": None, "memory_bytes": None},
-    ]
+    expected = [(0, 0.97, 3e9), (1, None, None)]
+    assert [(gpu["gpu"], gpu["utilization"], gpu["memory_bytes"]) for gpu in newest["gpus"]] == expected
+
+
+def test_the_records_of_a_long_run_become_fewer(
+    loop: EventLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("FIRST_SAMPLE_SECONDS", "SAMPLE_INTERVAL_SECONDS"):
+        monkeypatch.setattr(usage_recorder, name, 0.001)
+    monkeypatch.setattr(usage_recorder, "RECORDS_AT_FULL_RATE", 1)
+    run, readings = RunDirectory(tmp_path), []
+    run.create()
+    recorder = UsageRecorder(run, 0, None, loop, lambda: {5: os.getpid()}, on_event=readings.append)
+    run_until(loop, lambda: len(readings) > 60)
+    recorder.close()
+    assert 1 < len(run.node_usage(0).read_text().splitlines()) < 20
 
 
 def test_a_driver_that_hangs_is_asked_once_and_holds_up_nothing(loop: EventLoop) -> None:

@@ -18,11 +18,13 @@ from wanma.observe.sinks.append_file import AppendFile
 from wanma.observe.sinks.jsonl import to_json_line
 
 FIRST_SAMPLE_SECONDS, SAMPLE_INTERVAL_SECONDS = 0.5, 5.0
-"""Time, in seconds, to the first record, and the longest between two; in between it doubles."""
+"""Time, in seconds, to the first reading, and the longest between two; in between it doubles."""
+RECORDS_AT_FULL_RATE, LONGEST_RECORD_INTERVAL_SECONDS = 720, 60.0
+"""Number of readings that are all recorded, an hour's, and the longest time between two records later."""
 
 
 class UsageRecorder:
-    """Recorder that appends one line every few seconds, until it is closed.
+    """Recorder that reads every few seconds until it is closed, and appends lines, ever less often.
 
     Args:
         run: run directory.
@@ -51,7 +53,7 @@ class UsageRecorder:
         """Newest use of each rank, those that have ended included."""
         self._gpus = NodeGpus(loop)
         self._network_start = read_network_bytes(interface)
-        self._interval = FIRST_SAMPLE_SECONDS
+        self._interval, self._began, self._next_record = FIRST_SAMPLE_SECONDS, time.monotonic(), 0.0
         self._file: AppendFile | None = None
         with contextlib.suppress(OSError):  # a full disk does not end the run
             self._file = AppendFile(run.node_usage(node_rank))
@@ -65,12 +67,13 @@ class UsageRecorder:
             self._file = None
 
     def _sample(self) -> None:
-        if self._file is None:
-            return
         self._gpus.request()
-        record = self.read_record()
-        with contextlib.suppress(OSError):
-            self._file.write(to_json_line(record))
+        record, now = self.read_record(), time.monotonic()
+        if self._file is not None and now >= self._next_record:
+            pause = (now - self._began) / RECORDS_AT_FULL_RATE
+            self._next_record = now + min(pause, LONGEST_RECORD_INTERVAL_SECONDS)
+            with contextlib.suppress(OSError):
+                self._file.write(to_json_line(record))
         self._on_event({"kind": "usage", "node": self._node_rank, **record})
         self._interval = min(2 * self._interval, SAMPLE_INTERVAL_SECONDS)
         self._timer = self._loop.call_later(self._interval, self._sample)
