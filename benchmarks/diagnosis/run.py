@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -71,8 +71,11 @@ def main() -> int:
         results.append(run_case(case))
         print(json.dumps(asdict(results[-1])), flush=True)
     if not options.case:
-        DATA.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
-        write_page(results)
+        environment = f"{machine()}; wanma at {commit()}; {time.strftime('%Y-%m-%d')}"
+        recorded = {"environment": environment, "results": [asdict(result) for result in results]}
+        DATA.write_text(json.dumps(recorded, indent=1, ensure_ascii=False) + "\n")
+        before, rest = PAGE.read_text().split(START)
+        PAGE.write_text(f"{before}{START}{page_part(recorded)}{END}{rest.split(END)[1]}")
     return int(any(not result.is_right for result in results))
 
 
@@ -204,7 +207,7 @@ def _steps(run: RunDirectory) -> int:
         return 0
 
 
-def _wait(condition: Any, processes: list[subprocess.Popen[bytes]], seconds: float) -> None:
+def _wait(condition: Callable[[], bool], processes: list[subprocess.Popen[bytes]], seconds: float) -> None:
     """Wait until a condition holds, all processes have ended, or the time is over."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not condition():
@@ -217,7 +220,9 @@ def _diagnose(run: RunDirectory) -> list[Finding]:
     return [finding for finding in diagnose(read_evidence(run)) if finding.name != "interrupted"]
 
 
-def write_page(results: list[Result]) -> None:
+def page_part(recorded: Mapping[str, Any]) -> str:
+    """Return the part of the page that a recorded study makes."""
+    results = [Result(**entry) for entry in recorded["results"]]
     rows = [
         (
             result.case,
@@ -232,15 +237,11 @@ def write_page(results: list[Result]) -> None:
     healthy = [result for result in results if not result.expected]
     told = sum(result.is_right for result in faults)
     quiet = sum(result.is_right for result in healthy)
-    summary = (
-        f"Of {len(faults)} faults {told} have their cause named first; of {len(healthy)} healthy runs "
-        f"{quiet} have no finding and no alert.\n"
-        f"{machine()}; wanma at {commit()}; {time.strftime('%Y-%m-%d')}.\n\n"
+    return (
+        f"\nOf {len(faults)} faults {told} have their cause named first; of {len(healthy)} healthy runs "
+        f"{quiet} have no finding and no alert. {recorded['environment']}.\n\n"
+        f"{table(('run', 'cause', 'first named', 'right', 'alerts'), rows)}\n\n"
     )
-    text = PAGE.read_text()
-    before, rest = text.split(START)
-    cells = table(("run", "cause", "first named", "right", "alerts"), rows)
-    PAGE.write_text(before + START + "\n" + summary + cells + "\n" + END + rest.split(END)[1])
 
 
 if __name__ == "__main__":
