@@ -1,0 +1,87 @@
+"""Cost of observing a run: processor time and memory of its supervisor with and without metrics and alerts.
+
+    python benchmarks/diagnosis/cost.py --seconds 120
+
+Both runs train the same job for the same time; with metrics, they are read every five seconds, as Prometheus does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+import psutil
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.common import ROOT, commit, machine
+from wanma.job.run.run_directory import RunDirectory
+from wanma.observe.endpoint import TARGETS_FOLDER
+
+READ_SECONDS = 5.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=120.0, help="of training, each of two runs")
+    seconds = parser.parse_args().seconds
+    off_cpu, off_memory, _ = observed(seconds, is_on=False)
+    on_cpu, on_memory, ranks_cpu = observed(seconds, is_on=True)
+    print(f"{machine()}; wanma at {commit()}; {seconds:g} s of examples/gpt.toml")
+    print(f"supervisor without: {off_cpu:.2f} s of processor time, {off_memory / 2**20:.1f} MiB")
+    print(f"supervisor with metrics and alerts: {on_cpu:.2f} s, {on_memory / 2**20:.1f} MiB")
+    print(f"ranks: {ranks_cpu:.1f} s; observing takes {(on_cpu - off_cpu) / ranks_cpu:.2%} of it")
+
+
+def observed(seconds: float, *, is_on: bool) -> tuple[float, float, float]:
+    """Train for a time; return the supervisor's processor seconds and bytes, and the ranks' seconds."""
+    with tempfile.TemporaryDirectory(prefix="wanma-cost-") as name:
+        run = RunDirectory(Path(name) / "runs" / "cost")
+        words = ["--metrics-port", "0"] if is_on else ["observe.alerts=false"]
+        command = [str(Path(sys.executable).with_name("wanma")), "train", str(ROOT / "examples" / "gpt.toml")]
+        process = subprocess.Popen(
+            [*command, "train.steps=100000", "--run-dir", str(run.path), *words],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+        )
+        supervisor = psutil.Process(process.pid)
+        while not run.metrics.is_file():
+            time.sleep(0.2)
+        first_cpu, deadline = _cpu_seconds(supervisor), time.monotonic() + seconds
+        first_ranks = _ranks_cpu(run)
+        while time.monotonic() < deadline:
+            time.sleep(READ_SECONDS)
+            if is_on:
+                (file,) = (run.path.parent / TARGETS_FOLDER).glob("*.json")
+                address = json.loads(file.read_text())[0]["targets"][0]
+                urllib.request.urlopen(f"http://{address}/metrics", timeout=10).read()
+        used, memory = _cpu_seconds(supervisor) - first_cpu, supervisor.memory_info().rss
+        ranks = _ranks_cpu(run) - first_ranks
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+        return used, float(memory), ranks
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def _ranks_cpu(run: RunDirectory) -> float:
+    """Return the processor time of all ranks by the newest record of usage; 0: there is none yet."""
+    lines = run.node_usage(0).read_text().splitlines() if run.node_usage(0).exists() else []
+    return sum(rank["cpu_seconds"] for rank in json.loads(lines[-1])["ranks"]) if lines else 0.0
+
+
+if __name__ == "__main__":
+    main()
