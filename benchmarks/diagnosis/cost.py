@@ -2,7 +2,7 @@
 
     python benchmarks/diagnosis/cost.py --seconds 120
 
-Both runs train the same job for the same time; with metrics, they are read every five seconds, as Prometheus does.
+Both runs train the same job for the same time; metrics are read every five seconds, as by Prometheus.
 """
 
 from __future__ import annotations
