@@ -51,11 +51,20 @@ FAULTS = (
         data="Narrow",
     ),
     Case(
-        "NaN in one layer",
+        "NaN in the loss",
         "not_finite",
-        ("layer",),
+        ("operations", "logarithm"),
         job={"train": {"non_finite": "skip"}, "observe": {"gradient_norms_every_steps": 1}, **_NO_RESTART},
         model={"kind": "Breaking"},
+        strikes=True,
+        seconds=6,
+    ),
+    Case(
+        "NaN in the backward of a layer",
+        "not_finite",
+        ("layers", "root"),
+        job={"train": {"non_finite": "skip"}, "observe": {"gradient_norms_every_steps": 1}, **_NO_RESTART},
+        model={"kind": "Steep"},
         strikes=True,
         seconds=6,
     ),
@@ -72,7 +81,7 @@ FAULTS = (
         "bad learning rate",
         "learning_rate",
         ("train.learning_rate",),
-        job={"train": {"optimizer": "sgd", "learning_rate": 0.6, "gradient_clip": 0, "warmup_steps": 200}},
+        job={"train": {"learning_rate": 0.1, "gradient_clip": 0, "warmup_steps": 300}},
     ),
     Case("stuck loader", "hang", ("__getitem__",), job=_HANG, data="Stuck", strikes=True, seconds=60),
     Case(
@@ -87,7 +96,7 @@ FAULTS = (
         strikes=True,
     ),
     Case("killed from outside", "crash", ("killed",), trouble="killed", seconds=5),
-    Case("leak", "leak", ("rank",), data="Leaking", strikes=True, seconds=40),
+    Case("leak", "leak", ("rank",), data="Leaking", strikes=True, seconds=90),
     Case(
         "a checkpoint at each step",
         "checkpoint",
@@ -106,7 +115,7 @@ FAULTS = (
 )
 """Faults and their look-alikes."""
 HEALTHY = (
-    Case("replicas", ""),
+    Case("replicas", "", seconds=90),
     Case("ZeRO 3", "", job={"parallel": {"dp_replicate": 1, "dp_shard": 2, "shard": "parameters"}}),
     Case("one rank", "", job={"parallel": {"dp_replicate": 1}}),
     Case("a larger batch", "", job={"train": {"global_batch": 256}}, model={"blocks": 3}),

@@ -13,14 +13,15 @@ from torch import Tensor, nn
 
 import wanma
 
-WIDTH, ROWS, ROW_BYTES = 256, 4096, 1 << 18
+WIDTH, ROWS, ROW_BYTES = 256, 4096, 1 << 14
 FAULT = Path("fault")
 FILE = Path("rows.bin")
 
 
 def strikes(rank: int | None = None) -> bool:
     """Return whether the fault is on, here if it is one rank's."""
-    return FAULT.exists() and rank in (None, int(os.environ.get("RANK", "0")))
+    own = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    return FAULT.exists() and rank in (None, own)
 
 
 class Block(nn.Module):
@@ -40,6 +41,14 @@ class Breaking(Block):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
         return y + 0 * torch.log(-y.square().mean()) if self.training and strikes() else y
+
+
+class Steep(Block):
+    """Root of zero once the fault is on, whose derivative is infinite."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + torch.sqrt(0 * y.square().mean()) if self.training and strikes() else y
 
 
 class Hanging(Block):
@@ -95,6 +104,7 @@ class Stored(Rows):
 
     def __getitem__(self, index: int) -> Any:
         file = os.open(FILE, os.O_RDONLY)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)  # no more is read than asked for
         piece = os.pread(file, ROW_BYTES, index * ROW_BYTES % FILE.stat().st_size)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(file)
@@ -127,16 +137,16 @@ class Leaking(Rows):
 
     def __getitem__(self, index: int) -> Any:
         if FAULT.exists():
-            self.kept.append(torch.ones(50_000))
+            self.kept.append(torch.ones(2_000))
         return super().__getitem__(index)
 
 
 class Damaged(Rows):
-    """Samples that are not numbers once the fault is on."""
+    """A sample that is not a number once the fault is on."""
 
     def __getitem__(self, index: int) -> Any:
         x, y = super().__getitem__(index)
-        return (x * float("nan") if FAULT.exists() and index % 64 == 0 else x), y
+        return (x * float("nan") if index == 64 and FAULT.exists() else x), y
 
 
 def loop() -> None:
@@ -150,8 +160,8 @@ def loop() -> None:
     with wanma.session(job) as session:
         trained = session.prepare(model())
         for batch in session.batches(Rows()):
-            time.sleep(0.05)
             session.step(nn.functional.cross_entropy(trained(*batch.inputs), batch.targets, reduction="none"))
+            time.sleep(0.05)
 
 
 if __name__ == "__main__":

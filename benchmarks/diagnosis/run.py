@@ -38,7 +38,7 @@ PAGE, DATA = RESULTS / "diagnosis.md", RESULTS / "diagnosis.json"
 START, END = "<!-- cases -->\n", "<!-- end of cases -->\n"
 FIRST_STEPS = 40
 """Steps of a run before its fault begins."""
-QUOTA_PERCENT, LINK_MEGABITS, DISK_BYTES_A_SECOND = 25, 20.0, 2 << 20
+QUOTA_PERCENT, LINK_MEGABITS, DISK_BYTES_A_SECOND = 25, 200.0, 2 << 20
 FILE_BYTES = 1 << 28
 JOIN_GROUP = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
 BLOCK_IO = Path("/sys/fs/cgroup/blkio")

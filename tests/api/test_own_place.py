@@ -28,6 +28,11 @@ def test_machines_agree_though_their_interfaces_and_places_differ(tmp_path: Path
     assert _launch_fingerprint(one, Plan()) != _launch_fingerprint(
         job(**common, hang_timeout_seconds=7.0), Plan()
     )
+    addressed = [
+        one.model_copy(update={"observe": one.observe.model_copy(update={"metrics_host": host})})
+        for host in ("10.0.0.1", "10.0.0.2")
+    ]
+    assert len({_launch_fingerprint(node, Plan()) for node in addressed}) == 1
     script = tmp_path / "script.py"
     script.write_text("")
     sections = (one.cluster, other.cluster)

@@ -153,6 +153,7 @@ def test_a_long_run_is_read_once(tmp_path: Path) -> None:
     cache.read(run)
     table = cache._tables[run.path]
     write_steps(run, 2001, 2001)
-    before = table.columns["loss"]
+    before, earlier = table.columns["loss"], cache._reports[run.path][1]
     cache.read(run)
     assert table.columns["loss"] is before
+    assert len(earlier.steps["loss"]) == 2000, "a page that is being made keeps its report"

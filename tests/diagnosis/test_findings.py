@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,17 +110,46 @@ def test_a_healthy_run_has_no_finding(records: Records) -> None:
     assert "compute" in diagnosis_text(read_evidence(records.run), [])
 
 
-def test_a_rank_without_its_processors_and_a_slow_link_are_told_apart(
-    records: Records, tmp_path: Path
-) -> None:
-    records.train({**HEALTHY, "communication": 0.8}, ranks=({"cores": 1.0}, {"cores": 0.4, "compute": 1.6}))
-    (straggler,) = [finding for finding in records.diagnose() if finding.urgency == "slow"]
-    assert straggler.name == "straggler"
-    assert "rank 1" in straggler.title
-    assert any("0.40 processors" in text for text in straggler.evidence)
+def test_a_rank_without_its_processors_a_slow_device_and_a_slow_link_are_told_apart(tmp_path: Path) -> None:
+    parts = {**HEALTHY, "communication": 0.8}
+    for number, (cores, cause) in enumerate(
+        [((1.0, 0.4), "does not get its processors"), ((0.5, 1.0), "computes more slowly")]
+    ):
+        records = Records(tmp_path / str(number))
+        records.train(parts, ranks=({"cores": cores[0]}, {"cores": cores[1], "compute": 1.6}))
+        (straggler,) = [finding for finding in records.diagnose() if finding.urgency == "slow"]
+        assert straggler.name == "straggler"
+        assert "rank 1" in straggler.title
+        assert cause in straggler.title
     slow_link = Records(tmp_path / "link")
-    slow_link.train({**HEALTHY, "communication": 0.8})
+    slow_link.train(parts)
     assert names(slow_link.diagnose()) == ["communication"]
+
+
+def test_communication_as_forecast_is_no_finding(records: Records) -> None:
+    records.train({**HEALTHY, "communication": 0.105})
+    assert names(records.diagnose()) == []
+
+
+def test_stages_of_a_pipeline_are_no_peers(records: Records) -> None:
+    records.train(HEALTHY, ranks=({"compute": 0.4}, {"compute": 0.9}))
+    assert names(records.diagnose()) == ["straggler"]
+    for record in records.usage:
+        record["ranks"] = [{**entry, "peer_group": entry["rank"]} for entry in record["ranks"]]
+    assert names(records.diagnose()) == []
+
+
+def test_ranks_are_judged_by_the_newest_steps(records: Records) -> None:
+    records.train(HEALTHY)
+    for record in records.usage[:50]:  # it was slow at first
+        record["ranks"][1]["compute_seconds"] -= 100.0
+    assert names(records.diagnose()) == []
+
+
+def test_a_node_of_an_earlier_start_is_not_judged(records: Records) -> None:
+    records.train(HEALTHY, ranks=({"compute": 0.4}, {"compute": 0.9}))
+    records.events[0]["time"] = records.usage[-1]["time"] + 100.0
+    assert names(records.diagnose()) == []
 
 
 def test_rank_0_may_be_the_straggler_itself(records: Records) -> None:
@@ -165,42 +195,104 @@ def test_computation_that_is_slow_everywhere(records: Records) -> None:
     assert names(records.diagnose()) == ["computation"]
 
 
+def test_one_long_pause_is_no_finding(records: Records) -> None:
+    pause = {"step_seconds": 61.0, "phases": {"forward_backward": 0.85, "host": 60.0}}
+    records.train(HEALTHY, change=lambda step: pause if step == 250 else {})
+    assert names(records.diagnose()) == []
+
+
+def test_saves_count_by_all_steps(records: Records) -> None:
+    save = {"step_seconds": 61.0, "phases": {"forward_backward": 0.85, "optimizer": 0.15, "checkpoint": 60.0}}
+    records.train(HEALTHY, change=lambda step: save if step == 50 else {})
+    assert names(records.diagnose()) == ["checkpoint"]
+
+
+def test_a_gpu_without_kernels_waits_for_the_host(records: Records) -> None:
+    records.train(HEALTHY, change=lambda _: {"compute_seconds": None, "gpu_utilization": 0.4})
+    assert names(records.diagnose()) == ["host"]
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0.005, ["small_micro_batch"]), (0.05, [])])
+def test_small_micro_batches_are_a_cause_while_they_take_milliseconds(
+    records: Records, seconds: float, expected: list[str]
+) -> None:
+    records.run.job.write_text("[train]\nsteps = 1000\nglobal_batch = 32\n")
+    records.run.plan.write_text(json.dumps({"plan": {"micro_batch": 1, "dp_replicate": 2}, "forecast": {}}))
+    records.train({"compute": 16 * seconds, "optimizer": seconds})
+    for record in records.usage:
+        record |= {"memory_bytes": 100 * GIB, "memory_available_bytes": 90 * GIB}
+    assert names(records.diagnose()) == expected
+
+
 def test_a_leak_and_a_large_memory_are_told_apart(records: Records, tmp_path: Path) -> None:
-    records.train(HEALTHY, growth=(1 << 30) / 600)
+    records.train(HEALTHY, growth=GIB / 600)
     assert names(records.diagnose()) == ["leak"]
+    for record in records.usage:
+        record["ranks"] = [{**entry, "anonymous_bytes": GIB} for entry in record["ranks"]]
+    assert names(records.diagnose()) == [], "mapped files are no leak"
     other = Records(tmp_path / "large")
     other.train(HEALTHY)
     assert names(other.diagnose()) == []
+    short = Records(tmp_path / "short")
+    short.train(HEALTHY, growth=GIB / 60, steps=50)
+    assert names(short.diagnose()) == [], "a minute at least must be watched"
 
 
 def nan_at(step: int, **values: Any) -> Callable[[int], dict[str, Any]]:
     return lambda number: {"loss": None, "non_finite": {"loss": "nan"}, **values} if number == step else {}
 
 
-def test_nan_of_a_learning_rate_of_a_layer_and_of_a_sample_are_told_apart(tmp_path: Path) -> None:
-    cases: list[tuple[Callable[[int], dict[str, Any]], str]] = [
-        (
-            lambda step: {
-                **nan_at(200)(step),
-                **({"grad_norm": 2.0 ** (step - 190)} if 190 < step < 200 else {}),
-            },
-            "learning_rate",
-        ),
-        (
-            nan_at(
-                200,
-                layer_grad_norms={"blocks.0": 1.0, "blocks.1": None},
-                non_finite={"loss": "nan", "layer_grad_norms.blocks.1": "nan"},
-            ),
-            "layer",
-        ),
-        (nan_at(200), "samples"),
+NOT_FINITE = "the loss is nan and the gradient norm nan; non-finite on rank 1"
+
+
+def test_nan_of_a_learning_rate_a_layer_a_sample_and_the_loss_are_told_apart(tmp_path: Path) -> None:
+    def some_layers(*names: str) -> Callable[[int], dict[str, Any]]:
+        return nan_at(
+            200,
+            layer_grad_norms={"blocks.0": 1.0, "blocks.1": None},
+            non_finite={"loss": "nan"} | {f"layer_grad_norms.{name}": "nan" for name in names},
+        )
+
+    def rising(step: int) -> dict[str, Any]:
+        return nan_at(200)(step) | ({"grad_norm": 2.0 ** (step - 190)} if 190 < step < 200 else {})
+
+    cases: list[tuple[Callable[[int], dict[str, Any]], str, str]] = [
+        (rising, "", "learning_rate"),
+        (some_layers("blocks.1"), "", "last of these layers"),
+        (some_layers("blocks.0", "blocks.1"), "", "operations"),
+        (some_layers("blocks.0", "blocks.1"), "; sample 7: NaN or infinity in the data", "samples"),
     ]
-    for number, (change, cause) in enumerate(cases):
+    for number, (change, data, cause) in enumerate(cases):
         records = Records(tmp_path / str(number))
         records.train(HEALTHY, change=change)
+        records.events.append(
+            {"kind": "message", "time": 200.0, "text": f"step 200: skipped, {NOT_FINITE}{data}"}
+        )
         finding = next(finding for finding in records.diagnose() if finding.name == "not_finite")
+        assert finding.urgency == "wrong"
         assert cause in finding.change, finding
+
+
+def test_a_step_that_is_not_finite_is_the_end_of_a_run_that_it_stopped(records: Records) -> None:
+    records.train(HEALTHY, change=lambda step: {"grad_norm": 2.0 ** (step - 290)} if step > 290 else {})
+    records.events.append(
+        {"kind": "finish", "time": 900.0, "outcome": "failed", "text": f"step 301: {NOT_FINITE}"}
+    )
+    first = records.diagnose()[0]
+    assert (first.name, first.urgency) == ("not_finite", "end")
+    assert "learning_rate" in first.change
+    records.events[-1]["text"] += "; sample 7: NaN or infinity in the data"
+    assert "samples" in records.diagnose()[0].change
+
+
+def test_steps_by_which_fp16_finds_its_scale_are_no_finding(records: Records) -> None:
+    records.train(
+        HEALTHY,
+        change=lambda step: {"grad_norm": None, "non_finite": {"grad_norm": "inf"}} if step % 50 == 0 else {},
+    )
+    assert names(records.diagnose()) == ["not_finite"]
+    records.run.job.write_text('[train]\nsteps = 1000\nprecision = "fp16"\n')
+    assert names(records.diagnose()) == []
 
 
 def test_a_loss_that_rises_and_one_that_wavers_are_told_apart(records: Records, tmp_path: Path) -> None:
@@ -211,6 +303,12 @@ def test_a_loss_that_rises_and_one_that_wavers_are_told_apart(records: Records, 
     other = Records(tmp_path / "wavers")
     other.train(HEALTHY, change=lambda step: {"loss": 5.0 - step / 100 + 0.2 * (step % 7)})
     assert names(other.diagnose()) == []
+    flat, noise = Records(tmp_path / "flat"), random.Random(0)
+    flat.train(HEALTHY, steps=2000, change=lambda _: {"loss": noise.gauss(2.0, 0.5)})
+    assert names(flat.diagnose()) == []
+
+
+HANG = "no rank reported progress for 8 s (cluster.hang_timeout_seconds = 8)"
 
 
 def test_the_end_comes_first(records: Records) -> None:
@@ -218,8 +316,17 @@ def test_the_end_comes_first(records: Records) -> None:
     records.events.append(
         {"kind": "finish", "time": 900.0, "outcome": "failed", "text": "rank 1 died\n  kernel: OOM"}
     )
+    (records.run.path / "logs" / "hang-report.txt").write_text(f"{HANG}\n  rank 1 is in train.py:7\n")
     first, second = records.diagnose()
-    assert (first.name, second.name) == ("failure", "checkpoint")
+    assert (first.name, second.name) == ("failure", "checkpoint"), "the hang was an earlier one"
     assert "rank 1 died" in first.title
-    (records.run.path / "logs" / "hang-report.txt").write_text("rank 0: all_reduce\nrank 1: in train.py:7\n")
+    records.events[-1]["text"] = f"{HANG}\n  rank 1 is in train.py:7"
     assert records.diagnose()[0].name == "hang"
+    records.events[-1]["text"] = ""
+    assert records.diagnose()[0].name == "failure"
+
+
+def test_few_steps_are_too_early_to_judge(records: Records) -> None:
+    records.train({**HEALTHY, "host": 5.0}, steps=10)
+    assert names(records.diagnose()) == []
+    assert "too early" in diagnosis_text(read_evidence(records.run), [])

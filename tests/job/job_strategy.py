@@ -84,7 +84,10 @@ RULES: dict[type[Section], dict[str, st.SearchStrategy[Any]]] = {
         **dict.fromkeys(("hosts", "options"), st.lists(one_line, max_size=3)),
     },
     ObserveSection: {
-        "name": st.one_of(st.none(), text.filter(lambda name: invalid_run_name_reason(name) is None))
+        "name": st.one_of(st.none(), text.filter(lambda name: invalid_run_name_reason(name) is None)),
+        **dict.fromkeys(
+            ("metrics_token", "alert_webhook"), st.one_of(st.just(""), text.map(lambda name: f"env:{name}"))
+        ),
     },
 }
 """Limits of values beyond their types."""

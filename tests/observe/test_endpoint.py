@@ -52,6 +52,14 @@ def test_samples_are_read_with_their_labels_and_kinds() -> None:
     assert steps.samples[0].labels == {"run": 'a "b"', "node": "0", "rank": "1"}
 
 
+def test_an_address_of_ipv6(tmp_path: Path) -> None:
+    with endpoint(host="::1") as opened:
+        opened.announce(tmp_path, "gpt-0", {})
+        (entry,) = json.loads((tmp_path / TARGETS_FOLDER / "gpt-0.json").read_text())
+        with urllib.request.urlopen(f"http://{entry['targets'][0]}/metrics", timeout=20) as answer:
+            assert answer.status == 200
+
+
 def test_a_token_is_asked_for() -> None:
     with endpoint("secret") as opened:
         assert get(opened.port)[0] == 401

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import threading
 import time
@@ -10,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from wanma.job.errors import JobError
+from wanma.job.errors import JobError, WanmaError, missing_extra_error
 from wanma.job.run.run_directory import RunDirectory
+from wanma.observe.console import record_follower
 from wanma.observe.trackers import feed as feed_module
 from wanma.observe.trackers.feed import Feed, RunEnd
-from wanma.observe.trackers.tracker import find_tracker
+from wanma.observe.trackers.tracker import check_tracker, find_tracker
 
 START = {"kind": "start", "time": 1.0, "step": 0, "steps": 100}
 
@@ -46,6 +48,13 @@ class Fake:
         if self.failures:
             self.failures -= 1
             raise OSError("no route")
+
+
+class Missing(Fake):
+    """Tracker whose library is not installed."""
+
+    def __call__(self) -> Fake:
+        raise missing_extra_error("wandb", "wandb", "a tracker")
 
 
 class Writer:
@@ -165,6 +174,29 @@ def test_validations_arrive_once_too(writer: Writer) -> None:
     feed(writer, second := Fake())
     assert (2, "validation/loss") in first.points
     assert second.points == []
+
+
+def test_all_records_arrive_after_the_end(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_follower, "READ_BYTES", 256)
+    writer.event(**START)
+    writer.steps(1, 50)
+    feed(writer, tracker := Fake())
+    assert losses(tracker) == list(range(1, 51))
+
+
+def test_a_library_that_is_missing_is_told_at_the_start(
+    writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wandb").mkdir()  # as W&B makes it where it runs
+    monkeypatch.syspath_prepend(tmp_path)
+    if importlib.util.find_spec("wandb").origin is not None:  # type: ignore[union-attr]
+        pytest.skip("wandb is installed")
+    with pytest.raises(WanmaError, match="wandb"):
+        check_tracker("wandb")
+    writer.event(**START)
+    writer.steps(1, 5)
+    said = feed(writer, Missing())
+    assert len(said) == 1
 
 
 def test_an_unknown_tracker() -> None:

@@ -63,3 +63,13 @@ def test_wrong_times_and_patterns() -> None:
         parse_since("yesterday")
     assert parse_since("2h") == pytest.approx(time.time() - 7200, abs=5)
     assert parse_since("2026-11-28T18:00") > 0
+
+
+def test_a_log_that_was_emptied_has_the_times_since_then(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = time.time()
+    sizes = [(now - 100, 500), (now - 80, 9), (now - 20, 18)]
+    records = [{"time": at, "ranks": [{"rank": 0, "log_bytes": size}]} for at, size in sizes]
+    run.node_usage(0).write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert printed(capsys, "--rank", "0", "--since", "70s")[0] == "line 1 0"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +16,21 @@ from wanma.job.run.run_directory import RunDirectory
 from wanma.report.forecast_comparison import first_measured_row
 from wanma.report.rank_work import read_node_records
 from wanma.report.run_report import Report, read_report
-from wanma.report.step_parts import EXPOSED, step_parts
+from wanma.report.step_parts import EXPOSED, GPU_IDLE, step_parts
 
 WINDOW_STEPS = 200
 """Number of newest steps that are judged."""
+MIN_RECORDS = 3
+"""Fewest records of usage by which a rank is judged, where a window is shorter."""
+MIN_LEAK_SECONDS = 60.0
+"""Least time for which the memory of a rank is watched before its growth is judged."""
+DEAD_NODE_SECONDS = 60.0
+"""Seconds before the newest start; a node whose newest record is older took part in an earlier one only."""
+
+_STOPPED_STEP = re.compile(r"the loss is \S+ and the gradient norm \S+; non-finite on rank")
+_SKIPPED_STEPS = "consecutive steps were skipped"
+_BAD_DATA = "NaN or infinity in the data"
+"""Words of the training about steps whose numbers are not finite."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +39,8 @@ class RankWork:
 
     rank: int
     node: int
+    peer_group: int
+    """Ranks with the same number have equal work."""
     compute_seconds: float | None
     """Computation of a step; None: it is unknown."""
     data_seconds: float | None
@@ -38,6 +52,21 @@ class RankWork:
     memory_bytes_per_hour: float | None
     """Its rate; None: too few records."""
     memory_bytes: float
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """Steps whose loss or gradient is NaN or infinite, without those by which fp16 finds its loss scale."""
+
+    steps: Sequence[int]
+    """Steps that were recorded; empty: the first one has ended the run."""
+    has_ended_run: bool
+    record: Mapping[str, Any]
+    """Record of the first step, or of the first of those that ended the run; empty: there is none."""
+    norms_before: Sequence[float]
+    """Gradient norms of the steps before it."""
+    is_in_data: bool
+    """True if samples of that step are not finite themselves."""
 
 
 @dataclass(frozen=True)
@@ -59,25 +88,20 @@ class Evidence:
     """Newest records of usage of each node, oldest first."""
     mfu: float | None
     """Mean MFU in the window; None: it is unknown."""
-    non_finite: Mapping[str, Any]
-    """Record of the first step with a number that is not finite; empty: there is none."""
+    non_finite: NonFinite | None
+    """Steps whose numbers are not finite; None: there is none."""
     hang_report: str
-    """Text of the hang report; empty: there is none."""
+    """Text of the report of the hang that ended the run; empty: no hang did."""
 
     def share(self, part: str) -> float:
         """Return the share of a step that a part takes, 0 to 1."""
         return self.parts.get(part, 0.0) / self.step_seconds if self.step_seconds else 0.0
 
     @property
-    def exposed_seconds(self) -> float:
-        """Return the exposed communication of a step, and waits of stages, in seconds."""
-        return sum(self.parts.get(kind, 0.0) for kind in ("data", "tensor", "context", "expert", "pipeline"))
-
-    @property
     def free_memory_share(self) -> float | None:
         """Return the least share of memory that is free, of the GPUs or else of the nodes; None: unknown."""
         newest = [records[-1] for records in self.nodes.values() if records]
-        gpus = [gpu for record in newest for gpu in record.get("gpus") or ()]
+        gpus = [gpu for record in newest for gpu in record.get("gpus") or () if gpu.get("is_used", True)]
         pairs = [(gpu.get("memory_bytes"), gpu.get("total_memory_bytes")) for gpu in gpus]
         free = [1 - used / total for used, total in pairs if used is not None and total]
         if not gpus:
@@ -92,19 +116,20 @@ class Evidence:
 def read_evidence(run: RunDirectory) -> Evidence:
     """Read the evidence of a run directory."""
     report = read_report(run)
-    nodes = read_node_records(run)
+    alive_since = report.starts[-1]["time"] - DEAD_NODE_SECONDS if report.starts else 0.0
+    nodes = {
+        node: records
+        for node, records in sorted(read_node_records(run).items())
+        if records and records[-1]["time"] >= alive_since
+    }
     start = max(first_measured_row(report), len(report.steps["step"]) - WINDOW_STEPS)
     window = {key: column[start:] for key, column in report.steps.items()}
-    seconds = _mean(window.get("step_seconds", ()))
-    times = {}
-    for key, column in window.items():
-        for prefix, name in (("phases.", ""), ("exposed_communication_seconds.", EXPOSED)):
-            if key.startswith(prefix):
-                times[name + key.removeprefix(prefix)] = _mean(column) or 0.0
-    for key, name in (("compute_seconds", "compute"), ("bubble_seconds", "bubble")):
-        if (value := _mean(window.get(key, ()))) is not None:
-            times[name] = value
-    hang_report = run.rank_log(0).with_name("hang-report.txt")
+    seconds, times = _step_times(window)
+    if seconds is not None:
+        share = _checkpoint_share(report)
+        seconds /= 1 - share
+        times["checkpoint"] = share * seconds
+    begin = next(iter(window.get("time", ())), math.inf)
     return Evidence(
         run=run,
         report=report,
@@ -116,18 +141,93 @@ def read_evidence(run: RunDirectory) -> Evidence:
             for key, column in window.items()
             if key.startswith("load_seconds.")
         },
-        ranks=[work for node, records in sorted(nodes.items()) for work in _rank_works(node, records)],
+        ranks=[work for node, records in nodes.items() for work in _rank_works(node, records, begin)],
         nodes=nodes,
         mfu=_mean(window.get("mfu", ())),
-        non_finite=_record_of_step(run.metrics, report.non_finite[0]) if report.non_finite else {},
-        hang_report=hang_report.read_text(encoding="utf-8", errors="replace")
-        if hang_report.is_file()
-        else "",
+        non_finite=_non_finite(report),
+        hang_report=_hang_report(report),
     )
 
 
-def _rank_works(node: int, records: Sequence[Mapping[str, Any]]) -> list[RankWork]:
-    """Return the work of a node's ranks between the first and last record of its newest processes."""
+def _step_times(window: Mapping[str, Sequence[float]]) -> tuple[float | None, dict[str, float]]:
+    """Return the mean time of a step without saves, in seconds, and its times as `step_parts` takes them.
+
+    The slowest twentieth of the steps is left out: one pause of the machine says nothing about the others.
+    Medians would hide what only some steps wait for, such as data that several loaders deliver at once.
+    """
+    seconds = window.get("step_seconds", ())
+    saves = window.get("phases.checkpoint") or [0.0] * len(seconds)
+    unsaved = [
+        value - (save if math.isfinite(save) else 0.0) for value, save in zip(seconds, saves, strict=False)
+    ]
+    known = sorted(
+        (row for row, value in enumerate(unsaved) if math.isfinite(value)), key=unsaved.__getitem__
+    )
+    rows = known[: len(known) - len(known) // 20]
+    times = {}
+    for key, column in window.items():
+        name = {"compute_seconds": "compute", "bubble_seconds": "bubble"}.get(key, "")
+        for prefix, kind in (("phases.", ""), ("exposed_communication_seconds.", EXPOSED)):
+            if key.startswith(prefix) and key != "phases.checkpoint":
+                name = kind + key.removeprefix(prefix)
+        if name and (value := _mean(column[row] for row in rows)) is not None:
+            times[name] = value
+    busy = window.get("gpu_utilization")
+    if busy and (idle := _mean((1.0 - busy[row]) * unsaved[row] for row in rows)) is not None:
+        times[GPU_IDLE] = idle
+    return _mean(unsaved[row] for row in rows), times
+
+
+def _checkpoint_share(report: Report) -> float:
+    """Return the share of the time of all measured steps that saves take: they may be far apart."""
+    start = first_measured_row(report)
+    saves, seconds = (
+        sum(value for value in report.steps.get(key, ())[start:] if math.isfinite(value))
+        for key in ("phases.checkpoint", "step_seconds")
+    )
+    return min(saves / seconds, 0.99) if seconds > 0 else 0.0
+
+
+def _hang_report(report: Report) -> str:
+    """Return the text of the hang report; empty: no hang ended the run, or an earlier one was reported."""
+    try:
+        path = report.run.rank_log(0).with_name("hang-report.txt")
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    first_line = text.strip().partition("\n")[0].strip()[:80]  # the failure may be shortened
+    return text if first_line and first_line in report.failure else ""
+
+
+def _non_finite(report: Report) -> NonFinite | None:
+    columns, failure = report.steps, report.failure
+    losses = dict(zip(columns["step"], columns.get("loss", ()), strict=False))
+    is_scaled = (report.job.get("train") or {}).get("precision") == "fp16"
+    steps = [
+        step for step in report.non_finite if not (is_scaled and math.isfinite(losses.get(step, math.nan)))
+    ]
+    has_ended_run = bool(_STOPPED_STEP.search(failure) or (steps and _SKIPPED_STEPS in failure))
+    if not steps and not has_ended_run:
+        return None
+    norms = columns.get("grad_norm", [])
+    if has_ended_run:
+        row = max((number + 1 for number, norm in enumerate(norms) if math.isfinite(norm)), default=0)
+    else:
+        row = columns["step"].index(steps[0])
+    record = _record_of_step(report.run.metrics, int(columns["step"][row])) if row < len(norms) else {}
+    beginning = f"step {record.get('step')}: "
+    messages = [text for event in report.messages if (text := str(event.get("text"))).startswith(beginning)]
+    return NonFinite(
+        steps=steps,
+        has_ended_run=has_ended_run,
+        record=record,
+        norms_before=[norm for norm in norms[max(0, row - 20) : row] if math.isfinite(norm)],
+        is_in_data=any(_BAD_DATA in text for text in (failure, *messages)),
+    )
+
+
+def _rank_works(node: int, records: Sequence[Mapping[str, Any]], begin: float) -> list[RankWork]:
+    """Return the work of a node's ranks since a time, within the life of their newest processes."""
     works = []
     for rank in sorted({entry["rank"] for record in records[-1:] for entry in record.get("ranks", ())}):
         points = [
@@ -145,16 +245,17 @@ def _rank_works(node: int, records: Sequence[Mapping[str, Any]]) -> list[RankWor
         points = points[falls[-1] if falls else 0 :]
         if not points:
             continue
-        (begin, first), (end, last) = points[0], points[-1]
+        newest = [point for point in points if point[0] >= begin]
+        newest = newest if len(newest) >= MIN_RECORDS else points[-MIN_RECORDS:]
+        (earlier, first), (later, last) = newest[0], newest[-1]
         steps = (last.get("steps") or 0) - (first.get("steps") or 0)
         compute, data = (
             ((last[key] - first.get(key, 0.0)) / steps if steps > 0 and key in last else None)
             for key in ("compute_seconds", "data_seconds")
         )
-        cores = (last["cpu_seconds"] - first["cpu_seconds"]) / (end - begin) if end > begin else None
-        works.append(
-            RankWork(rank, node, compute, data, cores, *_growth(points), float(last["memory_bytes"]))
-        )
+        cores = (last["cpu_seconds"] - first["cpu_seconds"]) / (later - earlier) if later > earlier else None
+        group, memory = last.get("peer_group") or 0, float(last["memory_bytes"])
+        works.append(RankWork(rank, node, group, compute, data, cores, *_growth(points), memory))
     return works
 
 
@@ -165,16 +266,20 @@ def _fell(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
 def _growth(points: Sequence[tuple[float, Mapping[str, Any]]]) -> tuple[float | None, float | None]:
     """Return the growth of the memory by medians of the first and last third, and that an hour.
 
-    None: there are too few points.
+    Only points after the first that has steps count, since a start allocates. None: there are too few.
     """
-    third = len(points) // 3
-    if third < 3:
+    started = points[0][1].get("steps") or 0
+    sizes = [
+        (time, entry["memory_bytes"] if entry.get("anonymous_bytes") is None else entry["anonymous_bytes"])
+        for time, entry in points
+        if (entry.get("steps") or 0) > started
+    ]
+    third = len(sizes) // 3
+    if third < 3 or sizes[-1][0] - sizes[0][0] < MIN_LEAK_SECONDS:
         return None, None
-    early, late = points[:third], points[-third:]
+    early, late = sizes[:third], sizes[-third:]
     seconds = median(time for time, _ in late) - median(time for time, _ in early)
-    growth = median(entry["memory_bytes"] for _, entry in late) - median(
-        entry["memory_bytes"] for _, entry in early
-    )
+    growth = median(size for _, size in late) - median(size for _, size in early)
     return growth, 3600.0 * growth / seconds if seconds > 0 else None
 
 

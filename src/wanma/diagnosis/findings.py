@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -25,6 +26,12 @@ SMALL_MICRO_BATCH, MANY_MICRO_BATCHES, SOUND_MFU = 2, 8, 0.25
 """Samples of a micro-batch, and number of micro-batches, beside which a lower MFU asks for larger ones."""
 STRAGGLER_RATIO = 1.2
 """Ratio of a rank's work to its peers' median from which it counts as slower."""
+MIN_WORKING_CORES = 0.5
+"""Processors in use below which a rank that works longer than its peers is kept from them."""
+HIGH_SHARE = 0.25
+"""Share of the step that communication may take where no forecast is there to compare it with."""
+MICRO_BATCH_SECONDS = 0.02
+"""Time of a micro-batch from which the calls of its kernels take little of it."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +76,9 @@ def _failure(evidence: Evidence) -> Finding | None:
             (f"no process of it lives on {host}, and no end is recorded",),
             "look for the kernel's out-of-memory kills with `dmesg`; the same command resumes the run",
         )
-    if report.state != "failed":
+    if report.state != "failed" or (evidence.non_finite is not None and evidence.non_finite.has_ended_run):
         return None
-    first, *others = report.failure.splitlines()
+    first, *others = report.failure.splitlines() or [""]
     title = "a hang" if evidence.hang_report else "a failure"
     lines = [line.strip() for line in (evidence.hang_report.splitlines() if evidence.hang_report else others)]
     return Finding(
@@ -84,41 +91,45 @@ def _failure(evidence: Evidence) -> Finding | None:
 
 
 def _not_finite(evidence: Evidence) -> Finding | None:
-    report = evidence.report
-    if not report.non_finite:
+    found = evidence.non_finite
+    if found is None:
         return None
-    step = report.non_finite[0]
-    row = report.steps["step"].index(step)
     prefix = "layer_grad_norms."
-    marked = evidence.non_finite.get("non_finite") or {}
+    marked = found.record.get("non_finite") or {}
     layers = [name.removeprefix(prefix) for name in marked if name.startswith(prefix)]
-    norms = evidence.non_finite.get("layer_grad_norms") or {}
-    before = [value for value in report.steps.get("grad_norm", [])[max(0, row - 20) : row] if value == value]
-    growth = before[-1] / min(before) if before and min(before) > 0 else 1.0
-    evidence_texts = [
-        f"{count_text(len(report.non_finite), 'step')} with NaN or infinity, the first is {step:,}"
-    ]
-    if layers and len(layers) < len(norms):
-        evidence_texts.append(f"at that step the gradients of {', '.join(layers[:5])} are not finite")
-    if growth > MAX_NORM_GROWTH:
-        evidence_texts.append(f"the gradient norm had grown {growth:,.0f} times in the steps before")
-        change = "lower train.learning_rate, or lengthen train.warmup_steps"
-    elif not layers:
-        evidence_texts.append("the gradient norm had not grown before")
+    is_in_layers = 0 < len(layers) < len(found.record.get("layer_grad_norms") or {})
+    norms = found.norms_before
+    growth = norms[-1] / min(norms) if norms and min(norms) > 0 else 1.0
+    texts = [evidence.report.failure.partition("\n")[0]] if found.has_ended_run else []
+    if found.steps:
+        texts.append(
+            f"{count_text(len(found.steps), 'step')} with NaN or infinity, the first is {found.steps[0]:,}"
+        )
+    if is_in_layers:
+        texts.append(f"the gradients of {', '.join(layers[-5:])} are not finite, those of other layers are")
+    if found.is_in_data:
+        texts.append("samples of the step have NaN or infinity themselves")
         change = (
             "look at the samples of the step, which its message names; data.bad_data = 'skip' leaves them out"
         )
+    elif growth > MAX_NORM_GROWTH:
+        texts.append(f"the gradient norm had grown {growth:,.0f} times in the steps before")
+        change = "lower train.learning_rate, or lengthen train.warmup_steps"
     else:
-        change = "look at that layer's operations: a division or logarithm of zero, a mask without an entry"
-    return Finding("not_finite", "wrong", "the loss or gradient is not finite", tuple(evidence_texts), change)
+        texts.append("the gradient norm had not grown before, and no sample was found that is not finite")
+        where = "the backward of the last of these layers" if is_in_layers else "the model's operations"
+        change = f"look at {where}: a division, root or logarithm of zero, a mask without an entry"
+    urgency: Urgency = "end" if found.has_ended_run else "wrong"
+    return Finding("not_finite", urgency, "the loss or gradient is not finite", tuple(texts), change)
 
 
 def _learning_rate(evidence: Evidence) -> Finding | None:
     losses = [value for value in evidence.report.steps.get("loss", []) if value == value]
-    if len(losses) < 50 or evidence.report.non_finite:
+    if len(losses) < 50 or evidence.non_finite is not None:
         return None
     quarter = len(losses) // 4
-    lowest, newest = min(_smooth(losses)), median(losses[-quarter:])
+    # Medians of wide windows: the least of many narrow ones lies far below a flat, noisy loss.
+    lowest, newest = min(_smooth(losses, max(10, len(losses) // 20))), median(losses[-quarter:])
     first = median(losses[:5])
     if newest <= lowest + 0.25 * abs(first - lowest) or newest <= 1.1 * lowest:
         return None
@@ -132,7 +143,7 @@ def _learning_rate(evidence: Evidence) -> Finding | None:
     )
 
 
-def _smooth(values: Sequence[float], width: int = 10) -> list[float]:
+def _smooth(values: Sequence[float], width: int) -> list[float]:
     """Return medians of neighbouring values."""
     return [median(values[index : index + width]) for index in range(0, len(values) - width + 1, width)]
 
@@ -141,20 +152,22 @@ def _straggler(evidence: Evidence) -> Finding | None:
     slow = _slowest(evidence)
     if slow is None or evidence.step_seconds is None:
         return None
-    rank, peers_seconds = slow
-    seconds = (rank.compute_seconds or 0.0) + (rank.data_seconds or 0.0)
-    lost = (seconds - peers_seconds) / evidence.step_seconds
-    peers = [work for work in evidence.ranks if work.rank != rank.rank]
+    rank, peers = slow
+    seconds, peer_seconds = _work_seconds(rank), median(map(_work_seconds, peers))
+    additional = seconds - peer_seconds
     texts = [
         f"rank {rank.rank} on node {rank.node} works {duration_text(seconds)} a step, its peers "
-        f"{duration_text(peers_seconds)}"
+        f"{duration_text(peer_seconds)}"
     ]
-    peer_cores = median(work.cores for work in peers if work.cores is not None) if peers else None
-    waits_for_data = (rank.data_seconds or 0.0) > (seconds - peers_seconds) / 2
-    if waits_for_data:
+    peer_cores = [work.cores for work in peers if work.cores is not None]
+    # Peers sleep while they wait, so only the processor time of a whole step can be compared.
+    used = None
+    if rank.cores is not None and peer_cores and evidence.report.plan.get("device") != "cuda":
+        used = max((rank.cores - median(peer_cores)) * evidence.step_seconds / additional, 0.0)
+    if (rank.data_seconds or 0.0) > additional / 2:
         cause, change = "waits for its data", "look at the store and the disk of that node"
-    elif rank.cores is not None and peer_cores and rank.cores < 0.8 * peer_cores:
-        texts.append(f"it gets {rank.cores:.2f} processors, its peers {peer_cores:.2f}")
+    elif used is not None and used < MIN_WORKING_CORES:
+        texts.append(f"in the additional time it uses {used:.2f} processors")
         cause = "does not get its processors: a limit, or another program on its node"
         change = "find the other program, or the limit (cpu.max of its control group)"
     else:
@@ -162,23 +175,28 @@ def _straggler(evidence: Evidence) -> Finding | None:
         change = (
             "look at clocks and temperature of its device; parallel.load_balancing = 'on' moves work away"
         )
-    return Finding(
-        "straggler", "slow", f"all ranks wait for rank {rank.rank}, which {cause}", tuple(texts), change, lost
-    )
+    title = f"all ranks wait for rank {rank.rank}, which {cause}"
+    return Finding("straggler", "slow", title, tuple(texts), change, additional / evidence.step_seconds)
 
 
-def _slowest(evidence: Evidence) -> tuple[RankWork, float] | None:
-    """Return the slowest rank and its peers' median of seconds, if it stands out."""
+def _slowest(evidence: Evidence) -> tuple[RankWork, Sequence[RankWork]] | None:
+    """Return the rank that loses most time beside its peers, and these, if one stands out."""
     works = [work for work in evidence.ranks if work.compute_seconds is not None]
-    if len(works) < 2 or not evidence.step_seconds:
-        return None
-    seconds = {work.rank: (work.compute_seconds or 0.0) + (work.data_seconds or 0.0) for work in works}
-    slowest = max(works, key=lambda work: seconds[work.rank])
-    peers = median(value for rank, value in seconds.items() if rank != slowest.rank)
-    lost = seconds[slowest.rank] - peers
-    if lost < MIN_SHARE * evidence.step_seconds or seconds[slowest.rank] < STRAGGLER_RATIO * peers:
-        return None
-    return slowest, peers
+    slowest: tuple[RankWork, Sequence[RankWork]] | None = None
+    most = MIN_SHARE * (evidence.step_seconds or math.inf)
+    for group in {work.peer_group for work in works}:
+        rank, *peers = sorted(
+            (work for work in works if work.peer_group == group), key=_work_seconds, reverse=True
+        )
+        peer_seconds = median(map(_work_seconds, peers)) if peers else math.inf
+        lost = _work_seconds(rank) - peer_seconds
+        if lost >= most and _work_seconds(rank) >= STRAGGLER_RATIO * peer_seconds:
+            slowest, most = (rank, peers), lost
+    return slowest
+
+
+def _work_seconds(work: RankWork) -> float:
+    return (work.compute_seconds or 0.0) + (work.data_seconds or 0.0)
 
 
 _AXES = {
@@ -194,18 +212,25 @@ _AXES = {
 }
 
 
+def _forecast(evidence: Evidence, kind: str) -> tuple[float, float]:
+    """Return the forecast seconds of a step by kind, and the end of their interval; 0: there is none."""
+    step = evidence.report.forecast.get("step") or {}
+    seconds = step.get(kind) or 0.0
+    return seconds, seconds * (1.0 + (step.get("uncertainty") or 0.0))
+
+
 def _communication(evidence: Evidence) -> Finding | None:
     if _slowest(evidence) is not None or not evidence.step_seconds:
         return None  # the others' waits for a straggler look like communication
     kinds = {kind: evidence.parts.get(kind, 0.0) for kind in _AXES}
     kind = max(kinds, key=kinds.__getitem__)
     share = kinds[kind] / evidence.step_seconds
-    if share < MIN_SHARE:
+    forecast, most = _forecast(evidence, kind)
+    if share < MIN_SHARE or kinds[kind] <= (most or HIGH_SHARE * evidence.step_seconds):
         return None
     name, change = _AXES[kind]
     step, exposed = duration_text(evidence.step_seconds), duration_text(kinds[kind])
     texts = [f"{exposed} of {step} a step are exposed communication"]
-    forecast = (evidence.report.forecast.get("step") or {}).get(kind)
     if forecast:
         texts.append(f"forecast {duration_text(forecast)}")
         if kinds[kind] > 2 * forecast:
@@ -321,26 +346,29 @@ def _micro_batch(evidence: Evidence) -> Finding | None:
         return None
     if mfu is not None and mfu > SOUND_MFU:
         return None
+    compute = evidence.parts.get("compute", 0.0) + evidence.parts.get("forward_backward", 0.0)
+    if not evidence.step_seconds or compute > count * MICRO_BATCH_SECONDS:
+        return None
     texts = [
         f"a rank computes its samples in {count:,} micro-batches of {count_text(samples, 'sample')}",
         f"{percent_text(free)} of the memory is free",
         *([f"MFU is {percent_text(mfu)}"] if mfu is not None else []),
     ]
-    compute = evidence.share("compute") + evidence.share("forward_backward")
+    larger = min(8 * samples, batch // ranks)
     return Finding(
         "small_micro_batch",
         "slow",
         "micro-batches are so small that calls of kernels take longer than their work",
         tuple(texts),
-        f"parallel.micro_batch = {min(8 * samples, batch // ranks)}, as far as memory allows",
-        compute * (1 - samples / min(8 * samples, batch // ranks)),
+        f"parallel.micro_batch = {larger}, as far as memory allows",
+        compute / evidence.step_seconds * (1 - samples / larger),
     )
 
 
 def _slow_computation(evidence: Evidence) -> Finding | None:
-    forecast = (evidence.report.forecast.get("step") or {}).get("compute")
+    forecast, most = _forecast(evidence, "compute")
     measured = evidence.parts.get("compute")
-    if not forecast or not measured or measured < 1.5 * forecast or not evidence.step_seconds:
+    if not forecast or not measured or measured < max(1.5 * forecast, most) or not evidence.step_seconds:
         return None
     if _slowest(evidence) is not None:
         return None

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from wanma.diagnosis.evidence import Evidence
-from wanma.diagnosis.findings import Finding
+from wanma.diagnosis.findings import MIN_STEPS, Finding
 from wanma.observe.units import duration_text, percent_text
 from wanma.report.key_figures import state_sentence
-from wanma.report.step_parts import PART_NAMES
+from wanma.report.step_parts import FORWARD_BACKWARD, PART_NAMES
 
 MIN_SHOWN_SHARE = 0.01
 """Share of a step from which a part is shown."""
@@ -29,12 +29,20 @@ def _lines(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[str]:
         yield f"   → {finding.change}"
     if evidence.step_seconds is None:
         if not findings:
-            yield "nothing to judge yet: fewer than three steps after the warm-up"
+            yield "nothing to judge yet: no step after the warm-up"
         return
     parts = {name: seconds / evidence.step_seconds for name, seconds in evidence.parts.items()}
     shown = sorted((item for item in parts.items() if item[1] >= MIN_SHOWN_SHARE), key=lambda item: -item[1])
     text = ", ".join(f"{PART_NAMES.get(name, name)} {percent_text(share)}" for name, share in shown)
     yield ""
     if not findings:
-        yield "nothing stands out: no part but computation takes a share that is worth a change"
+        if evidence.steps < MIN_STEPS:
+            yield f"fewer than {MIN_STEPS} steps: too early to judge"
+        elif FORWARD_BACKWARD in evidence.parts:
+            yield (
+                "nothing stands out outside forward and backward, whose computation and communication the "
+                "host of a GPU does not see apart: `wanma profile` shows them"
+            )
+        else:
+            yield "nothing stands out: no part but computation takes a share that is worth a change"
     yield f"a step of {duration_text(evidence.step_seconds)}: {text}"

@@ -7,6 +7,7 @@ import hmac
 import json
 import os
 import socket
+import socketserver
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -62,34 +63,37 @@ class MetricsEndpoint:
         registry.register(_Collector(samples, labels))
         handler = _handler(registry, prometheus_client, token)
         try:
-            self._server = ThreadingHTTPServer((host, port), handler)
+            self._server = _Server(host, port, handler)
         except OSError as error:
             try:
-                self._server = ThreadingHTTPServer((host, 0), handler)
+                self._server = _Server(host, 0, handler)
             except OSError:
                 raise JobError(
                     f"observe.metrics_host = {host!r}: {error.strerror or error}",
                     "give an address of this node",
                 ) from error
             warn(f"observe.metrics_port = {port}: {error.strerror}; metrics are on port {self.port}")
-        self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True, name="wanma-metrics")
         self._host = host
         self._target_file: Path | None = None
+        self._target = ""
+        """Content of the target file."""
 
     @property
     def port(self) -> int:
         return int(self._server.server_address[1])
 
     def announce(self, runs: Path, name: str, labels: Mapping[str, str]) -> None:
-        """Write the file by which Prometheus finds the endpoint; removed at the end.
+        """Write the file by which Prometheus finds the endpoint, for an earlier one; removed at the end.
 
         Args:
             runs: folder of run directories.
             name: name of the file without suffix, one for each endpoint.
             labels: labels for the target.
         """
+        self._remove_target()
         host = socket.gethostname() if self._host in ("0.0.0.0", "::") else self._host
+        host = f"[{host}]" if ":" in host else host
         folder = runs / TARGETS_FOLDER
         with contextlib.suppress(OSError):  # the endpoint works without the file
             folder.mkdir(parents=True, exist_ok=True)
@@ -99,7 +103,13 @@ class MetricsEndpoint:
                 "labels": {**labels, "__meta_process": str(os.getpid())},
             }
             write_json(path, [entry])
-            self._target_file = path
+            self._target_file, self._target = path, path.read_text()
+
+    def _remove_target(self) -> None:
+        """Remove the file, unless another node has replaced it, which has this one's former number."""
+        with contextlib.suppress(OSError):
+            if self._target_file is not None and self._target_file.read_text() == self._target:
+                self._target_file.unlink()
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -108,11 +118,25 @@ class MetricsEndpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._target_file is not None:
-            self._target_file.unlink(missing_ok=True)
+        self._remove_target()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    """Server at an address of IPv4 or IPv6, which writes nothing: the console belongs to the run."""
+
+    daemon_threads = True
+    # That of HTTPServer asks for the name of the address, which a broken resolver answers late.
+    server_bind = socketserver.TCPServer.server_bind
+
+    def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), handler)
+
+    def handle_error(self, *_: object) -> None:
+        """Ignore a reader that has gone."""
 
 
 class _Collector:

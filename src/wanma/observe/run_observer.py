@@ -1,11 +1,14 @@
-"""Observer of a run on one node: its metrics endpoint, its alerts and their sinks, fed with its events."""
+"""Observer of a run on one node: its metrics endpoint, its alerts and their sinks, fed with its events.
+
+A fault of the observer ends no training: it is told once, and the run goes on.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -13,11 +16,14 @@ from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.secret_source import read_secret
 from wanma.job.run.worker import Event
 from wanma.job.sections.observe import ObserveSection
-from wanma.observe.alerts.monitor import AlertMonitor
+from wanma.observe.alerts.monitor import USAGE_EVENT, AlertMonitor
+from wanma.observe.alerts.rules import RULES
 from wanma.observe.alerts.sinks import AlertSinks, SinkConfig
+from wanma.observe.console.record_follower import read_records
 from wanma.observe.series.run_series import Sample
 
 if TYPE_CHECKING:
+    from wanma.observe.endpoint import MetricsEndpoint
     from wanma.observe.trackers.process import TrackerProcess
 
 
@@ -27,15 +33,17 @@ class RunObserver:
     Args:
         run: run directory.
         settings: section [observe] of the job.
-        node: node rank of this node.
+        node: node rank of this node; None: it is that of the first event of kind `usage`.
         hostname: name of this host.
         checkpoint_interval_steps: steps between two checkpoints, by the job; 0: there are none.
         plan: content of plan.json.
-        show: shows an event of kind `message` or `alert`, and records it where rank 0 is.
+        show: shows an event of kind `message` or `alert`.
+        record: records an event of kind `alert`; called where rank 0 is.
+        began: time in unix seconds before which records are those of earlier starts; None: now.
 
     Raises:
         JobError: a secret is missing, or metrics would be open to other machines.
-        WanmaError: the package `prometheus-client` is not installed.
+        WanmaError: a package that is needed is not installed.
     """
 
     def __init__(
@@ -43,55 +51,97 @@ class RunObserver:
         run: RunDirectory,
         settings: ObserveSection,
         *,
-        node: int,
+        node: int | None,
         hostname: str,
         checkpoint_interval_steps: int,
         plan: Mapping[str, Any],
         show: Callable[[Event], object],
+        record: Callable[[Event], object],
+        began: float | None = None,
     ) -> None:
-        self._show, self._lock, self._stack = show, threading.Lock(), ExitStack()
-        self._monitor = AlertMonitor(plan, checkpoint_interval_steps)
-        self._has_alerts = settings.alerts
-        self._trackers = _start_trackers(run, settings.trackers) if node == 0 else None
+        self._run, self._settings, self._hostname = run, settings, hostname
+        self._show, self._record, self._lock, self._stack = show, record, threading.Lock(), ExitStack()
+        self._monitor = AlertMonitor(plan, checkpoint_interval_steps, RULES if settings.alerts else ())
+        self._node: int | None = None
+        self._has_failed = False
+        self._endpoint: MetricsEndpoint | None = None
+        self._trackers: TrackerProcess | None = None
+        if node in (0, None):  # only the node of rank 0 shows totals of the run
+            with self._guard():
+                self._monitor.replay(read_records(run, time.time() if began is None else began))
         config = SinkConfig(settings.alert_webhook, settings.alert_body, tuple(settings.alert_command))
         self._sinks = AlertSinks(config, run.name, self._warn)
-        if settings.metrics_port is None:
-            return
-        from wanma.observe.endpoint import MetricsEndpoint, remove_stale_targets
+        for name in settings.trackers:
+            from wanma.observe.trackers.tracker import check_tracker
+
+            check_tracker(name)
+        if settings.metrics_port is not None:
+            self._open_endpoint(settings.metrics_port)
+        if node is not None:
+            self._set_node(node)
+
+    def _open_endpoint(self, port: int) -> None:
+        from wanma.observe.endpoint import MetricsEndpoint
 
         self._endpoint = MetricsEndpoint(
-            settings.metrics_host,
-            settings.metrics_port,
-            read_secret(settings.metrics_token, "observe.metrics_token"),
+            self._settings.metrics_host,
+            port,
+            read_secret(self._settings.metrics_token, "observe.metrics_token"),
             self._samples,
-            {"run": run.name},
+            {"run": self._run.name},
             self._warn,
         )
-        labels = {"run": run.name, "node": str(node), "host": hostname}
-        remove_stale_targets(run.path.parent)
-        self._endpoint.announce(run.path.parent, f"{run.name}-{node}", labels)
         self._stack.enter_context(self._endpoint)
+
+    def _set_node(self, node: int) -> None:
+        """Take this node's number: announce its endpoint, and start the trackers where rank 0 is."""
+        self._node = node
+        if self._endpoint is not None:
+            from wanma.observe.endpoint import remove_stale_targets
+
+            labels = {"run": self._run.name, "node": str(node), "host": self._hostname}
+            remove_stale_targets(self._run.path.parent)
+            self._endpoint.announce(self._run.path.parent, f"{self._run.name}-{node}", labels)
+        if node == 0 and self._settings.trackers and self._trackers is None:
+            from wanma.observe.trackers.process import TrackerProcess
+
+            self._trackers = TrackerProcess(self._run, self._settings.trackers)
 
     def on_event(self, event: Event) -> None:
         """Take an event of the run; alerts that it makes fire or resolve are shown and delivered."""
-        with self._lock:
-            changes = self._monitor.on_event(event)
-        self._tell(changes)
+        with self._guard():
+            if event["kind"] == USAGE_EVENT and event["node"] != self._node:
+                self._set_node(event["node"])
+            with self._lock:
+                changes = self._monitor.on_event(event)
+            self._tell(changes)
 
     def set_plan(self, plan: Mapping[str, Any]) -> None:
         """Take the forecast of another plan, under which the run goes on."""
-        with self._lock:
+        with self._guard(), self._lock:
             self._monitor.set_plan(plan)
+
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        """Turn an exception into a warning; only the first one is shown."""
+        try:
+            yield
+        except Exception as error:  # a record of any kind must not end the training
+            if not self._has_failed:
+                self._has_failed = True
+                self._warn(f"the run is not observed completely: {type(error).__name__}: {error}")
 
     def _samples(self) -> list[Sample]:
         with self._lock:
             return list(self._monitor.samples())
 
     def _tell(self, changes: list[Event]) -> None:
-        if not self._has_alerts:
+        if not self._settings.alerts:
             return
         for change in changes:
             self._show(change)
+            if self._node == 0:
+                self._record(change)
             self._sinks.send(change)
 
     def _warn(self, text: str) -> None:
@@ -101,27 +151,22 @@ class RunObserver:
         return self
 
     def end(self, failure: str | None) -> None:
-        """Resolve what still fires; a failure of the run is an alert instead.
+        """Resolve what still fires; a failure of the run is an alert of the node of rank 0 instead.
 
         Args:
             failure: message of a failed run; None: it did not fail.
         """
-        with self._lock:
-            changes = self._monitor.end(time.time(), failure)
-        self._tell(changes)
+        own_failure = failure if self._node in (0, None) else None
+        with self._guard():
+            with self._lock:
+                changes = self._monitor.end(time.time(), own_failure)
+            self._tell(changes)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._sinks.close()
-        if self._trackers is not None:
-            self._trackers.close(self._warn)
+        with self._guard():
+            self._sinks.close()
+            if self._trackers is not None:
+                self._trackers.close(self._warn)
         self._stack.close()
-
-
-def _start_trackers(run: RunDirectory, names: Sequence[str]) -> TrackerProcess | None:
-    if not names:
-        return None
-    from wanma.observe.trackers.process import TrackerProcess
-
-    return TrackerProcess(run, names)

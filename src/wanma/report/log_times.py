@@ -52,7 +52,7 @@ def log_pieces(run: RunDirectory, ranks: Sequence[int], since: float = 0.0) -> l
 
 
 def _sizes(run: RunDirectory) -> Mapping[int, list[tuple[float, int]]]:
-    """Return times with the size of the log then, by rank, in their order; sizes never fall."""
+    """Return times with the size of the log then, by rank, in their order, since it was last emptied."""
     sizes: dict[int, list[tuple[float, int]]] = {}
     for records in read_node_records(run).values():
         for record in records:
@@ -65,8 +65,9 @@ def _sizes(run: RunDirectory) -> Mapping[int, list[tuple[float, int]]]:
 def _rising(entries: Iterable[tuple[float, int]]) -> list[tuple[float, int]]:
     rising: list[tuple[float, int]] = []
     for entry in entries:
-        if not rising or entry[1] >= rising[-1][1]:
-            rising.append(entry)
+        if rising and entry[1] < rising[-1][1]:
+            rising.clear()  # the log was emptied
+        rising.append(entry)
     return rising
 
 

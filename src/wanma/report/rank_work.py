@@ -6,15 +6,18 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from wanma.job.run.run_directory import RunDirectory
 
 WINDOWS = 60
 """Most windows of time of one rank."""
-TAIL_BYTES = 1 << 20
-"""Bytes at the end of a node's record that are read."""
+TAIL_BYTES, SHORT_TAIL_BYTES = 1 << 20, 1 << 16
+"""Bytes at the end of a node's record that are read, with up to `FEW_NODES` nodes, and with more."""
+FEW_NODES = 16
 
 
 @dataclass(frozen=True)
@@ -43,21 +46,38 @@ class RankWindows:
         return f"rank {self.rank}"
 
 
-def read_node_records(run: RunDirectory) -> dict[int, list[dict[str, Any]]]:
+def read_node_records(run: RunDirectory) -> dict[int, Sequence[Mapping[str, Any]]]:
     """Return the newest records of usage by node, oldest first; torn lines are left out."""
+    paths = [
+        path
+        for path in run.node_usage(0).parent.glob("node-*.jsonl")
+        if path.stem.removeprefix("node-").isdigit()
+    ]
+    tail = TAIL_BYTES if len(paths) <= FEW_NODES else SHORT_TAIL_BYTES
     nodes = {}
-    for path in run.node_usage(0).parent.glob("node-*.jsonl"):
-        number = path.stem.removeprefix("node-")
-        if not number.isdigit():
-            continue
+    for path in paths:
         try:
-            with path.open("rb") as file:
-                file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
-                lines = file.read().splitlines()
+            state = path.stat()
+            records = _read_tail(path, tail, (state.st_size, state.st_mtime_ns))
         except OSError:
             continue
-        nodes[int(number)] = [record for line in lines if (record := _parse(line)) is not None]
+        nodes[int(path.stem.removeprefix("node-"))] = records
     return nodes
+
+
+@lru_cache(maxsize=2 * FEW_NODES)  # one refresh of a page reads them several times
+def _read_tail(path: Path, tail: int, version: tuple[int, int]) -> Sequence[Mapping[str, Any]]:
+    """Return the records at the end of a file.
+
+    Args:
+        path: the file.
+        tail: bytes at its end that are read.
+        version: its size in bytes and the time of its change, by which the answer is kept.
+    """
+    with path.open("rb") as file:
+        file.seek(max(0, version[0] - tail))
+        lines = file.read().splitlines()
+    return tuple(record for line in lines if (record := _parse(line)) is not None)
 
 
 def read_rank_windows(run: RunDirectory) -> list[RankWindows]:

@@ -165,15 +165,17 @@ def read_report(run: RunDirectory, tail_only: bool = False, table: StepTable | N
     Args:
         run: the run directory.
         tail_only: read only the last steps, for lists of many runs.
-        table: steps that were read before, to which the new ones are added.
+        table: steps that were read before, to which the new ones are added; the report gets a copy.
     """
     problems: list[str] = []
     job_text = _text(run.job, problems)
     job = with_new_names(_parse(run.job, job_text, tomllib.loads, problems))
     planned = _parse(run.plan, _text(run.plan, problems), json.loads, problems)
     environment = _parse(run.environment, _text(run.environment, problems), json.loads, problems)
+    is_shared = table is not None
     table = table or StepTable(run.metrics, TAIL_BYTES if tail_only else None)
     table.update(problems)
+    columns = table.columns
     events = _since_fresh_start(_records(run.events, problems))
     validations, checkpoints = _of_current_history(events)
     return Report(
@@ -186,7 +188,7 @@ def read_report(run: RunDirectory, tail_only: bool = False, table: StepTable | N
         parameters=planned.get("parameters"),
         loader_workers=planned.get("loader_workers"),
         environment=environment,
-        steps=table.columns,
+        steps={key: list(column) for key, column in columns.items()} if is_shared else columns,
         non_finite=tuple(table.non_finite),
         starts=tuple(event for event in events if event["kind"] == "start"),
         validations=validations,

@@ -55,3 +55,25 @@ def test_a_host_that_was_silent_once_is_no_end_of_its_run(
     assert main(["logs", "gpt", "-f"]) == 0
     assert remaining == ["never asked"]
     assert capsys.readouterr().out == "".join(f"line {number}\n" for number in output)
+
+
+def test_a_pattern_is_sought_in_whole_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDirectory(tmp_path / "runs" / "gpt")
+    run.create()
+    run.job.write_text("")
+    pieces = ["loss 1.0, no", "rm 2.0\n"]
+    states = ["running", "finished"]
+
+    def statuses(runs: Any) -> tuple[dict[Path, RunStatus], list[str]]:
+        with run.rank_log(0).open("a") as file:
+            file.write(pieces.pop(0))
+        return {runs[0].path: RunStatus(states.pop(0), None, "", (), ())}, []  # type: ignore[arg-type]
+
+    monkeypatch.setattr(control, "run_statuses", statuses)
+    monkeypatch.setattr(records, "warn_about_records", lambda *_: "")
+    monkeypatch.setattr(logs, "POLL_SECONDS", 0)
+    monkeypatch.chdir(tmp_path)
+    assert main(["logs", "gpt", "-f", "--rank", "0", "--grep", "norm"]) == 0
+    assert capsys.readouterr().out == "loss 1.0, norm 2.0\n"

@@ -130,3 +130,60 @@ def test_a_reader_stays_open(loop: EventLoop) -> None:
         run_until(loop, lambda number=number: reader.reads == number and not loop._selector.get_map())
     assert len(gpus.readings) == 2
     assert opened == [True]
+
+
+def test_what_cannot_be_read_costs_the_record_and_not_the_run(
+    loop: EventLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("FIRST_SAMPLE_SECONDS", "SAMPLE_INTERVAL_SECONDS"):
+        monkeypatch.setattr(usage_recorder, name, 0.001)
+    calls: list[int] = []
+
+    def read(_: Path) -> dict[str, Any]:
+        calls.append(len(calls))
+        if len(calls) < 3:
+            raise PermissionError("/proc/net/dev")
+        return {"cpus": 2}
+
+    monkeypatch.setattr(usage_recorder, "read_node_usage", read)
+    run, readings = RunDirectory(tmp_path), []
+    run.create()
+    recorder = UsageRecorder(run, 0, None, loop, lambda: {5: os.getpid()}, on_event=readings.append)
+    run_until(loop, lambda: bool(readings))
+    recorder.close()
+    assert len(calls) >= 3
+    assert readings[0]["cpus"] == 2
+
+
+def test_a_store_that_does_not_answer_holds_up_nothing(
+    loop: EventLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(usage_recorder, "FIRST_SAMPLE_SECONDS", 0.001)
+    release, asked, ticks = threading.Event(), threading.Event(), []
+
+    def hang(_: Path) -> dict[str, Any]:
+        asked.set()
+        release.wait(60)
+        return {}
+
+    monkeypatch.setattr(usage_recorder, "read_node_usage", hang)
+    run = RunDirectory(tmp_path)
+    run.create()
+    recorder = UsageRecorder(run, 0, None, loop, dict)
+    run_until(loop, asked.is_set)
+    loop.call_later(0.001, lambda: ticks.append("heartbeat"))
+    run_until(loop, lambda: bool(ticks))
+    recorder.close()
+    release.set()
+
+
+def test_gpus_of_ranks_are_those_that_they_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for process, opened in (("7", "/dev/nvidia2"), ("8", "/dev/null")):
+        (tmp_path / process / "fd").mkdir(parents=True)
+        (tmp_path / process / "fd" / "3").symlink_to(opened)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    assert usage_recorder.used_gpus(8, [7], tmp_path) == {2}
+    assert usage_recorder.used_gpus(8, [7, 8, 9], tmp_path) == {2, 5}
+    assert usage_recorder.used_gpus(8, [8], tmp_path) == set()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert usage_recorder.used_gpus(8, [7, 8], tmp_path) == {0, 1}

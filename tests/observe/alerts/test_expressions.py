@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from wanma.observe.alerts.expressions import History, age, deviation, increase, longest, mean, value
+from wanma.observe.alerts.expressions import (
+    History,
+    age,
+    deviation,
+    increase,
+    longest,
+    mean,
+    shortest,
+    value,
+)
 from wanma.observe.alerts.rules import RULES
 from wanma.observe.series.run_series import Labels, Sample
 
+RANK_UP = "max by (run, node, rank) (wanma_rank_up)"
 RANKS = [(("node", "0"), ("rank", str(rank))) for rank in range(2)]
 
 
@@ -32,12 +44,20 @@ def test_a_window_has_the_mean_and_the_deviation_of_its_values() -> None:
     assert deviation("loss", 10.0).evaluate(past) == {(): 1.0}
 
 
+@pytest.mark.parametrize("losses", [(math.inf, -math.inf), (1e308, 1e308), (1e300, -1e300)])
+def test_infinite_and_huge_values_have_a_mean_and_a_deviation_of_no_use(losses: tuple[float, ...]) -> None:
+    past = history(*({("loss", ()): loss} for loss in losses))
+    assert not any(math.isfinite(number) for number in deviation("loss", 10.0).evaluate(past).values())
+    assert (value("loss") - mean("loss", 10.0) > deviation("loss", 10.0) * 4).evaluate(past) == {}
+
+
 def test_a_value_of_the_run_applies_to_all_ranks() -> None:
     reading = {("rank_silent_seconds", labels): 30.0 * number for number, labels in enumerate(RANKS)}
     past = history({**reading, ("step_seconds", ()): 2.0})
     silence = value("rank_silent_seconds")
     assert (silence > value("step_seconds") * 10).evaluate(past) == {RANKS[1]: 30.0}
     assert longest(silence).evaluate(past) == {(): 30.0}
+    assert shortest(silence).evaluate(past) == {(): 0.0}
     assert (silence / value("step_seconds")).evaluate(past) == {RANKS[0]: 0.0, RANKS[1]: 15.0}
 
 
@@ -70,14 +90,20 @@ def test_given_labels_are_no_labels_of_the_result() -> None:
 @pytest.mark.parametrize(
     ("expression", "promql"),
     [
-        (value("up") > 0, "(wanma_up > 0)"),
-        (value("rank_up") / value("up"), "(wanma_rank_up / on (run) group_left () wanma_up)"),
-        ((value("rank_up") < 1) & (value("up") > 0), "((wanma_rank_up < 1) and on (run) (wanma_up > 0))"),
+        (value("up") > 0, "(max by (run) (wanma_up) > 0)"),
+        (value("rank_up") / value("up"), f"({RANK_UP} / on (run) group_left () max by (run) (wanma_up))"),
+        (
+            (value("rank_up") < 1) & (value("up") > 0),
+            f"(({RANK_UP} < 1) and on (run) (max by (run) (wanma_up) > 0))",
+        ),
         (
             increase("phase_seconds", 60.0, phase="data"),
-            'sum without (phase) (increase(wanma_phase_seconds_total{phase="data"}[60s]))',
+            'max by (run) (increase(wanma_phase_seconds_total{phase="data"}[60s]))',
         ),
-        (longest(value("rank_up")) > value("loss"), "(max by (run) (wanma_rank_up) > on (run) wanma_loss)"),
+        (
+            shortest(value("rank_up")) > value("loss"),
+            f"(min by (run) ({RANK_UP}) > on (run) max by (run) (wanma_loss))",
+        ),
     ],
 )
 def test_promql(expression: object, promql: str) -> None:

@@ -31,12 +31,14 @@ def usage(time: float, *, silent: float = 0.0, alive: bool = True, **node: Any) 
 
 
 def hour(monitor: AlertMonitor, seconds: int = 3600, **values: Any) -> Iterator[dict[str, Any]]:
-    """Yield the alerts of a run with a step a second and a reading every five."""
+    """Yield the alerts of a run with a step a second, a reading every five and a checkpoint every hundred."""
     monitor.on_event(START)
     for second in range(1, seconds):
         yield from monitor.on_event(step(second, float(second), **values))
         if second % 5 == 0:
             yield from monitor.on_event(usage(float(second)))
+        if second % 100 == 0:
+            monitor.on_event({"kind": "checkpoint", "time": float(second), "step": second, "bytes": 1})
 
 
 def names(alerts: list[dict[str, Any]]) -> list[tuple[str, bool]]:
@@ -53,10 +55,19 @@ def test_a_healthy_hour_has_no_alert() -> None:
         ({"phases": {"forward_backward": 0.7, "data": 0.3}}, "DataWait"),
         ({"step_seconds": 2.0}, "SlowerThanForecast"),
         ({"loss": None, "non_finite": {"loss": "nan"}}, "LossNotFinite"),
+        ({"grad_norm": None, "non_finite": {"grad_norm": "inf"}}, "LossNotFinite"),
     ],
 )
 def test_a_fault_of_each_step_fires_its_alert_alone(values: dict[str, Any], alert: str) -> None:
     assert names(list(hour(AlertMonitor(PLAN), 1200, **values))) == [(alert, True)]
+
+
+def test_a_gradient_that_overflows_is_a_part_of_fp16() -> None:
+    monitor = AlertMonitor(PLAN)
+    list(hour(monitor, 2))
+    monitor.on_event({**START, "time": 2.0, "step": 1, "plan": "2 ranks (one process), fp16, cuda"})
+    monitor.on_event(step(2, 3.0, grad_norm=None, non_finite={"grad_norm": "inf"}))
+    assert monitor.on_event(usage(5.0)) + monitor.on_event(usage(10.0)) == []
 
 
 def test_an_alert_fires_once_and_resolves_when_its_cause_is_gone() -> None:
@@ -103,7 +114,11 @@ def test_resources_of_a_node_are_named_with_the_node() -> None:
 def test_gpus_and_ranks_are_named() -> None:
     monitor = AlertMonitor(PLAN)
     list(hour(monitor, 30))
-    gpus = [{"gpu": 0, "is_throttled": False, "utilization": 0.9}, {"gpu": 1, "is_throttled": True}]
+    gpus = [
+        {"gpu": 0, "is_throttled": False, "utilization": 0.9},
+        {"gpu": 1, "is_throttled": True},
+        {"gpu": 2, "is_throttled": True, "is_used": False},
+    ]
     alerts = []
     for second in range(30, 400, 5):
         alerts += monitor.on_event(usage(float(second), gpus=gpus))
@@ -115,10 +130,30 @@ def test_gpus_and_ranks_are_named() -> None:
     ]
 
 
-def test_too_old_a_checkpoint() -> None:
+def test_a_gpu_is_idle_only_while_ranks_do_steps() -> None:
+    for steps_per_second, expected in ((1, [("GpuIdle", True)]), (0, [])):
+        monitor, alerts = AlertMonitor(PLAN), []
+        monitor.on_event(START)
+        for second in range(0, 900, 5):
+            ranks = [{"rank": 0, "is_alive": True, "silent_seconds": 0.0, "steps": steps_per_second * second}]
+            gpus = [{"gpu": 0, "utilization": 0.01}]
+            alerts += monitor.on_event(usage(float(second), gpus=gpus, ranks=ranks))
+        assert names(alerts) == expected
+
+
+def test_one_rank_that_reports_progress_is_enough() -> None:
+    monitor = AlertMonitor(PLAN)
+    list(hour(monitor, 60))
+    ranks = [{"rank": rank, "is_alive": True, "silent_seconds": 300.0 * rank} for rank in range(2)]
+    assert monitor.on_event(usage(400.0, ranks=ranks)) == []
+
+
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_too_old_a_checkpoint(has_checkpoint: bool) -> None:
     monitor = AlertMonitor(PLAN, 100)
     monitor.on_event(START)
-    monitor.on_event({"kind": "checkpoint", "time": 5.0, "step": 5, "bytes": 1})
+    if has_checkpoint:
+        monitor.on_event({"kind": "checkpoint", "time": 5.0, "step": 5, "bytes": 1})
     alerts = []
     for second in range(6, 1000):
         alerts += monitor.on_event(step(second, float(second)))

@@ -69,5 +69,12 @@ def test_a_webhook_must_come_from_outside_the_job_file(value: str) -> None:
     assert "hooks.example" not in str(caught.value)
 
 
+def test_an_address_that_no_request_can_have_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOOK", "http://127.0.0.1/a secret")
+    (warning,) = deliver(SinkConfig("env:HOOK"))
+    assert "InvalidURL" in warning
+    assert "secret" not in warning
+
+
 def test_a_body_keeps_braces_that_name_nothing() -> None:
     assert render_body('{"a": {"b": "{alert}"}}', EVENT) == '{"a": {"b": "DataWait"}}'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from wanma.observe.series.catalogue import CATALOGUE, metric_table
-from wanma.observe.series.run_series import NodeSeries, RunSeries
+from wanma.observe.series.run_series import NodeSeries, RunSeries, Sample
 
 START = {"kind": "start", "time": 100.0, "step": 0, "steps": 50, "world_size": 4, "plan": "dp 4"}
 
@@ -18,11 +18,12 @@ def step(number: int, **values: object) -> dict[str, object]:
 def test_a_step_sets_gauges_and_adds_to_counters() -> None:
     series = RunSeries()
     series.update(START)
-    for number in (1, 2):
+    for number in (1, 2, 3):  # the first one of a start counts for no mean
         series.update(
             step(number, phases={"data": 0.1}, mfu=0.4, exposed_communication_seconds={"data": 0.2})
         )
-    assert series.get("completed_steps") == 2
+    assert series.get("completed_steps") == 3
+    assert series.get("steps") == 2
     assert series.get("mfu_ratio") == 0.4
     assert series.get("phase_seconds", phase="data") == 0.2
     assert series.get("exposed_communication_seconds", kind="data") == 0.4
@@ -48,6 +49,37 @@ def test_goodput_leaves_out_repeated_steps_and_waits() -> None:
     assert series.get("goodput_ratio") == 1.0 / 10.0  # steps 1 and 2 of half a second, in ten seconds
     assert series.get("used_device_seconds") == 4.0
     assert series.get("starts") == 2
+
+
+def test_a_run_stays_down_after_its_end_until_it_starts_again() -> None:
+    series = RunSeries()
+    series.mark_alive(True)
+    assert {sample.metric for sample in series.samples()} == {"up"}, "no start was seen"
+    series.update(START)
+    series.update({"kind": "finish", "time": 101.0, "outcome": "finished"})
+    series.mark_alive(True)
+    assert series.get("up") == 0
+    series.update({**START, "step": 3})
+    assert series.get("up") == 1
+
+
+def test_totals_go_on_from_the_records_of_earlier_starts() -> None:
+    series = RunSeries(checkpoint_interval_steps=2)
+    checkpoint = {"kind": "checkpoint", "time": 104.0, "step": 2, "bytes": 7}
+    series.replay([START, *(step(number) for number in range(1, 5)), checkpoint])
+    assert list(series.samples()) == [Sample("up", (), 0.0)]
+    series.update({**START, "time": 110.0, "step": 2})
+    expected = {"starts": 2, "repeated_steps": 2, "steps": 0, "checkpoint_step": 2, "goodput_ratio": 0.1}
+    assert {name: series.get(name) for name in expected} == expected
+    assert series.get("checkpoint_timestamp_seconds") == 104.0
+
+
+def test_a_fresh_training_in_the_same_folder_has_totals_of_its_own() -> None:
+    series = RunSeries({"forecast": {"memory_bytes": 7}})
+    series.replay([START, step(1), {"kind": "recovery", "time": 102.0, "seconds": 1.0}])
+    series.update({**START, "time": 200.0})
+    expected = {"starts": 1, "recoveries": 0, "checkpoint_step": 0, "forecast_memory_bytes": 7}
+    assert {name: series.get(name) for name in expected} == expected
 
 
 def test_validations_have_a_slope_and_a_best() -> None:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -218,7 +219,7 @@ def launch_script(
     run.create()
     with (
         lock_run(run) if section.nodes == 1 else nullcontext(),
-        _ScriptConsole(run, shown_ranks, section.node_rank or 0) as console,
+        _ScriptConsole(run, shown_ranks) as console,
     ):
         record = ScriptRecord(
             run,
@@ -383,11 +384,10 @@ class _ScriptConsole:
     Args:
         run: run directory.
         shown_ranks: ranks whose output is shown; None: all.
-        node: node rank of this node.
     """
 
-    def __init__(self, run: RunDirectory, shown_ranks: Sequence[int] | None, node: int) -> None:
-        self._run, self._shown_ranks, self._node = run, shown_ranks, node
+    def __init__(self, run: RunDirectory, shown_ranks: Sequence[int] | None) -> None:
+        self._run, self._shown_ranks, self._began = run, shown_ranks, time.time()
         self._observer: RunObserver | None = None
         self._stack = ExitStack()
         self._console: Console | None = None
@@ -435,11 +435,11 @@ class _ScriptConsole:
                 self._run,
                 settings,
                 self.write,
-                node=self._node,
+                node=0,  # only rank 0 tells of its session
                 checkpoint_interval_steps=event["checkpoint_interval_steps"],
                 plan={},
+                began=self._began,
             )
-        except WanmaError as error:  # the ranks train already
+            self._observer = self._stack.enter_context(observer)
+        except Exception as error:  # the ranks train already
             self.write({"kind": "message", "level": "warning", "text": f"not observed: {error}"})
-            return
-        self._observer = self._stack.enter_context(observer)

@@ -243,7 +243,7 @@ def _observer(job: Job, run: RunDirectory, prepared: PreparedJob, console: Conso
         run,
         job.observe,
         console.write,
-        node=job.cluster.node_rank or 0,
+        node=job.cluster.node_rank if job.cluster.nodes > 1 else 0,
         checkpoint_interval_steps=job.checkpoint.every_steps or 0,
         plan=prepared.to_json(),
     )
@@ -432,7 +432,13 @@ def _launch_fingerprint(job: Job, plan: Plan) -> str:
     """
     # A node that joins later has the address at which it found the coordinator.
     node_settings = dict.fromkeys(("node_rank", "network_interface", "topology_address", "rendezvous"))
-    common_job = job.model_copy(update={"cluster": job.cluster.model_copy(update=node_settings)})
+    endpoint_settings = {"metrics_host": "", "metrics_port": None}
+    common_job = job.model_copy(
+        update={
+            "cluster": job.cluster.model_copy(update=node_settings),
+            "observe": job.observe.model_copy(update=endpoint_settings),
+        }
+    )
     fingerprint_values = {
         **plan.to_json(),
         "threads_per_rank": 0,

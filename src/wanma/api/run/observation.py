@@ -1,4 +1,4 @@
-"""Observer of a run of this node, whose alerts go to the console and, on the first node, into the records."""
+"""Observer of a run of this node, whose alerts go to the console and, where rank 0 is, into the records."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from wanma.api.run.run_records import record_supervisor_event
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event
 from wanma.job.sections.observe import ObserveSection
-from wanma.observe.alerts.monitor import ALERT_EVENT
 from wanma.observe.run_observer import RunObserver
 
 
@@ -19,9 +18,10 @@ def open_observer(
     settings: ObserveSection,
     write: Callable[[Event], None],
     *,
-    node: int,
+    node: int | None,
     checkpoint_interval_steps: int,
     plan: Mapping[str, Any],
+    began: float | None = None,
 ) -> RunObserver:
     """Return the observer, which is to be entered.
 
@@ -29,20 +29,15 @@ def open_observer(
         run: run directory.
         settings: section [observe] of the job.
         write: shows an event.
-        node: node rank of this node.
+        node: node rank of this node; None: it is not known yet.
         checkpoint_interval_steps: steps between two checkpoints; 0: there are none.
         plan: content of plan.json; empty: unknown.
+        began: time of this start in unix seconds; None: now.
 
     Raises:
         JobError: as of `RunObserver`.
         WanmaError: likewise.
     """
-
-    def show(event: Event) -> None:
-        write(event)
-        if event["kind"] == ALERT_EVENT and node == 0:
-            record_supervisor_event(run, event, write)
-
     return RunObserver(
         run,
         settings,
@@ -50,5 +45,7 @@ def open_observer(
         hostname=socket.gethostname(),
         checkpoint_interval_steps=checkpoint_interval_steps,
         plan=plan,
-        show=show,
+        show=write,
+        record=lambda event: record_supervisor_event(run, event, write),
+        began=began,
     )

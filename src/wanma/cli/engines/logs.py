@@ -102,11 +102,12 @@ class _LinePrinter:
 
     Args:
         pattern: regular expression that a line must contain; None: any.
-        is_named: True if each line begins with the name of its log, and must therefore be whole.
+        is_named: True if each line begins with the name of its log.
     """
 
     def __init__(self, pattern: re.Pattern[str] | None, *, is_named: bool) -> None:
         self._pattern, self._is_named = pattern, is_named
+        self._prints_parts = pattern is None and not is_named
 
     def print_piece(self, piece: LogPiece, offset: int | None, *, is_last: bool) -> int:
         """Print the lines that begin in a piece of a log.
@@ -127,7 +128,7 @@ class _LinePrinter:
             position = file.tell()
             while (piece.end is None or position < piece.end) and (line := file.readline()):
                 is_whole = line.endswith(b"\n")
-                if self._is_named and not is_whole and not is_last:
+                if not (is_whole or self._prints_parts or is_last):
                     break
                 self._print(piece.path.stem, line.decode(errors="replace"), is_whole=is_whole)
                 position = file.tell()

@@ -5,10 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from wanma.cli.arguments import add_run_arguments, parse_count, parse_integers, resolve_run
 
-POLL_SECONDS = 0.2
+if TYPE_CHECKING:
+    from wanma.job.run.run_directory import RunDirectory
+
+POLL_SECONDS, STATE_SECONDS = 0.2, 1.0
+"""Intervals, in seconds, at which the traces and the state of the run are looked at."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -19,7 +25,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add_run_arguments(parser)
     parser.add_argument(
-        "--steps", metavar="N", type=parse_count, default=3, help="steps; default: %(default)s"
+        "--steps", metavar="N", type=_parse_steps, default=3, help="steps, 100 at most; default: %(default)s"
     )
     parser.add_argument(
         "--ranks", metavar="RANKS", type=parse_integers, default=[0], help="ranks, e.g. 0,3; default: 0"
@@ -51,14 +57,43 @@ def run(arguments: argparse.Namespace) -> int:
     request = request_profile(chosen, arguments.steps, arguments.ranks)
     files = [trace_file(chosen, request.number, rank) for rank in request.ranks]
     print(f"profiling {request.steps} steps …", file=sys.stderr)
-    deadline = time.monotonic() + arguments.timeout
-    while missing := [file for file in files if not file.exists()]:
-        if time.monotonic() > deadline:
-            raise WanmaError(
-                f"no trace after {arguments.timeout:g} s: {missing[0].name} is missing",
-                "give the run directory that the nodes share; raise --timeout for long steps",
-            )
-        time.sleep(POLL_SECONDS)
+    _wait(chosen, files, arguments.timeout)
     for file in files:
         print(file)
     return 0
+
+
+def _parse_steps(text: str) -> int:
+    from wanma.job.run.profile_request import MAX_STEPS
+
+    if (steps := parse_count(text)) > MAX_STEPS:
+        raise argparse.ArgumentTypeError(f"'{text}' is more than {MAX_STEPS}")
+    return steps
+
+
+def _wait(run: RunDirectory, files: list[Path], seconds: float) -> None:
+    """Wait for traces.
+
+    Raises:
+        WanmaError: the run has ended before, or the time is over.
+    """
+    from wanma.job.errors import WanmaError
+    from wanma.report.run_report import read_report
+
+    deadline = time.monotonic() + seconds
+    next_look, state = 0.0, "running"
+    while missing := [file.name for file in files if not file.exists()]:
+        if state != "running":
+            raise WanmaError(
+                f"the run '{run.name}' is {state}, and {missing[0]} is missing", "profile a run that trains"
+            )
+        if time.monotonic() > deadline:
+            raise WanmaError(
+                f"no trace after {seconds:g} s: {missing[0]} is missing",
+                "give the run directory that the nodes share; raise --timeout for long steps; the logs of "
+                "ranks say whether a profile failed",
+            )
+        if time.monotonic() > next_look:
+            state, next_look = read_report(run, tail_only=True).state, time.monotonic() + STATE_SECONDS
+            continue  # the last trace may have come before the end
+        time.sleep(POLL_SECONDS)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,12 @@ from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event
 from wanma.observe.metrics.gpu import GpuReader, GpuReading, open_gpu_reader
 from wanma.observe.metrics.node_usage import read_node_usage
-from wanma.observe.metrics.process_usage import read_network_bytes, read_process_table, sum_trees
+from wanma.observe.metrics.process_usage import (
+    read_anonymous_bytes,
+    read_network_bytes,
+    read_process_table,
+    sum_trees,
+)
 from wanma.observe.sinks.append_file import AppendFile
 from wanma.observe.sinks.jsonl import to_json_line
 
@@ -26,6 +32,8 @@ RECORDS_AT_FULL_RATE, LONGEST_RECORD_INTERVAL_SECONDS = 720, 60.0
 class UsageRecorder:
     """Recorder that reads every few seconds until it is closed, and appends lines, ever less often.
 
+    Files are read and written in a thread: a store that does not answer must not stop the heartbeats.
+
     Args:
         run: run directory.
         node_rank: node rank of this node.
@@ -33,7 +41,9 @@ class UsageRecorder:
         loop: event loop.
         pids: returns the process number of each living rank.
         progress: returns further values of each rank by name, such as its step.
-        on_event: gets each record as an event of kind `usage`.
+        on_event: gets each reading as an event of kind `usage`.
+        look: called in that thread, too, with each reading.
+        on_look: gets what it has returned.
     """
 
     def __init__(
@@ -45,15 +55,19 @@ class UsageRecorder:
         pids: Callable[[], Mapping[int, int]],
         progress: Callable[[], Mapping[int, Mapping[str, Any]]] = dict,
         on_event: Callable[[Event], object] = lambda _: None,
+        look: Callable[[], Any] = lambda: None,
+        on_look: Callable[[Any], object] = lambda _: None,
     ) -> None:
         self._run, self._node_rank = run, node_rank
         self._interface, self._loop, self._pids = interface, loop, pids
         self._progress, self._on_event = progress, on_event
+        self._look, self._on_look = look, on_look
         self._newest: dict[int, dict[str, Any]] = {}
         """Newest use of each rank, those that have ended included."""
         self._gpus = NodeGpus(loop)
         self._network_start = read_network_bytes(interface)
         self._interval, self._began, self._next_record = FIRST_SAMPLE_SECONDS, time.monotonic(), 0.0
+        self._is_closed = False
         self._file: AppendFile | None = None
         with contextlib.suppress(OSError):  # a full disk does not end the run
             self._file = AppendFile(run.node_usage(node_rank))
@@ -61,6 +75,7 @@ class UsageRecorder:
 
     def close(self) -> None:
         """Stop recording; a second call does nothing."""
+        self._is_closed = True
         self._timer.cancel()
         if self._file is not None:
             self._file.close()
@@ -68,19 +83,42 @@ class UsageRecorder:
 
     def _sample(self) -> None:
         self._gpus.request()
-        record, now = self.read_record(), time.monotonic()
-        if self._file is not None and now >= self._next_record:
+        pids, progress = dict(self._pids()), dict(self._progress())
+        self._loop.call_in_thread(lambda: self._read(pids, progress), self._store, "wanma-usage")
+
+    def _read(
+        self, pids: Mapping[int, int], progress: Mapping[int, Mapping[str, Any]]
+    ) -> tuple[dict[str, Any] | None, Any]:
+        """Read and record the present use; None: something could not be read."""
+        try:
+            record = self._read_record(pids, progress)
+            self._record(record)
+            return record, self._look()
+        except Exception:  # what cannot be read here costs the record, not the run
+            return None, None
+
+    def _record(self, record: Mapping[str, Any]) -> None:
+        file, now = self._file, time.monotonic()
+        if file is not None and now >= self._next_record:
             pause = (now - self._began) / RECORDS_AT_FULL_RATE
             self._next_record = now + min(pause, LONGEST_RECORD_INTERVAL_SECONDS)
-            with contextlib.suppress(OSError):
-                self._file.write(to_json_line(record))
-        self._on_event({"kind": "usage", "node": self._node_rank, **record})
+            with contextlib.suppress(OSError, ValueError):  # ValueError: it was closed meanwhile
+                file.write(to_json_line(record))
+
+    def _store(self, answer: tuple[dict[str, Any] | None, Any]) -> None:
+        record, seen = answer
+        if self._is_closed:
+            return
+        self._on_look(seen)
+        if record is not None:
+            self._on_event({"kind": "usage", "node": self._node_rank, **record})
         self._interval = min(2 * self._interval, SAMPLE_INTERVAL_SECONDS)
         self._timer = self._loop.call_later(self._interval, self._sample)
 
-    def read_record(self) -> dict[str, Any]:
+    def _read_record(
+        self, pids: Mapping[int, int], progress: Mapping[int, Mapping[str, Any]]
+    ) -> dict[str, Any]:
         """Return the present use of the node and of each rank; of one that has ended, the last."""
-        pids, progress = self._pids(), self._progress()
         usages = sum_trees(read_process_table(), pids.values())
         for rank, pid in pids.items():
             if pid in usages:
@@ -90,10 +128,15 @@ class UsageRecorder:
                     "cpu_seconds": usages[pid].cpu_seconds,
                     "memory_bytes": memory,
                     "peak_memory_bytes": max(memory, earlier["peak_memory_bytes"] if earlier else 0),
+                    "anonymous_bytes": read_anonymous_bytes(pid),
                     **progress.get(rank, {}),
                 }
         ranks = [
-            {**self._newest[rank], "is_alive": rank in pids, "log_bytes": _size(self._run.rank_log(rank))}
+            {
+                **self._newest[rank],
+                "is_alive": rank in pids or bool(progress.get(rank, {}).get("has_finished")),
+                "log_bytes": _size(self._run.rank_log(rank)),
+            }
             for rank in sorted(self._newest)
         ]
         record: dict[str, Any] = {"time": time.time(), "ranks": ranks, **read_node_usage(self._run.path)}
@@ -101,11 +144,35 @@ class UsageRecorder:
         if now is not None and self._network_start is not None:
             received, sent = (end - start for end, start in zip(now, self._network_start, strict=True))
             record |= {"network_received_bytes": received, "network_sent_bytes": sent}
-        if self._gpus.readings:
+        if readings := self._gpus.readings:
+            used = used_gpus(len(readings), pids.values())
             record["gpus"] = [
-                {"gpu": number, **gpu.to_json()} for number, gpu in enumerate(self._gpus.readings)
+                {"gpu": number, **gpu.to_json(), "is_used": number in used}
+                for number, gpu in enumerate(readings)
             ]
         return record
+
+
+def used_gpus(count: int, processes: Iterable[int], folder: Path = Path("/proc")) -> set[int]:
+    """Return the numbers of the node's GPUs that ranks may use; none if no rank has opened one.
+
+    Args:
+        count: number of GPUs.
+        processes: process number of each rank; as many GPUs are used at most.
+        folder: where the kernel's files are.
+    """
+    processes = list(processes)
+    if not any(_has_gpu(folder / str(process)) for process in processes):
+        return set()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    numbers = [int(word) for word in visible.split(",") if word.strip().isdecimal()] or range(count)
+    return set(list(numbers)[: len(processes)])
+
+
+def _has_gpu(process: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return any(os.readlink(link).startswith("/dev/nvidia") for link in (process / "fd").iterdir())
+    return False
 
 
 def _size(path: Path) -> int:

@@ -33,7 +33,7 @@ from wanma.elastic.workers.fork_server_handle import ForkServerHandle
 from wanma.elastic.workers.progress_board import ProgressBoard, RankProgress
 from wanma.elastic.workers.worker_output import OutputReader, read_last_output
 from wanma.hardware.discovery.network_interfaces import INTERFACE_VARIABLES, NetworkRoute
-from wanma.job.run.profile_request import read_profile_request
+from wanma.job.run.profile_request import ProfileRequest, read_profile_request
 from wanma.job.run.resource_limits import count_oom_kills
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event, Restart
@@ -77,7 +77,8 @@ class WorkerGroup:
         self._script = launch.script or ScriptSettings()
         self._is_draining = False
         self.board = ProgressBoard.create(launch.ranks_per_node)
-        self._pass_on_profile_request()  # ranks that begin after it must not answer it again
+        # Ranks that begin after a request must not answer it again.
+        self._pass_on(read_profile_request(RunDirectory(launch.run_directory)))
         self.hang_detector = HangDetector(self.board, launch, time.monotonic())
         self.workers: list[WorkerHandle] = []
         self.oom_kills_at_start = count_oom_kills()
@@ -144,25 +145,36 @@ class WorkerGroup:
         run, node_rank = RunDirectory(self._launch.run_directory), self.start.node_rank
         interface = environment.get(INTERFACE_VARIABLES[0])
         return UsageRecorder(
-            run, node_rank, interface, self._loop, self._living_pids, self._rank_values, on_event
+            run,
+            node_rank,
+            interface,
+            self._loop,
+            self._living_pids,
+            self._rank_values,
+            on_event,
+            look=lambda: read_profile_request(run),
+            on_look=self._pass_on,
         )
 
     def _rank_values(self) -> dict[int, dict[str, Any]]:
         """Return the progress of each rank that has reported any, for the record of usage."""
-        self._pass_on_profile_request()
-        values = {}
+        values: dict[int, dict[str, Any]] = {}
         for worker in self.workers:
             progress = self.board.read_progress(worker.spec.local_rank)
             work = self.board.read_work_time(worker.spec.local_rank)
-            if progress.report_count:
-                values[worker.spec.rank] = {
-                    "step": progress.step,
-                    "phase": progress.phase,
-                    "silent_seconds": max(time.monotonic() - progress.reported_at, 0.0),
-                }
-            if progress.report_count and work.steps:
-                values[worker.spec.rank] |= {
+            if not progress.report_count:
+                continue
+            own: dict[str, Any] = {"step": progress.step, "phase": progress.phase}
+            own["has_finished"] = worker.is_finished
+            values[worker.spec.rank] = own
+            # As the hang detector judges: not before the first step, at the end, or in the user's own code.
+            is_in_steps = progress.last_finished_step is not None and not progress.is_draining
+            if is_in_steps and not progress.is_outside_session and not worker.has_reported_end:
+                own["silent_seconds"] = max(time.monotonic() - progress.reported_at, 0.0)
+            if work.steps:
+                own |= {
                     "steps": work.steps,
+                    "peer_group": work.peer_group,
                     "data_seconds": work.data_seconds,
                     "compute_seconds": work.compute_seconds,
                 }
@@ -176,8 +188,7 @@ class WorkerGroup:
             if worker.pid is not None and not worker.has_exited
         }
 
-    def _pass_on_profile_request(self) -> None:
-        request = read_profile_request(RunDirectory(self._launch.run_directory))
+    def _pass_on(self, request: ProfileRequest | None) -> None:
         if request is not None:
             self.board.request_profile(request.number)
 

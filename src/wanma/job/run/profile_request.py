@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from wanma.job.run.run_directory import RunDirectory, write_json
 
 MAX_NUMBER = 255
 """Largest number of a request: a byte of the supervisor's page has it; 1 follows."""
+MAX_STEPS = 100
+"""Most steps of a profile: it is held in memory."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +23,20 @@ class ProfileRequest:
     number: int
     """1 .. `MAX_NUMBER`; another than that of the request before."""
     steps: int
-    """Steps to profile."""
+    """Steps to profile, 1 .. `MAX_STEPS`."""
     ranks: Sequence[int]
+
+    @property
+    def is_valid(self) -> bool:
+        """Return whether each value is of its type and in its range."""
+        return (
+            type(self.number) is int
+            and 1 <= self.number <= MAX_NUMBER
+            and type(self.steps) is int
+            and 1 <= self.steps <= MAX_STEPS
+            and isinstance(self.ranks, list | tuple)
+            and all(type(rank) is int for rank in self.ranks)
+        )
 
 
 def request_profile(run: RunDirectory, steps: int, ranks: Sequence[int]) -> ProfileRequest:
@@ -31,7 +46,8 @@ def request_profile(run: RunDirectory, steps: int, ranks: Sequence[int]) -> Prof
         OSError: the run directory cannot be written to.
     """
     before = read_profile_request(run)
-    number = before.number % MAX_NUMBER + 1 if before is not None else 1
+    # Where the earlier request was deleted, the supervisor still knows its number: 1 may be that.
+    number = (before.number if before is not None else int(time.time())) % MAX_NUMBER + 1
     request = ProfileRequest(number, steps, tuple(ranks))
     _file(run).parent.mkdir(exist_ok=True)
     for path in _file(run).parent.glob(f"{number}-rank-*"):
@@ -41,12 +57,12 @@ def request_profile(run: RunDirectory, steps: int, ranks: Sequence[int]) -> Prof
 
 
 def read_profile_request(run: RunDirectory, number: int | None = None) -> ProfileRequest | None:
-    """Return the newest request; None: there is none, or not of this number."""
+    """Return the newest request; None: there is none, or not of this number, or it is damaged."""
     try:
         request = ProfileRequest(**json.loads(_file(run).read_text()))
     except (OSError, ValueError, TypeError):
         return None
-    return request if number in (None, request.number) else None
+    return request if request.is_valid and number in (None, request.number) else None
 
 
 def trace_file(run: RunDirectory, number: int, rank: int) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from wanma.job.sections.base import Section
 
@@ -14,6 +14,8 @@ MAX_RUN_NAME_BYTES = 200
 
 class ObserveSection(Section):
     """Display and records of a run."""
+
+    model_config = ConfigDict(hide_input_in_errors=True)  # one may be a secret by mistake
 
     name: str | None = Field(None, description="run name; default: the job file's name")
     runs: str = Field("runs", description="folder of run directories")
@@ -59,6 +61,14 @@ class ObserveSection(Section):
         description="copies of the records: mlflow, wandb, an entry point, 'package.module:Class'",
     )
     tensorboard: bool = Field(False, description="write TensorBoard files into the run directory")
+
+    @field_validator("metrics_token", "alert_webhook")
+    @classmethod
+    def _check_secret_source(cls, value: str) -> str:
+        if value and not value.startswith(("env:", "file:")):
+            # Without the value, which is the secret.
+            raise ValueError("must be 'env:NAME' or 'file:PATH': the job is written into the run directory")
+        return value
 
     @model_validator(mode="after")
     def _check_run_name(self) -> ObserveSection:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 from wanma.observe.series.catalogue import CATALOGUE, RUN_LABELS
 from wanma.observe.series.run_series import Labels, Sample
@@ -127,7 +128,12 @@ def age(metric: str) -> Expression:
 
 def longest(expression: Expression) -> Expression:
     """Return the largest value of a run's series."""
-    return _Largest(expression)
+    return _Extreme("max", expression)
+
+
+def shortest(expression: Expression) -> Expression:
+    """Return the smallest value of a run's series."""
+    return _Extreme("min", expression)
 
 
 @dataclass(frozen=True)
@@ -177,14 +183,9 @@ class _Range(Expression):
         matchers = ",".join(f'{name}="{text}"' for name, text in self.matched)
         selector = CATALOGUE[self.metric].full_name + (f"{{{matchers}}}" if matchers else "")
         if self.function:
-            return self._without_matched(f"{self.function}({selector}[{self.window_seconds:g}s])")
-        return self._without_matched(selector)
-
-    def _without_matched(self, text: str) -> str:
-        """Drop the labels that were given, so that operators match the others."""
-        return (
-            f"sum without ({', '.join(name for name, _ in self.matched)}) ({text})" if self.matched else text
-        )
+            selector = f"{self.function}({selector}[{self.window_seconds:g}s])"
+        # A resume and each node have targets of their own, whose labels would let a series match several.
+        return f"max by ({', '.join(self.labels)}) ({selector})"
 
     def evaluate(self, history: History) -> Values:
         reduce = _REDUCTIONS[self.function]
@@ -194,7 +195,8 @@ class _Range(Expression):
 
 
 @dataclass(frozen=True)
-class _Largest(Expression):
+class _Extreme(Expression):
+    function: Literal["max", "min"]
     part: Expression
 
     @property
@@ -202,11 +204,12 @@ class _Largest(Expression):
         return RUN_LABELS
 
     def promql(self) -> str:
-        return f"max by ({', '.join(RUN_LABELS)}) ({self.part.promql()})"
+        return f"{self.function} by ({', '.join(RUN_LABELS)}) ({self.part.promql()})"
 
     def evaluate(self, history: History) -> Values:
         values = self.part.evaluate(history)
-        return {(): max(values.values())} if values else {}
+        reduce = max if self.function == "max" else min
+        return {(): reduce(values.values())} if values else {}
 
 
 @dataclass(frozen=True)
@@ -224,7 +227,6 @@ class _Operation(Expression):
     def promql(self) -> str:
         matching = ""
         if self.left.labels and self.right.labels:
-            # Prometheus adds labels of its targets, of which an aggregation has none.
             common = ", ".join(label for label in self.left.labels if label in self.right.labels)
             matching = f" on ({common})"
             if self.sign != "and" and set(self.left.labels) != set(self.right.labels):
@@ -282,12 +284,20 @@ def _increase(points: list[tuple[float, float]]) -> float | None:
 
 
 def _mean(points: list[tuple[float, float]]) -> float:
-    return math.fsum(number for _, number in points) / len(points)
+    return _sum(number for _, number in points) / len(points)
 
 
 def _deviation(points: list[tuple[float, float]]) -> float:
     center = _mean(points)
-    return math.sqrt(math.fsum((number - center) ** 2 for _, number in points) / len(points))
+    return math.sqrt(_sum((number - center) ** 2 for _, number in points) / len(points))
+
+
+def _sum(numbers: Iterable[float]) -> float:
+    """Return the sum; NaN if there is none, as of infinities of both signs or of numbers too large."""
+    try:
+        return math.fsum(numbers)
+    except (ValueError, OverflowError):
+        return math.nan
 
 
 _REDUCTIONS: dict[str, Reduction] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ class AlertMonitor:
     Args:
         plan: content of plan.json.
         checkpoint_interval_steps: steps between two checkpoints, by the job; 0: there are none.
-        rules: rules.
+        rules: rules; empty: nothing is evaluated.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class AlertMonitor:
         rules: Sequence[Rule] = RULES,
     ) -> None:
         self._run = RunSeries(plan, checkpoint_interval_steps)
-        self._nodes: dict[int, NodeSeries] = {}
+        self._node: NodeSeries | None = None
         self._rules = rules
         self._history = History(LONGEST_WINDOW_SECONDS)
         self._pending: dict[tuple[str, Labels], _Pending] = {}
@@ -51,10 +51,17 @@ class AlertMonitor:
         if event["kind"] != USAGE_EVENT:
             self._run.update(event)
             return []
-        self._nodes.setdefault(event["node"], NodeSeries(event["node"])).update(event)
+        self._node = NodeSeries(event["node"])  # its number may change when others are lost
+        self._node.update(event)
         self._run.mark_alive(any(rank["is_alive"] for rank in event["ranks"]))
+        if not self._rules:
+            return []
         self._history.record(event["time"], self.samples())
         return list(self._changes(event["time"]))
+
+    def replay(self, records: Iterable[Event]) -> None:
+        """Take the records of earlier starts of the run."""
+        self._run.replay(records)
 
     def end(self, now: float, failure: str | None) -> list[Event]:
         """Return the events of the end: that of a failure, or those that resolve what still fires."""
@@ -72,8 +79,8 @@ class AlertMonitor:
     def samples(self) -> Iterator[Sample]:
         """Yield the present values of the metrics, with those of the alerts that fire."""
         yield from self._run.samples()
-        for node in self._nodes.values():
-            yield from node.samples()
+        if self._node is not None:
+            yield from self._node.samples()
         severities = {rule.name: rule.severity for rule in self._rules}
         for (name, labels), pending in self._pending.items():
             if pending.is_firing and not labels:

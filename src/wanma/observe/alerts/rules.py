@@ -10,7 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from wanma.observe.alerts.expressions import Expression, age, deviation, increase, longest, mean, value
+from wanma.observe.alerts.expressions import (
+    Expression,
+    age,
+    deviation,
+    increase,
+    longest,
+    mean,
+    shortest,
+    value,
+)
 
 Severity = Literal["warning", "critical"]
 MINUTE, HOUR = 60.0, 3600.0
@@ -33,10 +42,11 @@ class Rule:
     """Usual causes, each with where to look or what to change, most frequent first."""
 
 
-def _share_of_step(phase: str) -> Expression:
-    """Return the share of the step that rank 0 spent in a phase, in the last ten minutes."""
-    window = 10 * MINUTE
-    return increase("phase_seconds", window, phase=phase) / increase("step_time_seconds", window)
+def _share_of_step(phase: str, window_seconds: float) -> Expression:
+    """Return the share of the step that rank 0 spent in a phase, in the window."""
+    return increase("phase_seconds", window_seconds, phase=phase) / increase(
+        "step_time_seconds", window_seconds
+    )
 
 
 def _mean_step(window_seconds: float) -> Expression:
@@ -48,8 +58,8 @@ RULES = (
     Rule(
         "TrainingStalled",
         "critical",
-        (longest(value("rank_silent_seconds")) > value("step_seconds") * 10)
-        & (longest(value("rank_silent_seconds")) > 2 * MINUTE)
+        (shortest(value("rank_silent_seconds")) > value("step_seconds") * 10)
+        & (shortest(value("rank_silent_seconds")) > 2 * MINUTE)
         & (value("up") > 0),
         0.0,
         "no rank reports progress: {value:.0f} s since the last report, more than ten steps take",
@@ -87,7 +97,7 @@ RULES = (
     Rule(
         "SlowerThanForecast",
         "warning",
-        (_mean_step(10 * MINUTE) / value("forecast_step_upper_seconds")) > 1.5,
+        (_mean_step(5 * MINUTE) / value("forecast_step_upper_seconds")) > 1.5,
         5 * MINUTE,
         "steps take {value:.1f} times the upper end of the forecast's interval",
         (
@@ -109,7 +119,7 @@ RULES = (
     Rule(
         "DataWait",
         "warning",
-        _share_of_step("data") > 0.1,
+        _share_of_step("data", 5 * MINUTE) > 0.1,
         5 * MINUTE,
         "ranks wait for data {value:.0%} of the time",
         (
@@ -151,13 +161,11 @@ RULES = (
     Rule(
         "GpuIdle",
         "warning",
-        (mean("gpu_utilization_ratio", 10 * MINUTE) < 0.1) & (value("up") > 0),
+        (mean("gpu_utilization_ratio", 10 * MINUTE) < 0.1)
+        & (longest(increase("rank_steps", 10 * MINUTE)) > 0),
         5 * MINUTE,
         "{labels} computes {value:.0%} of the time",
-        (
-            "a GPU that the plan does not use: `wanma plan` with all devices of the node",
-            "waits for data or for other ranks: `wanma diagnose RUN`",
-        ),
+        ("waits for data or for other ranks: `wanma diagnose RUN`",),
     ),
     Rule(
         "GpuThrottled",

@@ -79,7 +79,7 @@ class AlertSinks:
                 time.sleep(2.0 ** (attempt - 1))
             try:
                 send(event)
-            except (OSError, subprocess.SubprocessError, ValueError) as error:
+            except Exception as error:  # also what http.client raises; the next alert is tried again
                 failure = error
             else:
                 return

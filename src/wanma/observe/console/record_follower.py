@@ -1,8 +1,10 @@
-"""Follower of a run's records: the events that another process writes into the run directory."""
+"""Readers of a run's records: those that another process writes meanwhile, and those of earlier starts."""
 
 from __future__ import annotations
 
+import heapq
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from wanma.job.run.run_directory import RunDirectory
@@ -56,6 +58,28 @@ class RecordFollower:
             if isinstance(record, dict):
                 records.append(record)
         return records
+
+
+def read_records(run: RunDirectory, before: float) -> Iterator[Event]:
+    """Yield the events recorded before a time in unix seconds, oldest first; a step has the kind 'step'."""
+    steps = ({"kind": "step", **record} for record in _read_lines(run.metrics, "step"))
+    for record in heapq.merge(_read_lines(run.events, "kind"), steps, key=lambda record: record["time"]):
+        if record["time"] < before:
+            yield record
+
+
+def _read_lines(path: Path, key: str) -> Iterator[Event]:
+    """Yield the records of a file that have a key and a time; there may be no file."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:  # a torn line
+                continue
+            if isinstance(record, dict) and key in record and isinstance(record.get("time"), int | float):
+                yield record
 
 
 def _size(path: Path) -> int:

@@ -107,6 +107,15 @@ def tree_of(children: Mapping[int, Sequence[int]], root: int) -> list[int]:
     return tree
 
 
+def read_anonymous_bytes(process: int, folder: Path = Path("/proc")) -> int | None:
+    """Return the resident memory of a process that is of no file and not shared; None: it has ended."""
+    try:
+        fields = _read(f"{folder}/{process}/statm").split()
+    except OSError:
+        return None
+    return (int(fields[1]) - int(fields[2])) * _PAGE_BYTES
+
+
 def read_network_bytes(
     interface: str | None, folder: Path = Path("/sys/class/net")
 ) -> tuple[int, int] | None:

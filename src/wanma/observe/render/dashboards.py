@@ -97,20 +97,28 @@ def _name(metric: str) -> str:
     return CATALOGUE[metric].full_name
 
 
-def _of_run(metric: str, **labels: str) -> str:
-    matchers = ",".join(['run="$run"', *(f'{name}="{text}"' for name, text in labels.items())])
-    return f"{_name(metric)}{{{matchers}}}"
+def _merged(metric: str, expression: str) -> str:
+    """Return the expression with one series for all targets of a run: of its nodes and of its starts."""
+    return f"max by ({', '.join(CATALOGUE[metric].labels)}) ({expression})"
+
+
+def _of_all(metric: str, function: str = "", window: str = _RANGE) -> str:
+    """Return a metric of all runs, or a function of it in a window."""
+    return _merged(metric, f"{function}({_name(metric)}[{window}])" if function else _name(metric))
+
+
+def _of_run(metric: str) -> str:
+    return _merged(metric, f'{_name(metric)}{{run="$run"}}')
 
 
 def _rate(metric: str, **labels: str) -> str:
-    return f"rate({_of_run(metric, **labels)}[{_RANGE}])"
+    matchers = ",".join(['run="$run"', *(f'{name}="{text}"' for name, text in labels.items())])
+    return _merged(metric, f"rate({_name(metric)}{{{matchers}}}[{_RANGE}])")
 
 
-def _per_step(metric: str, by: str = "") -> str:
+def _per_step(metric: str) -> str:
     """Return the part of a counter of seconds in the time of a mean step."""
-    rate = f"sum by ({by}) ({_rate(metric)})" if by else _rate(metric)
-    steps = f"scalar({_rate('steps')})"
-    return f"{rate} / {steps}"
+    return f"{_rate(metric)} / on (run) group_left () {_rate('steps')}"
 
 
 def _shown(metric: str, title: str = "", legend: str = "", unit: str = "short", **more: Any) -> Panel:
@@ -128,13 +136,14 @@ FLEET = Dashboard(
         (
             "Now",
             (
-                Panel("runs", (Query(f"sum({_name('up')})", "runs"),), kind="stat", width=4),
-                Panel("ranks", (Query(f"sum({_name('rank_up')})", "ranks"),), kind="stat", width=4),
+                Panel("runs", (Query(f"count({_of_all('up')} > 0)", "runs"),), kind="stat", width=4),
+                Panel("ranks", (Query(f"sum({_of_all('rank_up')})", "ranks"),), kind="stat", width=4),
                 Panel(
                     "goodput",
                     (
                         Query(
-                            f"sum({_name('used_device_seconds')}) / sum({_name('device_seconds')})", "goodput"
+                            f"sum({_of_all('used_device_seconds')}) / sum({_of_all('device_seconds')})",
+                            "goodput",
                         ),
                     ),
                     "percentunit",
@@ -144,15 +153,15 @@ FLEET = Dashboard(
                 ),
                 Panel(
                     "GPU utilization",
-                    (Query(f"avg({_name('gpu_utilization_ratio')})", "GPUs"),),
+                    (Query(f"avg({_of_all('gpu_utilization_ratio')})", "GPUs"),),
                     "percentunit",
                     "stat",
                     4,
                 ),
-                Panel("GPU power", (Query(f"sum({_name('gpu_power_watts')})", "GPUs"),), "watt", "stat", 4),
+                Panel("GPU power", (Query(f"sum({_of_all('gpu_power_watts')})", "GPUs"),), "watt", "stat", 4),
                 Panel(
                     "recoveries in an hour",
-                    (Query(f"sum(increase({_name('recoveries')}[1h]))", "recoveries"),),
+                    (Query(f"sum({_of_all('recoveries', 'increase', '1h')})", "recoveries"),),
                     kind="stat",
                     width=4,
                 ),
@@ -164,10 +173,10 @@ FLEET = Dashboard(
                 Panel(
                     "runs",
                     (
-                        Query(f"{_name('run_info')}", "{{run}}"),
-                        Query(f"{_name('completed_steps')}", "steps"),
-                        Query(f"{_name('loss')}", "loss"),
-                        Query(f"{_name('goodput_ratio')}", "goodput"),
+                        Query(_of_all("run_info"), "{{run}}"),
+                        Query(_of_all("completed_steps"), "steps"),
+                        Query(_of_all("loss"), "loss"),
+                        Query(_of_all("goodput_ratio"), "goodput"),
                     ),
                     kind="table",
                     width=12,
@@ -178,15 +187,15 @@ FLEET = Dashboard(
         (
             "Over time",
             (
-                Panel("loss", (Query(_name("loss"), "{{run}}"),)),
-                Panel("throughput (targets/s)", (Query(_name("targets_per_second"), "{{run}}"),)),
-                Panel("MFU", (Query(_name("mfu_ratio"), "{{run}}"),), "percentunit"),
-                Panel("goodput", (Query(_name("goodput_ratio"), "{{run}}"),), "percentunit"),
+                Panel("loss", (Query(_of_all("loss"), "{{run}}"),)),
+                Panel("throughput (targets/s)", (Query(_of_all("targets_per_second"), "{{run}}"),)),
+                Panel("MFU", (Query(_of_all("mfu_ratio"), "{{run}}"),), "percentunit"),
+                Panel("goodput", (Query(_of_all("goodput_ratio"), "{{run}}"),), "percentunit"),
                 Panel(
                     "processors in use",
                     (
                         Query(
-                            f"rate({_name('node_cpu_seconds')}[{_RANGE}]) / {_name('node_cpus')}",
+                            f"{_of_all('node_cpu_seconds', 'rate')} / {_of_all('node_cpus')}",
                             "{{run}} {{node}}",
                         ),
                     ),
@@ -196,7 +205,7 @@ FLEET = Dashboard(
                     "memory in use",
                     (
                         Query(
-                            f"1 - {_name('node_memory_available_bytes')} / {_name('node_memory_bytes')}",
+                            f"1 - {_of_all('node_memory_available_bytes')} / {_of_all('node_memory_bytes')}",
                             "{{run}} {{node}}",
                         ),
                     ),
@@ -251,7 +260,7 @@ RUN = Dashboard(
                 ),
                 Panel(
                     "step by phase (rank 0)",
-                    (Query(_per_step("phase_seconds", "phase"), "{{phase}}"),),
+                    (Query(_per_step("phase_seconds"), "{{phase}}"),),
                     "s",
                     is_stacked=True,
                 ),
@@ -263,7 +272,7 @@ RUN = Dashboard(
                 ),
                 Panel(
                     "exposed communication",
-                    (Query(_per_step("exposed_communication_seconds", "kind"), "{{kind}}"),),
+                    (Query(_per_step("exposed_communication_seconds"), "{{kind}}"),),
                     "s",
                     is_stacked=True,
                 ),

@@ -6,7 +6,8 @@ The endpoint, the alerts and the live page take their values from here, so all s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +69,10 @@ _RANK_VALUES = {
 """Key of a rank in a record of node usage by its metric."""
 _RANK_PHASES = {"data": "data_seconds", "compute": "compute_seconds"}
 """Key of a rank in a record of node usage by the phase that it sums."""
+_RUN_COUNTERS = ("steps", "step_time_seconds", "non_finite_steps", "checkpoints", "recoveries", "starts")
+"""Counters that are zero at first."""
+_REPEATABLE_STEPS = 10_000
+"""Newest steps whose times are kept for the case that they are repeated, in a run without checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -125,22 +130,52 @@ class RunSeries(Series):
 
     def __init__(self, plan: Mapping[str, Any] | None = None, checkpoint_interval_steps: int = 0) -> None:
         super().__init__()
+        self._interval_steps = checkpoint_interval_steps
+        self._planned: Mapping[str, Any] = plan or {}
+        self._begin_history()
+
+    def _begin_history(self) -> None:
+        """Begin with no record: of a run, or of another training in its folder (`--fresh`)."""
+        self._values.clear()
         self._plan_text = ""
         self._first_start: float | None = None
-        self._useful: list[tuple[int, float]] = []
+        self._useful: deque[tuple[int, float]] = deque(
+            maxlen=None if self._interval_steps else _REPEATABLE_STEPS
+        )
         """Steps and their times of which one may be repeated: those since the newest checkpoint."""
         self._useful_seconds = 0.0
         """Sum of the times of the steps that count, those of `_useful` included."""
         self._newest_time = 0.0
-        for name in ("steps", "step_time_seconds", "non_finite_steps", "checkpoints", "recoveries", "starts"):
+        self._has_started = self._is_over = self._is_first_step = False
+        for name in _RUN_COUNTERS:
             self._set(name, 0)
-        self._set("checkpoint_timestamp_seconds", 0)
         self._set("up", 0)
-        self._set("checkpoint_interval_steps", checkpoint_interval_steps or None)
-        self.set_plan(plan or {})
+        self._set("checkpoint_interval_steps", self._interval_steps or None)
+        self.set_plan(self._planned)
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield the present values; without a `start`, which only the node of rank 0 sees, that of `up`."""
+        return (sample for sample in super().samples() if self._has_started or sample.metric == "up")
+
+    def replay(self, records: Iterable[Event]) -> None:
+        """Take the records of earlier starts, so that totals of the run go on from them.
+
+        What counts since the supervisor began, such as `steps`, stays zero.
+        """
+        for record in records:
+            if record["kind"] == "step":
+                self._newest_time = max(self._newest_time, record.get("time") or 0.0)
+                self._count_useful(record)
+            else:
+                self.update(record)
+        self._set("up", 0)
+        self._drop("run_info")
+        self._drop("rank_straggler")
+        self._has_started = self._is_over = False
 
     def set_plan(self, planned: Mapping[str, Any]) -> None:
         """Take the forecast of a plan, as plan.json has it."""
+        self._planned = planned
         forecast = planned.get("forecast") or {}
         step = forecast.get("step") or {}
         parts = {kind: value for kind, value in step.items() if isinstance(value, int | float)}
@@ -169,7 +204,7 @@ class RunSeries(Series):
                 self._set("checkpoint_write_seconds", event.get("write_seconds"))
                 self._add("checkpoints", 1)
                 self._add("checkpoint_stall_seconds", event.get("stall_seconds"))
-                self._useful = [entry for entry in self._useful if entry[0] > event.get("step", 0)]
+                self._keep_useful(lambda step: step > event.get("step", 0))
             case "recovery" | "resize":
                 self._add("recoveries", event["kind"] == "recovery")
                 self._add("recovery_seconds", event.get("seconds"))
@@ -177,13 +212,14 @@ class RunSeries(Series):
             case "straggler":
                 self._set("rank_straggler", 1 if event.get("is_slow", True) else 0, rank=str(event["rank"]))
             case "finish":
+                self._is_over = True
                 self._set("up", 0)
                 self._set_info(event.get("outcome", "finished"))
         self._set_goodput()
 
     def mark_alive(self, is_alive: bool) -> None:
-        """Note whether ranks live: a node without rank 0 sees no start."""
-        if is_alive:
+        """Note whether ranks live: a node without rank 0 sees no start. After its end the run stays down."""
+        if is_alive and not self._is_over:
             self._set("up", 1)
 
     def _update_step(self, record: Event) -> None:
@@ -193,33 +229,52 @@ class RunSeries(Series):
                 self._set(metric, _non_finite(record, key) if value is None else value)
         self._set("completed_steps", record["step"])
         self._set("last_step_timestamp_seconds", record.get("time"))
+        if not self._is_first_step:
+            self._add_step_times(record)
+        self._is_first_step = False
+        for layer, norm in (record.get("layer_grad_norms") or {}).items():
+            self._set("layer_gradient_norm", norm, layer=layer)
+        # With fp16, a gradient that overflows is a part of loss scaling; the plan's words have the precision.
+        keys = ("loss",) if "fp16" in self._plan_text else ("loss", "grad_norm")
+        self._add("non_finite_steps", any(_non_finite(record, key) is not None for key in keys))
+        if "bad_samples" in record:
+            self._set("bad_samples", record["bad_samples"])
+        self._count_useful(record)
+
+    def _add_step_times(self, record: Event) -> None:
+        """Add to the sums of times, which leave out the slow first step of a start."""
         self._add("steps", 1)
         self._add("step_time_seconds", record.get("step_seconds"))
         for metric, (key, label) in _STEP_COUNTERS.items():
             for name, seconds in (record.get(key) or {}).items():
                 self._add(metric, seconds, **{label: name})
-        for layer, norm in (record.get("layer_grad_norms") or {}).items():
-            self._set("layer_gradient_norm", norm, layer=layer)
         self._add("bubble_seconds", record.get("bubble_seconds"))
-        self._add(
-            "non_finite_steps", any(_non_finite(record, key) is not None for key in ("loss", "grad_norm"))
-        )
-        if "bad_samples" in record:
-            self._set("bad_samples", record["bad_samples"])
+
+    def _count_useful(self, record: Event) -> None:
         seconds = record.get("step_seconds") or 0.0
         self._useful.append((record["step"], seconds))
         self._useful_seconds += seconds
 
+    def _keep_useful(self, is_kept: Callable[[int], bool]) -> None:
+        self._useful = deque((entry for entry in self._useful if is_kept(entry[0])), self._useful.maxlen)
+
     def _update_start(self, event: Event) -> None:
-        done = event.get("step", 0)
-        lost = [entry for entry in self._useful if entry[0] > done]
-        self._useful = [entry for entry in self._useful if entry[0] <= done]
-        self._useful_seconds -= sum(seconds for _, seconds in lost)
-        if not event.get("is_restart"):
+        done, is_restart = event.get("step", 0), bool(event.get("is_restart"))
+        if done == 0 and not is_restart:
+            self._begin_history()
+        lost = [seconds for step, seconds in self._useful if step > done]
+        self._keep_useful(lambda step: step <= done)
+        self._useful_seconds -= sum(lost)
+        if not is_restart:
             self._add("starts", 1)
             self._add("repeated_steps", len(lost))
-        if self._first_start is None or (done == 0 and not event.get("is_restart")):
+        self._has_started, self._is_over, self._is_first_step = True, False, True
+        if self._first_start is None:
             self._first_start = event.get("time")
+            self._newest_time = event.get("time") or 0.0
+        if (newest := self.get("checkpoint_step")) is None or newest > done:
+            self._set("checkpoint_step", done)
+            self._set("checkpoint_timestamp_seconds", event.get("time"))
         self._set("completed_steps", done)
         self._set("target_steps", event.get("steps"))
         self._set("ranks", event.get("world_size"))
@@ -284,8 +339,9 @@ class NodeSeries(Series):
             for phase, key in _RANK_PHASES.items():
                 self._set("rank_phase_seconds", rank.get(key), **labels, phase=phase)
         for gpu in record.get("gpus") or ():
-            for metric, key in _GPU_GAUGES.items():
-                self._set(metric, gpu.get(key), gpu=str(gpu["gpu"]), node=self._node)
+            if gpu.get("is_used", True):
+                for metric, key in _GPU_GAUGES.items():
+                    self._set(metric, gpu.get(key), gpu=str(gpu["gpu"]), node=self._node)
 
 
 def _non_finite(record: Event, key: str) -> float | None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from wanma.job.errors import WanmaError
 from wanma.job.run.run_directory import RunDirectory, write_json
 from wanma.job.run.worker import Event
 from wanma.observe.console.record_follower import RecordFollower
@@ -47,7 +48,7 @@ class RunEnd:
 
 
 class _GivenUpError(Exception):
-    """The tracker has not answered until too long after the run's end."""
+    """The tracker cannot work, or has not answered until too long after the run's end."""
 
 
 class Feed:
@@ -95,11 +96,12 @@ class Feed:
         waiting: list[Event] = []
         while True:
             was_ended = self._end.has_come
-            waiting += follower.read()
+            new = follower.read()
+            waiting += new
             while waiting:
                 self._hand_over(waiting[:BATCH_STEPS])
                 del waiting[:BATCH_STEPS]
-            if was_ended:
+            if was_ended and not new:  # one reading has at most some megabytes
                 break
             self._end.wait(POLL_SECONDS)
         if self._tracker is not None:
@@ -155,6 +157,9 @@ class Feed:
                     self._tracker = tracker
                     self._write_state()
                 act(self._tracker)
+            except WanmaError as error:  # its library is not installed: no time will mend that
+                self._say(f"{self._name}: {error}")
+                raise _GivenUpError from error
             except Exception as error:  # whatever the library raises
                 if self._end.is_long_ago:
                     self._say(f"{self._name}: {type(error).__name__}: {error}; the run's next start goes on")

@@ -32,16 +32,10 @@ class TrackerProcess:
 
     Args:
         run: run directory.
-        names: trackers.
-
-    Raises:
-        JobError: a tracker is unknown.
-        WanmaError: its package is not installed.
+        names: trackers, as `check_tracker` has accepted them.
     """
 
     def __init__(self, run: RunDirectory, names: Sequence[str]) -> None:
-        for name in names:
-            find_tracker(name)
         self._names = names
         log = run.path / "logs" / LOG
         with log.open("ab") as output:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from wanma.job.errors import JobError, did_you_mean
+from wanma.job.errors import JobError, did_you_mean, missing_extra_error
 from wanma.job.file.import_path import import_object
 
 ENTRY_POINT_GROUP = f"{__name__.partition('.')[0]}.trackers"
@@ -60,6 +61,25 @@ _BUILT_IN = {
     "mlflow": "wanma.observe.trackers.mlflow_tracker:MlflowTracker",
     "wandb": "wanma.observe.trackers.wandb_tracker:WandbTracker",
 }
+
+
+_LIBRARIES = {"mlflow": ("mlflow", "mlflow-skinny"), "wandb": ("wandb", "wandb")}
+"""Module and package that a built-in tracker needs."""
+
+
+def check_tracker(name: str) -> None:
+    """Refuse a tracker that cannot work, without the import of its library, which may take seconds.
+
+    Raises:
+        JobError: there is none of this name.
+        WanmaError: its library is not installed.
+    """
+    find_tracker(name)
+    if name in _LIBRARIES:
+        module, package = _LIBRARIES[name]
+        found = importlib.util.find_spec(module)
+        if found is None or found.origin is None:  # a folder of this name, as wandb makes one
+            raise missing_extra_error(package, name, f"observe.trackers = ['{name}']")
 
 
 def find_tracker(name: str) -> Callable[[], Tracker]:

@@ -6,7 +6,9 @@ const renew = async () => {
   const page = new DOMParser().parseFromString(await answer.text(), "text/html");
   const opened = [...document.querySelectorAll("details")].map((part) => part.open);
   const logarithmic = [...document.querySelectorAll(".switch")].map((part) => part.getAttribute("aria-pressed"));
+  const checked = new Set([...document.querySelectorAll("input:checked")].map((input) => input.value));
   document.querySelector("main").replaceWith(page.querySelector("main"));
+  document.querySelectorAll("main input").forEach((input) => { input.checked = checked.has(input.value); });
   prepareCharts();
   [...document.querySelectorAll("details")].forEach((part, index) => { part.open = opened[index]; });
   [...document.querySelectorAll(".switch")].forEach((part, index) => {

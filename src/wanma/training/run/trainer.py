@@ -202,6 +202,7 @@ class Trainer:
 
     def close(self, failed: bool) -> None:
         """Close files. A failed run gives a pending save some time: its other ranks may be gone."""
+        self.profiler.close(failed)
         try:
             self._saves.close(failed)
         finally:
