@@ -207,9 +207,10 @@ class _Extreme(Expression):
         return f"{self.function} by ({', '.join(RUN_LABELS)}) ({self.part.promql()})"
 
     def evaluate(self, history: History) -> Values:
-        values = self.part.evaluate(history)
-        reduce = max if self.function == "max" else min
-        return {(): reduce(values.values())} if values else {}
+        numbers = self.part.evaluate(history).values()
+        if not numbers:
+            return {}
+        return {(): max(numbers) if self.function == "max" else min(numbers)}
 
 
 @dataclass(frozen=True)
