@@ -35,7 +35,7 @@ _UNINTERRUPTED = {"wanma", "torch", "numpy", *sys.stdlib_module_names} - {"__mai
 """Packages whose functions are not interrupted: their objects keep threads apart themselves."""
 
 _TRACES_OPERATIONS = sys.version_info[:2] != (3, 12)
-"""Python 3.12 crashes when several threads trace the operations of one function (3.12.1), but not its lines."""
+"""Python 3.12.1 crashes when several threads trace the operations of a function, but not its lines."""
 
 ReadRow = Callable[[Any, int], Batch]
 """Function (dataset, row) -> batch of that row, with its own seed."""
@@ -103,7 +103,8 @@ def _places(datasets: Sequence[Any]) -> list[tuple[Any, int]]:
 def _read_in_threads(places: list[tuple[Any, int]], read: ReadRow, threads: int) -> list[Batch | WanmaError]:
     """Read the items, the last one first, in threads that interrupt each other between any two operations.
 
-    With Python 3.12, between any two lines. Threads that only run at once meet by chance, in some of a thousand reads.
+    With Python 3.12, between any two lines. Threads that only run at once meet by chance, in some of a
+    thousand reads.
     """
     size = min(threads, len(places))
     start = threading.Barrier(size)
@@ -123,7 +124,7 @@ def _read_in_threads(places: list[tuple[Any, int]], read: ReadRow, threads: int)
 
 
 def _interruptions() -> TraceFunction:
-    """Return a trace function that lets other threads run before each operation or line of the user's code."""
+    """Return a trace function that lets other threads run before operations or lines of the user's code."""
     pauses = iter(range(_PAUSES))
 
     def trace(frame: FrameType, _event: str, _argument: object) -> TraceFunction | None:
