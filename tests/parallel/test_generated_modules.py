@@ -115,7 +115,8 @@ def test_a_loop_that_compares_with_other_targets(judge: Judge) -> None:
 def test_a_part_of_the_single_features(judge: Judge, request: pytest.FixtureRequest) -> None:
     stride = 83 if request.config.getoption("--full") else 498
     found = check(itertools.islice(single_features(), 7, None, stride), judge)
-    assert found.contradictions(PAGE.read_text()) == []
+    contradictions = found.contradictions(PAGE.read_text())
+    assert not contradictions, "\n".join(contradictions)
 
 
 def test_the_page_has_what_became_of_each_feature() -> None:
