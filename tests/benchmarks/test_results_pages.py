@@ -16,6 +16,7 @@ PAGES = {
     "collectives": "collectives.report",
     "convergence": "convergence.run",
     "engines": "engines.run",
+    "installation": "installation.report",
     "libraries": "libraries.report",
     "measuring": "measuring.run",
     "mixed": "mixed.report",

@@ -35,6 +35,7 @@ _OF_ONE_CASE = {
     r"\b(blocks?\.?0|block0|first|head|heads)\.[a-z_.0-9]+|\btie\b": "WEIGHT",
     r"\b(Model|Sequential)\b": "MODEL",
     r"\(aten\.[^;]*; .*\)\):": "(its operator and line):",
+    r"state\[parameter\]\['\w+'\]": "STATE",
     r"\d+ data ranks|one rank in \d+ micro-batches": "this layout",
     r"rank \d+ [a-z ]*gather.* while rank \d+ [a-z ]*gather[^,]*": "ranks gather unlike parts",
     r"a (tuple|list) of \d+": "a tuple",

@@ -7,7 +7,6 @@ item of another. Draws from the global generators are no such case: they are see
 
 from __future__ import annotations
 
-import inspect
 import sys
 import threading
 import time
@@ -34,6 +33,9 @@ _PAUSES = 2_000
 """Largest number of pauses of a thread."""
 _UNINTERRUPTED = {"wanma", "torch", "numpy", *sys.stdlib_module_names} - {"__main__"}
 """Packages whose functions are not interrupted: their objects keep threads apart themselves."""
+
+_TRACES_OPERATIONS = sys.version_info[:2] != (3, 12)
+"""Python 3.12.1 crashes when several threads trace the operations of a function, but not its lines."""
 
 ReadRow = Callable[[Any, int], Batch]
 """Function (dataset, row) -> batch of that row, with its own seed."""
@@ -101,7 +103,8 @@ def _places(datasets: Sequence[Any]) -> list[tuple[Any, int]]:
 def _read_in_threads(places: list[tuple[Any, int]], read: ReadRow, threads: int) -> list[Batch | WanmaError]:
     """Read the items, the last one first, in threads that interrupt each other between any two operations.
 
-    Threads that only run at once meet by chance, in some of a thousand reads.
+    With Python 3.12, between any two lines. Threads that only run at once meet by chance, in some of a
+    thousand reads.
     """
     size = min(threads, len(places))
     start = threading.Barrier(size)
@@ -109,8 +112,6 @@ def _read_in_threads(places: list[tuple[Any, int]], read: ReadRow, threads: int)
     def read_some(first: int) -> list[Batch | WanmaError]:
         start.wait()
         if size > 1:
-            if (frame := inspect.currentframe()) is not None:
-                frame.f_trace_opcodes = True  # else Python 3.12 traces lines alone
             sys.settrace(_interruptions())  # of this thread
         try:
             return [_read_or_error(read, place) for place in places[first::size][::-1]]
@@ -123,13 +124,13 @@ def _read_in_threads(places: list[tuple[Any, int]], read: ReadRow, threads: int)
 
 
 def _interruptions() -> TraceFunction:
-    """Return a trace function that lets other threads run before each operation of the user's code."""
+    """Return a trace function that lets other threads run before operations or lines of the user's code."""
     pauses = iter(range(_PAUSES))
 
     def trace(frame: FrameType, _event: str, _argument: object) -> TraceFunction | None:
         if str(frame.f_globals.get("__name__")).partition(".")[0] in _UNINTERRUPTED:
             return None
-        frame.f_trace_opcodes = True
+        frame.f_trace_opcodes = _TRACES_OPERATIONS
         if next(pauses, None) is not None:
             time.sleep(_PAUSE_SECONDS)
         return trace
