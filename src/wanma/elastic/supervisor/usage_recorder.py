@@ -97,7 +97,7 @@ class UsageRecorder:
         except Exception:  # what cannot be read here costs the record, not the run
             return None, None
 
-    def _record(self, record: Mapping[str, Any]) -> None:
+    def _record(self, record: dict[str, Any]) -> None:
         file, now = self._file, time.monotonic()
         if file is not None and now >= self._next_record:
             pause = (now - self._began) / RECORDS_AT_FULL_RATE
@@ -171,7 +171,7 @@ def used_gpus(count: int, processes: Iterable[int], folder: Path = Path("/proc")
 
 def _has_gpu(process: Path) -> bool:
     with contextlib.suppress(OSError):
-        return any(os.readlink(link).startswith("/dev/nvidia") for link in (process / "fd").iterdir())
+        return any(str(link.readlink()).startswith("/dev/nvidia") for link in (process / "fd").iterdir())
     return False
 
 
