@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,19 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from support.compare import one_process, same_numbers, spread_over
+from support.ranks import run_ranks
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
+from wanma.job.run.worker import WorkerContext
+from wanma.job.sections.job import Job
 from wanma.models.architectures.decoder import Decoder
 from wanma.models.config.dimensions import DecoderConfig
 from wanma.models.layers.batch_norm import GroupedBatchNorm
 from wanma.models.structure.parallel_spec import ParallelSpec
 from wanma.parallel.pipeline.stage_partition import extract_stage, pipeline_parallel_spec
 from wanma.torch_internals.versions import SPLIT_BACKWARD_OF_REUSED_PARAMETERS, installed_torch_version
+from wanma.training.loop.train_request import TrainRequest
+from wanma.training.loop.train_worker import train
 
 DIMENSIONS = DecoderConfig(layers=4, hidden=8, heads=2, kv_heads=2, feed_forward=16, vocabulary=32)
 
@@ -241,15 +247,22 @@ class Pairs(nn.Module):
         return x, x
 
 
-def test_a_stage_that_puts_out_something_else_than_one_tensor_is_refused(tmp_path: Path) -> None:
+def refusal_on_rank(worker: WorkerContext, folder: Path, plan: Plan) -> str:
     model = nn.Sequential(nn.Linear(6, 6), Pairs(), nn.Linear(6, 6), nn.Linear(6, 2))
-    with pytest.raises(AssertionError, match=r"the output of stage 0 is a tuple"):
-        spread_over(
-            tmp_path,
-            JOB,
-            Plan(pp=2, stage_cuts=(2,), micro_batch=2),
-            objects={"model": model, "data": data()},
-        )
+    request = TrainRequest(Job.model_validate(JOB), plan, user_objects={"model": model, "data": data()})
+    with pytest.raises(JobError) as refused:
+        train(replace(worker, run_directory=folder), request)
+    return str(refused.value)
+
+
+def test_a_stage_that_puts_out_something_else_than_one_tensor_is_refused_alike_on_all_ranks(
+    tmp_path: Path,
+) -> None:
+    """The user reads the error of whichever rank ends first."""
+    plan = Plan(pp=2, stage_cuts=(2,), micro_batch=2, precision="fp64")
+    first, second = run_ranks(refusal_on_rank, 2, (tmp_path, plan))
+    assert "the output of stage 0 is a tuple" in first
+    assert first == second
 
 
 class Twice(nn.Module):

@@ -244,7 +244,7 @@ class PipelineRunner:
                         self._infer_activation_after(number, stage_input, stage_keywords, activations[-1])
                     ]
                 except Exception as error:  # the other ranks wait for its result
-                    failure, results = error, [f"stage {number} of the pipeline: {error}"]
+                    failure, results = error, [_error_for_other_ranks(error, number)]
             source_rank = next(
                 rank for rank in range(self._plan.pp) if number in self._plan.stages_of_pipeline_rank(rank)
             )
@@ -256,8 +256,8 @@ class PipelineRunner:
             )
             if failure is not None:
                 raise failure
-            if isinstance(results[0], str):
-                raise RuntimeError(results[0])
+            if isinstance(results[0], Exception):
+                raise results[0]
             activations += results
         return activations
 
@@ -312,6 +312,14 @@ class PipelineRunner:
             loss = self._loss(output, target)
             self._compute_timer.stop(is_forward=True)
             return loss
+
+
+def _error_for_other_ranks(error: Exception, stage: int) -> Exception:
+    """Return what the ranks without a stage raise for its error.
+
+    A user reads the error of whichever rank ends first: that of user code is the same on all.
+    """
+    return error if isinstance(error, WanmaError) else RuntimeError(f"stage {stage} of the pipeline: {error}")
 
 
 @dataclass(frozen=True)
