@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -38,9 +39,10 @@ def main() -> None:
     off_cpu, off_memory, _ = observed(seconds, is_on=False)
     on_cpu, on_memory, ranks_cpu = observed(seconds, is_on=True)
     print(f"{machine()}; wanma at {commit()}; {seconds:g} s of examples/gpt.toml")
-    print(f"supervisor without: {off_cpu:.2f} s of processor time, {off_memory / 2**20:.1f} MiB")
+    print(f"ranks: {ranks_cpu:.1f} s of processor time")
+    print(f"supervisor without: {off_cpu:.2f} s, {off_memory / 2**20:.1f} MiB")
     print(f"supervisor with metrics and alerts: {on_cpu:.2f} s, {on_memory / 2**20:.1f} MiB")
-    print(f"ranks: {ranks_cpu:.1f} s; observing takes {(on_cpu - off_cpu) / ranks_cpu:.2%} of it")
+    print(f"metrics and alerts take {(on_cpu - off_cpu) / ranks_cpu:.2%} of the ranks' time")
 
 
 def observed(seconds: float, *, is_on: bool) -> tuple[float, float, float]:
@@ -57,30 +59,23 @@ def observed(seconds: float, *, is_on: bool) -> tuple[float, float, float]:
         supervisor = psutil.Process(process.pid)
         while not run.metrics.is_file():
             time.sleep(0.2)
-        first_cpu, deadline = _cpu_seconds(supervisor), time.monotonic() + seconds
-        first_ranks = _ranks_cpu(run)
+        first_cpu, first_ranks = _cpu_seconds([supervisor]), _cpu_seconds(supervisor.children(recursive=True))
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             time.sleep(READ_SECONDS)
             if is_on:
                 (file,) = (run.path.parent / TARGETS_FOLDER).glob("*.json")
                 address = json.loads(file.read_text())[0]["targets"][0]
                 urllib.request.urlopen(f"http://{address}/metrics", timeout=10).read()
-        used, memory = _cpu_seconds(supervisor) - first_cpu, supervisor.memory_info().rss
-        ranks = _ranks_cpu(run) - first_ranks
+        used, memory = _cpu_seconds([supervisor]) - first_cpu, supervisor.memory_info().rss
+        ranks = _cpu_seconds(supervisor.children(recursive=True)) - first_ranks
         process.send_signal(signal.SIGTERM)
         process.wait()
         return used, float(memory), ranks
 
 
-def _cpu_seconds(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
-
-
-def _ranks_cpu(run: RunDirectory) -> float:
-    """Return the processor time of all ranks by the newest record of usage; 0: there is none yet."""
-    lines = run.node_usage(0).read_text().splitlines() if run.node_usage(0).exists() else []
-    return sum(rank["cpu_seconds"] for rank in json.loads(lines[-1])["ranks"]) if lines else 0.0
+def _cpu_seconds(processes: Iterable[psutil.Process]) -> float:
+    return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
 
 
 if __name__ == "__main__":

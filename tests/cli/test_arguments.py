@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from wanma.cli.arguments import resolve_run
-from wanma.cli.commands.train import _cluster_overrides
+from wanma.cli.commands.train import _option_overrides
 from wanma.cli.parser import build_parser, parse
 from wanma.job.errors import WanmaError
 
@@ -82,10 +82,10 @@ def test_the_local_rank_that_launchers_put_before_the_command_is_left_to_their_v
 
 def test_options_for_several_machines_are_keys_of_the_job() -> None:
     line = ["train", "a.toml", "--nodes", "2", "--rendezvous", "h:1", "--node-rank", "1", "--fresh"]
-    assert _cluster_overrides(parse(build_parser(), line)) == [
+    assert _option_overrides(parse(build_parser(), line)) == [
         "cluster.nodes=2",
         "cluster.rendezvous=h:1",
         "cluster.node_rank=1",
         "checkpoint.resume=false",
     ]
-    assert _cluster_overrides(parse(build_parser(), ["train", "a.toml"])) == []
+    assert _option_overrides(parse(build_parser(), ["train", "a.toml"])) == []

@@ -17,7 +17,7 @@ from wanma.job.run.secret_source import read_secret
 from wanma.job.run.worker import Event
 from wanma.job.sections.observe import ObserveSection
 from wanma.observe.alerts.monitor import USAGE_EVENT, AlertMonitor
-from wanma.observe.alerts.rules import RULES
+from wanma.observe.alerts.rules import RULES, RUN_FAILED
 from wanma.observe.alerts.sinks import AlertSinks, SinkConfig
 from wanma.observe.console.record_follower import read_records
 from wanma.observe.series.run_series import Sample
@@ -139,7 +139,8 @@ class RunObserver:
         if not self._settings.alerts:
             return
         for change in changes:
-            self._show(change)
+            if change["alert"] != RUN_FAILED.name:  # the command itself ends with the failure
+                self._show(change)
             if self._node == 0:
                 self._record(change)
             self._sinks.send(change)

@@ -20,6 +20,12 @@ def is_compiled_wrapper(module: object) -> bool:
     return isinstance(module, getattr(compiler, "OptimizedModule", ()))
 
 
+def is_profiler_on() -> bool:
+    """Return whether a profiler of torch, of which a process can have one, is on."""
+    profiler: Any = sys.modules.get("torch.autograd.profiler")
+    return profiler is not None and profiler._is_profiler_enabled
+
+
 def process_groups() -> list[Any]:
     """Return the process groups of this process."""
     distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")

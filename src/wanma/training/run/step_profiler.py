@@ -20,6 +20,7 @@ import torch
 from wanma.job.run.profile_request import ProfileRequest, read_profile_request, trace_file
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import WorkerContext
+from wanma.torch_internals.loaded import is_profiler_on
 
 CLOSE_SECONDS = 10.0
 """Longest wait at the end of a rank for a trace that is being written."""
@@ -66,7 +67,7 @@ class StepProfiler:
             request = read_profile_request(self._run, number)
             if request is None or self._profile is not None or self._worker.rank not in request.ranks:
                 return
-            if torch.autograd.profiler._is_profiler_enabled:  # its trace would be lost
+            if is_profiler_on():  # its trace would be lost
                 raise RuntimeError("another profiler is on")
             activities = [torch.profiler.ProfilerActivity.CPU]
             if self._is_on_gpu:
