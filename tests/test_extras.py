@@ -16,7 +16,8 @@ from torch import nn
 from support.data_files import one_group
 from support.huggingface import FAMILIES
 from wanma.checkpoint.remote.remote_storage import check_url
-from wanma.dashboard.server import make_application
+from wanma.cli.observe import dashboard
+from wanma.cli.parser import build_parser, parse
 from wanma.data.documents.text_files import list_documents
 from wanma.data.formats.arrow_tables import Parquet
 from wanma.data.formats.json_records import JsonLines
@@ -30,8 +31,7 @@ from wanma.models.config.huggingface_config import read_section_config
 from wanma.observe.endpoint import MetricsEndpoint
 from wanma.observe.metrics.gpu import GpuSampler
 from wanma.observe.sinks.tensorboard import TensorBoardSink
-from wanma.observe.trackers.mlflow_tracker import MlflowTracker
-from wanma.observe.trackers.wandb_tracker import WandbTracker
+from wanma.observe.trackers.tracker import check_tracker
 from wanma.parallel.precision.float8 import apply_float8
 
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
@@ -59,6 +59,10 @@ def _scan_parquet(folder: Path) -> None:
 def _scan_zstd(folder: Path) -> None:
     (folder / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd" + bytes(20))
     JsonLines().scan(one_group(folder / "a.jsonl.zst"))
+
+
+def _show_dashboard(folder: Path) -> None:
+    dashboard.run(parse(build_parser(), ["dashboard", "--runs", str(folder)]))
 
 
 def _serve_metrics(_: Path) -> None:
@@ -96,9 +100,9 @@ USES: dict[str, list[tuple[str, str, Callable[[Path], object]]]] = {
         ("PIL", "pillow", lambda folder: write_png(b"", folder / "a.png")),
     ],
     "prometheus": [("prometheus_client", "prometheus-client", _serve_metrics)],
-    "mlflow": [("mlflow", "mlflow-skinny", lambda _: MlflowTracker())],
-    "wandb": [("wandb", "wandb", lambda _: WandbTracker())],
-    "dashboard": [("starlette", "starlette", lambda folder: make_application(folder, str))],
+    "mlflow": [("mlflow", "mlflow-skinny", lambda _: check_tracker("mlflow"))],
+    "wandb": [("wandb", "wandb", lambda _: check_tracker("wandb"))],
+    "dashboard": [("uvicorn", "uvicorn", _show_dashboard)],
     "data": [("pyarrow", "pyarrow", _scan_parquet), ("pyarrow", "pyarrow", _scan_zstd)],
 }
 """Extra -> (its module, its package, a use of it)."""

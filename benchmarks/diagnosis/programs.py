@@ -116,7 +116,7 @@ class Tokenized(Rows):
 
     def __getitem__(self, index: int) -> Any:
         words: dict[str, int] = {}
-        for number in range(6000):
+        for number in range(40_000):
             words.setdefault(str((index * number) % 1009), number)
         return self.x[index] + 0.0 * len(words), self.y[index]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -118,7 +119,8 @@ def judge(case: Case, findings: list[Finding], run: RunDirectory) -> Result:
 @contextmanager
 def _training(case: Case, folder: Path, run: RunDirectory) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start the training of a case under its trouble; what still runs at the end is ended."""
-    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    path = f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    environment = {**os.environ, "PYTHONPATH": path, "WANMA_SECRET": secrets.token_hex(16)}
     wanma = [str(Path(sys.executable).with_name("wanma"))]
     (folder / "job.yaml").write_text(json.dumps(job_of(case)))
     train = [*wanma, "train", "job.yaml", "--run-dir", str(run.path)]
@@ -217,7 +219,7 @@ def _wait(condition: Callable[[], bool], processes: list[subprocess.Popen[bytes]
 
 
 def _diagnose(run: RunDirectory) -> list[Finding]:
-    return [finding for finding in diagnose(read_evidence(run)) if finding.name != "interrupted"]
+    return [finding for finding in diagnose(read_evidence(read_report(run))) if finding.name != "interrupted"]
 
 
 def page_part(recorded: Mapping[str, Any]) -> str:

@@ -67,7 +67,7 @@ class Client:
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[Client]:
-    application = make_application(tmp_path, lambda run: f"diagnosis of {run.name}", ["proxy.example"])
+    application = make_application(tmp_path, lambda it: f"diagnosis of {it.run.name}", ["proxy.example"])
     server = uvicorn.Server(uvicorn.Config(application, port=0, log_level="error"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -151,9 +151,9 @@ def test_a_long_run_is_read_once(tmp_path: Path) -> None:
     run, cache = make_run(tmp_path), ReportCache()
     write_steps(run, 1, 2000)
     cache.read(run)
-    table = cache._tables[run.path]
+    _, table, earlier = cache._known[run.path]
     write_steps(run, 2001, 2001)
-    before, earlier = table.columns["loss"], cache._reports[run.path][1]
+    before = table.columns["loss"]
     cache.read(run)
     assert table.columns["loss"] is before
     assert len(earlier.steps["loss"]) == 2000, "a page that is being made keeps its report"

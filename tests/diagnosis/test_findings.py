@@ -12,8 +12,9 @@ import pytest
 
 from wanma.diagnosis.evidence import read_evidence
 from wanma.diagnosis.findings import Finding, diagnose
-from wanma.diagnosis.presentation import diagnosis_text
+from wanma.diagnosis.presentation import findings_text
 from wanma.job.run.run_directory import RunDirectory
+from wanma.report.run_report import read_report
 
 GIB = 1 << 30
 FORECAST = {"step": {"compute": 0.8, "data": 0.1, "optimizer": 0.1, "seconds": 1.0, "uncertainty": 0.1}}
@@ -89,7 +90,7 @@ class Records:
             (self.run.node_usage(0), self.usage),
         ):
             path.write_text("".join(json.dumps(record) + "\n" for record in records))
-        return diagnose(read_evidence(self.run))
+        return diagnose(read_evidence(read_report(self.run)))
 
 
 @pytest.fixture
@@ -107,7 +108,7 @@ HEALTHY = {"compute": 0.85, "communication": 0.03, "data": 0.01, "optimizer": 0.
 def test_a_healthy_run_has_no_finding(records: Records) -> None:
     records.train(HEALTHY)
     assert names(records.diagnose()) == []
-    assert "compute" in diagnosis_text(read_evidence(records.run), [])
+    assert "compute" in findings_text(read_evidence(read_report(records.run)), [])
 
 
 def test_a_rank_without_its_processors_a_slow_device_and_a_slow_link_are_told_apart(tmp_path: Path) -> None:
@@ -155,6 +156,19 @@ def test_a_node_of_an_earlier_start_is_not_judged(records: Records) -> None:
 def test_rank_0_may_be_the_straggler_itself(records: Records) -> None:
     records.train({**HEALTHY, "compute": 1.7}, ranks=({}, {"compute": 0.85}))
     assert "rank 0" in records.diagnose()[-1].title or names(records.diagnose())[0] == "straggler"
+
+
+def test_a_rank_that_waits_for_its_data_and_a_store_for_which_all_wait_are_told_apart(
+    records: Records, tmp_path: Path
+) -> None:
+    parts = {"data_parallel": 0.6, "data": 0.14, "compute": 0.05}
+    records.train(parts, ranks=({"data": 0.14, "cores": 0.07}, {"data": 0.7, "cores": 0.07}))
+    found = records.diagnose()
+    assert names(found) == ["slow_store"]
+    assert found[-1].lost_share == pytest.approx(0.42 / 0.79, rel=0.01)
+    one = Records(tmp_path / "one")
+    one.train({**parts, "data": 0.0}, ranks=({"data": 0.001}, {"data": 0.7}))
+    assert names(one.diagnose()) == ["straggler"]
 
 
 @pytest.mark.parametrize(
@@ -233,6 +247,14 @@ def test_a_leak_and_a_large_memory_are_told_apart(records: Records, tmp_path: Pa
     other = Records(tmp_path / "large")
     other.train(HEALTHY)
     assert names(other.diagnose()) == []
+    once = Records(tmp_path / "once")
+    once.train(HEALTHY)
+    for number, record in enumerate(once.usage):
+        grown = GIB if number > len(once.usage) / 2 else 0
+        record["ranks"] = [
+            {**entry, "memory_bytes": entry["memory_bytes"] + grown} for entry in record["ranks"]
+        ]
+    assert names(once.diagnose()) == [], "it grew once"
     short = Records(tmp_path / "short")
     short.train(HEALTHY, growth=GIB / 60, steps=50)
     assert names(short.diagnose()) == [], "a minute at least must be watched"
@@ -306,6 +328,12 @@ def test_a_loss_that_rises_and_one_that_wavers_are_told_apart(records: Records, 
     flat, noise = Records(tmp_path / "flat"), random.Random(0)
     flat.train(HEALTHY, steps=2000, change=lambda _: {"loss": noise.gauss(2.0, 0.5)})
     assert names(flat.diagnose()) == []
+    below_zero = Records(tmp_path / "below zero")
+    below_zero.train(HEALTHY, steps=2000, change=lambda _: {"loss": noise.gauss(-2.0, 0.1)})
+    assert names(below_zero.diagnose()) == []
+    exploded = Records(tmp_path / "exploded")
+    exploded.train(HEALTHY, change=lambda step: {"loss": 1e6 if 100 < step < 130 else 5.0 - step / 100})
+    assert names(exploded.diagnose()) == ["learning_rate"]
 
 
 HANG = "no rank reported progress for 8 s (cluster.hang_timeout_seconds = 8)"
@@ -329,4 +357,4 @@ def test_the_end_comes_first(records: Records) -> None:
 def test_few_steps_are_too_early_to_judge(records: Records) -> None:
     records.train({**HEALTHY, "host": 5.0}, steps=10)
     assert names(records.diagnose()) == []
-    assert "too early" in diagnosis_text(read_evidence(records.run), [])
+    assert "too early" in findings_text(read_evidence(read_report(records.run)), [])

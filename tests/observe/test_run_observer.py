@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,11 +23,10 @@ START = {"kind": "start", "time": 1.0, "step": 0, "steps": 100, "world_size": 2,
 
 
 class Shown:
-    """Events that an observer shows and records."""
+    """Events that an observer shows."""
 
     def __init__(self) -> None:
         self.shown: list[Event] = []
-        self.recorded: list[Event] = []
 
     @property
     def alerts(self) -> list[str]:
@@ -47,11 +48,9 @@ def observed(run: RunDirectory, node: int | None, **settings: Any) -> Iterator[t
         run,
         ObserveSection(**settings),
         node=node,
-        hostname="here",
         checkpoint_interval_steps=0,
         plan={},
         show=shown.shown.append,
-        record=shown.recorded.append,
     ) as observer:
         yield observer, shown
 
@@ -71,18 +70,30 @@ def test_a_node_takes_its_number_from_its_first_usage(run: RunDirectory) -> None
         assert not folder.exists()
         observer.on_event(usage(1))
         (entry,) = json.loads((folder / "gpt-1.json").read_text())
-        assert entry["labels"]["node"] == "1"
+        assert entry["labels"]["host"] == socket.gethostname()
         observer.on_event(usage(0))  # the first node was lost
         assert [path.name for path in folder.iterdir()] == ["gpt-0.json"]
 
 
 @pytest.mark.parametrize(("node", "is_told"), [(0, True), (1, False)])
-def test_the_node_of_rank_0_tells_and_records_a_failure(run: RunDirectory, node: int, is_told: bool) -> None:
-    with observed(run, None) as (observer, shown):
+def test_the_node_of_rank_0_tells_its_sinks_of_a_failure(run: RunDirectory, node: int, is_told: bool) -> None:
+    program = f"import sys; open({str(run.path / 'told.json')!r}, 'w').write(sys.stdin.read())"
+    with observed(run, None, alert_command=[sys.executable, "-c", program]) as (observer, shown):
         observer.on_event(usage(node))
         observer.end("rank 1 died")
-    assert [event["alert"] for event in shown.recorded] == ["RunFailed"] * is_told
+    told = json.loads((run.path / "told.json").read_text())["alert"] if is_told else ""
+    assert told == "RunFailed" * is_told
+    assert (run.path / "told.json").exists() == is_told
     assert shown.alerts == [], "the command ends with the failure"
+    assert not run.events.exists()
+
+
+def test_alerts_are_shown_and_recorded(run: RunDirectory) -> None:
+    with observed(run, 0) as (observer, shown):
+        for time in (2.0, 400.0):
+            observer.on_event(usage(0, time=time, disk_bytes=100, disk_free_bytes=1))
+    recorded = [json.loads(line) for line in run.events.read_text().splitlines()]
+    assert shown.alerts == [event["alert"] for event in recorded] == ["DiskFull"]
 
 
 def test_nothing_is_evaluated_without_alerts(run: RunDirectory) -> None:
@@ -98,7 +109,7 @@ def test_totals_of_a_resumed_run_are_read_from_its_records(run: RunDirectory) ->
     records = [{"step": step, "time": 1.0 + step, "step_seconds": 0.5} for step in range(1, 5)]
     run.metrics.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"step": 5, "ti')
     run.events.write_text(json.dumps(START) + "\n")
-    with observed(run, 0) as (observer, _):
+    with observed(run, 0, metrics_port=0) as (observer, _):
         observer.on_event({**START, "step": 2, "time": 11.0})
         values = {sample.metric: sample.value for sample in observer._samples()}
     assert (values["starts"], values["repeated_steps"], values["goodput_ratio"]) == (2, 2, 0.1)

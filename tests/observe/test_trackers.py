@@ -15,7 +15,7 @@ from wanma.job.errors import JobError, WanmaError, missing_extra_error
 from wanma.job.run.run_directory import RunDirectory
 from wanma.observe.console import record_follower
 from wanma.observe.trackers import feed as feed_module
-from wanma.observe.trackers.feed import Feed, RunEnd
+from wanma.observe.trackers.feed import Feed
 from wanma.observe.trackers.tracker import check_tracker, find_tracker
 
 START = {"kind": "start", "time": 1.0, "step": 0, "steps": 100}
@@ -83,11 +83,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(feed_module, name, 0.01)
 
 
-def feed(writer: Writer, tracker: Fake, patience: float = 600.0) -> list[str]:
+def feed(writer: Writer, tracker: Fake) -> list[str]:
     """Feed a tracker with what the run has recorded; return what the feed says."""
     said: list[str] = []
-    end = RunEnd(patience)
-    end.tell()
+    end = threading.Event()
+    end.set()
     Feed("fake", tracker, writer.run, {}, end, said.append).run()
     return said
 
@@ -97,7 +97,7 @@ def losses(tracker: Fake) -> list[int]:
 
 
 def test_records_arrive_as_they_come(writer: Writer) -> None:
-    tracker, end = Fake(), RunEnd()
+    tracker, end = Fake(), threading.Event()
     thread = threading.Thread(target=Feed("fake", tracker, writer.run, {}, end, print).run)
     thread.start()
     writer.event(**START)
@@ -106,7 +106,7 @@ def test_records_arrive_as_they_come(writer: Writer) -> None:
         time.sleep(0.01)
     writer.steps(4, 5)
     writer.event(kind="finish", time=50.0, step=5, outcome="finished")
-    end.tell()
+    end.set()
     thread.join()
     assert losses(tracker) == [1, 2, 3, 4, 5]
     assert tracker.outcomes == ["finished"]
@@ -122,10 +122,13 @@ def test_a_tracker_that_was_away_gets_what_it_missed(writer: Writer) -> None:
     assert "no route" in said[0]
 
 
-def test_a_tracker_that_stays_away_does_not_hold_the_process_for_ever(writer: Writer) -> None:
+def test_a_tracker_that_stays_away_does_not_hold_the_process_for_ever(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed_module, "PATIENCE_SECONDS", 0.05)
     writer.event(**START)
     writer.steps(1, 5)
-    assert "next start" in feed(writer, Fake(failures=1000), patience=0.05)[-1]
+    assert "next start" in feed(writer, Fake(failures=1000))[-1]
     tracker = Fake()
     feed(writer, tracker)
     assert losses(tracker) == [1, 2, 3, 4, 5]
@@ -164,6 +167,16 @@ def test_a_fresh_training_is_another_run_of_the_tracker(writer: Writer) -> None:
     tracker = Fake()
     feed(writer, tracker)
     assert losses(tracker) == [1, 2]
+
+
+def test_validations_of_the_training_before_a_fresh_one_are_not_its_own(writer: Writer) -> None:
+    writer.event(**START)
+    writer.event(kind="validation", time=15.0, step=1000, loss=3.0)
+    writer.event(**{**START, "time": 20.0})
+    for step in (5, 10):
+        writer.event(kind="validation", time=20.0 + step, step=step, loss=3.0)
+    feed(writer, tracker := Fake())
+    assert [step for step, tag in tracker.points if tag == "validation/loss"] == [5, 10]
 
 
 def test_validations_arrive_once_too(writer: Writer) -> None:

@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from wanma.observe.render.files import runbook
-from wanma.observe.series.catalogue import metric_table
+from wanma.observe.series.catalogue import GROUPS
 
+UNITS = frozenset({"seconds", "bytes", "ratio", "watts", "celsius", "hertz"})
+"""Base units; a metric that has one ends with it. A ratio is 0 to 1."""
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 _HEAD = """\
 ---
@@ -40,6 +43,22 @@ def pages() -> dict[Path, str]:
         REFERENCE / "metrics.md": _HEAD.format(title="Metrics", text=_METRICS) + "\n".join(metric_table()),
         REFERENCE / "alerts.md": f"{_HEAD.format(title='Alerts', text=_ALERTS)}{alerts}\n",
     }
+
+
+def metric_table() -> Iterator[str]:
+    """Yield the lines of the page of metrics: one table per group."""
+    for title, metrics in GROUPS.items():
+        yield f"## {title}"
+        yield ""
+        yield "| metric | kind | unit | labels | meaning |"
+        yield "|---|---|---|---|---|"
+        for metric in metrics:
+            last = metric.name.rpartition("_")[2]
+            labels = ", ".join(f"`{label}`" for label in metric.labels)
+            unit = last if last in UNITS else ""
+            cells = (f"`{metric.full_name}`", metric.kind, unit, labels, metric.meaning)
+            yield f"| {' | '.join(cells)} |"
+        yield ""
 
 
 if __name__ == "__main__":

@@ -47,11 +47,12 @@ def running_prometheus(folder: Path, rendered: Path, webhook: str = "") -> Itera
     """
     port, manager_port = free_port(), free_port()
     text = (rendered / "prometheus" / "prometheus.yml").read_text().replace('"15s"', '"1s"')
+    model = json.loads(text)
     if webhook:
         targets = [{"targets": [f"127.0.0.1:{manager_port}"]}]
-        text += f"alerting: {json.dumps({'alertmanagers': [{'static_configs': targets}]})}\n"
+        model["alerting"] = {"alertmanagers": [{"static_configs": targets}]}
     configuration = rendered / "prometheus" / "quick.yml"
-    configuration.write_text(text)
+    configuration.write_text(json.dumps(model))
     listen = "--web.listen-address=127.0.0.1:"
     commands = [
         [

@@ -100,16 +100,13 @@ def _rank_table(windows: Sequence[RankWindows]) -> str:
         f'<tr><td>{escape(work.name)}</td><td class="n">{duration_text(work.compute_seconds[-1])}</td>'
         f'<td class="n">{duration_text(work.data_seconds[-1])}</td>'
         f'<td class="n">{number_text(work.cores)}</td><td class="n">{bytes_text(work.memory_bytes)}</td></tr>'
-        for work in _slowest_first(windows)[:16]
+        for work in sorted(
+            windows,
+            key=lambda work: work.work_seconds[-1] if math.isfinite(work.work_seconds[-1]) else -1.0,
+            reverse=True,
+        )[:16]
     )
     return f"<table>{table_header(('slowest first', *columns), columns)}{rows}</table>"
-
-
-def _slowest_first(windows: Sequence[RankWindows]) -> list[RankWindows]:
-    def seconds(work: RankWindows) -> float:
-        return work.work_seconds[-1] if math.isfinite(work.work_seconds[-1]) else -1.0
-
-    return sorted(windows, key=seconds, reverse=True)
 
 
 def comparison_page(reports: Sequence[Report]) -> str:

@@ -21,25 +21,20 @@ class ReportCache:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._tables: OrderedDict[Path, StepTable] = OrderedDict()
-        self._reports: dict[Path, tuple[Stamp, Report]] = {}
+        self._known: OrderedDict[Path, tuple[Stamp, StepTable, Report]] = OrderedDict()
 
     def read(self, run: RunDirectory) -> Report:
         """Return the report of a run, as its directory has it now."""
         with self._lock:
-            stamp = run_stamp(run)
-            known = self._reports.get(run.path)
+            stamp, known = run_stamp(run), self._known.pop(run.path, None)
             # A run that is over stays as it is; one that lives changes its state with the time, too.
-            if known is not None and known[0] == stamp and known[1].state != "running":
-                return known[1]
-            table = self._tables.pop(run.path, None) or StepTable(run.metrics)
-            self._tables[run.path] = table
-            while len(self._tables) > MAX_RUNS:
-                dropped, _ = self._tables.popitem(last=False)
-                self._reports.pop(dropped, None)
-            report = read_report(run, table=table)
-            self._reports[run.path] = (stamp, report)
-            return report
+            if known is None or known[0] != stamp or known[2].state == "running":
+                table = StepTable(run.metrics) if known is None else known[1]
+                known = (stamp, table, read_report(run, table=table))
+            self._known[run.path] = known
+            if len(self._known) > MAX_RUNS:
+                self._known.popitem(last=False)
+            return known[2]
 
 
 def run_stamp(run: RunDirectory) -> Stamp:

@@ -10,25 +10,28 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from wanma.dashboard.pages import MAX_COMPARED, comparison_page, log_text, run_page, runs_page
 from wanma.dashboard.report_cache import ReportCache, run_stamp
-from wanma.job.errors import missing_extra_error
 from wanma.job.run.run_directory import RunDirectory, list_runs
 from wanma.observe.endpoint import TARGETS_FOLDER
-
-if TYPE_CHECKING:
-    from starlette.applications import Starlette
-    from starlette.requests import Request
-    from starlette.responses import Response
+from wanma.report.run_report import Report
 
 POLL_SECONDS = 1.0
+_SAFE = {"X-Content-Type-Options": "nosniff"}
 KEEP_ALIVE_POLLS = 15
 """Polls without a change after which an empty line is sent, so that no proxy closes the connection."""
 
-Diagnose = Callable[[RunDirectory], str]
-"""Function from a run to the text of its diagnosis."""
+Diagnose = Callable[[Report], str]
+"""Function from a run's report to the text of its diagnosis."""
 
 
 def make_application(folder: Path, diagnose: Diagnose, hosts: Sequence[str] = ()) -> Starlette:
@@ -38,17 +41,7 @@ def make_application(folder: Path, diagnose: Diagnose, hosts: Sequence[str] = ()
         folder: folder of run directories.
         diagnose: diagnosis of a run.
         hosts: further names under which it is reached, such as that of a proxy.
-
-    Raises:
-        WanmaError: Starlette is not installed.
     """
-    try:
-        from starlette.applications import Starlette
-        from starlette.middleware import Middleware
-        from starlette.middleware.trustedhost import TrustedHostMiddleware
-        from starlette.routing import Route
-    except ImportError as error:
-        raise missing_extra_error("starlette", "dashboard", "wanma dashboard") from error
     server = _Server(folder, diagnose)
     routes = [
         Route("/", server.show_runs),
@@ -70,30 +63,29 @@ class _Server:
         self._cache = ReportCache()
 
     def show_runs(self, _: Request) -> Response:
-        return _html(runs_page(self._runs(), self._folder.absolute()))
+        return HTMLResponse(runs_page(self._runs(), self._folder.absolute()), headers=_SAFE)
 
     def show_run(self, request: Request) -> Response:
         run = self._find(request.path_params["name"])
         if run is None:
             return _missing("no run of this name")
-        return _html(run_page(self._cache.read(run), self._diagnose(run)))
+        report = self._cache.read(run)
+        return HTMLResponse(run_page(report, self._diagnose(report)))
 
     def show_log(self, request: Request) -> Response:
         run = self._find(request.path_params["name"])
         text = log_text(run, request.path_params["rank"]) if run is not None else None
-        return _missing("no such log") if text is None else _text(text)
+        return _missing("no such log") if text is None else PlainTextResponse(text, headers=_SAFE)
 
     def compare(self, request: Request) -> Response:
         names = request.query_params.getlist("run")[:MAX_COMPARED]
         runs = [run for name in names if (run := self._find(name)) is not None]
         if not runs:
             return _missing("choose runs on the first page")
-        return _html(comparison_page([self._cache.read(run) for run in runs]))
+        return HTMLResponse(comparison_page([self._cache.read(run) for run in runs]))
 
     def list_targets(self, _: Request) -> Response:
         """Return the endpoints of all runs, for http_sd_configs of Prometheus."""
-        from starlette.responses import JSONResponse
-
         targets: list[Any] = []
         for path in sorted((self._folder / TARGETS_FOLDER).glob("*.json")):
             try:
@@ -104,8 +96,6 @@ class _Server:
 
     async def follow(self, request: Request) -> Response:
         """Answer with an event at each change of the runs named, or of any."""
-        from starlette.responses import StreamingResponse
-
         names = request.query_params.getlist("run")
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         return StreamingResponse(self._changes(names), media_type="text/event-stream", headers=headers)
@@ -136,19 +126,5 @@ class _Server:
         return next((run for run in self._runs() if run.name == name), None)
 
 
-def _html(text: str) -> Response:
-    from starlette.responses import HTMLResponse
-
-    return HTMLResponse(text, headers={"X-Content-Type-Options": "nosniff"})
-
-
-def _text(text: str) -> Response:
-    from starlette.responses import PlainTextResponse
-
-    return PlainTextResponse(text, headers={"X-Content-Type-Options": "nosniff"})
-
-
 def _missing(text: str) -> Response:
-    from starlette.responses import PlainTextResponse
-
     return PlainTextResponse(f"{text}\n", 404)

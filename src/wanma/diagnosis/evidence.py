@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from wanma.job.run.run_directory import RunDirectory
+from wanma.observe.console.record_follower import read_records
 from wanma.report.forecast_comparison import first_measured_row
 from wanma.report.rank_work import read_node_records
-from wanma.report.run_report import Report, read_report
+from wanma.report.run_report import Report
 from wanma.report.step_parts import EXPOSED, GPU_IDLE, step_parts
 
 WINDOW_STEPS = 200
@@ -24,6 +21,8 @@ MIN_RECORDS = 3
 """Fewest records of usage by which a rank is judged, where a window is shorter."""
 MIN_LEAK_SECONDS = 60.0
 """Least time for which the memory of a rank is watched before its growth is judged."""
+MIN_HALF_GROWTH = 0.25
+"""Share of its growth that a leak has in each half of the time."""
 DEAD_NODE_SECONDS = 60.0
 """Seconds before the newest start; a node whose newest record is older took part in an earlier one only."""
 
@@ -48,7 +47,7 @@ class RankWork:
     cores: float | None
     """Processors in use, on average."""
     grown_bytes: float | None
-    """Growth of its memory from the first third of the records to the last; None: too few records."""
+    """Steady growth of its memory from the first third of the records to the last; None: too few records."""
     memory_bytes_per_hour: float | None
     """Its rate; None: too few records."""
     memory_bytes: float
@@ -73,7 +72,6 @@ class NonFinite:
 class Evidence:
     """Evidence of one run."""
 
-    run: RunDirectory
     report: Report
     steps: int
     """Number of steps in the window."""
@@ -113,13 +111,12 @@ class Evidence:
         return min(free, default=None)
 
 
-def read_evidence(run: RunDirectory) -> Evidence:
-    """Read the evidence of a run directory."""
-    report = read_report(run)
+def read_evidence(report: Report) -> Evidence:
+    """Read the evidence of a run beside its report."""
     alive_since = report.starts[-1]["time"] - DEAD_NODE_SECONDS if report.starts else 0.0
     nodes = {
         node: records
-        for node, records in sorted(read_node_records(run).items())
+        for node, records in sorted(read_node_records(report.run).items())
         if records and records[-1]["time"] >= alive_since
     }
     start = max(first_measured_row(report), len(report.steps["step"]) - WINDOW_STEPS)
@@ -131,7 +128,6 @@ def read_evidence(run: RunDirectory) -> Evidence:
         times["checkpoint"] = share * seconds
     begin = next(iter(window.get("time", ())), math.inf)
     return Evidence(
-        run=run,
         report=report,
         steps=len(window["step"]),
         step_seconds=seconds,
@@ -214,7 +210,10 @@ def _non_finite(report: Report) -> NonFinite | None:
         row = max((number + 1 for number, norm in enumerate(norms) if math.isfinite(norm)), default=0)
     else:
         row = columns["step"].index(steps[0])
-    record = _record_of_step(report.run.metrics, int(columns["step"][row])) if row < len(norms) else {}
+    record = {}
+    if row < len(norms):
+        steps_ = (entry for entry in read_records(report.run, math.inf) if entry["kind"] == "step")
+        record = next((entry for entry in steps_ if entry["step"] == columns["step"][row]), {})
     beginning = f"step {record.get('step')}: "
     messages = [text for event in report.messages if (text := str(event.get("text"))).startswith(beginning)]
     return NonFinite(
@@ -264,7 +263,7 @@ def _fell(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
 
 
 def _growth(points: Sequence[tuple[float, Mapping[str, Any]]]) -> tuple[float | None, float | None]:
-    """Return the growth of the memory by medians of the first and last third, and that an hour.
+    """Return the steady growth of the memory by medians of the thirds of its records, and that an hour.
 
     Only points after the first that has steps count, since a start allocates. None: there are too few.
     """
@@ -277,21 +276,13 @@ def _growth(points: Sequence[tuple[float, Mapping[str, Any]]]) -> tuple[float | 
     third = len(sizes) // 3
     if third < 3 or sizes[-1][0] - sizes[0][0] < MIN_LEAK_SECONDS:
         return None, None
-    early, late = sizes[:third], sizes[-third:]
-    seconds = median(time for time, _ in late) - median(time for time, _ in early)
-    growth = median(size for _, size in late) - median(size for _, size in early)
+    parts = sizes[:third], sizes[third:-third], sizes[-third:]
+    early, middle, late = (median(size for _, size in part) for part in parts)
+    seconds = median(time for time, _ in parts[2]) - median(time for time, _ in parts[0])
+    growth = late - early
+    if min(middle - early, late - middle) < MIN_HALF_GROWTH * growth:
+        growth = 0.0  # a single allocation, such as that of the first checkpoint
     return growth, 3600.0 * growth / seconds if seconds > 0 else None
-
-
-def _record_of_step(path: Path, step: int) -> dict[str, Any]:
-    """Return the record of a step; empty: it cannot be read."""
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        for line in file:
-            with contextlib.suppress(ValueError):
-                record = json.loads(line)
-                if isinstance(record, dict) and record.get("step") == step:
-                    return record
-    return {}
 
 
 def _mean(values: Iterable[float]) -> float | None:

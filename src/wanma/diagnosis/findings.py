@@ -127,25 +127,27 @@ def _learning_rate(evidence: Evidence) -> Finding | None:
     losses = [value for value in evidence.report.steps.get("loss", []) if value == value]
     if len(losses) < 50 or evidence.non_finite is not None:
         return None
-    quarter = len(losses) // 4
     # Medians of wide windows: the least of many narrow ones lies far below a flat, noisy loss.
-    lowest, newest = min(_smooth(losses, max(10, len(losses) // 20))), median(losses[-quarter:])
-    first = median(losses[:5])
-    if newest <= lowest + 0.25 * abs(first - lowest) or newest <= 1.1 * lowest:
+    width = max(10, len(losses) // 20)
+    smooth = [median(losses[at : at + width]) for at in range(0, len(losses) - width + 1, width)]
+    first, lowest, highest = median(losses[:5]), min(smooth), max(smooth)
+    newest = median(losses[-(len(losses) // 4) :])
+    if newest > lowest + max(0.25 * abs(first - lowest), 0.1 * abs(lowest)):
+        title = "the loss rises: the training diverges"
+        text = f"the loss was {number_text(lowest)} and is {number_text(newest)} now"
+    elif highest > first + 2 * abs(first - lowest):
+        title = "the loss rose far above that of the first steps, and came back"
+        text = f"it began at {number_text(first)}, and rose to {number_text(highest)} and more"
+    else:
         return None
     return Finding(
         "learning_rate",
         "wrong",
-        "the loss rises: the training diverges",
-        (f"the loss was {number_text(lowest)} and is {number_text(newest)} now",),
+        title,
+        (text,),
         "lower train.learning_rate, lengthen train.warmup_steps, or set train.gradient_clip; resume from a "
         "checkpoint before the rise",
     )
-
-
-def _smooth(values: Sequence[float], width: int) -> list[float]:
-    """Return medians of neighbouring values."""
-    return [median(values[index : index + width]) for index in range(0, len(values) - width + 1, width)]
 
 
 def _straggler(evidence: Evidence) -> Finding | None:
@@ -165,6 +167,8 @@ def _straggler(evidence: Evidence) -> Finding | None:
     if rank.cores is not None and peer_cores and evidence.report.plan.get("device") != "cuda":
         used = max((rank.cores - median(peer_cores)) * evidence.step_seconds / additional, 0.0)
     if (rank.data_seconds or 0.0) > additional / 2:
+        if median(work.data_seconds or 0.0 for work in peers) >= MIN_SHARE * evidence.step_seconds:
+            return None  # all wait for data, some longer than others
         cause, change = "waits for its data", "look at the store and the disk of that node"
     elif used is not None and used < MIN_WORKING_CORES:
         texts.append(f"in the additional time it uses {used:.2f} processors")
@@ -239,7 +243,11 @@ def _communication(evidence: Evidence) -> Finding | None:
 
 
 def _data(evidence: Evidence) -> Finding | None:
-    share = evidence.share("loading")
+    share = evidence.share("loading")  # of rank 0
+    if evidence.step_seconds and evidence.ranks:
+        waits = [(work.data_seconds or 0.0) / evidence.step_seconds for work in evidence.ranks]
+        if min(waits) >= MIN_SHARE:  # all wait, some longer than rank 0
+            share = max(share, min(median(waits), 1.0))
     if share < MIN_SHARE:
         return None
     texts = [f"{percent_text(share)} of the step are waits for data"]
@@ -252,8 +260,6 @@ def _data(evidence: Evidence) -> Finding | None:
         # Waits beside which a rank has no more work than the rest of its step are not computed by it.
         is_store = median(cores) - (1 - share) < share / 2
         texts.append(f"a rank uses {median(cores):.2f} processors")
-    if (rate := _read_rate(evidence)) is not None:
-        texts.append(f"the disks of node 0 read {bytes_text(rate)}/s")
     if is_store:
         title = "the training waits for the store of its data"
         change = "data.cache keeps what was read on the node; data.workers hide a store that answers late"
@@ -263,14 +269,6 @@ def _data(evidence: Evidence) -> Finding | None:
         "raise data.workers, with data.worker_processes for Python code; or prepare data once: `wanma data`"
     )
     return Finding("slow_loading", "slow", title, tuple(texts), change, share)
-
-
-def _read_rate(evidence: Evidence) -> float | None:
-    records = evidence.nodes.get(0, ())
-    if len(records) < 2 or "disk_read_bytes" not in records[-1] or "disk_read_bytes" not in records[0]:
-        return None
-    seconds = records[-1]["time"] - records[0]["time"]
-    return (records[-1]["disk_read_bytes"] - records[0]["disk_read_bytes"]) / seconds if seconds > 0 else None
 
 
 def _bubble(evidence: Evidence) -> Finding | None:

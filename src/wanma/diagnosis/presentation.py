@@ -4,23 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from wanma.diagnosis.evidence import Evidence
-from wanma.diagnosis.findings import MIN_STEPS, Finding
+from wanma.diagnosis.evidence import Evidence, read_evidence
+from wanma.diagnosis.findings import MIN_STEPS, Finding, diagnose
 from wanma.observe.units import duration_text, percent_text
 from wanma.report.key_figures import state_sentence
+from wanma.report.run_report import Report
 from wanma.report.step_parts import FORWARD_BACKWARD, PART_NAMES
 
 MIN_SHOWN_SHARE = 0.01
 """Share of a step from which a part is shown."""
 
 
-def diagnosis_text(evidence: Evidence, findings: Sequence[Finding]) -> str:
+def diagnosis_text(report: Report) -> str:
+    """Return the diagnosis of a run."""
+    evidence = read_evidence(report)
+    return findings_text(evidence, diagnose(evidence))
+
+
+def findings_text(evidence: Evidence, findings: Sequence[Finding]) -> str:
     """Return the findings, each with its evidence and its change, and the parts of a step."""
     return "\n".join(_lines(evidence, findings))
 
 
 def _lines(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[str]:
-    yield f"{evidence.run.name}: {state_sentence(evidence.report)}"
+    yield f"{evidence.report.run.name}: {state_sentence(evidence.report)}"
     for number, finding in enumerate(findings, 1):
         cost = f"  (costs up to {percent_text(finding.lost_share)} of the step)" if finding.lost_share else ""
         yield ""

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from wanma.job.errors import JobError, missing_extra_error
+from wanma.job.run.process_state import is_process_alive
 from wanma.job.run.run_directory import write_json
 from wanma.observe.series.catalogue import CATALOGUE
 from wanma.observe.series.run_series import Sample
@@ -95,14 +96,10 @@ class MetricsEndpoint:
         host = socket.gethostname() if self._host in ("0.0.0.0", "::") else self._host
         host = f"[{host}]" if ":" in host else host
         folder = runs / TARGETS_FOLDER
+        path, labels = folder / f"{name}.json", {**labels, "__meta_process": str(os.getpid())}
         with contextlib.suppress(OSError):  # the endpoint works without the file
             folder.mkdir(parents=True, exist_ok=True)
-            path = folder / f"{name}.json"
-            entry = {
-                "targets": [f"{host}:{self.port}"],
-                "labels": {**labels, "__meta_process": str(os.getpid())},
-            }
-            write_json(path, [entry])
+            write_json(path, [{"targets": [f"{host}:{self.port}"], "labels": labels}])
             self._target_file, self._target = path, path.read_text()
 
     def _remove_target(self) -> None:
@@ -171,26 +168,19 @@ def _handler(registry: Any, client: Any, token: str) -> type[BaseHTTPRequestHand
 
         def do_GET(self) -> None:
             given = self.headers.get("Authorization", "")
+            content_type = "text/plain"
             if token and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-                self._answer(
-                    401, b"this endpoint needs a token\n", "text/plain", {"WWW-Authenticate": "Bearer"}
-                )
+                status, body = 401, b"this endpoint needs a token\n"
             elif self.path.partition("?")[0] not in ("/metrics", "/"):
-                self._answer(404, b"metrics are at /metrics\n", "text/plain")
+                status, body = 404, b"metrics are at /metrics\n"
             else:
                 encoder, content_type = client.exposition.choose_encoder(self.headers.get("Accept", ""))
-                self._answer(200, encoder(registry), content_type)
-
-        def _answer(
-            self, status: int, body: bytes, content_type: str, headers: Mapping[str, str] = {}
-        ) -> None:
+                status, body = 200, encoder(registry)
             self.send_response(status)
-            for name, text in {
-                "Content-Type": content_type,
-                "Content-Length": str(len(body)),
-                **headers,
-            }.items():
-                self.send_header(name, text)
+            self.send_header("Content-Type", content_type)
+            self.send_header("Content-Length", str(len(body)))
+            if status == 401:
+                self.send_header("WWW-Authenticate", "Bearer")
             self.end_headers()
             self.wfile.write(body)
 
@@ -203,20 +193,7 @@ def _handler(registry: Any, client: Any, token: str) -> type[BaseHTTPRequestHand
 def remove_stale_targets(runs: Path) -> None:
     """Remove the files of endpoints on this host whose process is gone."""
     for path in (runs / TARGETS_FOLDER).glob("*.json"):
-        try:
+        with contextlib.suppress(OSError, ValueError, LookupError):  # it is written just now, or not ours
             labels = json.loads(path.read_text())[0]["labels"]
-            is_stale = labels["host"] == socket.gethostname() and not _lives(int(labels["__meta_process"]))
-        except (OSError, ValueError, LookupError):
-            continue  # it is being written, or it is none of ours
-        if is_stale:
-            path.unlink(missing_ok=True)
-
-
-def _lives(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+            if labels["host"] == socket.gethostname() and not is_process_alive(labels["__meta_process"]):
+                path.unlink()

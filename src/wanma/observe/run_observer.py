@@ -5,6 +5,7 @@ A fault of the observer ends no training: it is told once, and the run goes on.
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,9 +19,10 @@ from wanma.job.run.worker import Event
 from wanma.job.sections.observe import ObserveSection
 from wanma.observe.alerts.monitor import USAGE_EVENT, AlertMonitor
 from wanma.observe.alerts.rules import RULES, RUN_FAILED
-from wanma.observe.alerts.sinks import AlertSinks, SinkConfig
+from wanma.observe.alerts.sinks import AlertSinks
 from wanma.observe.console.record_follower import read_records
 from wanma.observe.series.run_series import Sample
+from wanma.observe.sinks.jsonl import append_concurrent_event
 
 if TYPE_CHECKING:
     from wanma.observe.endpoint import MetricsEndpoint
@@ -34,11 +36,9 @@ class RunObserver:
         run: run directory.
         settings: section [observe] of the job.
         node: node rank of this node; None: it is that of the first event of kind `usage`.
-        hostname: name of this host.
         checkpoint_interval_steps: steps between two checkpoints, by the job; 0: there are none.
         plan: content of plan.json.
         show: shows an event of kind `message` or `alert`.
-        record: records an event of kind `alert`; called where rank 0 is.
         began: time in unix seconds before which records are those of earlier starts; None: now.
 
     Raises:
@@ -52,25 +52,22 @@ class RunObserver:
         settings: ObserveSection,
         *,
         node: int | None,
-        hostname: str,
         checkpoint_interval_steps: int,
         plan: Mapping[str, Any],
         show: Callable[[Event], object],
-        record: Callable[[Event], object],
         began: float | None = None,
     ) -> None:
-        self._run, self._settings, self._hostname = run, settings, hostname
-        self._show, self._record, self._lock, self._stack = show, record, threading.Lock(), ExitStack()
+        self._run, self._settings, self._show = run, settings, show
+        self._lock, self._stack = threading.Lock(), ExitStack()
         self._monitor = AlertMonitor(plan, checkpoint_interval_steps, RULES if settings.alerts else ())
         self._node: int | None = None
         self._has_failed = False
         self._endpoint: MetricsEndpoint | None = None
         self._trackers: TrackerProcess | None = None
-        if node in (0, None):  # only the node of rank 0 shows totals of the run
+        if settings.metrics_port is not None and node in (0, None):  # its endpoint has totals of the run
             with self._guard():
                 self._monitor.replay(read_records(run, time.time() if began is None else began))
-        config = SinkConfig(settings.alert_webhook, settings.alert_body, tuple(settings.alert_command))
-        self._sinks = AlertSinks(config, run.name, self._warn)
+        self._sinks = AlertSinks(settings, run.name, self._warn)
         for name in settings.trackers:
             from wanma.observe.trackers.tracker import check_tracker
 
@@ -78,7 +75,8 @@ class RunObserver:
         if settings.metrics_port is not None:
             self._open_endpoint(settings.metrics_port)
         if node is not None:
-            self._set_node(node)
+            with self._guard():
+                self._set_node(node)
 
     def _open_endpoint(self, port: int) -> None:
         from wanma.observe.endpoint import MetricsEndpoint
@@ -99,8 +97,9 @@ class RunObserver:
         if self._endpoint is not None:
             from wanma.observe.endpoint import remove_stale_targets
 
-            labels = {"run": self._run.name, "node": str(node), "host": self._hostname}
             remove_stale_targets(self._run.path.parent)
+            # Series have the run and the node themselves; Prometheus would rename one of two equal labels.
+            labels = {"host": socket.gethostname()}
             self._endpoint.announce(self._run.path.parent, f"{self._run.name}-{node}", labels)
         if node == 0 and self._settings.trackers and self._trackers is None:
             from wanma.observe.trackers.process import TrackerProcess
@@ -115,11 +114,6 @@ class RunObserver:
             with self._lock:
                 changes = self._monitor.on_event(event)
             self._tell(changes)
-
-    def set_plan(self, plan: Mapping[str, Any]) -> None:
-        """Take the forecast of another plan, under which the run goes on."""
-        with self._guard(), self._lock:
-            self._monitor.set_plan(plan)
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
@@ -139,11 +133,12 @@ class RunObserver:
         if not self._settings.alerts:
             return
         for change in changes:
-            if change["alert"] != RUN_FAILED.name:  # the command itself ends with the failure
-                self._show(change)
-            if self._node == 0:
-                self._record(change)
             self._sinks.send(change)
+            if change["alert"] == RUN_FAILED.name:
+                continue  # the command shows and records the failure itself
+            self._show(change)
+            if self._node == 0:
+                append_concurrent_event(self._run, **change)
 
     def _warn(self, text: str) -> None:
         self._show({"kind": "message", "time": time.time(), "level": "warning", "text": text})

@@ -1,4 +1,4 @@
-"""Times of the lines of rank logs: the supervisors note the size of each log every few seconds."""
+"""Times of the lines of rank logs: the supervisors note the size of each log from time to time."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from pathlib import Path
 from wanma.job.errors import JobError
 from wanma.job.run.run_directory import RunDirectory
 from wanma.report.rank_work import read_node_records
+
+MAX_SIZES_BYTES = 1 << 26
+"""Most bytes of a node's records that are searched for sizes: days of a node with eight ranks."""
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
 _UNIT_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -54,7 +57,7 @@ def log_pieces(run: RunDirectory, ranks: Sequence[int], since: float = 0.0) -> l
 def _sizes(run: RunDirectory) -> Mapping[int, list[tuple[float, int]]]:
     """Return times with the size of the log then, by rank, in their order, since it was last emptied."""
     sizes: dict[int, list[tuple[float, int]]] = {}
-    for records in read_node_records(run).values():
+    for records in read_node_records(run, MAX_SIZES_BYTES).values():
         for record in records:
             for entry in record.get("ranks", ()):
                 if isinstance(entry.get("log_bytes"), int):

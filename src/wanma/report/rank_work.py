@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,6 @@ class RankWindows:
     """Work of one rank by window of time, oldest first."""
 
     rank: int
-    node: int
-    times: Sequence[float]
-    """End of each window, in unix seconds."""
     compute_seconds: Sequence[float]
     """Computation of a step; NaN: no step ended in the window."""
     data_seconds: Sequence[float]
@@ -46,61 +43,70 @@ class RankWindows:
         return f"rank {self.rank}"
 
 
-def read_node_records(run: RunDirectory) -> dict[int, Sequence[Mapping[str, Any]]]:
-    """Return the newest records of usage by node, oldest first; torn lines are left out."""
+def read_node_records(
+    run: RunDirectory, max_bytes: int | None = None
+) -> dict[int, Sequence[Mapping[str, Any]]]:
+    """Return the newest records of usage by node, oldest first; torn lines are left out.
+
+    Args:
+        run: run directory.
+        max_bytes: most bytes of each node's file that are read; None: fewer with many nodes.
+    """
     paths = [
         path
         for path in run.node_usage(0).parent.glob("node-*.jsonl")
         if path.stem.removeprefix("node-").isdigit()
     ]
-    tail = TAIL_BYTES if len(paths) <= FEW_NODES else SHORT_TAIL_BYTES
+    tail = max_bytes or (TAIL_BYTES if len(paths) <= FEW_NODES else SHORT_TAIL_BYTES)
     nodes = {}
     for path in paths:
         try:
-            state = path.stat()
-            records = _read_tail(path, tail, (state.st_size, state.st_mtime_ns))
+            records = _read_tail(path, tail)
         except OSError:
             continue
         nodes[int(path.stem.removeprefix("node-"))] = records
     return nodes
 
 
-@lru_cache(maxsize=2 * FEW_NODES)  # one refresh of a page reads them several times
-def _read_tail(path: Path, tail: int, version: tuple[int, int]) -> Sequence[Mapping[str, Any]]:
-    """Return the records at the end of a file.
+_Version = tuple[int, int]
+"""Size of a file in bytes, and the time of its change."""
+_tails: OrderedDict[tuple[Path, int], tuple[_Version, Sequence[Mapping[str, Any]]]] = OrderedDict()
+"""Records at the ends of files, as last read: one refresh of a page reads them several times."""
 
-    Args:
-        path: the file.
-        tail: bytes at its end that are read.
-        version: its size in bytes and the time of its change, by which the answer is kept.
-    """
-    with path.open("rb") as file:
-        file.seek(max(0, version[0] - tail))
-        lines = file.read().splitlines()
-    return tuple(record for line in lines if (record := _parse(line)) is not None)
+
+def _read_tail(path: Path, tail: int) -> Sequence[Mapping[str, Any]]:
+    """Return the records in the last `tail` bytes of a file."""
+    state = path.stat()
+    version, known = (state.st_size, state.st_mtime_ns), _tails.pop((path, tail), None)
+    if known is None or known[0] != version:
+        with path.open("rb") as file:
+            file.seek(max(0, state.st_size - tail))
+            lines = file.read().splitlines()
+        known = version, tuple(record for line in lines if (record := _parse(line)) is not None)
+    if len(_tails) >= 2 * FEW_NODES:
+        _tails.popitem(last=False)
+    _tails[path, tail] = known
+    return known[1]
 
 
 def read_rank_windows(run: RunDirectory) -> list[RankWindows]:
     """Return the work of all ranks that report it, in the order of ranks."""
     works = []
-    for node, records in read_node_records(run).items():
+    for records in read_node_records(run).values():
         step = max(1, math.ceil(len(records) / WINDOWS))
         chosen = records[::-step][::-1]
         ranks = sorted({entry["rank"] for record in chosen[-1:] for entry in record.get("ranks", ())})
-        works += [work for rank in ranks if (work := _windows(rank, node, chosen)) is not None]
+        works += [work for rank in ranks if (work := _windows(rank, chosen)) is not None]
     return sorted(works, key=lambda work: work.rank)
 
 
-def _windows(rank: int, node: int, records: Sequence[Mapping[str, Any]]) -> RankWindows | None:
+def _windows(rank: int, records: Sequence[Mapping[str, Any]]) -> RankWindows | None:
     entries = [
         (record["time"], entry)
         for record in records
         for entry in record.get("ranks", ())
         if entry["rank"] == rank and "compute_seconds" in entry
     ]
-    if len(entries) < 2:
-        return None
-    times: list[float] = []
     compute: list[float] = []
     data: list[float] = []
     cores = None
@@ -108,14 +114,11 @@ def _windows(rank: int, node: int, records: Sequence[Mapping[str, Any]]) -> Rank
         steps = after["steps"] - before["steps"]
         if steps < 0:
             continue  # a restart
-        times.append(end)
         for key, values in (("compute_seconds", compute), ("data_seconds", data)):
             values.append((after[key] - before[key]) / steps if steps else math.nan)
         if end > begin and after["cpu_seconds"] >= before["cpu_seconds"]:
             cores = (after["cpu_seconds"] - before["cpu_seconds"]) / (end - begin)
-    if not times:
-        return None
-    return RankWindows(rank, node, times, compute, data, cores, float(entries[-1][1]["memory_bytes"]))
+    return RankWindows(rank, compute, data, cores, float(entries[-1][1]["memory_bytes"])) if compute else None
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from wanma.job.file.renamed_keys import with_new_names
 from wanma.job.plan.plan import Plan
+from wanma.job.run.process_state import is_process_alive
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event
 from wanma.observe.sinks.jsonl import START_FAILED
@@ -236,17 +237,6 @@ def _state(events: list[Event], table: StepTable, job: dict[str, Any]) -> RunSta
     silence = time.time() - max(newest["time"], events[-1]["time"], newest_step)
     patience = job.get("cluster", {}).get("hang_timeout_seconds", DEFAULT_HANG_SECONDS)
     return "running" if silence <= patience else "crashed"
-
-
-def is_process_alive(process: Any) -> bool:
-    """Return whether a process of this node lives, by its recorded process number."""
-    try:
-        os.kill(int(process), 0)
-    except (ProcessLookupError, TypeError, ValueError):
-        return False
-    except PermissionError:
-        return True  # another user's process, but alive
-    return True
 
 
 def _of_current_history(events: list[Event]) -> tuple[tuple[Event, ...], tuple[Event, ...]]:

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from wanma.job.run.process_state import is_process_alive
 from wanma.job.run.run_directory import RunDirectory
 from wanma.observe.sinks.jsonl import last_record
 from wanma.observe.units import bytes_text, count_text, duration_text, number_text, percent_text
-from wanma.report.run_report import RunState, is_process_alive
+from wanma.report.run_report import RunState
 
 MAX_SHOWN_RANKS = 8
 SILENCE_LIMIT_SECONDS = 120.0

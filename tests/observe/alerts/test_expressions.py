@@ -7,6 +7,7 @@ import math
 import pytest
 
 from wanma.observe.alerts.expressions import (
+    Expression,
     History,
     age,
     deviation,
@@ -83,8 +84,12 @@ def test_a_series_that_a_reading_lacks_has_ended() -> None:
 
 
 def test_given_labels_are_no_labels_of_the_result() -> None:
-    past = history({("phase_seconds", (("phase", name),)): 1.0 for name in ("data", "optimizer")})
-    assert value("phase_seconds", phase="data").evaluate(past) == {(): 1.0}
+    phases = ("data", "optimizer")
+    past = history(
+        {("phase_seconds", (("phase", name),)): 1.0 for name in phases},
+        {("phase_seconds", (("phase", name),)): 2.0 + number for number, name in enumerate(phases)},
+    )
+    assert increase("phase_seconds", 10.0, phase="data").evaluate(past) == {(): 1.0}
 
 
 @pytest.mark.parametrize(
@@ -106,10 +111,10 @@ def test_given_labels_are_no_labels_of_the_result() -> None:
         ),
     ],
 )
-def test_promql(expression: object, promql: str) -> None:
-    assert expression.promql() == promql  # type: ignore[attr-defined]
+def test_promql(expression: Expression, promql: str) -> None:
+    assert expression.promql == promql
 
 
 def test_every_rule_has_a_name_of_its_own_and_a_way_out() -> None:
     assert len({rule.name for rule in RULES}) == len(RULES)
-    assert all(rule.causes and rule.condition.promql() for rule in RULES)
+    assert all(rule.causes and rule.condition.promql for rule in RULES)

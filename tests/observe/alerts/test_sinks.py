@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -10,8 +11,9 @@ import pytest
 
 from support.webhook import Webhook
 from wanma.job.errors import JobError
+from wanma.job.sections.observe import ObserveSection
 from wanma.observe.alerts import sinks
-from wanma.observe.alerts.sinks import AlertSinks, SinkConfig, render_body
+from wanma.observe.alerts.sinks import AlertSinks, render_body
 
 EVENT = {
     "kind": "alert",
@@ -24,12 +26,13 @@ EVENT = {
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sinks.time, "sleep", lambda _: None)
+    policy = dataclasses.replace(sinks.RETRY_POLICY, initial_backoff_seconds=0.0)
+    monkeypatch.setattr(sinks, "RETRY_POLICY", policy)
 
 
-def deliver(config: SinkConfig) -> list[str]:
+def deliver(settings: ObserveSection) -> list[str]:
     warnings: list[str] = []
-    alerts = AlertSinks(config, "gpt", warnings.append)
+    alerts = AlertSinks(settings, "gpt", warnings.append)
     alerts.send(dict(EVENT))
     alerts.close()
     return warnings
@@ -38,40 +41,40 @@ def deliver(config: SinkConfig) -> list[str]:
 def test_a_webhook_gets_the_event_or_a_body_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     with Webhook(503) as webhook:
         monkeypatch.setenv("HOOK", webhook.url)
-        assert deliver(SinkConfig("env:HOOK")) == []
+        assert deliver(ObserveSection(alert_webhook="env:HOOK")) == []
         assert json.loads(webhook.bodies[-1]) == {**EVENT, "run": "gpt"}
-        assert deliver(SinkConfig("env:HOOK", '{"text": "{run}: {text}"}')) == []
+        assert deliver(ObserveSection(alert_webhook="env:HOOK", alert_body='{"text": "{run}: {text}"}')) == []
         assert json.loads(webhook.bodies[-1]) == {"text": 'gpt: waits\n"30 %"'}
 
 
 def test_a_webhook_that_refuses_is_told_once_without_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
     with Webhook(*[500] * 10) as webhook:
         monkeypatch.setenv("HOOK", webhook.url)
-        (warning,) = deliver(SinkConfig("env:HOOK"))
+        (warning,) = deliver(ObserveSection(alert_webhook="env:HOOK"))
     assert "status 500" in warning
     assert webhook.url not in warning
-    assert len(webhook.bodies) == sinks.ATTEMPTS
+    assert len(webhook.bodies) == sinks.RETRY_POLICY.max_attempts == 3
 
 
 def test_a_command_reads_the_event(tmp_path: Path) -> None:
     file = tmp_path / "alert.json"
     program = f"import sys, pathlib; pathlib.Path({str(file)!r}).write_text(sys.stdin.read())"
-    assert deliver(SinkConfig(command=(sys.executable, "-c", program))) == []
+    assert deliver(ObserveSection(alert_command=[sys.executable, "-c", program])) == []
     assert json.loads(file.read_text())["alert"] == "DataWait"
-    (warning,) = deliver(SinkConfig(command=(sys.executable, "-c", "raise SystemExit('no route')")))
+    command = [sys.executable, "-c", "raise SystemExit('no route')"]
+    (warning,) = deliver(ObserveSection(alert_command=command))
     assert "exit code 1: no route" in warning
 
 
-@pytest.mark.parametrize("value", ["https://hooks.example/secret", "env:UNSET_HOOK", "file:/nowhere"])
-def test_a_webhook_must_come_from_outside_the_job_file(value: str) -> None:
-    with pytest.raises(JobError, match=r"observe\.alert_webhook") as caught:
-        AlertSinks(SinkConfig(value), "gpt", print)
-    assert "hooks.example" not in str(caught.value)
+@pytest.mark.parametrize("value", ["env:UNSET_HOOK", "file:/nowhere"])
+def test_the_source_of_a_webhook_must_have_an_address(value: str) -> None:
+    with pytest.raises(JobError, match=r"observe\.alert_webhook"):
+        AlertSinks(ObserveSection(alert_webhook=value), "gpt", print)
 
 
 def test_an_address_that_no_request_can_have_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOOK", "http://127.0.0.1/a secret")
-    (warning,) = deliver(SinkConfig("env:HOOK"))
+    (warning,) = deliver(ObserveSection(alert_webhook="env:HOOK"))
     assert "InvalidURL" in warning
     assert "secret" not in warning
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 
-from wanma.observe.series.catalogue import CATALOGUE, metric_table
+from support.observe_pages import UNITS, metric_table
+from wanma.observe.series.catalogue import CATALOGUE
 from wanma.observe.series.run_series import NodeSeries, RunSeries, Sample
 
+SCALED_UNIT = re.compile(
+    r"(milli|micro|nano|kilo|mega|giga)|_(ms|us|ns|minutes|hours|[kmgt]i?b|[kmg]?hz|mw|kw|percent)(_|$)"
+)
 START = {"kind": "start", "time": 100.0, "step": 0, "steps": 50, "world_size": 4, "plan": "dp 4"}
 
 
@@ -105,5 +110,5 @@ def test_every_metric_has_base_units_and_a_row_in_the_reference() -> None:
     lines = "\n".join(metric_table())
     for metric in CATALOGUE.values():
         assert f"`{metric.full_name}`" in lines
-        if metric.unit in ("seconds", "bytes", "ratio", "watts", "celsius", "hertz"):
-            assert metric.unit in metric.name, metric
+        assert not UNITS & set(metric.name.split("_")[:-1]), "a unit is the end of the name"
+        assert not SCALED_UNIT.search(metric.name), metric

@@ -12,7 +12,6 @@ import torch
 
 from wanma.job.run.profile_request import (
     MAX_NUMBER,
-    MAX_STEPS,
     ProfileRequest,
     read_profile_request,
     request_profile,
@@ -103,11 +102,9 @@ def test_requests_have_numbers_of_their_own(tmp_path: Path) -> None:
     assert read_profile_request(run) == ProfileRequest(1, 1, [0])
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"number": 0}, {"number": 256}, {"number": "1"}, {"steps": MAX_STEPS + 1}, {"ranks": 3}]
-)
-def test_a_damaged_request_is_none(wrong: dict[str, object], tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [0, 256, "1"])
+def test_a_damaged_request_is_none(number: object, tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     request_profile(run, 1, [0])
-    write_json(run.path / "profiles" / "request.json", {"number": 1, "steps": 1, "ranks": [0], **wrong})
+    write_json(run.path / "profiles" / "request.json", {"number": number, "steps": 1, "ranks": [0]})
     assert read_profile_request(run) is None

@@ -19,7 +19,6 @@ from wanma.api.launch.mpi_gang import MpiSettings, make_gang_key
 from wanma.api.launch.mpi_launcher import find_mpi_launcher
 from wanma.api.launch.script_record import ScriptRecord
 from wanma.api.launch.tasks import Task, service_roles
-from wanma.api.run.observation import open_observer
 from wanma.api.run.run_records import count_events, lock_run, record_run_end
 from wanma.api.session import SESSION_EVENT
 from wanma.elastic.launch_config import LaunchConfig, ScriptSettings, StoreKind
@@ -431,10 +430,10 @@ class _ScriptConsole:
 
     def _observe(self, settings: ObserveSection, event: Event) -> None:
         try:
-            observer = open_observer(
+            observer = RunObserver(
                 self._run,
                 settings,
-                self.write,
+                show=self.write,
                 node=0,  # only rank 0 tells of its session
                 checkpoint_interval_steps=event["checkpoint_interval_steps"],
                 plan={},

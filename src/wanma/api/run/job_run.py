@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wanma.api.run.callback_thread import CallbackThread, load_callbacks
-from wanma.api.run.observation import open_observer
 from wanma.api.run.replanning import make_replanner
 from wanma.api.run.run_records import (
     count_events,
@@ -219,7 +218,6 @@ def _event_handler(
             return None
         if event["kind"] == "planned":
             planned.update(event)
-            observer.set_plan(event)
         if event["kind"] == "step" and not has_step:
             has_step = True
             on_first_step()
@@ -239,10 +237,10 @@ def _event_handler(
 
 
 def _observer(job: Job, run: RunDirectory, prepared: PreparedJob, console: Console) -> RunObserver:
-    return open_observer(
+    return RunObserver(
         run,
         job.observe,
-        console.write,
+        show=console.write,
         node=job.cluster.node_rank if job.cluster.nodes > 1 else 0,
         checkpoint_interval_steps=job.checkpoint.every_steps or 0,
         plan=prepared.to_json(),

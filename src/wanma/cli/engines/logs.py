@@ -121,7 +121,7 @@ class _LinePrinter:
         """
         with piece.path.open("rb") as file:
             if offset is not None:
-                file.seek(max(offset, piece.begin) if piece.end is None else offset)
+                file.seek(offset)
             elif piece.begin:  # which may be in the middle of a line
                 file.seek(piece.begin - 1)
                 file.readline()

@@ -7,7 +7,6 @@ import getpass
 import socket
 
 from wanma.cli.arguments import add_runs_folder_option
-from wanma.job.run.run_directory import RunDirectory
 
 DEFAULT_PORT = 8265
 
@@ -33,14 +32,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from wanma.dashboard.server import make_application
+    from wanma.diagnosis.presentation import diagnosis_text
     from wanma.job.errors import EXIT_USAGE, WanmaError, missing_extra_error
 
-    application = make_application(arguments.runs, _diagnosis, arguments.host)
     try:
         import uvicorn
+
+        from wanma.dashboard.server import make_application
     except ImportError as error:
-        raise missing_extra_error("uvicorn", "dashboard", "wanma dashboard") from error
+        raise missing_extra_error(str(error.name), "dashboard", "wanma dashboard") from error
+    application = make_application(arguments.runs, diagnosis_text, arguments.host)
     try:
         listener = socket.create_server(("127.0.0.1", arguments.port))
     except OSError as error:
@@ -58,12 +59,3 @@ def run(arguments: argparse.Namespace) -> int:
     server = uvicorn.Server(uvicorn.Config(application, log_level="warning", timeout_graceful_shutdown=1))
     server.run(sockets=[listener])
     return 0
-
-
-def _diagnosis(run: RunDirectory) -> str:
-    from wanma.diagnosis.evidence import read_evidence
-    from wanma.diagnosis.findings import diagnose
-    from wanma.diagnosis.presentation import diagnosis_text
-
-    evidence = read_evidence(run)
-    return diagnosis_text(evidence, diagnose(evidence))

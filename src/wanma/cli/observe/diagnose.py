@@ -21,11 +21,9 @@ def run(arguments: argparse.Namespace) -> int:
     chosen = resolve_run(arguments)
     from wanma.cli.engines.records import warn_about_records
     from wanma.cli.output import print_content
-    from wanma.diagnosis.evidence import read_evidence
-    from wanma.diagnosis.findings import diagnose
     from wanma.diagnosis.presentation import diagnosis_text
+    from wanma.report.run_report import read_report
 
     warn_about_records(chosen)
-    evidence = read_evidence(chosen)
-    print_content(diagnosis_text(evidence, diagnose(evidence)))
+    print_content(diagnosis_text(read_report(chosen)))
     return 0

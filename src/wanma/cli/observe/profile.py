@@ -54,7 +54,14 @@ def run(arguments: argparse.Namespace) -> int:
             f"ranks are 0 to {world_size - 1}",
             EXIT_USAGE,
         )
-    request = request_profile(chosen, arguments.steps, arguments.ranks)
+    try:
+        request = request_profile(chosen, arguments.steps, arguments.ranks)
+    except OSError as error:
+        raise WanmaError(
+            f"{error.filename or chosen.path}: {error.strerror or error}",
+            "profile it as a user who can write into the run directory",
+            EXIT_USAGE,
+        ) from error
     files = [trace_file(chosen, request.number, rank) for rank in request.ranks]
     print(f"profiling {request.steps} steps …", file=sys.stderr)
     _wait(chosen, files, arguments.timeout)

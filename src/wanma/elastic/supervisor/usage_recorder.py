@@ -67,7 +67,7 @@ class UsageRecorder:
         self._gpus = NodeGpus(loop)
         self._network_start = read_network_bytes(interface)
         self._interval, self._began, self._next_record = FIRST_SAMPLE_SECONDS, time.monotonic(), 0.0
-        self._is_closed = False
+        self._is_closed = self._is_reading = False
         self._file: AppendFile | None = None
         with contextlib.suppress(OSError):  # a full disk does not end the run
             self._file = AppendFile(run.node_usage(node_rank))
@@ -77,6 +77,10 @@ class UsageRecorder:
         """Stop recording; a second call does nothing."""
         self._is_closed = True
         self._timer.cancel()
+        if not self._is_reading:  # else its thread may write now
+            self._close_file()
+
+    def _close_file(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -84,6 +88,7 @@ class UsageRecorder:
     def _sample(self) -> None:
         self._gpus.request()
         pids, progress = dict(self._pids()), dict(self._progress())
+        self._is_reading = True
         self._loop.call_in_thread(lambda: self._read(pids, progress), self._store, "wanma-usage")
 
     def _read(
@@ -102,12 +107,14 @@ class UsageRecorder:
         if file is not None and now >= self._next_record:
             pause = (now - self._began) / RECORDS_AT_FULL_RATE
             self._next_record = now + min(pause, LONGEST_RECORD_INTERVAL_SECONDS)
-            with contextlib.suppress(OSError, ValueError):  # ValueError: it was closed meanwhile
+            with contextlib.suppress(OSError):
                 file.write(to_json_line(record))
 
     def _store(self, answer: tuple[dict[str, Any] | None, Any]) -> None:
         record, seen = answer
+        self._is_reading = False
         if self._is_closed:
+            self._close_file()
             return
         self._on_look(seen)
         if record is not None:

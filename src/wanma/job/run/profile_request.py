@@ -26,18 +26,6 @@ class ProfileRequest:
     """Steps to profile, 1 .. `MAX_STEPS`."""
     ranks: Sequence[int]
 
-    @property
-    def is_valid(self) -> bool:
-        """Return whether each value is of its type and in its range."""
-        return (
-            type(self.number) is int
-            and 1 <= self.number <= MAX_NUMBER
-            and type(self.steps) is int
-            and 1 <= self.steps <= MAX_STEPS
-            and isinstance(self.ranks, list | tuple)
-            and all(type(rank) is int for rank in self.ranks)
-        )
-
 
 def request_profile(run: RunDirectory, steps: int, ranks: Sequence[int]) -> ProfileRequest:
     """Write a request; return it.
@@ -60,9 +48,10 @@ def read_profile_request(run: RunDirectory, number: int | None = None) -> Profil
     """Return the newest request; None: there is none, or not of this number, or it is damaged."""
     try:
         request = ProfileRequest(**json.loads(_file(run).read_text()))
+        is_wanted = 1 <= request.number <= MAX_NUMBER and number in (None, request.number)
     except (OSError, ValueError, TypeError):
         return None
-    return request if request.is_valid and number in (None, request.number) else None
+    return request if is_wanted else None
 
 
 def trace_file(run: RunDirectory, number: int, rank: int) -> Path:

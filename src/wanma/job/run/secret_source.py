@@ -13,21 +13,13 @@ def read_secret(value: str, key: str) -> str:
     """Return a secret that a key gives as `env:NAME` or `file:PATH`; empty: the key is empty.
 
     Raises:
-        JobError: the variable or file is missing or empty, or the value is a secret itself.
+        JobError: the variable or file is missing or empty.
     """
     source, _, name = value.partition(":")
-    secret = ""
-    if not value:
-        return ""
-    if source == "env":
-        secret = os.environ.get(name, "")
-    elif source == "file":
+    secret = os.environ.get(name, "") if source == "env" else ""
+    if source == "file":
         with contextlib.suppress(OSError):
             secret = Path(name).read_text(encoding="utf-8").strip()
-    else:
-        raise JobError(
-            f"{key} is written into the run directory", f"give it as {key} = 'env:NAME' or 'file:PATH'"
-        )
-    if not secret:
+    if value and not secret:
         raise JobError(f"{key} = {value!r} has no content", "set the variable, or write the file")
     return secret

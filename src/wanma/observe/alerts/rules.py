@@ -21,10 +21,7 @@ from wanma.observe.alerts.expressions import (
     value,
 )
 
-Severity = Literal["warning", "critical"]
 MINUTE, HOUR = 60.0, 3600.0
-LONGEST_WINDOW_SECONDS = HOUR
-"""Longest time that a rule looks back."""
 
 
 @dataclass(frozen=True)
@@ -33,20 +30,13 @@ class Rule:
 
     name: str
     """Name of the alert, as Prometheus has it."""
-    severity: Severity
+    severity: Literal["warning", "critical"]
     condition: Expression
-    for_seconds: float
     summary: str
     """Event in one sentence; `{labels}` names the series, `{value}` is the condition's value."""
     causes: tuple[str, ...]
     """Usual causes, each with where to look or what to change, most frequent first."""
-
-
-def _share_of_step(phase: str, window_seconds: float) -> Expression:
-    """Return the share of the step that rank 0 spent in a phase, in the window."""
-    return increase("phase_seconds", window_seconds, phase=phase) / increase(
-        "step_time_seconds", window_seconds
-    )
+    for_seconds: float = 0.0
 
 
 def _mean_step(window_seconds: float) -> Expression:
@@ -61,7 +51,6 @@ RULES = (
         (shortest(value("rank_silent_seconds")) > value("step_seconds") * 10)
         & (shortest(value("rank_silent_seconds")) > 2 * MINUTE)
         & (value("up") > 0),
-        0.0,
         "no rank reports progress: {value:.0f} s since the last report, more than ten steps take",
         (
             "a collective that waits for a rank that is gone or in other code: after "
@@ -73,7 +62,6 @@ RULES = (
         "LossNotFinite",
         "critical",
         increase("non_finite_steps", 10 * MINUTE) > 0,
-        0.0,
         "{value:.0f} steps in ten minutes had a NaN or infinite loss or gradient",
         (
             "too high a learning rate, or too short a warm-up: train.learning_rate, train.warmup_steps",
@@ -87,52 +75,51 @@ RULES = (
         "warning",
         (value("loss") - mean("loss", 15 * MINUTE) > deviation("loss", 15 * MINUTE) * 4)
         & (value("loss") > mean("loss", 15 * MINUTE) * 1.5),
-        15.0,
         "the loss is {value:.3g} above its mean of 15 minutes",
         (
             "a learning rate that is too high: docs/guides/loss-spikes.md goes back and skips the samples",
             "damaged data: `wanma data inspect` shows the samples of the step",
         ),
+        for_seconds=15.0,
     ),
     Rule(
         "SlowerThanForecast",
         "warning",
         (_mean_step(5 * MINUTE) / value("forecast_step_upper_seconds")) > 1.5,
-        5 * MINUTE,
         "steps take {value:.1f} times the upper end of the forecast's interval",
         (
             "other programs on the machine, or a throttled device: `wanma diagnose RUN` names the part",
             "rates of the devices that were assumed: `wanma cluster --calibrate` measures them",
         ),
+        for_seconds=5 * MINUTE,
     ),
     Rule(
         "SlowerThanBefore",
         "warning",
         (_mean_step(5 * MINUTE) / _mean_step(HOUR)) > 1.5,
-        5 * MINUTE,
         "steps take {value:.1f} times their mean of the last hour",
         (
             "a straggler: the alert of that name, and the heat map of ranks",
             "a slower store or network: data wait and exposed communication show which",
         ),
+        for_seconds=5 * MINUTE,
     ),
     Rule(
         "DataWait",
         "warning",
-        _share_of_step("data", 5 * MINUTE) > 0.1,
-        5 * MINUTE,
+        increase("phase_seconds", 5 * MINUTE, phase="data") / increase("step_time_seconds", 5 * MINUTE) > 0.1,
         "ranks wait for data {value:.0%} of the time",
         (
             "too few loader workers: data.workers; the report says which part of loading dominates",
             "text that is tokenized during training: `wanma data prepare JOB` does it once",
             "a store that is too slow: data.cache keeps what was read on the node",
         ),
+        for_seconds=5 * MINUTE,
     ),
     Rule(
         "Straggler",
         "warning",
         value("rank_straggler") > 0,
-        0.0,
         "{labels} is slower than the ranks with the same work, and all wait for it",
         (
             "another program on its node, a throttled or faulty GPU: the event names node, device and phase",
@@ -143,15 +130,14 @@ RULES = (
         "RankDown",
         "critical",
         (value("rank_up") < 1) & (value("up") > 0),
-        MINUTE,
         "the process of {labels} has ended, and the run has not recovered",
         ("the supervisor restarts ranks up to cluster.max_restarts times; `wanma logs RUN` has the cause",),
+        for_seconds=MINUTE,
     ),
     Rule(
         "RestartLoop",
         "critical",
         increase("recoveries", HOUR) > 5,
-        0.0,
         "{value:.0f} recoveries within an hour",
         (
             "a failure that comes again: `wanma diagnose RUN` names the first cause of the newest",
@@ -163,23 +149,22 @@ RULES = (
         "warning",
         (mean("gpu_utilization_ratio", 10 * MINUTE) < 0.1)
         & (longest(increase("rank_steps", 10 * MINUTE)) > 0),
-        5 * MINUTE,
         "{labels} computes {value:.0%} of the time",
         ("waits for data or for other ranks: `wanma diagnose RUN`",),
+        for_seconds=5 * MINUTE,
     ),
     Rule(
         "GpuThrottled",
         "warning",
         value("gpu_throttled") > 0,
-        5 * MINUTE,
         "heat or a fault of the power supply reduces the clock of {labels}",
         ("cooling or power of that node; the other ranks wait for this one",),
+        for_seconds=5 * MINUTE,
     ),
     Rule(
         "GpuMemoryErrors",
         "critical",
         increase("gpu_ecc_errors", HOUR) > 0,
-        0.0,
         "{labels} had {value:.0f} memory errors that could not be corrected",
         ("a faulty device: take the node out; checkpoint.compare_replicas tells whether weights differ",),
     ),
@@ -187,28 +172,28 @@ RULES = (
         "NodeMemoryLow",
         "critical",
         (value("node_memory_available_bytes") / value("node_memory_bytes")) < 0.05,
-        MINUTE,
         "{labels} has {value:.1%} of its memory left",
         (
             "in-memory checkpoints and caches count: checkpoint.in_memory_every_steps, data.cache",
             "a leak, if the memory of a rank grows: rank_memory_bytes; or loader workers: data.workers",
         ),
+        for_seconds=MINUTE,
     ),
     Rule(
         "DiskFull",
         "warning",
         (value("node_disk_free_bytes") / value("node_disk_bytes")) < 0.05,
-        MINUTE,
         "the file system of the run has {value:.1%} of its space left on {labels}",
         ("checkpoint.keep keeps fewer checkpoints; checkpoint.upload stores them elsewhere",),
+        for_seconds=MINUTE,
     ),
     Rule(
         "NoRoomForCheckpoint",
         "critical",
         (value("node_disk_free_bytes") / value("checkpoint_bytes")) < 1.1,
-        MINUTE,
         "the free space of {labels} is {value:.1f} checkpoints",
         ("the next checkpoint will not fit: free space, or lower checkpoint.keep",),
+        for_seconds=MINUTE,
     ),
     Rule(
         "CheckpointTooOld",
@@ -216,12 +201,12 @@ RULES = (
         (value("completed_steps") - value("checkpoint_step") > value("checkpoint_interval_steps") * 2.5)
         & (age("checkpoint_timestamp_seconds") > 10 * MINUTE)
         & (value("up") > 0),
-        MINUTE,
         "the newest checkpoint is {value:.0f} steps old, more than twice checkpoint.every_steps",
         (
             "a store that is too slow: checkpoint_write_seconds beside the time between saves",
             "saves that fail: the messages of the run name the cause",
         ),
+        for_seconds=MINUTE,
     ),
 )
 """All rules, in the order of a page."""
@@ -231,7 +216,6 @@ RUN_FAILED = Rule(
     "RunFailed",
     "critical",
     value("up") < 0,
-    0.0,
     "the run has failed",
     ("the run's report and logs have the cause; the same command resumes it from the newest checkpoint",),
 )

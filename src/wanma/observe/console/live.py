@@ -44,7 +44,7 @@ class LiveConsole(Console):
     def write(self, event: Event) -> None:
         with self._lock:
             self.progress.update(event)
-        if event["kind"] in ("message", "joined", "batch_shares"):
+        if event["kind"] in ("message", "joined", "batch_shares", "alert"):
             self.print_message(event)
         elif event["kind"] in ("recovery", "resize"):
             self.print_message(recovery_as_message(event))

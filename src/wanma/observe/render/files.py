@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from wanma.job.run.run_directory import write_atomically
 from wanma.observe.alerts.rules import RULES, Rule
 from wanma.observe.endpoint import TARGETS_FOLDER
-from wanma.observe.render.dashboards import DASHBOARDS, DATA_SOURCE
+from wanma.observe.render.dashboards import DATA_SOURCE, dashboards
 
 SCRAPE_SECONDS = 15
 
@@ -28,10 +29,10 @@ def render_files(folder: Path, runs: Path, prometheus_url: str) -> list[Path]:
     """
     provisioning = "grafana/provisioning"
     files: dict[str, str] = {
-        "prometheus/prometheus.yml": _yaml(_scrape_configuration(runs)),
-        "prometheus/wanma-rules.yml": _yaml(alerting_rules()),
+        "prometheus/prometheus.yml": _json(_scrape_configuration(runs)),
+        "prometheus/wanma-rules.yml": _json(alerting_rules()),
         "runbook.md": "\n".join(runbook()),
-        f"{provisioning}/datasources/wanma.yml": _yaml(
+        f"{provisioning}/datasources/wanma.yml": _json(
             {
                 "apiVersion": 1,
                 "datasources": [
@@ -39,7 +40,7 @@ def render_files(folder: Path, runs: Path, prometheus_url: str) -> list[Path]:
                 ],
             }
         ),
-        f"{provisioning}/dashboards/wanma.yml": _yaml(
+        f"{provisioning}/dashboards/wanma.yml": _json(
             {
                 "apiVersion": 1,
                 "providers": [
@@ -51,10 +52,7 @@ def render_files(folder: Path, runs: Path, prometheus_url: str) -> list[Path]:
                 ],
             }
         ),
-        **{
-            f"grafana/dashboards/{dashboard.uid}.json": json.dumps(dashboard.to_json(), indent=2) + "\n"
-            for dashboard in DASHBOARDS
-        },
+        **{f"grafana/dashboards/{uid}.json": _json(dashboard) for uid, dashboard in dashboards().items()},
     }
     written = []
     for name, text in files.items():
@@ -70,7 +68,7 @@ def alerting_rules() -> dict[str, Any]:
     rules = [
         {
             "alert": rule.name,
-            "expr": rule.condition.promql(),
+            "expr": rule.condition.promql,
             "for": f"{rule.for_seconds:g}s",
             "labels": {"severity": rule.severity},
             "annotations": {
@@ -97,7 +95,7 @@ def runbook() -> Iterator[str]:
         yield f"{rule.severity.capitalize()}, {hold}:"
         yield ""
         yield "```text"
-        yield rule.condition.promql()
+        yield rule.condition.promql
         yield "```"
         yield ""
         yield from (f"1. {cause}" for cause in rule.causes)
@@ -108,16 +106,9 @@ def _summary(rule: Rule) -> str:
     labels = " ".join(
         f"{label} {{{{ $labels.{label} }}}}" for label in rule.condition.labels if label != "run"
     )
-    text = rule.summary
-    for given, template in (
-        ("{value:.0%}", "{{ $value | humanizePercentage }}"),
-        ("{value:.1%}", "{{ $value | humanizePercentage }}"),
-        ("{value:.0f}", '{{ printf "%.0f" $value }}'),
-        ("{value:.1f}", '{{ printf "%.1f" $value }}'),
-        ("{value:.3g}", '{{ printf "%.3g" $value }}'),
-        ("{labels}", labels),
-    ):
-        text = text.replace(given, template)
+    text = rule.summary.replace("{labels}", labels)
+    text = re.sub(r"\{value:\.\d%\}", "{{ $value | humanizePercentage }}", text)
+    text = re.sub(r"\{value:(\.\d[fg])\}", r'{{ printf "%\1" $value }}', text)
     return f"run {{{{ $labels.run }}}}: {text}"
 
 
@@ -135,24 +126,6 @@ def _scrape_configuration(runs: Path) -> dict[str, Any]:
     }
 
 
-def _yaml(value: Any) -> str:
-    """Return a value as YAML, with each text in quotes."""
-    return "\n".join(_yaml_lines(value)) + "\n"
-
-
-def _yaml_lines(value: Any) -> Iterator[str]:
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            lines = list(_yaml_lines(item))
-            if isinstance(item, Mapping | list) and item:
-                yield f"{key}:"
-                yield from (f"  {line}" for line in lines)
-            else:
-                yield f"{key}: {lines[0]}"
-    elif isinstance(value, list) and value:
-        for item in value:
-            first, *others = _yaml_lines(item)
-            yield f"- {first}"
-            yield from (f"  {line}" for line in others)
-    else:
-        yield json.dumps(value, ensure_ascii=False)
+def _json(value: Any) -> str:
+    """Return a value as JSON, which is YAML, too."""
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

@@ -7,72 +7,26 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from wanma.job.run.worker import Event
-from wanma.observe.series.catalogue import CATALOGUE
+from wanma.observe.series.catalogue import CATALOGUE, GPU_LABELS, NODE_LABELS, RANK_LABELS, STEP_GAUGES
 
 Labels = tuple[tuple[str, str], ...]
 """Labels of a series without those of the run, as pairs of name and value."""
 
-_STEP_GAUGES = {
-    "loss": "loss",
-    "learning_rate": "learning_rate",
-    "gradient_norm": "grad_norm",
-    "expert_load_imbalance": "expert_load_imbalance",
-    "balance_loss": "balance_loss",
-    "samples": "samples",
-    "targets_per_second": "tokens_per_second",
-    "mfu_ratio": "mfu",
-    "step_seconds": "step_seconds",
-    "memory_bytes": "memory_bytes",
-}
-"""Key of a step record by the gauge that shows it."""
 _STEP_COUNTERS = {
     "phase_seconds": ("phases", "phase"),
     "exposed_communication_seconds": ("exposed_communication_seconds", "kind"),
     "communication_seconds": ("communication_seconds", "kind"),
 }
 """Key of a step record, and the label of its parts, by the counter that sums it."""
-_GPU_GAUGES = {
-    "gpu_utilization_ratio": "utilization",
-    "gpu_memory_used_bytes": "memory_bytes",
-    "gpu_memory_bytes": "total_memory_bytes",
-    "gpu_temperature_celsius": "celsius",
-    "gpu_power_watts": "power_watts",
-    "gpu_sm_clock_hertz": "clock_hertz",
-    "gpu_throttled": "is_throttled",
-    "gpu_ecc_errors": "ecc_errors",
-}
-"""Key of a GPU in a record of node usage by its metric."""
-_NODE_VALUES = {
-    "node_cpu_seconds": "cpu_seconds",
-    "node_cpus": "cpus",
-    "node_memory_bytes": "memory_bytes",
-    "node_memory_available_bytes": "memory_available_bytes",
-    "node_disk_bytes": "disk_bytes",
-    "node_disk_free_bytes": "disk_free_bytes",
-    "node_disk_read_bytes": "disk_read_bytes",
-    "node_disk_written_bytes": "disk_written_bytes",
-}
-"""Key of a record of node usage by its metric."""
-_RANK_VALUES = {
-    "rank_up": "is_alive",
-    "rank_step": "step",
-    "rank_steps": "steps",
-    "rank_silent_seconds": "silent_seconds",
-    "rank_cpu_seconds": "cpu_seconds",
-    "rank_memory_bytes": "memory_bytes",
-}
-"""Key of a rank in a record of node usage by its metric."""
-_RANK_PHASES = {"data": "data_seconds", "compute": "compute_seconds"}
-"""Key of a rank in a record of node usage by the phase that it sums."""
 _RUN_COUNTERS = ("steps", "step_time_seconds", "non_finite_steps", "checkpoints", "recoveries", "starts")
 """Counters that are zero at first."""
-_REPEATABLE_STEPS = 10_000
-"""Newest steps whose times are kept for the case that they are repeated, in a run without checkpoints."""
+_REPEATABLE_STEPS = 50_000
+"""Newest steps whose times are kept for the case that they are repeated."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +50,8 @@ class Series:
         return self._values.get((metric, tuple(sorted(labels.items()))))
 
     def samples(self) -> Iterator[Sample]:
-        """Yield the present value of each series, in the order of the catalogue."""
-        order = {name: number for number, name in enumerate(CATALOGUE)}
-        for metric, labels in sorted(self._values, key=lambda key: (order[key[0]], key[1])):
-            yield Sample(metric, labels, self._values[metric, labels])
+        """Yield the present value of each series."""
+        return (Sample(metric, labels, value) for (metric, labels), value in self._values.items())
 
     def _set(self, metric: str, value: Any, /, **labels: str) -> None:
         """Set a series; None removes it."""
@@ -139,19 +91,17 @@ class RunSeries(Series):
         self._values.clear()
         self._plan_text = ""
         self._first_start: float | None = None
-        self._useful: deque[tuple[int, float]] = deque(
-            maxlen=None if self._interval_steps else _REPEATABLE_STEPS
-        )
-        """Steps and their times of which one may be repeated: those since the newest checkpoint."""
+        self._useful: deque[tuple[int, float]] = deque(maxlen=_REPEATABLE_STEPS)
+        """Newest steps that count, with their times."""
         self._useful_seconds = 0.0
-        """Sum of the times of the steps that count, those of `_useful` included."""
+        """Sum of the times of all steps that count."""
         self._newest_time = 0.0
         self._has_started = self._is_over = self._is_first_step = False
         for name in _RUN_COUNTERS:
             self._set(name, 0)
         self._set("up", 0)
         self._set("checkpoint_interval_steps", self._interval_steps or None)
-        self.set_plan(self._planned)
+        self._set_plan(self._planned)
 
     def samples(self) -> Iterator[Sample]:
         """Yield the present values; without a `start`, which only the node of rank 0 sees, that of `up`."""
@@ -173,7 +123,7 @@ class RunSeries(Series):
         self._drop("rank_straggler")
         self._has_started = self._is_over = False
 
-    def set_plan(self, planned: Mapping[str, Any]) -> None:
+    def _set_plan(self, planned: Mapping[str, Any]) -> None:
         """Take the forecast of a plan, as plan.json has it."""
         self._planned = planned
         forecast = planned.get("forecast") or {}
@@ -204,11 +154,12 @@ class RunSeries(Series):
                 self._set("checkpoint_write_seconds", event.get("write_seconds"))
                 self._add("checkpoints", 1)
                 self._add("checkpoint_stall_seconds", event.get("stall_seconds"))
-                self._keep_useful(lambda step: step > event.get("step", 0))
             case "recovery" | "resize":
                 self._add("recoveries", event["kind"] == "recovery")
                 self._add("recovery_seconds", event.get("seconds"))
                 self._add("repeated_steps", event.get("repeated_steps"))
+            case "planned":
+                self._set_plan(event)
             case "straggler":
                 self._set("rank_straggler", 1 if event.get("is_slow", True) else 0, rank=str(event["rank"]))
             case "finish":
@@ -223,10 +174,10 @@ class RunSeries(Series):
             self._set("up", 1)
 
     def _update_step(self, record: Event) -> None:
-        for metric, key in _STEP_GAUGES.items():
-            if key in record or metric in ("loss", "gradient_norm"):
-                value = record.get(key)
-                self._set(metric, _non_finite(record, key) if value is None else value)
+        for metric in STEP_GAUGES:
+            if metric.key in record or metric.name in ("loss", "gradient_norm"):
+                value = record.get(metric.key)
+                self._set(metric.name, _non_finite(record, metric.key) if value is None else value)
         self._set("completed_steps", record["step"])
         self._set("last_step_timestamp_seconds", record.get("time"))
         if not self._is_first_step:
@@ -255,16 +206,14 @@ class RunSeries(Series):
         self._useful.append((record["step"], seconds))
         self._useful_seconds += seconds
 
-    def _keep_useful(self, is_kept: Callable[[int], bool]) -> None:
-        self._useful = deque((entry for entry in self._useful if is_kept(entry[0])), self._useful.maxlen)
-
     def _update_start(self, event: Event) -> None:
         done, is_restart = event.get("step", 0), bool(event.get("is_restart"))
         if done == 0 and not is_restart:
             self._begin_history()
         lost = [seconds for step, seconds in self._useful if step > done]
-        self._keep_useful(lambda step: step <= done)
         self._useful_seconds -= sum(lost)
+        while self._useful and self._useful[-1][0] > done:
+            self._useful.pop()
         if not is_restart:
             self._add("starts", 1)
             self._add("repeated_steps", len(lost))
@@ -289,13 +238,12 @@ class RunSeries(Series):
         self._set("run_info", 1, state=state, plan=self._plan_text)
 
     def _update_validation(self, event: Event) -> None:
-        loss, step = event.get("loss"), event.get("step", 0)
+        loss, step, best = event.get("loss"), event.get("step", 0), self.get("best_validation_loss")
         before, before_step = self.get("validation_loss"), self.get("validation_step")
         if loss is not None and before is not None and before_step is not None and step > before_step:
             self._set("validation_loss_slope", (loss - before) / (step - before_step))
         self._set("validation_loss", loss)
         self._set("validation_step", step)
-        best = self.get("best_validation_loss")
         if loss is not None and (best is None or loss < best):
             self._set("best_validation_loss", loss)
         named = {key: event.get(key) for key in ("perplexity", "accuracy")} | (event.get("metrics") or {})
@@ -327,21 +275,24 @@ class NodeSeries(Series):
     def update(self, record: Mapping[str, Any]) -> None:
         """Take a record of logs/node-N.jsonl; series of ranks that it lacks end."""
         self._values.clear()
-        for metric, key in _NODE_VALUES.items():
-            self._set(metric, record.get(key), node=self._node)
+        self._set_all(NODE_LABELS, record, node=self._node)
         for name, (received, sent) in (record.get("interfaces") or {}).items():
             self._set("node_network_received_bytes", received, interface=name, node=self._node)
             self._set("node_network_sent_bytes", sent, interface=name, node=self._node)
         for rank in record.get("ranks", ()):
             labels = {"rank": str(rank["rank"]), "node": self._node}
-            for metric, key in _RANK_VALUES.items():
-                self._set(metric, rank.get(key), **labels)
-            for phase, key in _RANK_PHASES.items():
-                self._set("rank_phase_seconds", rank.get(key), **labels, phase=phase)
+            self._set_all(RANK_LABELS, rank, **labels)
+            for phase in ("data", "compute"):
+                self._set("rank_phase_seconds", rank.get(f"{phase}_seconds"), **labels, phase=phase)
         for gpu in record.get("gpus") or ():
             if gpu.get("is_used", True):
-                for metric, key in _GPU_GAUGES.items():
-                    self._set(metric, gpu.get(key), gpu=str(gpu["gpu"]), node=self._node)
+                self._set_all(GPU_LABELS, gpu, gpu=str(gpu["gpu"]), node=self._node)
+
+    def _set_all(self, names: tuple[str, ...], record: Mapping[str, Any], **labels: str) -> None:
+        """Set the metrics that have these labels from a record of a node, rank or GPU."""
+        for metric in CATALOGUE.values():
+            if metric.labels == names:
+                self._set(metric.name, record.get(metric.key), **labels)
 
 
 def _non_finite(record: Event, key: str) -> float | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from wanma.job.errors import WanmaError
@@ -22,29 +23,6 @@ PATIENCE_SECONDS = 600.0
 """Time after the end of a run for which a tracker that does not answer is asked again."""
 BATCH_STEPS = 500
 """Most steps that are handed over at once."""
-
-
-class RunEnd:
-    """End of a run, which another thread tells."""
-
-    def __init__(self, patience_seconds: float = PATIENCE_SECONDS) -> None:
-        self._event, self._patience_seconds, self._time = threading.Event(), patience_seconds, 0.0
-
-    def tell(self) -> None:
-        self._time = time.monotonic()
-        self._event.set()
-
-    def wait(self, seconds: float) -> None:
-        """Wait some seconds, or until the end."""
-        self._event.wait(seconds)
-
-    @property
-    def has_come(self) -> bool:
-        return self._event.is_set()
-
-    @property
-    def is_long_ago(self) -> bool:
-        return self.has_come and time.monotonic() > self._time + self._patience_seconds
 
 
 class _GivenUpError(Exception):
@@ -69,7 +47,7 @@ class Feed:
         make_tracker: Callable[[], Tracker],
         run: RunDirectory,
         settings: Mapping[str, str],
-        end: RunEnd,
+        end: threading.Event,
         say: Callable[[str], object],
     ) -> None:
         self._name, self._make_tracker, self._run = name, make_tracker, run
@@ -83,6 +61,8 @@ class Feed:
         self._began = 0.0
         """Time of the start from step 0 that the tracker's run belongs to."""
         self._outcome = "crashed"
+        self._deadline = math.inf
+        """Time, on the monotonic clock, after which a tracker that does not answer is given up."""
         self._tracker: Tracker | None = None
 
     def run(self) -> None:
@@ -95,8 +75,9 @@ class Feed:
         follower = RecordFollower(self._run, from_start=True)
         waiting: list[Event] = []
         while True:
-            was_ended = self._end.has_come
+            was_ended = self._end.is_set()
             new = follower.read()
+            self._take_starts(new)
             waiting += new
             while waiting:
                 self._hand_over(waiting[:BATCH_STEPS])
@@ -109,28 +90,35 @@ class Feed:
 
     def _hand_over(self, events: list[Event]) -> None:
         scalars: list[Scalars] = []
+        newest = dict(self._steps)
         for event in events:
-            kind, step = event["kind"], event.get("step", 0)
-            if kind == "finish":
-                self._outcome = event.get("outcome", "finished")
-            elif kind == "start":
-                self._outcome = "crashed"
-                if step == 0 and not event.get("is_restart") and event["time"] > self._began:
-                    if self._began:
-                        self._begin_again()
-                        scalars.clear()
-                    self._began = event["time"]
-            elif kind in self._steps and (values := to_scalars(event)):
+            # What is older belongs to a training that another has replaced (`--fresh`).
+            if event["kind"] not in self._steps or event["time"] < self._began:
+                continue
+            kind, step, values = event["kind"], event["step"], to_scalars(event)
+            if values:
                 self._open()
                 if step > self._steps[kind]:
                     scalars.append(Scalars(step, event["time"], values))
+                    newest[kind] = max(newest[kind], step)
         if not scalars:
             return
         self._repeat(lambda tracker: tracker.log(scalars))
-        for event in events:
-            if event["kind"] in self._steps:
-                self._steps[event["kind"]] = max(self._steps[event["kind"]], event["step"])
+        self._steps = newest
         self._write_state()
+
+    def _take_starts(self, events: Iterable[Event]) -> None:
+        """Note starts and ends among events that were read at once: steps and starts are in two files."""
+        for event in events:
+            if event["kind"] == "finish":
+                self._outcome = event.get("outcome", "finished")
+            elif event["kind"] == "start":
+                self._outcome = "crashed"
+                is_first = event.get("step", 0) == 0 and not event.get("is_restart")
+                if is_first and event["time"] > self._began:
+                    if self._began:
+                        self._begin_again()
+                    self._began = event["time"]
 
     def _open(self) -> None:
         if self._tracker is None:
@@ -157,15 +145,17 @@ class Feed:
                     self._tracker = tracker
                     self._write_state()
                 act(self._tracker)
-            except WanmaError as error:  # its library is not installed: no time will mend that
+            except (ImportError, WanmaError) as error:  # no time will mend that
                 self._say(f"{self._name}: {error}")
                 raise _GivenUpError from error
             except Exception as error:  # whatever the library raises
-                if self._end.is_long_ago:
+                if self._end.is_set():
+                    self._deadline = min(self._deadline, time.monotonic() + PATIENCE_SECONDS)
+                if time.monotonic() > self._deadline:
                     self._say(f"{self._name}: {type(error).__name__}: {error}; the run's next start goes on")
                     raise _GivenUpError from error
                 self._say(f"{self._name}: {type(error).__name__}: {error}; tried again in {pause:g} s")
-                if self._end.has_come:
+                if self._end.is_set():
                     time.sleep(pause)
                 else:
                     self._end.wait(pause)

@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from wanma.job.errors import missing_extra_error
 from wanma.observe.trackers.tracker import Scalars, TrackedRun
 
 BATCH_METRICS, BATCH_PARAMETERS = 1000, 100
@@ -21,17 +20,12 @@ class MlflowTracker:
     """Tracker of one run in MLflow; the same run goes on after a resume.
 
     A point of the same metric, step and time is stored once, so that repetition is harmless.
-
-    Raises:
-        WanmaError: neither `mlflow` nor `mlflow-skinny` is installed.
     """
 
     def __init__(self) -> None:
-        try:
-            from mlflow import MlflowClient
-            from mlflow.entities import Metric, Param
-        except ImportError as error:
-            raise missing_extra_error("mlflow-skinny", "mlflow", "observe.trackers = ['mlflow']") from error
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+
         self._client: Any = MlflowClient()
         self._metric, self._parameter = Metric, Param
         self._run_id = ""

@@ -18,7 +18,7 @@ from wanma.job.errors import JobError
 from wanma.job.file.loading import load_recorded_job
 from wanma.job.file.serialization import setting_texts
 from wanma.job.run.run_directory import RunDirectory
-from wanma.observe.trackers.feed import Feed, RunEnd
+from wanma.observe.trackers.feed import Feed
 from wanma.observe.trackers.tracker import find_tracker
 
 LOG = "trackers.log"
@@ -61,7 +61,7 @@ class TrackerProcess:
 def main(arguments: Sequence[str]) -> int:
     """Feed the trackers until the run has ended and all has arrived."""
     folder, *names = arguments
-    run, end = RunDirectory(Path(folder)), RunEnd()
+    run, end = RunDirectory(Path(folder)), threading.Event()
     settings = _settings(run)
     feeds = [Feed(name, find_tracker(name), run, settings, end, _say) for name in names]
     threads = [threading.Thread(target=feed.run, daemon=True) for feed in feeds]
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
         thread.start()
     while sys.stdin.buffer.read(1 << 10):
         pass
-    end.tell()
+    end.set()
     for thread in threads:
         thread.join()
     return 0

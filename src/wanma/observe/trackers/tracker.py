@@ -58,13 +58,10 @@ class Tracker(Protocol):
 
 
 _BUILT_IN = {
-    "mlflow": "wanma.observe.trackers.mlflow_tracker:MlflowTracker",
-    "wandb": "wanma.observe.trackers.wandb_tracker:WandbTracker",
+    "mlflow": ("wanma.observe.trackers.mlflow_tracker:MlflowTracker", "mlflow-skinny"),
+    "wandb": ("wanma.observe.trackers.wandb_tracker:WandbTracker", "wandb"),
 }
-
-
-_LIBRARIES = {"mlflow": ("mlflow", "mlflow-skinny"), "wandb": ("wandb", "wandb")}
-"""Module and package that a built-in tracker needs."""
+"""Class of each built-in tracker, and the package that it needs; its name is that of the module."""
 
 
 def check_tracker(name: str) -> None:
@@ -75,11 +72,10 @@ def check_tracker(name: str) -> None:
         WanmaError: its library is not installed.
     """
     find_tracker(name)
-    if name in _LIBRARIES:
-        module, package = _LIBRARIES[name]
-        found = importlib.util.find_spec(module)
+    if name in _BUILT_IN:
+        found = importlib.util.find_spec(name)
         if found is None or found.origin is None:  # a folder of this name, as wandb makes one
-            raise missing_extra_error(package, name, f"observe.trackers = ['{name}']")
+            raise missing_extra_error(_BUILT_IN[name][1], name, f"observe.trackers = ['{name}']")
 
 
 def find_tracker(name: str) -> Callable[[], Tracker]:
@@ -89,10 +85,8 @@ def find_tracker(name: str) -> Callable[[], Tracker]:
         JobError: there is none of this name.
     """
     key = "observe.trackers"
-    if name in _BUILT_IN:
-        return import_object(_BUILT_IN[name], key)  # type: ignore[no-any-return]
-    if ":" in name:
-        return import_object(name, key)  # type: ignore[no-any-return]
+    if name in _BUILT_IN or ":" in name:
+        return import_object(_BUILT_IN.get(name, (name,))[0], key)  # type: ignore[no-any-return]
     others = {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
     if name not in others:
         known = [*_BUILT_IN, *others]

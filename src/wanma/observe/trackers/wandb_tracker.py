@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from wanma.job.errors import missing_extra_error
 from wanma.observe.trackers.tracker import Scalars, TrackedRun
 from wanma.observe.trackers.wandb_file import STEP_KEY, last_step_of
 
@@ -20,16 +19,11 @@ class WandbTracker:
 
     Offline runs of W&B cannot be resumed, so each start is a run of its own; what an earlier start wrote
     is read back from its file.
-
-    Raises:
-        WanmaError: `wandb` is not installed.
     """
 
     def __init__(self) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise missing_extra_error("wandb", "wandb", "observe.trackers = ['wandb']") from error
+        import wandb
+
         self._wandb: Any = wandb
         self._run: Any = None
 

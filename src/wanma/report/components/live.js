@@ -16,14 +16,18 @@ const renew = async () => {
   });
 };
 const changes = new EventSource(document.querySelector("main").dataset.changes);
-let waiting = false;
+let renewing = false, changed = false;
 changes.onmessage = async () => {
-  if (waiting) return;
-  waiting = true;
+  changed = true;
+  if (renewing) return;
+  renewing = true;
   try {
-    if (!document.hidden) await renew();
+    while (changed && !document.hidden) {
+      changed = false;
+      await renew();
+    }
   } finally {
-    waiting = false;
+    renewing = false;
   }
 };
 document.addEventListener("visibilitychange", () => { if (!document.hidden) renew(); });
