@@ -1,7 +1,7 @@
 """Study of `wanma diagnose`: faults of which the first cause named must be the right one, and healthy runs.
 
 python benchmarks/diagnosis/run.py                        # all, some 15 minutes; as root, with iproute2
-python benchmarks/diagnosis/run.py --case "slow disk"     # some; nothing is written
+python benchmarks/diagnosis/run.py --case "slow disk"     # some, whose rows are written anew
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Result:
     alerts: tuple[str, ...]
     """Alerts that fired."""
     steps: int
+    commit: str
 
 
 def main() -> int:
@@ -71,13 +72,19 @@ def main() -> int:
     for case in cases:
         results.append(run_case(case))
         print(json.dumps(asdict(results[-1])), flush=True)
-    if not options.case:
-        environment = f"{machine()}; wanma at {commit()}; {time.strftime('%Y-%m-%d')}"
-        recorded = {"environment": environment, "results": [asdict(result) for result in results]}
-        DATA.write_text(json.dumps(recorded, indent=1, ensure_ascii=False) + "\n")
-        before, rest = PAGE.read_text().split(START)
-        PAGE.write_text(f"{before}{START}{page_part(recorded)}{END}{rest.split(END)[1]}")
+    _record(results)
     return int(any(not result.is_right for result in results))
+
+
+def _record(results: list[Result]) -> None:
+    """Write results beside those recorded of other cases, and the page."""
+    known = json.loads(DATA.read_text())["results"] if DATA.exists() else []
+    by_case = {entry["case"]: entry for entry in [*known, *map(asdict, results)]}
+    entries = [by_case[case.name] for case in (*FAULTS, *HEALTHY) if case.name in by_case]
+    recorded = {"environment": f"{machine()}; {time.strftime('%Y-%m-%d')}", "results": entries}
+    DATA.write_text(json.dumps(recorded, indent=1, ensure_ascii=False) + "\n")
+    before, rest = PAGE.read_text().split(START)
+    PAGE.write_text(f"{before}{START}{page_part(recorded)}{END}{rest.split(END)[1]}")
 
 
 def run_case(case: Case) -> Result:
@@ -109,11 +116,11 @@ def judge(case: Case, findings: list[Finding], run: RunDirectory) -> Result:
     if not case.expected:
         named = findings[0].name if findings else ""
         title = findings[0].title if findings else ""
-        return Result(case.name, "", named, title, not findings and not alerts, alerts, _steps(run))
+        return Result(case.name, "", named, title, not findings and not alerts, alerts, _steps(run), commit())
     first = findings[0] if findings else Finding("", "slow", "", (), "")
     text = " ".join((first.title, *first.evidence, first.change))
     is_right = first.name == case.expected and all(word in text for word in case.words)
-    return Result(case.name, case.expected, first.name, first.title, is_right, alerts, _steps(run))
+    return Result(case.name, case.expected, first.name, first.title, is_right, alerts, _steps(run), commit())
 
 
 @contextmanager
@@ -235,13 +242,14 @@ def page_part(recorded: Mapping[str, Any]) -> str:
         )
         for result in results
     ]
+    commits = ", ".join(dict.fromkeys(result.commit for result in results))
     faults = [result for result in results if result.expected]
     healthy = [result for result in results if not result.expected]
     told = sum(result.is_right for result in faults)
     quiet = sum(result.is_right for result in healthy)
     return (
         f"\nOf {len(faults)} faults {told} have their cause named first; of {len(healthy)} healthy runs "
-        f"{quiet} have no finding and no alert. {recorded['environment']}.\n\n"
+        f"{quiet} have no finding and no alert. {recorded['environment']}; wanma at {commits}.\n\n"
         f"{table(('run', 'cause', 'first named', 'right', 'alerts'), rows)}\n\n"
     )
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from wanma.job.errors import WanmaError
+from wanma.job.run.process_state import is_process_alive
 from wanma.job.run.run_directory import RunDirectory, list_runs, write_atomically, write_json
 
 
@@ -42,3 +44,15 @@ def test_writing_replaces_the_file_and_leaves_no_temporary_one(tmp_path: Path) -
     write_json(path, {"name": "万马"})
     write_atomically(path, "second")
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("plan.json", "second")]
+
+
+def test_a_process_that_has_ended_does_not_live_even_if_nobody_waits_for_it() -> None:
+    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    assert is_process_alive(process.pid)
+    assert process.stdin is not None
+    process.stdin.close()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert not is_process_alive(process.pid)
+    process.wait()
+    assert not is_process_alive(process.pid)
+    assert not is_process_alive("none")

@@ -98,6 +98,12 @@ def test_a_node_without_rank_0_says_what_it_is_and_waits_for_no_step(run: RunDir
     assert "waiting for the first step" not in said
 
 
+@pytest.mark.parametrize("mode", ["plain", "live", "quiet"])
+def test_an_alert_is_shown(run: RunDirectory, mode: str) -> None:
+    alert = {"kind": "alert", "level": "warning", "text": "DiskFull: 1 % is free", "time": 0.0}
+    assert "warning: DiskFull: 1 % is free" in "\n".join(shown(run, mode, [alert]))
+
+
 def test_without_a_terminal_auto_is_plain(run: RunDirectory) -> None:
     console = open_console(run, ObserveSection(), 30, io.StringIO())
     assert isinstance(console, PlainConsole)

@@ -30,6 +30,8 @@ MIN_WORKING_CORES = 0.5
 """Processors in use below which a rank that works longer than its peers is kept from them."""
 HIGH_SHARE = 0.25
 """Share of the step that communication may take where no forecast is there to compare it with."""
+HOST_SHARE = 0.15
+"""Share of the step outside all that is measured from which it is worth a look."""
 MICRO_BATCH_SECONDS = 0.02
 """Time of a micro-batch from which the calls of its kernels take little of it."""
 
@@ -302,7 +304,7 @@ def _checkpoint(evidence: Evidence) -> Finding | None:
 
 def _host(evidence: Evidence) -> Finding | None:
     share = evidence.share("host") + evidence.share("other")
-    if share < 2 * MIN_SHARE:
+    if share < HOST_SHARE:
         return None
     return Finding(
         "host",

@@ -174,7 +174,11 @@ def test_a_store_that_does_not_answer_holds_up_nothing(
     loop.call_later(0.001, lambda: ticks.append("heartbeat"))
     run_until(loop, lambda: bool(ticks))
     recorder.close()
+    file = recorder._file
+    assert file is not None, "a thread that writes late must not meet another file of the same number"
     release.set()
+    run_until(loop, lambda: recorder._file is None)
+    assert len(run.node_usage(0).read_text().splitlines()) == 1
 
 
 def test_gpus_of_ranks_are_those_that_they_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,14 +35,15 @@ class MlflowTracker:
         if "run_id" in run.state:
             self._run_id = run.state["run_id"]
             client.update_run(self._run_id, status="RUNNING")
-            return None
-        found = client.get_experiment_by_name(name)
-        experiment = found.experiment_id if found is not None else client.create_experiment(name)
-        self._run_id = client.create_run(experiment, run_name=run.name).info.run_id
-        run.state["run_id"] = self._run_id
-        parameters = [self._parameter(key, value[:VALUE_CHARACTERS]) for key, value in run.settings.items()]
-        for index in range(0, len(parameters), BATCH_PARAMETERS):
-            client.log_batch(self._run_id, params=parameters[index : index + BATCH_PARAMETERS])
+        else:
+            found = client.get_experiment_by_name(name)
+            experiment = found.experiment_id if found is not None else client.create_experiment(name)
+            self._run_id = run.state["run_id"] = client.create_run(experiment, run_name=run.name).info.run_id
+        if not run.state.get("has_parameters"):  # a request for them may have failed before
+            texts = [self._parameter(key, value[:VALUE_CHARACTERS]) for key, value in run.settings.items()]
+            for index in range(0, len(texts), BATCH_PARAMETERS):
+                client.log_batch(self._run_id, params=texts[index : index + BATCH_PARAMETERS])
+            run.state["has_parameters"] = True
         return None
 
     def log(self, scalars: Sequence[Scalars]) -> None:
