@@ -33,7 +33,7 @@ class Metric:
     @property
     def full_name(self) -> str:
         """Return the name of its series, as a query has it."""
-        return self.family_name + ("_total" if self.kind == "counter" else "")
+        return self.family_name if self.kind == "gauge" else "_".join((self.family_name, "total"))
 
 
 def _gauge(name: str, meaning: str, *labels: str, key: str = "") -> Metric:
