@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from support.command import Desk, Training, end_commands
+from support.nodes import Machines
 from support.prometheus import Prometheus, has_prometheus, running_prometheus, wait_until
 from support.webhook import Webhook
 from wanma.observe.alerts.rules import RULES
@@ -108,6 +109,22 @@ def test_counters_equal_the_records(training: Training, prometheus: Prometheus) 
         wait_until(lambda: len(prometheus.query("wanma_rank_up == 1")) == 2, "both ranks")
     finally:
         os.kill(rank, signal.SIGCONT)
+
+
+def test_two_nodes_have_the_series_of_their_ranks(desk: Desk, prometheus: Prometheus) -> None:
+    words = ("text.toml", "train.steps=100000", "cluster.nodes=2", "parallel.dp_replicate=4")
+    machines = Machines(desk, "runs/text", *words, "observe.metrics_port=0")
+    for node in range(2):
+        machines.start(node)
+    wait_until(lambda: len(prometheus.query("wanma_rank_up == 1")) == 4, "four ranks")
+    ranks = [series["metric"] for series in prometheus.query("wanma_rank_steps_total > 0")]
+    assert sorted((rank["node"], rank["rank"]) for rank in ranks) == [
+        ("0", "0"), ("0", "1"), ("1", "2"), ("1", "3"),
+    ]  # fmt: skip
+    assert len(prometheus.query("wanma_loss")) == 1, "node 0 alone has those of the run"
+    assert {series["metric"]["node"] for series in prometheus.query("wanma_node_cpus")} == {"0", "1"}
+    machines.lose(1)
+    wait_until(lambda: not prometheus.query('{node="1"}'), "the end of the lost node's series")
 
 
 def test_every_panel_has_its_series(training: Training, prometheus: Prometheus) -> None:

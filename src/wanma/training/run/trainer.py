@@ -361,6 +361,7 @@ class Trainer:
                 "samples": self.state.samples,
                 "learning_rate": self._learning_rate,
                 "phases": phases,
+                **({"loss_scale": self.state.loss_scale.value} if self.state.loss_scale.enabled else {}),
                 **self._times.metrics(),
                 **self.step_data.metrics(),
                 **communication_seconds.numbers(),

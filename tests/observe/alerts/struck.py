@@ -1,0 +1,66 @@
+"""Model and data on which a fault strikes while the file `fault` names it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+FILE = Path(__file__).parent / "fault"
+
+
+def fault() -> str:
+    """Return the name of the present fault; empty: there is none."""
+    try:
+        return FILE.read_text()
+    except FileNotFoundError:
+        return ""
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        time.sleep(0.02)
+        is_second = dist.is_initialized() and dist.get_rank() == 1
+        match fault():
+            case "stall":
+                time.sleep(600)
+            case "nan" if time.time() % 2 < 0.2:  # not so often that the run ends
+                return y * torch.nan
+            case "spike":
+                return y * 1000
+            case "slow":
+                time.sleep(0.2)
+            case "slow rank" if is_second:
+                time.sleep(0.2)
+            case "death" if is_second:
+                os._exit(9)
+        return y
+
+
+class Rows:
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if fault() == "slow data":
+            time.sleep(0.05)
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(8, generator=generator), torch.tensor(index % 2)
+
+
+def model() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def data() -> Rows:
+    return Rows()
