@@ -29,8 +29,8 @@ PAGES = {
     "train": "train.report",
 }
 """Module below `benchmarks` that writes a page."""
-ELSEWHERE = {"planner-memory-runs", "recovery-faults", "versions"}
-"""Data of a part of a page; `test_versions` holds the last one."""
+ELSEWHERE = {"diagnosis", "planner-memory-runs", "recovery-faults", "versions"}
+"""Data of a part of a page; `test_diagnosis` holds the first one, `test_versions` the last."""
 
 SUMMARIES = {
     "Training": "train",
