@@ -31,7 +31,7 @@ from wanma.models.config.huggingface_config import read_section_config
 from wanma.observe.endpoint import MetricsEndpoint
 from wanma.observe.metrics.gpu import GpuSampler
 from wanma.observe.sinks.tensorboard import TensorBoardSink
-from wanma.observe.trackers.tracker import check_tracker
+from wanma.observe.trackers.tracker import check_trackers
 from wanma.parallel.precision.float8 import apply_float8
 
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
@@ -100,8 +100,8 @@ USES: dict[str, list[tuple[str, str, Callable[[Path], object]]]] = {
         ("PIL", "pillow", lambda folder: write_png(b"", folder / "a.png")),
     ],
     "prometheus": [("prometheus_client", "prometheus-client", _serve_metrics)],
-    "mlflow": [("mlflow", "mlflow-skinny", lambda _: check_tracker("mlflow"))],
-    "wandb": [("wandb", "wandb", lambda _: check_tracker("wandb"))],
+    "mlflow": [("mlflow", "mlflow-skinny", lambda _: check_trackers(["mlflow"]))],
+    "wandb": [("wandb", "wandb", lambda _: check_trackers(["wandb"]))],
     "dashboard": [("uvicorn", "uvicorn", _show_dashboard)],
     "data": [("pyarrow", "pyarrow", _scan_parquet), ("pyarrow", "pyarrow", _scan_zstd)],
 }

@@ -67,6 +67,10 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("images.toml", "train.global_batch=20"),
         ("train.global_batch = 20 over 2 data ranks", "batch_norm_group = 32", "a multiple of 64"),
     ),
+    "unknown tracker": (
+        ("text.toml", "observe.trackers=[wanbd]"),
+        ("observe.trackers: there is no tracker 'wanbd'", "Did you mean 'wandb'?"),
+    ),
     "run directory below a file": (
         ("text.toml", "--run-dir", "text.toml/run"),
         ("cannot write to the run directory text.toml/run: Not a directory", "--run-dir DIR"),

@@ -16,7 +16,7 @@ from wanma.job.run.run_directory import RunDirectory
 from wanma.observe.console import record_follower
 from wanma.observe.trackers import feed as feed_module
 from wanma.observe.trackers.feed import Feed
-from wanma.observe.trackers.tracker import check_tracker, find_tracker
+from wanma.observe.trackers.tracker import check_trackers, find_tracker
 
 START = {"kind": "start", "time": 1.0, "step": 0, "steps": 100}
 
@@ -205,7 +205,7 @@ def test_a_library_that_is_missing_is_told_at_the_start(
     if importlib.util.find_spec("wandb").origin is not None:  # type: ignore[union-attr]
         pytest.skip("wandb is installed")
     with pytest.raises(WanmaError, match="wandb"):
-        check_tracker("wandb")
+        check_trackers(["wandb"])
     writer.event(**START)
     writer.steps(1, 5)
     said = feed(writer, Missing())

@@ -36,7 +36,7 @@ def test_job_plan_metrics_and_events_have_the_names_of_today(report: Report) -> 
     assert report.problems == ("environment.json: missing",)
     assert report.job["cluster"]["hang_timeout_seconds"] == 120.0
     assert "2 ranks" in report.plan_text
-    assert report.steps["expert_load_imbalance"] == [1.0] * 4
+    assert list(report.steps["expert_load_imbalance"]) == [1.0] * 4
     waited = report.steps["exposed_communication_seconds.data"]
     assert waited[0] == 0.008683315000098446
     assert report.steps["communication_seconds.data"][0] == 0.009490805000041291

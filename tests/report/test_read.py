@@ -40,8 +40,8 @@ def rewrite_start(run: RunDirectory, **changes: Any) -> None:
 def test_a_finished_run_is_told_in_full(new_run: NewRun) -> None:
     report = read_report(new_run(30))
     assert report.state == "finished"
-    assert report.steps["step"] == [float(step) for step in range(1, 31)]
-    assert report.steps["phases.communication"] == [0.06] * 30
+    assert list(report.steps["step"]) == [float(step) for step in range(1, 31)]
+    assert list(report.steps["phases.communication"]) == [0.06] * 30
     assert (report.last_step, report.total_steps) == (30, 30)
     assert report.job["train"]["precision"] == "bf16"
     assert report.forecast["memory_bytes"] == 544 << 20

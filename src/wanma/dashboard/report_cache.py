@@ -9,7 +9,7 @@ from pathlib import Path
 from wanma.job.run.run_directory import RunDirectory
 from wanma.report.run_report import Report, StepTable, read_report
 
-MAX_RUNS = 32
+MAX_RUNS = 16
 """Most runs whose steps are kept in memory."""
 
 Stamp = tuple[tuple[int, int], ...]

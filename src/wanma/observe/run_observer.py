@@ -34,7 +34,7 @@ class RunObserver:
 
     Args:
         run: run directory.
-        settings: section [observe] of the job.
+        settings: section [observe] of the job; its trackers are checked (`check_trackers`).
         node: node rank of this node; None: it is that of the first event of kind `usage`.
         checkpoint_interval_steps: steps between two checkpoints, by the job; 0: there are none.
         plan: content of plan.json.
@@ -68,10 +68,6 @@ class RunObserver:
             with self._guard():
                 self._monitor.replay(read_records(run, time.time() if began is None else began))
         self._sinks = AlertSinks(settings, run.name, self._warn)
-        for name in settings.trackers:
-            from wanma.observe.trackers.tracker import check_tracker
-
-            check_tracker(name)
         if settings.metrics_port is not None:
             self._open_endpoint(settings.metrics_port)
         if node is not None:

@@ -11,7 +11,8 @@ import os
 import socket
 import time
 import tomllib
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -56,7 +57,7 @@ class Report:
     loader_workers: int | None
     """Loader threads of a rank; None when the plan does not have them."""
     environment: dict[str, Any]
-    steps: dict[str, list[float]]
+    steps: Mapping[str, Sequence[float]]
     """Columns of metrics.jsonl by key, those of objects as 'phases.NAME'.
 
     NaN where a step has no number. 'step' is always there; all columns are equally long.
@@ -140,9 +141,8 @@ class Report:
     @cached_property
     def last_activity(self) -> float | None:
         """Return the time at which the run last wrote a step or an event, in unix seconds."""
-        times = [event["time"] for event in _without_failed_starts(self.events)[-1:]] + self.steps.get(
-            "time", []
-        )[-1:]
+        events = _without_failed_starts(self.events)[-1:]
+        times = [*(event["time"] for event in events), *self.steps.get("time", ())[-1:]]
         return max((stamp for stamp in times if math.isfinite(stamp)), default=None)
 
     @cached_property
@@ -189,7 +189,7 @@ def read_report(run: RunDirectory, tail_only: bool = False, table: StepTable | N
         parameters=planned.get("parameters"),
         loader_workers=planned.get("loader_workers"),
         environment=environment,
-        steps={key: list(column) for key, column in columns.items()} if is_shared else columns,
+        steps={key: column[:] for key, column in columns.items()} if is_shared else columns,
         non_finite=tuple(table.non_finite),
         starts=tuple(event for event in events if event["kind"] == "start"),
         validations=validations,
@@ -282,7 +282,7 @@ class StepTable:
         """Offset of the first byte that was not read; None: none was."""
         self._last_line = b""
         """End of the last line that was read; its time is in it, so that no other line is equal."""
-        self.columns: dict[str, list[float]] = {"step": []}
+        self.columns: dict[str, array[float]] = {"step": array("d")}
         self.non_finite: list[int] = []
         self.has_records = False
 
@@ -290,27 +290,30 @@ class StepTable:
         """Read the new records; all of them if a resumed run has dropped some."""
         if self._offset is not None and _bytes_before(self._path, self._offset) != self._last_line:
             self._clear()
-        records, self._offset = _read_records(self._path, problems, self._offset, self._last_bytes)
+        self._offset = _read_records(self._path, problems, self._add, self._offset, self._last_bytes)
         self._last_line = _bytes_before(self._path, self._offset)
-        for record in records:
-            self._add(record)
 
     def _add(self, record: Event) -> None:
         self.has_records = True
-        columns, index = self.columns, len(self.columns["step"])
-        flat = dict(record)
+        index = len(self.columns["step"])
+        self._add_numbers(record, "", index)
         for group in _GROUPS:
-            flat |= {f"{group}.{name}": seconds for name, seconds in (record.get(group) or {}).items()}
-        for key, value in flat.items():
-            if isinstance(value, int | float):
-                if key not in columns:
-                    columns[key] = [math.nan] * index
-                columns[key].append(float(value))
-        for column in columns.values():
+            if group in record:
+                self._add_numbers(record[group] or {}, f"{group}.", index)
+        for column in self.columns.values():
             if len(column) <= index:
                 column.append(math.nan)
         if record.get("non_finite"):
             self.non_finite.append(record["step"])
+
+    def _add_numbers(self, values: Mapping[str, Any], prefix: str, index: int) -> None:
+        """Add the numbers among some values to their columns; a new column has NaN in the rows before."""
+        columns = self.columns
+        for name, value in values.items():
+            if isinstance(value, (int, float)):
+                if (key := prefix + name) not in columns:
+                    columns[key] = array("d", [math.nan]) * index
+                columns[key].append(value)
 
 
 def _bytes_before(path: Path, offset: int, count: int = 1024) -> bytes:
@@ -325,49 +328,56 @@ def _bytes_before(path: Path, offset: int, count: int = 1024) -> bytes:
 
 def _records(path: Path, problems: list[str], last_bytes: int | None = None) -> list[dict[str, Any]]:
     """Read the objects of a file of JSON lines."""
-    return _read_records(path, problems, None, last_bytes)[0]
+    records: list[dict[str, Any]] = []
+    _read_records(path, problems, records.append, None, last_bytes)
+    return records
 
 
 def _read_records(
-    path: Path, problems: list[str], offset: int | None, last_bytes: int | None
-) -> tuple[list[dict[str, Any]], int]:
-    """Read the objects of a file of JSON lines from an offset on; return them, and where the next one begins.
+    path: Path,
+    problems: list[str],
+    take: Callable[[dict[str, Any]], object],
+    offset: int | None,
+    last_bytes: int | None,
+) -> int:
+    """Read the objects of a file of JSON lines from an offset on; return where the next one begins.
 
     A torn last line is the result of a kill and no problem.
 
     Args:
+        take: gets each record.
         offset: begin of a line; None: that of the file, or of the first whole line in its last `last_bytes`.
     """
-    start = offset or 0
+    end = offset or 0
+    required_keys = {"step"} if path.name == "metrics.jsonl" else {"kind", "time"}
+    damaged = 0
     try:
         with path.open("rb") as file:
             if offset is None and last_bytes is not None:
-                start = max(0, file.seek(0, os.SEEK_END) - last_bytes)
-            file.seek(start)
-            block = file.read()
+                end = max(0, file.seek(0, os.SEEK_END) - last_bytes)
+            file.seek(end)
+            if offset is None and end:
+                end += len(file.readline())
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                end += len(line)
+                try:
+                    record = json.loads(line)
+                except ValueError:
+                    damaged += 1
+                    continue
+                if isinstance(record, dict) and required_keys <= record.keys():
+                    take(record_with_new_names(record))
+                else:
+                    damaged += 1
     except FileNotFoundError:
-        return [], start
+        return end
     except OSError as error:
         problems.append(f"{path.name}: {error.strerror or error}")
-        return [], start
-    lines = block.split(b"\n")
-    end = start + len(block) - len(lines[-1])
-    complete_lines = lines[1 if start and offset is None else 0 : -1]
-    required_keys = {"step"} if path.name == "metrics.jsonl" else {"kind", "time"}
-    records, damaged = [], 0
-    for line in complete_lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            damaged += 1
-            continue
-        if isinstance(record, dict) and required_keys <= record.keys():
-            records.append(record_with_new_names(record))
-        else:
-            damaged += 1
     if damaged:
         problems.append(f"{path.name}: {damaged} damaged lines were skipped")
-    return records, end
+    return end
 
 
 def _text(path: Path, problems: list[str]) -> str:

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 FILE = Path(__file__).parent / "fault"
+DEVICE = os.open(os.environ["DEVICE"], os.O_RDONLY) if "DEVICE" in os.environ else None
+"""Device file of a GPU, which a process that uses one has open."""
 
 
 def fault() -> str:
@@ -25,8 +27,11 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 2)
+        self.calls = 0
+        self.register_buffer("ballast", torch.zeros(2**20))  # so that a checkpoint has 4 MiB
 
     def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
         y: Tensor = self.linear(x)
         time.sleep(0.02)
         is_second = dist.is_initialized() and dist.get_rank() == 1
@@ -41,7 +46,7 @@ class Net(nn.Module):
                 time.sleep(0.2)
             case "slow rank" if is_second:
                 time.sleep(0.2)
-            case "death" if is_second:
+            case "death" if is_second and self.calls > 60:  # a start that fails at once is not repeated
                 os._exit(9)
         return y
 

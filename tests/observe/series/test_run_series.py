@@ -112,3 +112,22 @@ def test_every_metric_has_base_units_and_a_row_in_the_reference() -> None:
         assert f"`{metric.full_name}`" in lines
         assert not UNITS & set(metric.name.split("_")[:-1]), "a unit is the end of the name"
         assert not SCALED_UNIT.search(metric.name), metric
+
+
+def test_series_are_as_many_as_ranks_and_nodes_at_any_size() -> None:
+    run = RunSeries()
+    run.update({**START, "world_size": 4096})
+    run.update(step(1, phases={"data": 0.1, "forward_backward": 0.3}))
+    for_run = len(list(run.samples()))
+    assert for_run < 60, "of the whole run, and none by rank"
+    for rank in range(4096):
+        run.update({"kind": "straggler", "time": 102.0, "rank": rank, "is_slow": rank == 7})
+    assert len(list(run.samples())) == for_run + 4096
+
+    def count(ranks: int) -> int:
+        keys = [metric.key for metric in CATALOGUE.values() if metric.labels == ("node", "rank")]
+        series = NodeSeries(511)
+        series.update({"ranks": [{"rank": rank, **dict.fromkeys(keys, 1)} for rank in range(ranks)]})
+        return len(list(series.samples()))
+
+    assert count(8) == 8 * count(1) <= 8 * 10

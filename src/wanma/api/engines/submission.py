@@ -27,6 +27,7 @@ from wanma.job.file.serialization import job_to_toml
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.sections.job import Job
 from wanma.observe.console.dataset_progress import announcer, show_dataset_progress
+from wanma.observe.trackers.tracker import check_trackers
 from wanma.planner.preparation.job_planning import PreparedJob, initial_layout, prepare_job
 
 if TYPE_CHECKING:
@@ -143,6 +144,7 @@ def render_submission(engine: Engine, text: str, nodes: EngineCluster | None) ->
 def _prepare(job: Job, engine: Engine) -> tuple[PreparedJob, EngineCluster | None]:
     """Return the plan of the job on the nodes of the engine, and these nodes."""
     load_callbacks(job.observe.callbacks)
+    check_trackers(job.observe.trackers)
     nodes = None if job.cluster.file is not None else engine.discover(job.cluster)
     if nodes is not None and job.cluster.nodes > nodes.max_nodes:
         raise JobError(

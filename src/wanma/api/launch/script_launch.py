@@ -44,6 +44,7 @@ from wanma.observe.alerts.monitor import USAGE_EVENT
 from wanma.observe.console.console import Console
 from wanma.observe.console.opening import open_console
 from wanma.observe.run_observer import RunObserver
+from wanma.observe.trackers.tracker import check_trackers
 from wanma.torch_internals.loaded import COMPILER_MODULE
 
 PRELOAD = (
@@ -430,6 +431,7 @@ class _ScriptConsole:
 
     def _observe(self, settings: ObserveSection, event: Event) -> None:
         try:
+            check_trackers(settings.trackers)
             observer = RunObserver(
                 self._run,
                 settings,

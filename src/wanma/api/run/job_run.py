@@ -53,6 +53,7 @@ from wanma.observe.console.console import Console
 from wanma.observe.console.dataset_progress import announcer, show_dataset_progress
 from wanma.observe.console.opening import open_console
 from wanma.observe.run_observer import RunObserver
+from wanma.observe.trackers.tracker import check_trackers
 from wanma.planner.preparation.job_planning import (
     InitialLayout,
     PreparedJob,
@@ -111,6 +112,7 @@ def train_job(
         WanmaError: an error before anything was started.
     """
     check_interface(job.cluster.network_interface)
+    check_trackers(job.observe.trackers)
     run = resolve_run_directory(job, run_directory)
     watched = (user_objects or {}) if job.train.check_code else {}
     called = CallbackThread([*callbacks, *load_callbacks(job.observe.callbacks)], run, watched)
@@ -298,6 +300,7 @@ def dry_run(job: Job, run_directory: Path | None = None, world_size: int | None 
     try:
         check_interface(job.cluster.network_interface)
         load_callbacks(job.observe.callbacks)
+        check_trackers(job.observe.trackers)
         resolve_run_directory(job, run_directory).check_writable()
         start = initial_layout(job, world_size=world_size)
         with show_dataset_progress(is_quiet=False) as progress:

@@ -8,7 +8,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from wanma.bench.measurements.measurement import StepRecord
@@ -146,13 +146,13 @@ def _time_name(column: str) -> str:
     return _TIMES.get(column, "")
 
 
-def _gpu_idle(columns: dict[str, list[float]], row: int) -> dict[str, float]:
+def _gpu_idle(columns: Mapping[str, Sequence[float]], row: int) -> dict[str, float]:
     """Return the time in which no kernel ran, of a step in which the GPU was sampled."""
     busy, seconds = _number(columns, "gpu_utilization", row), _number(columns, "step_seconds", row)
     return {} if busy is None or seconds is None else {GPU_IDLE: (1.0 - busy) * seconds}
 
 
-def _samples_before(columns: dict[str, list[float]], begun: float) -> float:
+def _samples_before(columns: Mapping[str, Sequence[float]], begun: float) -> float:
     """Return the samples before the first recorded step: those of a run that is resumed are not its own."""
     samples = columns.get("samples", [])
     if not samples or begun == 0:
@@ -160,7 +160,7 @@ def _samples_before(columns: dict[str, list[float]], begun: float) -> float:
     return samples[0] - (samples[1] - samples[0] if len(samples) > 1 else 0.0)
 
 
-def _number(columns: dict[str, list[float]], name: str, row: int) -> float | None:
+def _number(columns: Mapping[str, Sequence[float]], name: str, row: int) -> float | None:
     value = columns[name][row] if name in columns else math.nan
     return value if math.isfinite(value) else None
 

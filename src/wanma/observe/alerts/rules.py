@@ -80,7 +80,7 @@ RULES = (
             "a learning rate that is too high: docs/guides/loss-spikes.md goes back and skips the samples",
             "damaged data: `wanma data inspect` shows the samples of the step",
         ),
-        for_seconds=15.0,
+        for_seconds=MINUTE / 4,
     ),
     Rule(
         "SlowerThanForecast",

@@ -6,6 +6,8 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
+VIRTUAL_INTERFACES = ("lo", "veth", "cali", "lxc", "cni", "flannel", "docker", "br-", "virbr", "tap")
+"""Beginnings of the names of interfaces within a node, of which each container adds one of a random name."""
 INFINIBAND_WORD_BYTES = 4
 """Bytes for one count of an InfiniBand port's data counters (InfiniBand specification, PortCounters)."""
 
@@ -40,7 +42,7 @@ def read_node_usage(folder: Path, infiniband: Path = Path("/sys/class/infiniband
     usage["interfaces"] = {
         name: (card.bytes_recv, card.bytes_sent)
         for name, card in psutil.net_io_counters(pernic=True).items()
-        if name != "lo"
+        if not name.startswith(VIRTUAL_INTERFACES)
     } | read_infiniband(infiniband)
     return usage
 

@@ -29,6 +29,8 @@ def with_new_names(record: dict[str, Any]) -> dict[str, Any]:
     """Return a record of events.jsonl, or (without a kind) of metrics.jsonl, under the names of today."""
     kind = record.get("kind")
     if kind is None:
+        if METRICS.keys().isdisjoint(record) and "non_finite" not in record:
+            return record
         renamed = {METRICS.get(name, name): value for name, value in record.items()}
         if isinstance(non_finite := record.get("non_finite"), dict):
             renamed["non_finite"] = {_metric(name): value for name, value in non_finite.items()}

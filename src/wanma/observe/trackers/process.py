@@ -32,7 +32,7 @@ class TrackerProcess:
 
     Args:
         run: run directory.
-        names: trackers, as `check_tracker` has accepted them.
+        names: trackers, as `check_trackers` has accepted them.
     """
 
     def __init__(self, run: RunDirectory, names: Sequence[str]) -> None:

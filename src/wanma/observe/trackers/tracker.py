@@ -64,18 +64,19 @@ _BUILT_IN = {
 """Class of each built-in tracker, and the package that it needs; its name is that of the module."""
 
 
-def check_tracker(name: str) -> None:
-    """Refuse a tracker that cannot work, without the import of its library, which may take seconds.
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuse trackers that cannot work, without the import of their libraries, which may take seconds.
 
     Raises:
         JobError: there is none of this name.
         WanmaError: its library is not installed.
     """
-    find_tracker(name)
-    if name in _BUILT_IN:
-        found = importlib.util.find_spec(name)
-        if found is None or found.origin is None:  # a folder of this name, as wandb makes one
-            raise missing_extra_error(_BUILT_IN[name][1], name, f"observe.trackers = ['{name}']")
+    for name in names:
+        find_tracker(name)
+        if name in _BUILT_IN:
+            found = importlib.util.find_spec(name)
+            if found is None or found.origin is None:  # a folder of this name, as wandb makes one
+                raise missing_extra_error(_BUILT_IN[name][1], name, f"observe.trackers = ['{name}']")
 
 
 def find_tracker(name: str) -> Callable[[], Tracker]:

@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 STEP_KEY = "step"
 """Key of a row that has the optimizer step."""
+QUIET_SECONDS, PATIENCE_SECONDS = 2.0, 15.0
+"""Time without a write after which a record is whole, and the longest wait for that.
+
+The process that writes it is W&B's own, and outlives a tracker that was killed.
+"""
 _FILE_HEADER_BYTES, _PIECE_HEADER, _BLOCK_BYTES = 7, struct.Struct("<IHB"), 1 << 15
 _FULL, _LAST = 1, 4
 """Kinds of a piece that end a record."""
@@ -25,6 +31,7 @@ def last_step_of(folder: Path) -> int | None:
 
     newest = None
     for path in sorted(folder.glob("run-*.wandb")):
+        _wait_until_quiet(path)
         for text in _records(path.read_bytes()):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(text)
@@ -32,6 +39,12 @@ def last_step_of(folder: Path) -> int | None:
                 if STEP_KEY in (item.key, *item.nested_key):
                     newest = max(newest or 0, int(json.loads(item.value_json)))
     return newest
+
+
+def _wait_until_quiet(path: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < deadline and time.time() - path.stat().st_mtime < QUIET_SECONDS:
+        time.sleep(0.1)
 
 
 def _records(data: bytes) -> Iterator[bytes]:
