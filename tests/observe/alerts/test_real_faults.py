@@ -20,6 +20,7 @@ import pytest
 from support.command import Desk, Training, end_commands, small_disk
 from support.nodes import Machines
 from support.prometheus import wait_until
+from support.quick_rules import FASTER
 from support.webhook import Webhook
 
 QUICK = [sys.executable, "-m", "support.quick_rules"]
@@ -89,6 +90,16 @@ def start(
     desk.start_program(command, PYTHONPATH=f"{desk.folder}:{TESTS}", HOOK=webhook.url, **environment)
     training = desk.training("runs/struck")
     wait_until(lambda: training.steps_begun() > 20, "some steps")
+
+
+def test_nothing_fires_in_a_healthy_hour(desk: Desk) -> None:
+    words = ("train.validate_every_steps=50", "data.validation_fraction=0.1", "checkpoint.every_steps=50")
+    (desk.folder / "struck.toml").write_text(FORECAST_JOB)
+    with Webhook() as webhook:
+        start(desk, webhook, *words)
+        time.sleep(3600 / FASTER)
+        assert webhook.bodies == []
+        assert desk.training("runs/struck").checkpoints()
 
 
 def wait_for(webhook: Webhook, *alerts: str) -> None:
@@ -161,7 +172,8 @@ def test_a_gpu_whose_driver_reports_a_fault(alert: str, readings: str, desk: Des
     device = Path("/dev/nvidia-of-a-test")
     device.touch()
     variables = {
-        "CUDA_VISIBLE_DEVICES": "", "LD_LIBRARY_PATH": str(tmp_path), "NVML_READINGS": str(present), "DEVICE": str(device),
+        "CUDA_VISIBLE_DEVICES": "", "LD_LIBRARY_PATH": str(tmp_path),
+        "NVML_READINGS": str(present), "DEVICE": str(device),
     }  # fmt: skip
     try:
         with Webhook() as webhook:
