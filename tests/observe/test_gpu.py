@@ -100,6 +100,17 @@ def fake_node(count: int) -> types.ModuleType:
     module.nvmlDeviceGetPowerUsage = of_the_first(350_000)
     module.nvmlDeviceGetClockInfo = of_the_first(1980)
     module.nvmlDeviceGetTotalEccErrors = of_the_first(0)
+    errors = [types.SimpleNamespace(eventData=13), types.SimpleNamespace(eventData=79)]
+
+    def wait(_events: object, _milliseconds: int) -> object:
+        if not errors:
+            raise NvmlError("Timeout")
+        return errors.pop(0)
+
+    module.nvmlEventSetCreate = lambda: "events"
+    module.nvmlEventSetFree = lambda _: None
+    module.nvmlDeviceRegisterEvents = of_the_first(None)
+    module.nvmlEventSetWait = wait
     return module
 
 
@@ -109,7 +120,7 @@ def test_all_gpus_of_a_node_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     reader = open_gpu_reader()
     assert reader is not None
     assert reader.read() == [
-        GpuReading(0.75, 91, True, 3 << 30, 80 << 30, 350.0, 1.98e9, 0),
+        GpuReading(0.75, 91, True, 3 << 30, 80 << 30, 350.0, 1.98e9, 0, 79),
         GpuReading(None, None, False),
     ]
     reader.close()

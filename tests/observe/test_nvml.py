@@ -25,11 +25,17 @@ reader.close()
 def test_readings_are_those_of_the_driver(tmp_path: Path) -> None:
     library = tmp_path / "libnvidia-ml.so.1"
     subprocess.run(["g++", "-std=c++20", "-shared", "-fPIC", "-o", library, SOURCE], check=True)
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    (tmp_path / "readings").write_text("87 64 3 79")
+    environment = {
+        **os.environ,
+        "LD_LIBRARY_PATH": str(tmp_path),
+        "NVML_READINGS": str(tmp_path / "readings"),
+    }
     output = subprocess.check_output([sys.executable, "-c", PROGRAM], env=environment)
     first, second = json.loads(output)
     assert first == {
         "utilization": 0.87, "celsius": 71, "is_throttled": True, "memory_bytes": 20 << 30,
         "total_memory_bytes": 80 << 30, "power_watts": 412.5, "clock_hertz": 1.755e9, "ecc_errors": 3,
+        "xid": 79,
     }  # fmt: skip
     assert set(second.values()) == {None}

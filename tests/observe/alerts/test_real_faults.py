@@ -163,7 +163,12 @@ def test_memory_of_the_node_that_others_take(desk: Desk) -> None:
 @pytest.mark.root
 @pytest.mark.parametrize(
     ("alert", "readings"),
-    {"GpuIdle": "2 0 0", "GpuThrottled": "95 64 0", "GpuMemoryErrors": "95 0 1"}.items(),
+    {
+        "GpuIdle": "2 0 0",
+        "GpuThrottled": "95 64 0",
+        "GpuMemoryErrors": "95 0 1",
+        "GpuError": "95 0 0 79",
+    }.items(),
 )
 def test_a_gpu_whose_driver_reports_a_fault(alert: str, readings: str, desk: Desk, tmp_path: Path) -> None:
     library, present = tmp_path / "libnvidia-ml.so.1", tmp_path / "readings"

@@ -169,6 +169,17 @@ RULES = (
         ("a faulty device: take the node out; checkpoint.compare_replicas tells whether weights differ",),
     ),
     Rule(
+        "GpuError",
+        "critical",
+        value("gpu_xid") > 0,
+        "the driver has reported XID {value:.0f} of {labels}",
+        (
+            "a fault of the device or its links is 48, 64, 74, 79, 94 or 95: take the node out; all numbers: "
+            "docs.nvidia.com/deploy/xid-errors",
+            "13, 31 and 43 come from a program: a kernel of the model, or of another on this GPU",
+        ),
+    ),
+    Rule(
         "NodeMemoryLow",
         "critical",
         (value("node_memory_available_bytes") / value("node_memory_bytes")) < 0.05,

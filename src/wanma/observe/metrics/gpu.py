@@ -21,6 +21,8 @@ NVML_CLOCK_SM = 1
 """NVML's number of the clock of the multiprocessors."""
 NVML_UNCORRECTED_ERRORS, NVML_VOLATILE_ERRORS = 1, 0
 """NVML's numbers of memory errors that could not be corrected, and of those since the driver's start."""
+NVML_XID_EVENT = 0x08
+"""NVML's bit of the event that the driver has reported an error of a GPU, by its XID number."""
 
 
 class GpuSampler:
@@ -109,6 +111,8 @@ class GpuReading:
     """Clock of the multiprocessors."""
     ecc_errors: int | None = None
     """Memory errors since the driver's start that could not be corrected."""
+    xid: int | None = None
+    """XID number of the newest error that the driver has reported since the reader was opened; 0: none."""
 
     def to_json(self) -> dict[str, float | bool | None]:
         """Return the state by name, as a record of logs/node-N.jsonl has it."""
@@ -129,12 +133,16 @@ class GpuReader:
         self._nvml = nvml
         nvml.nvmlInit()
         self._handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        self._events = [self._value(self._open_events, handle) for handle in self._handles]
+        """Set of events of each GPU; None: it does not report errors."""
+        self._xids = [None if events is None else 0 for events in self._events]
 
     def read(self) -> list[GpuReading]:
         """Return the state of each GPU."""
         nvml = self._nvml
         readings = []
-        for handle in self._handles:
+        for index, handle in enumerate(self._handles):
+            self._read_xid(index)
             rates = self._value(nvml.nvmlDeviceGetUtilizationRates, handle)
             celsius = self._value(nvml.nvmlDeviceGetTemperature, handle, NVML_TEMPERATURE_GPU)
             reasons = self._value(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
@@ -154,6 +162,7 @@ class GpuReader:
                     power_watts=None if milliwatts is None else milliwatts * WATTS_PER_MILLIWATT,
                     clock_hertz=None if megahertz is None else megahertz * 1e6,
                     ecc_errors=ecc_errors,
+                    xid=self._xids[index],
                 )
             )
         return readings
@@ -165,7 +174,27 @@ class GpuReader:
 
     def close(self) -> None:
         """Give the driver back."""
+        for events in self._events:
+            if events is not None:
+                self._value(self._nvml.nvmlEventSetFree, events)
         self._nvml.nvmlShutdown()
+
+    def _open_events(self, handle: Any) -> Any:
+        events = self._nvml.nvmlEventSetCreate()
+        try:
+            self._nvml.nvmlDeviceRegisterEvents(handle, NVML_XID_EVENT, events)
+        except self._nvml.NVMLError:
+            self._nvml.nvmlEventSetFree(events)
+            raise
+        return events
+
+    def _read_xid(self, index: int) -> None:
+        """Take the errors that the driver has reported since the last call, without a wait."""
+        events = self._events[index]
+        while (
+            events is not None and (event := self._value(self._nvml.nvmlEventSetWait, events, 0)) is not None
+        ):
+            self._xids[index] = int(event.eventData)
 
     def _value(self, read: Callable[..., Any], *arguments: object) -> Any:
         try:

@@ -153,6 +153,13 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             key="is_throttled",
         ),
         _counter("gpu_ecc_errors", "uncorrected memory errors since the driver's start", "node", "gpu"),
+        _gauge(
+            "gpu_xid",
+            "XID number of the newest error by the driver since the supervisor began; 0: none",
+            "node",
+            "gpu",
+            key="xid",
+        ),
     ),
 }
 CATALOGUE: dict[str, Metric] = {metric.name: metric for group in GROUPS.values() for metric in group}
