@@ -26,12 +26,12 @@ class Fake:
 
     def __init__(self, failures: int = 0) -> None:
         self.failures, self.points, self.outcomes, self.runs = failures, [], [], []
-        self.arrived: int | None = None
+        self.arrived: dict[str, int] | None = None
 
     def __call__(self) -> Fake:
         return self
 
-    def open(self, run: Any) -> int | None:
+    def open(self, run: Any) -> dict[str, int] | None:
         self._fail()
         run.state.setdefault("id", len(self.runs))
         self.runs.append(run.state["id"])
@@ -152,7 +152,7 @@ def test_what_the_tracker_itself_has_counts_more_than_the_record(writer: Writer)
     writer.event(**START)
     writer.steps(1, 5)
     tracker = Fake()
-    tracker.arrived = 4
+    tracker.arrived = {"step": 4, "validation": 0}
     feed(writer, tracker)
     assert losses(tracker) == [5]
 
@@ -215,3 +215,13 @@ def test_a_library_that_is_missing_is_told_at_the_start(
 def test_an_unknown_tracker() -> None:
     with pytest.raises(JobError, match=r"observe\.trackers.* 'mlfow'.*mlflow"):
         find_tracker("mlfow")
+
+
+def test_another_package_brings_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "aim_wanma-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: aim-wanma\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text("[wanma.trackers]\naim = aim_wanma:Aim\n")
+    (tmp_path / "aim_wanma.py").write_text("class Aim:\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find_tracker("aim").__name__ == "Aim"  # type: ignore[attr-defined]

@@ -141,7 +141,7 @@ class Feed:
                     tracker = self._make_tracker()
                     arrived = tracker.open(self._tracked)
                     if arrived is not None:
-                        self._steps["step"] = arrived
+                        self._steps |= arrived
                     self._tracker = tracker
                     self._write_state()
                 act(self._tracker)

@@ -30,7 +30,7 @@ class MlflowTracker:
         self._metric, self._parameter = Metric, Param
         self._run_id = ""
 
-    def open(self, run: TrackedRun) -> int | None:
+    def open(self, run: TrackedRun) -> None:
         client, name = self._client, os.environ.get("MLFLOW_EXPERIMENT_NAME", "wanma")
         if "run_id" in run.state:
             self._run_id = run.state["run_id"]
@@ -44,7 +44,6 @@ class MlflowTracker:
             for index in range(0, len(texts), BATCH_PARAMETERS):
                 client.log_batch(self._run_id, params=texts[index : index + BATCH_PARAMETERS])
             run.state["has_parameters"] = True
-        return None
 
     def log(self, scalars: Sequence[Scalars]) -> None:
         metrics = [

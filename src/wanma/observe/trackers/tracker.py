@@ -43,11 +43,12 @@ class TrackedRun:
 class Tracker(Protocol):
     """Tracker, called in one thread of a process of its own; whatever it raises is tried again later."""
 
-    def open(self, run: TrackedRun) -> int | None:
+    def open(self, run: TrackedRun) -> Mapping[str, int] | None:
         """Begin, or go on with the run of `run.state`.
 
         Returns:
-            newest step that has arrived; None: what was recorded last holds, or repetition is harmless.
+            newest step that has arrived of `step` and of `validation`, 0: none; None: what was recorded
+            last holds, or repetition is harmless.
         """
 
     def log(self, scalars: Sequence[Scalars]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 STEP_KEY = "step"
@@ -25,19 +25,22 @@ _FULL, _LAST = 1, 4
 """Kinds of a piece that end a record."""
 
 
-def last_step_of(folder: Path) -> int | None:
-    """Return the newest step in the record of a run's folder; None: there is none."""
+def newest_steps(folders: Iterable[Path]) -> dict[str, int]:
+    """Return the newest step and the newest validation in the records of some folders; 0: there is none."""
     from wandb.proto import wandb_internal_pb2
 
-    newest = None
-    for path in sorted(folder.glob("run-*.wandb")):
+    newest = {"step": 0, "validation": 0}
+    for path in [path for folder in folders for path in sorted(folder.glob("run-*.wandb"))]:
         _wait_until_quiet(path)
         for text in _records(path.read_bytes()):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(text)
-            for item in record.history.item if record.HasField("history") else ():
-                if STEP_KEY in (item.key, *item.nested_key):
-                    newest = max(newest or 0, int(json.loads(item.value_json)))
+            if not record.HasField("history"):
+                continue
+            row = {(item.nested_key or [item.key])[0]: item.value_json for item in record.history.item}
+            if STEP_KEY in row:
+                kind = "validation" if any(tag.startswith("validation/") for tag in row) else "step"
+                newest[kind] = max(newest[kind], int(json.loads(row[STEP_KEY])))
     return newest
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from wanma.observe.trackers.tracker import Scalars, TrackedRun
-from wanma.observe.trackers.wandb_file import STEP_KEY, last_step_of
+from wanma.observe.trackers.wandb_file import STEP_KEY, newest_steps
 
 _EXIT_CODES = {"finished": 0, "interrupted": 0}
 """Exit code by outcome; another is 1, which W&B shows as failed."""
@@ -27,7 +27,7 @@ class WandbTracker:
         self._wandb: Any = wandb
         self._run: Any = None
 
-    def open(self, run: TrackedRun) -> int | None:
+    def open(self, run: TrackedRun) -> Mapping[str, int] | None:
         folders = [Path(folder) for folder in run.state.get("folders", ())]
         self._run = self._wandb.init(
             project=os.environ.get("WANDB_PROJECT", "wanma"),
@@ -43,7 +43,7 @@ class WandbTracker:
         run.state.setdefault("folders", []).append(str(Path(self._run.dir).parent))
         if not folders or not folders[-1].is_dir():
             return None  # what was synchronized may be removed
-        return max((step for folder in folders if (step := last_step_of(folder)) is not None), default=None)
+        return newest_steps(folders)
 
     def log(self, scalars: Sequence[Scalars]) -> None:
         for entry in scalars:
