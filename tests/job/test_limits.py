@@ -10,6 +10,7 @@ import pytest
 from wanma.job.run.resource_limits import (
     count_oom_kills,
     cpu_model,
+    memory_left_bytes,
     usable_cores,
     usable_memory_bytes,
 )
@@ -45,10 +46,13 @@ def test_the_tightest_ancestor_counts(tmp_path: Path) -> None:
         "sys/fs/cgroup/slice/cpu.max": "100000 100000\n",
         "sys/fs/cgroup/slice/pod/memory.max": "max\n",
         "sys/fs/cgroup/slice/memory.max": "1048576\n",
+        "sys/fs/cgroup/slice/memory.current": "900000\n",
+        "sys/fs/cgroup/slice/memory.stat": "anon 700000\ninactive_file 150000\n",
     }
     write(tmp_path, files)
     assert usable_cores(tmp_path) == 1
     assert usable_memory_bytes(tmp_path) == 1048576
+    assert memory_left_bytes(tmp_path) == 1048576 - 900000 + 150000
 
 
 def test_a_v1_quota_is_found_at_the_mount_when_the_path_is_the_host_s(tmp_path: Path) -> None:
@@ -57,10 +61,13 @@ def test_a_v1_quota_is_found_at_the_mount_when_the_path_is_the_host_s(tmp_path: 
         "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "100000\n",
         "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
         "sys/fs/cgroup/memory/memory.limit_in_bytes": "629145600\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": "629145500\n",
+        "sys/fs/cgroup/memory/memory.stat": "inactive_file 1\ntotal_inactive_file 50\n",
     }
     write(tmp_path, files)
     assert usable_cores(tmp_path) == 1
     assert usable_memory_bytes(tmp_path) == 629145600
+    assert memory_left_bytes(tmp_path) == 150
 
 
 def test_the_v1_numbers_for_no_limit_limit_nothing(tmp_path: Path) -> None:

@@ -31,6 +31,23 @@ def usable_memory_bytes(root: Path = ROOT) -> int:
     return min([total, *limits])
 
 
+def memory_left_bytes(root: Path = ROOT) -> int | None:
+    """Return the bytes that this process's control groups still allow; None: they have no limit.
+
+    Cached files that nobody has used lately do not count: the kernel drops them before it kills.
+    """
+    left = []
+    for folder in _cgroup_folders(root, "memory"):
+        used = _read(folder / "memory.current").strip() or _read(folder / "memory.usage_in_bytes").strip()
+        limit = _memory_limit(folder)
+        if limit is not None and used:
+            rows = (line.split() for line in _read(folder / "memory.stat").splitlines())
+            sizes = {row[0]: int(row[1]) for row in rows if len(row) == 2}
+            cached = sizes.get("total_inactive_file", sizes.get("inactive_file", 0))
+            left.append(max(limit - int(used) + cached, 0))
+    return min(left, default=None)
+
+
 def count_oom_kills(root: Path = ROOT) -> int | None:
     """Return the number of kills by the kernel's out-of-memory killer so far; None: not reported.
 

@@ -6,6 +6,8 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
+from wanma.job.run.resource_limits import memory_left_bytes, usable_memory_bytes
+
 VIRTUAL_INTERFACES = ("lo", "veth", "cali", "lxc", "cni", "flannel", "docker", "br-", "virbr", "tap")
 """Beginnings of the names of interfaces within a node, of which each container adds one of a random name."""
 INFINIBAND_WORD_BYTES = 4
@@ -20,9 +22,10 @@ def read_node_usage(folder: Path, infiniband: Path = Path("/sys/class/infiniband
         infiniband: folder of the kernel with the InfiniBand devices.
 
     Returns:
-        `cpu_seconds` (busy time of all processors since the boot), `cpus`, `memory_bytes`, `disk_bytes`,
-        `memory_available_bytes`, `disk_free_bytes`, `disk_read_bytes`, `disk_written_bytes`, and
-        `interfaces`: received and sent bytes by name. What the system does not report is missing.
+        `cpu_seconds` (busy time of all processors since the boot), `cpus`, `memory_bytes` and
+        `memory_available_bytes` (of the node, or of a container with a limit), `disk_bytes`,
+        `disk_free_bytes`, `disk_read_bytes`, `disk_written_bytes`, and `interfaces`: received and sent
+        bytes by name. What the system does not report is missing.
     """
     import psutil
 
@@ -31,7 +34,9 @@ def read_node_usage(folder: Path, infiniband: Path = Path("/sys/class/infiniband
     # The kernel counts guests' time in user time, too; waiting for a disk is no work.
     usage["cpu_seconds"] = times.user + times.nice + times.system + times.irq + times.softirq
     memory = psutil.virtual_memory()
-    usage |= {"memory_bytes": memory.total, "memory_available_bytes": memory.available}
+    limit, left = usable_memory_bytes(), memory_left_bytes()  # a container's limit kills before the node's
+    usage["memory_bytes"] = min(memory.total, limit)
+    usage["memory_available_bytes"] = memory.available if left is None else min(memory.available, left)
     with contextlib.suppress(OSError):
         disk = psutil.disk_usage(str(folder))
         usage |= {"disk_bytes": disk.total, "disk_free_bytes": disk.free}
