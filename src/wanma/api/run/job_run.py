@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -35,6 +36,7 @@ from wanma.elastic.workers.environment import make_worker_environment
 from wanma.elastic.workers.fork_server_handle import ForkServerHandle
 from wanma.elastic.workers.signal_dispositions import stop_signals_ignored
 from wanma.engines.engine import PLACED_BY_VARIABLE
+from wanma.engines.lease.budget import BudgetWatch
 from wanma.engines.local.foreground import run_local as run_local
 from wanma.engines.node_keeper import NodeKeeper
 from wanma.engines.selection import get_engine
@@ -52,6 +54,7 @@ from wanma.observe.alerts.monitor import USAGE_EVENT
 from wanma.observe.console.console import Console
 from wanma.observe.console.dataset_progress import announcer, show_dataset_progress
 from wanma.observe.console.opening import open_console
+from wanma.observe.console.record_follower import read_records
 from wanma.observe.run_observer import RunObserver
 from wanma.observe.trackers.tracker import check_trackers
 from wanma.planner.preparation.job_planning import (
@@ -121,15 +124,14 @@ def train_job(
     try:
         # The fork server imports torch meanwhile.
         prepared = _prepare(job, start, user_objects)
+        budget = BudgetWatch(job.cluster.budget, prepared.cluster, read_records(run, time.time()))
         run.create()
         with lock_run(run) if job.cluster.nodes == 1 else contextlib.nullcontext():
             launch = _launch(run, job, prepared, user_objects)
             earlier_events = count_events(run)
             notes = _start_notes(run, job, prepared)
             is_new = not run.job.exists()
-            reads_text = "data" not in (user_objects or {}) and not (
-                job.data.has_factory or job.data.has_images
-            )
+            reads_text = _reads_text(job, user_objects)
             if is_new:
                 write_run_files(run, job, prepared, command_line or [], reads_text=reads_text)
             with (
@@ -148,7 +150,9 @@ def train_job(
                             run, job, prepared, command_line or [], console.write, reads_text=reads_text
                         )
 
-                on_event = _event_handler(run, prepared, console, called, keeper, observer, update_files)
+                on_event = _event_handler(
+                    run, prepared, console, called, keeper, observer, budget, update_files
+                )
                 outcome = run_local(launch, on_event, node)
                 if job.cluster.nodes == 1:  # no rank is left that could still save
                     with contextlib.suppress(OSError):
@@ -181,6 +185,10 @@ def _prepare(job: Job, start: InitialLayout, user_objects: dict[str, Any] | None
         )
 
 
+def _reads_text(job: Job, user_objects: dict[str, Any] | None) -> bool:
+    return "data" not in (user_objects or {}) and not (job.data.has_factory or job.data.has_images)
+
+
 def _start_notes(run: RunDirectory, job: Job, prepared: PreparedJob) -> list[str]:
     """Return the notes to the user at the start of a run."""
     return [
@@ -197,6 +205,7 @@ def _event_handler(
     called: CallbackThread,
     keeper: NodeKeeper | None,
     observer: RunObserver,
+    budget: BudgetWatch,
     on_first_step: Callable[[], None],
 ) -> Callable[[Event], str | None]:
     """Return the function that gets the run's events: it records and shows them, and passes them on.
@@ -208,6 +217,7 @@ def _event_handler(
         called: the user's callbacks.
         keeper: keeper of the number of nodes; None: it does not change.
         observer: metrics and alerts of the run.
+        budget: what the run may use.
         on_first_step: called when the run has done a step of the job: it has accepted it, and has trained.
     """
     planned: Event = {}
@@ -216,6 +226,7 @@ def _event_handler(
     def on_event(event: Event) -> str | None:
         nonlocal has_step
         observer.on_event(event)
+        used_up = budget.on_event(event)
         if event["kind"] == USAGE_EVENT:
             return None
         if event["kind"] == "planned":
@@ -233,7 +244,7 @@ def _event_handler(
             record_supervisor_event(run, event, console.write)
         else:
             console.write(event)
-        return called.on_event(event)
+        return called.on_event(event) or used_up
 
     return on_event
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from wanma.job.sections.base import Section
+from wanma.job.sections.budget import BudgetSection
 from wanma.job.sections.engines import EngineName, SlurmSection, SshSection
 from wanma.job.url_credentials import CREDENTIALS_HINT, has_credentials
 
@@ -116,6 +117,7 @@ class ClusterSection(Section):
         False,
         description="environment: packages of the interpreter count, too, as venv has it",
     )
+    budget: BudgetSection = Field(default_factory=BudgetSection, description="limits of what the run may use")
     ssh: SshSection = Field(default_factory=SshSection, description="settings of engine = 'ssh'")
     slurm: SlurmSection = Field(default_factory=SlurmSection, description="settings of engine = 'slurm'")
 
