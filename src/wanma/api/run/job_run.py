@@ -117,8 +117,7 @@ def train_job(
     check_interface(job.cluster.network_interface)
     check_trackers(job.observe.trackers)
     run = resolve_run_directory(job, run_directory)
-    watched = (user_objects or {}) if job.train.check_code else {}
-    called = CallbackThread([*callbacks, *load_callbacks(job.observe.callbacks)], run, watched)
+    called = _callbacks(job, run, callbacks, user_objects or {})
     start = initial_layout(job, world_size=world_size)
     node = ForkServerHandle.start(preload_modules(job), make_worker_environment(job.cluster, start.plan))
     try:
@@ -183,6 +182,14 @@ def _prepare(job: Job, start: InitialLayout, user_objects: dict[str, Any] | None
             announce=announcer(is_quiet=is_quiet),
             read_custom_model=is_elastic(job),
         )
+
+
+def _callbacks(
+    job: Job, run: RunDirectory, callbacks: Sequence[Callback], user_objects: dict[str, Any]
+) -> CallbackThread:
+    """Return the thread of the callbacks, those that the job names last."""
+    watched = user_objects if job.train.check_code else {}
+    return CallbackThread([*callbacks, *load_callbacks(job.observe.callbacks)], run, watched)
 
 
 def _reads_text(job: Job, user_objects: dict[str, Any] | None) -> bool:
