@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from wanma.diagnosis.evidence import Evidence
 from wanma.diagnosis.finding import Finding, Urgency
 from wanma.elastic.failure import REDUCE_MEMORY_HINT
+from wanma.observe.console.record_follower import read_records
 from wanma.observe.units import bytes_text, count_text, duration_text
 
 MAX_NORM_GROWTH = 10.0
@@ -42,7 +45,7 @@ def find_crash(evidence: Evidence) -> Finding | None:
 
 def find_failure(evidence: Evidence) -> Finding | None:
     report = evidence.report
-    if report.state != "failed" or (evidence.non_finite is not None and evidence.non_finite.has_ended_run):
+    if report.state != "failed" or evidence.has_non_finite_end:
         return None
     first, *others = report.failure.splitlines() or [""]
     title = "a hang" if evidence.hang else "a failure"
@@ -57,25 +60,30 @@ def find_failure(evidence: Evidence) -> Finding | None:
 
 
 def find_non_finite(evidence: Evidence) -> Finding | None:
-    found = evidence.non_finite
-    if found is None:
+    if not evidence.non_finite:
         return None
-    prefix = "layer_grad_norms."
-    marked = found.record.get("non_finite") or {}
+    columns, events = evidence.report.steps, evidence.non_finite
+    norms = dict(zip(columns["step"], columns.get("grad_norm", ()), strict=False))
+    if evidence.has_non_finite_end:  # the steps since the last sound one
+        last_sound = max((step for step, norm in norms.items() if math.isfinite(norm)), default=0)
+        events = [event for event in events if event["step"] > last_sound]
+    first, prefix = events[0]["step"], "layer_grad_norms."
+    entries = (entry for entry in read_records(evidence.report.run, math.inf) if entry["kind"] == "step")
+    record = next((entry for entry in entries if entry["step"] == first), {})
+    marked = record.get("non_finite") or {}
     layers = [name.removeprefix(prefix) for name in marked if name.startswith(prefix)]
-    is_in_layers = 0 < len(layers) < len(found.record.get("layer_grad_norms") or {})
-    norms = found.norms_before
-    growth = norms[-1] / min(norms) if norms and min(norms) > 0 else 1.0
-    texts = [evidence.report.failure.partition("\n")[0]] if found.has_ended_run else []
-    texts.append(
-        f"{count_text(len(found.steps), 'step')} with NaN or infinity, the first is {found.steps[0]:,}"
-    )
+    is_in_layers = 0 < len(layers) < len(record.get("layer_grad_norms") or {})
+    before = [norm for step, norm in norms.items() if step < first][-20:]
+    finite = [norm for norm in before if math.isfinite(norm)]
+    growth = finite[-1] / min(finite) if finite and min(finite) > 0 else 1.0
+    texts = [evidence.report.failure.partition("\n")[0]] if evidence.has_non_finite_end else []
+    texts.append(f"{count_text(len(events), 'step')} with NaN or infinity, the first is {first:,}")
     if is_in_layers:
         texts.append(f"the gradients of {', '.join(layers[-5:])} are not finite, those of other layers are")
-    if found.is_in_data:
+    if any(event["samples"] for event in events):
         texts.append("samples of the step have NaN or infinity themselves")
         change = (
-            "look at the samples of the step, which its message names; data.bad_data = 'skip' leaves them out"
+            "look at the samples of the step, which its event names; data.bad_data = 'skip' leaves them out"
         )
     elif growth > MAX_NORM_GROWTH:
         texts.append(f"the gradient norm had grown {growth:,.0f} times in the steps before")
@@ -84,5 +92,5 @@ def find_non_finite(evidence: Evidence) -> Finding | None:
         texts.append("the gradient norm had not grown before, and no sample was found that is not finite")
         where = "the backward of the last of these layers" if is_in_layers else "the model's operations"
         change = f"look at {where}: a division, root or logarithm of zero, a mask without an entry"
-    urgency: Urgency = "end" if found.has_ended_run else "wrong"
+    urgency: Urgency = "end" if evidence.has_non_finite_end else "wrong"
     return Finding("not_finite", urgency, "the loss or gradient is not finite", tuple(texts), change)

@@ -9,7 +9,6 @@ from statistics import fmean, median
 from typing import Any
 
 from wanma.job.run.worker import Event
-from wanma.observe.console.record_follower import read_records
 from wanma.report.forecast_comparison import first_measured_row
 from wanma.report.rank_work import read_node_records
 from wanma.report.run_report import Report
@@ -63,21 +62,6 @@ class RankWork:
 
 
 @dataclass(frozen=True)
-class NonFinite:
-    """Steps whose loss or gradient is NaN or infinite, without those by which fp16 finds its loss scale."""
-
-    steps: Sequence[int]
-    """Their numbers; of those that have ended the run, the ones since the last sound step."""
-    has_ended_run: bool
-    record: Mapping[str, Any]
-    """Record of the first of them; empty: it has none, since the run ended in it."""
-    norms_before: Sequence[float]
-    """Gradient norms of the steps before it."""
-    is_in_data: bool
-    """True if samples of these steps are not finite themselves."""
-
-
-@dataclass(frozen=True)
 class Evidence:
     """Evidence of one run."""
 
@@ -97,8 +81,10 @@ class Evidence:
     """Event of each rank that is a straggler, the one that loses most first."""
     mfu: float | None
     """Mean MFU in the window; None: it is unknown."""
-    non_finite: NonFinite | None
-    """Steps whose numbers are not finite; None: there is none."""
+    non_finite: Sequence[Event]
+    """Event of each step whose loss or gradient is NaN or infinite, by step."""
+    has_non_finite_end: bool
+    """True if the newest of these steps has ended the run."""
     hang: str
     """Text of the hang that ended the run; empty: no hang did."""
 
@@ -145,6 +131,8 @@ def read_evidence(report: Report) -> Evidence:
     parts = step_parts(seconds, times) if seconds else {}
     if parts.get(HOST, 0.0) > times.get(HOST, 0.0):
         parts |= {HOST: times.get(HOST, 0.0), DISPATCH: parts[HOST] - times.get(HOST, 0.0)}
+    by_step = {event["step"]: event for event in report.events if event["kind"] == "non_finite"}
+    non_finite = [by_step[step] for step in sorted(by_step)]
     begin = next(iter(window.get("time", ())), math.inf)
     return Evidence(
         report=report,
@@ -160,7 +148,10 @@ def read_evidence(report: Report) -> Evidence:
         nodes=nodes,
         stragglers=_stragglers(report),
         mfu=_mean(window.get("mfu", ())),
-        non_finite=_non_finite(report),
+        non_finite=non_finite,
+        # A step that stops the run is not recorded, one that is skipped is.
+        has_non_finite_end=report.state == "failed"
+        and any(event["step"] > report.last_step for event in non_finite),
         hang=_hang(report),
     )
 
@@ -221,30 +212,6 @@ def _hang(report: Report) -> str:
     """Return the text of the hang that ended the run; empty: no hang did."""
     hangs = [event for event in _events_of_newest_start(report) if event["kind"] == "hang"]
     return str(hangs[-1]["text"]) if hangs and report.state == "failed" else ""
-
-
-def _non_finite(report: Report) -> NonFinite | None:
-    columns = report.steps
-    events = {event["step"]: event for event in report.events if event["kind"] == "non_finite"}
-    if not events:
-        return None
-    steps, recorded, norms = sorted(events), columns["step"], columns.get("grad_norm", ())
-    # A step that stops the run is not recorded; those before it may have been skipped.
-    has_ended_run = report.state == "failed" and steps[-1] > report.last_step
-    if has_ended_run:
-        last_sound = max(
-            (step for step, norm in zip(recorded, norms, strict=False) if math.isfinite(norm)), default=0
-        )
-        steps = [step for step in steps if step > last_sound]
-    before = [norm for step, norm in zip(recorded, norms, strict=False) if step < steps[0]]
-    entries = (entry for entry in read_records(report.run, math.inf) if entry["kind"] == "step")
-    return NonFinite(
-        steps=steps,
-        has_ended_run=has_ended_run,
-        record=next((entry for entry in entries if entry["step"] == steps[0]), {}),
-        norms_before=[norm for norm in before[-20:] if math.isfinite(norm)],
-        is_in_data=any(events[step]["samples"] for step in steps),
-    )
 
 
 def _rank_works(node: int, records: Sequence[Mapping[str, Any]], begin: float) -> list[RankWork]:

@@ -52,7 +52,7 @@ def diagnose(evidence: Evidence) -> list[Finding]:
 
 def _learning_rate(evidence: Evidence) -> Finding | None:
     losses = [value for value in evidence.report.steps.get("loss", []) if value == value]
-    if len(losses) < 50 or evidence.non_finite is not None:
+    if len(losses) < 50 or evidence.non_finite:
         return None
     # Medians of wide windows: the least of many narrow ones lies far below a flat, noisy loss.
     width = max(10, len(losses) // 20)

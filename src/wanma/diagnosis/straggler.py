@@ -23,16 +23,24 @@ def find_straggler(evidence: Evidence) -> Finding | None:
     if not evidence.stragglers or evidence.step_seconds is None:
         return None
     event = evidence.stragglers[0]
-    rank, additional = event["rank"], event["seconds"] - event["peers_seconds"]
+    rank, seconds, peer_seconds = event["rank"], event["seconds"], event["peers_seconds"]
     own = next((work for work in evidence.ranks if work.rank == rank), None)
     peers = [work for work in evidence.ranks if own is not None and own.is_peer(work)]
-    seconds, peer_seconds = duration_text(event["seconds"]), duration_text(event["peers_seconds"])
-    texts = [f"rank {rank} on node {event['node']} works {seconds} a step, its peers {peer_seconds}"]
+    if own is not None and peers:  # the event may be long past
+        seconds, peer_seconds = own.work_seconds, median(work.work_seconds for work in peers)
+    additional = seconds - peer_seconds
+    if additional < MIN_SHARE * evidence.step_seconds:
+        return None
+    texts = [
+        f"rank {rank} on node {event['node']} works {duration_text(seconds)} a step, its peers "
+        f"{duration_text(peer_seconds)}"
+    ]
     # Peers sleep while they wait, so only the processor time of a whole step can be compared.
     used, cores = None, [work.cores for work in peers if work.cores is not None]
     if own is not None and own.cores is not None and cores and evidence.report.plan.get("device") != "cuda":
         used = max((own.cores - median(cores)) * evidence.step_seconds / additional, 0.0)
-    if event["phase"] == "waiting for data":
+    data_seconds = own.data_seconds if own is not None else None
+    if event["phase"] == "waiting for data" or (data_seconds or 0.0) > additional / 2:
         if median([work.data_seconds or 0.0 for work in peers] or [0.0]) >= MIN_SHARE * evidence.step_seconds:
             return None  # all wait for data, some longer than others
         cause, change = "waits for its data", "look at the store and the disk of that node"
