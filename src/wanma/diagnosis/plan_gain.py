@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -90,15 +90,16 @@ def _changes(problem: PlanningProblem, plan: Plan, key: str) -> Iterator[PlanCha
 
 def _other_plans(problem: PlanningProblem, plan: Plan, key: str) -> Iterator[Plan]:
     """Yield plans with other values of a key; the rules may refuse them."""
-    values: Sequence[Any] = {
+    values: Mapping[str, Sequence[Any]] = {
         "micro_batch": [plan.micro_batch * factor for factor in (2, 4, 8)],
         "compile": [True],
         "shard": SHARD_LEVELS,
         "all_reduce": ["hierarchical"],
         "recompute": ["none", "selective"] if plan.recompute == "full" else ["none"],
         "recompute_share": [plan.recompute_share * share for share in (0.25, 0.5, 0.75)],
-    }.get(key, ())
-    yield from (replace(plan, **{key: value}) for value in values if value != getattr(plan, key))
+    }
+    others = (value for value in values.get(key, ()) if value != getattr(plan, key))
+    yield from (replace(plan, **{key: value}) for value in others)
     if key == "schedule":
         kinds = [(schedule, stages) for schedule in get_args(Schedule) for stages in (1, 2)]
         plans = (replace(plan, schedule=schedule, virtual_stages=stages) for schedule, stages in kinds)
