@@ -31,7 +31,8 @@ from benchmarks.mixed.quota import held_back
 from benchmarks.slow_links.apart import two_machines
 from benchmarks.slow_links.interface import ADDRESSES
 from wanma.diagnosis.evidence import read_evidence
-from wanma.diagnosis.findings import Finding, diagnose
+from wanma.diagnosis.finding import Finding
+from wanma.diagnosis.findings import diagnose
 from wanma.job.run.run_directory import RunDirectory
 from wanma.report.run_report import read_report
 

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.diagnosis.cases import FAULTS, HEALTHY, Case
 from benchmarks.diagnosis.run import DATA, END, PAGE, START, job_of, judge, page_part
 
-from wanma.diagnosis.findings import Finding
+from wanma.diagnosis.finding import Finding
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.sections.job import Job
 

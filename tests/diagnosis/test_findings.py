@@ -10,87 +10,12 @@ from typing import Any
 
 import pytest
 
+from support.diagnosed_run import FORECAST, GIB, HEALTHY, Records
 from wanma.diagnosis.evidence import read_evidence
-from wanma.diagnosis.findings import Finding, diagnose
+from wanma.diagnosis.finding import Finding
 from wanma.diagnosis.presentation import findings_text
-from wanma.job.run.run_directory import RunDirectory
+from wanma.observe.units import bytes_text
 from wanma.report.run_report import read_report
-
-GIB = 1 << 30
-FORECAST = {"step": {"compute": 0.8, "data": 0.1, "optimizer": 0.1, "seconds": 1.0, "uncertainty": 0.1}}
-
-
-class Records:
-    """Records of a run of two ranks on one node, a step a second."""
-
-    def __init__(self, folder: Path) -> None:
-        self.run = RunDirectory(folder / "gpt")
-        self.run.create()
-        self.run.job.write_text("[train]\nsteps = 1000\n")
-        self.run.plan.write_text(json.dumps({"plan": {}, "forecast": FORECAST}))
-        self.steps: list[dict[str, Any]] = []
-        self.usage: list[dict[str, Any]] = []
-        self.events: list[dict[str, Any]] = [
-            {"kind": "start", "time": 0.0, "step": 0, "steps": 1000, "world_size": 2, "host": "elsewhere"}
-        ]
-
-    def train(
-        self,
-        parts: dict[str, float],
-        *,
-        ranks: tuple[dict[str, float], ...] = ({}, {}),
-        steps: int = 300,
-        growth: float = 0.0,
-        change: Callable[[int], dict[str, Any]] = lambda _: {},
-        **values: Any,
-    ) -> None:
-        """Record steps.
-
-        Args:
-            parts: seconds of a step by phase; `compute`, `bubble`, and exposed communication by kind.
-            ranks: seconds of each rank a step, `compute` and `data`, and `cores`.
-            growth: bytes by which the memory of rank 1 grows a second.
-            change: values of a step's record that differ, by its number.
-        """
-        kinds = {kind: parts[kind] for kind in ("tensor", "pipeline") if kind in parts}
-        phases = {name: value for name, value in parts.items() if name not in ("compute", "bubble", *kinds)}
-        inside = sum(kinds.values()) + parts.get("compute", 0.0)
-        phases |= {"forward_backward": inside}
-        total = sum(phases.values())
-        for step in range(1, steps + 1):
-            record = {
-                "step": step,
-                "time": step * total,
-                "step_seconds": total,
-                "loss": 2.0,
-                "grad_norm": 1.0,
-            }
-            record |= {"phases": phases, "compute_seconds": parts.get("compute", 0.0)}
-            record |= {"exposed_communication_seconds": kinds, "communication_seconds": kinds}
-            record |= {"bubble_seconds": parts["bubble"]} if "bubble" in parts else {}
-            self.steps.append({**record, **values, **change(step)})
-            entries = [
-                {
-                    "rank": rank,
-                    "is_alive": True,
-                    "steps": step,
-                    "cpu_seconds": step * total * work.get("cores", 1.0),
-                    "memory_bytes": 4 * GIB + rank * growth * step * total,
-                    "compute_seconds": step * work.get("compute", parts.get("compute", 0.0)),
-                    "data_seconds": step * work.get("data", parts.get("data", 0.0)),
-                }
-                for rank, work in enumerate(ranks)
-            ]
-            self.usage.append({"time": step * total, "ranks": entries, "disk_read_bytes": step * 1000})
-
-    def diagnose(self) -> list[Finding]:
-        for path, records in (
-            (self.run.metrics, self.steps),
-            (self.run.events, self.events),
-            (self.run.node_usage(0), self.usage),
-        ):
-            path.write_text("".join(json.dumps(record) + "\n" for record in records))
-        return diagnose(read_evidence(read_report(self.run)))
 
 
 @pytest.fixture
@@ -100,9 +25,6 @@ def records(tmp_path: Path) -> Records:
 
 def names(findings: list[Finding]) -> list[str]:
     return [finding.name for finding in findings if finding.urgency != "end"]
-
-
-HEALTHY = {"compute": 0.85, "communication": 0.03, "data": 0.01, "optimizer": 0.11}
 
 
 def test_a_healthy_run_has_no_finding(records: Records) -> None:
@@ -132,25 +54,63 @@ def test_communication_as_forecast_is_no_finding(records: Records) -> None:
     assert names(records.diagnose()) == []
 
 
-def test_stages_of_a_pipeline_are_no_peers(records: Records) -> None:
+def test_stages_of_a_pipeline_are_no_peers(records: Records, tmp_path: Path) -> None:
+    work = ({"compute": 0.4}, {"compute": 0.9})
+    records.train(HEALTHY, ranks=work, groups=(0, 1))
+    assert names(records.diagnose()) == []
+    peers = Records(tmp_path / "peers")
+    peers.train(HEALTHY, ranks=work)
+    assert names(peers.diagnose()) == ["straggler"]
+
+
+def test_a_rank_that_is_no_longer_a_straggler_or_was_one_before_a_restart_is_none(records: Records) -> None:
     records.train(HEALTHY, ranks=({"compute": 0.4}, {"compute": 0.9}))
     assert names(records.diagnose()) == ["straggler"]
-    for record in records.usage:
-        record["ranks"] = [{**entry, "peer_group": entry["rank"]} for entry in record["ranks"]]
-    assert names(records.diagnose()) == []
+    slow = records.events[-1]
+    for later in ({**slow, "is_slow": False}, {"kind": "start", "time": 0.0, "step": 9, "is_restart": True}):
+        records.events[2:] = [later]
+        assert names(records.diagnose()) == []
 
 
-def test_ranks_are_judged_by_the_newest_steps(records: Records) -> None:
-    records.train(HEALTHY)
-    for record in records.usage[:50]:  # it was slow at first
-        record["ranks"][1]["compute_seconds"] -= 100.0
+def test_a_rank_slower_than_its_peers_but_no_straggler_is_no_slow_link(records: Records) -> None:
+    records.train({**HEALTHY, "communication": 0.3}, ranks=({}, {"compute": 1.1}))
     assert names(records.diagnose()) == []
 
 
 def test_a_node_of_an_earlier_start_is_not_judged(records: Records) -> None:
-    records.train(HEALTHY, ranks=({"compute": 0.4}, {"compute": 0.9}))
+    records.train(HEALTHY, growth=GIB / 600)
+    assert names(records.diagnose()) == ["leak"]
     records.events[0]["time"] = records.usage[-1]["time"] + 100.0
     assert names(records.diagnose()) == []
+
+
+@pytest.mark.parametrize(
+    ("reading", "cause", "change"),
+    [
+        (
+            {"is_throttled": True, "celsius": 93.0},
+            "throttled in 100.0 % of the readings, at 93 °C",
+            "cooling",
+        ),
+        ({"clock_hertz": 1.1e9}, "its GPU's clock is 1.10 GHz, that of its peers' 1.80 GHz", "clocks"),
+        ({"xid": 79, "is_throttled": True}, "its GPU reports XID 79", "replace the node"),
+        ({"ecc_errors": 3}, "memory errors of its GPU that were not corrected: 3", "replace the GPU"),
+        ({}, "its device, or the size of its samples", "wanma bench machine"),
+    ],
+)
+def test_the_readings_of_a_stragglers_gpu_say_why(
+    records: Records, reading: dict[str, Any], cause: str, change: str
+) -> None:
+    plan = {"plan": {"device": "cuda"}, "forecast": FORECAST}
+    records.run.plan.write_text(json.dumps(plan))
+    records.train(HEALTHY, ranks=({"compute": 0.4}, {"compute": 0.9}))
+    sound = {"is_throttled": False, "celsius": 60.0, "clock_hertz": 1.8e9, "ecc_errors": 0, "xid": 0}
+    for number, record in enumerate(records.usage):
+        own = reading if number else {}
+        record["gpus"] = [{**sound, "gpu": 4, "rank": 0}, {**sound, **own, "gpu": 2, "rank": 1}]
+    (straggler,) = [finding for finding in records.diagnose() if finding.name == "straggler"]
+    assert cause in straggler.title
+    assert change in straggler.change
 
 
 def test_rank_0_may_be_the_straggler_itself(records: Records) -> None:
@@ -168,7 +128,9 @@ def test_a_rank_that_waits_for_its_data_and_a_store_for_which_all_wait_are_told_
     assert found[-1].lost_share == pytest.approx(0.42 / 0.79, rel=0.01)
     one = Records(tmp_path / "one")
     one.train({**parts, "data": 0.0}, ranks=({"data": 0.001}, {"data": 0.7}))
-    assert names(one.diagnose()) == ["straggler"]
+    (straggler,) = [finding for finding in one.diagnose() if finding.urgency == "slow"]
+    assert straggler.title == "all ranks wait for rank 1, which waits for its data"
+    assert "disk of that node" in straggler.change
 
 
 @pytest.mark.parametrize(
@@ -197,16 +159,41 @@ def test_a_bubble_and_slow_transfers_of_stages_are_told_apart(records: Records, 
 
 
 @pytest.mark.parametrize(
-    ("part", "name"), [("checkpoint", "checkpoint"), ("host", "host"), ("tensor", "communication")]
+    ("part", "title", "key"),
+    [
+        ("communication", "gradients between replicas or shards", "all_reduce"),
+        ("tensor", "tensor parallelism", "tp"),
+        ("context", "context parallelism", "cp"),
+        ("expert", "experts", "ep"),
+        ("pipeline", "activations between stages", "pp"),
+    ],
 )
+def test_communication_is_named_by_its_mesh_dimension(
+    records: Records, part: str, title: str, key: str
+) -> None:
+    parts = {**HEALTHY, part: 0.5} | ({"bubble": 0.0} if part == "pipeline" else {})
+    records.train(parts)
+    (finding,) = [finding for finding in records.diagnose() if finding.urgency == "slow"]
+    assert finding.title == f"ranks wait for {title}"
+    assert finding.lost_share == pytest.approx(0.5 / sum(parts.values()))
+    assert key in finding.plan_keys
+
+
+@pytest.mark.parametrize(("part", "name"), [("checkpoint", "checkpoint"), ("host", "host")])
 def test_the_largest_part_is_named(records: Records, part: str, name: str) -> None:
     records.train({**HEALTHY, part: 0.5})
     assert names(records.diagnose()) == [name]
 
 
-def test_computation_that_is_slow_everywhere(records: Records) -> None:
+def test_computation_that_is_slow_everywhere_is_no_straggler(records: Records, tmp_path: Path) -> None:
     records.train({**HEALTHY, "compute": 1.6})
-    assert names(records.diagnose()) == ["computation"]
+    (finding,) = [finding for finding in records.diagnose() if finding.urgency == "slow"]
+    assert finding.name == "computation"
+    assert finding.evidence == ("1.60 s a step, forecast 0.80 s",)
+    assert finding.lost_share == pytest.approx(0.8 / 1.75)
+    one = Records(tmp_path / "one")
+    one.train({**HEALTHY, "compute": 1.6}, ranks=({"compute": 1.6}, {"compute": 0.85}))
+    assert names(one.diagnose()) == ["straggler"]
 
 
 def test_one_long_pause_is_no_finding(records: Records) -> None:
@@ -221,9 +208,37 @@ def test_saves_count_by_all_steps(records: Records) -> None:
     assert names(records.diagnose()) == ["checkpoint"]
 
 
-def test_a_gpu_without_kernels_waits_for_the_host(records: Records) -> None:
-    records.train(HEALTHY, change=lambda _: {"compute_seconds": None, "gpu_utilization": 0.4})
-    assert names(records.diagnose()) == ["host"]
+def test_a_gpu_that_waits_for_kernels_and_a_loop_that_does_something_else_are_told_apart(
+    records: Records, tmp_path: Path
+) -> None:
+    idle = {"compute_seconds": None, "gpu_utilization": 0.4}
+    records.train(HEALTHY, change=lambda _: idle)
+    assert names(records.diagnose()) == ["small_kernels"]
+    other = Records(tmp_path / "loop")
+    other.train({**HEALTHY, "host": 0.7}, change=lambda _: {**idle, "gpu_utilization": 0.55})
+    assert names(other.diagnose()) == ["host"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "free", "bound"),
+    [
+        ({"recompute": "full"}, 0.6, 0.85 / 4),
+        ({"recompute": "selective", "recompute_share": 0.5}, 0.6, 0.85 * 0.25 / 3.25),
+        ({"recompute": "full"}, 0.2, None),
+        ({"recompute": "none"}, 0.6, None),
+    ],
+)
+def test_recompute_is_a_cause_while_memory_is_free(
+    records: Records, plan: dict[str, Any], free: float, bound: float | None
+) -> None:
+    records.run.plan.write_text(json.dumps({"plan": plan, "forecast": FORECAST}))
+    records.train(HEALTHY)
+    for record in records.usage:
+        record["gpus"] = [{"gpu": 0, "memory_bytes": (1 - free) * GIB, "total_memory_bytes": GIB}]
+    findings = records.diagnose()
+    assert names(findings) == (["recompute"] if bound else [])
+    shares = [finding.lost_share for finding in findings if finding.name == "recompute"]
+    assert shares == pytest.approx([bound] if bound else [])
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(0.005, ["small_micro_batch"]), (0.05, [])])
@@ -264,7 +279,8 @@ def nan_at(step: int, **values: Any) -> Callable[[int], dict[str, Any]]:
     return lambda number: {"loss": None, "non_finite": {"loss": "nan"}, **values} if number == step else {}
 
 
-NOT_FINITE = "the loss is nan and the gradient norm nan; non-finite on rank 1"
+def non_finite(step: int, samples: str = "") -> dict[str, Any]:
+    return {"kind": "non_finite", "time": 200.0, "step": step, "ranks": [1], "samples": samples}
 
 
 def test_nan_of_a_learning_rate_a_layer_a_sample_and_the_loss_are_told_apart(tmp_path: Path) -> None:
@@ -282,14 +298,12 @@ def test_nan_of_a_learning_rate_a_layer_a_sample_and_the_loss_are_told_apart(tmp
         (rising, "", "learning_rate"),
         (some_layers("blocks.1"), "", "last of these layers"),
         (some_layers("blocks.0", "blocks.1"), "", "operations"),
-        (some_layers("blocks.0", "blocks.1"), "; sample 7: NaN or infinity in the data", "samples"),
+        (some_layers("blocks.0", "blocks.1"), "sample 7", "samples"),
     ]
-    for number, (change, data, cause) in enumerate(cases):
+    for number, (change, samples, cause) in enumerate(cases):
         records = Records(tmp_path / str(number))
         records.train(HEALTHY, change=change)
-        records.events.append(
-            {"kind": "message", "time": 200.0, "text": f"step 200: skipped, {NOT_FINITE}{data}"}
-        )
+        records.events.append(non_finite(200, samples))
         finding = next(finding for finding in records.diagnose() if finding.name == "not_finite")
         assert finding.urgency == "wrong"
         assert cause in finding.change, finding
@@ -297,14 +311,23 @@ def test_nan_of_a_learning_rate_a_layer_a_sample_and_the_loss_are_told_apart(tmp
 
 def test_a_step_that_is_not_finite_is_the_end_of_a_run_that_it_stopped(records: Records) -> None:
     records.train(HEALTHY, change=lambda step: {"grad_norm": 2.0 ** (step - 290)} if step > 290 else {})
-    records.events.append(
-        {"kind": "finish", "time": 900.0, "outcome": "failed", "text": f"step 301: {NOT_FINITE}"}
-    )
+    end = {"kind": "finish", "time": 900.0, "outcome": "failed", "text": "step 301: the loss is nan"}
+    records.events += [non_finite(301), end]
     first = records.diagnose()[0]
     assert (first.name, first.urgency) == ("not_finite", "end")
     assert "learning_rate" in first.change
-    records.events[-1]["text"] += "; sample 7: NaN or infinity in the data"
+    records.events[-2]["samples"] = "sample 7"
     assert "samples" in records.diagnose()[0].change
+
+
+def test_a_step_that_was_skipped_is_not_the_end_of_a_run_that_failed_later(records: Records) -> None:
+    records.train(HEALTHY, change=nan_at(200))
+    end = {"kind": "finish", "time": 900.0, "outcome": "failed", "text": "rank 1 died"}
+    records.events += [non_finite(200), end]
+    assert [(finding.name, finding.urgency) for finding in records.diagnose()] == [
+        ("failure", "end"),
+        ("not_finite", "wrong"),
+    ]
 
 
 def test_steps_by_which_fp16_finds_its_scale_are_no_finding(records: Records) -> None:
@@ -312,8 +335,6 @@ def test_steps_by_which_fp16_finds_its_scale_are_no_finding(records: Records) ->
         HEALTHY,
         change=lambda step: {"grad_norm": None, "non_finite": {"grad_norm": "inf"}} if step % 50 == 0 else {},
     )
-    assert names(records.diagnose()) == ["not_finite"]
-    records.run.job.write_text('[train]\nsteps = 1000\nprecision = "fp16"\n')
     assert names(records.diagnose()) == []
 
 
@@ -336,21 +357,59 @@ def test_a_loss_that_rises_and_one_that_wavers_are_told_apart(records: Records, 
     assert names(exploded.diagnose()) == ["learning_rate"]
 
 
-HANG = "no rank reported progress for 8 s (cluster.hang_timeout_seconds = 8)"
+HANG = "no rank reported progress for 8 s (cluster.hang_timeout_seconds = 8): rank 1 is in train.py:7"
+
+
+@pytest.mark.parametrize(
+    ("free", "title", "change"),
+    [
+        ((40, 39), "its processes were killed", "`kill -9`"),
+        ((40, 2), "the memory of node 0 ran out", "parallel.micro_batch"),
+        ((40, 21), "the memory of node 0 ran out", "parallel.micro_batch"),  # it would last no reading longer
+        ((2, 60), "its processes were killed", "`kill -9`"),
+    ],
+)
+def test_the_newest_readings_of_memory_tell_why_a_run_ended_without_a_word(
+    records: Records, free: tuple[int, int], title: str, change: str
+) -> None:
+    records.train(HEALTHY)
+    for record, available in zip(records.usage[-2:], free, strict=True):
+        record |= {"memory_bytes": 100 * GIB, "memory_available_bytes": available * GIB}
+    first = records.diagnose()[0]
+    assert (first.name, first.urgency) == ("crash", "end")
+    assert title in first.title
+    assert change in first.change
+    assert any(
+        f"node 0 had {bytes_text(free[1] * GIB)} of 100 GiB of memory free" in text for text in first.evidence
+    )
+
+
+def test_a_run_that_ended_without_a_word_or_a_reading_asks_for_the_kernels_log(records: Records) -> None:
+    records.train(HEALTHY)
+    first = records.diagnose()[0]
+    assert (first.name, first.evidence) == (
+        "crash",
+        ("no process of it lives on elsewhere, and no end is recorded",),
+    )
+    assert "dmesg" in first.change
+    records.usage[-1] |= {"memory_bytes": GIB, "memory_available_bytes": GIB, "gpus": [{"gpu": 3, "xid": 48}]}
+    assert "GPU 3 of node 0 had reported XID 48" in records.diagnose()[0].evidence
 
 
 def test_the_end_comes_first(records: Records) -> None:
     records.train({**HEALTHY, "checkpoint": 0.5})
-    records.events.append(
-        {"kind": "finish", "time": 900.0, "outcome": "failed", "text": "rank 1 died\n  kernel: OOM"}
-    )
-    (records.run.path / "logs" / "hang-report.txt").write_text(f"{HANG}\n  rank 1 is in train.py:7\n")
+    hang = {"kind": "hang", "time": 800.0, "text": f"{HANG}\n  rank 1 has been in data loading"}
+    restart = {"kind": "start", "time": 850.0, "step": 0, "is_restart": True, "host": "elsewhere"}
+    end = {"kind": "finish", "time": 900.0, "outcome": "failed", "text": "rank 1 died\n  kernel: OOM"}
+    records.events += [hang, restart, end]
     first, second = records.diagnose()
     assert (first.name, second.name) == ("failure", "checkpoint"), "the hang was an earlier one"
     assert "rank 1 died" in first.title
-    records.events[-1]["text"] = f"{HANG}\n  rank 1 is in train.py:7"
-    assert records.diagnose()[0].name == "hang"
-    records.events[-1]["text"] = ""
+    records.events[-2:] = [{**end, "text": HANG}]
+    first = records.diagnose()[0]
+    assert first.name == "hang"
+    assert first.evidence == ("rank 1 has been in data loading",)
+    records.events[-2:] = [{**end, "text": ""}]
     assert records.diagnose()[0].name == "failure"
 
 

@@ -93,6 +93,7 @@ def test_a_hang_ends_at_its_deadline_and_names_the_odd_rank(desk: Desk) -> None:
     running.look()
     ran = running.end()
     assert (ran.code, running.left()) == (1, [])
+    assert [event["kind"] for event in training.events][-2:] == ["hang", "finish"]
     lines = ran.told_once().splitlines()
     assert any(
         line.startswith("  rank 1 has been in forward and backward of step 2") and line.endswith("<- outlier")
@@ -109,6 +110,8 @@ def test_a_loss_that_is_no_number_stops_with_step_and_rank(desk: Desk) -> None:
     assert "step 3: the loss is nan and the gradient norm nan; non-finite on rank 1\n" in ran.told_once()
     assert "train.non_finite = 'skip'" in ran.text
     assert desk.training("nan").checkpoints() == ["step-00000002"]
+    (event,) = [event for event in desk.training("nan").events if event["kind"] == "non_finite"]
+    assert (event["step"], event["ranks"], event["samples"]) == (3, [1], "")
 
 
 def test_a_step_without_a_number_can_be_skipped_and_leaves_the_weights_alone(desk: Desk) -> None:

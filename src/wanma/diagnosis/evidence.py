@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from wanma.observe.console.record_follower import read_records
+from wanma.job.run.worker import Event
 from wanma.report.forecast_comparison import first_measured_row
 from wanma.report.rank_work import read_node_records
 from wanma.report.run_report import Report
-from wanma.report.step_parts import EXPOSED, GPU_IDLE, step_parts
+from wanma.report.step_parts import EXPOSED, GPU_IDLE, HOST, step_parts
 
+DISPATCH = "dispatch of kernels"
+"""Part of a step in which the GPU waits for kernels of forward and backward; in reports it is the host's."""
 WINDOW_STEPS = 200
 """Number of newest steps that are judged."""
 MIN_RECORDS = 3
 """Fewest records of usage by which a rank is judged, where a window is shorter."""
+MAX_GPU_READINGS = 60
+"""Number of the newest readings of a GPU that are judged, of some minutes."""
 MIN_LEAK_SECONDS = 60.0
 """Least time for which the memory of a rank is watched before its growth is judged."""
 MIN_HALF_GROWTH = 0.25
 """Share of its growth that a leak has in each half of the time."""
 DEAD_NODE_SECONDS = 60.0
 """Seconds before the newest start; a node whose newest record is older took part in an earlier one only."""
-
-_STOPPED_STEP = re.compile(r"the loss is \S+ and the gradient norm \S+; non-finite on rank")
-_SKIPPED_STEPS = "consecutive steps were skipped"
-_BAD_DATA = "NaN or infinity in the data"
-"""Words of the training about steps whose numbers are not finite."""
 
 
 @dataclass(frozen=True)
@@ -52,20 +50,15 @@ class RankWork:
     """Its rate; None: too few records."""
     memory_bytes: float
 
+    @property
+    def work_seconds(self) -> float:
+        """Time of a step without waits for other ranks; 0: it is unknown."""
+        return 0.0 if self.compute_seconds is None else self.compute_seconds + (self.data_seconds or 0.0)
 
-@dataclass(frozen=True)
-class NonFinite:
-    """Steps whose loss or gradient is NaN or infinite, without those by which fp16 finds its loss scale."""
-
-    steps: Sequence[int]
-    """Steps that were recorded; empty: the first one has ended the run."""
-    has_ended_run: bool
-    record: Mapping[str, Any]
-    """Record of the first step, or of the first of those that ended the run; empty: there is none."""
-    norms_before: Sequence[float]
-    """Gradient norms of the steps before it."""
-    is_in_data: bool
-    """True if samples of that step are not finite themselves."""
+    def is_peer(self, other: RankWork) -> bool:
+        """Return True for another rank with equal work, if the times of both are known."""
+        times = self.compute_seconds, other.compute_seconds
+        return other.rank != self.rank and other.peer_group == self.peer_group and None not in times
 
 
 @dataclass(frozen=True)
@@ -78,22 +71,31 @@ class Evidence:
     step_seconds: float | None
     """Mean time of a step in the window; None: there are too few steps."""
     parts: Mapping[str, float]
-    """Parts of that time, as `report.step_parts` has them, in seconds."""
+    """Parts of that time, as `report.step_parts` has them, and `DISPATCH`, in seconds."""
     load_seconds: Mapping[str, float]
     """Time of the loader threads for a step by kind of work."""
     ranks: Sequence[RankWork]
     nodes: Mapping[int, Sequence[Mapping[str, Any]]]
     """Newest records of usage of each node, oldest first."""
+    stragglers: Sequence[Event]
+    """Event of each rank that is a straggler, the one that loses most first."""
     mfu: float | None
     """Mean MFU in the window; None: it is unknown."""
-    non_finite: NonFinite | None
-    """Steps whose numbers are not finite; None: there is none."""
-    hang_report: str
-    """Text of the report of the hang that ended the run; empty: no hang did."""
+    non_finite: Sequence[Event]
+    """Event of each step whose loss or gradient is NaN or infinite, by step."""
+    has_non_finite_end: bool
+    """True if the newest of these steps has ended the run."""
+    hang: str
+    """Text of the hang that ended the run; empty: no hang did."""
 
     def share(self, part: str) -> float:
         """Return the share of a step that a part takes, 0 to 1."""
         return self.parts.get(part, 0.0) / self.step_seconds if self.step_seconds else 0.0
+
+    def gpu_readings(self, rank: int) -> list[Mapping[str, Any]]:
+        """Return the newest readings of a rank's GPU, oldest first."""
+        newest = [record for records in self.nodes.values() for record in records[-MAX_GPU_READINGS:]]
+        return [gpu for record in newest for gpu in record.get("gpus") or () if gpu.get("rank") == rank]
 
     @property
     def free_memory_share(self) -> float | None:
@@ -126,12 +128,17 @@ def read_evidence(report: Report) -> Evidence:
         share = _checkpoint_share(report)
         seconds /= 1 - share
         times["checkpoint"] = share * seconds
+    parts = step_parts(seconds, times) if seconds else {}
+    if parts.get(HOST, 0.0) > times.get(HOST, 0.0):
+        parts |= {HOST: times.get(HOST, 0.0), DISPATCH: parts[HOST] - times.get(HOST, 0.0)}
+    by_step = {event["step"]: event for event in report.events if event["kind"] == "non_finite"}
+    non_finite = [by_step[step] for step in sorted(by_step)]
     begin = next(iter(window.get("time", ())), math.inf)
     return Evidence(
         report=report,
         steps=len(window["step"]),
         step_seconds=seconds,
-        parts=step_parts(seconds, times) if seconds else {},
+        parts=parts,
         load_seconds={
             key.removeprefix("load_seconds."): _mean(column) or 0.0
             for key, column in window.items()
@@ -139,10 +146,27 @@ def read_evidence(report: Report) -> Evidence:
         },
         ranks=[work for node, records in nodes.items() for work in _rank_works(node, records, begin)],
         nodes=nodes,
+        stragglers=_stragglers(report),
         mfu=_mean(window.get("mfu", ())),
-        non_finite=_non_finite(report),
-        hang_report=_hang_report(report),
+        non_finite=non_finite,
+        # A step that stops the run is not recorded, one that is skipped is.
+        has_non_finite_end=report.state == "failed"
+        and any(event["step"] > report.last_step for event in non_finite),
+        hang=_hang(report),
     )
+
+
+def _stragglers(report: Report) -> list[Event]:
+    newest = {
+        event["rank"]: event for event in _events_of_newest_start(report) if event["kind"] == "straggler"
+    }
+    slow = [event for event in newest.values() if event["is_slow"]]
+    return sorted(slow, key=lambda event: event["peers_seconds"] - event["seconds"])
+
+
+def _events_of_newest_start(report: Report) -> Sequence[Event]:
+    starts = [number for number, event in enumerate(report.events) if event["kind"] == "start"]
+    return report.events[starts[-1] if starts else 0 :]
 
 
 def _step_times(window: Mapping[str, Sequence[float]]) -> tuple[float | None, dict[str, float]]:
@@ -184,45 +208,10 @@ def _checkpoint_share(report: Report) -> float:
     return min(saves / seconds, 0.99) if seconds > 0 else 0.0
 
 
-def _hang_report(report: Report) -> str:
-    """Return the text of the hang report; empty: no hang ended the run, or an earlier one was reported."""
-    try:
-        path = report.run.rank_log(0).with_name("hang-report.txt")
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    first_line = text.strip().partition("\n")[0].strip()[:80]  # the failure may be shortened
-    return text if first_line and first_line in report.failure else ""
-
-
-def _non_finite(report: Report) -> NonFinite | None:
-    columns, failure = report.steps, report.failure
-    losses = dict(zip(columns["step"], columns.get("loss", ()), strict=False))
-    is_scaled = (report.job.get("train") or {}).get("precision") == "fp16"
-    steps = [
-        step for step in report.non_finite if not (is_scaled and math.isfinite(losses.get(step, math.nan)))
-    ]
-    has_ended_run = bool(_STOPPED_STEP.search(failure) or (steps and _SKIPPED_STEPS in failure))
-    if not steps and not has_ended_run:
-        return None
-    norms = columns.get("grad_norm", [])
-    if has_ended_run:
-        row = max((number + 1 for number, norm in enumerate(norms) if math.isfinite(norm)), default=0)
-    else:
-        row = columns["step"].index(steps[0])
-    record = {}
-    if row < len(norms):
-        steps_ = (entry for entry in read_records(report.run, math.inf) if entry["kind"] == "step")
-        record = next((entry for entry in steps_ if entry["step"] == columns["step"][row]), {})
-    beginning = f"step {record.get('step')}: "
-    messages = [text for event in report.messages if (text := str(event.get("text"))).startswith(beginning)]
-    return NonFinite(
-        steps=steps,
-        has_ended_run=has_ended_run,
-        record=record,
-        norms_before=[norm for norm in norms[max(0, row - 20) : row] if math.isfinite(norm)],
-        is_in_data=any(_BAD_DATA in text for text in (failure, *messages)),
-    )
+def _hang(report: Report) -> str:
+    """Return the text of the hang that ended the run; empty: no hang did."""
+    hangs = [event for event in _events_of_newest_start(report) if event["kind"] == "hang"]
+    return str(hangs[-1]["text"]) if hangs and report.state == "failed" else ""
 
 
 def _rank_works(node: int, records: Sequence[Mapping[str, Any]], begin: float) -> list[RankWork]:

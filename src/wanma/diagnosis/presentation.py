@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from wanma.diagnosis.evidence import Evidence, read_evidence
-from wanma.diagnosis.findings import MIN_STEPS, Finding, diagnose
+from wanma.diagnosis.finding import Finding
+from wanma.diagnosis.findings import MIN_STEPS, diagnose
 from wanma.observe.units import duration_text, percent_text
 from wanma.report.key_figures import state_sentence
 from wanma.report.run_report import Report
@@ -29,10 +30,14 @@ def findings_text(evidence: Evidence, findings: Sequence[Finding]) -> str:
 def _lines(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[str]:
     yield f"{evidence.report.run.name}: {state_sentence(evidence.report)}"
     for number, finding in enumerate(findings, 1):
-        cost = f"  (costs up to {percent_text(finding.lost_share)} of the step)" if finding.lost_share else ""
+        bound = f"  (at most {percent_text(finding.lost_share)} of the step to gain)"
+        if finding.gain is not None:
+            bound = f"  (forecast: {percent_text(finding.gain)} faster)"
         yield ""
-        yield f"{number}. {finding.title}{cost}"
+        yield f"{number}. {finding.title}{bound if finding.lost_share else ''}"
         yield from (f"   · {text}" for text in finding.evidence)
+        if finding.forecast:
+            yield f"   {'→' if finding.gain is not None else '·'} {finding.forecast}"
         yield f"   → {finding.change}"
     if evidence.step_seconds is None:
         if not findings:

@@ -155,7 +155,7 @@ def event_text(event: Event) -> str:
         source = f" ({event['source']})" if event.get("source") else ""
         plan = event.get("plan", "")
         return f"resumed from step {done:,}{source}" if done else f"start, {plan}".rstrip(", ")
-    if kind in ("message", "straggler", "batch_shares", "health_check", "alert", START_FAILED):
+    if kind in ("message", "straggler", "hang", "batch_shares", "health_check", "alert", START_FAILED):
         return str(event.get("text", ""))
     return ", ".join(
         f"{key} {value if isinstance(value, str) else value_text(value)}"

@@ -176,6 +176,9 @@ def test_a_hang_is_reported_with_the_odd_rank_out(run: Any) -> None:
     report = (ran.launch.run_directory / "logs" / "hang-report.txt").read_text()
     assert report.startswith(summary[0])
     assert "in all_reduce" in report
+    (hang,) = [event for event in ran.events if event["kind"] == "hang"]
+    assert report.startswith(hang["text"])
+    assert next(line.strip() for line in hang["text"].splitlines()) == summary[0]
 
 
 @pytest.mark.slow

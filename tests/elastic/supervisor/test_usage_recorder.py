@@ -47,6 +47,7 @@ def test_the_use_of_ranks_and_gpus_is_recorded_every_few_seconds(
     for name in ("FIRST_SAMPLE_SECONDS", "SAMPLE_INTERVAL_SECONDS"):
         monkeypatch.setattr(usage_recorder, name, 0.01)
     monkeypatch.setattr(usage_recorder, "NodeGpus", lambda loop: NodeGpus(loop, Reader))
+    monkeypatch.setattr(usage_recorder, "used_gpus", lambda *_: [1])
     run = RunDirectory(tmp_path)
     run.create()
 
@@ -68,6 +69,7 @@ def test_the_use_of_ranks_and_gpus_is_recorded_every_few_seconds(
     assert newest["ranks"][0]["cpu_seconds"] > 0
     expected = [(0, 0.97, 3e9), (1, None, None)]
     assert [(gpu["gpu"], gpu["utilization"], gpu["memory_bytes"]) for gpu in newest["gpus"]] == expected
+    assert [gpu["rank"] for gpu in newest["gpus"]] == [None, 5]
 
 
 def test_the_records_of_a_long_run_become_fewer(
@@ -186,8 +188,8 @@ def test_gpus_of_ranks_are_those_that_they_see(tmp_path: Path, monkeypatch: pyte
         (tmp_path / process / "fd").mkdir(parents=True)
         (tmp_path / process / "fd" / "3").symlink_to(opened)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
-    assert usage_recorder.used_gpus(8, [7], tmp_path) == {2}
-    assert usage_recorder.used_gpus(8, [7, 8, 9], tmp_path) == {2, 5}
-    assert usage_recorder.used_gpus(8, [8], tmp_path) == set()
+    assert usage_recorder.used_gpus(8, [7], tmp_path) == (2,)
+    assert usage_recorder.used_gpus(8, [7, 8, 9], tmp_path) == (2, 5)
+    assert usage_recorder.used_gpus(8, [8], tmp_path) == ()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert usage_recorder.used_gpus(8, [7, 8], tmp_path) == {0, 1}
+    assert usage_recorder.used_gpus(8, [7, 8], tmp_path) == (0, 1)

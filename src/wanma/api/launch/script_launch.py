@@ -19,7 +19,13 @@ from wanma.api.launch.mpi_gang import MpiSettings, make_gang_key
 from wanma.api.launch.mpi_launcher import find_mpi_launcher
 from wanma.api.launch.script_record import ScriptRecord
 from wanma.api.launch.tasks import Task, service_roles
-from wanma.api.run.run_records import count_events, lock_run, record_run_end
+from wanma.api.run.run_records import (
+    SUPERVISOR_EVENT_KINDS,
+    count_events,
+    lock_run,
+    record_run_end,
+    record_supervisor_event,
+)
 from wanma.api.session import SESSION_EVENT
 from wanma.elastic.launch_config import LaunchConfig, ScriptSettings, StoreKind
 from wanma.elastic.protocol.shared_secret import load_rendezvous_secret
@@ -416,7 +422,10 @@ class _ScriptConsole:
             self._observer.on_event(event)
         if event["kind"] == USAGE_EVENT:
             return
-        if event["kind"] == OUTPUT_EVENT:
+        if event["kind"] in SUPERVISOR_EVENT_KINDS:
+            if self._run.job.exists():  # a session was opened: this is a training
+                record_supervisor_event(self._run, event, self.write)
+        elif event["kind"] == OUTPUT_EVENT:
             if self._shown_ranks is None or event["rank"] in self._shown_ranks:
                 (self._console or self._startup_console).print_line(f"[rank {event['rank']}] {event['text']}")
         elif self._console is not None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from wanma.api.run.callback_thread import CallbackThread, load_callbacks
 from wanma.api.run.replanning import make_replanner
 from wanma.api.run.run_records import (
+    SUPERVISOR_EVENT_KINDS,
     count_events,
     job_change_notes,
     lock_run,
@@ -84,8 +85,6 @@ _FACTORY_KEYS = {
     "schedule": "train.schedule_factory",
 }
 """Key of the job that names a function instead of each object passed in Python."""
-SUPERVISOR_EVENT_KINDS = ("straggler",)
-"""Kinds of events that come from a supervisor, to be recorded here."""
 
 
 def train_job(

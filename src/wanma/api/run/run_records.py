@@ -28,6 +28,9 @@ from wanma.planner.preparation.job_planning import PreparedJob
 from wanma.report.report_page import write_report
 from wanma.report.run_report import read_report
 
+SUPERVISOR_EVENT_KINDS = ("straggler", "hang")
+"""Kinds of events that come from a supervisor, to be recorded beside those of rank 0."""
+
 
 def resolve_run_directory(job: Job, path: Path | str | None) -> RunDirectory:
     """Return the run directory of `job`: `path`, or the one that `[observe]` names."""

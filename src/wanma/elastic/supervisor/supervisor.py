@@ -74,8 +74,8 @@ def run_supervisor(
     Args:
         launch: launch configuration.
         on_event: gets the events of rank 0 (on its node) and the supervisor's own: of kind `message`; on
-            several nodes `joined` when all have joined; on the node of rank 0, `straggler`. Text that it
-            returns requests an orderly end.
+            several nodes `joined` when all have joined; on the node of rank 0, `straggler` and `hang`. Text
+            that it returns requests an orderly end.
         fork_server: fork server started earlier by `ForkServerHandle.start`; it is used up.
 
     Raises:
@@ -283,6 +283,8 @@ class Supervisor:
     def _write_report(self, report: str) -> None:
         if not report:
             return
+        if self._start is not None and self._start.first_rank == 0:
+            self._on_event({"kind": "hang", "level": "error", "text": report.partition("\n\n")[0]})
         try:
             write_atomically(self._run.path / "logs" / "hang-report.txt", report)
         except OSError as error:

@@ -152,16 +152,16 @@ class UsageRecorder:
             received, sent = (end - start for end, start in zip(now, self._network_start, strict=True))
             record |= {"network_received_bytes": received, "network_sent_bytes": sent}
         if readings := self._gpus.readings:
-            used = used_gpus(len(readings), pids.values())
+            by_gpu = dict(zip(used_gpus(len(readings), pids.values()), sorted(self._newest), strict=False))
             record["gpus"] = [
-                {"gpu": number, **gpu.to_json(), "is_used": number in used}
+                {"gpu": number, **gpu.to_json(), "is_used": number in by_gpu, "rank": by_gpu.get(number)}
                 for number, gpu in enumerate(readings)
             ]
         return record
 
 
-def used_gpus(count: int, processes: Iterable[int], folder: Path = Path("/proc")) -> set[int]:
-    """Return the numbers of the node's GPUs that ranks may use; none if no rank has opened one.
+def used_gpus(count: int, processes: Iterable[int], folder: Path = Path("/proc")) -> Sequence[int]:
+    """Return the number of the GPU of each rank of the node; empty if no rank has opened one.
 
     Args:
         count: number of GPUs.
@@ -170,10 +170,10 @@ def used_gpus(count: int, processes: Iterable[int], folder: Path = Path("/proc")
     """
     processes = list(processes)
     if not any(_has_gpu(folder / str(process)) for process in processes):
-        return set()
+        return ()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     numbers = [int(word) for word in visible.split(",") if word.strip().isdecimal()] or range(count)
-    return set(list(numbers)[: len(processes)])
+    return tuple(numbers)[: len(processes)]
 
 
 def _has_gpu(process: Path) -> bool:

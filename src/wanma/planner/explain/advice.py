@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from wanma.job.forecast.forecast import Forecast
 from wanma.job.plan.plan import Plan
@@ -37,25 +38,24 @@ def fitting_changes(problem: PlanningProblem, plan: Plan, *, keep: int = 5) -> l
         return []
     plan = replace(plan, batch_shares=())
 
-    def fits(changed_plan: Plan) -> bool:
-        memory = forecast_plan_memory(problem, changed_plan)
-        if (
-            memory.memory_bytes > problem.memory_limit_bytes
-            or invalid_plan_reason(problem, changed_plan) is not None
-        ):
-            return False
-        return host_memory_overflow_reason(problem, changed_plan, memory) is None
-
     before = forecast_plan(problem, plan)
     changes: dict[Plan, PlanChange] = {}
     for options in (_single_changes, _change_pairs):
-        for changed_plan in _first_fitting_of_each(options(problem, plan), fits):
+        for changed_plan in _first_fitting_of_each(options(problem, plan), partial(fits, problem)):
             if changed_plan not in changes:
-                changes[changed_plan] = _forecast_change(problem, plan, before, changed_plan)
+                changes[changed_plan] = forecast_change(problem, plan, before, changed_plan)
         ranked = sorted(changes.values(), key=_cost_order)
         if ranked and (ranked[0].slowdown or 0.0) <= ACCEPTABLE_SLOWDOWN and ranked[0].slowdown is not None:
             break
     return ranked[:keep]
+
+
+def fits(problem: PlanningProblem, plan: Plan) -> bool:
+    """Return True if the rules admit a plan and its forecast memory is there."""
+    memory = forecast_plan_memory(problem, plan)
+    if memory.memory_bytes > problem.memory_limit_bytes or invalid_plan_reason(problem, plan) is not None:
+        return False
+    return host_memory_overflow_reason(problem, plan, memory) is None
 
 
 def memory_saving_changes(problem: PlanningProblem, plan: Plan, *, keep: int = 5) -> list[PlanChange]:
@@ -73,7 +73,7 @@ def memory_saving_changes(problem: PlanningProblem, plan: Plan, *, keep: int = 5
             smallest = min(
                 possible, key=lambda changed_plan: forecast_plan_memory(problem, changed_plan).memory_bytes
             )
-            changes.append(_forecast_change(problem, plan, before, smallest))
+            changes.append(forecast_change(problem, plan, before, smallest))
     helpful = [change for change in changes if change.saved_bytes > 0]
     return sorted(helpful, key=lambda change: -change.saved_bytes)[:keep]
 
@@ -101,9 +101,10 @@ def _first_fitting_of_each(options: Iterable[Iterable[Plan]], fits: Fits) -> Ite
             yield fitting
 
 
-def _forecast_change(
+def forecast_change(
     problem: PlanningProblem, before: Plan, forecast_before: Forecast, after: Plan
 ) -> PlanChange:
+    """Return the change from one plan to another, with its forecast."""
     forecast_after = forecast_plan(problem, after)
     slowdown = None
     if forecast_before.step is not None and forecast_after.step is not None:

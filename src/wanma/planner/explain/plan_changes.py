@@ -74,7 +74,7 @@ def change_families(problem: PlanningProblem) -> dict[str, ChangeFamily]:
     Plans that the rules refuse are among theirs; callers filter them by `plan_validity.refusal`. All data
     ranks of their plans have equal shares.
     """
-    cut = lru_cache(maxsize=None)(partial(_with_stage_cuts, problem))
+    cut = lru_cache(maxsize=None)(partial(with_stage_cuts, problem))
     families: dict[str, ChangeFamily] = {
         "recompute": partial(_recompute, problem),
         "micro_batch": _micro_batch,
@@ -165,7 +165,7 @@ def _more_ranks(with_stage_cuts: Callable[[Plan], Plan], mesh_dimension: str, pl
         yield with_stage_cuts(plan) if mesh_dimension == "pp" else plan
 
 
-def _with_stage_cuts(problem: PlanningProblem, plan: Plan) -> Plan:
+def with_stage_cuts(problem: PlanningProblem, plan: Plan) -> Plan:
     """Return the plan with stages of equal cost; slow enough that callers cache it."""
     layers = problem.dimensions.layers if problem.dimensions is not None else 0
     return replace(plan, stage_cuts=plan_stage_cuts(problem.workload, plan, layers))

@@ -5,7 +5,7 @@ Pure functions, without torch. `Plan.stages_of_pipeline_rank` gives the stages o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from wanma.job.forecast.forecast import Workload
 from wanma.job.plan.plan import Plan
 from wanma.job.plan.stage_order import V_SHAPED_SCHEDULES
-from wanma.job.sections.parallel import Schedule
+from wanma.job.sections.parallel import Recompute, Schedule
 
 DEFAULT_VIRTUAL_STAGES: dict[Schedule, int] = {
     "gpipe": 1,
@@ -33,6 +33,12 @@ in the bubble."""
 
 SELECTIVE_RECOMPUTE_COST = 0.5
 """Cost of selective recompute over full recompute: every second product."""
+RECOMPUTED_FORWARDS: Mapping[Recompute, float] = {
+    "none": 0.0,
+    "selective": SELECTIVE_RECOMPUTE_COST,
+    "full": 1.0,
+}
+"""Forwards that recompute adds to each block that recomputes."""
 
 _COST_RESOLUTION = 1 << 20
 """Steps into which the largest stage's cost is divided to compare equally good cuts."""
@@ -62,9 +68,7 @@ def plan_stage_cuts(workload: Workload | None, plan: Plan, blocks: int) -> tuple
 
 def recompute_forwards(plan: Plan) -> float:
     """Return the forwards that recompute adds to each block, averaged over the blocks."""
-    return {"none": 0.0, "selective": SELECTIVE_RECOMPUTE_COST, "full": 1.0}[
-        plan.recompute
-    ] * plan.recompute_share
+    return RECOMPUTED_FORWARDS[plan.recompute] * plan.recompute_share
 
 
 def balanced_cuts(

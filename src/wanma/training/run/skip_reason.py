@@ -29,6 +29,7 @@ def find_skip_reason(
     retried_steps: Collection[int],
     non_finite_sample_names: Callable[[], list[str]],
     sample_names: Callable[[], list[str]],
+    record_event: Callable[..., object],
 ) -> str:
     """Return the reason why policy skips the update; empty where it is made, or fp16's loss scale decides.
 
@@ -43,6 +44,7 @@ def find_skip_reason(
         retried_steps: steps that are being made again already.
         non_finite_sample_names: function that names this rank's samples that are not finite themselves.
         sample_names: function that names all of this rank's samples.
+        record_event: function that records an event, by its kind and fields.
 
     Raises:
         AllRanksError: the policy is another; the same on all ranks.
@@ -63,9 +65,10 @@ def find_skip_reason(
     elif state.loss_scale.value > MIN_SCALE and math.isfinite(totals.loss):
         return ""
     else:
-        reason = describe_non_finite(
+        reason, ranks, samples = describe_non_finite(
             totals, loss_sum, state.named_optimizer, parallel_mesh, non_finite_sample_names()
         )
+        record_event("non_finite", step=step, ranks=ranks, samples=samples)
     if reason:
         enforce_policy(step, reason, policy, key, retried_steps, remedy)
         state.anomaly_detector.record_skip(step, remedy)

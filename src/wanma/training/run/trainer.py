@@ -233,6 +233,7 @@ class Trainer:
                 retried_steps=self._retried_steps,
                 non_finite_sample_names=self.step_data.non_finite_sample_names,
                 sample_names=self.step_data.sample_names,
+                record_event=self._record_event,
             )
             self._last_layer_norms = self._layer_gradient_norms.measure(
                 state.step + 1, state.named_optimizer, self.parallel_mesh, agreement.gradient_multiplier

@@ -266,8 +266,8 @@ def describe_non_finite(
     named_optimizer: NamedOptimizer,
     parallel_mesh: ParallelMesh,
     non_finite_sample_names: list[str],
-) -> str:
-    """Return a text that names the ranks whose loss, or else whose gradient, is not finite.
+) -> tuple[str, list[int], str]:
+    """Return (a text, the ranks whose loss, or else whose gradient, is not finite, their broken samples).
 
     The reduction has already spread a broken gradient to every rank that shares the parameter, so the loss,
     which is still local, is the better witness. Every rank calls it.
@@ -293,10 +293,11 @@ def describe_non_finite(
     ranks = by_loss or by_gradient
     samples = _list_samples(names for _, _, names in verdicts)
     cause = f"; {samples}: NaN or infinity in the data" if samples else ""
-    return (
+    text = (
         f"the loss is {totals.loss} and the gradient norm {totals.gradient_norm}; non-finite on "
         f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}{cause}"
     )
+    return text, ranks, samples
 
 
 def describe_missing_targets(parallel_mesh: ParallelMesh, sample_names: list[str]) -> str:
