@@ -105,7 +105,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _gauge("used_device_seconds", "devices times the time of the steps that count"),
         _gauge(
             "alert",
-            "1 while the alert fires, as the run's own supervisors see it, for the node, rank or GPU it names",
+            "1 while the alert fires, as the run's own supervisors see it, by what it names",
             "alert",
             "severity",
             "node",
