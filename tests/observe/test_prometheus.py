@@ -6,14 +6,17 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import requests
 
 from support.command import Desk, Training, end_commands
+from support.dashboards import served_dashboard
 from support.nodes import Machines
 from support.prometheus import Prometheus, has_prometheus, running_prometheus, wait_until
 from support.webhook import Webhook
@@ -63,6 +66,42 @@ def prometheus(desk: Desk, tmp_path: Path) -> Iterator[Prometheus]:
         yield running
 
 
+def all_samples() -> list[Sample]:
+    """Return a sample of each metric."""
+    return [
+        Sample(metric.name, tuple((label, "data") for label in metric.labels[1:]), 1.0)
+        for metric in CATALOGUE.values()
+    ]
+
+
+def test_all_metrics_pass_the_check_of_prometheus() -> None:
+    with MetricsEndpoint("127.0.0.1", 0, "", all_samples, {"run": "text"}) as endpoint:
+        text = requests.get(f"http://127.0.0.1:{endpoint.port}/metrics", timeout=20).content
+    for metric in CATALOGUE.values():
+        assert f"{metric.full_name}{{".encode() in text
+    checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, check=False)
+    assert (checked.returncode, checked.stdout + checked.stderr) == (0, b"")
+
+
+def test_prometheus_asks_the_dashboard_for_the_endpoints_and_sends_their_token(tmp_path: Path) -> None:
+    runs, token = tmp_path / "runs", tmp_path / "token"
+    token.write_text("secret\n")
+    endpoint = MetricsEndpoint("0.0.0.0", 0, "secret", all_samples, {"run": "text"})
+    with endpoint, served_dashboard(runs) as address:
+        endpoint.announce(runs, "text-0", {"host": "one"})
+        render_files(
+            tmp_path / "m", tmp_path / "elsewhere", "http://localhost",
+            token_file=token, targets_url=f"{address}/targets",
+        )  # fmt: skip
+        with running_prometheus(tmp_path, tmp_path / "m") as prometheus:
+            wait_until(lambda: prometheus.query("wanma_up"), "the endpoint")
+            (target,) = prometheus.query("up == 1")
+            assert target["metric"]["host"] == "one"
+            assert target["metric"]["instance"] == f"{socket.gethostname()}:{endpoint.port}"
+            token.write_text("another")
+            wait_until(lambda: prometheus.value("up") == 0, "the refusal of another token")
+
+
 def test_rules_pass_the_check_of_prometheus(tmp_path: Path) -> None:
     render_files(tmp_path, tmp_path / "runs", "http://localhost")
     subprocess.run(
@@ -72,15 +111,11 @@ def test_rules_pass_the_check_of_prometheus(tmp_path: Path) -> None:
 
 def test_each_rule_and_panel_reads_a_run_with_several_targets(tmp_path: Path) -> None:
     """Two nodes, and a resumed run whose earlier target is still there, have the same series."""
-    samples = [
-        Sample(metric.name, tuple((label, "data") for label in metric.labels[1:]), 1.0)
-        for metric in CATALOGUE.values()
-    ]
     runs = tmp_path / "runs"
     render_files(tmp_path / "m", runs, "http://localhost")
     with ExitStack() as stack:
         for name in ("text-0", "text-1"):
-            endpoint = MetricsEndpoint("127.0.0.1", 0, "", lambda: samples, {"run": "text"})
+            endpoint = MetricsEndpoint("127.0.0.1", 0, "", all_samples, {"run": "text"})
             endpoint.announce(runs, name, {"host": name})
             stack.enter_context(endpoint)
         prometheus = stack.enter_context(running_prometheus(tmp_path, tmp_path / "m"))
