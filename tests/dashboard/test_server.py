@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urljoin
 
 import pytest
 import requests
 
-from support.dashboards import PROXY, served_dashboard
+from support.dashboards import PROXY, proxied, served_dashboard
 from wanma.dashboard.report_cache import ReportCache
 from wanma.job.run.run_directory import RunDirectory
 from wanma.observe.endpoint import TARGETS_FOLDER
@@ -97,6 +99,24 @@ def test_another_host_name_is_refused_unless_it_is_given(client: Client) -> None
     assert client.get("/", headers={"Host": "evil.example"}).status_code == 400
     assert client.get("/", headers={"Host": PROXY}).status_code == 200
     assert client.post("/").status_code == 405
+
+
+def test_below_a_proxys_path_all_links_lead_back_there(tmp_path: Path) -> None:
+    for name in ("one", "two words"):
+        write_steps(make_run(tmp_path, name), 1, 5)
+    with served_dashboard(tmp_path) as url, proxied(url) as address:
+        pages, seen = [f"{address}/"], set[str]()
+        while pages:
+            page = pages.pop()
+            answer = requests.get(page, timeout=60)
+            assert (answer.status_code, answer.url) == (200, page)
+            seen.add(page.removeprefix(address))
+            links = re.findall(r'(?:href|action)="([^"#]*)"', answer.text)
+            paths = (urljoin(page, link) for link in links if not link.startswith("compare"))
+            pages += {path for path in paths if path.removeprefix(address) not in seen} - set(pages)
+        assert seen >= {"/", "/runs/one/", "/runs/two%20words/"}
+        assert requests.get(f"{address}/runs/two%20words", timeout=60).url == f"{address}/runs/two%20words/"
+        assert requests.get(f"{address}/compare?run=one", timeout=60).status_code == 200
 
 
 def test_runs_are_compared_with_the_settings_that_differ(client: Client, tmp_path: Path) -> None:

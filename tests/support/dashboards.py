@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
+import requests
 import uvicorn
 
+from support.server_thread import ServerThread
 from wanma.dashboard.server import make_application
 from wanma.report.run_report import Report
 
@@ -34,3 +37,33 @@ def served_dashboard(folder: Path, diagnose: Callable[[Report], str] = _diagnose
     yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     server.should_exit = True
     thread.join()
+
+
+@contextmanager
+def proxied(url: str) -> Iterator[str]:
+    """Serve a site below the path /wanma of another, as a reverse proxy does; yields the URL of that path."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if not self.path.startswith("/wanma/"):
+                self.send_error(404)
+                return
+            path = self.path.removeprefix("/wanma")
+            headers = {"Host": PROXY}
+            with requests.get(
+                url + path, headers=headers, stream=True, allow_redirects=False, timeout=60
+            ) as answer:
+                self.send_response(answer.status_code)
+                for name in ("Content-Type", "Location"):
+                    if name in answer.headers:
+                        self.send_header(name, answer.headers[name])
+                self.end_headers()
+                for part in answer.iter_content(None):
+                    self.wfile.write(part)
+                    self.wfile.flush()
+
+        def log_message(self, *_: object) -> None:
+            """Log nothing."""
+
+    with closing(ServerThread(Handler)) as server:
+        yield f"http://127.0.0.1:{server.port}/wanma"
