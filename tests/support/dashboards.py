@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def _diagnose(report: Report) -> str:
 def served_dashboard(folder: Path, diagnose: Callable[[Report], str] = _diagnose) -> Iterator[str]:
     """Serve the dashboard of a folder of runs; yields its URL without a slash at the end."""
     application = make_application(folder, diagnose, [PROXY])
-    settings = uvicorn.Config(application, port=0, log_level="error", timeout_graceful_shutdown=1)
+    settings = uvicorn.Config(application, port=0, log_level="critical", timeout_graceful_shutdown=1)
     server = uvicorn.Server(settings)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -58,9 +58,9 @@ def proxied(url: str) -> Iterator[str]:
                     if name in answer.headers:
                         self.send_header(name, answer.headers[name])
                 self.end_headers()
-                for part in answer.iter_content(None):
-                    self.wfile.write(part)
-                    self.wfile.flush()
+                with suppress(requests.RequestException, OSError):  # one of both sides has gone
+                    for part in answer.iter_content(None):
+                        self.wfile.write(part)
 
         def log_message(self, *_: object) -> None:
             """Log nothing."""
