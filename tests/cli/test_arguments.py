@@ -68,6 +68,12 @@ def test_numbers_of_a_benchmark_that_make_no_sense_are_refused(
     assert message in refused.value.message
 
 
+def test_an_address_that_is_no_url_is_refused() -> None:
+    with pytest.raises(WanmaError) as refused:
+        parse(build_parser(), ["observe", "render", "m", "--targets-url", "localhost:8265/targets"])
+    assert "--targets-url: 'localhost:8265/targets'" in refused.value.message
+
+
 @pytest.mark.parametrize(("text", "count"), [("8", 8), ("100_000", 100_000), ("1,024", 1024)])
 def test_counts_may_have_separators(text: str, count: int) -> None:
     assert parse(build_parser(), ["bench", "scale", "gpt", "--to", text]).to == count

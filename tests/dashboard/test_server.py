@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import threading
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urljoin
 
 import pytest
 import requests
-import uvicorn
 
+from support.dashboards import PROXY, proxied, served_dashboard
 from wanma.dashboard.report_cache import ReportCache
-from wanma.dashboard.server import make_application
 from wanma.job.run.run_directory import RunDirectory
 from wanma.observe.endpoint import TARGETS_FOLDER
 from wanma.report.run_report import read_report
@@ -58,8 +58,8 @@ def write_usage(run: RunDirectory, ranks: int = 2) -> None:
 class Client:
     """Requests to a dashboard."""
 
-    def __init__(self, port: int) -> None:
-        self._url = f"http://127.0.0.1:{port}"
+    def __init__(self, url: str) -> None:
+        self._url = url
 
     def __getattr__(self, method: str) -> Any:
         return lambda path, **given: requests.request(method, self._url + path, timeout=60, **given)
@@ -67,15 +67,8 @@ class Client:
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[Client]:
-    application = make_application(tmp_path, lambda it: f"diagnosis of {it.run.name}", ["proxy.example"])
-    server = uvicorn.Server(uvicorn.Config(application, port=0, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.02)
-    yield Client(server.servers[0].sockets[0].getsockname()[1])
-    server.should_exit = True
-    thread.join()
+    with served_dashboard(tmp_path) as url:
+        yield Client(url)
 
 
 def test_all_runs_are_listed_and_one_is_shown_with_its_ranks(client: Client, tmp_path: Path) -> None:
@@ -104,8 +97,26 @@ def test_only_pages_and_logs_are_served(client: Client, tmp_path: Path, path: st
 
 def test_another_host_name_is_refused_unless_it_is_given(client: Client) -> None:
     assert client.get("/", headers={"Host": "evil.example"}).status_code == 400
-    assert client.get("/", headers={"Host": "proxy.example"}).status_code == 200
+    assert client.get("/", headers={"Host": PROXY}).status_code == 200
     assert client.post("/").status_code == 405
+
+
+def test_below_a_proxys_path_all_links_lead_back_there(tmp_path: Path) -> None:
+    for name in ("one", "two words"):
+        write_steps(make_run(tmp_path, name), 1, 5)
+    with served_dashboard(tmp_path) as url, proxied(url) as address:
+        pages, seen = [f"{address}/"], set[str]()
+        while pages:
+            page = pages.pop()
+            answer = requests.get(page, timeout=60)
+            assert (answer.status_code, answer.url) == (200, page)
+            seen.add(page.removeprefix(address))
+            links = re.findall(r'(?:href|action)="([^"#]*)"', answer.text)
+            paths = (urljoin(page, link) for link in links if not link.startswith("compare"))
+            pages += {path for path in paths if path.removeprefix(address) not in seen} - set(pages)
+        assert seen >= {"/", "/runs/one/", "/runs/two%20words/"}
+        assert requests.get(f"{address}/runs/two%20words", timeout=60).url == f"{address}/runs/two%20words/"
+        assert requests.get(f"{address}/compare?run=one", timeout=60).status_code == 200
 
 
 def test_runs_are_compared_with_the_settings_that_differ(client: Client, tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
+import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from wanma.job.errors import JobError
+from wanma.job.sections.observe import ObserveSection
 from wanma.observe.endpoint import TARGETS_FOLDER, MetricsEndpoint, remove_stale_targets
 from wanma.observe.series.run_series import Sample
 
@@ -73,6 +76,20 @@ def test_other_machines_need_a_token() -> None:
         pass
     with pytest.raises(JobError, match=r"observe\.metrics_host"), endpoint("token", host="203.0.113.1"):
         pass
+
+
+def test_the_guides_settings_let_another_machine_read_each_node(tmp_path: Path) -> None:
+    guide = Path(__file__).parents[2] / "docs" / "guides" / "prometheus-and-grafana.md"
+    (block,) = re.findall(r"```toml\n(.*?)```", guide.read_text(), re.DOTALL)
+    settings = ObserveSection(**tomllib.loads(block)["observe"])
+    with endpoint("secret", host=settings.metrics_host) as opened:
+        opened.announce(tmp_path, "gpt-1", {})
+        (entry,) = json.loads((tmp_path / TARGETS_FOLDER / "gpt-1.json").read_text())
+        assert entry["targets"] == [f"{socket.gethostname()}:{opened.port}"]
+        assert get(opened.port, Authorization="Bearer secret")[0] == 200
+    with pytest.raises(JobError) as caught, endpoint("token", host="203.0.113.1"):
+        pass
+    assert "0.0.0.0" in str(caught.value.hint)
 
 
 def test_a_port_in_use_is_replaced_and_prometheus_finds_the_other(tmp_path: Path) -> None:

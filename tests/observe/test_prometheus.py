@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
+import requests
 
 from support.command import Desk, Training, end_commands
+from support.dashboards import served_dashboard
 from support.nodes import Machines
 from support.prometheus import Prometheus, has_prometheus, running_prometheus, wait_until
 from support.webhook import Webhook
@@ -28,10 +30,13 @@ pytestmark = [
     pytest.mark.full(always=True),
     pytest.mark.skipif(not has_prometheus, reason="prometheus or prometheus-alertmanager is not installed"),
 ]
-UNSEEN = re.compile(
-    r"gpu_|ALERTS|validation_metric|expert_load|layer_gradient|forecast_|mfu|checkpoint|validation_loss|exposed"
-)
-"""Metrics that this machine or this run does not have."""
+NVML = Path(__file__).parents[1] / "support" / "native" / "nvml.cpp"
+DEVICE_HOLDER = """\
+import os
+if "DEVICE" in os.environ:
+    FILE = os.open(os.environ["DEVICE"], os.O_RDONLY)
+"""
+"""Module `sitecustomize`: each process has the device file of a GPU open, as one that uses it has."""
 
 
 def panel_queries() -> list[str]:
@@ -63,6 +68,42 @@ def prometheus(desk: Desk, tmp_path: Path) -> Iterator[Prometheus]:
         yield running
 
 
+def all_samples() -> list[Sample]:
+    """Return a sample of each metric."""
+    return [
+        Sample(metric.name, tuple((label, "data") for label in metric.labels[1:]), 1.0)
+        for metric in CATALOGUE.values()
+    ]
+
+
+def test_all_metrics_pass_the_check_of_prometheus() -> None:
+    with MetricsEndpoint("127.0.0.1", 0, "", all_samples, {"run": "text"}) as endpoint:
+        text = requests.get(f"http://127.0.0.1:{endpoint.port}/metrics", timeout=20).content
+    for metric in CATALOGUE.values():
+        assert f"{metric.full_name}{{".encode() in text
+    checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, check=False)
+    assert (checked.returncode, checked.stdout + checked.stderr) == (0, b"")
+
+
+def test_prometheus_asks_the_dashboard_for_the_endpoints_and_sends_their_token(tmp_path: Path) -> None:
+    runs, token = tmp_path / "runs", tmp_path / "token"
+    token.write_text("secret\n")
+    endpoint = MetricsEndpoint("0.0.0.0", 0, "secret", all_samples, {"run": "text"})
+    with endpoint, served_dashboard(runs) as address:
+        endpoint.announce(runs, "text-0", {"host": "one"})
+        render_files(
+            tmp_path / "m", tmp_path / "elsewhere", "http://localhost",
+            token_file=token, targets_url=f"{address}/targets",
+        )  # fmt: skip
+        with running_prometheus(tmp_path, tmp_path / "m") as prometheus:
+            wait_until(lambda: prometheus.query("wanma_up"), "the endpoint")
+            (target,) = prometheus.query("up == 1")
+            assert target["metric"]["host"] == "one"
+            assert target["metric"]["instance"] == f"{socket.gethostname()}:{endpoint.port}"
+            token.write_text("another")
+            wait_until(lambda: prometheus.value("up") == 0, "the refusal of another token")
+
+
 def test_rules_pass_the_check_of_prometheus(tmp_path: Path) -> None:
     render_files(tmp_path, tmp_path / "runs", "http://localhost")
     subprocess.run(
@@ -72,15 +113,11 @@ def test_rules_pass_the_check_of_prometheus(tmp_path: Path) -> None:
 
 def test_each_rule_and_panel_reads_a_run_with_several_targets(tmp_path: Path) -> None:
     """Two nodes, and a resumed run whose earlier target is still there, have the same series."""
-    samples = [
-        Sample(metric.name, tuple((label, "data") for label in metric.labels[1:]), 1.0)
-        for metric in CATALOGUE.values()
-    ]
     runs = tmp_path / "runs"
     render_files(tmp_path / "m", runs, "http://localhost")
     with ExitStack() as stack:
         for name in ("text-0", "text-1"):
-            endpoint = MetricsEndpoint("127.0.0.1", 0, "", lambda: samples, {"run": "text"})
+            endpoint = MetricsEndpoint("127.0.0.1", 0, "", all_samples, {"run": "text"})
             endpoint.announce(runs, name, {"host": name})
             stack.enter_context(endpoint)
         prometheus = stack.enter_context(running_prometheus(tmp_path, tmp_path / "m"))
@@ -127,13 +164,41 @@ def test_two_nodes_have_the_series_of_their_ranks(desk: Desk, prometheus: Promet
     wait_until(lambda: not prometheus.query('{node="1"}'), "the end of the lost node's series")
 
 
-def test_every_panel_has_its_series(training: Training, prometheus: Prometheus) -> None:
-    wait_until(lambda: len(prometheus.query("rate(wanma_rank_steps_total[10s]) > 0")) == 2, "ranks at work")
-    for query in panel_queries():
-        series = prometheus.query(query)
-        assert series or UNSEEN.search(query), query
-        assert all(entry["value"][1] != "NaN" for entry in series), query
-    assert training.steps_begun()
+@pytest.fixture
+def device() -> Iterator[Path]:
+    path = Path(f"/dev/nvidia-of-test-{os.getpid()}")
+    path.touch()
+    yield path
+    path.unlink()
+
+
+@pytest.mark.root
+def test_every_panel_has_its_series(desk: Desk, device: Path, prometheus: Prometheus) -> None:
+    """A mixture of experts with forecast, checkpoints, validation and a GPU, and an alert that fires."""
+    library, readings = desk.folder / "libnvidia-ml.so.1", desk.folder / "readings"
+    subprocess.run(["g++", "-std=c++20", "-shared", "-fPIC", "-o", library, NVML], check=True)
+    readings.write_text("95 0 0 79")  # XID 79: the alert GpuError
+    (desk.folder / "sitecustomize.py").write_text(DEVICE_HOLDER)
+    desk.start(
+        "train", "text.toml", "train.steps=100000", "model.experts=4", "train.validate_every_steps=20",
+        "observe.gradient_norms_every_steps=5", "checkpoint.every_steps=20", "--metrics-port", "0",
+        "cluster.device=cpu",
+        PYTHONPATH=str(desk.folder), CUDA_VISIBLE_DEVICES="", LD_LIBRARY_PATH=str(desk.folder),
+        NVML_READINGS=str(readings), DEVICE=str(device), WANMA_MEASURE_CPU="1",
+    )  # fmt: skip
+    wait_until(lambda: prometheus.query("wanma_validation_loss") and prometheus.query("ALERTS"), "an alert")
+    missing = set(panel_queries())
+
+    def all_seen() -> bool:
+        for query in sorted(missing):
+            series = prometheus.query(query)
+            if series and all(entry["value"][1] != "NaN" for entry in series):
+                missing.discard(query)
+        return not missing
+
+    with suppress(AssertionError):
+        wait_until(all_seen, "series of all panels", 60)
+    assert missing == set()
 
 
 def test_an_alert_of_prometheus_reaches_a_webhook(training: Training, desk: Desk, tmp_path: Path) -> None:

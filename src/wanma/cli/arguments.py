@@ -193,6 +193,13 @@ def parse_amount(text: str) -> float:
     return value
 
 
+def parse_url(text: str) -> str:
+    """Parse a URL of http or https, without a slash at its end, for argparse."""
+    if not text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"'{text}' does not begin with http:// or https://")
+    return text.rstrip("/")
+
+
 def _parse_number(text: str) -> float:
     try:
         value = float(text)

@@ -11,12 +11,20 @@ import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import (
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Route
 
 from wanma.dashboard.pages import MAX_COMPARED, comparison_page, log_text, run_page, runs_page
@@ -49,6 +57,7 @@ def make_application(folder: Path, diagnose: Diagnose, hosts: Sequence[str] = ()
         Route("/events", server.follow),
         Route("/targets", server.list_targets),
         Route("/runs/{name}/", server.show_run),
+        Route("/runs/{name}", _add_slash),
         Route("/runs/{name}/logs/rank-{rank:int}.log", server.show_log),
     ]
     allowed = ["localhost", "127.0.0.1", "[::1]", *hosts]
@@ -124,6 +133,11 @@ class _Server:
     def _find(self, name: str) -> RunDirectory | None:
         """Return the run of a name; only of one that the folder lists."""
         return next((run for run in self._runs() if run.name == name), None)
+
+
+def _add_slash(request: Request) -> Response:
+    """Redirect to the same path with a slash, relative: below a proxy's path it is another."""
+    return RedirectResponse(f"./{quote(request.path_params['name'])}/")
 
 
 def _missing(text: str) -> Response:

@@ -71,7 +71,7 @@ class MetricsEndpoint:
             except OSError:
                 raise JobError(
                     f"observe.metrics_host = {host!r}: {error.strerror or error}",
-                    "give an address of this node",
+                    "give an address of this node, or 0.0.0.0 for all, which fits every node",
                 ) from error
             warn(f"observe.metrics_port = {port}: {error.strerror}; metrics are on port {self.port}")
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True, name="wanma-metrics")

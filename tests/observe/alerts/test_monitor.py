@@ -128,6 +128,11 @@ def test_gpus_and_ranks_are_named() -> None:
         ("GpuThrottled", {"gpu": "1", "node": "0"}),
         ("Straggler", {"rank": "1"}),
     ]
+    series = sorted(sample.labels for sample in monitor.samples() if sample.metric == "alert")
+    assert series == [
+        (("alert", "GpuThrottled"), ("gpu", "1"), ("node", "0"), ("rank", ""), ("severity", "warning")),
+        (("alert", "Straggler"), ("gpu", ""), ("node", ""), ("rank", "1"), ("severity", "warning")),
+    ]
 
 
 def test_a_gpu_is_idle_only_while_ranks_do_steps() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from wanma.cli.arguments import add_runs_folder_option
+from wanma.cli.arguments import add_runs_folder_option, parse_url
 
 _EXAMPLES = """\
 examples:
@@ -27,8 +27,27 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     render.add_argument(
         "--prometheus",
         metavar="URL",
+        type=parse_url,
         default="http://127.0.0.1:9090",
         help="address of Prometheus, for Grafana; default: %(default)s",
+    )
+    render.add_argument(
+        "--token-file",
+        metavar="FILE",
+        type=Path,
+        help="file with the token of observe.metrics_token, where Prometheus runs",
+    )
+    render.add_argument(
+        "--targets-url",
+        metavar="URL",
+        type=parse_url,
+        help="address of /targets of `wanma dashboard`, where Prometheus does not see the folder of runs",
+    )
+    render.add_argument(
+        "--runbook-url",
+        metavar="URL",
+        type=parse_url,
+        help="address at which runbook.md can be read, for the links of alerts; default: its file",
     )
     add_runs_folder_option(render)
     render.set_defaults(run=_render)
@@ -39,7 +58,14 @@ def _render(arguments: argparse.Namespace) -> int:
     from wanma.observe.render.files import render_files
 
     try:
-        files = render_files(arguments.folder, arguments.runs, arguments.prometheus)
+        files = render_files(
+            arguments.folder,
+            arguments.runs,
+            arguments.prometheus,
+            token_file=arguments.token_file,
+            targets_url=arguments.targets_url,
+            runbook_url=arguments.runbook_url,
+        )
     except OSError as error:
         raise WanmaError(
             f"cannot write {error.filename or arguments.folder}: {error.strerror or error}",

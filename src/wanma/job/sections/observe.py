@@ -42,7 +42,8 @@ class ObserveSection(Section):
         description="port of each node's metrics for Prometheus; 0: any that is free; default: no endpoint",
     )
     metrics_host: str = Field(
-        "127.0.0.1", description="address of that endpoint; other than loopback: metrics_token is needed"
+        "127.0.0.1",
+        description="address that it listens on; 0.0.0.0: all of each node, and metrics_token is needed",
     )
     metrics_token: str = Field(
         "", description="token that readers of the metrics must send; env:NAME or file:PATH of it"

@@ -13,6 +13,9 @@ from wanma.observe.series.run_series import Labels, NodeSeries, RunSeries, Sampl
 USAGE_EVENT = "usage"
 """Kind of the events with the use of a node, which its supervisor makes every few seconds."""
 
+_NO_LABELS = dict.fromkeys(("node", "rank", "gpu"), "")
+"""Labels of an alert's series; all series of a metric must have the same, and an empty one counts as none."""
+
 
 class AlertMonitor:
     """Monitor of one node; rules over the whole run fire on the node of rank 0, which sees its steps.
@@ -71,8 +74,8 @@ class AlertMonitor:
             yield from self._node.samples()
         severities = {rule.name: rule.severity for rule in self._rules}
         for name, labels in self._firing:
-            if not labels:
-                yield Sample("alert", (("alert", name), ("severity", severities[name])), 1.0)
+            named = {"alert": name, "severity": severities[name], **_NO_LABELS, **dict(labels)}
+            yield Sample("alert", tuple(sorted(named.items())), 1.0)
 
     def _changes(self, now: float) -> Iterator[Event]:
         for rule in self._rules:

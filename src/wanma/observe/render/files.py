@@ -16,21 +16,33 @@ from wanma.observe.render.dashboards import DATA_SOURCE, dashboards
 SCRAPE_SECONDS = 15
 
 
-def render_files(folder: Path, runs: Path, prometheus_url: str) -> list[Path]:
+def render_files(
+    folder: Path,
+    runs: Path,
+    prometheus_url: str,
+    *,
+    token_file: Path | None = None,
+    targets_url: str | None = None,
+    runbook_url: str | None = None,
+) -> list[Path]:
     """Write the files below a folder; return them.
 
     Args:
         folder: folder, made if it is missing; files of the same names are replaced.
         runs: folder of the run directories, in which Prometheus finds the endpoints.
         prometheus_url: address of Prometheus, for Grafana.
+        token_file: file with the token of the endpoints (observe.metrics_token); None: they have none.
+        targets_url: address at which Prometheus asks for the endpoints instead; None: files below `runs`.
+        runbook_url: address of the runbook, to which alerts link; None: that of the file.
 
     Raises:
         OSError: a file cannot be written.
     """
     provisioning = "grafana/provisioning"
+    runbook_url = runbook_url or (folder.absolute() / "runbook.md").as_uri()
     files: dict[str, str] = {
-        "prometheus/prometheus.yml": _json(_scrape_configuration(runs)),
-        "prometheus/wanma-rules.yml": _json(alerting_rules()),
+        "prometheus/prometheus.yml": _json(_scrape_configuration(runs, token_file, targets_url)),
+        "prometheus/wanma-rules.yml": _json(alerting_rules(runbook_url)),
         "runbook.md": "\n".join(runbook()),
         f"{provisioning}/datasources/wanma.yml": _json(
             {
@@ -63,8 +75,8 @@ def render_files(folder: Path, runs: Path, prometheus_url: str) -> list[Path]:
     return written
 
 
-def alerting_rules() -> dict[str, Any]:
-    """Return the rules as a rule file of Prometheus has them."""
+def alerting_rules(runbook_url: str) -> dict[str, Any]:
+    """Return the rules as a rule file of Prometheus has them, each with a link into the runbook."""
     rules = [
         {
             "alert": rule.name,
@@ -74,7 +86,7 @@ def alerting_rules() -> dict[str, Any]:
             "annotations": {
                 "summary": _summary(rule),
                 "description": " · ".join(rule.causes),
-                "runbook": f"runbook.md#{rule.name.lower()}",
+                "runbook_url": f"{runbook_url}#{rule.name.lower()}",
             },
         }
         for rule in RULES
@@ -112,17 +124,18 @@ def _summary(rule: Rule) -> str:
     return f"run {{{{ $labels.run }}}}: {text}"
 
 
-def _scrape_configuration(runs: Path) -> dict[str, Any]:
+def _scrape_configuration(runs: Path, token_file: Path | None, targets_url: str | None) -> dict[str, Any]:
+    scrape: dict[str, Any] = {"job_name": "wanma"}
+    if targets_url:
+        scrape["http_sd_configs"] = [{"url": targets_url}]
+    else:
+        scrape["file_sd_configs"] = [{"files": [str(runs.absolute() / TARGETS_FOLDER / "*.json")]}]
+    if token_file is not None:
+        scrape["authorization"] = {"type": "Bearer", "credentials_file": str(token_file.absolute())}
     return {
         "global": {"scrape_interval": f"{SCRAPE_SECONDS}s", "evaluation_interval": f"{SCRAPE_SECONDS}s"},
         "rule_files": ["wanma-rules.yml"],
-        "scrape_configs": [
-            {
-                "job_name": "wanma",
-                "file_sd_configs": [{"files": [str(runs.absolute() / TARGETS_FOLDER / "*.json")]}],
-                # With observe.metrics_token, its file: {"type": "Bearer", "credentials_file": "..."}
-            }
-        ],
+        "scrape_configs": [scrape],
     }
 
 

@@ -103,7 +103,15 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _gauge("goodput_ratio", "time of the steps that count over the time since the run's first start"),
         _gauge("device_seconds", "devices times the time since the first start: what was allocated"),
         _gauge("used_device_seconds", "devices times the time of the steps that count"),
-        _gauge("alert", "1 while the alert fires, as the run's own supervisor sees it", "alert", "severity"),
+        _gauge(
+            "alert",
+            "1 while the alert fires, as the run's own supervisors see it, by what it names",
+            "alert",
+            "severity",
+            "node",
+            "rank",
+            "gpu",
+        ),
     ),
     "Task": (
         _gauge("validation_loss", "loss of the newest validation"),
