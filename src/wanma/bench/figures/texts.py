@@ -13,13 +13,8 @@ from wanma.observe.units import BYTE_UNITS, MISSING_TEXT, percent_text
 
 TIME_UNITS = ("s", "1/s", "B/s", "FLOP/s")
 """Units in which better means faster."""
-SCALING_NOTES = {
-    "strong": "Same global batch. Speedup: throughput over that of the first row; efficiency: speedup over "
-    "ideal, the quotient of the devices.",
-    "weak": "Same batch per rank. Scaled speedup: throughput over that of the first row; efficiency: speedup "
-    "over ideal, the quotient of the devices.",
-}
-"""Definitions that stand below a scaling, by its kind."""
+SCALING_BASES = {"strong": "Same global batch. Speedup", "weak": "Same batch per rank. Scaled speedup"}
+"""Beginning of the definitions below a scaling, by its kind."""
 MAX_DIGITS = 6
 """Significant digits of a text, however narrow the interval."""
 
@@ -69,6 +64,15 @@ def metric_note(result: BenchmarkResult, name: str) -> str:
         "More than 100 %: the peak of this processor, measured once, was measured too low. "
         "`wanma doctor` measures it again."
     )
+
+
+def scaling_note(scaling: Scaling) -> str:
+    """Return the definitions and remarks that stand below a scaling."""
+    unit = "devices" if scaling.unit == "GPUs" else scaling.unit
+    return (
+        f"{SCALING_BASES[scaling.kind]}: throughput over that of the first row; efficiency: speedup over "
+        f"ideal, the quotient of the {unit}. {scaling.note}"
+    ).rstrip()
 
 
 def scaling_columns(scaling: Scaling) -> tuple[str, ...]:
