@@ -125,7 +125,7 @@ def test_a_job_is_a_suite_of_one(tmp_path: Path) -> None:
     assert [contender.name for contender in suite.contenders] == [
         "dp_replicate=1", "dp_replicate=2", "dp_replicate=4",
     ]  # fmt: skip
-    assert suite.contenders[0].overrides [:2] == ["train.seed=3", "parallel.dp_replicate=1"]
+    assert suite.contenders[0].overrides[:2] == ["train.seed=3", "parallel.dp_replicate=1"]
     assert rule.steps == DEFAULT_STEPS
     assert read_suite_or_job(job, target="loss<=1")[1].steps is None, "as many as the target takes"
     assert not is_suite(job)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import tomllib
 
 from wanma.bench.figures.metrics import decimal_prefix, find_metric
-from wanma.bench.figures.scaling import Scaling, ScalingRow
-from wanma.bench.results.result import BenchmarkResult
+from wanma.bench.figures.scaling import THROUGHPUT, Scaling, ScalingRow
+from wanma.bench.results.result import BenchmarkResult, ContenderRecord
 from wanma.bench.statistics.estimates import Estimate
 from wanma.bench.statistics.verdicts import Outcome, Verdict
 from wanma.observe.units import BYTE_UNITS, MISSING_TEXT, percent_text
@@ -51,6 +52,30 @@ def outcome_text(name: str, verdict: Verdict) -> str:
     if verdict.outcome is Outcome.CANNOT_TELL or find_metric(name).unit in TIME_UNITS:
         return verdict.outcome.value
     return "better" if verdict.outcome is Outcome.FASTER else "worse"
+
+
+def images_note(result: BenchmarkResult) -> str:
+    """Return the images per minute of the contenders that train on images; empty: none does."""
+    rates = [
+        f"{one.name} {60 * result.summaries[one.name][THROUGHPUT].median:,.0f}"
+        for one in result.contenders
+        if THROUGHPUT in result.summaries.get(one.name, {}) and _trains_on_images(one)
+    ]
+    return f"Images per minute: {', '.join(rates)}." if rates else ""
+
+
+def _trains_on_images(contender: ContenderRecord) -> bool:
+    try:
+        data = tomllib.loads(contender.job).get("data")
+    except tomllib.TOMLDecodeError:
+        return False
+    return isinstance(data, dict) and data.get("images") is not None
+
+
+def definition_text(result: BenchmarkResult, name: str) -> str:
+    """Return the definition of a metric, and of a rate of images its figures per minute."""
+    images = images_note(result) if name == THROUGHPUT else ""
+    return f"{find_metric(name).definition} {images}".rstrip()
 
 
 def metric_note(result: BenchmarkResult, name: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from wanma.bench.figures.metrics import STEP_SECONDS, find_metric
 from wanma.bench.figures.scaling import find_scalings
 from wanma.bench.figures.texts import (
+    definition_text,
     detectable_text,
     estimate_text,
     metric_note,
@@ -121,7 +122,7 @@ def _metric_cards(result: BenchmarkResult) -> Iterator[str]:
         note = f" {metric_note(result, name)}".rstrip()
         yield card(
             metric.title,
-            f'<p class="note">{escape(metric.definition + better + note)}</p>'
+            f'<p class="note">{escape(definition_text(result, name) + better + note)}</p>'
             f"{''.join(metric_bars(result, name))}" + _verdict_table(result, name),
         )
 

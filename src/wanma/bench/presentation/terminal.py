@@ -19,6 +19,7 @@ from wanma.bench.figures.breakdown import (
 from wanma.bench.figures.metrics import find_metric
 from wanma.bench.figures.scaling import Scaling, find_scalings
 from wanma.bench.figures.texts import (
+    definition_text,
     detectable_text,
     estimate_text,
     metric_note,
@@ -84,9 +85,8 @@ def result_tables(result: BenchmarkResult, metrics: Sequence[str] = ()) -> Rende
     parts += [Text(line) for line in description_lines(result)]
     parts += [Text(line, style="dim") for line in place_lines(result)]
     for name in (metrics or summary_metrics(result)) if result.contenders else ():
-        metric = find_metric(name)
-        parts += [Text(f"\n{metric.title}", style="bold"), _metric_table(result, name)]
-        parts.append(Text(metric.definition, style="dim"))
+        parts += [Text(f"\n{find_metric(name).title}", style="bold"), _metric_table(result, name)]
+        parts.append(Text(definition_text(result, name), style="dim"))
         if note := metric_note(result, name):
             parts.append(Text(note, style="yellow"))
     for scaling in find_scalings(result):

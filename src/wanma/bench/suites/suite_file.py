@@ -278,9 +278,8 @@ def make_suite(
         parse_target(file.target)
     places = Places(folder, environments_folder(environments))
     files = [file_hashes(one, place_contender(one, places), folder) for one in contenders]
-    parts: list[Any] = [
-        [replace(one, description="").to_json() for one in contenders], files, text, file.target, steps, is_smoke,
-    ]  # fmt: skip
+    deciding = [replace(one, description="").to_json() for one in contenders]
+    parts: list[Any] = [deciding, files, text, file.target, steps, is_smoke]
     parts += [] if file.rule.turns is None else [{"turns": parse_duration(file.rule.turns)}]
     content = json.dumps(parts, sort_keys=True).encode()
     return Suite(

@@ -63,7 +63,9 @@ def add_parsers(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--engine", metavar="NAME", help="place of the runs (cluster.engine); `wanma engines` lists them"
     )
     parser.add_argument(
-        "--nodes", metavar="N,N", help="numbers of nodes to be measured (cluster.nodes); one: that of all runs"
+        "--nodes",
+        metavar="N,N",
+        help="numbers of nodes to be measured (cluster.nodes); one: that of all runs",
     )
     add_environments_option(parser)
     add_measuring_options(parser)
