@@ -1,4 +1,4 @@
-"""Error rates of `wanma bench gate`: commits that are 10 % and 5 % slower, and commits that differ in a comment.
+"""Error rates of `wanma bench gate`: commits that are 10 % or 5 % slower, and those that differ in a comment.
 
 Each commit runs alone, or both live at once in turns.
 """

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from benchmarks.measuring import run
 from benchmarks.measuring.gates import SLOW_DOWNS
 
