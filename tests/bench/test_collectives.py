@@ -87,12 +87,15 @@ def test_figures_have_names_that_two_algorithms_share() -> None:
 def test_the_suite_compares_all_algorithms_by_figures_that_they_print() -> None:
     path = find_suite("collectives")
     suite = make_suite("collectives", read_suite_file(path), path.parent)
-    assert [one.name for one in suite.contenders] == ["backend", *ALGORITHMS["all_reduce"]]
+    names = ["backend", *ALGORITHMS["all_reduce"]]
+    assert {one.name for one in suite.contenders} == {f"all_reduce={name}" for name in names}
     for one in suite.contenders:
+        algorithm = one.name.removeprefix("all_reduce=")
         sizes = parse_sizes(one.command[one.command.index("--sizes") + 1])
-        sweep = sweep_of(*(timing(one.name, size, 4) for size in sizes))
+        sweep = sweep_of(*(timing(algorithm, size, 4) for size in sizes))
         assert [line.split()[2] for line in figure_lines([sweep])] == suite.file.metrics
-        assert one.command[one.command.index("--algorithms") + 1] == one.name
+        assert one.command[one.command.index("--algorithms") + 1] == algorithm
+        assert one.command[one.command.index("--ranks") + 1] == "4"
 
 
 @pytest.mark.full

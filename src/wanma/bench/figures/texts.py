@@ -54,28 +54,19 @@ def outcome_text(name: str, verdict: Verdict) -> str:
     return "better" if verdict.outcome is Outcome.FASTER else "worse"
 
 
-def images_note(result: BenchmarkResult) -> str:
-    """Return the images per minute of the contenders that train on images; empty: none does."""
+def definition_text(result: BenchmarkResult, name: str) -> str:
+    """Return the definition of a metric; beside images per second those per minute."""
     rates = [
-        f"{one.name} {60 * result.summaries[one.name][THROUGHPUT].median:,.0f}"
+        f"{one.name} {60 * result.summaries[one.name][name].median:,.0f}"
         for one in result.contenders
-        if THROUGHPUT in result.summaries.get(one.name, {}) and _trains_on_images(one)
+        if name == THROUGHPUT and name in result.summaries.get(one.name, {}) and _trains_on_images(one)
     ]
-    return f"Images per minute: {', '.join(rates)}." if rates else ""
+    images = f" Images per minute: {', '.join(rates)}." if rates else ""
+    return find_metric(name).definition + images
 
 
 def _trains_on_images(contender: ContenderRecord) -> bool:
-    try:
-        data = tomllib.loads(contender.job).get("data")
-    except tomllib.TOMLDecodeError:
-        return False
-    return isinstance(data, dict) and data.get("images") is not None
-
-
-def definition_text(result: BenchmarkResult, name: str) -> str:
-    """Return the definition of a metric, and of a rate of images its figures per minute."""
-    images = images_note(result) if name == THROUGHPUT else ""
-    return f"{find_metric(name).definition} {images}".rstrip()
+    return tomllib.loads(contender.job).get("data", {}).get("images") is not None
 
 
 def metric_note(result: BenchmarkResult, name: str) -> str:
