@@ -1,4 +1,4 @@
-"""Error rates of `wanma bench gate`: commits that are 5 % slower, and commits that differ in a comment.
+"""Error rates of `wanma bench gate`: commits that are 10 % or 5 % slower, and those that differ in a comment.
 
 Each commit runs alone, or both live at once in turns.
 """
@@ -16,8 +16,8 @@ from wanma.bench.meter.disturbance import DisturbanceLimits
 from wanma.bench.runner import Rule
 from wanma.bench.suites.suite_of_commands import suite_of_commands
 
-SLOW_DOWN = 0.05
-"""Planted extra time of each step, as a share of the step."""
+SLOW_DOWNS = (0.1, 0.05, 0.0)
+"""Planted extra CPU time of each step, as a share of the step; 0: only a comment differs."""
 TRAIN = '''\
 """Gradient descent of a small network in NumPy, with its step times."""
 import os
@@ -49,13 +49,13 @@ for step in range(60):
 
 
 def sample_gate(
-    folder: Path, *, is_slower: bool, rounds: int, foreign_limit: float, turn_seconds: float = 0.0
+    folder: Path, *, slow_down: float, rounds: int, foreign_limit: float, turn_seconds: float = 0.0
 ) -> dict[str, object]:
     """Make a repository of two commits, run the gate once, and return its verdict.
 
     Args:
         folder: empty folder.
-        is_slower: True plants the slow-down in the second commit; False changes a comment.
+        slow_down: extra CPU time of the second commit's steps; 0 changes a comment.
         rounds: rounds of the gate.
         foreign_limit: CPUs of other programs that disturb an execution.
         turn_seconds: duration of a turn; 0: each commit runs alone.
@@ -64,7 +64,7 @@ def sample_gate(
     repository.mkdir()
     _git(repository, "init", "--quiet")
     for number in (0, 1):
-        extra = SLOW_DOWN if number and is_slower else 0.0
+        extra = slow_down if number else 0.0
         (repository / "train.py").write_text(TRAIN.format(extra=extra, note=f"commit {number}"))
         _git(repository, "add", "--all")
         _git(repository, "commit", "--quiet", "--message", f"commit {number}")
@@ -84,7 +84,7 @@ def sample_gate(
     excluded = sum(not one.counts for one in result.measurements)
     shutil.rmtree(directory.path)
     return {
-        "is_slower": is_slower,
+        "slow_down": slow_down,
         "is_refused": finding.is_refused,
         "outcome": None if verdict is None else verdict.outcome.value,
         "ratio": None if verdict is None else verdict.ratio.to_json(),

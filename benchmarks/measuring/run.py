@@ -17,7 +17,8 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: f
 
 from benchmarks.common import RESULTS, BenchmarkError, commit, machine, table
 from benchmarks.measuring.cost import SUITE, sample_cost
-from benchmarks.measuring.gates import SLOW_DOWN, sample_gate
+from benchmarks.measuring.gates import SLOW_DOWNS, sample_gate
 from benchmarks.measuring.repeats import measure_again
 from wanma.bench.meter.disturbance import NO_LIMITS
 from wanma.bench.statistics.estimates import estimate
@@ -74,14 +75,14 @@ def _measure_cost(piece: dict[str, Any], options: argparse.Namespace) -> bool:
 
 
 def _measure_gate(piece: dict[str, Any], options: argparse.Namespace, turn_seconds: float = 0.0) -> bool:
-    """Add one repetition of each kind of commit; return False if there were enough."""
-    if len(piece["rows"]) >= 2 * options.repetitions:
-        return False
-    for is_slower in (True, False):
+    """Add one repetition of each kind of commit that has too few; return False if there were enough."""
+    counts = Counter(planted_slow_down(row) for row in piece["rows"])
+    missing = [one for one in SLOW_DOWNS if counts[one] < options.repetitions]
+    for slow_down in missing:
         with tempfile.TemporaryDirectory(prefix="wanma-bench-") as folder:
             row = sample_gate(
                 Path(folder),
-                is_slower=is_slower,
+                slow_down=slow_down,
                 rounds=options.rounds,
                 foreign_limit=NO_LIMITS.foreign_cpu if turn_seconds else options.foreign_limit,
                 turn_seconds=turn_seconds,
@@ -89,7 +90,12 @@ def _measure_gate(piece: dict[str, Any], options: argparse.Namespace, turn_secon
         piece["rows"].append(row)
         print(row, flush=True)
     piece["rounds"], piece["turn_seconds"] = options.rounds, turn_seconds
-    return True
+    return bool(missing)
+
+
+def planted_slow_down(row: Mapping[str, Any]) -> float:
+    """Return the planted slow-down of a repetition; rows of earlier versions have one of 5 % or none."""
+    return float(row["slow_down"] if "slow_down" in row else 0.05 * row["is_slower"])
 
 
 def _measure_turns(piece: dict[str, Any], options: argparse.Namespace) -> bool:
@@ -153,14 +159,15 @@ def _cost_report(piece: dict[str, Any]) -> str:
 
 def _gate_report(piece: dict[str, Any]) -> str:
     shown = []
-    for is_slower, name in ((True, f"{SLOW_DOWN:.0%} slower"), (False, "only a comment differs")):
-        rows = [row for row in piece["rows"] if row["is_slower"] is is_slower]
+    for slow_down in SLOW_DOWNS:
+        rows = [row for row in piece["rows"] if planted_slow_down(row) == slow_down]
+        if not rows:
+            continue
+        name = f"{slow_down:.0%} slower" if slow_down else "only a comment differs"
         ratios = [row["ratio"]["median"] for row in rows if row["ratio"] is not None]
         refused = sum(row["outcome"] == "slower" for row in rows)
         unjudged = sum(row["outcome"] is None for row in rows)
-        shown.append(
-            [name, str(len(rows)), str(refused), str(unjudged), f"{min(ratios):.3f} to {max(ratios):.3f}"]
-        )
+        shown.append([name, str(len(rows)), str(refused), str(unjudged), _range_text(ratios)])
     header = ["second commit", "repetitions", "flagged as slower", "not judged", "speed ratios"]
     title, manner = "Gate between two commits", ""
     if turns := piece.get("turn_seconds"):
@@ -172,6 +179,10 @@ def _gate_report(piece: dict[str, Any]) -> str:
         f"`wanma bench gate` of {piece['rounds']} rounds on a repository of two commits whose program is a "
         f"training in NumPy{manner}.\n\n" + table(header, shown)
     )
+
+
+def _range_text(ratios: Sequence[float]) -> str:
+    return f"{min(ratios):.3f} to {max(ratios):.3f}" if ratios else "–"
 
 
 def _repeat_report(piece: dict[str, Any]) -> str:

@@ -12,7 +12,12 @@ from pathlib import Path
 import pytest
 
 from wanma.bench.collectives.benchmark import bench_collectives, parse_benchmark_cluster
+from wanma.bench.collectives.results import CollectiveResults, figure_lines
+from wanma.bench.collectives.selection import parse_sizes
+from wanma.bench.suites.suite_file import find_suite, make_suite, read_suite_file
 from wanma.cli.main import main
+from wanma.collectives.algorithms.algorithm_table import ALGORITHMS
+from wanma.collectives.measurement.bandwidth import CollectiveTiming
 from wanma.job.errors import JobError
 
 CPU = "cluster.device=cpu"
@@ -55,6 +60,42 @@ def test_every_collective_is_measured_by_every_algorithm(
         assert 0 <= size - (1024 if size < 60000 else 65536) < 3 * item
     assert (sweep["ranks"], sweep["nodes"]) == (3, 1)
     assert sweep["backend"] in ("shared", "gloo")
+
+
+def timing(algorithm: str, size: int, ranks: int = 2) -> CollectiveTiming:
+    return CollectiveTiming("all_reduce", algorithm, "fp32", ranks, 1, size, 2e-6 * size, 1e9)
+
+
+def sweep_of(*timings: CollectiveTiming) -> CollectiveResults:
+    return CollectiveResults(2, 1, "cpu", 1, "gloo", "", "", "", timings, 0)
+
+
+def test_figures_have_names_that_two_algorithms_share() -> None:
+    ring, tree = (sweep_of(timing(one, 4096), timing(one, 8192)) for one in ("ring", "tree"))
+    assert list(figure_lines([ring])) == list(figure_lines([tree])) == [
+        "wanma figure all_reduce_4096_bytes_seconds 0.008192000",
+        "wanma figure all_reduce_8192_bytes_seconds 0.016384000",
+    ]  # fmt: skip
+    both = sweep_of(timing("ring", 1), timing("tree", 1))
+    assert [line.split()[2] for line in figure_lines([both])] == [
+        "all_reduce_ring_1_bytes_seconds", "all_reduce_tree_1_bytes_seconds",
+    ]  # fmt: skip
+    names = [line.split()[2] for line in figure_lines([sweep_of(timing("ring", 1, 4)), ring])]
+    assert names[0] == "all_reduce_4_ranks_1_bytes_seconds"
+
+
+def test_the_suite_compares_all_algorithms_by_figures_that_they_print() -> None:
+    path = find_suite("collectives")
+    suite = make_suite("collectives", read_suite_file(path), path.parent)
+    names = ["backend", *ALGORITHMS["all_reduce"]]
+    assert {one.name for one in suite.contenders} == {f"all_reduce={name}" for name in names}
+    for one in suite.contenders:
+        algorithm = one.name.removeprefix("all_reduce=")
+        sizes = parse_sizes(one.command[one.command.index("--sizes") + 1])
+        sweep = sweep_of(*(timing(algorithm, size, 4) for size in sizes))
+        assert [line.split()[2] for line in figure_lines([sweep])] == suite.file.metrics
+        assert one.command[one.command.index("--algorithms") + 1] == algorithm
+        assert one.command[one.command.index("--ranks") + 1] == "4"
 
 
 @pytest.mark.full

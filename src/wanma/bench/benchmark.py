@@ -50,6 +50,8 @@ DATA_FOLDER = "data"
 """Folder of made data, beside the results."""
 DATA = "data"
 """Word of a job for the folder of the made data of its suite."""
+IMAGES = "data.images"
+"""Key of the job by which a user names images in place of those."""
 LOCK_FILE = ".lock"
 TREES = "trees"
 """Folder of the files of commits, in the folder of a gate's result, while it runs."""
@@ -158,13 +160,29 @@ def _write_job(suite: Suite, directory: ResultDirectory, scratch: Path) -> tuple
     """
     words, job = {}, scratch / JOB_FILE
     if suite.job_text:
-        if suite.file.prepare == "cifar10" and word(DATA) in suite.job_text:
+        if _synthetic_contenders(suite):
             words[DATA] = str(prepare_cifar10(directory.path.parent / DATA_FOLDER))
         (directory.path / JOB_FILE).write_text(suite.job_text)
         job.write_text(filled(suite.job_text, words))
     if any(word(SUITE) in value for one in suite.contenders for value in one.settings.values()):
         words[SUITE] = str(suite.folder.resolve())
     return words, job
+
+
+def _synthetic_contenders(suite: Suite) -> list[str]:
+    """Return the contenders that train on images made here; the others name files of the user."""
+    if suite.file.prepare is None or word(DATA) not in suite.job_text:
+        return []
+    return [one.name for one in suite.contenders if one.kind == "job" and IMAGES not in one.settings]
+
+
+def data_sentence(suite: Suite) -> str:
+    """Name the contenders that train on synthetic images; empty: none does."""
+    synthetic = _synthetic_contenders(suite)
+    if not synthetic:
+        return ""
+    names = "" if len(synthetic) == len(suite.contenders) else f" of {', '.join(synthetic)}"
+    return f"The images{names} are synthetic: no loss or accuracy here says anything about real ones."
 
 
 def _check_job(contender: Contender, path: Path) -> None:
@@ -292,6 +310,7 @@ def _begin(
         id=directory.id,
         name=suite.name,
         title=suite.title,
+        description=" ".join(filter(None, (suite.file.description, data_sentence(suite)))),
         created=_now(),
         contenders=tuple(
             replace(_record(contender), packages=packages.get(contender.name, {}))
@@ -381,7 +400,9 @@ def _record(contender: Contender) -> ContenderRecord:
     if contender.fault is not None:
         settings["fault"] = f"SIGKILL of rank {contender.fault.rank} after step {contender.fault.after_step}"
     command = contender.command or ("wanma", "train", Path(contender.job).name, *contender.overrides)
-    return ContenderRecord(contender.name, contender.kind, settings, redact_command(command))
+    return ContenderRecord(
+        contender.name, contender.kind, settings, redact_command(command), description=contender.description
+    )
 
 
 def _with_plans(

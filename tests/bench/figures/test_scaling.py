@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from support.scaling_results import record, result
-from wanma.bench.figures.scaling import find_scaling
+from wanma.bench.figures.scaling import find_scaling, find_scalings, find_server_scaling
 from wanma.bench.presentation.page import result_page
 from wanma.bench.results.result import ContenderRecord
+from wanma.job.cluster import Cluster, NodeGroup
 
 
 def test_the_published_curve_of_four_servers_is_recomputed() -> None:
@@ -38,6 +39,53 @@ def test_on_cpus_the_devices_are_cores() -> None:
     assert scaling is not None
     assert scaling.unit == "cores"
     assert [row.devices for row in scaling.rows] == [2, 4]
+
+
+def nodes(count: int, cores: int = 2) -> Cluster:
+    return Cluster((NodeGroup("node", cores=cores, memory_bytes=1 << 30, devices=(), count=count),))
+
+
+def cpu_record(ranks: int, threads: int) -> ContenderRecord:
+    return record(ranks, device="cpu", threads=threads, cluster=nodes(1))
+
+
+def test_threads_beyond_the_cores_are_no_devices() -> None:
+    """4 ranks on 2 cores have 2 cores: the ideal is 2, and the row says so."""
+    scaling = find_scaling(result([cpu_record(one, 1) for one in (1, 2, 4)], [100.0, 190.0, 180.0]))
+    assert scaling is not None
+    assert [row.devices for row in scaling.rows] == [1, 2, 2]
+    assert [row.ideal for row in scaling.rows] == [1.0, 2.0, 2.0]
+    assert scaling.rows[2].efficiency == pytest.approx(0.9)
+    assert "1 thread." in scaling.note
+    assert "4: 4 threads share 2 cores" in scaling.note
+    assert "2: " not in scaling.note
+
+
+def test_unequal_threads_are_told() -> None:
+    scaling = find_scaling(result([cpu_record(1, 2), cpu_record(2, 1)], [100.0, 104.9]))
+    assert scaling is not None
+    assert [row.ideal for row in scaling.rows] == [1.0, 1.0]
+    assert "cluster.threads_per_rank" in scaling.note
+
+
+def test_efficiency_over_servers_stands_beside_that_over_devices() -> None:
+    """Four servers of four cards: 3.5 over one server, and 0.875 of them; over a card each."""
+    records = [record(ranks, cluster=nodes(count)) for ranks, count in ((1, 1), (4, 1), (16, 4))]
+    found = result(records, [100.0, 390.0, 1365.0])
+    devices, servers = find_scalings(found)
+    assert [row.ideal for row in devices.rows] == [1.0, 4.0, 16.0]
+    assert devices.rows[2].efficiency == pytest.approx(13.65 / 16)
+    assert [(row.ranks, row.devices) for row in servers.rows] == [(4, 1), (16, 4)], "one card is no server"
+    assert servers.rows[1].efficiency == pytest.approx(0.875)
+    page = result_page(found)
+    assert "Strong scaling over servers" in page
+    assert "the quotient of the servers" in page
+
+
+def test_on_one_server_there_is_no_scaling_over_servers() -> None:
+    found = result([record(1, cluster=nodes(1)), record(4, cluster=nodes(1))], [1.0, 3.0])
+    assert find_server_scaling(found) is None
+    assert len(find_scalings(found)) == 1
 
 
 @pytest.mark.parametrize(

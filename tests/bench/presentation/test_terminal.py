@@ -10,6 +10,8 @@ from rich.console import Console, RenderableType
 from support.benchmark_results import benchmark_result, measurement
 from wanma.bench.comparisons.comparison import compare_results
 from wanma.bench.comparisons.reproduction import judge_reproduction
+from wanma.bench.figures.metrics import find_metric
+from wanma.bench.figures.texts import definition_text
 from wanma.bench.presentation.page import result_page
 from wanma.bench.presentation.terminal import (
     comparison_tables,
@@ -92,6 +94,35 @@ def test_measurements_that_do_not_count_are_listed_with_their_reasons(result: Be
     text = lines(result_tables(changed, ["step_seconds"]))
     assert "plain 7 0" in text
     assert "new 7 4 another program used 3 CPUs (2 ×); the clock stepped; exit code 3; out of memory" in text
+
+
+def test_definitions_and_descriptions_are_in_terminal_and_page(result: BenchmarkResult) -> None:
+    plain, *others = result.contenders
+    told = dataclasses.replace(
+        result,
+        description="Images <made> here.",
+        contenders=(dataclasses.replace(plain, description="The exact sum."), *others),
+    )
+    text = lines(result_tables(told, ["step_seconds"]), 200)
+    assert text[1:3] == ["Images <made> here.", "plain: The exact sum."]
+    assert find_metric("step_seconds").definition in text
+    page = result_page(told)
+    assert "Images &lt;made&gt; here." in page
+    assert "plain: The exact sum." in page
+    assert BenchmarkResult.from_json(told.to_json()).description == told.description
+
+
+def test_images_are_counted_per_minute_too(result: BenchmarkResult) -> None:
+    name = "samples_per_second"
+    assert "per minute" not in definition_text(result, name)
+    plain, *others = result.contenders
+    images = dataclasses.replace(plain, job='[data]\nimages = "cifar"\n')
+    own = {**result.summaries["plain"], name: Estimate(33.4, 33.0, 34.0, 7)}
+    found = dataclasses.replace(
+        result, contenders=(images, *others), summaries={**result.summaries, "plain": own}
+    )
+    assert definition_text(found, name).endswith("Images per minute: plain 2,004.")
+    assert "plain 2,004" not in definition_text(found, "step_seconds")
 
 
 def test_a_benchmark_that_has_not_ended_says_so(result: BenchmarkResult) -> None:

@@ -79,10 +79,21 @@ def test_the_published_case_of_four_servers_stands_beside_its_forecasts(cifar10:
 
 def test_its_other_figures_contradict_each_other(cifar10: PublishedScaling) -> None:
     """2,000 images a minute for 30 minutes are 60,000 images: 1.2 epochs of 50,000."""
-    first, second = cifar10.sentences
+    first, _, second = cifar10.sentences
     assert first == "Speedup 3.5 on 4 times the servers is an efficiency of 3.5 / 4 = 0.875."
-    assert "60,000 / 50,000 = 1.2 epochs" in second
+    assert "2,000 × 30 = 60,000 samples, and 60,000 / 50,000 = 1.2 epochs of 50,000" in second
     assert "contradict each other" in second
+
+
+def test_its_speedup_over_a_card_is_no_efficiency_over_servers(cifar10: PublishedScaling) -> None:
+    """3.5 over one of 16 cards: 0.22, and 0.875 only over the 4 servers."""
+    assert "Over the 16 devices the efficiency is 3.5 / 16 = 0.22." in cifar10.sentences[1]
+    published, over_device, *forecasts = published_rows(cifar10)
+    assert published == ("published", "3.5", "4", "87.5 %", "2,000")
+    assert over_device[1:4] == ("3.5", "16", "21.9 %")
+    last = cifar10.forecasts[-1].samples_per_second
+    assert last is not None
+    assert forecasts[-1][-1] == f"{60 * last:,.0f}"
 
 
 def test_figures_that_agree_are_said_to_agree_and_others_not() -> None:
@@ -93,7 +104,7 @@ def test_figures_that_agree_are_said_to_agree_and_others_not() -> None:
     long = table(minutes=600, samples_per_minute=5000, epoch_samples=50_000)
     assert published_sentences(long)[1] == (
         "5,000 samples a minute for 600 minutes are 5,000 × 600 = 3,000,000 samples, "
-        "and 3,000,000 / 50,000 = 60 epochs."
+        "and 3,000,000 / 50,000 = 60 epochs of 50,000."
     )
 
 
@@ -107,7 +118,7 @@ def test_a_variant_without_a_plan_says_why(tmp_path: Path) -> None:
     assert good.samples_per_second is not None
     assert "less than one sample each" in bad.reason
     rows = published_rows(scaling)
-    assert rows[0] == ("published", "3.5", "4", "87.5 %")
+    assert rows[0] == ("published", "3.5", "4", "87.5 %", "–")
     assert rows[2][1] == "–"
     result = BenchmarkResult(
         "id", "name", "title", "2026-11-26T00:00:00+00:00", (), published=[scaling.model_dump(mode="json")]

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from wanma.bench.benchmark import data_sentence
 from wanma.bench.results.directory import list_result_directories
 from wanma.bench.stored_suite import read_stored_suite
 from wanma.bench.suites import known_suites
 from wanma.bench.suites.known_suites import SHIPPED, shipped_suites, suite_folders
 from wanma.bench.suites.suite_file import find_suite
+from wanma.bench.suites.suite_of_job import read_suite_or_job
 from wanma.cli.main import main
 from wanma.job.errors import WanmaError
 
@@ -44,6 +46,13 @@ def folder(tmp_path: Path) -> Path:
     (place / "mine.toml").write_text(SUITE)
     (place / "train.py").write_text('print("wanma step", "seconds", 1.0)\n' * 30)
     return place
+
+
+def test_synthetic_images_are_told_and_those_of_the_user_not() -> None:
+    path = find_suite("cifar10")
+    assert "synthetic" in data_sentence(read_suite_or_job(path)[0])
+    assert data_sentence(read_suite_or_job(path, overrides=["data.images=/images"])[0]) == ""
+    assert data_sentence(read_suite_or_job(find_suite("gpt"))[0]) == ""
 
 
 def test_a_suite_of_a_package_runs_by_its_name_and_again(

@@ -10,6 +10,7 @@ import pytest
 from wanma.bench.programs.places import place_contender
 from wanma.bench.suites.durations import parse_duration
 from wanma.bench.suites.known_suites import shipped_suites
+from wanma.bench.suites.scaled_contenders import THREADS
 from wanma.bench.suites.suite_file import find_suite, is_suite, parse_over
 from wanma.bench.suites.suite_of_commands import suite_of_commands
 from wanma.bench.suites.suite_of_job import DEFAULT_STEPS, read_suite_or_job
@@ -124,7 +125,7 @@ def test_a_job_is_a_suite_of_one(tmp_path: Path) -> None:
     assert [contender.name for contender in suite.contenders] == [
         "dp_replicate=1", "dp_replicate=2", "dp_replicate=4",
     ]  # fmt: skip
-    assert suite.contenders[0].overrides == ["train.seed=3", "parallel.dp_replicate=1"]
+    assert suite.contenders[0].overrides[:2] == ["train.seed=3", "parallel.dp_replicate=1"]
     assert rule.steps == DEFAULT_STEPS
     assert read_suite_or_job(job, target="loss<=1")[1].steps is None, "as many as the target takes"
     assert not is_suite(job)
@@ -236,7 +237,10 @@ def weak(tmp_path: Path, *over: str, overrides: tuple[str, ...] = ()) -> list[di
     path = tmp_path / "job.toml"
     path.write_text(JOB)
     suite, _ = read_suite_or_job(path, over=over, overrides=overrides, weak=True)
-    return [dict(contender.settings) for contender in suite.contenders]
+    return [
+        {key: value for key, value in contender.settings.items() if key != THREADS}
+        for contender in suite.contenders
+    ]
 
 
 def test_the_batch_of_weak_scaling_grows_with_the_ranks(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from wanma.bench.collectives.results import CollectiveResults
@@ -17,25 +18,24 @@ def write_results(results: Sequence[CollectiveResults], folder: Path) -> Path:
         WanmaError: the folder cannot be written to.
     """
     path = folder / "collectives.json"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with _writable(folder):
         write_json(path, {"sweeps": [sweep.to_json() for sweep in results]})
-    except OSError as error:
-        raise WanmaError(
-            f"cannot write to {folder}: {error.strerror or error}",
-            "give another folder with --out DIR",
-            EXIT_USAGE,
-        ) from error
     return path
 
 
 def check_writable(folder: Path) -> None:
     """Raise `WanmaError` if `write_results` would, before anything is measured."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with _writable(folder):
         probe = folder / ".writable"
         probe.touch()
         probe.unlink()
+
+
+@contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
     except OSError as error:
         raise WanmaError(
             f"cannot write to {folder}: {error.strerror or error}",

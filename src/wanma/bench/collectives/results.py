@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from wanma.bench.programs.command_program import FIGURE_MARK
 from wanma.collectives.measurement.bandwidth import CollectiveTiming
 
 COLUMNS = (
@@ -55,6 +56,22 @@ class CollectiveResults:
     def to_json(self) -> dict[str, Any]:
         rows = [dict(zip(COLUMNS, _row(timing), strict=True)) for timing in self.timings]
         return {**asdict(self), "timings": rows}
+
+
+def figure_lines(sweeps: Sequence[CollectiveResults]) -> Iterator[str]:
+    """Yield a line for each time that `wanma bench run` reads, such as 'wanma figure NAME 0.0012'.
+
+    A name has only the parts that differ, so that two measurements of one algorithm each can be compared.
+    """
+    timings = [timing for sweep in sweeps for timing in sweep.timings]
+    for timing in timings:
+        parts = [timing.collective]
+        for name in ("algorithm", "dtype"):
+            if len({getattr(one, name) for one in timings}) > 1:
+                parts.append(getattr(timing, name))
+        if len(sweeps) > 1:
+            parts.append(f"{timing.ranks}_ranks")
+        yield f"{FIGURE_MARK} {'_'.join(parts)}_{timing.size_bytes}_bytes_seconds {timing.seconds:.9f}"
 
 
 def _row(timing: CollectiveTiming) -> Sequence[Any]:

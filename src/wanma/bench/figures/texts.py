@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
+import tomllib
 
 from wanma.bench.figures.metrics import decimal_prefix, find_metric
-from wanma.bench.figures.scaling import Scaling, ScalingRow
-from wanma.bench.results.result import BenchmarkResult
+from wanma.bench.figures.scaling import THROUGHPUT, Scaling, ScalingRow
+from wanma.bench.results.result import BenchmarkResult, ContenderRecord
 from wanma.bench.statistics.estimates import Estimate
 from wanma.bench.statistics.verdicts import Outcome, Verdict
 from wanma.observe.units import BYTE_UNITS, MISSING_TEXT, percent_text
 
 TIME_UNITS = ("s", "1/s", "B/s", "FLOP/s")
 """Units in which better means faster."""
-SCALING_NOTES = {
-    "strong": "Same global batch. Speedup: throughput over that of the first row; efficiency: speedup over "
-    "ideal, the quotient of the devices.",
-    "weak": "Same batch per rank. Scaled speedup: throughput over that of the first row; efficiency: speedup "
-    "over ideal, the quotient of the devices.",
-}
-"""Definitions that stand below a scaling, by its kind."""
+SCALING_BASES = {"strong": "Same global batch. Speedup", "weak": "Same batch per rank. Scaled speedup"}
+"""Beginning of the definitions below a scaling, by its kind."""
 MAX_DIGITS = 6
 """Significant digits of a text, however narrow the interval."""
 
@@ -58,6 +54,21 @@ def outcome_text(name: str, verdict: Verdict) -> str:
     return "better" if verdict.outcome is Outcome.FASTER else "worse"
 
 
+def definition_text(result: BenchmarkResult, name: str) -> str:
+    """Return the definition of a metric; beside images per second those per minute."""
+    rates = [
+        f"{one.name} {60 * result.summaries[one.name][name].median:,.0f}"
+        for one in result.contenders
+        if name == THROUGHPUT and name in result.summaries.get(one.name, {}) and _trains_on_images(one)
+    ]
+    images = f" Images per minute: {', '.join(rates)}." if rates else ""
+    return find_metric(name).definition + images
+
+
+def _trains_on_images(contender: ContenderRecord) -> bool:
+    return tomllib.loads(contender.job).get("data", {}).get("images") is not None
+
+
 def metric_note(result: BenchmarkResult, name: str) -> str:
     """Return the sentence on figures of a metric that cannot be; empty: there are none."""
     medians = [
@@ -69,6 +80,15 @@ def metric_note(result: BenchmarkResult, name: str) -> str:
         "More than 100 %: the peak of this processor, measured once, was measured too low. "
         "`wanma doctor` measures it again."
     )
+
+
+def scaling_note(scaling: Scaling) -> str:
+    """Return the definitions and remarks that stand below a scaling."""
+    unit = "devices" if scaling.unit == "GPUs" else scaling.unit
+    return (
+        f"{SCALING_BASES[scaling.kind]}: throughput over that of the first row; efficiency: speedup over "
+        f"ideal, the quotient of the {unit}. {scaling.note}"
+    ).rstrip()
 
 
 def scaling_columns(scaling: Scaling) -> tuple[str, ...]:

@@ -9,9 +9,9 @@ from html import escape
 from typing import Any
 
 from wanma.bench.figures.metrics import STEP_SECONDS, find_metric
-from wanma.bench.figures.scaling import find_scaling
+from wanma.bench.figures.scaling import find_scalings
 from wanma.bench.figures.texts import (
-    SCALING_NOTES,
+    definition_text,
     detectable_text,
     estimate_text,
     metric_note,
@@ -20,6 +20,7 @@ from wanma.bench.figures.texts import (
     ratio_text,
     scaling_cells,
     scaling_columns,
+    scaling_note,
 )
 from wanma.bench.figures.utilization import (
     CONVENTIONS_NOTE,
@@ -32,6 +33,7 @@ from wanma.bench.presentation.charts import contender_colours, result_charts
 from wanma.bench.presentation.result_tables import summary_metrics
 from wanma.bench.presentation.scale_page import published_section, scale_section
 from wanma.bench.presentation.terminal import (
+    description_lines,
     exclusion_reasons,
     place_lines,
     turns_sentence,
@@ -78,7 +80,7 @@ def result_page(result: BenchmarkResult) -> str:
             f'<p class="note">{INTERVAL_NOTE}</p>' if result.contenders else "",
             f'<section class="pair">{"".join(_metric_cards(result))}</section>',
             f'<section class="charts">{"".join(map(chart_figure, charts))}</section>' if charts else "",
-            _scaling_card(result),
+            *_scaling_cards(result),
             _table_card("MFU by convention", CONVENTIONS_NOTE, conventions_table(result)),
             _table_card("Utilization", UTILIZATION_NOTE, utilization_table(result)),
             measurement_card(result),
@@ -90,7 +92,8 @@ def result_page(result: BenchmarkResult) -> str:
 
 def header(result: BenchmarkResult) -> str:
     """Render title, place and state of a result."""
-    lines = "".join(f'<p class="facts">{escape(line)}</p>' for line in place_lines(result))
+    lines = "".join(f"<p>{escape(line)}</p>" for line in description_lines(result))
+    lines += "".join(f'<p class="facts">{escape(line)}</p>' for line in place_lines(result))
     state = "" if result.ended else '<p class="problem">The benchmark has not ended.</p>'
     return f"<header><h1>{escape(result.title)}</h1>{lines}</header>{state}"
 
@@ -119,7 +122,7 @@ def _metric_cards(result: BenchmarkResult) -> Iterator[str]:
         note = f" {metric_note(result, name)}".rstrip()
         yield card(
             metric.title,
-            f'<p class="note">{escape(metric.definition + better + note)}</p>'
+            f'<p class="note">{escape(definition_text(result, name) + better + note)}</p>'
             f"{''.join(metric_bars(result, name))}" + _verdict_table(result, name),
         )
 
@@ -158,18 +161,11 @@ def _verdict_table(result: BenchmarkResult, name: str) -> str:
     return f"<table>{table_header(('contender', *names), names)}{''.join(rows)}</table>" if rows else ""
 
 
-def _scaling_card(result: BenchmarkResult) -> str:
-    """Render speedup and efficiency, measured and forecast; empty: the contenders are no scaling."""
-    scaling = find_scaling(result)
-    if scaling is None:
-        return ""
-    columns = scaling_columns(scaling)
-    rows = "".join(
-        table_row(escape(first), *cells) for first, *cells in (scaling_cells(row) for row in scaling.rows)
-    )
-    note = f'<p class="note">{SCALING_NOTES[scaling.kind]}</p>'
-    table = f"<table>{table_header(columns, columns[1:])}{rows}</table>"
-    return card(f"{scaling.kind.capitalize()} scaling", note + table)
+def _scaling_cards(result: BenchmarkResult) -> Iterator[str]:
+    """Render speedup and efficiency, measured and forecast, over devices and over servers."""
+    for scaling in find_scalings(result):
+        rows = [scaling_cells(row) for row in scaling.rows]
+        yield _table_card(scaling.title, scaling_note(scaling), ([*scaling_columns(scaling)], rows))
 
 
 def _table_card(title: str, note: str, content: tuple[list[str], list[list[str]]]) -> str:
@@ -178,7 +174,7 @@ def _table_card(title: str, note: str, content: tuple[list[str], list[list[str]]
     if not rows:
         return ""
     table = table_header(columns, columns[1:]) + "".join(table_row(escape(row[0]), *row[1:]) for row in rows)
-    return card(title, f'<p class="note">{note}</p><table>{table}</table>')
+    return card(title, f'<p class="note">{escape(note)}</p><table>{table}</table>')
 
 
 def measurement_card(result: BenchmarkResult) -> str:

@@ -42,17 +42,32 @@ def scale_rows(curve: Curve) -> Iterator[tuple[list[str], str]]:
             yield _cells(point, curve), ""
 
 
-PUBLISHED_COLUMNS = ("", "speedup", "ideal", "efficiency")
+PUBLISHED_COLUMNS = ("", "speedup", "ideal", "efficiency", "samples/min")
 
 
-def published_rows(scaling: PublishedScaling) -> list[tuple[str, str, str, str]]:
+def published_rows(scaling: PublishedScaling) -> list[tuple[str, ...]]:
     """Return the published figures and each forecast as cells of `PUBLISHED_COLUMNS`."""
     ideal = number_of_digits(scaling.ideal, 4)
-    rows = [("published", f"{scaling.speedup:g}", ideal, percent_text(scaling.efficiency))]
+    published = f"{scaling.speedup:g}"
+    rows = [
+        (
+            "published",
+            published,
+            ideal,
+            percent_text(scaling.efficiency),
+            _a_minute(scaling.samples_per_minute),
+        )
+    ]
+    if scaling.devices is not None:
+        share = percent_text(scaling.speedup / scaling.devices)
+        rows.append(("published, over one device", published, f"{scaling.devices}", share, MISSING_TEXT))
     for forecast in scaling.forecasts:
         speedup = forecast.speedup
         efficiency = MISSING_TEXT if speedup is None else percent_text(speedup.value / scaling.ideal)
-        rows.append((f"forecast, {forecast.settings}", _interval(speedup), ideal, efficiency))
+        rate = None if forecast.samples_per_second is None else 60 * forecast.samples_per_second
+        rows.append(
+            (f"forecast, {forecast.settings}", _interval(speedup), ideal, efficiency, _a_minute(rate))
+        )
     return rows
 
 
@@ -95,6 +110,10 @@ def _cells(point: CurvePoint, curve: Curve) -> list[str]:
         number_of_digits(point.ideal, 4),
         MISSING_TEXT if efficiency is None else percent_text(efficiency.value),
     ]
+
+
+def _a_minute(rate: float | None) -> str:
+    return MISSING_TEXT if rate is None else f"{rate:,.0f}"
 
 
 def _interval(interval: Interval | None) -> str:

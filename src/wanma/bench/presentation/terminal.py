@@ -17,9 +17,9 @@ from wanma.bench.figures.breakdown import (
     time_texts,
 )
 from wanma.bench.figures.metrics import find_metric
-from wanma.bench.figures.scaling import Scaling, find_scaling
+from wanma.bench.figures.scaling import Scaling, find_scalings
 from wanma.bench.figures.texts import (
-    SCALING_NOTES,
+    definition_text,
     detectable_text,
     estimate_text,
     metric_note,
@@ -28,6 +28,7 @@ from wanma.bench.figures.texts import (
     ratio_text,
     scaling_cells,
     scaling_columns,
+    scaling_note,
 )
 from wanma.bench.figures.utilization import (
     CONVENTIONS_NOTE,
@@ -81,14 +82,16 @@ def result_tables(result: BenchmarkResult, metrics: Sequence[str] = ()) -> Rende
     from rich.text import Text
 
     parts: list[RenderableType] = [Text(result.title, style="bold")]
+    parts += [Text(line) for line in description_lines(result)]
     parts += [Text(line, style="dim") for line in place_lines(result)]
     for name in (metrics or summary_metrics(result)) if result.contenders else ():
         parts += [Text(f"\n{find_metric(name).title}", style="bold"), _metric_table(result, name)]
+        parts.append(Text(definition_text(result, name), style="dim"))
         if note := metric_note(result, name):
             parts.append(Text(note, style="yellow"))
-    if (scaling := find_scaling(result)) is not None:
-        parts += [Text(f"\n{scaling.kind.capitalize()} scaling", style="bold"), _scaling_table(scaling)]
-        parts.append(Text(SCALING_NOTES[scaling.kind], style="dim"))
+    for scaling in find_scalings(result):
+        parts += [Text(f"\n{scaling.title}", style="bold"), _scaling_table(scaling)]
+        parts.append(Text(scaling_note(scaling), style="dim"))
     if breakdowns := step_breakdowns(result):
         parts += [Text("\nBreakdown of a step: mean, and forecast in parentheses", style="bold")]
         parts += [*_breakdown_tables(breakdowns), Text(BREAKDOWN_NOTE, style="dim")]
@@ -208,6 +211,12 @@ def exclusion_reasons(result: BenchmarkResult, contender: str) -> list[str]:
             for text in texts or [f"exit code {measurement.exit_code}"]:
                 reasons[text] = reasons.get(text, 0) + 1
     return [f"{text} ({number} ×)" if number > 1 else text for text, number in reasons.items()]
+
+
+def description_lines(result: BenchmarkResult) -> list[str]:
+    """Return the description of the suite, and that of each contender that has one."""
+    own = [f"{one.name}: {one.description}" for one in result.contenders if one.description]
+    return [line for line in (result.description, *own) if line]
 
 
 def unwatched_sentence(result: BenchmarkResult) -> str:

@@ -64,6 +64,8 @@ class Contender:
     """Python environment of a command; None: that of the caller."""
     patterns: Patterns = Patterns()
     fault: Fault | None = None
+    description: str = ""
+    """Sentence on the contender; it decides nothing of an execution."""
 
     @property
     def overrides(self) -> list[str]:
@@ -81,6 +83,8 @@ class Contender:
         content["command"] = list(self.command)
         content["patterns"] = {part.name: getattr(self.patterns, part.name) for part in fields(Patterns)}
         content["patterns"]["figures"] = dict(self.patterns.figures)
+        if not self.description:
+            del content["description"]  # as below
         if self.python_environment is None:
             del content["python_environment"]  # as suites of earlier versions have it: equal hashes
         else:

@@ -39,6 +39,7 @@ class ContenderRecord:
     """Resolved job file as TOML; empty for a command."""
     plan: Mapping[str, Any] | None = None
     """Plan of the job as JSON; None for a command, or before the plan is known."""
+    description: str = ""
     packages: Mapping[str, str] = field(default_factory=dict)
     """Versions of all packages of the contender's own Python environment; empty: it runs in that of wanma."""
 
@@ -63,6 +64,8 @@ class BenchmarkResult:
     created: str
     """Start in ISO 8601, UTC."""
     contenders: tuple[ContenderRecord, ...]
+    description: str = ""
+    """Sentences of the suite, and whether data were made for it."""
     suite: SuiteRecord = SuiteRecord()
     baseline: str = ""
     """Contender with which the verdicts compare; empty: there are no verdicts."""

@@ -30,6 +30,7 @@ def study_published(tables: Sequence[PublishedTable], job_file: Path) -> list[Pu
 
 def _study(table: PublishedTable, job_file: Path) -> PublishedScaling:
     forecasts = [_forecast(table, job_file, settings) for settings in table.variants]
+    devices = _devices_per_unit(table) * table.counts[-1]
     return PublishedScaling(
         title=table.title,
         source=table.source,
@@ -38,6 +39,8 @@ def _study(table: PublishedTable, job_file: Path) -> PublishedScaling:
         speedup=table.speedup,
         efficiency=table.efficiency,
         forecasts=forecasts,
+        samples_per_minute=table.samples_per_minute,
+        devices=devices if table.speedup_base == "device" else None,
         sentences=published_sentences(table),
     )
 
@@ -46,8 +49,7 @@ def _forecast(table: PublishedTable, job_file: Path, settings: dict[str, str]) -
     """Return the forecast of one variant, or the reason why there is none."""
     overrides = {"cluster.device": "auto", **settings}
     text = ", ".join(f"{key} = {value}" for key, value in settings.items())
-    target = target_of_cluster(table.cluster)
-    per_unit = target.cluster.device_count or target.ranks_per_node
+    target, per_unit = target_of_cluster(table.cluster), _devices_per_unit(table)
     ranks = [count * per_unit for count in table.counts]
     scaled = ScaledJob.read(job_file, overrides)
     growth = growth_of(
@@ -65,6 +67,11 @@ def _forecast(table: PublishedTable, job_file: Path, settings: dict[str, str]) -
     )
 
 
+def _devices_per_unit(table: PublishedTable) -> int:
+    target = target_of_cluster(table.cluster)
+    return target.cluster.device_count or target.ranks_per_node
+
+
 def published_sentences(table: PublishedTable) -> list[str]:
     """Return what the published figures say of one another: whether they agree, with the arithmetic."""
     ideal = table.counts[-1] / table.counts[0]
@@ -75,13 +82,20 @@ def published_sentences(table: PublishedTable) -> list[str]:
         f"{table.speedup:g} / {ideal:g} = {efficiency:.4g}"
         + ("." if agree else f", and not the published {table.efficiency:g}.")
     ]
+    if table.speedup_base == "device":
+        devices = _devices_per_unit(table) * table.counts[-1]
+        sentences.append(
+            f"The speedup is over one device, and that efficiency counts {table.unit}: the two do not belong "
+            f"together. Over the {devices} devices the efficiency is {table.speedup:g} / {devices} = "
+            f"{table.speedup / devices:.2f}. Forecasts are over {table.unit}."
+        )
     if table.minutes and table.samples_per_minute and table.epoch_samples:
         samples = table.minutes * table.samples_per_minute
         epochs = samples / table.epoch_samples
         text = (
             f"{table.samples_per_minute:,.0f} samples a minute for {table.minutes:g} minutes are "
             f"{table.samples_per_minute:,.0f} × {table.minutes:g} = {samples:,.0f} samples, and "
-            f"{samples:,.0f} / {table.epoch_samples:,} = {epochs:.3g} epochs"
+            f"{samples:,.0f} / {table.epoch_samples:,} = {epochs:.3g} epochs of {table.epoch_samples:,}"
         )
         if epochs < MIN_EPOCHS:
             text += (

@@ -136,6 +136,9 @@ class PublishedScaling(Stored):
     counts: list[int]
     speedup: float
     efficiency: float
+    samples_per_minute: float | None = None
+    devices: int | None = None
+    """Devices of the largest count, if the published speedup is over one device."""
     forecasts: list[PublishedForecast]
     sentences: list[str] = []
 

@@ -14,6 +14,7 @@ from wanma.bench.scale.growth import Growth, default_axis, growth_of
 from wanma.bench.scale.measured import contender_name
 from wanma.bench.scale.targets import target_of_cluster, target_of_device
 from wanma.bench.suites.scale_table import DEFAULT_EFFICIENCY, DEFAULT_TO, Axis, ScaleTable, doubled_counts
+from wanma.bench.suites.scaled_contenders import THREADS, equal_threads
 from wanma.bench.suites.suite_file import ContenderTable, Suite, SuiteFile, make_suite, override_text
 from wanma.bench.suites.suite_of_job import read_suite_file_or_job, rule_of, split_override
 from wanma.hardware.cluster_file.node_builder import parse_nics
@@ -75,8 +76,7 @@ def scale_suite(
     limit = len(node.devices) if device == "cuda" else node.cores
     measure = _measured_ranks(options, growth, limit)
     if device == "cpu" and measure and job.cluster.threads_per_rank is None:
-        # Equal threads for each rank: otherwise fewer ranks would have more cores each, and nothing scaled.
-        settings["cluster.threads_per_rank"] = str(max(node.cores // measure[-1], 1))
+        settings[THREADS] = str(equal_threads(node.cores, measure[-1]))
     table = ScaleTable(
         measure=measure,
         to=options.to,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -26,6 +26,8 @@ class PublishedTable(Section):
     """Published speedup of the last number over the first."""
     efficiency: Annotated[float, Field(gt=0)]
     """Published efficiency: speedup over ideal."""
+    speedup_base: Literal["unit", "device"] = "unit"
+    """Amount of hardware whose throughput the published speedup is over; the efficiency is over units."""
     weak: bool = False
     """True if the global batch grows with the units: that of the variants is for the first count."""
     axis: Axis = "dp_replicate"

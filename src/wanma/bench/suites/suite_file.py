@@ -25,7 +25,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -44,7 +44,7 @@ from wanma.bench.suites.job_words import JobWords
 from wanma.bench.suites.known_suites import known_suites
 from wanma.bench.suites.published_table import PublishedTable
 from wanma.bench.suites.scale_table import ScaleTable, doubled_counts
-from wanma.bench.suites.weak_batches import with_weak_batches
+from wanma.bench.suites.scaled_contenders import with_equal_threads, with_weak_batches
 from wanma.job.errors import EXIT_USAGE, WanmaError, did_you_mean
 from wanma.job.file.parser import parse_config_file
 from wanma.job.file.serialization import toml_value
@@ -79,6 +79,8 @@ class ContenderTable(Section):
     """Contender with a name of its own."""
 
     name: str
+    description: str = ""
+    """Sentence on the contender, for readers of the result."""
     settings: dict[str, Value] = Field(default_factory=dict)
     """Overrides of the job by key."""
     command: list[str] = Field(default_factory=list)
@@ -133,6 +135,7 @@ class SuiteFile(Section):
     """Version of the schema."""
     title: str = ""
     description: str = ""
+    """Sentences on the suite, for readers of the result."""
     job: str | dict[str, Any] | None = None
     """Job of the contenders: its tables, or a file beside this one."""
     contenders: list[ContenderTable] = Field(default_factory=list)
@@ -259,6 +262,7 @@ def make_suite(
     contenders = [_contender(table, text, steps, folder, extra) for table in _tables(file)]
     if file.weak and not is_smoke:  # a suite in small has batches of its own
         contenders = with_weak_batches(contenders, text)
+    contenders = with_equal_threads(contenders, text)
     if is_smoke and file.smoke.contenders is not None:
         contenders = contenders[: file.smoke.contenders]
     names = [contender.name for contender in contenders]
@@ -274,9 +278,8 @@ def make_suite(
         parse_target(file.target)
     places = Places(folder, environments_folder(environments))
     files = [file_hashes(one, place_contender(one, places), folder) for one in contenders]
-    parts: list[Any] = [
-        [contender.to_json() for contender in contenders], files, text, file.target, steps, is_smoke,
-    ]  # fmt: skip
+    deciding = [replace(one, description="").to_json() for one in contenders]
+    parts: list[Any] = [deciding, files, text, file.target, steps, is_smoke]
     parts += [] if file.rule.turns is None else [{"turns": parse_duration(file.rule.turns)}]
     content = json.dumps(parts, sort_keys=True).encode()
     return Suite(
@@ -330,7 +333,13 @@ def _contender(
         )
     fault = None if table.fault is None else Fault(table.fault.after_step, table.fault.rank)
     return Contender(
-        table.name, "job", job=JOB_FILE, settings=settings, environment=table.environment, fault=fault
+        table.name,
+        "job",
+        job=JOB_FILE,
+        settings=settings,
+        environment=table.environment,
+        fault=fault,
+        description=table.description,
     )
 
 
@@ -365,6 +374,7 @@ def _command(table: ContenderTable, job: JobWords, folder: Path) -> Contender:
         environment={**(job.rank_variables() if table.rank_variables else {}), **environment},
         python_environment=found,
         patterns=patterns,
+        description=table.description,
     )
 
 

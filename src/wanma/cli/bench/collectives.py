@@ -58,6 +58,9 @@ def add_parsers(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--out", metavar="DIR", type=Path, help="folder for the results as collectives.json"
     )
     collectives.add_argument(
+        "--figures", action="store_true", help="print each time as a line that `wanma bench run` reads"
+    )
+    collectives.add_argument(
         "--save", action="store_true", help="save the results for forecasts of this node"
     )
     collectives.add_argument(
@@ -72,6 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     from wanma.bench.collectives.benchmark import DEFAULT_SECONDS, bench_collectives, parse_benchmark_cluster
     from wanma.bench.collectives.calibration import check_calibration_writable, save_to_calibration
     from wanma.bench.collectives.output_files import check_writable, write_results
+    from wanma.bench.collectives.results import figure_lines
     from wanma.bench.collectives.selection import DEFAULT_SIZES
     from wanma.bench.collectives.terminal_tables import results_tables
     from wanma.cli.output import print_content
@@ -95,6 +99,8 @@ def run(arguments: argparse.Namespace) -> int:
         print("measurement complete; results are shown on the node of rank 0")
         return 0
     print_content(results_tables(sweeps))
+    if arguments.figures:
+        print("\n".join(figure_lines(sweeps)))
     if arguments.out is not None:
         print(f"Written: {write_results(sweeps, arguments.out)}")
     if arguments.save:

@@ -24,7 +24,7 @@ examples:
   wanma bench train job.toml --over train.precision=fp32,bf16 --budget 30m
   wanma bench train job.toml --until 'loss<=2.5' --rounds 3      # time to a target
   wanma bench train ddp-peers --environments DIR                 # other frameworks beside wanma
-  wanma bench train job.toml --engine slurm --over cluster.nodes=1,2,4
+  wanma bench train job.toml --engine slurm --nodes 1,2,4
 
 Settings take turns, so that a change of the machine affects all alike. What other programs disturb is
 measured again. A benchmark that is stopped goes on when the command is repeated.
@@ -62,7 +62,11 @@ def add_parsers(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--engine", metavar="NAME", help="place of the runs (cluster.engine); `wanma engines` lists them"
     )
-    parser.add_argument("--nodes", metavar="N", help="number of nodes of each run (cluster.nodes)")
+    parser.add_argument(
+        "--nodes",
+        metavar="N,N",
+        help="numbers of nodes to be measured (cluster.nodes); one: that of all runs",
+    )
     add_environments_option(parser)
     add_measuring_options(parser)
     add_turns_option(parser)
@@ -73,11 +77,13 @@ def run(arguments: argparse.Namespace) -> int:
     from wanma.bench.suites.suite_file import find_suite
     from wanma.bench.suites.suite_of_job import read_suite_or_job
 
-    places = override_texts({"cluster.engine": arguments.engine, "cluster.nodes": arguments.nodes})
+    nodes = [] if arguments.nodes is None else override_texts({"cluster.nodes": arguments.nodes})
+    several = nodes if "," in (arguments.nodes or "") else []
+    places = override_texts({"cluster.engine": arguments.engine}) + (nodes if not several else [])
     suite, rule = read_suite_or_job(
         find_suite(arguments.subject),
         overrides=[*arguments.overrides, *places],
-        over=arguments.over,
+        over=[*arguments.over, *several],
         baseline=arguments.baseline,
         target=arguments.until,
         steps=arguments.steps,
@@ -87,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         contenders=arguments.contenders,
     )
     commands = [one.name for one in suite.contenders if one.kind == "command"]
-    if places and commands:
+    if (places or several) and commands:
         raise WanmaError(
             f"--engine and --nodes are for jobs, and these contenders are commands: {', '.join(commands)}",
             "leave the options out, or write a suite of jobs",

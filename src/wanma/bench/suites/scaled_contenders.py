@@ -1,4 +1,4 @@
-"""Global batches of weak scaling: as many samples for each rank as on the fewest."""
+"""Contenders that are one job on several numbers of ranks: equal threads, and batches of weak scaling."""
 
 from __future__ import annotations
 
@@ -7,13 +7,52 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
 
+from wanma.bench.figures.scaling import SCALING_KEYS
 from wanma.bench.programs.contender import Contender
+from wanma.hardware.discovery.node import discover_node
 from wanma.job.errors import EXIT_USAGE, WanmaError
 from wanma.job.file.loading import to_job
 from wanma.job.plan.plan import MESH_DIMS
+from wanma.job.sections.job import Job
 from wanma.observe.units import count_text
 
 BATCH = "train.global_batch"
+THREADS = "cluster.threads_per_rank"
+
+
+def with_equal_threads(contenders: Sequence[Contender], job_text: str) -> list[Contender]:
+    """Return contenders of a job with equal threads for each rank, if they are its scaling on this node.
+
+    Otherwise fewer ranks would have more cores each, and nothing would grow. Threads that the job or a
+    contender sets stay, and so do other contenders than those of a scaling.
+
+    Args:
+        contenders: all contenders of a suite.
+        job_text: text of their job file; empty: they have none.
+    """
+    if len(contenders) < 2 or not job_text or any(one.kind != "job" for one in contenders):
+        return list(contenders)
+    others = [{key: one.settings[key] for key in one.settings.keys() - SCALING_KEYS} for one in contenders]
+    jobs = [to_job(tomllib.loads(job_text), one.overrides) for one in contenders]
+    sections = [job.cluster for job in jobs]
+    if (
+        any(other != others[0] for other in others)
+        or any(job.parallel.auto for job in jobs)
+        or any(one.threads_per_rank is not None or one.device == "cuda" for one in sections)
+        or any(one.engine != "local" or one.nodes != 1 for one in sections)
+    ):
+        return list(contenders)
+    ranks = {_ranks(job) for job in jobs}
+    (node,) = discover_node().nodes
+    if len(ranks) < 2 or (node.devices and any(one.device != "cpu" for one in sections)):
+        return list(contenders)
+    threads = str(equal_threads(node.cores, max(ranks)))
+    return [replace(one, settings={**one.settings, THREADS: threads}) for one in contenders]
+
+
+def equal_threads(cores: int, max_ranks: int) -> int:
+    """Return the threads of each rank with which the largest number of ranks fits on the cores."""
+    return max(cores // max_ranks, 1)
 
 
 def with_weak_batches(contenders: Sequence[Contender], job_text: str) -> list[Contender]:
@@ -29,7 +68,7 @@ def with_weak_batches(contenders: Sequence[Contender], job_text: str) -> list[Co
         WanmaError: all contenders have as many ranks; one is a command, sets the batch itself or leaves its
             layout open; or the batch cannot be the same for each rank.
     """
-    ranks = {one.name: _ranks(one, job_text) for one in contenders}
+    ranks = {one.name: _weak_ranks(one, job_text) for one in contenders}
     fewest = min(ranks.values(), default=1)
     if len(set(ranks.values())) < 2:
         raise WanmaError(
@@ -52,7 +91,7 @@ def with_weak_batches(contenders: Sequence[Contender], job_text: str) -> list[Co
     return found
 
 
-def _ranks(contender: Contender, job_text: str) -> int:
+def _weak_ranks(contender: Contender, job_text: str) -> int:
     """Return the ranks of a contender, by the sizes of its mesh."""
     if contender.kind != "job":
         raise WanmaError(
@@ -66,11 +105,15 @@ def _ranks(contender: Contender, job_text: str) -> int:
             f"set {BATCH} in the job, for the fewest ranks; it then grows with the ranks",
             EXIT_USAGE,
         )
-    parallel = to_job(tomllib.loads(job_text), contender.overrides).parallel
-    if parallel.auto:
+    job = to_job(tomllib.loads(job_text), contender.overrides)
+    if job.parallel.auto:
         raise WanmaError(
             f"--weak: the layout of the contender '{contender.name}' is open, and so are its ranks",
             "give sizes: --over parallel.dp_replicate=1..4",
             EXIT_USAGE,
         )
-    return math.prod(getattr(parallel, name) for name in MESH_DIMS)
+    return _ranks(job)
+
+
+def _ranks(job: Job) -> int:
+    return math.prod(getattr(job.parallel, name) for name in MESH_DIMS)

@@ -1,0 +1,39 @@
+"""Repetitions of gates with planted slow-downs of `benchmarks/measuring`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.measuring import run
+from benchmarks.measuring.gates import SLOW_DOWNS
+
+OLD = {"is_slower": True, "outcome": "slower", "ratio": {"median": 0.95}}
+EQUAL = {"is_slower": False, "outcome": "cannot tell", "ratio": {"median": 1.0}}
+
+
+def gate_rows(folder: Path, **options: Any) -> dict[str, Any]:
+    assert folder.is_dir()
+    slow_down = options["slow_down"]
+    return {"slow_down": slow_down, "outcome": "slower" if slow_down else None, "ratio": {"median": 0.9}}
+
+
+def test_each_slow_down_gets_its_repetitions_beside_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "sample_gate", gate_rows)
+    piece = {"rows": [OLD, OLD, EQUAL], "machine": "m", "commit": "c", "date": "d"}
+    options = run.parse(["--repetitions", "2"])
+    while run.MEASURES["gate"](piece, options):
+        pass
+    counts = {one: sum(run.planted_slow_down(row) == one for row in piece["rows"]) for one in SLOW_DOWNS}
+    assert counts == {0.1: 2, 0.05: 2, 0.0: 2}
+    report = run.report({"gate": piece})
+    assert "| 10% slower | 2 | 2 | 0 | 0.900 to 0.900 |" in report
+    assert "| 5% slower | 2 | 2 | 0 | 0.950 to 0.950 |" in report
+
+
+def test_recorded_rows_without_a_slow_down_of_ten_percent_have_no_row_of_it() -> None:
+    piece = {"rows": [OLD, EQUAL], "rounds": 10, "machine": "m", "commit": "c", "date": "d"}
+    report = run.report({"gate": piece})
+    assert "10% slower" not in report
+    assert "| 5% slower | 1 | 1 |" in report
