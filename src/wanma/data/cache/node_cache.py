@@ -15,7 +15,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -193,20 +192,6 @@ class CachedFile:
             for number, content in self._read_group(group, segments):
                 parts[number].append(content)
         return [found[0] if len(found) == 1 else b"".join(found) for found in parts]
-
-    @contextmanager
-    def pin(self, start: int, end: int) -> Iterator[None]:
-        """Keep the blocks of bytes [start, end) in the cache until the block ends; each is an open file.
-
-        Blocks without room in the cache are not kept.
-        """
-        size = self._cache.block_bytes
-        blocks = range(max(start, 0) // size, -(-min(end, self.size) // size))
-        views = self._cache.process_state().map(self._block, blocks) if blocks else []
-        try:
-            yield
-        finally:
-            del views
 
     def _read_group(
         self, blocks: Sequence[int], segments: dict[int, list[tuple[int, int, int]]]
