@@ -12,10 +12,11 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,7 @@ class NodeCache:
                 "choose a folder on a local disk that this user may write",
             ) from error
         self._process = _ProcessState()
+        _caches.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.folder, self.limit_bytes, self.block_bytes)
@@ -127,6 +129,16 @@ class NodeCache:
         if self.limit_bytes < self.block_bytes:  # none will find room
             return _MAX_MAPPED_BLOCKS
         return max(1, min(_MAX_MAPPED_BLOCKS, self.limit_bytes // self.block_bytes // 2))
+
+
+_caches: weakref.WeakSet[NodeCache] = weakref.WeakSet()
+"""Node caches of this process, for their traffic."""
+
+
+def cache_traffic() -> CacheTraffic:
+    """Return the traffic of this process with its node caches, since it started or was forked."""
+    totals = [astuple(cache.traffic) for cache in list(_caches)]
+    return CacheTraffic(*map(sum, zip(*totals, strict=True)))
 
 
 class _ProcessState:
