@@ -127,3 +127,4 @@ def test_traffic_with_stores_is_one_line(new_run: NewRun) -> None:
     text = "stores, rank 0: s3 1,200 requests, 4.0 MiB; node cache: 75 % of 16 blocks"
     assert store_traffic_text(read_report(run)) == text
     assert text in run_summary(read_report(run))
+    assert text in render_report_page(read_report(run))

@@ -138,7 +138,7 @@ _caches: weakref.WeakSet[NodeCache] = weakref.WeakSet()
 def cache_traffic() -> CacheTraffic:
     """Return the traffic of this process with its node caches, since it started or was forked."""
     totals = [astuple(cache.traffic) for cache in list(_caches)]
-    return CacheTraffic(*map(sum, zip(*totals, strict=True)))
+    return CacheTraffic(*(sum(counts) for counts in zip(*totals, strict=True)))
 
 
 class _ProcessState:
