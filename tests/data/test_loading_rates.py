@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from support.labelled_images import write_tar
-from wanma.data.datasets.load_times import LoadTimes
+from wanma.data.datasets.load_times import STORED_IMAGE_PARTS, LoadTimes
 from wanma.data.datasets.map_dataset import UserDataset
 from wanma.data.datasets.stored_image_dataset import StoredImageDataset
 from wanma.data.opening import open_dataset
@@ -69,7 +69,7 @@ def test_other_data_keep_no_rates() -> None:
 
 
 def test_only_decoding_counts_samples() -> None:
-    times = LoadTimes()
+    times = LoadTimes(STORED_IMAGE_PARTS)
     for part in ("read", "decode", "decode", "collate"):
         with times.measure(part):
             pass

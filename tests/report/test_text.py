@@ -10,6 +10,7 @@ from collections.abc import Callable
 from rich.console import Console
 
 from wanma.job.run.run_directory import RunDirectory
+from wanma.report.key_figures import data_loading_text, store_traffic_text
 from wanma.report.report_page import render_report_page
 from wanma.report.run_report import read_report
 from wanma.report.terminal import Placement, run_summary, runs_table
@@ -98,7 +99,32 @@ def test_the_part_of_loading_that_dominates_is_named(new_run: NewRun) -> None:
         line["load_seconds"] = {"read": 0.1, "decode": 0.8, "collate": 0.1}
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     report = read_report(run)
-    text = "decode dominates, 80 % of 4.00 s in loader threads (data.workers = 1)"
+    text = "decode dominates, 80 % of 4.00 s in loader threads (data.workers = 1"
     assert text in run_summary(report)
     assert text in render_report_page(report)
     assert "dominates" not in run_summary(read_report(new_run(4, "older")))
+
+
+def test_the_workers_that_would_keep_up_are_named(new_run: NewRun) -> None:
+    run = new_run(4)
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    for line in lines:
+        line["phases"] = {"data": 0.5, "forward_backward": 1.0}
+        line["load_seconds"] = {"read": 2.5, "decode": 0.0, "collate": 0.0}
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "waiting for data 33 %: read dominates" in data_loading_text(read_report(run))
+    assert "(data.workers = 1; 3 would keep up)" in data_loading_text(read_report(run))
+
+
+def test_traffic_with_stores_is_one_line(new_run: NewRun) -> None:
+    run = new_run(4)
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert store_traffic_text(read_report(run)) == ""
+    for line in lines:
+        line["store_requests"], line["store_bytes"] = {"s3": 300}, {"s3": 2**20}
+        line["cache_blocks"] = {"hit": 3, "miss": 1}
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = "stores, rank 0: s3 1,200 requests, 4.0 MiB; node cache: 75 % of 16 blocks"
+    assert store_traffic_text(read_report(run)) == text
+    assert text in run_summary(read_report(run))
+    assert text in render_report_page(read_report(run))

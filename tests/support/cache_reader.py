@@ -23,7 +23,7 @@ from typing import Any
 import s3fs  # noqa: F401  (its import takes longer than all reads)
 
 from wanma.data.cache.node_cache import NodeCache
-from wanma.data.stores.client import store_traffic
+from wanma.data.stores.client import StoreTraffic, store_traffic
 from wanma.data.stores.listing import list_files
 from wanma.elastic.workers.linux_processes import process_state
 
@@ -121,7 +121,11 @@ def _read(cache_folder: str, limit: int, block: int, seed: int, urls: list[str])
             for start, part in zip(starts, parts, strict=True):
                 contents[number][start : start + len(part)] = part
     hashes = [hashlib.sha256(content).hexdigest() for content in contents]
-    return {"hashes": hashes, "cache": asdict(cache.traffic), "store": asdict(store_traffic())}
+    return {
+        "hashes": hashes,
+        "cache": asdict(cache.traffic),
+        "store": asdict(store_traffic().get("s3", StoreTraffic())),
+    }
 
 
 def _serve() -> None:

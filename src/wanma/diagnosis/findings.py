@@ -142,12 +142,13 @@ def _data(evidence: Evidence) -> Finding | None:
     if share < MIN_SHARE:
         return None
     texts = [f"{percent_text(share)} of the step are waits for data"]
-    loads, is_store = evidence.load_seconds, False
-    if any(loads.values()):
-        kind = max(loads, key=loads.__getitem__)
+    loads = evidence.load_seconds
+    kind = max(loads, key=loads.__getitem__) if any(loads.values()) else ""
+    is_store = kind == "read"
+    if kind:
         texts.append(f"{kind} dominates, {duration_text(loads[kind])} of the loader threads a step")
-        is_store = kind == "read"
-    elif cores := [work.cores for work in evidence.ranks if work.cores is not None]:
+    cores = [work.cores for work in evidence.ranks if work.cores is not None]
+    if cores and kind in ("", "dataset"):
         # Waits beside which a rank has no more work than the rest of its step are not computed by it.
         is_store = median(cores) - (1 - share) < share / 2
         texts.append(f"a rank uses {median(cores):.2f} processors")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -115,23 +116,51 @@ def phase_times(report: Report) -> list[PhaseTime]:
 def data_loading_text(report: Report) -> str:
     """Describe the part of loading that takes most of the loader threads' time; empty if none is recorded.
 
-    Example: 'waiting for data 3 %: decode dominates, 82 % of 12 s in loader threads (data.workers = 2)'.
+    Example: 'waiting for data 3 %: decode dominates, 82 % of 12 s in loader threads (data.workers = 2; 3
+    would keep up)'.
     """
     loaded = {
         part: sum(value for value in report.steps.get(f"load_seconds.{part}", []) if value > 0)
-        for part in ("read", "decode", "collate")
+        for part in ("read", "decode", "dataset", "collate")
     }
     total, phases = sum(loaded.values()), phase_times(report)
     if not total or not phases:
         return ""
     waited = sum(phase.seconds for phase in phases if phase.name == "data")
-    share = 100 * waited / sum(phase.seconds for phase in phases)
+    trained = sum(phase.seconds for phase in phases) - waited
+    share = 100 * waited / (waited + trained)
     largest = max(loaded, key=loaded.__getitem__)
     workers = report.loader_workers or report.job.get("data", {}).get("workers", 1)
+    needed = math.ceil(total / trained) if trained else 0
+    is_program = "factory" in report.job.get("data", {})  # whose threads share one interpreter
+    kind = " as data.worker_processes" if is_program else ""
+    needed_text = f"; {needed:,}{kind} would keep up" if share >= 1 and needed > workers else ""
     return (
         f"waiting for data {share:.0f} %: {largest} dominates, {100 * loaded[largest] / total:.0f} % of "
-        f"{duration_text(total)} in loader threads (data.workers = {workers})"
+        f"{duration_text(total)} in loader threads (data.workers = {workers}{needed_text})"
     )
+
+
+def store_traffic_text(report: Report) -> str:
+    """Describe rank 0's traffic with stores and the node cache; empty if all data are local.
+
+    Example: 'stores, rank 0: s3 1,204 requests, 3.2 GiB; node cache: 90 % of 4,000 blocks'.
+    """
+
+    def total(key: str) -> float:
+        return sum(value for value in report.steps.get(key, []) if value > 0)
+
+    prefix = "store_requests."
+    stores = sorted(key.removeprefix(prefix) for key in report.steps if key.startswith(prefix))
+    texts = [
+        f"{name} {count_text(int(total(prefix + name)), 'request')}, "
+        f"{bytes_text(total(f'store_bytes.{name}'))}"
+        for name in stores
+    ]
+    if blocks := total("cache_blocks.hit") + total("cache_blocks.miss"):
+        hits = 100 * total("cache_blocks.hit") / blocks
+        texts.append(f"node cache: {hits:.0f} % of {count_text(int(blocks), 'block')}")
+    return f"stores, rank 0: {'; '.join(texts)}" if texts else ""
 
 
 def event_text(event: Event) -> str:

@@ -44,6 +44,7 @@ from wanma.report.key_figures import (
     parameter_count_text,
     phase_times,
     state_sentence,
+    store_traffic_text,
 )
 from wanma.report.run_charts import run_charts
 from wanma.report.run_report import Report, read_report
@@ -204,7 +205,7 @@ def _phases(report: Report) -> str:
     if not shares:
         return ""
     total = sum(share.seconds for share in shares)
-    loading = data_loading_text(report)
+    notes = [text for text in (data_loading_text(report), store_traffic_text(report)) if text]
     rows = "".join(
         table_row(
             legend_entry(share.name, share.colour),
@@ -218,7 +219,7 @@ def _phases(report: Report) -> str:
         bar((f"c{share.colour}", share.seconds / total) for share in shares)
         + bar_caption(count_text(len(report.steps["step"]), "recorded step"), duration_text(total))
         + f"<table>{rows}</table>"
-        + (f"<p class=note>{escape(loading)}</p>" if loading else ""),
+        + "".join(f"<p class=note>{escape(note)}</p>" for note in notes),
     )
 
 

@@ -261,8 +261,16 @@ def _of_current_history(events: list[Event]) -> tuple[tuple[Event, ...], tuple[E
     return validations, checkpoints
 
 
-_GROUPS = ("phases", "load_seconds", "exposed_communication_seconds", "communication_seconds")
-"""Keys of a record that hold seconds by name."""
+_GROUPS = (
+    "phases",
+    "load_seconds",
+    "store_requests",
+    "store_bytes",
+    "cache_blocks",
+    "exposed_communication_seconds",
+    "communication_seconds",
+)
+"""Keys of a record that hold numbers by name."""
 
 
 class StepTable:

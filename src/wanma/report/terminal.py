@@ -23,6 +23,7 @@ from wanma.report.key_figures import (
     parameter_count_text,
     phase_times,
     state_sentence,
+    store_traffic_text,
 )
 from wanma.report.run_report import Report, RunState, read_report
 from wanma.report.script_run import read_script_run
@@ -185,10 +186,9 @@ def _phase_lines(report: Report) -> list[str]:
     if not shares:
         return []
     waited = ", ".join(exposed_communication_text(part) for part in exposed_communication(report))
-    loading = data_loading_text(report)
     return [
         f"  time: {parts}",
-        *([f"  {loading}"] if loading else []),
+        *(f"  {text}" for text in (data_loading_text(report), store_traffic_text(report)) if text),
         *([f"  exposed communication, median step: {waited}"] if waited else []),
     ]
 

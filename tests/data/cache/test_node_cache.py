@@ -105,16 +105,6 @@ def test_a_limit_below_the_size_of_a_shard_is_held_and_read_through(
     assert (traffic.misses > 0) == (blocks > 0)
 
 
-def test_pinned_blocks_stay(s3: S3Server, file: StoredFile, tmp_path: Path) -> None:
-    cache = NodeCache(tmp_path, 3 * (BLOCK + TRAILER_BYTES), BLOCK)
-    source = cache.open(file)
-    with source.pin(0, 150_000):  # type: ignore[attr-defined]
-        source.read(200_000, len(CONTENT))
-        s3.proxy.requests.clear()
-        assert source.read(0, 150_000) == CONTENT[:150_000]
-        assert s3.proxy.ranged_requests == []
-
-
 def test_a_damaged_block_is_fetched_again(s3: S3Server, file: StoredFile, tmp_path: Path) -> None:
     NodeCache(tmp_path, ROOMY, BLOCK).open(file).read(0, len(CONTENT))
     victim = min((tmp_path / "blocks-1").iterdir())

@@ -52,6 +52,8 @@ def test_rows_are_those_of_python_s_csv(
         (b"1::1193::5::978300760\n", {"0": "1", "1": "1193", "2": "5", "3": "978300760"}),
         (b"196\t242\t3\n186\t302\t3\n", {"0": "196", "1": "242", "2": "3"}),
         (b"a;b\r\nx;\r\n", {"a": "x", "b": ""}),
+        (b"prompt,answer\nWho is it?,me\nprompt 2,me\n", {"prompt": "Who is it?", "answer": "me"}),
+        (b"year,Is it a good movie?\n1996,yes\n1997,no\n", {"year": "1996", "Is it a good movie?": "yes"}),
         (b'a,b\n5" disk,3\n', {"a": '5" disk', "b": "3"}),
         (b'a,b\n"x\n\n y",3\n', {"a": "x\n\n y", "b": "3"}),
     ],
@@ -69,12 +71,24 @@ def test_delimiter_and_header_are_found(content: bytes, expected: dict[str, str]
         (b'a,b\n1,2\n"x,2\n', 2, "a quote is not closed"),
         (b"a,a\n1,2\n", None, "two of its columns have the same name"),
         (b"a\0,b\n1,2\n", None, "a zero byte"),
+        (b"so good,positive\nso bad,negative\nfine,positive\n", 0, "'positive' comes again in its column"),
+        (b"Is it good?\tyes\nNo way\tno\n", 0, "'Is it good\\?' is a sentence"),
+        (b"this is what I say,x\nand that,y\n", 0, "is a sentence"),
     ],
 )
 def test_damaged_rows_are_named(content: bytes, row: int | None, cause: str) -> None:
     with pytest.raises(BadDataError, match=cause) as raised:
         read(Csv(), content)
     assert raised.value.row == row
+
+
+def test_a_first_line_that_looks_like_data_is_read_as_the_option_says() -> None:
+    content = b"so good,positive\nso bad,positive\n"
+    with pytest.raises(BadDataError) as raised:
+        read(Csv(), content)
+    assert "--option header=false" in raised.value.hint
+    assert read(Csv(header=False), content)[0] == {"0": "so good", "1": "positive"}
+    assert read(Csv(header=True), content) == [{"so good": "so bad", "positive": "positive"}]
 
 
 def test_without_quoting_quotes_are_ordinary() -> None:

@@ -87,7 +87,7 @@ def test_a_passing_failure_is_not_seen(s3: S3Server, file: StoredFile, fault: Fa
     s3.proxy.fault = once(fault, 2)
     assert RemoteFile(file, QUICK).read(10, 500_000) == CONTENT[10:500_000]
     assert len(s3.proxy.ranged_requests) == 3
-    traffic = store_traffic()
+    traffic = store_traffic()["s3"]
     assert (traffic.requests, traffic.received_bytes) == (3, 499_990 if not fault.loses_tail else 999_980)
 
 
@@ -172,7 +172,7 @@ def test_no_error_shows_credentials(
 
 
 def _read_in_child(file: StoredFile, source: RemoteFile, answers: object) -> None:
-    found = bytes(source.read(0, 1000)), store_traffic().requests
+    found = bytes(source.read(0, 1000)), store_traffic()["s3"].requests
     gc.collect()
     answers.send(found)  # type: ignore[attr-defined]
 

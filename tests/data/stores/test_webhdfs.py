@@ -12,7 +12,7 @@ import pytest
 from support.hadoop import HadoopClient, needs_hadoop
 from support.webhdfs import Operation, WebHdfs, webhdfs
 from wanma.data.documents.text_files import list_documents, read_chunks
-from wanma.data.stores import remote_file
+from wanma.data.stores import filesystems, remote_file
 from wanma.data.stores.listing import list_files
 from wanma.data.stores.remote_file import RemoteFile
 from wanma.job.errors import WanmaError
@@ -92,6 +92,39 @@ def test_a_file_that_changes_or_goes_is_named(hdfs: WebHdfs, monkeypatch: pytest
 def test_text_is_read(hdfs: WebHdfs) -> None:
     (document,) = list_documents([hdfs.url("data/sub/*.txt")])
     assert list(read_chunks(document)) == [b"one\ntwo\n"]
+
+
+@pytest.fixture
+def _no_native_library(hdfs: WebHdfs, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine without libjvm, and the stand-in at the port at which a NameNode is by default."""
+    for name in ("JAVA_HOME", "HADOOP_HOME", "ARROW_LIBHDFS_DIR"):
+        monkeypatch.setenv(name, "/nowhere")
+    monkeypatch.setattr(filesystems, "_NAMENODE_HTTP_PORT", int(hdfs.namenode.rpartition(":")[2]))
+    filesystems._tell_of_webhdfs.cache_clear()
+    yield
+    filesystems._tell_of_webhdfs.cache_clear()
+
+
+@pytest.mark.usefixtures("_no_native_library")
+def test_hdfs_goes_by_webhdfs_where_no_native_library_is(
+    hdfs: WebHdfs, caplog: pytest.LogCaptureFixture
+) -> None:
+    (whole,) = list_files(["hdfs://me@127.0.0.1:8020/data/a b.bin"], "data.text")
+    (found,) = list_files(["hdfs://me@127.0.0.1:8020/data/*.bin"], "data.text")
+    assert whole.url == found.url == "hdfs://me@127.0.0.1:8020/data/a b.bin"
+    assert RemoteFile(found).read(7, 107) == CONTENT[7:107]
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert hdfs.namenode in message
+    assert "webhdfs://HOST:PORT" in message
+    assert "dlopen" not in message
+
+
+@pytest.mark.usefixtures("_no_native_library")
+def test_hdfs_without_a_host_is_one_message() -> None:
+    with pytest.raises(WanmaError, match="'hdfs:///data' names no host") as raised:
+        list_files(["hdfs:///data"], "data.text")
+    assert "dlopen" not in raised.value.message
+    assert "webhdfs://HOST:PORT" in raised.value.hint
 
 
 @pytest.mark.full

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from wanma.data.formats.csv_rows import Csv
 from wanma.data.index.records import open_records
 from wanma.data.stores import data_file
 from wanma.data.stores.byte_source import ByteSource
 from wanma.data.stores.listing import StoredFile
-from wanma.data.tools.selection import FormatChoice, select_entries
-from wanma.job.errors import WanmaError
+from wanma.data.tools.selection import FormatChoice, parse_option, select_entries
+from wanma.job.errors import JobError, WanmaError
 
 
 def test_a_file_that_cannot_be_opened_once_is_read_the_next_time(
@@ -35,3 +36,24 @@ def test_a_file_that_cannot_be_opened_once_is_read_the_next_time(
     assert index.rows == 10
     records = open_records(str(folder), "jsonl", cache=cache, skip_damaged=True)
     assert (len(records), records.damaged) == (20, ())
+
+
+@pytest.mark.parametrize(("text", "expected"), [("false", False), ("False", False), ("null", None)])
+def test_an_option_is_json_or_a_word_of_python(text: str, expected: bool | None) -> None:
+    choice = FormatChoice("csv", dict([parse_option(f"header={text}")]))
+    assert choice.of([]) == Csv(header=expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("csv", "header=no"), ("csv", "delimiter=3"), ("megatron", "unit=row"), ("parquet", "columns=3")],
+)
+def test_an_option_of_another_type_is_named(name: str, option: str) -> None:
+    with pytest.raises(JobError, match=f"--option {option.partition('=')[0]}=.*'{name}'") as raised:
+        FormatChoice(name, dict([parse_option(option)])).of([])
+    assert "as JSON" in raised.value.hint
+
+
+def test_a_list_of_an_option_becomes_a_tuple() -> None:
+    choice = FormatChoice("parquet", dict([parse_option('columns=["a", "b"]')]))
+    assert choice.of([]).options["columns"] == ("a", "b")

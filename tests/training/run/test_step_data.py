@@ -12,9 +12,12 @@ import pytest
 import torch
 
 from wanma.data.batch import BadSample, Batch
-from wanma.data.datasets.load_times import LoadTimes
+from wanma.data.cache.node_cache import CacheTraffic
+from wanma.data.datasets.load_times import STORED_IMAGE_PARTS, LoadTimes
 from wanma.data.step_loader import StepBatches
+from wanma.data.stores.client import StoreTraffic
 from wanma.job.errors import JobError
+from wanma.training.run import step_data as module
 from wanma.training.run.step_data import StepData
 
 
@@ -34,7 +37,9 @@ def bad(sample: int, *, is_substituted: bool = False) -> BadSample:
 
 def data() -> Any:
     return SimpleNamespace(
-        load_times=LoadTimes(), sample_name=lambda number: f"sample {number}", bad_file_count=0
+        load_times=LoadTimes(STORED_IMAGE_PARTS),
+        sample_name=lambda number: f"sample {number}",
+        bad_file_count=0,
     )
 
 
@@ -97,3 +102,18 @@ def test_seconds_of_loading_are_those_since_the_last_record(tmp_path: Path) -> N
         pass
     assert report.metrics()["load_seconds"]["decode"] > 0
     assert report.metrics() == {"load_seconds": {"read": 0.0, "decode": 0.0, "collate": 0.0}}
+
+
+def test_traffic_is_that_since_the_last_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report, _ = step_data(tmp_path)
+    totals = {"s3": StoreTraffic(requests=3, received_bytes=10)}
+    monkeypatch.setattr(module, "store_traffic", lambda: totals)
+    monkeypatch.setattr(module, "cache_traffic", lambda: CacheTraffic(hits=5, misses=1))
+    assert report.metrics() == {
+        "store_requests": {"s3": 3},
+        "store_bytes": {"s3": 10},
+        "cache_blocks": {"hit": 5, "miss": 1},
+    }
+    totals["s3"] += StoreTraffic(requests=2, received_bytes=7)
+    totals["https"] = StoreTraffic(requests=1)
+    assert report.metrics() == {"store_requests": {"s3": 2, "https": 1}, "store_bytes": {"s3": 7}}

@@ -12,11 +12,11 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,7 @@ class NodeCache:
                 "choose a folder on a local disk that this user may write",
             ) from error
         self._process = _ProcessState()
+        _caches.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.folder, self.limit_bytes, self.block_bytes)
@@ -128,6 +129,16 @@ class NodeCache:
         if self.limit_bytes < self.block_bytes:  # none will find room
             return _MAX_MAPPED_BLOCKS
         return max(1, min(_MAX_MAPPED_BLOCKS, self.limit_bytes // self.block_bytes // 2))
+
+
+_caches: weakref.WeakSet[NodeCache] = weakref.WeakSet()
+"""Node caches of this process, for their traffic."""
+
+
+def cache_traffic() -> CacheTraffic:
+    """Return the traffic of this process with its node caches, since it started or was forked."""
+    totals = [astuple(cache.traffic) for cache in list(_caches)]
+    return CacheTraffic(*(sum(counts) for counts in zip(*totals, strict=True)))
 
 
 class _ProcessState:
@@ -193,20 +204,6 @@ class CachedFile:
             for number, content in self._read_group(group, segments):
                 parts[number].append(content)
         return [found[0] if len(found) == 1 else b"".join(found) for found in parts]
-
-    @contextmanager
-    def pin(self, start: int, end: int) -> Iterator[None]:
-        """Keep the blocks of bytes [start, end) in the cache until the block ends; each is an open file.
-
-        Blocks without room in the cache are not kept.
-        """
-        size = self._cache.block_bytes
-        blocks = range(max(start, 0) // size, -(-min(end, self.size) // size))
-        views = self._cache.process_state().map(self._block, blocks) if blocks else []
-        try:
-            yield
-        finally:
-            del views
 
     def _read_group(
         self, blocks: Sequence[int], segments: dict[int, list[tuple[int, int, int]]]

@@ -7,16 +7,23 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-LOAD_PARTS = ("read", "decode", "collate")
+STORED_IMAGE_PARTS = ("read", "decode", "collate")
 """Parts of loading: reading stored bytes, decoding them to arrays, joining samples and copying batches."""
+TEXT_PARTS = ("read", "collate")
+USER_DATASET_PARTS = ("dataset", "collate")
+"""Likewise; "dataset": reading items of a user's dataset, whose own parts are unknown."""
 
 
 class LoadTimes:
-    """Sum of seconds by part of loading; threads add to it at once."""
+    """Sum of seconds by part of loading; threads add to it at once.
 
-    def __init__(self) -> None:
+    Args:
+        parts: the parts.
+    """
+
+    def __init__(self, parts: tuple[str, ...]) -> None:
         self._lock = threading.Lock()
-        self._seconds = dict.fromkeys(LOAD_PARTS, 0.0)
+        self._seconds = dict.fromkeys(parts, 0.0)
         self._decoded_samples, self._decoding_core_seconds = 0, 0.0
 
     @contextmanager
@@ -42,5 +49,5 @@ class LoadTimes:
     def take(self) -> dict[str, float]:
         """Return the seconds by part since the last call, and start anew."""
         with self._lock:
-            seconds, self._seconds = self._seconds, dict.fromkeys(LOAD_PARTS, 0.0)
+            seconds, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
         return seconds

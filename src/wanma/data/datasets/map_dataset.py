@@ -7,7 +7,7 @@ Items are joined by torch's default collate.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,7 @@ from wanma.data.batch import Batch
 from wanma.data.datasets.dataset import BatchedDataset, InputKind, make_batch
 from wanma.data.datasets.fingerprint import dataset_fingerprint, hash_texts
 from wanma.data.datasets.joined_datasets import JoinedDatasets
+from wanma.data.datasets.load_times import USER_DATASET_PARTS, LoadTimes
 from wanma.data.datasets.reading_rates import ReadingRates
 from wanma.data.datasets.seeded_draws import SeededDraws, SeedGenerators
 from wanma.data.datasets.stream_reader import check_stream, is_stream
@@ -99,6 +100,8 @@ class UserDataset(BatchedDataset):
             self._processes = WorkerProcesses(
                 _ProcessReader(train, validation, seed), worker_processes, type(train).__name__
             )
+        else:
+            self.load_times = LoadTimes(USER_DATASET_PARTS)
         # Several threads or processes for a user's dataset: its samples take time.
         self.is_costly_to_read = worker_processes > 0 or not serialize_access
         self._train = train
@@ -182,13 +185,19 @@ class UserDataset(BatchedDataset):
     def _read_here(self, dataset: Any, rows: IndexArray, sample_indices: IndexArray) -> Batch:
         def read(seed: SeedGenerators) -> list[Any]:
             items = []
-            with self._rates.measure(len(rows)) if self._rates is not None else nullcontext():
+            with ExitStack() as measured:
+                if self._rates is not None:
+                    measured.enter_context(self._rates.measure(len(rows)))
+                if self.load_times is not None:
+                    measured.enter_context(self.load_times.measure("dataset"))
                 for row, number in zip(rows.tolist(), sample_indices.tolist(), strict=True):
                     seed(number)
                     items.append(self._read_item(dataset, row))
             return items
 
-        return self._collate(self._draws.read(read), type(dataset).__name__, rows, sample_indices)
+        items = self._draws.read(read)
+        with self.load_times.measure("collate") if self.load_times is not None else nullcontext():
+            return self._collate(items, type(dataset).__name__, rows, sample_indices)
 
     def _collate(self, items: list[Any], name: str, rows: IndexArray, sample_indices: IndexArray) -> Batch:
         """Join items, read from `rows` of the dataset of that name, into a batch."""

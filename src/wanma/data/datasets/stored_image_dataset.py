@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from wanma.data.batch import IGNORE_INDEX, BadSample, Batch
 from wanma.data.datasets.dataset import BatchedDataset, InputKind, class_range, make_batch
-from wanma.data.datasets.load_times import LoadTimes
+from wanma.data.datasets.load_times import STORED_IMAGE_PARTS, LoadTimes
 from wanma.data.formats.format import BadDataError, Record
 from wanma.data.images.fields import ImageFields, bad_sample, read_label
 from wanma.data.images.loading_measurement import mean_loading, measure_loading, record_loading
@@ -90,7 +90,7 @@ class StoredImageDataset(BatchedDataset):
         is_remote = any(source.images.is_remote for source in sources)
         self._pools = _Pools(section.worker_count, _READ_THREADS if is_remote else 0)
         self._reported: set[str] = set()
-        self.load_times: LoadTimes = LoadTimes()
+        self.load_times: LoadTimes = LoadTimes(STORED_IMAGE_PARTS)
         self.seed = seed
         self._transform = sources[0].images.transform
         self.image_shape = self._transform.shape

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from wanma.data.batch import IGNORE_INDEX, Batch
 from wanma.data.datasets.dataset import BatchedDataset, InputKind, make_batch
+from wanma.data.datasets.load_times import TEXT_PARTS, LoadTimes
 from wanma.data.sampling.mixture_schedule import SourceWeight
 from wanma.data.sampling.order import SampleOrder, Shuffle
 from wanma.data.sampling.order_window import OrderWindow
@@ -75,6 +76,7 @@ class TokenDataset(BatchedDataset):
         self._total = total_samples
         self._sequence_length = sequence_length
         self.seed = seed
+        self.load_times: LoadTimes = LoadTimes(TEXT_PARTS)
         self.tokenizer: Tokenizer = tokenizer
         self.vocabulary_size = tokenizer.vocabulary_size
         self.targets_per_sample = sequence_length
@@ -165,7 +167,14 @@ class TokenDataset(BatchedDataset):
         indices: IndexArray,
         sample_indices: IndexArray,
     ) -> Batch:
-        rows, segment_starts = self._read_rows(streams, sources, indices)
+        with self.load_times.measure("read"):
+            rows, segment_starts = self._read_rows(streams, sources, indices)
+        with self.load_times.measure("collate"):
+            return self._join(rows, segment_starts, sample_indices)
+
+    def _join(
+        self, rows: NDArray[Any], segment_starts: NDArray[np.bool_], sample_indices: IndexArray
+    ) -> Batch:
         shape = (len(rows), self._sequence_length)
         inputs, targets = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.int64)
         inputs.numpy()[:], targets.numpy()[:] = rows[:, :-1], rows[:, 1:]

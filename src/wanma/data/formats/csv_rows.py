@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,6 +21,10 @@ _DELIMITERS = ("::", "\t", ",", ";", "|")
 """Delimiters that are tried; `::` is that of MovieLens."""
 _SNIFFED_BYTES = 64 << 10
 _SNIFFED_LINES = 20
+_CHECKED_ROWS = 21
+"""First lines by which a header is told from data."""
+_MIN_SENTENCE_SPACES = 4
+_SENTENCE_ENDS = (".", "!", "?", "。", "！", "？")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _QUOTED_REST = re.compile(rb'[^"]*(?:""[^"]*)*"(?!")')
 """Rest of a quoted field up to its closing quote; a doubled quote is part of the field."""
@@ -33,7 +38,8 @@ class Csv(RangeFormat):
         delimiter: text between fields; empty: the one of tab, comma, semicolon, bar and `::` by which the
             first lines have equally many fields.
         header: True if the first line holds the names; False: fields are named `0`, `1` and so on; None: it
-            holds names unless one of its fields is empty or a number.
+            holds names unless one of its fields is empty or a number. A first line of text that reads like
+            the lines below it is refused.
         quoted: True if fields may be in double quotes, and then hold delimiters and line feeds.
     """
 
@@ -41,6 +47,7 @@ class Csv(RangeFormat):
     header: bool | None = None
     quoted: bool = True
     name: ClassVar[str] = "csv"
+    layout_version: ClassVar[int] = 2
     suffixes: ClassVar[tuple[str, ...]] = (".csv", ".tsv", ".tab")
 
     def detect(self, probe: Probe) -> Certainty:
@@ -66,12 +73,22 @@ class Csv(RangeFormat):
             has_header = self.header
             if has_header is None:
                 has_header = not any(not field or _NUMBER.fullmatch(field) for field in first)
+                spans = zip(starts[1:_CHECKED_ROWS], ends[1:_CHECKED_ROWS], strict=True)
+                rows = [source.read(int(start), int(end)) for start, end in spans]
+                if has_header and (value := _data_value(first, rows, delimiter, is_quoted)):
+                    raise BadDataError(
+                        source.url,
+                        f"all its columns are text, and its first line looks like data, not names: {value}",
+                        0,
+                        "put a line of names before it; or say what the first line is: --option header=true "
+                        "(names) or --option header=false (data)",
+                    )
             facts["names"] = first if has_header else [str(number) for number in range(len(first))]
             if len(set(facts["names"])) < len(first):
                 raise BadDataError(
                     source.url,
                     f"two of its columns have the same name: {', '.join(first)}",
-                    hint="rename them, or set the option header=False if the first line is data",
+                    hint="rename them, or set --option header=false if the first line is data",
                 )
             starts, ends = starts[has_header:], ends[has_header:]
         return RangeScan(starts, ends, facts, digest)
@@ -94,6 +111,27 @@ class Csv(RangeFormat):
             if len(counts) == 1 and min(counts) > 1:
                 return delimiter
         return ""
+
+
+def _data_value(first: Sequence[str], rows: Sequence[Content], delimiter: str, quoted: bool) -> str:
+    """Return the reason why a first line of text is a row and not names; empty: it may be names.
+
+    A number in a row below shows that it is names. A value that comes again in its column, or a sentence,
+    shows that it is data.
+    """
+    columns: list[set[str]] = [set() for _ in first]
+    for row in rows:
+        with suppress(ValueError):  # a damaged row is reported when it is read
+            for column, field in zip(columns, _split(row, delimiter, quoted), strict=True):
+                column.add(field)
+    if any(_NUMBER.fullmatch(field) for column in columns for field in column):
+        return ""
+    for name, column in zip(first, columns, strict=True):
+        if name in column:
+            return f"'{name[:60]}' comes again in its column"
+        if name.count(" ") >= _MIN_SENTENCE_SPACES or name.endswith(_SENTENCE_ENDS):
+            return f"'{name[:60]}' is a sentence"
+    return ""
 
 
 def _count_fields(line: bytes, delimiter: str, quoted: bool) -> int:
@@ -142,7 +180,7 @@ def _join_quoted_lines(
             source.url,
             "a quote is not closed before the file ends",
             row,
-            "close it, or set the option quoted=False if quotes are ordinary characters",
+            "close it, or set --option quoted=false if quotes are ordinary characters",
         )
     first = np.flatnonzero(is_start)
     last = np.append(first[1:], len(starts)) - 1

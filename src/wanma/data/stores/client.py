@@ -118,6 +118,12 @@ class StoreClient:
         self._in_flight, self._busy_since = 0, 0.0
 
     @property
+    def protocol(self) -> str:
+        """Protocol of the store, as in its URLs."""
+        found: str | tuple[str, ...] = self._source.protocol
+        return found if isinstance(found, str) else found[0]
+
+    @property
     def request_times(self) -> RequestTimes:
         """Times of this process's requests."""
         with self._lock:
@@ -299,11 +305,14 @@ def store_client(filesystem: Any) -> StoreClient:
         return client
 
 
-def store_traffic() -> StoreTraffic:
-    """Return the traffic of this process with all stores, since it started or was forked."""
+def store_traffic() -> dict[str, StoreTraffic]:
+    """Return the traffic of this process by protocol, such as 's3', since it started or was forked."""
     with _registry.lock:
         clients = list(_registry.clients.values())
-    return sum((client.traffic for client in clients), StoreTraffic())
+    traffic: dict[str, StoreTraffic] = {}
+    for client in clients:
+        traffic[client.protocol] = traffic.get(client.protocol, StoreTraffic()) + client.traffic
+    return traffic
 
 
 def _reading_filesystem(filesystem: Any, *, renew: bool = False) -> Any:

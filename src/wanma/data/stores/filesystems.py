@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,29 +15,78 @@ from fsspec.utils import get_protocol
 from wanma.job.errors import STORAGE_EXTRAS, JobError, WanmaError, missing_extra_error
 from wanma.job.url_credentials import CREDENTIALS_HINT, redact_credentials
 
+log = logging.getLogger("wanma.data")
+
 _PATHS_WITHOUT_HOST = ("webhdfs", "hdfs")
 """Protocols whose paths in fsspec lack the host of the URL."""
+_NAMENODE_HTTP_PORT = 9870
+"""Default HTTP port of a NameNode since Hadoop 3, which serves WebHDFS."""
 
 
 def open_filesystem(entry: str) -> tuple[Any, str]:
     """Return the filesystem of `entry` without remembered listings, and the path of `entry` in it.
 
+    `hdfs://` needs Hadoop's native library; without it the entry is read by WebHDFS.
+
     Raises:
         ValueError: unknown protocol, or no host in the URL.
         ImportError: the package for the protocol is not installed.
+        WanmaError: `hdfs://` without Hadoop's native library and without a host.
     """
     try:
         filesystem, path = url_to_fs(entry)
     except (TypeError, KeyError) as error:  # a missing argument of the constructor, such as the host
         raise ValueError(f"incomplete address ({error})") from error
+    except OSError as error:
+        if get_protocol(entry) != "hdfs" or not _is_missing_library(error):
+            raise
+        filesystem, path = _open_webhdfs(entry)
     filesystem.invalidate_cache()
     return filesystem, path
 
 
+def _is_missing_library(error: OSError) -> bool:
+    """Return True for the errors of pyarrow at its first and at later attempts."""
+    return str(error).startswith(("Unable to load lib", "Prior attempt to load lib"))
+
+
+def _open_webhdfs(entry: str) -> tuple[Any, str]:
+    """Open an entry `hdfs://` by WebHDFS, at the default HTTP port of its NameNode, and say so."""
+    address = urlsplit(entry)
+    shown = redact_credentials(entry)
+    if not address.hostname:
+        raise WanmaError(
+            f"'{shown}' names no host, and Hadoop's native library (libhdfs, libjvm), which knows the "
+            "default one, cannot be loaded",
+            "write webhdfs://HOST:PORT/PATH with the HTTP address of the NameNode, or set HADOOP_HOME and "
+            "JAVA_HOME",
+        )
+    user = f"{address.username}@" if address.username else ""
+    host = f"[{address.hostname}]" if ":" in address.hostname else address.hostname
+    webhdfs = f"webhdfs://{user}{host}:{_NAMENODE_HTTP_PORT}"
+    try:
+        filesystem, path = url_to_fs(entry.replace(f"hdfs://{address.netloc}", webhdfs, 1))
+    except ImportError as error:
+        raise missing_extra_error(*STORAGE_EXTRAS["webhdfs"], f"'{shown}'") from error
+    _tell_of_webhdfs(f"hdfs://{host}", f"{host}:{_NAMENODE_HTTP_PORT}")
+    return filesystem, path
+
+
+@functools.cache  # one warning for each server
+def _tell_of_webhdfs(address: str, server: str) -> None:
+    log.warning(
+        "%s is read by WebHDFS at %s: Hadoop's native library (libhdfs, libjvm) cannot be loaded; if the "
+        "HTTP port of its NameNode is another one, write webhdfs://HOST:PORT/PATH",
+        address,
+        server,
+    )
+
+
 def file_url(filesystem: Any, path: str, entry: str) -> str:
     """Return the URL of a file that `entry` names or contains; HDFS keeps the host of `entry`."""
-    if (protocol := _protocols(filesystem)[0]) in _PATHS_WITHOUT_HOST:
-        return f"{protocol}://{urlsplit(entry).netloc}{path}"
+    if _protocols(filesystem)[0] in _PATHS_WITHOUT_HOST:
+        address = urlsplit(entry)
+        return f"{address.scheme}://{address.netloc}{path}"
     url: str = filesystem.unstrip_protocol(path)
     return url
 

@@ -9,7 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from wanma.data.documents.document_groups import DocumentGroup, group_documents, reading_format
 from wanma.data.formats.compression import SUFFIXES
@@ -38,6 +40,8 @@ from wanma.job.sections.data import DataSection
 Progress = Callable[[int, int], None]
 """Function (bytes done, bytes in all)."""
 
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+"""Words of Python -> of JSON."""
 _PROBED_FILES = 16
 """Files of one suffix whose first bytes are read to find their format."""
 
@@ -123,7 +127,7 @@ class FormatChoice:
         """Return the format of `files`.
 
         Raises:
-            WanmaError: unknown format or option, or a content without a known format.
+            WanmaError: unknown format or option, a value of another type, or content of no known format.
         """
         chosen = format_named(self.name) if self.name else detect_format(files)
         if not self.options:
@@ -135,12 +139,29 @@ class FormatChoice:
                     f"the format '{chosen.name}' has no option '{name}'.{did_you_mean(name, known)}",
                     f"its options are {', '.join(known)}" if known else "it has no options",
                 )
-        values = {name: tuple(one) if isinstance(one, list) else one for name, one in self.options.items()}
+        values = {name: _option_value(chosen, name, value) for name, value in self.options.items()}
         return replace(chosen, **values)  # type: ignore[type-var]
 
 
+def _option_value(chosen: Format, name: str, value: Any) -> Any:
+    """Return the value of an option in the type that the format declares.
+
+    Raises:
+        JobError: the value has another type.
+    """
+    kind = TypeAdapter(get_type_hints(type(chosen))[name])
+    try:
+        return kind.validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        raise JobError(
+            f"--option {name}={json.dumps(value)}: the format '{chosen.name}' takes no such value: "
+            f"{error.errors()[0]['msg'][:1].lower()}{error.errors()[0]['msg'][1:]}",
+            'write it as JSON: true, false, null, a number, "text" or ["a", "b"]',
+        ) from error
+
+
 def parse_option(text: str) -> tuple[str, Any]:
-    """Parse an option of a format, 'NAME=VALUE'; a value that is no JSON is text.
+    """Parse an option of a format, 'NAME=VALUE': JSON, or Python's True, False and None; else it is text.
 
     Raises:
         JobError: there is no '='.
@@ -149,7 +170,7 @@ def parse_option(text: str) -> tuple[str, Any]:
     if not separator:
         raise JobError(f"--option {text}: no value", "write it as NAME=VALUE, such as unit=sequence")
     try:
-        return name.strip(), json.loads(value)
+        return name.strip(), json.loads(_PYTHON_WORDS.get(value, value))
     except ValueError:
         return name.strip(), value
 
