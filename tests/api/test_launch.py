@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.command import Desk
-from wanma.api.launch.script_launch import Program, _launch_fingerprint, launch_script
+from wanma.api.launch.script_launch import Program, _launch_fingerprint, _ScriptConsole, launch_script
 from wanma.hardware.discovery.node import discover_node
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.file.loading import load_job
@@ -184,3 +184,16 @@ def test_a_launch_that_cannot_start_is_recorded_as_failed(
         launch_script(Program(str(tmp_path / "plain.py")), 2, run_directory=run.path)
     record = json.loads(run.script.read_text())
     assert (record["exit_code"], record["failure"]) == (1, "no place to run")
+
+
+def test_a_straggler_and_a_hang_are_recorded_once_a_session_has_made_it_a_training(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.create()
+    with _ScriptConsole(run, None) as console:
+        console.write({"kind": "straggler", "rank": 0})
+        assert not run.events.exists()
+        run.job.write_text("")
+        for kind in ("straggler", "hang", "message"):
+            console.write({"kind": kind, "rank": 1, "level": "info", "text": "late"})
+    events = [json.loads(line) for line in run.events.read_text().splitlines()]
+    assert [(event["kind"], event["rank"]) for event in events] == [("straggler", 1), ("hang", 1)]

@@ -364,8 +364,12 @@ HANG = "no rank reported progress for 8 s (cluster.hang_timeout_seconds = 8): ra
     ("free", "title", "change"),
     [
         ((40, 39), "its processes were killed", "`kill -9`"),
-        ((40, 2), "the memory of node 0 ran out", "parallel.micro_batch"),
-        ((40, 21), "the memory of node 0 ran out", "parallel.micro_batch"),  # it would last no reading longer
+        ((40, 2), "the memory of node 0 was running out", "parallel.micro_batch"),
+        (
+            (40, 21),
+            "the memory of node 0 was running out",
+            "parallel.micro_batch",
+        ),  # it would last no reading longer
         ((2, 60), "its processes were killed", "`kill -9`"),
     ],
 )

@@ -29,12 +29,13 @@ def find_crash(evidence: Evidence) -> Finding | None:
         for record in known[-1:]:
             free, total = record["memory_available_bytes"], record["memory_bytes"]
             fall = max(known[0]["memory_available_bytes"] - free, 0)
-            texts.append(
-                f"node {node} had {bytes_text(free)} of {bytes_text(total)} of memory free at the end, "
-                f"{bytes_text(fall)} less than {duration_text(record['time'] - known[0]['time'])} before"
-            )
+            text = f"node {node} had {bytes_text(free)} of {bytes_text(total)} of memory free when last read"
+            if fall:
+                seconds = record["time"] - known[0]["time"]
+                text += f", {bytes_text(fall)} less than {duration_text(seconds)} before"
+            texts.append(text)
             if free - fall < LITTLE_FREE_MEMORY * total:
-                title = f"the memory of node {node} ran out, and the kernel has probably killed the run"
+                title = f"the memory of node {node} was running out: the kernel has probably killed the run"
                 change = REDUCE_MEMORY_HINT
             elif change != REDUCE_MEMORY_HINT:
                 change = "its memory was not full: look for `kill -9`, limits of the batch system, a reboot"
