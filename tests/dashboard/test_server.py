@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -156,6 +157,19 @@ def test_a_page_hears_of_a_change(client: Client, tmp_path: Path) -> None:
         assert next(lines) == ": open"
         write_steps(run, 1, 1)
         assert next(line for line in lines if line.startswith("data")) == "data: changed"
+
+
+@pytest.mark.full(always=True)
+def test_two_hundred_long_runs_are_listed_without_reading_their_steps(client: Client, tmp_path: Path) -> None:
+    first = make_run(tmp_path, "run-0")
+    write_steps(first, 1, 100_000)
+    for number in range(1, 200):
+        os.link(first.metrics, make_run(tmp_path, f"run-{number}").metrics)
+    began = time.monotonic()
+    assert "100000 of 100 steps" in client.get("/runs/run-7/").text
+    run_seconds, began = time.monotonic() - began, time.monotonic()
+    assert client.get("/").text.count("100,000/100") == 200
+    assert time.monotonic() - began < 20 * run_seconds
 
 
 def test_a_long_run_is_read_once(tmp_path: Path) -> None:

@@ -25,12 +25,20 @@ def test_a_step_sets_gauges_and_adds_to_counters() -> None:
     series.update(START)
     for number in (1, 2, 3):  # the first one of a start counts for no mean
         series.update(
-            step(number, phases={"data": 0.1}, mfu=0.4, exposed_communication_seconds={"data": 0.2})
+            step(
+                number,
+                phases={"data": 0.1},
+                load_seconds={"read": 0.3, "decode": 0.5},
+                mfu=0.4,
+                exposed_communication_seconds={"data": 0.2},
+            )
         )
     assert series.get("completed_steps") == 3
     assert series.get("steps") == 2
     assert series.get("mfu_ratio") == 0.4
     assert series.get("phase_seconds", phase="data") == 0.2
+    assert series.get("load_seconds", part="decode") == 1.0
+    assert series.get("bad_samples") == 0
     assert series.get("exposed_communication_seconds", kind="data") == 0.4
     assert series.get("step_time_seconds") == 1.0
     assert series.get("run_info", state="running", plan="dp 4") == 1

@@ -78,6 +78,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _counter("steps", "steps since the supervisor began, repeated ones too, but the first of each start"),
         _counter("step_time_seconds", "sum of the times of these steps"),
         _counter("phase_seconds", "sum of their times on rank 0 by phase", "phase"),
+        _counter("load_seconds", "time of rank 0's loader threads by part: read, decode, collate", "part"),
         _counter("exposed_communication_seconds", "exposed communication of rank 0 by kind", "kind"),
         _counter("communication_seconds", "communication of rank 0 by kind, exposed or not", "kind"),
         _counter("bubble_seconds", "bubble of the pipeline on rank 0"),

@@ -19,11 +19,20 @@ Labels = tuple[tuple[str, str], ...]
 
 _STEP_COUNTERS = {
     "phase_seconds": ("phases", "phase"),
+    "load_seconds": ("load_seconds", "part"),
     "exposed_communication_seconds": ("exposed_communication_seconds", "kind"),
     "communication_seconds": ("communication_seconds", "kind"),
 }
 """Key of a step record, and the label of its parts, by the counter that sums it."""
-_RUN_COUNTERS = ("steps", "step_time_seconds", "non_finite_steps", "checkpoints", "recoveries", "starts")
+_RUN_COUNTERS = (
+    "steps",
+    "step_time_seconds",
+    "non_finite_steps",
+    "bad_samples",
+    "checkpoints",
+    "recoveries",
+    "starts",
+)
 """Counters that are zero at first."""
 _REPEATABLE_STEPS = 50_000
 """Newest steps whose times are kept for the case that they are repeated."""
