@@ -186,9 +186,12 @@ def test_every_panel_has_its_series(desk: Desk, device: Path, prometheus: Promet
         PYTHONPATH=str(desk.folder), CUDA_VISIBLE_DEVICES="", LD_LIBRARY_PATH=str(desk.folder),
         NVML_READINGS=str(readings), DEVICE=str(device), WANMA_MEASURE_CPU="1",
     )  # fmt: skip
-    wait_until(
-        lambda: prometheus.query("wanma_validation_loss") and prometheus.query("ALERTS"), "an alert", 60
-    )
+
+    def has_begun() -> bool:
+        assert running.process.poll() is None, running.end().text
+        return bool(prometheus.query("wanma_validation_loss") and prometheus.query("ALERTS"))
+
+    wait_until(has_begun, "a validation and an alert")
     missing = {query for query in panel_queries() if "wanma_load_seconds_total" not in query}  # text has none
 
     def all_seen() -> bool:

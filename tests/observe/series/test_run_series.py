@@ -44,6 +44,20 @@ def test_a_step_sets_gauges_and_adds_to_counters() -> None:
     assert series.get("run_info", state="running", plan="dp 4") == 1
 
 
+def test_throughput_mfu_and_goodput_have_their_forecasts() -> None:
+    forecast = {
+        "step": {"seconds": 0.25, "uncertainty": 0.1},
+        "model_flops_utilisation": 0.4,
+        "run": {"useful": {"share": 0.9}},
+    }
+    series = RunSeries({"forecast": forecast})
+    series.update(START)
+    series.update(step(1, tokens_per_second=100.0))
+    assert series.get("forecast_targets_per_second") == 200.0  # 50 targets in half a second
+    assert series.get("forecast_mfu_ratio") == 0.4
+    assert series.get("forecast_goodput_ratio") == 0.9
+
+
 def test_a_number_that_is_not_finite_is_shown_and_counted() -> None:
     series = RunSeries()
     series.update(step(1, loss=None, non_finite={"loss": "nan"}))

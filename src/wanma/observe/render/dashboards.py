@@ -135,6 +135,11 @@ def _per_step(metric: str, **labels: str) -> str:
     return f"{_run(metric, 'rate', **labels)} / on (run) group_left () {_run('steps', 'rate')}"
 
 
+def _beside_forecast(metric: str) -> dict[str, str]:
+    """Return the queries of a metric of the chosen run and of its forecast, by legend."""
+    return {"measured": _run(metric), "forecast": _run(f"forecast_{metric}")}
+
+
 def _rank_work(phase: str) -> str:
     per_rank = _run("rank_phase_seconds", "rate", phase=phase)
     return f"{per_rank} / on (run, node, rank) {_run('rank_steps', 'rate')}"
@@ -210,8 +215,9 @@ _RUN: Rows = {
             "s",
             is_stacked=True,
         ),
-        _panel("throughput (targets/s)", _run("targets_per_second")),
-        _panel("MFU", _run("mfu_ratio"), "percentunit"),
+        _panel("throughput (targets/s)", _beside_forecast("targets_per_second")),
+        _panel("MFU", _beside_forecast("mfu_ratio"), "percentunit"),
+        _panel("goodput", _beside_forecast("goodput_ratio"), "percentunit", description=_COUNTED),
     ),
     "Data": (
         _panel(

@@ -139,6 +139,8 @@ class RunSeries(Series):
         step = forecast.get("step") or {}
         parts = {kind: value for kind, value in step.items() if isinstance(value, int | float)}
         self._set("forecast_memory_bytes", forecast.get("memory_bytes"))
+        self._set("forecast_mfu_ratio", forecast.get("model_flops_utilisation"))
+        self._set("forecast_goodput_ratio", ((forecast.get("run") or {}).get("useful") or {}).get("share"))
         self._drop("forecast_phase_seconds")
         uncertainty, seconds = parts.pop("uncertainty", 0.0), parts.pop("seconds", None)
         self._set("forecast_step_seconds", seconds)
@@ -187,6 +189,9 @@ class RunSeries(Series):
             if metric.key in record or metric.name in ("loss", "gradient_norm"):
                 value = record.get(metric.key)
                 self._set(metric.name, _non_finite(record, metric.key) if value is None else value)
+        targets = (record.get("tokens_per_second") or 0.0) * (record.get("step_seconds") or 0.0)
+        if targets and (forecast_seconds := self.get("forecast_step_seconds")):
+            self._set("forecast_targets_per_second", targets / forecast_seconds)
         self._set("completed_steps", record["step"])
         self._set("last_step_timestamp_seconds", record.get("time"))
         if not self._is_first_step:
