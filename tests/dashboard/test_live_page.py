@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dashboard.test_server import make_run, write_steps, write_usage
 from support.browser import PROGRAM, Tab, opened_browser
-from support.dashboards import proxied, served_dashboard
+from support.dashboards import make_run, proxied, served_dashboard, write_steps, write_usage
 from wanma.job.run.run_directory import RunDirectory
 
 pytestmark = [
