@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dashboard.test_server import make_run, write_steps, write_usage
 from support.browser import PROGRAM, Tab, opened_browser
-from support.dashboards import proxied, served_dashboard
+from support.dashboards import make_run, proxied, served_dashboard, write_steps, write_usage
 from wanma.job.run.run_directory import RunDirectory
 
 pytestmark = [
@@ -58,6 +57,8 @@ def test_pages_fit_the_width_in_light_and_dark(tab: Tab, url: str, width: int, s
         tab.open(url + page, width, scheme)
         assert tab.evaluate("window.innerWidth") == width
         assert tab.evaluate("document.documentElement.scrollWidth") <= width, page
+        lines = "[...document.querySelectorAll('.state')].map((state) => state.getClientRects().length)"
+        assert set(tab.evaluate(lines)) <= {1}, page
         text = tab.evaluate(f"({LUMINANCE})('h1', 'color')")
         ground = tab.evaluate(f"({LUMINANCE})('body', 'backgroundColor')")
         assert (text < 100 < 200 < ground) if scheme == "light" else (ground < 60 < 150 < text), page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -13,46 +14,10 @@ from urllib.parse import urljoin
 import pytest
 import requests
 
-from support.dashboards import PROXY, proxied, served_dashboard
+from support.dashboards import PROXY, make_run, proxied, served_dashboard, write_steps, write_usage
 from wanma.dashboard.report_cache import ReportCache
-from wanma.job.run.run_directory import RunDirectory
 from wanma.observe.endpoint import TARGETS_FOLDER
 from wanma.report.run_report import read_report
-
-
-def make_run(folder: Path, name: str = "gpt", rate: str = "1e-3") -> RunDirectory:
-    run = RunDirectory(folder / name)
-    run.create()
-    run.job.write_text(f"[train]\nsteps = 100\nlearning_rate = {rate}\n")
-    run.events.write_text(
-        json.dumps({"kind": "start", "time": 1.0, "step": 0, "steps": 100, "host": "x", "plan": "<b>"}) + "\n"
-    )
-    run.rank_log(0).write_text("<script>alert(1)</script>\n")
-    return run
-
-
-def write_steps(run: RunDirectory, first: int, last: int, loss: float = 2.0, mode: str = "a") -> None:
-    with run.metrics.open(mode) as file:
-        for step in range(first, last + 1):
-            record = {
-                "step": step,
-                "time": time.time(),
-                "loss": loss,
-                "step_seconds": 0.5,
-                "phases": {"data": 0.1},
-            }
-            file.write(json.dumps(record) + "\n")
-
-
-def write_usage(run: RunDirectory, ranks: int = 2) -> None:
-    with run.node_usage(0).open("w") as file:
-        for second in range(10):
-            entries = [
-                {"rank": rank, "steps": second, "compute_seconds": second * (1 + rank), "data_seconds": 0.0,
-                 "cpu_seconds": float(second), "memory_bytes": 1 << 30}
-                for rank in range(ranks)
-            ]  # fmt: skip
-            file.write(json.dumps({"time": float(second), "ranks": entries}) + "\n")
 
 
 class Client:
@@ -156,6 +121,19 @@ def test_a_page_hears_of_a_change(client: Client, tmp_path: Path) -> None:
         assert next(lines) == ": open"
         write_steps(run, 1, 1)
         assert next(line for line in lines if line.startswith("data")) == "data: changed"
+
+
+@pytest.mark.full(always=True)
+def test_two_hundred_long_runs_are_listed_without_reading_their_steps(client: Client, tmp_path: Path) -> None:
+    first = make_run(tmp_path, "run-0")
+    write_steps(first, 1, 100_000)
+    for number in range(1, 200):
+        os.link(first.metrics, make_run(tmp_path, f"run-{number}").metrics)
+    began = time.monotonic()
+    assert "100000 of 100 steps" in client.get("/runs/run-7/").text
+    run_seconds, began = time.monotonic() - began, time.monotonic()
+    assert client.get("/").text.count("100,000/100") == 200
+    assert time.monotonic() - began < 20 * run_seconds
 
 
 def test_a_long_run_is_read_once(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import struct
 import subprocess
 from collections.abc import Callable
@@ -11,24 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from support.browser import FLAGS, PROGRAM
 from support.studies import answers
 from wanma.api.plan_report.html_page import report_html
 from wanma.job.run.run_directory import RunDirectory
 from wanma.report.report_page import write_report
 
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--hide-scrollbars",
-    "--enable-logging=stderr",
-    "--window-size=1240,1400",
-]
+LOGGED = ("--enable-logging=stderr", "--window-size=1240,1400")
 USE = """
 for (const button of document.querySelectorAll(".switch")) button.click();
 const drawing = document.querySelector(".chart svg:not([hidden])");
@@ -43,12 +31,11 @@ document.body.dataset.overflow = document.documentElement.scrollWidth > window.i
 @pytest.fixture
 def browse(tmp_path: Path) -> Callable[..., tuple[str, str]]:
     """Run the browser; returns what it printed and what it logged."""
-    program = shutil.which("chromium")
-    if program is None:
+    if PROGRAM is None:
         pytest.skip("chromium is not installed")
 
     def run(page: Path, *flags: str) -> tuple[str, str]:
-        command = [program, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", *flags, page.as_uri()]
+        command = [PROGRAM, *FLAGS, *LOGGED, f"--user-data-dir={tmp_path / 'profile'}", *flags, page.as_uri()]
         answer = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True)
         return answer.stdout, answer.stderr
 

@@ -25,7 +25,6 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
     "--hide-scrollbars",
-    "--remote-debugging-pipe",
 )
 
 
@@ -97,7 +96,16 @@ def opened_browser(profile: Path) -> Iterator[Tab]:
     # The protocol wants the descriptors 3 and 4.
     shell = f'exec 3<&{command_out} 4>&{answer_in} && exec "$@"'
     process = subprocess.Popen(
-        ["bash", "-c", shell, "bash", PROGRAM, *FLAGS, f"--user-data-dir={profile}"],
+        [
+            "bash",
+            "-c",
+            shell,
+            "bash",
+            PROGRAM,
+            *FLAGS,
+            "--remote-debugging-pipe",
+            f"--user-data-dir={profile}",
+        ],
         pass_fds=(command_out, answer_in),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

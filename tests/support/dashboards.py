@@ -1,7 +1,8 @@
-"""Dashboard of a test, served by a thread of it."""
+"""Dashboard of a test, served by a thread of it, and runs for it."""
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import uvicorn
 
 from support.server_thread import ServerThread
 from wanma.dashboard.server import make_application
+from wanma.job.run.run_directory import RunDirectory
 from wanma.report.run_report import Report
 
 PROXY = "proxy.example"
@@ -67,3 +69,38 @@ def proxied(url: str) -> Iterator[str]:
 
     with closing(ServerThread(Handler)) as server:
         yield f"http://127.0.0.1:{server.port}/wanma"
+
+
+def make_run(folder: Path, name: str = "gpt", rate: str = "1e-3") -> RunDirectory:
+    run = RunDirectory(folder / name)
+    run.create()
+    run.job.write_text(f"[train]\nsteps = 100\nlearning_rate = {rate}\n")
+    run.events.write_text(
+        json.dumps({"kind": "start", "time": 1.0, "step": 0, "steps": 100, "host": "x", "plan": "<b>"}) + "\n"
+    )
+    run.rank_log(0).write_text("<script>alert(1)</script>\n")
+    return run
+
+
+def write_steps(run: RunDirectory, first: int, last: int, loss: float = 2.0, mode: str = "a") -> None:
+    with run.metrics.open(mode) as file:
+        for step in range(first, last + 1):
+            record = {
+                "step": step,
+                "time": time.time(),
+                "loss": loss,
+                "step_seconds": 0.5,
+                "phases": {"data": 0.1},
+            }
+            file.write(json.dumps(record) + "\n")
+
+
+def write_usage(run: RunDirectory, ranks: int = 2) -> None:
+    with run.node_usage(0).open("w") as file:
+        for second in range(10):
+            entries = [
+                {"rank": rank, "steps": second, "compute_seconds": second * (1 + rank), "data_seconds": 0.0,
+                 "cpu_seconds": float(second), "memory_bytes": 1 << 30}
+                for rank in range(ranks)
+            ]  # fmt: skip
+            file.write(json.dumps({"time": float(second), "ranks": entries}) + "\n")

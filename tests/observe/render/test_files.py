@@ -42,7 +42,7 @@ def test_a_token_and_a_service_of_targets_are_in_the_scrape_configuration(tmp_pa
     (scrape,) = yaml.safe_load((tmp_path / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
     assert scrape == {
         "job_name": "wanma",
-        "http_sd_configs": [{"url": url}],
+        "http_sd_configs": [{"url": url, "refresh_interval": "15s"}],
         "authorization": {"type": "Bearer", "credentials_file": str(Path("token").absolute())},
     }
 

@@ -25,15 +25,37 @@ def test_a_step_sets_gauges_and_adds_to_counters() -> None:
     series.update(START)
     for number in (1, 2, 3):  # the first one of a start counts for no mean
         series.update(
-            step(number, phases={"data": 0.1}, mfu=0.4, exposed_communication_seconds={"data": 0.2})
+            step(
+                number,
+                phases={"data": 0.1},
+                load_seconds={"read": 0.3, "decode": 0.5},
+                mfu=0.4,
+                exposed_communication_seconds={"data": 0.2},
+            )
         )
     assert series.get("completed_steps") == 3
     assert series.get("steps") == 2
     assert series.get("mfu_ratio") == 0.4
     assert series.get("phase_seconds", phase="data") == 0.2
+    assert series.get("load_seconds", part="decode") == 1.0
+    assert series.get("bad_samples") == 0
     assert series.get("exposed_communication_seconds", kind="data") == 0.4
     assert series.get("step_time_seconds") == 1.0
     assert series.get("run_info", state="running", plan="dp 4") == 1
+
+
+def test_throughput_mfu_and_goodput_have_their_forecasts() -> None:
+    forecast = {
+        "step": {"seconds": 0.25, "uncertainty": 0.1},
+        "model_flops_utilisation": 0.4,
+        "run": {"useful": {"share": 0.9}},
+    }
+    series = RunSeries({"forecast": forecast})
+    series.update(START)
+    series.update(step(1, tokens_per_second=100.0))
+    assert series.get("forecast_targets_per_second") == 200.0  # 50 targets in half a second
+    assert series.get("forecast_mfu_ratio") == 0.4
+    assert series.get("forecast_goodput_ratio") == 0.9
 
 
 def test_a_number_that_is_not_finite_is_shown_and_counted() -> None:

@@ -130,9 +130,14 @@ def _run(metric: str, function: str = "", **labels: str) -> str:
     return _all(metric, function, matchers=matchers)
 
 
-def _per_step(metric: str) -> str:
+def _per_step(metric: str, **labels: str) -> str:
     """Return the part of a counter of seconds in the time of a mean step."""
-    return f"{_run(metric, 'rate')} / on (run) group_left () {_run('steps', 'rate')}"
+    return f"{_run(metric, 'rate', **labels)} / on (run) group_left () {_run('steps', 'rate')}"
+
+
+def _beside_forecast(metric: str) -> dict[str, str]:
+    """Return the queries of a metric of the chosen run and of its forecast, by legend."""
+    return {"measured": _run(metric), "forecast": _run(f"forecast_{metric}")}
 
 
 def _rank_work(phase: str) -> str:
@@ -210,8 +215,16 @@ _RUN: Rows = {
             "s",
             is_stacked=True,
         ),
-        _panel("throughput (targets/s)", _run("targets_per_second")),
-        _panel("MFU", _run("mfu_ratio"), "percentunit"),
+        _panel("throughput (targets/s)", _beside_forecast("targets_per_second")),
+        _panel("MFU", _beside_forecast("mfu_ratio"), "percentunit"),
+        _panel("goodput", _beside_forecast("goodput_ratio"), "percentunit", description=_COUNTED),
+    ),
+    "Data": (
+        _panel(
+            "loader threads by part (rank 0)", {"{{part}}": _per_step("load_seconds")}, "s", is_stacked=True
+        ),
+        _panel("wait for data (rank 0)", _per_step("phase_seconds", phase="data"), "s"),
+        _panel("bad samples (rank 0)", _run("bad_samples")),
     ),
     "Ranks": (
         _panel("work of a step by rank: computation", {_RANK: _rank_work("compute")}, "s", "status-history"),
@@ -237,12 +250,16 @@ _RUN: Rows = {
             },
             "Bps",
         ),
-        _panel("GPU utilization", {_GPU: _run("gpu_utilization_ratio")}, "percentunit"),
-        _panel("GPU memory", {_GPU: _run("gpu_memory_used_bytes")}, "bytes"),
-        _panel("GPU power", {_GPU: _run("gpu_power_watts")}, "watt"),
-        _panel("GPU temperature", {_GPU: _run("gpu_temperature_celsius")}, "celsius"),
         _panel("free space", {"{{node}}": _run("node_disk_free_bytes")}, "bytes"),
         _panel("memory available", {"{{node}}": _run("node_memory_available_bytes")}, "bytes"),
+    ),
+    "GPUs": (
+        _panel("power by GPU", {_GPU: _run("gpu_power_watts")}, "watt", "status-history"),
+        _panel("throttled by GPU", {_GPU: _run("gpu_throttled")}, kind="status-history"),
+        _panel("GPU utilization", {_GPU: _run("gpu_utilization_ratio")}, "percentunit"),
+        _panel("GPU memory", {_GPU: _run("gpu_memory_used_bytes")}, "bytes"),
+        _panel("GPU temperature", {_GPU: _run("gpu_temperature_celsius")}, "celsius"),
+        _panel("GPU clock", {_GPU: _run("gpu_sm_clock_hertz")}, "hertz"),
     ),
     "Survival": (
         _panel("steps since the newest checkpoint", _CHECKPOINT_AGE),

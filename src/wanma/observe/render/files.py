@@ -125,11 +125,14 @@ def _summary(rule: Rule) -> str:
 
 
 def _scrape_configuration(runs: Path, token_file: Path | None, targets_url: str | None) -> dict[str, Any]:
+    # Prometheus watches no folder that is missing when it starts, and sees no change on NFS: it looks again.
+    refresh = {"refresh_interval": f"{SCRAPE_SECONDS}s"}
     scrape: dict[str, Any] = {"job_name": "wanma"}
     if targets_url:
-        scrape["http_sd_configs"] = [{"url": targets_url}]
+        scrape["http_sd_configs"] = [{"url": targets_url, **refresh}]
     else:
-        scrape["file_sd_configs"] = [{"files": [str(runs.absolute() / TARGETS_FOLDER / "*.json")]}]
+        files = [str(runs.absolute() / TARGETS_FOLDER / "*.json")]
+        scrape["file_sd_configs"] = [{"files": files, **refresh}]
     if token_file is not None:
         scrape["authorization"] = {"type": "Bearer", "credentials_file": str(token_file.absolute())}
     return {

@@ -19,11 +19,20 @@ Labels = tuple[tuple[str, str], ...]
 
 _STEP_COUNTERS = {
     "phase_seconds": ("phases", "phase"),
+    "load_seconds": ("load_seconds", "part"),
     "exposed_communication_seconds": ("exposed_communication_seconds", "kind"),
     "communication_seconds": ("communication_seconds", "kind"),
 }
 """Key of a step record, and the label of its parts, by the counter that sums it."""
-_RUN_COUNTERS = ("steps", "step_time_seconds", "non_finite_steps", "checkpoints", "recoveries", "starts")
+_RUN_COUNTERS = (
+    "steps",
+    "step_time_seconds",
+    "non_finite_steps",
+    "bad_samples",
+    "checkpoints",
+    "recoveries",
+    "starts",
+)
 """Counters that are zero at first."""
 _REPEATABLE_STEPS = 50_000
 """Newest steps whose times are kept for the case that they are repeated."""
@@ -130,6 +139,8 @@ class RunSeries(Series):
         step = forecast.get("step") or {}
         parts = {kind: value for kind, value in step.items() if isinstance(value, int | float)}
         self._set("forecast_memory_bytes", forecast.get("memory_bytes"))
+        self._set("forecast_mfu_ratio", forecast.get("model_flops_utilisation"))
+        self._set("forecast_goodput_ratio", ((forecast.get("run") or {}).get("useful") or {}).get("share"))
         self._drop("forecast_phase_seconds")
         uncertainty, seconds = parts.pop("uncertainty", 0.0), parts.pop("seconds", None)
         self._set("forecast_step_seconds", seconds)
@@ -178,6 +189,9 @@ class RunSeries(Series):
             if metric.key in record or metric.name in ("loss", "gradient_norm"):
                 value = record.get(metric.key)
                 self._set(metric.name, _non_finite(record, metric.key) if value is None else value)
+        targets = (record.get("tokens_per_second") or 0.0) * (record.get("step_seconds") or 0.0)
+        if targets and (forecast_seconds := self.get("forecast_step_seconds")):
+            self._set("forecast_targets_per_second", targets / forecast_seconds)
         self._set("completed_steps", record["step"])
         self._set("last_step_timestamp_seconds", record.get("time"))
         if not self._is_first_step:
