@@ -21,7 +21,7 @@ def gate_rows(folder: Path, **options: Any) -> dict[str, Any]:
 
 def test_each_slow_down_gets_its_repetitions_beside_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "sample_gate", gate_rows)
-    piece = {"rows": [OLD, OLD, EQUAL], "machine": "m", "commit": "c", "date": "d"}
+    piece: dict[str, Any] = {"rows": [OLD, OLD, EQUAL], "machine": "m", "commit": "c", "date": "d"}
     options = run.parse(["--repetitions", "2"])
     while run.MEASURES["gate"](piece, options):
         pass
@@ -33,7 +33,7 @@ def test_each_slow_down_gets_its_repetitions_beside_earlier_ones(monkeypatch: py
 
 
 def test_recorded_rows_without_a_slow_down_of_ten_percent_have_no_row_of_it() -> None:
-    piece = {"rows": [OLD, EQUAL], "rounds": 10, "machine": "m", "commit": "c", "date": "d"}
+    piece: dict[str, Any] = {"rows": [OLD, EQUAL], "rounds": 10, "machine": "m", "commit": "c", "date": "d"}
     report = run.report({"gate": piece})
     assert "10% slower" not in report
     assert "| 5% slower | 1 | 1 |" in report

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from wanma.bench.benchmark import data_sentence
+from wanma.bench.programs.target import Progress
 from wanma.bench.results.directory import list_result_directories
 from wanma.bench.stored_suite import read_stored_suite
 from wanma.bench.suites import known_suites
@@ -46,6 +47,24 @@ def folder(tmp_path: Path) -> Path:
     (place / "mine.toml").write_text(SUITE)
     (place / "train.py").write_text('print("wanma step", "seconds", 1.0)\n' * 30)
     return place
+
+
+def test_the_suite_of_images_has_a_target_that_its_synthetic_images_reach() -> None:
+    """Losses of a run on 1 rank, and on 4 alike: nothing is to be gained after 44 steps."""
+    path = find_suite("cifar10")
+    suite, rule = read_suite_or_job(path)
+    assert suite.target is not None
+    assert rule.steps is not None
+    losses = [2.29, 2.26, 2.11, 1.72, 1.07, 0.39, 0.055, 0.007]  # at steps 1, 7, 13, ... 43
+    points = [
+        Progress(float(step), 128.0 * step, {"loss": losses[min(step // 6, len(losses) - 1)]})
+        for step in range(1, rule.steps + 1)
+    ]
+    reached = suite.target.first_reached(points)
+    assert reached is not None
+    assert 36 <= reached.time <= 44
+    assert suite.target.first_reached(points[:120]) == reached, "an execution ends soon after it"
+    assert read_suite_or_job(path, is_smoke=True)[0].target is None, "too few steps"
 
 
 def test_synthetic_images_are_told_and_those_of_the_user_not() -> None:

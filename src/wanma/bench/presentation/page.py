@@ -9,7 +9,6 @@ from html import escape
 from typing import Any
 
 from wanma.bench.figures.metrics import STEP_SECONDS, find_metric
-from wanma.bench.figures.scaling import find_scalings
 from wanma.bench.figures.texts import (
     definition_text,
     detectable_text,
@@ -18,19 +17,10 @@ from wanma.bench.figures.texts import (
     outcome_text,
     ratio_name,
     ratio_text,
-    scaling_cells,
-    scaling_columns,
-    scaling_note,
-)
-from wanma.bench.figures.utilization import (
-    CONVENTIONS_NOTE,
-    UTILIZATION_NOTE,
-    conventions_table,
-    utilization_table,
 )
 from wanma.bench.presentation.breakdown_chart import breakdown_card
 from wanma.bench.presentation.charts import contender_colours, result_charts
-from wanma.bench.presentation.result_tables import summary_metrics
+from wanma.bench.presentation.result_tables import sections, summary_metrics
 from wanma.bench.presentation.scale_page import published_section, scale_section
 from wanma.bench.presentation.terminal import (
     description_lines,
@@ -80,9 +70,7 @@ def result_page(result: BenchmarkResult) -> str:
             f'<p class="note">{INTERVAL_NOTE}</p>' if result.contenders else "",
             f'<section class="pair">{"".join(_metric_cards(result))}</section>',
             f'<section class="charts">{"".join(map(chart_figure, charts))}</section>' if charts else "",
-            *_scaling_cards(result),
-            _table_card("MFU by convention", CONVENTIONS_NOTE, conventions_table(result)),
-            _table_card("Utilization", UTILIZATION_NOTE, utilization_table(result)),
+            *_section_cards(result),
             measurement_card(result),
             contender_section(result),
             environment_section(result),
@@ -161,20 +149,11 @@ def _verdict_table(result: BenchmarkResult, name: str) -> str:
     return f"<table>{table_header(('contender', *names), names)}{''.join(rows)}</table>" if rows else ""
 
 
-def _scaling_cards(result: BenchmarkResult) -> Iterator[str]:
-    """Render speedup and efficiency, measured and forecast, over devices and over servers."""
-    for scaling in find_scalings(result):
-        rows = [scaling_cells(row) for row in scaling.rows]
-        yield _table_card(scaling.title, scaling_note(scaling), ([*scaling_columns(scaling)], rows))
-
-
-def _table_card(title: str, note: str, content: tuple[list[str], list[list[str]]]) -> str:
-    """Render a table of texts with its note; empty: it has no rows."""
-    columns, rows = content
-    if not rows:
-        return ""
-    table = table_header(columns, columns[1:]) + "".join(table_row(escape(row[0]), *row[1:]) for row in rows)
-    return card(title, f'<p class="note">{escape(note)}</p><table>{table}</table>')
+def _section_cards(result: BenchmarkResult) -> Iterator[str]:
+    for title, note, columns, rows in sections(result):
+        table = table_header(columns, columns[1:])
+        table += "".join(table_row(escape(first), *cells) for first, *cells in rows)
+        yield card(title, f'<p class="note">{escape(note)}</p><table>{table}</table>')
 
 
 def measurement_card(result: BenchmarkResult) -> str:

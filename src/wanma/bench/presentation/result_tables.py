@@ -10,7 +10,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from wanma.bench.figures.metrics import CONVENTION_METRICS, PHASE, UTILIZATION, find_metric
-from wanma.bench.figures.texts import estimate_text, outcome_text, ratio_text
+from wanma.bench.figures.scaling import find_scalings
+from wanma.bench.figures.texts import (
+    estimate_text,
+    outcome_text,
+    ratio_text,
+    scaling_cells,
+    scaling_columns,
+    scaling_note,
+)
+from wanma.bench.figures.utilization import (
+    CONVENTIONS_NOTE,
+    UTILIZATION_NOTE,
+    conventions_table,
+    utilization_table,
+)
 from wanma.bench.machine_figures.definitions import is_machine_detail
 from wanma.bench.measurements.measurement import COLUMNS
 from wanma.bench.results.result import BenchmarkResult
@@ -156,6 +170,19 @@ def summary_metrics(result: BenchmarkResult) -> list[str]:
         names.update(dict.fromkeys(name for name in metrics if not name.startswith(PHASE)))
     apart = {name for name in UTILIZATION if not find_metric(name).better} | {*CONVENTION_METRICS}
     return [name for name in names if name not in apart and not is_machine_detail(name)]
+
+
+def sections(result: BenchmarkResult) -> Iterator[tuple[str, str, Sequence[str], list[list[str]]]]:
+    """Yield title, note, columns and rows of the tables of a result beside those of its metrics."""
+    for scaling in find_scalings(result):
+        rows = [scaling_cells(row) for row in scaling.rows]
+        yield scaling.title, scaling_note(scaling), scaling_columns(scaling), rows
+    for title, note, (columns, rows) in (
+        ("MFU by convention", CONVENTIONS_NOTE, conventions_table(result)),
+        ("Utilization", UTILIZATION_NOTE, utilization_table(result)),
+    ):
+        if rows:
+            yield title, note, columns, rows
 
 
 def _markdown_text(text: str) -> str:

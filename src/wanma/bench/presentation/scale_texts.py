@@ -49,7 +49,7 @@ def published_rows(scaling: PublishedScaling) -> list[tuple[str, ...]]:
     """Return the published figures and each forecast as cells of `PUBLISHED_COLUMNS`."""
     ideal = number_of_digits(scaling.ideal, 4)
     published = f"{scaling.speedup:g}"
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             "published",
             published,

@@ -17,7 +17,6 @@ from wanma.bench.figures.breakdown import (
     time_texts,
 )
 from wanma.bench.figures.metrics import find_metric
-from wanma.bench.figures.scaling import Scaling, find_scalings
 from wanma.bench.figures.texts import (
     definition_text,
     detectable_text,
@@ -26,18 +25,9 @@ from wanma.bench.figures.texts import (
     outcome_text,
     ratio_name,
     ratio_text,
-    scaling_cells,
-    scaling_columns,
-    scaling_note,
-)
-from wanma.bench.figures.utilization import (
-    CONVENTIONS_NOTE,
-    UTILIZATION_NOTE,
-    conventions_table,
-    utilization_table,
 )
 from wanma.bench.place import PACKAGES
-from wanma.bench.presentation.result_tables import summary_metrics
+from wanma.bench.presentation.result_tables import sections, summary_metrics
 from wanma.bench.presentation.scale_terminal import published_parts, scale_parts
 from wanma.bench.results.hardware_identity import hardware_identity
 from wanma.bench.results.result import BenchmarkResult
@@ -89,21 +79,14 @@ def result_tables(result: BenchmarkResult, metrics: Sequence[str] = ()) -> Rende
         parts.append(Text(definition_text(result, name), style="dim"))
         if note := metric_note(result, name):
             parts.append(Text(note, style="yellow"))
-    for scaling in find_scalings(result):
-        parts += [Text(f"\n{scaling.title}", style="bold"), _scaling_table(scaling)]
-        parts.append(Text(scaling_note(scaling), style="dim"))
     if breakdowns := step_breakdowns(result):
         parts += [Text("\nBreakdown of a step: mean, and forecast in parentheses", style="bold")]
         parts += [*_breakdown_tables(breakdowns), Text(BREAKDOWN_NOTE, style="dim")]
-    for title, note, (columns, rows) in (
-        ("MFU by convention", CONVENTIONS_NOTE, conventions_table(result)),
-        ("Utilization", UTILIZATION_NOTE, utilization_table(result)),
-    ):
-        if rows:
-            table = _table(columns, 1)
-            for row in rows:
-                table.add_row(*row)
-            parts += [Text(f"\n{title}", style="bold"), table, Text(note, style="dim")]
+    for title, note, columns, rows in sections(result):
+        table = _table(columns, 1)
+        for row in rows:
+            table.add_row(*row)
+        parts += [Text(f"\n{title}", style="bold"), table, Text(note, style="dim")]
     if result.scale is not None:
         parts += scale_parts(ScaleStudy.model_validate(result.scale))
     for published in result.published:
@@ -266,13 +249,6 @@ def _metric_table(result: BenchmarkResult, name: str) -> Table:
             *cells,
             "" if verdict is None else detectable_text(verdict),
         )
-    return table
-
-
-def _scaling_table(scaling: Scaling) -> Table:
-    table = _table(scaling_columns(scaling), 1)
-    for row in scaling.rows:
-        table.add_row(*scaling_cells(row))
     return table
 
 
