@@ -114,7 +114,7 @@ def phase_times(report: Report) -> list[PhaseTime]:
 
 
 def data_loading_text(report: Report) -> str:
-    """Describe the part of loading that takes most of the loader threads' time; empty if nothing is waited for.
+    """Describe the part of loading that takes most of the loader threads' time; empty without waits for data.
 
     Example: 'waiting for data 3 %: decode dominates, 82 % of 12 s in loader threads (data.workers = 2; 3
     would keep up)'.
