@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
 
 from support.command import Desk
-from support.faulty_proxy import Fault, Request
 from support.labelled_images import write_folder, write_tar
 from support.s3_server import s3_server
-
-ABSENCE_SECONDS = 6.0
 
 JOB = """\
 [model]
@@ -69,39 +65,6 @@ def test_a_tar_in_an_object_store_trains_alike_on_one_and_two_ranks(
     assert json.loads((desk.training("one").path / "plan.json").read_text())["loader_workers"] == 2
     assert json.loads((desk.training("two").path / "plan.json").read_text())["loader_workers"] >= 1
     assert 'workers = "auto"' in (desk.training("two").path / "job.toml").read_text()
-
-
-@pytest.mark.full
-def test_a_store_that_is_away_for_a_while_stops_no_run_and_changes_no_sample(
-    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_tar(tmp_path, 40)
-    keys = ("data.probe_store=false", "data.cache_bytes=0", "data.prefetch=1", "train.steps=20")
-    absence: list[float] = []
-    cut: list[Request] = []
-
-    def close_connections(request: Request) -> Fault | None:
-        """Close each connection for some seconds once the first step is recorded."""
-        if not absence and not (desk.folder / "away" / "metrics.jsonl").exists():
-            return None
-        absence.append(time.monotonic())
-        if absence[-1] > absence[0] + ABSENCE_SECONDS:
-            return None
-        cut.append(request)
-        return Fault(cut_at=0)
-
-    with s3_server(monkeypatch) as s3:
-        for path in sorted(tmp_path.iterdir()):
-            s3.put(f"shapes/{path.name}", path.read_bytes())
-        train(desk, "present", "s3://bucket/shapes", 1, *keys, **s3.environment)
-        s3.proxy.requests.clear()
-        s3.proxy.fault = close_connections
-        train(desk, "away", "s3://bucket/shapes", 1, *keys, **s3.environment)
-    assert len(cut) > 1
-    assert losses(desk, "away") == losses(desk, "present")
-    metrics = desk.training("away").metrics
-    assert max(one["phases"]["data"] for one in metrics) > ABSENCE_SECONDS / 2
-    assert sum(one["store_requests"]["s3"] for one in metrics if "store_requests" in one) > 1
 
 
 @pytest.fixture(scope="module")

@@ -150,7 +150,7 @@ def _option_value(chosen: Format, name: str, value: Any) -> Any:
     Raises:
         JobError: the value has another type.
     """
-    kind = TypeAdapter(get_type_hints(type(chosen))[name])
+    kind: TypeAdapter[Any] = TypeAdapter(get_type_hints(type(chosen))[name])
     try:
         return kind.validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
