@@ -96,6 +96,7 @@ def test_the_part_of_loading_that_dominates_is_named(new_run: NewRun) -> None:
     run = new_run(4)
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     for line in lines:
+        line["phases"] = {"data": 0.5, "forward_backward": 1.0}
         line["load_seconds"] = {"read": 0.1, "decode": 0.8, "collate": 0.1}
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     report = read_report(run)
@@ -114,6 +115,16 @@ def test_the_workers_that_would_keep_up_are_named(new_run: NewRun) -> None:
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert "waiting for data 33 %: read dominates" in data_loading_text(read_report(run))
     assert "(data.workers = 1; 3 would keep up)" in data_loading_text(read_report(run))
+
+
+def test_loading_that_no_step_waits_for_is_not_mentioned(new_run: NewRun) -> None:
+    run = new_run(4)
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    for line in lines:
+        line["phases"] = {"data": 0.001, "forward_backward": 1.0}
+        line["load_seconds"] = {"read": 2.5, "decode": 0.0, "collate": 0.0}
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert data_loading_text(read_report(run)) == ""
 
 
 def test_traffic_with_stores_is_one_line(new_run: NewRun) -> None:

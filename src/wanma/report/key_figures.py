@@ -114,7 +114,7 @@ def phase_times(report: Report) -> list[PhaseTime]:
 
 
 def data_loading_text(report: Report) -> str:
-    """Describe the part of loading that takes most of the loader threads' time; empty if none is recorded.
+    """Describe the part of loading that takes most of the loader threads' time; empty without waits for data.
 
     Example: 'waiting for data 3 %: decode dominates, 82 % of 12 s in loader threads (data.workers = 2; 3
     would keep up)'.
@@ -129,12 +129,15 @@ def data_loading_text(report: Report) -> str:
     waited = sum(phase.seconds for phase in phases if phase.name == "data")
     trained = sum(phase.seconds for phase in phases) - waited
     share = 100 * waited / (waited + trained)
+    if share < 0.5:
+        return ""
     largest = max(loaded, key=loaded.__getitem__)
     workers = report.loader_workers or report.job.get("data", {}).get("workers", 1)
     needed = math.ceil(total / trained) if trained else 0
     is_program = "factory" in report.job.get("data", {})  # whose threads share one interpreter
     kind = " as data.worker_processes" if is_program else ""
-    needed_text = f"; {needed:,}{kind} would keep up" if share >= 1 and needed > workers else ""
+    is_short = isinstance(workers, int) and needed > workers  # an old run may have "auto"
+    needed_text = f"; {needed:,}{kind} would keep up" if share >= 1 and is_short else ""
     return (
         f"waiting for data {share:.0f} %: {largest} dominates, {100 * loaded[largest] / total:.0f} % of "
         f"{duration_text(total)} in loader threads (data.workers = {workers}{needed_text})"

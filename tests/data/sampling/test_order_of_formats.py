@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from pathlib import Path
@@ -14,16 +15,21 @@ from support.data_files import CASES, plain, write_case
 from support.grids import rotated
 from support.killed_runs import read_with_kills
 from support.labelled_images import WRITERS, label
-from support.reference_order import permuted, stream
+from support.reference_order import permuted, reference_order, stream
 from wanma.data.index.records import open_records
 from wanma.data.opening import open_dataset
 from wanma.data.sampling.batch_size_schedule import samples_consumed_before
-from wanma.job.sections.data import DataSection
+from wanma.job.sections.data import DataSection, SourceSection
 from wanma.job.sections.train import TrainSection
 
 TRAIN = TrainSection(steps=7, global_batch=8, batch_ramp=[(2, 5), (4, 9)], seed=5)
 TOTAL = samples_consumed_before(TRAIN, TRAIN.steps)
 SHUFFLES = [("full", 1, 1), ("block", 3, 2), ("none", 1, 1)]
+MIXTURES: dict[str, list[tuple[int, list[int]]]] = {
+    "static": [(0, [5, 2, 1])],
+    "curriculum": [(0, [5, 2, 1]), (20, [1, 0, 3]), (40, [2, 1, 1])],
+}
+SIZES = (20, 12, 9)
 WORLD_SIZES = (1, 2, 3, 4, 8)
 
 
@@ -71,6 +77,68 @@ def test_records_of_each_format_are_read_in_the_order_of_the_reference(
     worlds = draw.choices(WORLD_SIZES, k=3)
     found = read_with_kills(open_data, TRAIN, worlds, threads, draw.randrange(100))
     assert found == list(enumerate(expected_rows(len(contents), shuffle, TOTAL)))
+
+
+@functools.cache
+def written(name: str, folder: Path, count: int) -> list[Any]:
+    """The content of each sample of a case, whose files are written once."""
+    return [plain(record) for record in write_case(name, folder, count)]
+
+
+class StoredSource(RowOfContent):
+    """Source of a mixture: records of a format; targets count on from `first`."""
+
+    def __init__(self, name: str, folder: str, first: int, count: int) -> None:
+        contents = written(name, Path(folder), count)
+        cache = Path(folder).with_name("cache")
+        super().__init__(open_records(folder, CASES[name].data_format, cache=cache), contents)
+        self.first = first
+
+    def __getitem__(self, number: int) -> tuple[Any, int]:
+        inputs, row = super().__getitem__(number)
+        return inputs, self.first + row
+
+
+@pytest.mark.parametrize(("name", "mixture"), rotated(CASES, list(MIXTURES)))
+def test_each_format_is_read_in_a_mixture_in_the_order_of_the_reference(
+    tmp_path: Path, name: str, mixture: str
+) -> None:
+    stages = MIXTURES[mixture]
+    draw = random.Random(f"{name} {mixture}")
+    shuffle = draw.choice(SHUFFLES)
+    kind, block, window = shuffle
+    formats = (name, "jsonl", "parquet")
+    sizes = [len(written(one, tmp_path / f"{n}", SIZES[n])) for n, one in enumerate(formats)]
+    first = [100 * number for number in range(len(formats))]
+    sources = [
+        SourceSection(
+            name="abc"[number],
+            factory=f"{__name__}:StoredSource",
+            arguments={
+                "name": one,
+                "folder": str(tmp_path / f"{number}"),
+                "first": first[number],
+                "count": SIZES[number],
+            },
+            weight=[(start, float(weights[number])) for start, weights in stages],
+        )
+        for number, one in enumerate(formats)
+    ]
+    section = DataSection(
+        sources=sources,
+        shuffle=kind,  # type: ignore[arg-type]
+        block_samples=block,
+        window_blocks=window,
+        validation_fraction=0,
+    )
+    worlds = draw.choices(WORLD_SIZES, k=3)
+    found = read_with_kills(lambda: open_dataset(section, TRAIN), TRAIN, worlds, 1, draw.randrange(100))
+    rows = [
+        permuted(list(range(size)), "validation split") if kind == "full" else list(range(size))
+        for size in sizes
+    ]
+    order = reference_order(sizes, stages, shuffle, TRAIN.seed, TOTAL)
+    assert found == [(sample, first[one] + rows[one][row]) for sample, (one, row) in enumerate(order)]
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES, ids=[kind for kind, *_ in SHUFFLES])

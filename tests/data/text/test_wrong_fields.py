@@ -46,6 +46,16 @@ def test_a_wrong_field_is_refused_although_a_token_file_of_the_same_documents_ex
     assert build([corpus], tmp_path / "cache").folder == built.folder
 
 
+def test_a_csv_without_header_is_plain_text_in_a_folder_and_refused_by_name(tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / "a.txt").write_text("plain text " * 20)
+    (folder / "b.csv").write_text("so good, it is\nso bad, it was\nso fine, it is\n")
+    assert build([folder], tmp_path / "cache").header["documents"] == 2
+    with pytest.raises(JobError, match=r"b\.csv .* 'text'; .* are so good"):
+        build([folder / "b.csv"], tmp_path / "cache")
+
+
 def test_a_token_file_of_an_older_version_is_refused_for_a_wrong_field(tmp_path: Path) -> None:
     """The older version has read tables without the field as plain text."""
     (tmp_path / "a.txt").write_text("id,body\n1,one\n" * 20)

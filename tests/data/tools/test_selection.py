@@ -57,3 +57,10 @@ def test_an_option_of_another_type_is_named(name: str, option: str) -> None:
 def test_a_list_of_an_option_becomes_a_tuple() -> None:
     choice = FormatChoice("parquet", dict([parse_option('columns=["a", "b"]')]))
     assert choice.of([]).options["columns"] == ("a", "b")
+
+
+@pytest.mark.parametrize("entry", ["s3://me:p4ss@bucket/x", "https://host/x?X-Amz-Signature=p4ss"])
+def test_a_password_in_an_address_is_refused_and_not_repeated(entry: str) -> None:
+    with pytest.raises(JobError, match=r"DATA\[1\]: the address holds a password") as raised:
+        select_entries(["here", entry], FormatChoice(), None)
+    assert "p4ss" not in f"{raised.value.message}{raised.value.hint}"

@@ -6,6 +6,7 @@ import io
 import json
 import tarfile
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from wanma.data.formats.byte_ranges import BYTE_ORDER_MARK
@@ -132,8 +133,11 @@ def _json_list_fields(head: bytes) -> list[str]:
 
 def _csv_fields(head: bytes) -> list[str]:
     lines = head.rpartition(b"\n")[0] or head  # the last line may be cut
-    names = Csv(quoted=b'"' in lines.partition(b"\n")[0]).scan(_in_memory(lines)).facts["names"]
-    return list(names)
+    data_format = Csv(quoted=b'"' in lines.partition(b"\n")[0])
+    try:
+        return list(data_format.scan(_in_memory(lines)).facts["names"])
+    except BadDataError:  # a first line of data: without a known name the file is plain text
+        return list(replace(data_format, header=True).scan(_in_memory(lines)).facts["names"])
 
 
 def _tar_fields(head: bytes) -> list[str]:

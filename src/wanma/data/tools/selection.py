@@ -36,6 +36,7 @@ from wanma.data.stores.listing import StoredFile, expand_entry, unique_files
 from wanma.data.text.corpus import TextSource, resolve_text_sources
 from wanma.job.errors import JobError, WanmaError, did_you_mean
 from wanma.job.sections.data import DataSection
+from wanma.job.url_credentials import CREDENTIALS_HINT, has_secret
 
 Progress = Callable[[int, int], None]
 """Function (bytes done, bytes in all)."""
@@ -149,7 +150,7 @@ def _option_value(chosen: Format, name: str, value: Any) -> Any:
     Raises:
         JobError: the value has another type.
     """
-    kind = TypeAdapter(get_type_hints(type(chosen))[name])
+    kind: TypeAdapter[Any] = TypeAdapter(get_type_hints(type(chosen))[name])
     try:
         return kind.validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
@@ -186,9 +187,14 @@ def select_entries(entries: Sequence[str], choice: FormatChoice, cache: str | No
         cache: folder of indexes; None: the user's cache folder.
 
     Raises:
-        JobError: an entry that is missing or matches nothing; an unknown format or option.
+        JobError: an entry that is missing, matches nothing or holds a password; an unknown format or option.
         WanmaError: storage that cannot be read, or content of no known format.
     """
+    for number, entry in enumerate(entries):  # libraries quote addresses in their errors
+        if has_secret(entry):
+            raise JobError(
+                f"DATA[{number}]: the address holds a password, key or signature", CREDENTIALS_HINT
+            )
     listed = unique_files(file for entry in entries for file in expand_entry(entry, "DATA"))
     files = [file for file in listed if file.is_named or not is_description(file.url)] or listed
     folder = cache_folder(cache)
