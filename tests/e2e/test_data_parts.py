@@ -96,15 +96,15 @@ def test_two_nodes_train_on_the_samples_of_one_that_has_both_parts(trained: Desk
 def test_in_an_interleaved_order_samples_are_computed_where_they_lie(
     trained: Desk, nodes: list[Path]
 ) -> None:
-    job = Path(write_job(trained, "own", ["corpus"], 8, 2))
+    job = Path(write_job(trained, "interleaved", ["corpus"], 8, 2))
     job.write_text(job.read_text().replace("placement", 'part_order = "interleaved"\nplacement'))
-    assert [one.code for one in train_in_parts(trained, "own", str(job))] == [0, 0]
-    whole = Path(write_job(trained, "own-whole", [str(node / "corpus") for node in nodes], 8, 1))
+    assert [one.code for one in train_in_parts(trained, "interleaved", str(job))] == [0, 0]
+    whole = Path(write_job(trained, "interleaved-whole", [str(node / "corpus") for node in nodes], 8, 1))
     whole.write_text(whole.read_text().replace("placement", 'part_order = "interleaved"\nplacement'))
-    ran = trained.run("train", str(whole), "--run-dir", "own-whole")
+    ran = trained.run("train", str(whole), "--run-dir", "interleaved-whole")
     ran.check()
-    own = trained.training("own")
-    assert own.losses == pytest.approx(trained.training("own-whole").losses, rel=1e-10)
+    own = trained.training("interleaved")
+    assert own.losses == pytest.approx(trained.training("interleaved-whole").losses, rel=1e-10)
     assert own.losses != pytest.approx(trained.training("parted").losses, rel=1e-3)
     assert "about 0% of the samples are handed over" not in trained.training("parted").messages
 

@@ -135,7 +135,7 @@ class Login:
 
     @property
     def steps(self) -> list[float]:
-        return read_report(self.run).steps["step"] if self.run.metrics.exists() else []
+        return list(read_report(self.run).steps["step"]) if self.run.metrics.exists() else []
 
     def wait_for_step(self, step: int = 1, seconds: float = 120) -> None:
         with self.describe_failure():
@@ -490,14 +490,16 @@ def test_a_run_changes_its_number_of_nodes_on_request(cluster: SlurmCluster, tmp
     login.train("-d", "--nodes", "1..2")
     login.wait_for_step(2)
 
-    def resize(nodes: int) -> None:
-        starts = len(read_report(login.run).starts)
-        login.wanma("resize", str(login.run.path), "--nodes", str(nodes))
+    def wait_for_nodes(nodes: int) -> None:
         cluster.wait_for(
-            lambda: len(read_report(login.run).starts) > starts, f"a start on {nodes} nodes", 180
+            lambda: read_report(login.run).starts[-1]["nodes"] == nodes, f"a start on {nodes} nodes", 180
         )
-        assert read_report(login.run).starts[-1]["nodes"] == nodes
 
+    def resize(nodes: int) -> None:
+        login.wanma("resize", str(login.run.path), "--nodes", str(nodes))
+        wait_for_nodes(nodes)
+
+    wait_for_nodes(2)  # the second may join when the first trains already
     resize(1)  # a node of the first job
     assert cluster.run("sinfo", "-pmain", "--noheader", "-N", "--format=%T").split() == ["allocated", "idle"]
     assert not supervisors(cluster, "n2")
