@@ -153,11 +153,12 @@ def test_two_nodes_have_the_series_of_their_ranks(desk: Desk, prometheus: Promet
     machines = Machines(desk, "runs/text", *words, "observe.metrics_port=0")
     for node in range(2):
         machines.start(node)
-    wait_until(lambda: len(prometheus.query("wanma_rank_up == 1")) == 4, "four ranks")
-    ranks = [series["metric"] for series in prometheus.query("wanma_rank_steps_total > 0")]
+    wait_until(lambda: len(prometheus.query("wanma_rank_steps_total > 0")) == 4, "steps of four ranks")
+    ranks = [series["metric"] for series in prometheus.query("wanma_rank_up == 1")]
     assert sorted((rank["node"], rank["rank"]) for rank in ranks) == [
         ("0", "0"), ("0", "1"), ("1", "2"), ("1", "3"),
     ]  # fmt: skip
+    wait_until(lambda: prometheus.query("wanma_loss"), "the loss")
     assert len(prometheus.query("wanma_loss")) == 1, "node 0 alone has those of the run"
     assert {series["metric"]["node"] for series in prometheus.query("wanma_node_cpus")} == {"0", "1"}
     machines.lose(1)
