@@ -81,7 +81,7 @@ def test_figures_have_names_that_two_algorithms_share() -> None:
         "all_reduce_ring_1_bytes_seconds", "all_reduce_tree_1_bytes_seconds",
     ]  # fmt: skip
     names = [line.split()[2] for line in figure_lines([sweep_of(timing("ring", 1, 4)), ring])]
-    assert names[0] == "all_reduce_4_ranks_1_bytes_seconds"
+    assert names[0] == "all_reduce_of_4_1_bytes_seconds"
 
 
 def test_the_suite_compares_all_algorithms_by_figures_that_they_print() -> None:

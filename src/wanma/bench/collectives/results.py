@@ -70,7 +70,7 @@ def figure_lines(sweeps: Sequence[CollectiveResults]) -> Iterator[str]:
             if len({getattr(one, name) for one in timings}) > 1:
                 parts.append(getattr(timing, name))
         if len(sweeps) > 1:
-            parts.append(f"{timing.ranks}_ranks")
+            parts.append(f"of_{timing.ranks}")
         yield f"{FIGURE_MARK} {'_'.join(parts)}_{timing.size_bytes}_bytes_seconds {timing.seconds:.9f}"
 
 
