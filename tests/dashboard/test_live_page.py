@@ -81,6 +81,18 @@ def test_a_change_comes_without_a_reload(tab: Tab, url: str, run: RunDirectory, 
         assert tab.errors == []
 
 
+def test_the_end_of_a_log_is_followed(tab: Tab, url: str, run: RunDirectory) -> None:
+    run.rank_log(0).write_text("".join(f"line {number}\n" for number in range(200)))
+    tab.open(f"{url}/runs/gpt/logs/rank-0.log")
+    tab.evaluate("scrollTo(0, document.body.scrollHeight)")
+    tab.wait("changes.readyState === EventSource.OPEN")
+    with run.rank_log(0).open("a") as log:
+        log.write("".join(f"later {number}\n" for number in range(100)))
+    tab.wait("document.body.textContent.includes('later 99')")
+    tab.wait("innerHeight + scrollY >= document.body.scrollHeight - 2")
+    assert tab.errors == []
+
+
 def test_runs_that_are_marked_stay_marked_and_a_new_one_appears(
     tab: Tab, url: str, run: RunDirectory
 ) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin
@@ -121,6 +122,20 @@ def test_a_page_hears_of_a_change(client: Client, tmp_path: Path) -> None:
         assert next(lines) == ": open"
         write_steps(run, 1, 1)
         assert next(line for line in lines if line.startswith("data")) == "data: changed"
+
+
+def test_the_page_of_a_log_hears_of_its_lines(client: Client, tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    page = client.get("/runs/gpt/logs/rank-0.log", headers={"Accept": "text/html,*/*"})
+    assert page.headers["content-type"].startswith("text/html")
+    events = re.search(r'data-changes="([^"]*)"', page.text)
+    assert events is not None
+    with client.get(urljoin("/runs/gpt/logs/rank-0.log", unescape(events[1])), stream=True) as answer:
+        lines = answer.iter_lines(chunk_size=1, decode_unicode=True)
+        assert next(lines) == ": open"
+        run.rank_log(0).write_text("one more line\n")
+        assert next(line for line in lines if line.startswith("data")) == "data: changed"
+    assert client.get("/events?run=gpt&rank=x").status_code == 404
 
 
 def test_two_hundred_long_runs_are_listed_by_their_ends(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 from pathlib import Path
 
 from wanma.job.run.run_directory import RunDirectory
@@ -39,8 +40,13 @@ class ReportCache:
 
 def run_stamp(run: RunDirectory) -> Stamp:
     """Return sizes and times of the files of a run that change during it."""
+    return file_stamps([run.metrics, run.events, run.job, run.plan, run.node_usage(0)])
+
+
+def file_stamps(paths: Iterable[Path]) -> Stamp:
+    """Return sizes and times of files, zeros of one that is missing."""
     stamps = []
-    for path in (run.metrics, run.events, run.job, run.plan, run.node_usage(0)):
+    for path in paths:
         try:
             state = path.stat()
         except OSError:

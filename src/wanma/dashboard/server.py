@@ -27,8 +27,8 @@ from starlette.responses import (
 )
 from starlette.routing import Route
 
-from wanma.dashboard.pages import MAX_COMPARED, comparison_page, log_text, run_page, runs_page
-from wanma.dashboard.report_cache import ReportCache, run_stamp
+from wanma.dashboard.pages import MAX_COMPARED, comparison_page, log_page, log_text, run_page, runs_page
+from wanma.dashboard.report_cache import ReportCache, file_stamps, run_stamp
 from wanma.job.run.run_directory import RunDirectory, list_runs
 from wanma.observe.endpoint import TARGETS_FOLDER
 from wanma.report.run_report import Report
@@ -82,9 +82,15 @@ class _Server:
         return HTMLResponse(run_page(report, self._diagnose(report)))
 
     def show_log(self, request: Request) -> Response:
-        run = self._find(request.path_params["name"])
-        text = log_text(run, request.path_params["rank"]) if run is not None else None
-        return _missing("no such log") if text is None else PlainTextResponse(text, headers=_SAFE)
+        """Answer with the end of a rank's log: a page that follows it for a browser, else plain text."""
+        run, rank = self._find(request.path_params["name"]), request.path_params["rank"]
+        text = log_text(run, rank) if run is not None else None
+        if run is None or text is None:
+            return _missing("no such log")
+        headers = {**_SAFE, "Vary": "Accept"}
+        if "text/html" in request.headers.get("Accept", ""):
+            return HTMLResponse(log_page(run, rank, text), headers=headers)
+        return PlainTextResponse(text, headers=headers)
 
     def compare(self, request: Request) -> Response:
         names = request.query_params.getlist("run")[:MAX_COMPARED]
@@ -104,17 +110,23 @@ class _Server:
         return JSONResponse(targets)
 
     async def follow(self, request: Request) -> Response:
-        """Answer with an event at each change of the runs named, or of any."""
-        names = request.query_params.getlist("run")
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        return StreamingResponse(self._changes(names), media_type="text/event-stream", headers=headers)
+        """Answer with an event at each change of the runs named, or of any; of a rank's log if one is named.
 
-    async def _changes(self, names: Sequence[str]) -> AsyncIterator[str]:
-        seen, quiet = await asyncio.to_thread(self._stamps, names), 0
+        The parameter `rank` names the log.
+        """
+        names = request.query_params.getlist("run")
+        rank = request.query_params.get("rank", "")
+        if rank and not rank.isdecimal():
+            return _missing("rank is a number")
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return StreamingResponse(self._changes(names, int(rank) if rank else None), media_type="text/event-stream", headers=headers)
+
+    async def _changes(self, names: Sequence[str], rank: int | None) -> AsyncIterator[str]:
+        seen, quiet = await asyncio.to_thread(self._stamps, names, rank), 0
         yield ": open\n\n"
         while True:
             await asyncio.sleep(POLL_SECONDS)
-            stamps = await asyncio.to_thread(self._stamps, names)
+            stamps = await asyncio.to_thread(self._stamps, names, rank)
             quiet += 1
             if stamps != seen:
                 seen, quiet = stamps, 0
@@ -123,9 +135,13 @@ class _Server:
                 quiet = 0
                 yield ": quiet\n\n"
 
-    def _stamps(self, names: Sequence[str]) -> list[Any]:
+    def _stamps(self, names: Sequence[str], rank: int | None) -> list[Any]:
         runs = [self._find(name) for name in names] if names else self._runs()
-        return [(run.path, run_stamp(run)) for run in runs if run is not None]
+        return [
+            (run.path, run_stamp(run) if rank is None else file_stamps([run.rank_log(rank)]))
+            for run in runs
+            if run is not None
+        ]
 
     def _runs(self) -> list[RunDirectory]:
         return [run for run in list_runs(self._folder) if run.job.is_file()]

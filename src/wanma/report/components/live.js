@@ -6,6 +6,7 @@ const renew = async () => {
   const page = new DOMParser().parseFromString(await answer.text(), "text/html");
   const opened = [...document.querySelectorAll("details")].map((part) => part.open);
   const logarithmic = [...document.querySelectorAll(".switch")].map((part) => part.getAttribute("aria-pressed"));
+  const isAtEnd = scrollY > 0 && innerHeight + scrollY >= document.body.scrollHeight - 2;
   const checked = new Set([...document.querySelectorAll("input:checked")].map((input) => input.value));
   document.querySelector("main").replaceWith(page.querySelector("main"));
   document.querySelectorAll("main input").forEach((input) => { input.checked = checked.has(input.value); });
@@ -14,6 +15,7 @@ const renew = async () => {
   [...document.querySelectorAll(".switch")].forEach((part, index) => {
     if (logarithmic[index] === "true") part.click();
   });
+  if (isAtEnd) scrollTo(0, document.body.scrollHeight);  // who reads the end of a log stays there
 };
 const changes = new EventSource(document.querySelector("main").dataset.changes);
 let renewing = false, changed = false;
