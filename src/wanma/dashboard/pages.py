@@ -175,7 +175,8 @@ def _flat(job: Mapping[str, Any]) -> dict[str, Any]:
 def log_page(run: RunDirectory, rank: int, text: str) -> str:
     """Return the page that shows the end of a rank's log and follows it."""
     back = f'<nav><a href="../">{escape(run.name)}</a></nav>'
-    header = f"<header><h1>Log of rank {rank}</h1><p class=facts>{escape(str(run.rank_log(rank)))}</p></header>"
+    path = escape(str(run.rank_log(rank)))
+    header = f"<header><h1>Log of rank {rank}</h1><p class=facts>{path}</p></header>"
     query = urlencode({"run": run.name, "rank": rank})
     log = f'<section class="card"><pre>{escape(text)}</pre></section>'
     return document(f"log of rank {rank}", [back, header, log], changes=f"../../../events?{query}")

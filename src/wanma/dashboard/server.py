@@ -119,7 +119,9 @@ class _Server:
         if rank and not rank.isdecimal():
             return _missing("rank is a number")
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        return StreamingResponse(self._changes(names, int(rank) if rank else None), media_type="text/event-stream", headers=headers)
+        return StreamingResponse(
+            self._changes(names, int(rank) if rank else None), media_type="text/event-stream", headers=headers
+        )
 
     async def _changes(self, names: Sequence[str], rank: int | None) -> AsyncIterator[str]:
         seen, quiet = await asyncio.to_thread(self._stamps, names, rank), 0

@@ -63,7 +63,8 @@ class LayerGradientNorms:
             squares[1, self._layers[layer]] = 1.0
         if parallel_mesh.plan.world_size > 1:
             dist.all_reduce(squares)
-        norms, is_trained = (squares[0].sqrt() * gradient_multiplier).tolist(), squares[1].tolist()
+        squares[0] = squares[0].sqrt() * gradient_multiplier
+        norms, is_trained = squares.tolist()  # one reading, for which a GPU is waited for
         return {layer: norms[index] for layer, index in self._layers.items() if is_trained[index]}
 
 
