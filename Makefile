@@ -13,6 +13,7 @@
 # make peers   Accelerate, DeepSpeed, Lightning and TRL, beside .venv: make test-full then runs them, too
 # make frameworks   TensorFlow and JAX, each without wanma: make test-full then runs their scripts, too
 # make trackers   MLflow and W&B, beside .venv: their test runs with --exhaustive
+# make emulators  of Google's and Azure's storage, beside .venv (needs npm): their tests run with --exhaustive
 # make horovod   Horovod, built in some 6 minutes (needs cmake and g++): its scripts run with --exhaustive
 #
 # make hadoop   Hadoop's own client, which pyspark carries: make test-full then checks HDFS with it (needs a JDK)
@@ -34,6 +35,7 @@ PEERS    := .venv-peers
 FRAMEWORKS := .venv-frameworks
 HADOOP   := .venv-hadoop
 TRACKERS := .venv-trackers
+EMULATORS := .venv-emulators
 DOCS     := .venv-docs
 WHEEL    := .venv-wheel
 BIN      := $(VENV)/bin
@@ -44,7 +46,7 @@ SINCE    ?= main
 
 ENVIRONMENTS ?= .versions
 
-.PHONY: train test test-full test-ci test-changed ci ci-fast test-versions check bench docs wheel peers frameworks horovod hadoop trackers clean setup
+.PHONY: train test test-full test-ci test-changed ci ci-fast test-versions check bench docs wheel peers frameworks horovod hadoop trackers emulators clean setup
 
 train: $(READY)
 	@$(BIN)/wanma train $(JOB) $(ARGS)
@@ -96,12 +98,14 @@ hadoop: $(HADOOP)/.ready
 
 trackers: $(TRACKERS)/.ready
 
+emulators: $(EMULATORS)/.ready
+
 frameworks: $(FRAMEWORKS)/tensorflow/.ready $(FRAMEWORKS)/jax/.ready
 
 horovod: $(FRAMEWORKS)/horovod/.ready
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(FRAMEWORKS) $(HADOOP) $(TRACKERS) $(DOCS) $(WHEEL) .versions build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(FRAMEWORKS) $(HADOOP) $(TRACKERS) $(EMULATORS) $(DOCS) $(WHEEL) .versions build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Make the virtual environment $(1) unless it is there.
@@ -153,6 +157,14 @@ $(FRAMEWORKS)/horovod/.ready: constraints.txt tests/support/build_horovod.sh | $
 $(TRACKERS)/.ready: $(READY)
 	$(call new_layer,$(TRACKERS))
 	@$(BIN)/python -m pip --python $(TRACKERS)/bin/python install -qq --disable-pip-version-check mlflow==3.17.2 wandb==0.31.0
+	@touch $@
+
+# Azurite and gcp-storage-emulator, with the libraries of both stores: for tests by hand.
+$(EMULATORS)/.ready: $(READY)
+	$(call new_layer,$(EMULATORS))
+	@$(BIN)/python -m pip --python $(EMULATORS)/bin/python install -qq --disable-pip-version-check \
+	  gcsfs==2026.10.1 adlfs==2026.8.0 gcp-storage-emulator==2026.7.19
+	@npm install --silent --no-audit --no-fund --prefix $(EMULATORS) azurite@3.37.0
 	@touch $@
 
 # Without wanma and torch: jars of Hadoop's client, for tests of HDFS.
