@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -336,3 +337,25 @@ def test_feed_and_loading_survive_json() -> None:
     assert made.to_json()["data_feed"] == asdict(feed)
     workload = given(replace(STORED, store=StoreRates(0.02, None, 1e8, "measured"))).workload
     assert Workload.from_json(workload.to_json()) == workload
+
+
+@pytest.mark.parametrize(
+    ("nodes", "order", "expected"),
+    [
+        (1, "global", None),
+        (4, "global", r"parts on 4 nodes: .* 75% of the samples .* 6\.9 MiB a step"),
+        (4, "interleaved", r"parts on 4 nodes, .* at most 6\.9 MiB a step"),
+    ],
+)
+def test_data_in_parts_say_what_is_handed_over(nodes: int, order: str, expected: str | None) -> None:
+    of = given(ON_DISK, placement="parts", part_order=order)
+    section = of.job.cluster.model_copy(update={"nodes": nodes})
+    of = replace(
+        of,
+        job=of.job.model_copy(update={"cluster": section}),
+        workload=replace(of.workload, input_elements_per_sample=3 * 224 * 224),
+    )
+    found = [reason for reason in forecast_plan(of, PLAN).reasons if reason.startswith("data in parts")]
+    assert len(found) == (expected is not None)
+    if expected is not None:
+        assert re.search(expected, found[0]), found

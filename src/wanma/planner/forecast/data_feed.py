@@ -19,6 +19,7 @@ from wanma.planner.forecast.data_loading import (
     cores_per_rank,
     load_cost,
     rank_step_bytes,
+    sample_bytes,
     steps_at_once,
     store_rates,
 )
@@ -71,6 +72,27 @@ def data_feed_reasons(feed: DataFeed | None) -> tuple[str, ...]:
         return ()
     shortage = (data_feed_text(feed),) if feed.share < 1 else ()
     return (*shortage, *feed.assumed)
+
+
+def data_parts_reasons(problem: PlanningProblem) -> tuple[str, ...]:
+    """Return what data in parts on nodes costs: the share and bytes of a step that are handed over.
+
+    The parts are taken as equally large, since a plan is made where not all are seen.
+    """
+    data, nodes = problem.job.data, problem.job.cluster.nodes
+    if data.placement != "parts" or nodes == 1:
+        return ()
+    share = (nodes - 1) / nodes
+    size = bytes_text(share * problem.global_batch * sample_bytes(problem))
+    if data.part_order == "interleaved":
+        return (
+            f"data in parts on {nodes} nodes, each in an order of its own: handed over between nodes is what "
+            f"does not fit their shares of the batch, at most {size} a step",
+        )
+    return (
+        f"data in parts on {nodes} nodes: if they are equal, {share:.0%} of the samples are handed over "
+        f"between nodes, {size} a step (data.part_order = 'interleaved' saves most of it)",
+    )
 
 
 def data_feed_text(feed: DataFeed) -> str:

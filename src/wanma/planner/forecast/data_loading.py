@@ -145,9 +145,13 @@ def steps_at_once(
 
 def rank_step_bytes(problem: PlanningProblem, plan: Plan) -> float:
     """Return the host memory of a loaded step on one rank, in bytes: inputs and targets."""
+    return _rank_step(problem, plan)[1] * sample_bytes(problem)
+
+
+def sample_bytes(problem: PlanningProblem) -> float:
+    """Return the bytes of a loaded sample: its inputs and its targets."""
     elements = problem.workload.input_elements_per_sample
-    sample_bytes = 16.0 * problem.sequence_length if elements is None else 4.0 * elements
-    return _rank_step(problem, plan)[1] * sample_bytes
+    return 16.0 * problem.sequence_length if elements is None else 4.0 * elements
 
 
 @dataclass(frozen=True)

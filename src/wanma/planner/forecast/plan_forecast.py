@@ -28,7 +28,7 @@ from wanma.planner.cost.traced_module import (
     module_model_cost,
     module_stage_send_seconds,
 )
-from wanma.planner.forecast.data_feed import data_feed_reasons, forecast_data_feed
+from wanma.planner.forecast.data_feed import data_feed_reasons, data_parts_reasons, forecast_data_feed
 from wanma.planner.forecast.goodput import forecast_goodput
 from wanma.planner.forecast.node_crossing import (
     node_crossing_reason,
@@ -269,6 +269,7 @@ def with_step_time(
             *memory_forecast.reasons,
             step_time_text(step),
             *data_feed_reasons(feed),
+            *data_parts_reasons(problem),
             *preparation_reasons(problem.workload.preparation, preparation),
             *_node_crossing_reasons(problem, plan, step),
             *compression_reason(plan, problem.workload.parameters * trainable_share(problem)),
