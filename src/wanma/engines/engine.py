@@ -136,8 +136,14 @@ class Engine(Protocol):
     def unusable_reason(self) -> str | None:
         """Return the reason why the engine cannot be used from here; None: it can."""
 
-    def discover(self, section: ClusterSection, /) -> EngineCluster | None:
-        """Return the nodes of the engine; None: the nodes are this machine, which the planner knows."""
+    def discover(self, section: ClusterSection, data: Sequence[str] = (), /) -> EngineCluster | None:
+        """Return the nodes of the engine; None: the nodes are this machine, which the planner knows.
+
+        Args:
+            section: settings of the cluster.
+            data: absolute paths and globs of the job's data. An engine that chooses among nodes one by one
+                takes those first that have most of them.
+        """
 
     def render(self, submission: Submission) -> str:
         """Return the text of what `submit` would submit, for `--dry-run`."""

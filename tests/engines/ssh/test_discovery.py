@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -42,6 +43,7 @@ class Hosts:
             "free_bytes": 1 << 40,
             "cluster": discover_node({}).to_json(),
             "discovery_problem": "",
+            "data": [],
             **self._answers[host.name],
         }
         facts["time"] = time.time() + facts.get("clock", 0.0)
@@ -52,9 +54,9 @@ class Hosts:
     def ask_all(self, questions: dict[Host, Any]) -> tuple[dict[Host, Reply], list[Any]]:
         return {host: question() for host, question in questions.items()}, []
 
-    def probe(self) -> ProbedHosts:
+    def probe(self, data: Sequence[str] = ()) -> ProbedHosts:
         hosts = [parse_host(name, "test") for name in self._answers]
-        return probe_hosts(self, hosts, "~/.wanma")  # type: ignore[arg-type]
+        return probe_hosts(self, hosts, "~/.wanma", data=data)  # type: ignore[arg-type]
 
 
 def node(cores: int) -> dict[str, Any]:
@@ -76,6 +78,15 @@ def test_hosts_of_a_kind_are_one_group_in_order() -> None:
         cluster = take_nodes(found.cluster, count)
         sizes[count] = [group.count for group in cluster.nodes]
     assert sizes == {1: [1], 2: [2], 3: [2, 1], 5: [2, 3]}
+
+
+def test_hosts_that_have_the_data_are_taken_first() -> None:
+    answers = {"a": {}, "b": {"data": ["/data/x"]}, "c": {"data": ["/data/x", "/data/y*"]}, "d": {}}
+    found = make_engine_cluster(Hosts(**answers).probe(["/data/x", "/data/y*"]), 2)
+    assert [group.hosts for group in found.cluster.nodes] == [("c", "b", "a", "d")]
+    assert [note.partition(":")[0] for note in found.notes] == ["a, d lack /data/x", "a, b, d lack /data/y*"]
+    (note,) = Hosts(a={}, b={}).probe(["/data/z"]).notes
+    assert note.startswith("no host has /data/z")
 
 
 def test_a_clock_that_is_wrong_and_a_disk_that_is_nearly_full_are_named() -> None:

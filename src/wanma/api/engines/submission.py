@@ -25,6 +25,7 @@ from wanma.job.cluster import Cluster, NodeGroup
 from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
 from wanma.job.file.serialization import job_to_toml
 from wanma.job.run.run_directory import RunDirectory
+from wanma.job.sections.data import DataSection
 from wanma.job.sections.job import Job
 from wanma.observe.console.dataset_progress import announcer, show_dataset_progress
 from wanma.observe.trackers.tracker import check_trackers
@@ -145,7 +146,7 @@ def _prepare(job: Job, engine: Engine) -> tuple[PreparedJob, EngineCluster | Non
     """Return the plan of the job on the nodes of the engine, and these nodes."""
     load_callbacks(job.observe.callbacks)
     check_trackers(job.observe.trackers)
-    nodes = None if job.cluster.file is not None else engine.discover(job.cluster)
+    nodes = None if job.cluster.file is not None else engine.discover(job.cluster, _local_paths(job.data))
     if nodes is not None and job.cluster.nodes > nodes.max_nodes:
         raise JobError(
             f"cluster.nodes = {job.cluster.nodes}, and a run may have {nodes.max_nodes} nodes there",
@@ -167,6 +168,13 @@ def _prepare(job: Job, engine: Engine) -> tuple[PreparedJob, EngineCluster | Non
             is_submission=engine.name != "local",
         )
     return prepared, nodes
+
+
+def _local_paths(data: DataSection) -> list[str]:
+    """Return the absolute paths and globs of a job's data; relative ones travel with the code."""
+    entries = [*data.text, *data.images]
+    entries += [entry for source in data.sources for entry in (*source.text, *source.images)]
+    return [entry for entry in entries if entry.startswith("/")]
 
 
 def take_nodes(cluster: Cluster, count: int) -> Cluster:

@@ -42,7 +42,7 @@ class LocalEngine:
     def unusable_reason(self) -> str | None:
         return None
 
-    def discover(self, _section: ClusterSection, /) -> EngineCluster | None:
+    def discover(self, _section: ClusterSection, _data: Sequence[str] = (), /) -> EngineCluster | None:
         return None
 
     def render(self, submission: Submission) -> str:

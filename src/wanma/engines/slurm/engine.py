@@ -40,7 +40,7 @@ class SlurmEngine:
             return explain_refusal(error).message
         return None
 
-    def discover(self, section: ClusterSection) -> EngineCluster | None:
+    def discover(self, section: ClusterSection, _data: Sequence[str] = (), /) -> EngineCluster | None:
         return discover_cluster(section)
 
     def render(self, submission: Submission) -> str:

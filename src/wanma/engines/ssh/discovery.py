@@ -62,6 +62,7 @@ def probe_hosts(
     hosts: Sequence[Host],
     folder: str,
     archive: EnvironmentArchive | None = None,
+    data: Sequence[str] = (),
 ) -> ProbedHosts:
     """Ask all hosts for their facts; those that lack the environment of the run make it.
 
@@ -70,12 +71,13 @@ def probe_hosts(
         hosts: the hosts, in order.
         folder: `cluster.ssh.folder`.
         archive: the environment; None: the interpreter has wanma and torch.
+        data: absolute paths and globs of the job's data.
     """
     if archive is None:
-        return _probe(connections, dict.fromkeys(hosts, ""), folder)
+        return _probe(connections, dict.fromkeys(hosts, ""), folder, data)
     bases, failures = _check_interpreters(connections, hosts, folder)
     pythons, failed = install_environments(connections, bases, archive, folder)
-    probed = _probe(connections, pythons, folder)
+    probed = _probe(connections, pythons, folder, data)
     order = {host: number for number, host in enumerate(hosts)}
     failures = sorted([*failures, *failed, *probed.failures], key=lambda error: order[error.host])
     return replace(probed, failures=tuple(failures))
@@ -94,14 +96,16 @@ def _check_interpreters(
     return [host for host, problem in problems.items() if problem is None], failures
 
 
-def _probe(connections: SshConnections, pythons: Mapping[Host, str], folder: str) -> ProbedHosts:
+def _probe(
+    connections: SshConnections, pythons: Mapping[Host, str], folder: str, data: Sequence[str]
+) -> ProbedHosts:
     """Ask hosts for their facts, each by the interpreter of the run; empty: that of the connections."""
     hosts = list(pythons)
     found: dict[Host, HostFacts] = {}
 
     def ask(host: Host) -> Reply:
         began, clock = time.monotonic(), time.time()
-        request = {"folder": folder, "has_hardware": True}
+        request = {"folder": folder, "has_hardware": True, "data": list(data)}
         reply = connections.ask(host, host_probe, request, seconds=PROBE_SECONDS, python=pythons[host])
         round_trip = time.monotonic() - began
         skew = reply.value["time"] - clock - round_trip / 2
@@ -128,9 +132,23 @@ def _probe(connections: SshConnections, pythons: Mapping[Host, str], folder: str
                 f"{host.text}: {bytes_text(facts.values['free_bytes'])} are free for "
                 f"{facts.values['folder']} (cluster.ssh.folder)"
             )
+    notes += _place_notes(usable, data)
     order = {host: number for number, host in enumerate(hosts)}
     failures.sort(key=lambda error: order[error.host])
+    usable.sort(key=lambda facts: -len(facts.values["data"]))  # else in the user's order
     return ProbedHosts(tuple(usable), tuple(failures), tuple(notes))
+
+
+def _place_notes(usable: Sequence[HostFacts], data: Sequence[str]) -> list[str]:
+    """Return a note on each entry of the data that some host lacks."""
+    notes = []
+    for name in data:
+        lacking = [facts.host.text for facts in usable if name not in facts.values["data"]]
+        if lacking and len(lacking) == len(usable):
+            notes.append(f"no host has {name}, which the job's data names")
+        elif lacking:
+            notes.append(f"{', '.join(lacking)} lack {name}: hosts that have the data are taken first")
+    return notes
 
 
 def make_engine_cluster(probed: ProbedHosts, nodes: int) -> EngineCluster:

@@ -74,10 +74,11 @@ class SshEngine:
     def unusable_reason(self) -> str | None:
         return None if shutil.which("ssh") is not None else "ssh not found: install OpenSSH"
 
-    def discover(self, section: ClusterSection, /) -> EngineCluster | None:
+    def discover(self, section: ClusterSection, data: Sequence[str] = (), /) -> EngineCluster | None:
         hosts = list_hosts(section.ssh, Path.cwd())
         archive = self._archive(section, Path.cwd())
-        return make_engine_cluster(self._probe(hosts, section, archive), section.min_nodes or section.nodes)
+        probed = self._probe(hosts, section, archive, data)
+        return make_engine_cluster(probed, section.min_nodes or section.nodes)
 
     def render(self, submission: Submission) -> str:
         settings = submission.settings.ssh
@@ -247,13 +248,17 @@ class SshEngine:
         return [*words, f'cd {shlex.quote(chosen[0].folder)} && exec "${{SHELL:-/bin/sh}}" -l']
 
     def _probe(
-        self, hosts: Sequence[Host], section: ClusterSection, archive: EnvironmentArchive | None
+        self,
+        hosts: Sequence[Host],
+        section: ClusterSection,
+        archive: EnvironmentArchive | None,
+        data: Sequence[str] = (),
     ) -> ProbedHosts:
         """Return the facts of hosts, which make the run's environment; one command asks for them once."""
         key = tuple(sorted(hosts, key=lambda host: host.text))
         if key not in self._probed:
             connections = self._connect(section.ssh.python, section.ssh.options)
-            self._probed[key] = probe_hosts(connections, hosts, section.ssh.folder, archive)
+            self._probed[key] = probe_hosts(connections, hosts, section.ssh.folder, archive, data)
             self._pythons |= {facts.host: facts.python for facts in self._probed[key].usable}
         return self._probed[key]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import platform
 import shutil
@@ -16,7 +17,8 @@ def main(request: Dict[str, Any], reply: Callable[[Any], None]) -> int:
     """Reply with the facts of this host.
 
     Args:
-        request: `folder`, for the run's files; `has_hardware`: the hardware is read, by wanma.
+        request: `folder`, for the run's files; `has_hardware`: the hardware is read, by wanma; `data`:
+            absolute paths and globs, of which the facts have those that are here.
         reply: sends the facts.
     """
     folder = os.path.expanduser(request["folder"])
@@ -30,6 +32,7 @@ def main(request: Dict[str, Any], reply: Callable[[Any], None]) -> int:
         "free_bytes": shutil.disk_usage(_existing(folder)).free,
         "addresses": _addresses(),
         "reached_at": (os.environ.get("SSH_CONNECTION", "").split() + [""] * 3)[2],
+        "data": [name for name in request.get("data", []) if glob.glob(name)],
         "cluster": None,
         "discovery_problem": "",
     }
