@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 from wanma.bench.machine.machine_result import node_count, rank_count
 from wanma.bench.machine_figures.definitions import RANK_FIGURE, find_machine_metric
@@ -126,6 +127,22 @@ class SlowPartReport:
         return [finding.text for finding in self.findings]
 
 
+class PairFigure(NamedTuple):
+    """Figure of a pair of ranks."""
+
+    ranks: tuple[int, int]
+    is_bandwidth: bool
+    """True: a rate in bytes/s; False: a latency in seconds."""
+
+
+def parse_pair(name: str) -> PairFigure | None:
+    """Return the pair of ranks of a figure's name; None: it is of no pair."""
+    match = _PAIR.fullmatch(name)
+    if match is None:
+        return None
+    return PairFigure((int(match[1]), int(match[2])), match[3].startswith("_bytes"))
+
+
 def find_slow_parts(result: BenchmarkResult) -> list[SlowPartReport]:
     """Return a report for each contender of a machine result."""
     kinds = {record.name: list(_kinds(record, result)) for record in result.contenders}
@@ -203,9 +220,9 @@ def _kinds(record: ContenderRecord, result: BenchmarkResult) -> Iterator[PartKin
     links: dict[tuple[bool, bool], dict[tuple[int, ...], Rounds]] = {}
     devices: dict[str, dict[tuple[int, ...], Rounds]] = {}
     for name, values in result.values.get(record.name, {}).items():
-        if match := _PAIR.fullmatch(name):
-            first, second = int(match[1]), int(match[2])
-            key = match[3].startswith("_bytes"), first // node_size == second // node_size
+        if (pair := parse_pair(name)) is not None:
+            first, second = pair.ranks
+            key = pair.is_bandwidth, first // node_size == second // node_size
             links.setdefault(key, {})[first, second] = values
         elif match := RANK_FIGURE.fullmatch(name):
             devices.setdefault(match[2], {})[(int(match[1]),)] = values

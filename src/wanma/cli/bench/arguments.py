@@ -25,13 +25,16 @@ if TYPE_CHECKING:
     from wanma.bench.runner import Rule
     from wanma.bench.suites.suite_file import Suite
 
+RESULTS_FOLDER = Path("bench-results")
+"""Folder of all results, in the working directory."""
+
 
 def add_results_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--results",
         metavar="DIR",
         type=Path,
-        default=Path("bench-results"),
+        default=RESULTS_FOLDER,
         help="folder of results; default: bench-results",
     )
 

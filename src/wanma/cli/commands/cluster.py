@@ -12,11 +12,14 @@ from wanma.job.errors import JobError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from wanma.job.cluster import Cluster
+
 _EXAMPLES = """\
 examples:
   wanma cluster                                         # this node as a cluster file
   wanma cluster "8x8 H100 SXM, 4x100G" > cluster.toml   # a cluster file to edit
   wanma plan JOB.toml --cluster cluster.toml            # plan for it
+  wanma cluster --measured RESULT > cluster.toml        # with links of `wanma bench machine --nodes N`
   wanma cluster --devices                               # names of devices
   wanma cluster --calibrate                             # measure this node for forecasts; takes minutes
 """
@@ -29,6 +32,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     set_completer(argument, complete_job_files)
     parser.add_argument("--devices", action="store_true", help="list the device catalogue")
+    parser.add_argument(
+        "--measured",
+        metavar="RESULT",
+        help="nodes of a result of `wanma bench machine --nodes N`, with their measured links",
+    )
     parser.add_argument(
         "--calibrate", action="store_true", help="measure this node, and save the result for forecasts"
     )
@@ -61,12 +69,23 @@ def run(arguments: argparse.Namespace) -> int:
             )
     if arguments.devices:
         print_content(_catalogue_table())
+        return 0
+    if arguments.measured is not None:
+        if arguments.where is not None:
+            raise JobError("--measured and CLUSTER both give the nodes", "remove one of them")
+        cluster = _read_measured(arguments.measured)
     else:
-        print(
-            export_cluster(discover_node() if arguments.where is None else read_cluster(arguments.where)),
-            end="",
-        )
+        cluster = discover_node() if arguments.where is None else read_cluster(arguments.where)
+    print(export_cluster(cluster), end="")
     return 0
+
+
+def _read_measured(name: str) -> Cluster:
+    from wanma.bench.machine_report.measured_cluster import measured_cluster
+    from wanma.bench.results.directory import find_result
+    from wanma.cli.bench.arguments import RESULTS_FOLDER
+
+    return measured_cluster(find_result(RESULTS_FOLDER, name).read())
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:

@@ -16,6 +16,12 @@ def analysis_json(analysis: PlanAnalysis) -> dict[str, Any]:
     data = _study(analysis.study)
     data["why"] = [_why_answer(answer) for answer in analysis.why_answers]
     data["what_if"] = [_what_if_answer(answer) for answer in analysis.what_if_answers]
+    slowing = analysis.slowing_nodes
+    data["slowing_nodes"] = (
+        {"name": slowing.nodes.name, "speedup": slowing.speedup, "step_seconds": slowing.step_seconds}
+        if slowing is not None
+        else None
+    )
     data["scale"] = [_point(point) for point in analysis.scaling_points]
     return data
 

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 from wanma.data.opening import text_preparation
 from wanma.hardware.discovery.first_use_measurement import with_measured_cpu_peak
 from wanma.hardware.discovery.node import discover_node
-from wanma.job.cluster import Cluster
+from wanma.job.cluster import Cluster, NodeGroup
 from wanma.job.errors import JobError
 from wanma.job.file.loading import to_job
 from wanma.job.forecast.forecast import Workload
 from wanma.job.sections.job import Job
 from wanma.models.config.dimensions import DecoderConfig
+from wanma.observe.units import count_text, duration_text
 from wanma.planner.explain.comparison import PlanComparison, compare_plans
 from wanma.planner.explain.scaling import ScalingPoint, parse_device_range, scaling_curve
 from wanma.planner.explain.timeline import Timeline, plan_timeline
@@ -37,6 +38,10 @@ from wanma.planner.rules.capabilities import unsupported_reason
 from wanma.planner.search.result import Candidate, SearchResult
 from wanma.planner.search.space import candidate_world_sizes
 
+MIN_SPEEDUP_WITHOUT = 1.05
+"""Least speed-up by leaving nodes out that is told: forecasts of two clusters differ by some percent."""
+MAX_COMPARED_GROUPS = 4
+"""Most groups of nodes each of which is left out in turn, as each takes another search."""
 _KEYS_WITHOUT_LAYOUT = {"auto", "allow", "compile"}
 """Keys of [parallel] that leave the layout open."""
 
@@ -126,6 +131,24 @@ class WhatIfAnswer:
 
 
 @dataclass(frozen=True)
+class SlowingNodes:
+    """Group of nodes without which the job is forecast to be faster, such as one behind a slow link."""
+
+    nodes: NodeGroup
+    speedup: float
+    """Step time with the group over that without it, above 1."""
+    step_seconds: float
+    """Step time without it, in seconds."""
+
+    @property
+    def sentence(self) -> str:
+        return (
+            f"without '{self.nodes.name}' ({count_text(self.nodes.count, 'node')}) a step takes "
+            f"{duration_text(self.step_seconds)}, {self.speedup:.2g} times as fast: leave it out of the run"
+        )
+
+
+@dataclass(frozen=True)
 class PlanAnalysis:
     """Plan analysis with the answers to the user's questions."""
 
@@ -134,6 +157,8 @@ class PlanAnalysis:
     what_if_answers: tuple[WhatIfAnswer, ...] = ()
     scaling_points: tuple[ScalingPoint, ...] = ()
     timeline: Timeline | None = None
+    slowing_nodes: SlowingNodes | None = None
+    """Group that slows the job down most; None: each group helps, or there is one alone."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +216,7 @@ def analyze_plan(
         tuple(asker.answer_what_if(machines, text) for text in questions.what_ifs),
         scaling_curve(machines, counts, asker.best_plans),
         asker.timeline(study) if questions.timeline else None,
+        asker.slowing_nodes(study),
     )
 
 
@@ -320,6 +346,26 @@ class _Analyzer:
         if obstacle is not None:
             raise JobError(obstacle)
         return self._search(job, cluster, candidate_world_sizes(homogeneous_cluster(job, cluster)))
+
+    def slowing_nodes(self, study: Study) -> SlowingNodes | None:
+        """Return the group of nodes of a mixed cluster without which the job is fastest, if it is faster."""
+        step = study.plan_result.forecast.step if study.plan_result.forecast is not None else None
+        groups = study.cluster.nodes
+        if step is None or not 1 < len(groups) <= MAX_COMPARED_GROUPS:
+            return None
+        found = []
+        for number, group in enumerate(groups):
+            rest = replace(study.cluster, nodes=(*groups[:number], *groups[number + 1 :]))
+            try:
+                other = self.study(job_on_cluster(self.job, rest), rest)
+            except JobError:  # it needs these nodes
+                continue
+            forecast = other.plan_result.forecast
+            if forecast is not None and forecast.step is not None:
+                seconds = forecast.step.seconds
+                found.append(SlowingNodes(group, step.seconds / seconds, seconds))
+        best = max(found, key=lambda nodes: nodes.speedup, default=None)
+        return best if best is not None and best.speedup >= MIN_SPEEDUP_WITHOUT else None
 
     def timeline(self, study: Study) -> Timeline | None:
         return None if study.problem is None else plan_timeline(study.problem, study.plan_result.plan)

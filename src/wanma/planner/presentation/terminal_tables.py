@@ -59,6 +59,8 @@ def render_analysis(analysis: PlanAnalysis) -> RenderableType:
         forecast is None or study.time_unavailable_reason not in forecast.reasons
     ):
         parts.append(Text(f"· {study.time_unavailable_reason}", style="dim"))
+    if analysis.slowing_nodes is not None:
+        parts.append(Text(f"· {analysis.slowing_nodes.sentence}", style="yellow"))
     if study.search_result is not None:
         parts += _search_tables(study, study.search_result)
     for answer in analysis.why_answers:
