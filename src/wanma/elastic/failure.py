@@ -74,6 +74,8 @@ class Failure:
     """Exit code with which a user's script ended the rank; 0: it ended in another way."""
     failed_health_check: bool = False
     """True if the node failed a health check, and is to be excluded."""
+    is_node_loss: bool = False
+    """True if a node was lost: nothing shows that the run itself fails."""
     is_raised_error: bool = False
     """True if the rank itself raised it, so that it names the fault: no death, no hang, not secondary."""
 

@@ -261,6 +261,20 @@ def test_a_lost_node_is_waited_for_and_another_takes_its_number() -> None:
     assert isinstance(late, Refusal)
 
 
+def test_a_node_lost_before_the_first_step_is_waited_for_as_often_as_the_job_allows() -> None:
+    table = seated(2, retries=2)
+    for attempt in (1, 2):
+        table.lose(1 if attempt == 1 else 10)
+        said = table.hear(0, halted(None))
+        assert all(isinstance(word, Notice) for _, word in said), said
+        said = table.hear(10, join())
+        starts = [start for _, start in said if isinstance(start, StartCommand)]
+        assert [start.recovery.attempt for start in starts if start.recovery is not None] == [attempt] * 2
+    table.lose(10)
+    [(_, ended)] = table.hear(0, halted(None))
+    assert isinstance(ended, AbortCommand)
+
+
 def test_of_a_lost_node_its_partner_s_copies_count() -> None:
     """Node 0's ranks have step 8 as well, of which nobody has what node 1 held."""
     table = seated(retries=3)

@@ -76,7 +76,9 @@ class Member:
         """Return the failure of a run that has lost this node."""
         cause = f"{self.label} was lost: {reason}"
         hostname = self.join_request.hostname
-        return Failure(cause, node_rank=self.node_rank, hostname=hostname, hint=NODE_LOST_HINT)
+        return Failure(
+            cause, node_rank=self.node_rank, hostname=hostname, hint=NODE_LOST_HINT, is_node_loss=True
+        )
 
 
 @dataclass(frozen=True)

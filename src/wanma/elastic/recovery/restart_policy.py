@@ -17,7 +17,7 @@ class RestartPolicy:
     """Restart policy: counts recoveries without a new step, so that a failure is not repeated for ever.
 
     Only a step beyond all that were finished before is new, so repeated steps do not count. A run that never
-    finished a step is not tried again: it would most likely fail in the same way.
+    finished a step is not tried again, as it would most likely fail in the same way, unless a node was lost.
 
     Args:
         max_restarts: most recoveries without a new step between them; 0: none at all.
@@ -93,9 +93,8 @@ class RestartPolicy:
                 failure,
                 f"the same error occurred twice after step {step_at_termination:,}: no further restart",
             )
-        limit = (
-            self._max_restarts_before_first_step if self.last_finished_step is None else self._max_restarts
-        )
+        is_unproven = self.last_finished_step is None and not failure.is_node_loss
+        limit = self._max_restarts_before_first_step if is_unproven else self._max_restarts
         if self.attempt >= limit:
             if self.attempt == 0:
                 return failure
