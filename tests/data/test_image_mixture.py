@@ -132,7 +132,7 @@ def test_a_message_names_the_source_by_its_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sources", "message"),
     [
-        ([{"name": "a"}], r"'a' needs one of text, images, factory"),
+        ([{"name": "a"}], r"'a' needs one of path, text, images, factory"),
         ([{"name": "a", "text": "x", "images": "y"}], r"\(given: text and images\)"),
         ([{"name": "a", "text": "x"}, {"name": "b", "images": "y"}], r"\(text: a, images: b\)"),
         ([{"name": "a", "images": "y", "text_field": "t"}], "text_field has no effect: .* holds images"),

@@ -11,7 +11,8 @@ from pydantic.fields import FieldInfo
 
 from wanma.job.sections.base import Section
 from wanma.job.sections.cluster import ClusterSection
-from wanma.job.sections.data import DataSection, SourceSection
+from wanma.job.sections.data import DataSection
+from wanma.job.sections.data_sources import ColumnsSection, SourceSection
 from wanma.job.sections.engines import SlurmSection, SshSection
 from wanma.job.sections.images import ImageTransformSection
 from wanma.job.sections.job import Job
@@ -94,8 +95,9 @@ RULES: dict[type[Section], dict[str, st.SearchStrategy[Any]]] = {
 
 ONE_OF: dict[type[Section], tuple[str, ...]] = {
     ModelSection: ("preset", "family", "factory", "huggingface"),
-    DataSection: ("text", "sources", "images", "factory"),
-    SourceSection: ("text", "images", "factory"),
+    DataSection: ("path", "text", "sources", "images", "factory"),
+    SourceSection: ("path", "text", "images", "factory"),
+    ColumnsSection: ("text", "tokens", "messages", "image", "features"),
 }
 
 
@@ -120,6 +122,20 @@ def sections(section: type[Section]) -> st.SearchStrategy[Section]:
             drawn[kept] = "decoder" if kept == "family" else "x"
         if section is SourceSection:
             drawn = source_keys(drawn, kept)
+        if section is ColumnsSection:
+            drawn[kept] = drawn[kept] or ([] if kept == "features" else "x")
+            drawn["target"] = "y" if kept in ("image", "features") else None
+            drawn["target_type"] = drawn["target_type"] if drawn.get("features") else None
+        if section in (DataSection, SourceSection):
+            columns, has_entries = drawn["columns"], kept in ("path", "text", "images") and drawn[kept]
+            if kept == "sources" or (kept != "path" and columns.kind not in (kept, None)):
+                drawn["columns"] = columns = ColumnsSection()
+            fitting = columns.kind if kept == "path" else kept
+            drawn["kind"] = drawn["kind"] if has_entries and drawn["kind"] == fitting else None
+            drawn["format"] = (drawn["format"] or None) if has_entries else None
+            own = section is SourceSection and kept == "path"
+            drawn |= dict.fromkeys(("text_field", "image_field", "label_field"), None) if own else {}
+            drawn |= {"class_names": []} if own else {}
         if section is DataSection and (kept not in ("text", "images") or not drawn[kept]):
             drawn["placement"] = "shared"  # only entries lie in parts
         if "sources" in drawn:
@@ -131,7 +147,7 @@ def sections(section: type[Section]) -> st.SearchStrategy[Section]:
 
 
 def source_kind(source: SourceSection) -> tuple[bool, bool]:
-    return bool(source.images), bool(source.factory)
+    return source.content == "images", source.content in ("factory", "table")
 
 
 def source_keys(drawn: dict[str, Any], kept: str) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def test_an_unknown_key_is_told_with_its_line_and_the_key_that_was_meant(tmp_pat
         ('parallel = "atuo"', 'parallel = "atuo": must be a table'),
         ("observe = 4", "observe = 4: must be a table"),
         ('model.family = "decoder"', "(given: preset, family)"),
-        ("data = {text = ['a'], images = 'b'}", "[data] give only one of text, sources"),
+        ("data = {text = ['a'], images = 'b'}", "[data] give only one of path, text, sources"),
         ("data.sources = [{name = 'a', text = []}]", "[data.sources[0]] the source 'a' needs"),
         (
             "data.sources = [{name = 'a', text = ['b'], weight = 0}]",

@@ -54,7 +54,7 @@ def test_what_auto_leaves_open_is_not_written_so_that_it_stays_open(tmp_path: Pa
 def test_tables_are_written_under_their_headers() -> None:
     job = to_job({"model": {"preset": "a"}, "data": {"sources": [{"name": "s", "text": ["t"]}]}})
     assert (
-        '\n[[data.sources]]\nname = "s"\ntext = ["t"]\nimages = []\nclass_names = []\n'
+        '\n[[data.sources]]\nname = "s"\npath = []\ntext = ["t"]\nimages = []\nclass_names = []\n'
         "arguments = {}\nweight = 1.0\n" in job_to_toml(job)
     )
     assert "\nsources = []\n" in job_to_toml(GPT)

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wanma.data.data_kinds import with_data_kinds
 from wanma.hardware.cluster_file.reader import read_cluster
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
@@ -104,7 +105,7 @@ def _job_with_open_layout(model_or_job: Any, module: nn.Module | None, overrides
     if module is not None:
         kind = type(module)
         model_or_job = {"model": {"factory": f"{kind.__module__}:{kind.__qualname__}"}}
-    return to_job(model_or_job, [*overrides, "parallel=auto"], "overrides of wanma.plan")
+    return with_data_kinds(to_job(model_or_job, [*overrides, "parallel=auto"], "overrides of wanma.plan"))
 
 
 def _workload(

@@ -24,6 +24,7 @@ from wanma.api.run.run_records import (
 )
 from wanma.api.run.session_callbacks import with_callbacks
 from wanma.api.run.user_update import check_user_optimizer
+from wanma.data.data_kinds import with_data_kinds
 from wanma.elastic.workers.signal_dispositions import stop_signals_ignored
 from wanma.engines.launchers.launcher_placement import LauncherPlacement
 from wanma.engines.launchers.node_leader import mark_output_as_forwarded
@@ -113,7 +114,7 @@ def session(
             "remove the call of init_process_group, and close one session before the next",
         )
     callbacks = check_callbacks(callbacks)
-    job = to_job(job, override_model_name(job, overrides, SCRIPT_MODEL))
+    job = with_data_kinds(to_job(job, override_model_name(job, overrides, SCRIPT_MODEL)))
     objects = check_user_optimizer(job, optimizer, schedule)
     input_kind(job.model)  # refuses a preset that does not exist
     require_fixed_nodes(job, "a loop in wanma.session")

@@ -15,6 +15,7 @@ from wanma.api.run.model_override import override_model_name
 from wanma.api.run.run_records import resolve_run_directory
 from wanma.api.run.user_update import check_user_optimizer
 from wanma.checkpoint.store.checkpoint_folder import list_committed
+from wanma.data.data_kinds import with_data_kinds
 from wanma.engines.launchers.job_placement import place_job
 from wanma.engines.launchers.launcher_placement import LauncherPlacement
 from wanma.engines.launchers.node_leader import mark_output_as_forwarded, release_default_binding
@@ -104,7 +105,7 @@ def train(
     if model is not None:
         kind = type(model)
         overrides = override_model_name(job, overrides, f"{kind.__module__}:{kind.__qualname__}")
-    job = to_job(job, overrides)
+    job = with_data_kinds(to_job(job, overrides))
     if placement is not None:
         mark_output_as_forwarded(placement)
         release_default_binding(placement)

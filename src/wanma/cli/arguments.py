@@ -240,7 +240,12 @@ def complete_overrides(prefix: str, **_: Any) -> list[str]:
     from wanma.job.file.schema import schema_tables
 
     name, chosen, _value = prefix.partition("=")
-    keys = {key.path: key for table in schema_tables() if not table.is_repeated for key in table.keys}
+    keys = {
+        key.path: key
+        for table in schema_tables()
+        if not (table.is_repeated or table.is_of_entry)
+        for key in table.keys
+    }
     if not chosen:
         return [f"{path}=" for path in keys if path.startswith(prefix)]
     if name == "parallel":

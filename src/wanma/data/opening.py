@@ -12,6 +12,7 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wanma.data.data_kinds import read_in_memory_by_name
 from wanma.data.documents.text_files import STANDARD_LIBRARY
 from wanma.data.images.image_files import ImageFiles, UnknownImagesError, find_image_files, read_image_files
 from wanma.data.images.image_splits import only_entry
@@ -21,6 +22,7 @@ from wanma.data.sampling.order import Shuffle
 from wanma.data.stores.filesystems import is_remote_entry
 from wanma.data.text.corpus import (
     build_token_files,
+    load_job_tokenizer,
     open_token_file_of,
     preparation_of,
     reads_records,
@@ -28,7 +30,7 @@ from wanma.data.text.corpus import (
     resolve_text_sources,
 )
 from wanma.data.text.preparation_process import measure_in_subprocess, prepare_in_subprocess
-from wanma.data.text.tokenizer import Tokenizer, load_tokenizer
+from wanma.data.text.tokenizer import Tokenizer
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.forecast.data_feed import TextPreparation
 from wanma.job.sections.data import DataSection
@@ -64,12 +66,16 @@ def prepare_job_data(
     elif section.has_images:
         if _find_image_files(section) is None:
             open_image_sources(section, progress)
+    elif section.has_table and not section.has_factory:
+        from wanma.data.tables.table_dataset import open_tables
+
+        open_tables(section)
     elif section.has_factory:
         return  # a dataset may import anything, torch and threads included: only ranks open it
     elif reads_remote_storage(section):
         prepare_in_subprocess(section, progress, announce)
     else:
-        texts, tokenizer = resolve_text_sources(section), load_tokenizer(section.tokenizer)
+        texts, tokenizer = resolve_text_sources(section), load_job_tokenizer(section)
         if reads_records(section, texts, tokenizer):
             prepare_in_subprocess(section, progress, announce)
         else:
@@ -84,17 +90,17 @@ def text_preparation(section: DataSection) -> TextPreparation | None:
     Text that is not here, or whose store does not answer in time, is unknown and no error: a job may be
     planned on another machine than it runs on.
     """
-    entries = [*section.text, *(entry for source in section.sources for entry in source.text)]
+    entries = [entry for _, source in section.located_sources for entry in source.entries]
     if section.placement == "parts":
         return None  # what this node lacks, others prepare
-    if section.has_images or section.has_factory or not any(entry != STANDARD_LIBRARY for entry in entries):
+    if section.has_images or section.is_own or not any(entry != STANDARD_LIBRARY for entry in entries):
         return None
     try:
         if reads_remote_storage(section):
             if not section.probe_store:
                 return TextPreparation(0, 0, None, "", 1, is_remote=True, fault="data.probe_store = false")
             return measure_in_subprocess(section, _MEASURE_SECONDS)
-        texts, tokenizer = resolve_text_sources(section), load_tokenizer(section.tokenizer)
+        texts, tokenizer = resolve_text_sources(section), load_job_tokenizer(section)
         return preparation_of(section, texts, tokenizer)
     except WanmaError as error:
         return TextPreparation(0, 0, None, "", 1, is_remote=False, fault=error.message)
@@ -117,7 +123,7 @@ def open_dataset(section: DataSection, train: TrainSection, dataset: Any = None)
         if dataset is not None:
             raise JobError(
                 "data.placement = 'parts' is not supported for a dataset of your own",
-                "name the files in data.text or data.images",
+                "name the files in data.path",
             )
         return _open_parts(section, train, total)
     if dataset is not None:
@@ -127,13 +133,17 @@ def open_dataset(section: DataSection, train: TrainSection, dataset: Any = None)
 
         dataset = call_dataset_factory(section.factory, section.arguments)
         return _open_user_dataset(dataset, section, train, total)
-    if section.has_factory:
+    if section.is_own and section.sources:
         from wanma.data.datasets.dataset_mixture import open_dataset_mixture
 
         return open_dataset_mixture(section, train.seed, total)
+    if section.is_own:
+        from wanma.data.tables.table_dataset import open_tables
+
+        return _open_user_dataset(open_tables(section)[0], section, train, total)
     if section.has_images:
         return _open_images(section, train, total)
-    return _open_token_dataset(section, train, load_tokenizer(section.tokenizer), total)
+    return _open_token_dataset(section, train, load_job_tokenizer(section), total)
 
 
 def part_sections(section: DataSection) -> list[tuple[str, DataSection]]:
@@ -142,8 +152,7 @@ def part_sections(section: DataSection) -> list[tuple[str, DataSection]]:
     Raises:
         JobError: it has none of them, or one is read into memory.
     """
-    key = "images" if section.images else "text"
-    entries: list[str] = getattr(section, key)
+    key, entries = section.entries_key, section.entries
     found = [
         entry
         for entry in entries
@@ -156,7 +165,7 @@ def part_sections(section: DataSection) -> list[tuple[str, DataSection]]:
         )
     sections = [(entry, section.model_copy(update={key: [entry], "placement": "shared"})) for entry in found]
     for entry, part in sections:
-        if part.images and _find_image_files(part) is not None:
+        if part.has_images and _find_image_files(part) is not None:
             raise JobError(
                 f"data.placement = 'parts' is not supported for '{entry}': arrays are normalized by their "
                 "own mean",
@@ -185,11 +194,11 @@ def _find_image_files(section: DataSection) -> ImageFiles | None:
     Raises:
         JobError: nothing is there.
     """
-    path = only_entry(section.images)
-    if path is None:
+    path = only_entry(section.entries)
+    if path is None or section.sources or not read_in_memory_by_name(section):
         return None
     try:
-        return find_image_files(path)
+        return find_image_files(path, f"data.{section.entries_key}")
     except UnknownImagesError:
         return None
 
@@ -201,9 +210,9 @@ def _open_images(section: DataSection, train: TrainSection, total: int) -> Batch
         return StoredImageDataset(open_image_sources(section), section, seed=train.seed, total_samples=total)
     from wanma.data.datasets.image_dataset import ImageDataset
 
-    path = only_entry(section.images)
+    path = only_entry(section.entries)
     assert path is not None
-    images, test = read_image_files(path)
+    images, test = read_image_files(path, f"data.{section.entries_key}")
     return ImageDataset(
         images,
         test,
@@ -239,16 +248,7 @@ def _open_token_dataset(
         TokenSource(text.name, text.weight, open_token_file_of(text, tokenizer, section))
         for text in resolve_text_sources(section)
     ]
-    return TokenDataset(
-        sources,
-        tokenizer,
-        sequence_length=section.sequence_length,
-        validation_fraction=section.validation_fraction,
-        document_masks=section.document_masks,
-        shuffle=Shuffle.of_job(section),
-        seed=train.seed,
-        total_samples=total,
-    )
+    return TokenDataset(sources, tokenizer, section, seed=train.seed, total_samples=total)
 
 
 def __getattr__(name: str) -> Any:

@@ -127,4 +127,4 @@ def test_tables_without_the_field_that_are_most_of_a_folder_are_refused(
         (folder / f"{number}.{suffix}").write_text(content)
     with pytest.raises(JobError, match=r"no field 'text'; .* id, body") as error:
         build([folder], tmp_path / "cache")
-    assert "data.text_field" in error.value.hint
+    assert "data.columns" in error.value.hint

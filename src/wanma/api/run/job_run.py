@@ -192,7 +192,7 @@ def _callbacks(
 
 
 def _reads_text(job: Job, user_objects: dict[str, Any] | None) -> bool:
-    return "data" not in (user_objects or {}) and not (job.data.has_factory or job.data.has_images)
+    return "data" not in (user_objects or {}) and not (job.data.is_own or job.data.has_images)
 
 
 def _start_notes(run: RunDirectory, job: Job, prepared: PreparedJob) -> list[str]:

@@ -82,9 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
         return _correct_calibration(arguments)
     if arguments.job is None:
         raise JobError("wanma plan: JOB is missing", "give a job file, or a run with --learn RUN")
+    from wanma.data.data_kinds import with_data_kinds
     from wanma.job.file.loading import load_job
 
-    job = load_job(arguments.job, arguments.overrides)
+    job = with_data_kinds(load_job(arguments.job, arguments.overrides))
     from wanma.api.plan_report.command import plan_job
     from wanma.planner.presentation.plan_analysis import Questions
 

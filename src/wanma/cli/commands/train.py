@@ -67,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace, placement: LauncherPlacement | None) -> int:
+    from wanma.data.data_kinds import with_data_kinds
     from wanma.elastic.supervisor.stop_signals import stop_exit_code
     from wanma.engines.engine import CODE_ARCHIVE_VARIABLE
     from wanma.engines.launchers.job_placement import launched_world_size, place_job
@@ -76,7 +77,7 @@ def _train(arguments: argparse.Namespace, placement: LauncherPlacement | None) -
         from wanma.api.engines.placing import enter_code_snapshot
 
         enter_code_snapshot()
-    job = load_job(arguments.job, [*arguments.overrides, *_option_overrides(arguments)])
+    job = with_data_kinds(load_job(arguments.job, [*arguments.overrides, *_option_overrides(arguments)]))
     world_size = None
     if placement is not None:
         job = place_job(job, placement)

@@ -76,9 +76,10 @@ def select_data(arguments: argparse.Namespace) -> DataSelection:
             f"{jobs[0]} is a job, and '{others[0] if others else entries[0]}' stands beside it",
             "name one job and its overrides, or files of data",
         )
+    from wanma.data.data_kinds import with_data_kinds
     from wanma.job.file.loading import load_job
 
-    job = load_job(Path(entries[0]), entries[1:])
+    job = with_data_kinds(load_job(Path(entries[0]), entries[1:]))
     return select_job_data(job.data, choice, arguments.cache)
 
 

@@ -28,12 +28,13 @@ def run(arguments: argparse.Namespace) -> int:
     import time
 
     from wanma.cli.data.arguments import shown_progress
+    from wanma.data.data_kinds import with_data_kinds
     from wanma.data.index.records import cache_folder
     from wanma.data.opening import prepare_job_data
     from wanma.job.file.loading import load_job
     from wanma.observe.units import duration_text
 
-    job = load_job(arguments.job, arguments.overrides)
+    job = with_data_kinds(load_job(arguments.job, arguments.overrides))
     if job.data.has_factory:
         print(f"nothing to prepare: {job.data.factory_text} is a program that each rank runs")
         return 0

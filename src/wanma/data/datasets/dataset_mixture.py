@@ -17,6 +17,7 @@ from wanma.data.sampling.holdout import Holdout
 from wanma.data.sampling.mixture_schedule import SourceWeight
 from wanma.data.sampling.order import SampleOrder, Shuffle
 from wanma.data.sampling.permutation import IndexArray
+from wanma.data.tables.table_dataset import open_tables
 from wanma.job.errors import JobError
 from wanma.job.sections.data import DataSection
 
@@ -147,14 +148,17 @@ class UserDatasetMixture(UserDataset):
 
 
 def open_dataset_mixture(section: DataSection, seed: int, total_samples: int) -> UserDatasetMixture:
-    """Open the datasets of `data.sources`, each made by its factory.
+    """Open the datasets of `data.sources`, each made by its factory or a stored table.
 
     Raises:
         JobError: a factory fails, or makes no map-style dataset.
     """
     sources = []
+    tables = open_tables(section)
     for number, one in enumerate(section.sources):
-        assert one.factory is not None
+        if one.factory is None:
+            sources.append(DatasetSource(one.name, one.weight, tables[number], None))
+            continue
         made = call_dataset_factory(one.factory, one.arguments, f"data.sources[{number}]")
         train, validation = check_dataset(made)
         if is_stream(train) or (validation is not None and is_stream(validation)):

@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from wanma.data.batch import IGNORE_INDEX, Batch
+from wanma.data.chat.encoding import NO_TARGET
+from wanma.data.chat.rows import Stream, divide_corpus
 from wanma.data.datasets.dataset import BatchedDataset, InputKind, make_batch
 from wanma.data.datasets.load_times import TEXT_PARTS, LoadTimes
 from wanma.data.sampling.mixture_schedule import SourceWeight
@@ -22,7 +24,7 @@ from wanma.data.text.encoding_task import describe_bad_rows
 from wanma.data.text.sequence_packing import PackedSequences, find_document_boundaries
 from wanma.data.text.token_file import TokenFile
 from wanma.data.text.tokenizer import Tokenizer
-from wanma.data.text.validation_split import split_documents
+from wanma.job.sections.data import DataSection
 
 _DESCRIBED_BAD_ROWS = 20
 
@@ -37,7 +39,17 @@ class TokenSource:
 
 
 class TokenDataset(BatchedDataset):
-    """Data set of token sequences; inputs are (rows, sequence), targets the same shifted by one."""
+    """Data set of token sequences; inputs are (rows, sequence), targets the same shifted by one.
+
+    Targets that no answer of a conversation holds are `IGNORE_INDEX`.
+
+    Args:
+        sources: the token files, one or those of a mixture.
+        tokenizer: the tokenizer.
+        section: the job's `[data]`.
+        seed: the job's seed.
+        total_samples: samples of the whole run.
+    """
 
     input_kind: ClassVar[InputKind] = "tokens"
     copies_from_memory: ClassVar[bool] = True
@@ -46,40 +58,31 @@ class TokenDataset(BatchedDataset):
         self,
         sources: Sequence[TokenSource],
         tokenizer: Tokenizer,
+        section: DataSection,
         *,
-        sequence_length: int,
-        validation_fraction: float,
-        document_masks: bool,
-        shuffle: Shuffle,
         seed: int,
         total_samples: int,
     ) -> None:
-        splits = split_documents([source.file for source in sources], validation_fraction, sequence_length)
+        self._sides = divide_corpus([source.file for source in sources], section)
         self._sources = sources
-        self._splits = splits
-        self._train = [
-            PackedSequences(source.file.tokens, split.train, sequence_length)
-            for source, split in zip(sources, splits, strict=True)
-        ]
-        self._validation = [
-            PackedSequences(source.file.tokens, split.validation, sequence_length)
-            for source, split in zip(sources, splits, strict=True)
-        ]
+        self._train = [side.train for side in self._sides]
+        self._validation = [side.validation for side in self._sides]
+        self._has_chats = any(source.file.is_chat for source in sources)
         self.order: SampleOrder = SampleOrder.of_mixture(
             [stream.sequence_count for stream in self._train],
             [source.weight for source in sources],
-            shuffle,
+            Shuffle.of_job(section),
             seed,
         )
         self._order_window = OrderWindow(self.order)
-        self._document_masks = document_masks
+        self._document_masks = section.document_masks
         self._total = total_samples
-        self._sequence_length = sequence_length
+        self._sequence_length = section.sequence_length
         self.seed = seed
         self.load_times: LoadTimes = LoadTimes(TEXT_PARTS)
         self.tokenizer: Tokenizer = tokenizer
         self.vocabulary_size = tokenizer.vocabulary_size
-        self.targets_per_sample = sequence_length
+        self.targets_per_sample = section.sequence_length
         self.train_samples = sum(stream.sequence_count for stream in self._train)
         self.validation_samples = sum(stream.sequence_count for stream in self._validation)
         hashes = "".join(source.file.fingerprint for source in sources)
@@ -119,17 +122,18 @@ class TokenDataset(BatchedDataset):
                     },
                     "train_tokens": train.token_count,
                     "validation_tokens": validation.token_count,
-                    "validation_cut": split.validation_tail_fraction,
+                    "validation_cut": side.validation_tail_fraction,
                     "epochs": epochs,
                     "token_file": str(source.file.folder),
+                    **_chat_facts(source.file, side.too_long),
                 }
-                for source, share, epochs, train, validation, split in zip(
+                for source, share, epochs, train, validation, side in zip(
                     self._sources,
                     self.order.shares(self._total),
                     self.order.epochs(self._total),
                     self._train,
                     self._validation,
-                    self._splits,
+                    self._sides,
                     strict=True,
                 )
             ],
@@ -162,7 +166,7 @@ class TokenDataset(BatchedDataset):
 
     def _read(
         self,
-        streams: list[PackedSequences],
+        streams: list[Stream],
         sources: IndexArray,
         indices: IndexArray,
         sample_indices: IndexArray,
@@ -175,33 +179,53 @@ class TokenDataset(BatchedDataset):
     def _join(
         self, rows: NDArray[Any], segment_starts: NDArray[np.bool_], sample_indices: IndexArray
     ) -> Batch:
+        is_trained = None
+        if self._has_chats:
+            is_trained = rows[:, 1:] < NO_TARGET
+            rows = rows.astype(np.int64) & (NO_TARGET - 1)
         shape = (len(rows), self._sequence_length)
         inputs, targets = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.int64)
         inputs.numpy()[:], targets.numpy()[:] = rows[:, :-1], rows[:, 1:]
+        if is_trained is not None:
+            targets.numpy()[~is_trained] = IGNORE_INDEX
         if not self._document_masks:
+            if is_trained is not None:
+                return make_batch((inputs,), targets, sample_indices)
             classes = int(rows[:, 1:].min()), int(rows[:, 1:].max())  # of two bytes each, not of eight
             return make_batch((inputs,), targets, sample_indices, classes=classes)
         documents, positions, crosses_documents = find_document_boundaries(
-            rows, segment_starts, self.tokenizer.end_of_document_id
+            rows, segment_starts, -1 if self._has_chats else self.tokenizer.end_of_document_id
         )
         targets.numpy()[crosses_documents] = IGNORE_INDEX
         keywords = {"documents": torch.from_numpy(documents), "positions": torch.from_numpy(positions)}
         return make_batch((inputs,), targets, sample_indices, keywords)
 
     def _read_rows(
-        self, streams: list[PackedSequences], sources: IndexArray, indices: IndexArray
+        self, streams: list[Stream], sources: IndexArray, indices: IndexArray
     ) -> tuple[NDArray[Any], NDArray[np.bool_]]:
         """Return tokens (rows, sequence + 1) as stored, and a mask of the starts of segments among them."""
         first = int(sources[0])
         if (sources == first).all():
             rows = streams[first].read(indices)
-            starts = streams[first].segment_starts(indices) if self._document_masks else np.zeros((), bool)
-            return rows, starts
+            return rows, self._segment_starts(streams[first], indices, rows)
         rows = np.empty((len(indices), self._sequence_length + 1), np.int64)
         starts = np.zeros(rows.shape, bool)
         for source in np.unique(sources):
             mask = sources == source
             rows[mask] = streams[source].read(indices[mask])
-            if self._document_masks:
-                starts[mask] = streams[source].segment_starts(indices[mask])
+            starts[mask] = self._segment_starts(streams[source], indices[mask], rows[mask])
         return rows, starts
+
+    def _segment_starts(self, stream: Stream, indices: IndexArray, rows: NDArray[Any]) -> NDArray[np.bool_]:
+        if not self._document_masks:
+            return np.zeros((), bool)
+        starts = stream.segment_starts(indices)
+        if self._has_chats and isinstance(stream, PackedSequences):
+            # The end of a turn in a conversation may be the same token: there it ends no document.
+            starts[:, 1:] |= rows[:, :-1] == self.tokenizer.end_of_document_id
+        return starts
+
+
+def _chat_facts(file: TokenFile, too_long: int) -> dict[str, Any]:
+    """Return facts of a source of conversations; none of text."""
+    return {"targets": file.header["targets"], "conversations_too_long": too_long} if file.is_chat else {}

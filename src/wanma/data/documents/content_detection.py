@@ -63,7 +63,7 @@ def records_without_text_error(key: str, reasons: str) -> JobError:
     """Build the error about records that lack the field of the text."""
     return JobError(
         f"{key}: {reasons}",
-        "set data.text_field to the field that holds the text or the token ids, or leave these files out",
+        "name the field that holds the text, token ids or messages in data.columns, or leave these files out",
     )
 
 

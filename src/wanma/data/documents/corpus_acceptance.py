@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from wanma.data.documents.content_detection import records_without_text_error
 from wanma.data.documents.document_groups import (
@@ -26,6 +26,7 @@ from wanma.data.documents.document_groups import (
 from wanma.data.documents.record_fields import DEFAULT_TEXT_FIELD
 from wanma.data.stores.data_file import FileOpener
 from wanma.data.stores.listing import StoredFile
+from wanma.job.errors import JobError
 from wanma.job.run.run_directory import write_json
 
 log = logging.getLogger("wanma.data")
@@ -39,14 +40,30 @@ Acceptances = Mapping[str, Sequence[str]]
 """Notes on files that are left out or read as plain text, by `entries_identity`."""
 
 
+class DocumentRules(Protocol):
+    """Keys of a job that decide what its documents are; see `ReadingSettings`."""
+
+    @property
+    def text_field(self) -> str:
+        """Field of records that holds the document."""
+
+    @property
+    def is_chat(self) -> bool:
+        """True if the documents are conversations."""
+
+    @property
+    def format_name(self) -> str:
+        """Format of all files; empty: found by their content."""
+
+
 def accept_documents(
-    documents: Sequence[StoredFile], text_field: str, opener: FileOpener | None = None
+    documents: Sequence[StoredFile], rules: DocumentRules, opener: FileOpener | None = None
 ) -> tuple[list[DocumentGroup], list[UnusedFormat]]:
     """Group files by their content, without those that only describe others.
 
     Args:
         documents: the files of the corpus.
-        text_field: field of records that holds the document.
+        rules: keys of the job.
         opener: opener of remote files; None: their stores.
 
     Returns:
@@ -56,8 +73,18 @@ def accept_documents(
         JobError: records lack the field where the job means records.
         WanmaError: a file cannot be read.
     """
-    groups, unused = group_documents(documents, text_field, opener)
+    text_field = rules.text_field
+    groups, unused = group_documents(documents, text_field, opener, rules.format_name)
     groups = [group for group in groups if group.kind != "description"]
+    if rules.is_chat:
+        for group in groups:
+            if group.size and (group.kind != "rows" or group.format_name == "megatron"):
+                kind = "plain text" if group.kind == "text" else "token ids"
+                raise JobError(
+                    f"{documents[0].job_key}: {group.url} holds {kind}, no records with the field "
+                    f"'{text_field}' of data.columns.messages",
+                    "name files of records: JSON lines, Parquet, Arrow, Hugging Face data sets",
+                )
     is_given = text_field != DEFAULT_TEXT_FIELD
     if unused and ((is_given and all(group.kind == "text" for group in groups)) or _are_most(unused, groups)):
         raise records_without_text_error(

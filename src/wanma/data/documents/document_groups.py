@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from wanma.data.documents.content_detection import detect_content
 from wanma.data.documents.record_fields import array_field, column_of, first_fields
-from wanma.data.formats.detection import best_format, known_formats, probe_file
+from wanma.data.formats.detection import best_format, format_named, known_formats, probe_file
 from wanma.data.formats.format import BadDataError, Certainty, DataFile, FileGroup, Format, Probe
 from wanma.data.formats.megatron import Megatron
 from wanma.data.stores.data_file import FileOpener, OpenableFile
@@ -107,7 +107,7 @@ class UnusedFormat:
 
 
 def group_documents(
-    files: Sequence[StoredFile], field: str = "text", opener: FileOpener | None = None
+    files: Sequence[StoredFile], field: str = "text", opener: FileOpener | None = None, format_name: str = ""
 ) -> tuple[list[DocumentGroup], list[UnusedFormat]]:
     """Group files in their order, each by its content.
 
@@ -115,6 +115,7 @@ def group_documents(
         files: the files.
         field: field of records that holds the document.
         opener: opener of remote files; None: their stores.
+        format_name: format of all files; empty: each file's content tells it.
 
     Returns:
         The groups, those of descriptions included, and the formats that hold no documents.
@@ -123,7 +124,7 @@ def group_documents(
         JobError: a file that the job names has records without that field.
         WanmaError: a file cannot be read.
     """
-    looks = _look_at_all(files, field, opener)
+    looks = _look_at_all(files, field, opener, format_named(format_name) if format_name else None)
     faults: list[_DescriptionFault] = []
     groups = {
         url: _Look(group, _with_field(group, None, field, opener))
@@ -133,7 +134,7 @@ def group_documents(
     groups |= {url: look for url, look in looks.items() if url not in claimed}
     order = {file.url: number for number, file in enumerate(files)}
     ordered = sorted(groups.values(), key=lambda look: min(order[file.url] for file in look.group.files))
-    chosen, unused = _choose_fields(ordered, field)
+    chosen, unused = _choose_fields(ordered, field, bool(format_name))
     return chosen, unused + [_leave_out(fault, chosen, files) for fault in faults]
 
 
@@ -179,19 +180,21 @@ class _Look:
     """Name of the format whose files this one describes; empty: none."""
 
 
-def _look_at_all(files: Sequence[StoredFile], field: str, opener: FileOpener | None) -> dict[str, _Look]:
+def _look_at_all(
+    files: Sequence[StoredFile], field: str, opener: FileOpener | None, chosen: Format | None
+) -> dict[str, _Look]:
     """Judge each file alone; those in remote stores side by side."""
     if all(is_local(file.filesystem) or is_shared_memory(file.filesystem) for file in files):
-        looks = [_look_at(file, field, opener) for file in files]
+        looks = [_look_at(file, field, opener, chosen) for file in files]
     else:
         with ThreadPoolExecutor(_PROBE_THREADS, thread_name_prefix="wanma-probe") as pool:
-            looks = list(pool.map(lambda file: _look_at(file, field, opener), files))
+            looks = list(pool.map(lambda file: _look_at(file, field, opener, chosen), files))
     return {file.url: look for file, look in zip(files, looks, strict=True)}
 
 
-def _look_at(file: StoredFile, field: str, opener: FileOpener | None) -> _Look:
+def _look_at(file: StoredFile, field: str, opener: FileOpener | None, chosen: Format | None) -> _Look:
     probe = _probe(file, opener) if file.size else None
-    group = _group_of(file, probe)
+    group = _group_of(file, probe) if chosen is None else _chosen_group(file, probe, chosen)
     name = file.url.rpartition("/")[2]
     described = Megatron.name if name.endswith(".idx") else _DESCRIPTIONS.get(name, "")
     if probe is not None and described and known_formats()[described].detect(probe) is Certainty.SURE:
@@ -308,6 +311,13 @@ def _group_of(file: StoredFile, probe: Probe | None) -> DocumentGroup:
     return DocumentGroup("rows", (file,), found.name, is_compressed=probe.size < 0)
 
 
+def _chosen_group(file: StoredFile, probe: Probe | None, chosen: Format) -> DocumentGroup:
+    """Return the group of a file in the format that the job names."""
+    if probe is None or chosen.name == "text":
+        return DocumentGroup("text", (file,))
+    return DocumentGroup("rows", (file,), chosen.name, is_compressed=probe.size < 0)
+
+
 def _is_certain(found: Format, probe: Probe) -> bool:
     """Return True unless the content is as well plain text that only begins like records."""
     if found.name == "csv":
@@ -317,7 +327,9 @@ def _is_certain(found: Format, probe: Probe) -> bool:
     return found.detect(probe) >= Certainty.LIKELY
 
 
-def _choose_fields(looks: Sequence[_Look], field: str) -> tuple[list[DocumentGroup], list[UnusedFormat]]:
+def _choose_fields(
+    looks: Sequence[_Look], field: str, is_format_given: bool
+) -> tuple[list[DocumentGroup], list[UnusedFormat]]:
     """Return the groups with the fields of their documents; those without it are plain text or unused."""
     used = _used_formats(looks)
     without_text = _entries_without_text(looks)
@@ -327,7 +339,8 @@ def _choose_fields(looks: Sequence[_Look], field: str) -> tuple[list[DocumentGro
     for look in looks:
         found, fields = look.found
         name, is_named = look.group.format_name, look.group.files[0].is_named
-        if found is None and (is_named or name in used or look.group.files[0].entry in without_text):
+        is_meant = is_named or is_format_given or name in used
+        if found is None and (is_meant or look.group.files[0].entry in without_text):
             raise _missing_field_error(look.group, field, fields)
         if name in lacking - used and not is_named:
             without.setdefault(name, []).append(look)
@@ -415,13 +428,13 @@ def _missing_field_error(group: DocumentGroup, field: str, fields: Sequence[str]
     if group.format_name == "numpy":
         return JobError(
             f"{group.files[0].job_key}: {file.url}: {fields[0]}",
-            "name the array of token ids in data.text_field; it has integers, one document a row",
+            "name the array of token ids in data.columns.tokens; it has integers, one document a row",
         )
     return JobError(
         f"{group.files[0].job_key}: the {group.format_name} records of {file.url} have no field '{field}'; "
         f"their fields are {', '.join(fields) or 'none'}",
-        "set data.text_field to the one that holds the text or the token ids; where files have different "
-        "ones, list them as [[data.sources]], each with its text_field",
+        "name the one that holds the text, token ids or messages in data.columns; where files have different "
+        "ones, list them as [[data.sources]], each with its columns",
     )
 
 

@@ -25,7 +25,7 @@ from wanma.data.index.sample_index import SampleIndex
 from wanma.data.stores.atomic_file import write_once
 from wanma.job.errors import JobError
 
-_IMAGE_FIELDS = (
+IMAGE_FIELDS = (
     *("image", "images", "img", "jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff"),
     *("image/encoded", "pixels", "x"),
 )
@@ -85,7 +85,8 @@ def find_fields(
     label_field: str | None,
     *,
     key: str = "data.images",
-    fields_key: str = "data.image_transform",
+    image_key: str = "data.columns.image",
+    label_key: str = "data.columns.target",
 ) -> ImageFields:
     """Find the fields of image and class among sampled records, at least one.
 
@@ -93,7 +94,7 @@ def find_fields(
         records: sampled records.
         image_field, label_field: names that the job gives; None: none.
         key: key of the images in the job, for messages.
-        fields_key: table of the job whose keys name the fields, for messages.
+        image_key, label_key: keys of the job that name the fields, for messages.
 
     Raises:
         JobError: a field is missing, or several may hold the image.
@@ -102,34 +103,27 @@ def find_fields(
     image = image_field
     if image is None:
         found = list(dict.fromkeys(name for record in records for name in record if _is_image(record[name])))
-        known = [name for name in _IMAGE_FIELDS if name in found]
+        known = [name for name in IMAGE_FIELDS if name in found]
         if not found:
             raise JobError(
                 f"{key}: no field of the samples holds an image; they have {names}",
-                f"set {fields_key}.image_field, or name files that hold JPEG, PNG, WebP or arrays of pixels",
+                f"set {image_key}, or name files that hold JPEG, PNG, WebP or arrays of pixels",
             )
         if len(found) > 1 and not known:
             raise JobError(
                 f"{key}: several fields of the samples hold an image: {', '.join(found)}",
-                f"set {fields_key}.image_field to one of them",
+                f"set {image_key} to one of them",
             )
         image = known[0] if known else found[0]
     elif not any(image in record for record in records):
-        raise JobError(
-            f"{fields_key}.image_field = '{image}' is no field of the samples", f"they have {names}"
-        )
+        raise JobError(f"{image_key} = '{image}' is no field of the samples", f"they have {names}")
     candidates = _LABEL_FIELDS if label_field is None else (label_field,)
     label = next((name for name in candidates if any(_has(record, name) for record in records)), None)
     if label is None:
-        given = (
-            f"{fields_key}.label_field = '{label_field}' is no field"
-            if label_field
-            else "no class is a field"
-        )
+        given = f"{label_key} = '{label_field}' is no field" if label_field else "no class is a field"
         raise JobError(
             f"{key}: {given} of the samples; they have {names}",
-            f"set {fields_key}.label_field, such as 'cls' or 'json.label'; in image folders each class is "
-            "a folder",
+            f"set {label_key}, such as 'cls' or 'json.label'; in image folders each class is a folder",
         )
     return ImageFields(image, label)
 
@@ -266,7 +260,7 @@ def _find_own_classes(
     path = cache_folder / "index" / "classes" / f"{identity}.json"
     with write_once(path) as file:
         if file is not None:
-            narrow = _only_column(index, field) if is_table else index
+            narrow = only_columns(index, (field,))
             labels = _all_labels(narrow, field, skips_damaged, progress)
             file.write(json.dumps(sorted(labels, key=lambda label: (isinstance(label, str), label))).encode())
     found: list[int | str] = json.loads(path.read_bytes())
@@ -346,11 +340,14 @@ def bad_sample(index: SampleIndex, row: int, cause: str) -> BadDataError:
     return BadDataError(file, cause, None if is_file_of_its_own else local, hint)
 
 
-def _only_column(index: SampleIndex, field: str) -> SampleIndex:
-    """Return an index that reads only the column of the class."""
+def only_columns(index: SampleIndex, fields: Sequence[str]) -> SampleIndex:
+    """Return an index that reads only some columns of its tables; of other formats the index itself."""
+    if not isinstance(index.data_format, Parquet | ArrowTables):
+        return index
     first = int(np.flatnonzero(np.diff(index.row_starts))[0])  # a damaged file counts as empty
-    name = column_of(field, list(index.layout(first).facts["columns"]))
-    narrow = replace(index.data_format, columns=(name,))  # type: ignore[type-var]  # a table's format
+    known = list(index.layout(first).facts["columns"])
+    names = tuple(dict.fromkeys(column_of(field, known) for field in fields))
+    narrow = replace(index.data_format, columns=names)
     return replace(index, data_format=narrow, _readers=OrderedDict(), _lock=threading.Lock())
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from wanma.data.data_kinds import chosen_format, read_in_memory_by_name
 from wanma.data.formats.arrays import NumpyArrays
 from wanma.data.formats.format import BadDataError, Format, Record, UnreadableFileError
 from wanma.data.formats.image_folder import ImageFolder
@@ -32,6 +33,7 @@ from wanma.data.index.sample_index import DamagedFile, SampleIndex
 from wanma.data.sampling.mixture_schedule import SourceWeight
 from wanma.job.errors import EXIT_USAGE, JobError
 from wanma.job.sections.data import DataSection
+from wanma.job.sections.data_sources import EntriesSection, SourceSection
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -81,8 +83,14 @@ class _SourceKeys:
     class_names: tuple[str, ...]
     key: str
     """Key of the entries, for messages."""
-    fields_key: str
-    """Table of the keys that name the fields, for messages."""
+    image_key: str
+    """Key that names the field of the image, for messages."""
+    label_key: str
+    """Key that names the field of the class, for messages."""
+    is_known_by_name: bool
+    """True if files of MNIST, CIFAR-10 and .npz may be known by their names."""
+    data_format: Format | None
+    """Format that the job names; None: the content tells it."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +118,7 @@ def open_image_sources(section: DataSection, progress: Progress | None = None) -
     import_pillow()
     folder = cache_folder(section.cache)
     declared = _declared_sources(section)
-    splits = [
-        find_image_split(one.entries, one.key, by_name=bool(section.sources)) for one in declared
-    ]  # a lone data set known by its name is read into memory
+    splits = [find_image_split(one.entries, one.key, by_name=one.is_known_by_name) for one in declared]
     advance = _Advance(progress, sum(split.train.size + split.validation.size for split in splits))
     opened = [
         _open_source(keys, split, section, folder, advance)
@@ -191,33 +197,38 @@ def sampled_rows(index: SampleIndex) -> NDArray[np.int64]:
 
 
 def _declared_sources(section: DataSection) -> list[_SourceKeys]:
-    options = section.image_transform
-    if not section.sources:
-        return [
-            _SourceKeys(
-                "images",
-                1.0,
-                section.images,
-                options.image_field,
-                options.label_field,
-                (),
-                "data.images",
-                "data.image_transform",
-            )
-        ]
-    return [
-        _SourceKeys(
-            source.name,
-            source.weight,
-            source.images,
-            source.image_field or options.image_field,
-            source.label_field or options.label_field,
-            tuple(source.class_names),
-            f"data.sources[{number}].images",
-            f"data.sources[{number}]",
-        )
-        for number, source in enumerate(section.sources)
-    ]
+    return [_declared_source(section, table, source) for table, source in section.located_sources]
+
+
+def _declared_source(section: DataSection, table: str, source: EntriesSection) -> _SourceKeys:
+    options, columns = section.image_transform, source.columns
+    own = source if isinstance(source, SourceSection) else None
+    own_image, own_label = (own.image_field, own.label_field) if own is not None else (None, None)
+    has_old_image = not columns.image and (own_image or options.image_field)
+    has_old_label = not columns.target and (own_label or options.label_field)
+    fields_table = table if own_image or own_label else "data.image_transform"
+    return _SourceKeys(
+        own.name if own is not None else "images",
+        own.weight if own is not None else 1.0,
+        source.entries,
+        columns.image or own_image or options.image_field,
+        columns.target or own_label or options.label_field,
+        tuple(own.class_names) if own is not None else (),
+        f"{table}.{source.entries_key}",
+        f"{fields_table}.image_field" if has_old_image else f"{table}.columns.image",
+        f"{fields_table}.label_field" if has_old_label else f"{table}.columns.target",
+        read_in_memory_by_name(source) and own is not None,  # a lone one is read into memory
+        _named_format(source),
+    )
+
+
+def _named_format(source: EntriesSection) -> Format | None:
+    """Return the format that the job names, or arrays of an .npz by their names; None: neither."""
+    columns = source.columns
+    is_arrays = all(entry.endswith(".npz") for entry in source.entries) and columns.image and columns.target
+    if source.format is None and is_arrays:
+        return NumpyArrays((str(columns.image), str(columns.target)))
+    return chosen_format(source)
 
 
 class _Advance:
@@ -257,11 +268,13 @@ def _open_source(
                 progress=advance.of_index,
             )
         except BadDataError as error:
+            if isinstance(data_format, NumpyArrays):  # the job names arrays
+                raise JobError(f"{keys.image_key}, {keys.label_key}: {error.message}", error.hint) from error
             raise with_way_out(error) from error
         advance.finish_index(part.size)
         return index
 
-    train = open_part(split.train)
+    train = open_part(split.train, keys.data_format)
     validation = open_part(split.validation, train.data_format) if split.validation.files else None
     records = _sample(train, section)
     arrays = [part.arrays for part in (split.train, split.validation)]
@@ -288,7 +301,9 @@ def _find_fields(index: SampleIndex, records: list[Record], keys: _SourceKeys) -
     label = keys.label_field
     if label is None and isinstance(index.data_format, ImageFolder) and "class" in records[0]:
         label = "class"  # names, so that the numbers of another split's folders do not matter
-    return find_fields(records, keys.image_field, label, key=keys.key, fields_key=keys.fields_key)
+    return find_fields(
+        records, keys.image_field, label, key=keys.key, image_key=keys.image_key, label_key=keys.label_key
+    )
 
 
 def _fit_transform(sources: Sequence[_OpenSource], section: DataSection) -> ImageTransform:
@@ -322,6 +337,6 @@ def _decodable_images(source: _OpenSource) -> list[Image]:
         raise JobError(
             f"{source.keys.key}: none of {len(source.records)} sampled images can be decoded; "
             f"{first.message}",
-            f"set {source.keys.fields_key}.image_field to the field of the images, or write them again",
+            f"set {source.keys.image_key} to the field of the images, or write them again",
         )
     return images

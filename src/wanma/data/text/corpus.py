@@ -6,6 +6,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from wanma.data.chat.encoding import chat_template_of
+from wanma.data.chat.rows import divide_corpus
 from wanma.data.documents.corpus_acceptance import (
     acceptances,
     entries_identity,
@@ -22,10 +24,10 @@ from wanma.data.text.encoding_task import ReadingSettings
 from wanma.data.text.preparation_measurement import measure_preparation
 from wanma.data.text.token_file import TokenFile, open_or_build_token_file, token_folder
 from wanma.data.text.tokenization import Progress
-from wanma.data.text.tokenizer import Tokenizer
-from wanma.data.text.validation_split import split_documents
+from wanma.data.text.tokenizer import Tokenizer, load_tokenizer
 from wanma.job.forecast.data_feed import TextPreparation
 from wanma.job.sections.data import DataSection
+from wanma.job.sections.data_sources import EntriesSection, SourceSection
 
 log = logging.getLogger("wanma.data")
 
@@ -56,13 +58,32 @@ def build_token_files(
         if is_built:  # a build tells it before its long work
             notes = acceptances(folder).get(entries_identity(text.documents), ())
             report_unused(text.documents, notes)
-    splits = split_documents(files, section.validation_fraction, section.sequence_length)
-    if splits[0].validation_tail_fraction:
+    sides = divide_corpus(files, section)
+    if tail := max(side.validation_tail_fraction for side in sides):
         log.warning(
             "too few documents for a validation split by document; the last %.1f%% of each document is used "
             "for validation",
-            splits[0].validation_tail_fraction * 100,
+            tail * 100,
         )
+    for text, file, side in zip(texts, files, sides, strict=True):
+        if side.too_long:
+            log.warning(
+                "source '%s': %s of %s conversations are longer than a row and are %s (data.chat.too_long)",
+                *(text.name, side.too_long, len(file.lengths)),
+                "cut" if section.chat.too_long == "cut" else "left out",
+            )
+
+
+def load_job_tokenizer(section: DataSection) -> Tokenizer:
+    """Load the tokenizer of a job; of conversations it must have a chat template.
+
+    Raises:
+        JobError: as of `load_tokenizer`, or there is no chat template.
+    """
+    tokenizer = load_tokenizer(section.tokenizer)
+    if any(source.columns.messages for _, source in section.located_sources):
+        chat_template_of(tokenizer)
+    return tokenizer
 
 
 def open_token_file_of(
@@ -101,11 +122,8 @@ def reads_records(section: DataSection, texts: Sequence[TextSource], tokenizer: 
 
 def reads_remote_storage(section: DataSection) -> bool:
     """Return True if text or tokenizer are in remote storage, whose libraries start threads."""
-    entries = [
-        *section.text,
-        *(entry for source in section.sources for entry in source.text),
-        section.tokenizer,
-    ]
+    entries = [entry for _, source in section.located_sources for entry in source.entries]
+    entries.append(section.tokenizer)
     return any(is_remote_entry(entry) for entry in entries)
 
 
@@ -125,24 +143,25 @@ def resolve_text_sources(section: DataSection) -> list[TextSource]:
     Args:
         section: the job's `[data]`.
     """
-    if not section.sources:
-        documents = list_documents(section.text or [STANDARD_LIBRARY])
-        return [TextSource("text", 1.0, documents, _settings(section, None))]
     return [
         TextSource(
-            source.name,
-            source.weight,
-            list_documents(source.text, f"data.sources[{number}].text"),
-            _settings(section, source.text_field),
+            source.name if isinstance(source, SourceSection) else "text",
+            source.weight if isinstance(source, SourceSection) else 1.0,
+            list_documents(source.entries or [STANDARD_LIBRARY], f"{table}.{source.entries_key}"),
+            _settings(section, source),
         )
-        for number, source in enumerate(section.sources)
+        for table, source in section.located_sources
     ]
 
 
-def _settings(section: DataSection, text_field: str | None) -> ReadingSettings:
+def _settings(section: DataSection, source: EntriesSection) -> ReadingSettings:
+    columns = source.columns
+    own_field = source.text_field if isinstance(source, SourceSection) else None
     return ReadingSettings(
-        text_field or section.text_field,
-        section.bad_data,
-        section.bad_data_limit,
-        section.cache_bytes,
+        columns.messages or columns.text or columns.tokens or own_field or section.text_field,
+        is_chat=columns.messages is not None,
+        format_name=source.format or "",
+        bad_data=section.bad_data,
+        bad_data_limit=section.bad_data_limit,
+        cache_bytes=section.cache_bytes,
     )

@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 
 from wanma.data.cache.node_cache import NodeCache
+from wanma.data.chat.encoding import NO_TARGET, TOKEN_DTYPE, encode_conversation
 from wanma.data.documents.content_detection import (
     detect_content,
     records_without_text_error,
     unsupported_content_error,
 )
 from wanma.data.documents.document_groups import DocumentGroup, openable_group, reading_format
-from wanma.data.documents.record_fields import DEFAULT_TEXT_FIELD
+from wanma.data.documents.record_fields import DEFAULT_TEXT_FIELD, field_value
 from wanma.data.documents.rows import document_of, read_array, read_rows
 from wanma.data.documents.text_files import read_chunks
 from wanma.data.formats.arrays import ArrayReader
@@ -52,6 +53,7 @@ class ReadingSettings:
     """Keys of a job that decide what its documents are, and the cache of remote files."""
 
     text_field: str = DEFAULT_TEXT_FIELD
+    """Field of records that holds the document: text, token ids, or the messages of a conversation."""
     bad_data: str | None = None
     """"refuse", "skip" or None: see `DataSection.bad_data`."""
     bad_data_limit: int = 100
@@ -61,13 +63,21 @@ class ReadingSettings:
     """Folder of the node cache; empty: in that of the unfinished token file."""
     node: str = ""
     """Name by which nodes with a common cache tell this one from others; empty: the name of the host."""
+    is_chat: bool = False
+    """True if the documents are conversations."""
+    format_name: str = ""
+    """Format of all files; empty: found by their content."""
 
     @property
     def identity(self) -> list[Any]:
         """Keys that decide about the tokens, without those that have their default."""
         default = ReadingSettings()
-        names = ("text_field", "bad_data")
+        names = ("text_field", "bad_data", "is_chat", "format_name")
         return [[n, getattr(self, n)] for n in names if getattr(self, n) != getattr(default, n)]
+
+    def token_dtype(self, tokenizer: Tokenizer) -> np.dtype[Any]:
+        """Return the type of a stored token."""
+        return TOKEN_DTYPE if self.is_chat else tokenizer.dtype
 
     def opener(self, files: Sequence[StoredFile]) -> FileOpener | None:
         """Return the node cache through which remote files are read; None: there is none, or no such file."""
@@ -106,6 +116,8 @@ class EncodingResult:
     json_record_files: int = 0
     """Number of files with tokens that are JSON records and were read as plain text."""
     bad_rows: list[BadRow] = field(default_factory=list)
+    targets: int = 0
+    """Number of tokens of conversations that are targets."""
 
     def extend(self, other: EncodingResult) -> None:
         for name, value in vars(other).items():
@@ -157,7 +169,7 @@ def check_corpus(documents: Sequence[StoredFile], result: EncodingResult, reason
         raise JobError(
             f"{key}: the corpus is empty: none of {len(documents)} files contains text "
             f"({result.binary_files} are binary{bad_text})",
-            "correct them, or name another field with data.text_field"
+            "correct them, or name another field with data.columns"
             if bad
             else "name files or folders with text, or use ['stdlib']",
         )
@@ -202,7 +214,8 @@ def run_task(
         OSError: the part cannot be written.
     """
     opener = settings.opener(task.group.files)
-    with PartWriter(part, tokenizer.dtype, tokenizer.end_of_document_id) as writer:
+    end = None if settings.is_chat else tokenizer.end_of_document_id
+    with PartWriter(part, settings.token_dtype(tokenizer), end) as writer:
         encoder = _Encoder(tokenizer, writer, settings, opener)
         if task.group.kind == "text":
             for document in task.group.files:
@@ -271,7 +284,7 @@ class _Encoder:
                     if content == "binary":
                         self.result.binary_files += 1
                         return
-                    is_records = content == "records"
+                    is_records = content == "records" and self._settings.format_name != "text"
                 digest.update(piece)
                 if checks_utf8 and is_valid_utf8 and not _is_utf8(piece):
                     is_valid_utf8 = False
@@ -326,6 +339,13 @@ class _Encoder:
             check_bad_limit(len(self.result.bad_rows), self.result.bad_rows, self._settings)
 
     def _encode_record(self, record: dict[str, Any], name: str) -> None:
+        if self._settings.is_chat:
+            conversation = encode_conversation(field_value(record, name), self._tokenizer)
+            self._writer.write(conversation)
+            digest = hashlib.blake2b(conversation.tobytes(), digest_size=8).digest()
+            self._end_document(int.from_bytes(digest, "little"))
+            self.result.targets += int((conversation < NO_TARGET).sum())
+            return
         content = document_of(record, name)
         try:
             for tokens in encode_document(content, self._tokenizer):

@@ -40,10 +40,10 @@ class PartWriter:
     Args:
         path: file of the tokens; the others are beside it.
         dtype: type of a token.
-        end_of_document_id: token that ends each document.
+        end_of_document_id: token that ends each document; None: its own last one does.
     """
 
-    def __init__(self, path: Path, dtype: np.dtype[Any], end_of_document_id: int) -> None:
+    def __init__(self, path: Path, dtype: np.dtype[Any], end_of_document_id: int | None) -> None:
         self._path, self._dtype, self._end = path, dtype, end_of_document_id
         self._file = path.open("wb")
         self._lengths, self._digests = array("q"), array("Q")
@@ -58,7 +58,8 @@ class PartWriter:
         """End the present document; return False if it has no token, and is none."""
         if not self._length:
             return False
-        self.write(np.array([self._end]))
+        if self._end is not None:
+            self.write(np.array([self._end]))
         self._lengths.append(self._length)
         self._digests.append(digest)
         self._length = 0

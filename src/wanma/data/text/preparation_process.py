@@ -14,8 +14,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from wanma.data.text.corpus import build_token_files, preparation_of, resolve_text_sources
-from wanma.data.text.tokenizer import load_tokenizer
+from wanma.data.text.corpus import (
+    build_token_files,
+    load_job_tokenizer,
+    preparation_of,
+    resolve_text_sources,
+)
 from wanma.job.errors import WanmaError
 from wanma.job.forecast.data_feed import TextPreparation
 from wanma.job.sections.data import DataSection
@@ -100,7 +104,7 @@ def main(*arguments: str) -> None:
         print(json.dumps(message), file=answers, flush=True)
 
     try:
-        texts, tokenizer = resolve_text_sources(section), load_tokenizer(section.tokenizer)
+        texts, tokenizer = resolve_text_sources(section), load_job_tokenizer(section)
         if arguments:
             answer(preparation=asdict(preparation_of(section, texts, tokenizer)))
         if _MEASURE not in arguments:

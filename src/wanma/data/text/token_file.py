@@ -107,6 +107,11 @@ class TokenFile:
         return int(self.header.get("bad_rows", {}).get("count", 0))
 
     @property
+    def is_chat(self) -> bool:
+        """True if the documents are conversations, whose tokens carry the mark `NO_TARGET`."""
+        return bool(self.header.get("is_chat", False))
+
+    @property
     def lengths(self) -> NDArray[np.int64]:
         """Number of tokens of each document, including its end."""
         return np.diff(self.offsets)
@@ -189,7 +194,7 @@ def _open_accepted(folder: Path, documents: Sequence[StoredFile], settings: Read
     if not is_accepted(folder, documents):
         with tempfile.TemporaryDirectory(prefix="wanma-blocks-") as scratch:
             opener = replace(settings, cache_folder=scratch).opener(documents)
-            _, unused = accept_documents(documents, settings.text_field, opener)
+            _, unused = accept_documents(documents, settings, opener)
         note_acceptance(folder, documents, unused_notes(unused, settings.text_field))
     return file
 
@@ -262,7 +267,8 @@ def _cache_key(documents: Sequence[StoredFile], tokenizer: Tokenizer, settings: 
     Keys of the job that have their default are not part of it, so that older token files stay in use.
     """
     document_keys = [document_key(document) for document in documents]
-    text = json.dumps([_FORMAT, _VERSION, tokenizer.fingerprint, document_keys, *settings.identity])
+    chat = [tokenizer.chat.fingerprint] if settings.is_chat and tokenizer.chat is not None else []
+    text = json.dumps([_FORMAT, _VERSION, tokenizer.fingerprint, document_keys, *settings.identity, *chat])
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
@@ -285,10 +291,10 @@ def _build(
     settings = _with_block_cache(settings, build_folder)
     is_begun, start = _has_parts(build_folder), time.perf_counter()
     try:
-        groups, unused = accept_documents(documents, settings.text_field, settings.opener(documents))
+        groups, unused = accept_documents(documents, settings, settings.opener(documents))
         notes = unused_notes(unused, settings.text_field)
         report_unused(documents, notes)
-        stored = find_stored_tokens(groups, tokenizer)
+        stored = None if settings.is_chat else find_stored_tokens(groups, tokenizer)
         built = _encode(build_folder, groups, tokenizer, settings, progress, process_count, stored)
         if stored is not None and built.hashes["tokens.bin"] != stored.sha256():  # a document was left out
             stored = None
@@ -296,6 +302,9 @@ def _build(
         reasons = "; ".join(one.describe(settings.text_field) for one in unused)
         check_corpus(documents, built.result, reasons)
         header = _header(build_folder, groups, tokenizer, built, stored)
+        if settings.is_chat:
+            header |= {"dtype": settings.token_dtype(tokenizer).str, "is_chat": True}
+            header["targets"] = built.result.targets
         header["accepted"] = {entries_identity(documents): notes}
         write_json(build_folder / "header.json", header)
         _remove_temporary(build_folder)
@@ -341,7 +350,8 @@ def _encode(
     identity = {"tokenizer": tokenizer.fingerprint, "settings": settings.identity}
     for is_last in (False, True):
         try:
-            with TokenFileWriter(folder, tokenizer.dtype, identity, stored is None) as writer:
+            dtype = settings.token_dtype(tokenizer)
+            with TokenFileWriter(folder, dtype, identity, stored is None) as writer:
                 result = tokenize_documents(
                     groups, tokenizer, writer, settings, _node_of(settings), progress, process_count
                 )
@@ -383,7 +393,7 @@ def _help(
         return
     try:
         settings = _with_block_cache(settings, build_folder)
-        groups, _ = accept_documents(documents, settings.text_field, settings.opener(documents))
+        groups, _ = accept_documents(documents, settings, settings.opener(documents))
         count = help_tokenizing(
             groups, tokenizer, build_folder, settings, _node_of(settings), is_over, progress, process_count
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +13,24 @@ import fsspec
 import numpy as np
 from numpy.typing import NDArray
 
+from wanma.data.chat.template import ChatTemplate
 from wanma.data.stores.filesystems import is_local
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.retry import STORAGE_RETRY_POLICY, retry
 
 _TOKENIZER_FILE = "tokenizer.json"
 _SETTINGS_FILE = "tokenizer_config.json"
+_SPECIAL_FILE = "special_tokens_map.json"
+_CHAT_FILE = "chat_template.jinja"
 _END_FILES = {
     _SETTINGS_FILE: "eos_token",
-    "special_tokens_map.json": "eos_token",
+    _SPECIAL_FILE: "eos_token",
     "generation_config.json": "eos_token_id",
     "config.json": "eos_token_id",
 }
 """Files beside a tokenizer.json, with their key of the end-of-text token; the first that has it is used."""
+_SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+"""Names of special tokens that a chat template may use."""
 _BYTES_TOKENIZER_CONTENT = '{"wanma_tokenizer": "bytes"}'
 _END_OF_DOCUMENT_NAMES = (
     "<|endoftext|>",
@@ -58,6 +63,10 @@ class Tokenizer(ABC):
     """True if bytes that are not UTF-8 are replaced by U+FFFD before encoding."""
     fingerprint: str
     """Hash of the content: equal for equal tokenizers."""
+    chat: ChatTemplate | None = None
+    """Chat template in the files beside it; None: there is none."""
+    special_texts: Sequence[str] = ()
+    """Texts of special tokens, such as ends of turns."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -72,6 +81,15 @@ class Tokenizer(ABC):
             text: the piece.
             continues: true if the piece is not the first of its document: no space is put before it.
         """
+
+    def encode_with_places(self, text: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Encode a text, special tokens in it as such, and return each token's first character and end.
+
+        Returns:
+            tokens: (tokens,).
+            places: (tokens, 2).
+        """
+        raise TypeError(f"{type(self).__name__} encodes no conversations: {text[:20]}")
 
     @abstractmethod
     def decode(self, tokens: Iterable[int]) -> str:
@@ -126,12 +144,13 @@ class HuggingFaceTokenizer(Tokenizer):
         content: content of the file.
         end: end-of-text token that the files beside it name, as text or number; None: they name none. Where
             the vocabulary has no end-of-text token either, the tokenizer gets one after its last token.
+        chat: chat template in the files beside it.
     """
 
     needs_utf8 = True
 
-    def __init__(self, content: str, end: str | int | None = None) -> None:
-        self._content = content
+    def __init__(self, content: str, end: str | int | None = None, chat: ChatTemplate | None = None) -> None:
+        self._content, self.chat = content, chat
         self._backend = _make_backend(content)
         continuation = _without_prefix_space(content)
         self._continuation_backend = self._backend if continuation is None else _make_backend(continuation)
@@ -162,6 +181,15 @@ class HuggingFaceTokenizer(Tokenizer):
         # one text at a time: `encode_batch` starts a thread pool, which a later fork would not survive
         return np.array(backend.encode(content, add_special_tokens=False).ids, dtype=self.dtype)
 
+    @property
+    def special_texts(self) -> Sequence[str]:  # type: ignore[override]  # read when it is wanted
+        added = self._backend.get_added_tokens_decoder().values()
+        return [token.content for token in added if token.special]
+
+    def encode_with_places(self, text: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        return np.array(encoding.ids, np.int64), np.array(encoding.offsets, np.int64).reshape(-1, 2)
+
     def decode(self, tokens: Iterable[int]) -> str:
         text_tokens = [
             int(token)
@@ -183,9 +211,13 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def save(self, folder: Path) -> None:
         (folder / _TOKENIZER_FILE).write_text(self._content, encoding="utf-8")
+        settings = dict(self.chat.special_tokens) if self.chat is not None else {}
         if self.end_of_document_id < self._backend_vocabulary_size:
-            settings = json.dumps({"eos_token": self.end_of_document})
-            (folder / _SETTINGS_FILE).write_text(settings, encoding="utf-8")
+            settings["eos_token"] = self.end_of_document
+        if settings:
+            (folder / _SETTINGS_FILE).write_text(json.dumps(settings), encoding="utf-8")
+        if self.chat is not None:
+            (folder / _CHAT_FILE).write_text(self.chat.source, encoding="utf-8")
 
 
 def _make_backend(content: str) -> Any:
@@ -245,10 +277,11 @@ def load_tokenizer(name: str | Path, key: str = "data.tokenizer") -> Tokenizer:
     content = _read(str(name), key)
     if content.strip() == _BYTES_TOKENIZER_CONTENT:
         return BytesTokenizer()
-    end = _read_end(str(name), key)
+    beside = _FilesBeside(str(name), key)
+    end, chat = _read_end(beside), _read_chat(beside)
     try:
         json.loads(content)
-        return HuggingFaceTokenizer(content, end)
+        return HuggingFaceTokenizer(content, end, chat)
     except Exception as error:  # the backend raises plain `Exception` for unusable files
         raise JobError(
             f"{key}: '{name}' is not a Hugging Face tokenizer.json: {error}",
@@ -256,31 +289,75 @@ def load_tokenizer(name: str | Path, key: str = "data.tokenizer") -> Tokenizer:
         ) from error
 
 
-def _read_end(name: str, key: str) -> str | int | None:
-    """Return the end-of-text token that the files beside a tokenizer.json name; None: none does."""
-    filesystem, path = fsspec.core.url_to_fs(name)
-    if filesystem.isdir(path):
-        folder = path.rstrip("/")
-    elif path.endswith(f"/{_TOKENIZER_FILE}"):
-        folder = path.removesuffix(f"/{_TOKENIZER_FILE}")
-    else:
-        return None  # the files beside it may belong to others
-    for file, end_key in _END_FILES.items():
+class _FilesBeside:
+    """Files beside a tokenizer.json; none where those there may belong to others.
+
+    Args:
+        name: name of the tokenizer.
+        key: its key in the job, for messages.
+    """
+
+    def __init__(self, name: str, key: str) -> None:
+        self._filesystem, path = fsspec.core.url_to_fs(name)
+        self._name, self._key, self._folder = name, key, ""
+        if self._filesystem.isdir(path):
+            self._folder = path.rstrip("/")
+        elif path.endswith(f"/{_TOKENIZER_FILE}"):
+            self._folder = path.removesuffix(f"/{_TOKENIZER_FILE}")
+
+    def text(self, file: str) -> str | None:
+        """Return the content of a file; None: there is none."""
         try:
-            values = json.loads(filesystem.cat_file(f"{folder}/{file}"))
+            content: bytes | None = (
+                self._filesystem.cat_file(f"{self._folder}/{file}") if self._folder else None
+            )
+            return None if content is None else content.decode("utf-8")
         except FileNotFoundError:
-            continue
-        except ValueError as error:
-            raise JobError(f"{key}: {file} of '{name}' is not JSON: {error}") from error
+            return None
+        except UnicodeDecodeError as error:
+            raise JobError(f"{self._key}: {file} of '{self._name}' is no UTF-8: {error}") from error
         except OSError as error:
-            raise WanmaError(f"{key}: cannot read {file} of '{name}': {error.strerror or error}") from error
-        end = values.get(end_key) if isinstance(values, dict) else None
-        end = (
-            end.get("content") if isinstance(end, dict) else end[0] if isinstance(end, list) and end else end
-        )
+            cause = error.strerror or error
+            raise WanmaError(f"{self._key}: cannot read {file} of '{self._name}': {cause}") from error
+
+    def values(self, file: str) -> dict[str, Any]:
+        """Return the object of JSON in a file; empty: there is none."""
+        text = self.text(file)
+        try:
+            values = {} if text is None else json.loads(text)
+        except ValueError as error:
+            raise JobError(f"{self._key}: {file} of '{self._name}' is not JSON: {error}") from error
+        return values if isinstance(values, dict) else {}
+
+
+def _read_end(beside: _FilesBeside) -> str | int | None:
+    """Return the end-of-text token that the files beside a tokenizer.json name; None: none does."""
+    for file, end_key in _END_FILES.items():
+        end = _token_text(beside.values(file).get(end_key))
         if isinstance(end, str | int):
             return end
     return None
+
+
+def _read_chat(beside: _FilesBeside) -> ChatTemplate | None:
+    """Return the chat template that the files beside a tokenizer.json give; None: none does."""
+    settings = beside.values(_SETTINGS_FILE)
+    source = beside.text(_CHAT_FILE) or settings.get("chat_template")
+    if isinstance(source, list):  # several with names
+        named = {one["name"]: one["template"] for one in source if isinstance(one, dict) and "name" in one}
+        source = named.get("default")
+    if not isinstance(source, str):
+        return None
+    texts = {**beside.values(_SPECIAL_FILE), **settings}
+    special = {name: _token_text(texts.get(name)) for name in _SPECIAL_TOKENS}
+    return ChatTemplate(source, {name: text for name, text in special.items() if isinstance(text, str)})
+
+
+def _token_text(token: Any) -> Any:
+    """Return a token in such a file as its text or number."""
+    if isinstance(token, dict):
+        return token.get("content")
+    return token[0] if isinstance(token, list) and token else token
 
 
 def _read(name: str, key: str) -> str:

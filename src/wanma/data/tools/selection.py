@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
+from wanma.data.data_kinds import read_in_memory_by_name
 from wanma.data.documents.document_groups import DocumentGroup, group_documents, reading_format
 from wanma.data.formats.compression import SUFFIXES
 from wanma.data.formats.detection import (
@@ -32,10 +33,11 @@ from wanma.data.index.sample_index import SampleIndex
 from wanma.data.stores.byte_source import ByteSource
 from wanma.data.stores.data_file import OpenableFile
 from wanma.data.stores.filesystems import is_shared_memory
-from wanma.data.stores.listing import StoredFile, expand_entry, unique_files
+from wanma.data.stores.listing import StoredFile, expand_entry, list_files, unique_files
 from wanma.data.text.corpus import TextSource, resolve_text_sources
 from wanma.job.errors import JobError, WanmaError, did_you_mean
 from wanma.job.sections.data import DataSection
+from wanma.job.sections.data_sources import EntriesSection, SourceSection
 from wanma.job.url_credentials import CREDENTIALS_HINT, has_secret
 
 Progress = Callable[[int, int], None]
@@ -226,6 +228,16 @@ def select_job_data(section: DataSection, choice: FormatChoice, cache: str | Non
     folder = cache_folder(section.cache if cache is None else cache)
     if section.has_images:
         return DataSelection(tuple(_image_sources(section, choice)), folder)
+    if section.has_table:
+        tables = [
+            _source(
+                getattr(source, "name", "data"),
+                list_files(source.entries, f"{table}.path"),
+                _choice(source, choice),
+            )
+            for table, source in section.located_sources
+        ]
+        return DataSelection(tuple(tables), folder)
     sources = [source for text in resolve_text_sources(section) for source in _text_sources(text, choice)]
     return DataSelection(tuple(sources), folder, section.tokenizer, section.sequence_length)
 
@@ -283,13 +295,16 @@ def _suffix(file: StoredFile) -> str:
 
 def _image_sources(section: DataSection, choice: FormatChoice) -> Iterator[DataSource]:
     """Yield the training set of each source of images and, where there is one, the set for validation."""
-    by_name = not choice.name
-    if not section.sources:
-        split = find_image_split(section.images, "data.images", by_name=by_name)
-        yield from _sources_of_split("", split, choice)
-    for number, source in enumerate(section.sources):
-        split = find_image_split(source.images, f"data.sources[{number}].images", by_name=by_name)
-        yield from _sources_of_split(source.name, split, choice)
+    for table, source in section.located_sources:
+        own = _choice(source, choice)
+        by_name = not own.name and read_in_memory_by_name(source)
+        split = find_image_split(source.entries, f"{table}.{source.entries_key}", by_name=by_name)
+        yield from _sources_of_split(source.name if isinstance(source, SourceSection) else "", split, own)
+
+
+def _choice(source: EntriesSection, choice: FormatChoice) -> FormatChoice:
+    """Return the format of a source: that of the command, or that of the job."""
+    return choice if choice.name or not source.format else FormatChoice(source.format, choice.options)
 
 
 def _sources_of_split(name: str, split: ImageSplit, choice: FormatChoice) -> Iterator[DataSource]:
@@ -308,7 +323,7 @@ def _text_sources(text: TextSource, choice: FormatChoice) -> Iterator[DataSource
     if choice.name or choice.options:
         yield replace(_source(text.name, text.documents, choice), field=field_name)
         return
-    groups, _ = group_documents(text.documents, field_name)
+    groups, _ = group_documents(text.documents, field_name, format_name=text.settings.format_name)
     files: dict[str, list[StoredFile]] = {}
     options: dict[str, Format] = {}
     for group in groups:

@@ -25,7 +25,7 @@ def template_toml() -> str:
         "# On the command line: wanma train FILE train.steps=500\n"
     ]
     for table in schema_tables():
-        lines = [f"# {table.help}", f"{'# ' if table.is_repeated else ''}{table.header}"]
+        lines = [f"# {table.help}", f"{'# ' if table.is_repeated or table.is_of_entry else ''}{table.header}"]
         lines += [_template_line(key) for key in table.keys]
         blocks.append("\n".join(lines) + "\n")
     return "\n".join(blocks)

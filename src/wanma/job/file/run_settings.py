@@ -87,6 +87,11 @@ SETTING_RULES: Mapping[SettingRule, Mapping[str, tuple[str, ...]]] = {
     "content": {
         "model": ("*",),
         "data": (
+            "path",
+            "kind",
+            "format",
+            "columns",
+            "chat",
             "text",
             "text_field",
             "sources",

@@ -56,6 +56,8 @@ class TableSchema:
     is_repeated: bool
     help: str
     keys: tuple[KeySchema, ...]
+    is_of_entry: bool = False
+    """True if the table lies in each entry of a repeated one, as `[data.sources.columns]`."""
 
     @property
     def header(self) -> str:
@@ -80,7 +82,9 @@ def schema_keys(root: type[Section] = Job) -> dict[str, KeySchema]:
     return {key.path: key for table in schema_tables(root) for key in table.keys}
 
 
-def _walk_sections(path: str, section: type[Section], *, is_repeated: bool) -> Iterator[TableSchema]:
+def _walk_sections(
+    path: str, section: type[Section], *, is_repeated: bool, is_of_entry: bool = False
+) -> Iterator[TableSchema]:
     hints = {name: hint for name, hint in get_type_hints(section).items() if name in section.model_fields}
     yield TableSchema(
         path=path,
@@ -91,11 +95,17 @@ def _walk_sections(path: str, section: type[Section], *, is_repeated: bool) -> I
             for name, field in section.model_fields.items()
             if not _is_section(hints[name])
         ),
+        is_of_entry=is_of_entry,
     )
     for name, hint in hints.items():
         repeated = _repeated_section(hint)
         if repeated is not None or _is_section(hint):
-            yield from _walk_sections(f"{path}.{name}", repeated or hint, is_repeated=repeated is not None)
+            yield from _walk_sections(
+                f"{path}.{name}",
+                repeated or hint,
+                is_repeated=repeated is not None,
+                is_of_entry=is_of_entry or is_repeated,
+            )
 
 
 def _key_schema(path: str, hint: Any, field: FieldInfo) -> KeySchema:

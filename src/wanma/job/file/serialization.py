@@ -29,6 +29,8 @@ def job_to_toml(job: Job) -> str:
     """
     blocks = []
     for table in schema_tables():
+        if table.is_of_entry:
+            continue  # written as a value of the entry
         section, *inner = table.path.split(".")
         tables = reduce(getattr, inner, getattr(job, section))
         if inner and not table.is_repeated and tables == type(tables)():
@@ -43,6 +45,12 @@ def job_to_toml(job: Job) -> str:
                 if value is None or (f"{table.path}.{key.name}" in _repeated_tables() and value):
                     continue
                 lines.append(f"{key.name} = {toml_value(value, key.path)}")
+            if table.is_repeated:
+                lines += [
+                    f"{name} = {toml_value(value)}"
+                    for name, value in table_values
+                    if isinstance(value, Section) and value != type(value)()
+                ]
             blocks.append("\n".join(lines) + "\n")
     return "\n".join(blocks)
 

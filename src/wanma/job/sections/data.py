@@ -2,105 +2,38 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from wanma.job.sections.base import Section
+from wanma.job.sections.data_sources import (
+    ColumnsSection,
+    DataKind,
+    EntriesSection,
+    SourceSection,
+    TextList,
+)
 from wanma.job.sections.images import ImageTransformSection
-from wanma.job.url_credentials import CREDENTIALS_HINT, has_secret
 
 
-def _refuse_secrets(locations: list[str]) -> list[str]:
-    for location in locations:
-        if has_secret(location):  # not repeated in the message
-            raise ValueError(f"a URL holds a password or key, which records would show; {CREDENTIALS_HINT}")
-    return locations
+class ChatSection(Section):
+    """Rows of conversations (`columns.messages`): each is whole in one row, filled up without targets."""
 
-
-TextList = Annotated[
-    list[str],
-    BeforeValidator(lambda value: [value] if isinstance(value, str) else [] if value is None else value),
-    AfterValidator(_refuse_secrets),
-]
-"""List of texts; a single text is a list of one."""
-
-
-_SOURCE_KEYS: dict[str, tuple[str, ...]] = {
-    "text": ("text_field",),
-    "images": ("image_field", "label_field", "class_names"),
-    "factory": ("arguments",),
-}
-"""Kinds of sources, and the keys that are of one kind alone."""
-
-
-class SourceSection(Section):
-    """One source of a weighted mixture."""
-
-    name: str = Field(description="name in reports")
-    text: TextList = Field(
-        default_factory=list,
-        description="files, folders, globs or URLs, as `data.text`; 'stdlib': Python's own source",
+    packing: bool = Field(
+        True,
+        description="consecutive conversations share a row while they fit; false: one conversation a row",
     )
-    text_field: str | None = Field(None, description="field of its records; default: `data.text_field`")
-    images: TextList = Field(
-        default_factory=list,
-        description="files, folders, globs or URLs, as `data.images`",
-    )
-    image_field: str | None = Field(
-        None, description="field of the image; default: `data.image_transform.image_field`"
-    )
-    label_field: str | None = Field(
-        None, description="field of the class; default: `data.image_transform.label_field`"
-    )
-    class_names: list[str] = Field(
-        default_factory=list,
-        description="names of classes that are numbers in the records, in order from 0; sources of images "
-        "have the classes of one name in common",
-    )
-    factory: str | None = Field(
-        None, description="'package.module:function' returning a map-style dataset, as `data.factory`"
-    )
-    arguments: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the factory")
-    weight: Annotated[float, Field(gt=0, le=1e12)] | list[tuple[int, float]] = Field(
-        1.0,
-        description="share of samples, relative to the other sources; or [[samples, weight], ...]: weight "
-        "from so many consumed samples on (curriculum)",
+    too_long: Literal["refuse", "cut", "skip"] = Field(
+        "refuse",
+        description="consequence of a conversation longer than the row of `data.sequence_length`: an error; "
+        "its end is cut off; or it is left out; the last two are counted",
     )
 
-    @model_validator(mode="after")
-    def _check_one_kind(self) -> SourceSection:
-        kinds = [name for name in _SOURCE_KEYS if getattr(self, name)]
-        if len(kinds) != 1:
-            given = " and ".join(kinds) or "none"
-            raise ValueError(f"the source '{self.name}' needs one of text, images, factory (given: {given})")
-        for kind, names in _SOURCE_KEYS.items():
-            for name in names:
-                if kind != kinds[0] and getattr(self, name):
-                    raise ValueError(f"{name} has no effect: the source '{self.name}' holds {kinds[0]}")
-        if duplicates := sorted({one for one in self.class_names if self.class_names.count(one) > 1}):
-            raise ValueError(f"class_names has {', '.join(duplicates)} twice")
-        return self
 
-    @model_validator(mode="after")
-    def _check_weight_stages(self) -> SourceSection:
-        if not isinstance(self.weight, list):
-            return self
-        starts = [first for first, _ in self.weight]
-        if not starts or starts[0] != 0:
-            raise ValueError(f"weight must begin with sample 0 (given: {starts})")
-        if any(later <= earlier for earlier, later in itertools.pairwise(starts)) or starts[-1] > 2**62:
-            raise ValueError(f"the samples of weight must rise, up to 2**62 (given: {starts})")
-        weights = [weight for _, weight in self.weight]
-        if not all(0 <= weight <= 1e12 for weight in weights) or not any(weights):
-            raise ValueError(f"each weight must be from 0 to 1e12, and one above 0 (given: {weights})")
-        return self
-
-
-class DataSection(Section):
-    """Training data: text, images, or a custom dataset."""
+class DataSection(EntriesSection):
+    """Training data: stored data of any format, or a custom dataset."""
 
     text: TextList = Field(
         default_factory=list,
@@ -114,7 +47,7 @@ class DataSection(Section):
     )
     sources: list[SourceSection] = Field(
         default_factory=list,
-        description="weighted mixture of sources, all of one kind: text, images or factory",
+        description="weighted mixture of sources, all text, all images, or all tables and factories",
     )
     images: TextList = Field(
         default_factory=list,
@@ -128,6 +61,7 @@ class DataSection(Section):
     factory: str | None = Field(None, description="'package.module:function' returning a map-style dataset")
     arguments: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the factory")
     tokenizer: str = Field("bytes", description="'bytes', or the path of a Hugging Face tokenizer.json")
+    chat: ChatSection = Field(default_factory=ChatSection, description="rows of conversations")
     sequence_length: int = Field(256, gt=0, le=1_000_000_000, description="tokens per sample")
     document_masks: bool = Field(
         False, description="mask attention between documents, and restart positions at each"
@@ -218,49 +152,82 @@ class DataSection(Section):
         return self.workers if isinstance(self.workers, int) else 1
 
     @property
+    def located_sources(self) -> list[tuple[str, EntriesSection]]:
+        """Sources of stored data or programs, each with its table in the job: 'data' or 'data.sources[0]'."""
+        if not self.sources:
+            return [("data", self)]
+        return [(f"data.sources[{number}]", source) for number, source in enumerate(self.sources)]
+
+    def _holds(self, *kinds: DataKind) -> bool:
+        return any(source.content in kinds for _, source in self.located_sources)
+
+    @property
     def has_images(self) -> bool:
-        """True if the samples are stored images: those of `images`, or of sources."""
-        return bool(self.images) or any(source.images for source in self.sources)
+        """True if the samples are stored images."""
+        return self._holds("images")
 
     @property
     def has_text(self) -> bool:
-        """True if the section names text: that of `text`, or of sources."""
-        return bool(self.text) or any(source.text for source in self.sources)
+        """True if the section names text, tokens or conversations."""
+        return self._holds("text")
 
     @property
     def has_factory(self) -> bool:
-        """True if the data are a program: that of `factory`, or those of sources."""
-        return self.factory is not None or any(source.factory for source in self.sources)
+        """True if a program makes the data, or some of them."""
+        return self._holds("factory")
+
+    @property
+    def has_table(self) -> bool:
+        """True if the samples, or some of them, are rows of stored tables."""
+        return self._holds("table")
+
+    @property
+    def is_own(self) -> bool:
+        """True if the samples are those of a map-style dataset: of a program or of tables."""
+        return self._holds("factory", "table")
 
     @property
     def factory_text(self) -> str:
         """Program that makes the data, as its key and value."""
-        if self.factory is not None:
-            return f"data.factory = '{self.factory}'"
-        return f"data.sources[0].factory = '{self.sources[0].factory}'"
+        table, source = next(one for one in self.located_sources if one[1].factory)
+        return f"{table}.factory = '{source.factory}'"
 
     @model_validator(mode="after")
     def _check_one_source(self) -> DataSection:
-        given_sources = [k for k in ("text", "sources", "images", "factory") if getattr(self, k)]
+        given_sources = [k for k in ("path", "text", "sources", "images", "factory") if getattr(self, k)]
         if len(given_sources) > 1:
             raise ValueError(
-                f"give only one of text, sources, images, factory (given: {', '.join(given_sources)})"
+                f"give only one of path, text, sources, images, factory (given: {', '.join(given_sources)})"
             )
-        kinds = {kind: [one.name for one in self.sources if getattr(one, kind)] for kind in _SOURCE_KEYS}
-        if len(kinds := {kind: names for kind, names in kinds.items() if names}) > 1:
-            shown = ", ".join(f"{kind}: {' '.join(names)}" for kind, names in kinds.items())
-            raise ValueError(f"all sources are of one kind, text, images or factory ({shown})")
+        if self.sources and self.columns != ColumnsSection():
+            raise ValueError("columns has no effect beside sources: give it in each source")
+        if not any(source.is_open_kind for source in self.sources):
+            self.check_one_kind()
         if self.bad_data == "substitute" and self.has_text:
             raise ValueError(
                 "bad_data = 'substitute' gives a sample another content in its place, but text is packed "
                 "into sequences and a document has no place of its own: use 'skip'"
             )
-        if self.placement == "parts" and (self.sources or self.factory or not (self.text or self.images)):
+        if self.placement == "parts" and (self.sources or self.is_own or not self.entries):
             raise ValueError("placement = 'parts' needs entries of text or images")
         names = [source.name for source in self.sources]
         if duplicates := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"names of sources must be unique (given twice: {', '.join(duplicates)})")
         return self
+
+    def check_one_kind(self) -> None:
+        """Refuse a mixture of sources of different kinds.
+
+        Raises:
+            ValueError: names the sources of each kind.
+        """
+        kinds: dict[str, list[str]] = {}
+        for source in self.sources:
+            family = "tables and factories" if source.content in ("table", "factory") else source.content
+            kinds.setdefault(family or "", []).append(source.name)
+        if len(kinds) > 1:
+            shown = ", ".join(f"{kind}: {' '.join(names)}" for kind, names in kinds.items())
+            raise ValueError(f"all sources are of one kind, text, images or tables and factories ({shown})")
 
     @model_validator(mode="after")
     def _check_every_stage_has_a_source(self) -> DataSection:

@@ -92,7 +92,7 @@ def load_cost(
     """
     data = problem.job.data if data is None else data
     loading = problem.workload.loading
-    if data.has_factory and (loading is None or not loading.is_own):
+    if data.is_own and (loading is None or not loading.is_own):
         return LoadCost()
     workers = most_workers(problem, plan, data) if workers is None else workers
     if loading is not None:
@@ -121,7 +121,7 @@ def most_workers(problem: PlanningProblem, plan: Plan, data: DataSection) -> int
     Several threads may read a dataset of the user's own only if the job says so.
     """
     loading = problem.workload.loading
-    is_own = data.has_factory or (loading is not None and loading.is_own)
+    is_own = data.is_own or (loading is not None and loading.is_own)
     if data.workers != "auto" or (is_own and not data.worker_processes):
         return data.worker_count
     return min(cores_per_rank(problem, plan), MAX_AUTO_WORKERS)

@@ -126,7 +126,7 @@ def _inputs(
     """Return positional and keyword arguments of the model for one sample, its targets, its loading cost."""
     import torch
 
-    has_dataset = "data" in objects or job.data.has_factory
+    has_dataset = "data" in objects or job.data.is_own
     if not has_dataset and not job.data.has_images:
         length = job.data.sequence_length
         tokens = torch.zeros(1, length, dtype=torch.int64)

@@ -38,7 +38,7 @@ def loader_workers(
         return data.workers
     ranks = max(plan.world_size // max(job.cluster.nodes, 1), 1)
     cores = max(min(node.cores for node in cluster.nodes) // ranks, 1)
-    is_own = has_own_data or data.has_factory
+    is_own = has_own_data or data.is_own
     if is_own and not data.worker_processes:
         return 1
     if forecast is not None and forecast.data_feed is not None:

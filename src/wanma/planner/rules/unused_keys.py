@@ -44,14 +44,16 @@ def _unused_keys(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
     if job.data.has_images or job.data.has_text:
         yield "data.worker_processes", "only a dataset of your own is read by processes"
         yield "data.check_reads", "only a dataset of your own is read twice"
-    if job.data.has_factory or job.data.has_images:
-        name = "factory" if job.data.has_factory else "images"
+    if job.data.is_own or job.data.has_images:
+        name = "factory" if job.data.has_factory else "tables" if job.data.has_table else "images"
         kind = f"{name} in data.sources" if job.data.sources else f"data.{name}"
+        if job.data.path:
+            kind = f"{name} in data.path"
         own_model = ("sequence_length",) if job.model.factory is not None else ()
         for name in ("tokenizer", "document_masks", "text_field", *own_model):
             yield f"data.{name}", f"it applies to text, and the data come from {kind}"
-    if job.data.has_factory:
-        for name in ("cache", "bad_data", "bad_data_limit"):
+    if job.data.is_own:
+        for name in ("bad_data", "bad_data_limit", *(() if job.data.has_table else ("cache",))):
             yield f"data.{name}", f"it applies to text and images, and the data come from {kind}"
     elif job.data.bad_data not in ("skip", "substitute"):
         yield "data.bad_data_limit", "no bad data is skipped or substituted (data.bad_data)"

@@ -148,11 +148,9 @@ def _connect(
 
 def _refuse_missing_entries(job: Job, found: Set[str]) -> None:
     """Refuse entries of the job that no node has; `found`: those that one has."""
-    key = "images" if job.data.images else "text"
-    entries = job.data.images or job.data.text
-    if missing := [entry for entry in entries if entry not in found]:
+    if missing := [entry for entry in job.data.entries if entry not in found]:
         raise AllRanksError(
-            f"data.{key}: no node has '{missing[0]}'",
+            f"data.{job.data.entries_key}: no node has '{missing[0]}'",
             "paths are relative to where wanma is started on each node",
         )
 

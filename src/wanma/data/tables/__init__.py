@@ -1,0 +1,1 @@
+"""Rows of stored tables as samples of an own model."""

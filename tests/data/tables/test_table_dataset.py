@@ -1,0 +1,205 @@
+"""Rows of tables as samples: values and types by format, in every order, mixtures, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from support.grids import rotated
+from support.killed_runs import read_with_kills
+from support.reference_order import permuted, stream
+from wanma.data.opening import open_dataset, prepare_job_data
+from wanma.data.sampling.batch_size_schedule import samples_consumed_before
+from wanma.data.tables.table_dataset import open_tables
+from wanma.job.errors import JobError, WanmaError
+from wanma.job.sections.data import DataSection
+from wanma.job.sections.train import TrainSection
+
+TRAIN = TrainSection(steps=7, global_batch=8, batch_ramp=[(2, 5), (4, 9)], seed=5)
+TOTAL = samples_consumed_before(TRAIN, TRAIN.steps)
+SHUFFLES = [("full", 1, 1), ("block", 3, 2), ("none", 1, 1)]
+ROWS = [
+    {"id": n, "x1": n / 4, "x2": -n, "species": ("owl", "ant", "elk")[n % 3], "mass": n + 0.5}
+    for n in range(30)
+]
+
+
+def write_csv(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    with (folder / "table.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return folder / "table.csv"
+
+
+def write_jsonl(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    (folder / "table.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "table.jsonl"
+
+
+def write_parquet(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), folder / "table.parquet", row_group_size=7)
+    return folder / "table.parquet"
+
+
+def write_npz(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    columns = {name: np.array([row[name] for row in rows]) for name in rows[0] if name != "species"}
+    species = np.array([("ant", "elk", "owl").index(row["species"]) for row in rows])
+    np.savez(folder / "table.npz", **columns, species=species, other=np.zeros(2))
+    return folder / "table.npz"
+
+
+WRITERS = {"csv": write_csv, "jsonl": write_jsonl, "parquet": write_parquet, "npz": write_npz}
+
+
+def section_of(tmp_path: Path, path: Path, **keys: Any) -> DataSection:
+    columns = {"features": ["x1", "x2"], "target": "species"}
+    plain = {
+        "path": str(path),
+        "columns": columns,
+        "cache": str(tmp_path / "cache"),
+        "validation_fraction": 0,
+    }
+    return DataSection.model_validate({**plain, **keys})
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_features_are_float32_and_names_of_classes_count_in_their_order(name: str, tmp_path: Path) -> None:
+    section = section_of(tmp_path, WRITERS[name](tmp_path, ROWS), shuffle="none")
+    prepare_job_data(section)
+    batch = open_dataset(section, TRAIN).batch([0, 1, 2, 5])
+    assert batch.inputs[0].dtype == torch.float32
+    assert batch.inputs[0].tolist() == [[0, 0], [0.25, -1], [0.5, -2], [1.25, -5]]
+    assert batch.targets.dtype == torch.int64
+    assert batch.targets.tolist() == [2, 0, 1, 1]
+
+
+@pytest.mark.parametrize(("name", "shuffle"), rotated(WRITERS, SHUFFLES, [kind for kind, *_ in SHUFFLES]))
+def test_rows_of_each_format_are_read_in_the_order_of_the_reference(
+    name: str, shuffle: tuple[str, int, int], tmp_path: Path
+) -> None:
+    kind, block, window = shuffle
+    section = section_of(
+        tmp_path,
+        WRITERS[name](tmp_path, ROWS),
+        columns={"features": ["x1"], "target": "id"},
+        shuffle=kind,
+        block_samples=block,
+        window_blocks=window,
+    )
+    worlds = {"full": [3, 1, 4], "block": [2, 4, 1], "none": [1, 2, 3]}[kind]
+    found = read_with_kills(lambda: open_dataset(section, TRAIN), TRAIN, worlds, 1, 0)
+    rows = permuted(list(range(30)), "validation split") if kind == "full" else list(range(30))
+    order = itertools.islice(stream(30, kind, block, window, TRAIN.seed), TOTAL)
+    assert found == [(sample, rows[row]) for sample, row in enumerate(order)]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize(
+    ("target", "target_type", "dtype", "first"),
+    [
+        ("mass", None, torch.float32, [0.5, 1.5]),
+        ("id", None, torch.int64, [0, 1]),
+        ("id", "number", torch.float32, [0.0, 1.0]),
+    ],
+)
+def test_a_fraction_is_a_number_and_an_integer_a_class_unless_the_job_says_otherwise(
+    name: str, target: str, target_type: str | None, dtype: torch.dtype, first: list[float], tmp_path: Path
+) -> None:
+    columns = {"features": ["x2"], "target": target, "target_type": target_type}
+    section = section_of(tmp_path, WRITERS[name](tmp_path, ROWS), columns=columns, shuffle="none")
+    batch = open_dataset(section, TRAIN).batch([0, 1])
+    assert batch.targets.dtype == dtype
+    assert batch.targets.tolist() == first
+
+
+def test_patterns_name_columns_in_their_order_and_arrays_are_several_features(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.arange(20.0).reshape(4, 5), y=np.arange(4))
+    section = section_of(
+        tmp_path, tmp_path / "a.npz", columns={"features": ["*"], "target": "y"}, shuffle="none"
+    )
+    assert open_dataset(section, TRAIN).batch([1]).inputs[0].tolist() == [[5, 6, 7, 8, 9]]
+    section = section_of(
+        tmp_path, write_csv(tmp_path, ROWS), columns={"features": ["x*"], "target": "id"}, shuffle="none"
+    )
+    assert open_dataset(section, TRAIN).batch([3]).inputs[0].tolist() == [[0.75, -3]]
+
+
+def test_a_copy_in_another_process_reads_the_same_rows(tmp_path: Path) -> None:
+    dataset = open_tables(section_of(tmp_path, write_parquet(tmp_path, ROWS)))[0]
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert len(copy) == 30
+    assert copy[7][0].equal(dataset[7][0])
+    assert copy[7][1] == dataset[7][1] == 0
+
+
+def test_tables_of_a_mixture_have_their_classes_in_common(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    few = [{**row, "species": "yak" if row["id"] % 2 else "owl"} for row in ROWS[:10]]
+    columns = {"features": ["x1", "x2"], "target": "species"}
+    sources = [
+        {"name": "a", "path": str(write_csv(tmp_path, ROWS)), "columns": columns},
+        {"name": "b", "path": str(write_parquet(tmp_path / "b", few)), "columns": columns},
+        {"name": "own", "factory": f"{__name__}:own_rows"},
+    ]
+    section = DataSection.model_validate(
+        {"sources": sources, "cache": str(tmp_path / "cache"), "validation_fraction": 0, "shuffle": "none"}
+    )
+    data = open_dataset(section, TRAIN)
+    assert data.order is not None
+    places = data.order.locate(np.arange(30))
+    targets = data.batch(range(30)).targets.tolist()
+    names = ("ant", "elk", "owl", "yak")
+    for source, row, target in zip(*(part.tolist() for part in places), targets, strict=True):
+        expected = 9 if source == 2 else names.index((ROWS, few)[source][row]["species"])
+        assert target == expected
+
+
+def own_rows() -> list[tuple[torch.Tensor, int]]:
+    return [(torch.zeros(2), 9)] * 5
+
+
+@pytest.mark.parametrize(
+    ("columns", "key"),
+    [
+        ({"features": ["x1", "x9"], "target": "species"}, "data.columns.features"),
+        ({"features": ["z*"], "target": "species"}, "data.columns.features"),
+        ({"features": ["x1"], "target": "kind"}, "data.columns.target"),
+    ],
+)
+def test_a_column_that_does_not_exist_is_one_message_with_those_that_do(
+    columns: dict[str, Any], key: str, tmp_path: Path
+) -> None:
+    for write in (write_csv, write_parquet):
+        with pytest.raises(JobError) as caught:
+            prepare_job_data(section_of(tmp_path, write(tmp_path, ROWS), columns=columns))
+        assert key in str(caught.value)
+        assert "id, x1, x2, species, mass" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["", "many", "nan", None])
+def test_a_missing_or_wrong_value_names_file_row_and_field(value: str | None, tmp_path: Path) -> None:
+    rows = [*ROWS[:5], {**ROWS[5], "x2": value}]
+    section = section_of(tmp_path, write_jsonl(tmp_path, rows), shuffle="none")
+    with pytest.raises(WanmaError) as caught:
+        open_dataset(section, TRAIN).batch([4, 5])
+    assert "table.jsonl" in str(caught.value)
+    assert "row 5" in str(caught.value)
+    assert "'x2'" in str(caught.value)
+
+
+def test_a_class_with_a_fraction_names_the_way_out(tmp_path: Path) -> None:
+    columns = {"features": ["x1"], "target": "mass", "target_type": "class"}
+    with pytest.raises(JobError, match=r"data\.columns\.target") as caught:
+        prepare_job_data(section_of(tmp_path, write_parquet(tmp_path, ROWS), columns=columns))
+    assert "target_type" in caught.value.hint
