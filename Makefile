@@ -14,6 +14,7 @@
 # make frameworks   TensorFlow and JAX, each without wanma: make test-full then runs their scripts, too
 # make trackers   MLflow and W&B, beside .venv: their test runs with --exhaustive
 # make emulators  of Google's and Azure's storage, beside .venv (needs npm): their tests run with --exhaustive
+# make skypilot   SkyPilot, without wanma: the test of its tasks runs with --exhaustive
 # make horovod   Horovod, built in some 6 minutes (needs cmake and g++): its scripts run with --exhaustive
 #
 # make hadoop   Hadoop's own client, which pyspark carries: make test-full then checks HDFS with it (needs a JDK)
@@ -36,6 +37,7 @@ FRAMEWORKS := .venv-frameworks
 HADOOP   := .venv-hadoop
 TRACKERS := .venv-trackers
 EMULATORS := .venv-emulators
+SKYPILOT := .venv-skypilot
 DOCS     := .venv-docs
 WHEEL    := .venv-wheel
 BIN      := $(VENV)/bin
@@ -46,7 +48,7 @@ SINCE    ?= main
 
 ENVIRONMENTS ?= .versions
 
-.PHONY: train test test-full test-ci test-changed ci ci-fast test-versions check bench docs wheel peers frameworks horovod hadoop trackers emulators clean setup
+.PHONY: train test test-full test-ci test-changed ci ci-fast test-versions check bench docs wheel peers frameworks horovod hadoop trackers emulators skypilot clean setup
 
 train: $(READY)
 	@$(BIN)/wanma train $(JOB) $(ARGS)
@@ -100,12 +102,14 @@ trackers: $(TRACKERS)/.ready
 
 emulators: $(EMULATORS)/.ready
 
+skypilot: $(SKYPILOT)/.ready
+
 frameworks: $(FRAMEWORKS)/tensorflow/.ready $(FRAMEWORKS)/jax/.ready
 
 horovod: $(FRAMEWORKS)/horovod/.ready
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(FRAMEWORKS) $(HADOOP) $(TRACKERS) $(EMULATORS) $(DOCS) $(WHEEL) .versions build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(FRAMEWORKS) $(HADOOP) $(TRACKERS) $(EMULATORS) $(SKYPILOT) $(DOCS) $(WHEEL) .versions build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Make the virtual environment $(1) unless it is there.
@@ -165,6 +169,12 @@ $(EMULATORS)/.ready: $(READY)
 	@$(BIN)/python -m pip --python $(EMULATORS)/bin/python install -qq --disable-pip-version-check \
 	  gcsfs==2026.10.1 adlfs==2026.8.0 gcp-storage-emulator==2026.7.19
 	@npm install --silent --no-audit --no-fund --prefix $(EMULATORS) azurite@3.37.0
+	@touch $@
+
+# Without wanma and torch: SkyPilot's check of its tasks.
+$(SKYPILOT)/.ready:
+	$(call new_venv,$(SKYPILOT))
+	@$(SKYPILOT)/bin/python -m pip install -qq --disable-pip-version-check 'skypilot[kubernetes,ssh]==0.14.1'
 	@touch $@
 
 # Without wanma and torch: jars of Hadoop's client, for tests of HDFS.
