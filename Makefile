@@ -13,6 +13,7 @@
 # make peers   Accelerate, DeepSpeed, Lightning and TRL, beside .venv: make test-full then runs them, too
 # make frameworks   TensorFlow and JAX, each without wanma: make test-full then runs their scripts, too
 # make trackers   MLflow and W&B, beside .venv: their test runs with --exhaustive
+# make ray     Ray, beside .venv: tests of that engine then run, all of them with make test-ray
 # make horovod   Horovod, built in some 6 minutes (needs cmake and g++): its scripts run with --exhaustive
 #
 # make hadoop   Hadoop's own client, which pyspark carries: make test-full then checks HDFS with it (needs a JDK)
@@ -34,6 +35,7 @@ PEERS    := .venv-peers
 FRAMEWORKS := .venv-frameworks
 HADOOP   := .venv-hadoop
 TRACKERS := .venv-trackers
+RAY      := .venv-ray
 DOCS     := .venv-docs
 WHEEL    := .venv-wheel
 BIN      := $(VENV)/bin
@@ -44,7 +46,7 @@ SINCE    ?= main
 
 ENVIRONMENTS ?= .versions
 
-.PHONY: train test test-full test-ci test-changed ci ci-fast test-versions check bench docs wheel peers frameworks horovod hadoop trackers clean setup
+.PHONY: train test test-full test-ci test-changed test-ray ci ci-fast test-versions check bench docs wheel peers frameworks horovod hadoop trackers ray clean setup
 
 train: $(READY)
 	@$(BIN)/wanma train $(JOB) $(ARGS)
@@ -66,6 +68,9 @@ ci-fast:
 
 test-changed: $(READY)
 	@$(MAKE) --no-print-directory test ARGS="--changed-since=$(SINCE) $(ARGS)"
+
+test-ray: $(RAY)/.ready
+	@$(MAKE) --no-print-directory test ARGS="--exhaustive tests/engines/ray $(ARGS)"
 
 test-versions: $(READY)
 	@PYTHONPATH=src:tests $(BIN)/python -m support.versions --environments $(ENVIRONMENTS) --at-once $(AT_ONCE) $(ARGS)
@@ -96,12 +101,14 @@ hadoop: $(HADOOP)/.ready
 
 trackers: $(TRACKERS)/.ready
 
+ray: $(RAY)/.ready
+
 frameworks: $(FRAMEWORKS)/tensorflow/.ready $(FRAMEWORKS)/jax/.ready
 
 horovod: $(FRAMEWORKS)/horovod/.ready
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(FRAMEWORKS) $(HADOOP) $(TRACKERS) $(DOCS) $(WHEEL) .versions build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(FRAMEWORKS) $(HADOOP) $(TRACKERS) $(RAY) $(DOCS) $(WHEEL) .versions build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Make the virtual environment $(1) unless it is there.
@@ -153,6 +160,12 @@ $(FRAMEWORKS)/horovod/.ready: constraints.txt tests/support/build_horovod.sh | $
 $(TRACKERS)/.ready: $(READY)
 	$(call new_layer,$(TRACKERS))
 	@$(BIN)/python -m pip --python $(TRACKERS)/bin/python install -qq --disable-pip-version-check mlflow==3.17.2 wandb==0.31.0
+	@touch $@
+
+# What only the tests of the engine ray need.
+$(RAY)/.ready: $(READY)
+	$(call new_layer,$(RAY))
+	@$(call install_locked,$(VENV),$(RAY)/bin/python,ray)
 	@touch $@
 
 # Without wanma and torch: jars of Hadoop's client, for tests of HDFS.
