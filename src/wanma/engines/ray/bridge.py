@@ -2,7 +2,7 @@
 
     python -P -m wanma.engines.ray.bridge
 
-It connects with the first question, and ends with its standard input. What Ray prints goes to standard error.
+It ends with its standard input. What Ray prints goes to standard error.
 """
 
 from __future__ import annotations
@@ -11,26 +11,22 @@ import contextlib
 import json
 import os
 import re
-import signal
 import socket
 import sys
-from typing import Any, TextIO
+from typing import Any
 
-from wanma.engines.ray.placements import (
-    NAMESPACE,
-    find_actors,
-    find_groups,
-    remove_actor,
-    remove_group,
-    remove_run,
-)
+from wanma.engines.ray.node_actor import NodeActor, find_actors, find_groups, remove_groups
 from wanma.job.errors import WanmaError
 
-CONNECT_SECONDS = 5.0
+NAMESPACE = "wanma"
+"""Namespace of Ray that holds the actors of all runs."""
+ANSWER_SECONDS = 5.0
+"""Deadline, in seconds, of a head node's port, and of an actor."""
 GRANT_SECONDS = 2
 """Time, in whole seconds, in which Ray grants a placement group for which nodes are free."""
 START_SECONDS = 60.0
 """Time, in seconds, that an actor may take to start."""
+_HINT = "start one with `ray start`, or correct cluster.ray.address, e.g. to that of its head node"
 
 
 def connect(address: str) -> str:
@@ -41,70 +37,54 @@ def connect(address: str) -> str:
     """
     import ray
 
-    hint = (
-        "start it with `ray start`, or correct cluster.ray.address; on a node of the cluster 'auto' finds it"
-    )
     host, _, port = address.rpartition(":")
-    if host:
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
-        except (OSError, ValueError) as error:
-            raise WanmaError(f"no Ray cluster answers at {address}: {error}", hint) from error
     try:
+        if host:
+            socket.create_connection((host.strip("[]"), int(port)), ANSWER_SECONDS).close()
         context = ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        raise explain_refusal(str(error), address, hint) from error
+    except (OSError, RuntimeError, ValueError) as error:
+        raise explain_refusal(str(error), address) from error
     return str(context.address_info["gcs_address"])
 
 
-def explain_refusal(text: str, address: str, hint: str) -> WanmaError:
+def explain_refusal(text: str, address: str) -> WanmaError:
     """Return Ray's refusal of a connection with its meaning and the way out."""
     versions = re.findall(r"Ray: (\S+)\s+Python: (\S+)", text)
     if len(versions) == 2:
         (ray_there, python_there), (ray_here, python_here) = versions
         return WanmaError(
-            f"the Ray cluster has Ray {ray_there} with Python {python_there}, and this is Ray {ray_here} with "
-            f"Python {python_here}",
+            f"the Ray cluster at {address} has Ray {ray_there} with Python {python_there}, and this is Ray "
+            f"{ray_here} with Python {python_here}",
             f"install ray=={ray_there} in an environment with Python {python_there}",
         )
-    if "Could not find any running Ray instance" in text:
-        return WanmaError("there is no Ray cluster on this machine", hint)
-    return WanmaError(f"Ray refuses the connection to {address}: {text.strip().splitlines()[-1]}", hint)
+    return WanmaError(f"no Ray cluster at the address '{address}': {text.strip().splitlines()[-1]}", _HINT)
 
 
 def list_nodes() -> list[dict[str, Any]]:
-    """Return the nodes that live: `host`, `resources` in all, and those that are `available` now."""
+    """Return the nodes that live: `host`, all `resources`, and those that are `available` now."""
     import ray
-    from ray._private.state import available_resources_per_node  # a public one exists only by the dashboard
+    from ray._private.state import available_resources_per_node  # elsewhere only the dashboard has it
 
-    free = available_resources_per_node()
+    free, nodes = available_resources_per_node(), [node for node in ray.nodes() if node["Alive"]]
     return [
         {
-            "id": node["NodeID"],
             "host": node["NodeManagerHostname"],
-            "address": node["NodeManagerAddress"],
             "resources": node["Resources"],
             "available": free.get(node["NodeID"], {}),
         }
-        for node in ray.nodes()
-        if node["Alive"]
+        for node in nodes
     ]
 
 
-def read_state(prefix: str = "") -> dict[str, Any]:
-    """Return placement groups and actors of a run, or of all runs."""
-    return {"groups": find_groups(prefix), "actors": find_actors(prefix)}
-
-
 def start_nodes(
-    groups: dict[str, int], bundle: dict[str, float], actors: dict[str, Any], requests: dict[str, Any]
-) -> dict[str, Any]:
-    """Create placement groups, and actors in bundles; return the reports of actors whose nodes were free.
+    groups: dict[str, int], bundle: dict[str, float], actors: dict[str, int], requests: dict[str, Any]
+) -> bool:
+    """Create placement groups, and actors in bundles; return False if some wait for nodes.
 
     Args:
         groups: number of bundles by name of the new groups.
         bundle: resources of each.
-        actors: group and number of its bundle, by name of the actor.
+        actors: number of its bundle by name of the actor.
         requests: request of each actor, by its name.
 
     Raises:
@@ -113,40 +93,31 @@ def start_nodes(
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    from wanma.engines.ray.node_actor import NodeActor
-
-    made = {
-        name: ray.util.placement_group([bundle] * count, "STRICT_SPREAD", name=name, lifetime="detached")
-        for name, count in groups.items()
-    }
-    kind, others = (
-        ray.remote(NodeActor),
-        {name: value for name, value in bundle.items() if name not in ("CPU", "GPU")},
-    )
-    handles = {}
-    for name, (group, number) in actors.items():
-        place = made.get(group) or ray.util.get_placement_group(group)
-        handles[name] = (
-            group,
-            kind.options(
-                name=name,
-                lifetime="detached",
-                num_cpus=bundle["CPU"],
-                num_gpus=bundle.get("GPU", 0),
-                resources=others or None,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(place, number),
-            ).remote(json.dumps(requests[name])),
+    for name, count in groups.items():
+        ray.util.placement_group([bundle] * count, "STRICT_SPREAD", name=name, lifetime="detached")
+    handles = []
+    for name, number in actors.items():
+        place = PlacementGroupSchedulingStrategy(
+            ray.util.get_placement_group(name.rpartition("-")[0]), number
         )
-    granted = {name for name, group in made.items() if group.wait(GRANT_SECONDS)}
-    waited = {name: handle.report.remote() for name, (group, handle) in handles.items() if group in granted}
+        options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
+        options["resources"] = {key: value for key, value in bundle.items() if key not in ("CPU", "GPU")}
+        kind = ray.remote(NodeActor).options(
+            name=name, lifetime="detached", scheduling_strategy=place, **options
+        )
+        handles.append(kind.remote(json.dumps(requests[name])))
+    if not all(ray.util.get_placement_group(name).wait(GRANT_SECONDS) for name in groups):
+        return False
     try:
-        return {name: json.loads(ray.get(value, timeout=START_SECONDS)) for name, value in waited.items()}
+        ray.get([handle.rendezvous.remote() for handle in handles], timeout=START_SECONDS)
     except ray.exceptions.RayError as error:
-        cause = str(error).strip().splitlines()[-1]
+        cause = str(error).strip().splitlines()[-1].removeprefix("RuntimeError: ")
         raise WanmaError(
-            f"Ray cannot start an actor of the run: {cause}",
-            "each node of the Ray cluster needs wanma in the environment of `ray start`",
+            cause,
+            "each node needs wanma beside its Ray, and must see the folders of the run: use a shared file "
+            "system, and --run-dir DIR on it",
         ) from error
+    return True
 
 
 def stop_actors(names: list[str], signals: str) -> None:
@@ -155,47 +126,32 @@ def stop_actors(names: list[str], signals: str) -> None:
 
     for name in names:
         with contextlib.suppress(ValueError, ray.exceptions.RayError):
-            ray.get(ray.get_actor(name).stop.remote(signals), timeout=CONNECT_SECONDS)
-
-
-def remove_groups(names: list[str]) -> None:
-    """Remove placement groups with their actors."""
-    for name in names:
-        for actor in find_actors(f"{name}-"):
-            remove_actor(actor)
-        remove_group(name)
+            ray.get(ray.get_actor(name).stop.remote(signals), timeout=ANSWER_SECONDS)
 
 
 OPERATIONS = {
     "connect": connect,
     "nodes": list_nodes,
-    "state": read_state,
+    "groups": find_groups,
+    "actors": find_actors,
     "start": start_nodes,
     "stop": stop_actors,
-    "remove": remove_run,
-    "remove_groups": remove_groups,
+    "remove": remove_groups,
 }
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
+def answer(operation: str, **values: Any) -> dict[str, Any]:
     """Return the value of an operation, or its error."""
-    operation = OPERATIONS[request.pop("operation")]
     try:
-        return {"value": operation(**request)}
+        return {"value": OPERATIONS[operation](**values)}  # type: ignore[operator]
     except WanmaError as error:
         return {"error": error.message, "hint": error.hint}
     except Exception as error:  # whatever Ray raises is told to the user, who asked for it
         return {"error": f"Ray: {type(error).__name__}: {error}", "hint": ""}
 
 
-def main(answers: TextIO) -> None:
-    """Answer one line after another."""
-    for line in sys.stdin:
-        print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the command that asks
-    own = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    main(own)
+    for line in sys.stdin:
+        print(json.dumps(answer(**json.loads(line))), file=answers, flush=True)

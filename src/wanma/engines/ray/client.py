@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import importlib.util
 import json
@@ -23,9 +22,8 @@ CONNECT_SECONDS = 30.0
 
 def missing_ray() -> str | None:
     """Return the reason why Ray cannot be imported here; None: it can."""
-    if importlib.util.find_spec("ray") is None:
-        return "ray is not installed: pip install 'wanma[ray]'"
-    return None
+    is_missing = importlib.util.find_spec("ray") is None
+    return "ray is not installed: pip install 'wanma[ray]'" if is_missing else None
 
 
 @functools.cache
@@ -54,29 +52,24 @@ class RayClient:
             WanmaError: Ray is not installed, refuses, or does not answer within the deadline.
         """
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._connect()
-            return self._exchange({"operation": operation, **values}, seconds)
+            if self._process is None:
+                if (reason := missing_ray()) is not None:
+                    raise WanmaError(reason, "", EXIT_USAGE)
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "wanma.engines.ray.bridge"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C is for this process
+                )
+                try:
+                    self.head = self._exchange(CONNECT_SECONDS, operation="connect", address=self._address)
+                except WanmaError:
+                    self._end()
+                    raise
+            return self._exchange(seconds, operation=operation, **values)
 
-    def _connect(self) -> None:
-        if (reason := missing_ray()) is not None:
-            raise WanmaError(reason, "", EXIT_USAGE)
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "wanma.engines.ray.bridge"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            env={name: value for name, value in os.environ.items() if name not in ("RAY_JOB_ID",)},
-        )
-        atexit.register(self._end)
-        try:
-            self.head = self._exchange({"operation": "connect", "address": self._address}, CONNECT_SECONDS)
-        except WanmaError:
-            self._end()
-            raise
-
-    def _exchange(self, request: dict[str, Any], seconds: float) -> Any:
+    def _exchange(self, seconds: float, **request: Any) -> Any:
         assert self._process is not None
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -85,17 +78,17 @@ class RayClient:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
             while not text.endswith(b"\n"):
-                left = max(deadline - time.monotonic(), 0)
-                if not select.select([self._process.stdout], [], [], left)[0]:
+                is_ready = select.select([self._process.stdout], [], [], max(deadline - time.monotonic(), 0))[
+                    0
+                ]
+                block = os.read(self._process.stdout.fileno(), 1 << 16) if is_ready else b""
+                if not block:
                     raise TimeoutError
-                if not (block := os.read(self._process.stdout.fileno(), 1 << 16)):
-                    raise BrokenPipeError
                 text += block
         except (TimeoutError, BrokenPipeError) as error:
             self._end()
-            what = "ended the connection" if isinstance(error, BrokenPipeError) else "gave no answer"
             raise WanmaError(
-                f"the Ray cluster at {self.head or self._address} {what} within {seconds:.0f} s",
+                f"the Ray cluster at {self.head or self._address} gave no answer within {seconds:.0f} s",
                 "see `ray status` there, and try again later",
             ) from error
         reply = json.loads(text)
@@ -106,7 +99,6 @@ class RayClient:
     def _end(self) -> None:
         """End the process of the bridge."""
         process, self._process = self._process, None
-        atexit.unregister(self._end)
         if process is not None:
             process.kill()
             process.communicate()

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveFloat
 
 from wanma.job.sections.base import Section
-
-_ADDRESS = re.compile(r"auto|[\w.-]+:\d+|\[[0-9a-fA-F:]+\]:\d+")
 
 
 class RaySection(Section):
@@ -16,9 +12,11 @@ class RaySection(Section):
 
     address: str = Field(
         "auto",
-        description="HOST:PORT of the Ray cluster's head node; auto: RAY_ADDRESS, or the cluster of this machine",
+        pattern=r"^(auto|[\w.-]+:\d+|\[[0-9a-fA-F:]+\]:\d+)$",
+        description="address HOST:PORT of the Ray cluster's head node; auto: RAY_ADDRESS, or the cluster of "
+        "this machine; from outside of the cluster use `ray job submit`",
     )
-    resources: dict[str, float] = Field(
+    resources: dict[str, PositiveFloat] = Field(
         default_factory=dict,
         description="resources of Ray that each node must have beside CPU and GPU, e.g. "
         "{'accelerator_type:H100' = 0.001}",
@@ -27,22 +25,9 @@ class RaySection(Section):
         "~/.wanma", description="folder that all nodes see, for environments (cluster.environment)"
     )
     image: str | None = Field(
-        None, description="image with Ray and wanma for the RayJob of KubeRay that --dry-run prints"
+        None, description="image with Ray and wanma, for the RayJob of KubeRay that --dry-run then prints"
     )
     volume: str | None = Field(
         None,
-        description="PersistentVolumeClaim (ReadWriteMany) of that RayJob, mounted where the working directory is",
+        description="claim (ReadWriteMany) of that RayJob's volume, mounted where the working directory is",
     )
-
-    @model_validator(mode="after")
-    def _check(self) -> RaySection:
-        if not _ADDRESS.fullmatch(self.address):
-            raise ValueError(
-                f"address must be 'auto' or HOST:PORT of the head node (given: '{self.address}'); from outside of "
-                "the cluster give the command by `ray job submit`"
-            )
-        if (wrong := next((name for name in self.resources if name in ("CPU", "GPU")), None)) is not None:
-            raise ValueError(f"resources must not contain {wrong}, which follows from the plan")
-        if any(not 0 < value < float("inf") for value in self.resources.values()):
-            raise ValueError("resources must be numbers above 0")
-        return self
