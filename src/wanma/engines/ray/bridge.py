@@ -100,7 +100,7 @@ def start_nodes(
         place = PlacementGroupSchedulingStrategy(
             ray.util.get_placement_group(name.rpartition("-")[0]), number
         )
-        options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
+        options: dict[str, Any] = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
         options["resources"] = {key: value for key, value in bundle.items() if key not in ("CPU", "GPU")}
         kind = ray.remote(NodeActor).options(
             name=name, lifetime="detached", scheduling_strategy=place, **options
