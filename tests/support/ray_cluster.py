@@ -20,8 +20,8 @@ from support.prometheus import free_port, wait_until
 PYTHON = Path(__file__).parents[2] / ".venv-ray" / "bin" / "python"
 """Interpreter with ray and wanma; it exists after `make ray`."""
 needs_ray = pytest.mark.skipif(not PYTHON.exists(), reason="without ray: make ray")
-CORES = 2
-"""CPUs that Ray counts for each node."""
+CORES = 1
+"""CPUs that Ray counts for each node: a rank of the tests needs one."""
 
 
 class RayCluster:

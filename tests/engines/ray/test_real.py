@@ -71,11 +71,12 @@ class Paced:
     """A run whose ranks wait, without computing, before a step that the test has not allowed."""
 
     def __init__(self, cluster: RayCluster, folder: Path, name: str, forwards: int = 4) -> None:
-        self.cluster, self.folder = cluster, folder
-        self.run = RunDirectory(folder / "runs" / name)
-        self.job = folder / f"{name}.toml"
+        self.cluster, self.folder = cluster, folder / name
+        self.folder.mkdir()
+        self.run = RunDirectory(self.folder / "runs" / name)
+        self.job = self.folder / f"{name}.toml"
         self.job.write_text(JOB.format(text=__file__, address=cluster.address))
-        (folder / "paced.py").write_text(PACED.format(limit=str(folder / "limit")))
+        (self.folder / "paced.py").write_text(PACED.format(limit=str(self.folder / "limit")))
         self.allow(forwards)
 
     def allow(self, forwards: int = ENDLESS) -> None:
@@ -199,5 +200,5 @@ def test_what_cannot_start_is_one_error_and_leaves_nothing(cluster: RayCluster, 
     run.train("-d", "--nodes", "3", "parallel.dp_replicate=3")
     assert "it waits for 3 nodes" in run.ask("explain")
     run.ask("cancel")
-    assert run.cluster.wanma(tmp_path, "attach", str(run.run.path), code=EXIT_INTERRUPTED)
+    assert run.ask("attach", code=EXIT_INTERRUPTED)
     cluster.assert_nothing_is_left(run.run.path)
