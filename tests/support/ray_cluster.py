@@ -34,7 +34,15 @@ class RayCluster:
     def __init__(self, folder: Path) -> None:
         self.folder, self.address = folder, f"127.0.0.1:{free_port()}"
         self.nodes: list[psutil.Popen] = []
-        self.environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+        self.environment = {
+            **os.environ,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "OMP_NUM_THREADS": "1",
+            # A lost node is noticed after seconds; by default it takes half a minute.
+            "RAY_health_check_initial_delay_ms": "0",
+            "RAY_health_check_period_ms": "1000",
+            "RAY_health_check_failure_threshold": "4",
+        }
 
     def start_node(self) -> None:
         """Start a node, and wait until the cluster has it."""
