@@ -13,7 +13,7 @@
 # make peers   Accelerate, DeepSpeed, Lightning and TRL, beside .venv: make test-full then runs them, too
 # make frameworks   TensorFlow and JAX, each without wanma: make test-full then runs their scripts, too
 # make trackers   MLflow and W&B, beside .venv: their test runs with --exhaustive
-# make ray     Ray, beside .venv: tests of that engine then run, all of them with make test-ray
+# make ray     Ray, beside .venv: make test then runs it, too; make test-ray runs all tests of that engine
 # make horovod   Horovod, built in some 6 minutes (needs cmake and g++): its scripts run with --exhaustive
 #
 # make hadoop   Hadoop's own client, which pyspark carries: make test-full then checks HDFS with it (needs a JDK)

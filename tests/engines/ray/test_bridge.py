@@ -32,7 +32,6 @@ def test_another_version_of_ray_or_python_is_one_error() -> None:
 
 def test_without_ray_the_install_command_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.setattr(client.importlib.util, "find_spec", lambda _name: None)
     assert "pip install 'wanma[ray]'" in (RayEngine().unusable_reason() or "")
     with pytest.raises(WanmaError) as raised:
         RayClient("auto").ask("nodes")

@@ -14,16 +14,19 @@ import time
 from typing import Any
 
 from wanma.engines.engine import QUERY_SECONDS
-from wanma.job.errors import EXIT_USAGE, WanmaError
+from wanma.job.errors import WanmaError, missing_extra_error
 
 CONNECT_SECONDS = 30.0
 """Deadline, in seconds, of the first answer: Ray is imported and connected before."""
 
 
-def missing_ray() -> str | None:
-    """Return the reason why Ray cannot be imported here; None: it can."""
-    is_missing = importlib.util.find_spec("ray") is None
-    return "ray is not installed: pip install 'wanma[ray]'" if is_missing else None
+def missing_ray() -> WanmaError | None:
+    """Return the error if Ray cannot be imported here."""
+    try:
+        is_missing = importlib.util.find_spec("ray") is None
+    except ValueError:  # its module was replaced by None
+        is_missing = True
+    return missing_extra_error("ray", "ray", "the engine 'ray'") if is_missing else None
 
 
 @functools.cache
@@ -53,8 +56,8 @@ class RayClient:
         """
         with self._lock:
             if self._process is None:
-                if (reason := missing_ray()) is not None:
-                    raise WanmaError(reason, "", EXIT_USAGE)
+                if (error := missing_ray()) is not None:
+                    raise error
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", "-m", "wanma.engines.ray.bridge"],
                     stdin=subprocess.PIPE,

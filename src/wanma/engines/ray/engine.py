@@ -34,7 +34,8 @@ class RayEngine:
     ends_with_caller = False
 
     def unusable_reason(self) -> str | None:
-        return missing_ray()
+        error = missing_ray()
+        return f"{error.message} {error.hint}" if error is not None else None
 
     def discover(self, section: ClusterSection, /) -> EngineCluster | None:
         return choose_nodes(section, ray_client(section.ray.address).ask("nodes"))
