@@ -109,6 +109,10 @@ class RayEngine:
         run, first = _look(handle), f"{handle['prefix']}g0"
         if not run.living:
             raise WanmaError("the run has ended", "the same `wanma train` command resumes it", EXIT_USAGE)
+        client, used_groups = ray_client(handle["address"]), {first, *map(group_of, run.living)}
+        client.ask(
+            "remove", names=[group for group in run.groups if group not in used_groups]
+        )  # of lost nodes
         missing = nodes - len(run.living)
         if missing > 0:
             used = {handle["actors"][name] for name in run.living if group_of(name) == first}
@@ -118,7 +122,6 @@ class RayEngine:
             return _start_nodes(handle, submission, {0: lost, **further})[0]
         joined = [name for name in reversed(run.living) if group_of(name) != first]
         leaving = joined[:-missing] if may_shrink else []
-        client = ray_client(handle["address"])
         client.ask("remove", names=[group for group in map(group_of, leaving) if group in run.waiting_groups])
         client.ask("stop", names=[name for name in leaving if run.has_started(name)], signals="SIGTERM")
         return _without(handle, leaving)
