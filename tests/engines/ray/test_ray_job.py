@@ -53,7 +53,9 @@ def test_the_cluster_has_a_pod_for_each_node_and_its_entrypoint_reads_the_job() 
     assert mounts == {"job": "/etc/wanma", "shm": "/dev/shm", "shared": "/shared"}
     words = shlex.split(job["spec"]["entrypoint"])
     assert words[:3] == ["cd", "/shared", "&&"]
-    assert words[words.index("train") + 1] == "/etc/wanma/job.toml"
+    assert words[words.index("train") + 1 :] == [
+        "/etc/wanma/job.toml", "--run-dir", "/shared/runs/a", "cluster.ray.address=auto"
+    ]  # fmt: skip
 
 
 def test_without_an_image_only_the_command_is_given() -> None:

@@ -17,6 +17,7 @@ from wanma.elastic.protocol.shared_secret import SECRET_VARIABLE
 from wanma.elastic.workers.linux_processes import process_start_time
 from wanma.engines.engine import (
     PLACED_BY_VARIABLE,
+    Engine,
     EngineCluster,
     Explanation,
     Handle,
@@ -32,8 +33,11 @@ from wanma.job.sections.cluster import ClusterSection
 OUTPUT_FILE = "output.log"
 
 
-class LocalEngine:
-    """Engine whose runs are processes of this machine, each in a session of its own."""
+class LocalEngine(Engine):
+    """Engine whose runs are processes of this machine, each in a session of its own.
+
+    The run directory is here: what the interface does for others does nothing.
+    """
 
     name = "local"
     ends_with_caller = False
@@ -46,9 +50,6 @@ class LocalEngine:
 
     def render(self, submission: Submission) -> str:
         return f"{shlex.join(_command(submission))} > {_output(submission.run_directory)} 2>&1 &\n"
-
-    def foreground_command(self, _submission: Submission, /) -> list[str] | None:
-        return None
 
     def submit(self, submission: Submission) -> Handle:
         output, submitted = _output(submission.run_directory), time.time()
@@ -94,12 +95,6 @@ class LocalEngine:
         output = _output(Path(handle["run_directory"]))
         return [output] if output.exists() else []
 
-    def fetch(self, _handle: Handle, /) -> None:
-        """Nothing to do: the run directory is on a file system that this machine shares."""
-
-    def checkpoint_advice(self, _handle: Handle, /) -> str | None:
-        return None
-
     def cancel(self, handle: Handle, *, is_immediate: bool) -> None:
         _check_host(handle)
         if _is_alive(handle):
@@ -125,9 +120,6 @@ class LocalEngine:
 
     def failed_requests(self, _handle: Handle, /) -> int:
         return 0
-
-    def discard(self, _handle: Handle, /) -> None:
-        """Nothing to do: the run directory is on this machine."""
 
     def release(self, handle: Handle) -> Handle:
         return handle

@@ -77,7 +77,7 @@ def list_nodes() -> list[dict[str, Any]]:
 
 
 def start_nodes(
-    groups: dict[str, int], bundle: dict[str, float], actors: dict[str, int], requests: dict[str, Any]
+    groups: dict[str, int], bundle: dict[str, float], actors: dict[str, int], request: dict[str, Any]
 ) -> bool:
     """Create placement groups, and actors in bundles; return False if some wait for nodes.
 
@@ -85,7 +85,7 @@ def start_nodes(
         groups: number of bundles by name of the new groups.
         bundle: resources of each.
         actors: number of its bundle by name of the actor.
-        requests: request of each actor, by its name.
+        request: request of the actors, without their names.
 
     Raises:
         WanmaError: an actor cannot start.
@@ -105,7 +105,7 @@ def start_nodes(
         kind = ray.remote(NodeActor).options(
             name=name, lifetime="detached", scheduling_strategy=place, **options
         )
-        handles.append(kind.remote(json.dumps(requests[name])))
+        handles.append(kind.remote(json.dumps({**request, "name": name})))
     if not all(ray.util.get_placement_group(name).wait(GRANT_SECONDS) for name in groups):
         return False
     try:

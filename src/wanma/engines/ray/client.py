@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import json
-import os
 import select
 import subprocess
 import sys
 import threading
-import time
 from typing import Any
 
 from wanma.engines.engine import QUERY_SECONDS
@@ -73,28 +72,23 @@ class RayClient:
             return self._exchange(seconds, operation=operation, **values)
 
     def _exchange(self, seconds: float, **request: Any) -> Any:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        deadline, text = time.monotonic() + seconds, b""
-        try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-            while not text.endswith(b"\n"):
-                is_ready = select.select([self._process.stdout], [], [], max(deadline - time.monotonic(), 0))[
-                    0
-                ]
-                block = os.read(self._process.stdout.fileno(), 1 << 16) if is_ready else b""
-                if not block:
-                    raise TimeoutError
-                text += block
-        except (TimeoutError, BrokenPipeError) as error:
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        line = b""
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.flush()
+            if select.select([process.stdout], [], [], seconds)[0]:
+                line = process.stdout.readline()
+        if not line:
             self._end()
             raise WanmaError(
                 f"the Ray cluster at {self.head or self._address} gave no answer within {seconds:.0f} s",
                 "see `ray status` there, and try again later",
-            ) from error
-        reply = json.loads(text)
+            )
+        reply = json.loads(line)
         if "error" in reply:
             raise WanmaError(reply["error"], reply["hint"])
         return reply["value"]

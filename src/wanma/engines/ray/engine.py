@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wanma.engines.engine import EngineCluster, Explanation, Handle, RunStatus, Submission
-from wanma.engines.ray.client import missing_ray, ray_client
+from wanma.engines.engine import Engine, EngineCluster, Explanation, Handle, RunStatus, Submission
+from wanma.engines.engine_record import make_engine_record
+from wanma.engines.ray.client import RayClient, missing_ray, ray_client
 from wanma.engines.ray.discovery import choose_nodes, explain_waiting
 from wanma.engines.ray.node_records import MARKER_FILE, group_of, index_of, node_file, read_node_records
 from wanma.engines.ray.ray_job import render_ray_job
@@ -27,8 +28,11 @@ CANCEL_FILE = "cancelled"
 """File in the folder of the submission: the user has cancelled the run."""
 
 
-class RayEngine:
-    """Engine of a Ray cluster; its handle holds the prefix of a run's names, and its actors with bundles."""
+class RayEngine(Engine):
+    """Engine of a Ray cluster; its handle holds the prefix of a run's names, and its actors with bundles.
+
+    All nodes see the run directory: what the interface does for others does nothing here.
+    """
 
     name = "ray"
     ends_with_caller = False
@@ -43,14 +47,10 @@ class RayEngine:
     def render(self, submission: Submission) -> str:
         return render_ray_job(submission)
 
-    def foreground_command(self, _submission: Submission, /) -> list[str] | None:
-        return None
-
     def submit(self, submission: Submission) -> Handle:
-        files = RunDirectory(submission.run_directory).engine_files
+        settings, files = submission.settings.ray, RunDirectory(submission.run_directory).engine_files
         for file in (*files.glob("ray-node-*.json"), files / CANCEL_FILE):
             file.unlink(missing_ok=True)
-        client, settings = ray_client(submission.settings.ray.address), submission.settings.ray
         prefix = f"wanma-{submission.name}-{uuid.uuid4().hex[:8]}-"
         write_atomically(files / MARKER_FILE, prefix)
         gpus = {"GPU": submission.gpus_per_node} if submission.gpus_per_node else {}
@@ -69,13 +69,14 @@ class RayEngine:
             if submission.is_elastic and is_granted:  # earlier they would take the nodes of the others
                 handle = self.resize(handle, submission, submission.nodes)
         except WanmaError as error:
-            client.ask("remove", names=list(client.ask("groups", prefix=prefix)))
+            run = _look(handle)
+            run.remove(run.groups)
             error.exit_code = EXIT_USAGE
             raise
-        return {**handle, "address": client.head}
+        return {**handle, "address": ray_client(settings.address).head}
 
     def statuses(self, handles: Sequence[Handle]) -> list[RunStatus]:
-        return [_status_or_unknown(handle) for handle in handles]
+        return [_status(handle) for handle in handles]
 
     def hosts(self, handle: Handle, /) -> tuple[str, ...]:
         records = read_node_records(handle["run_directory"])
@@ -85,22 +86,13 @@ class RayEngine:
         folder = handle["run_directory"]
         return [node_file(folder, index, "log") for index in read_node_records(folder)]
 
-    def fetch(self, _handle: Handle, /) -> None:
-        """Nothing to do: the run directory is on a file system that this machine shares."""
-
-    def checkpoint_advice(self, _handle: Handle, /) -> str | None:
-        return None
-
     def cancel(self, handle: Handle, *, is_immediate: bool) -> None:
         (RunDirectory(Path(handle["run_directory"])).engine_files / CANCEL_FILE).touch()
-        run, client = _look(handle), ray_client(handle["address"])
-        client.ask("remove", names=run.waiting_groups)
-        signals = "SIGTERM SIGINT" if is_immediate else "SIGINT"
-        client.ask("stop", names=[name for name in run.living if run.has_started(name)], signals=signals)
-        deadline = time.monotonic() + STOP_SECONDS
+        run, deadline = _look(handle), time.monotonic() + STOP_SECONDS
+        run.stop(run.living, "SIGTERM SIGINT" if is_immediate else "SIGINT")
         while is_immediate and (run := _look(handle)).groups:
             if time.monotonic() > deadline:
-                client.ask("remove", names=list(run.groups))
+                run.remove(run.groups)
             time.sleep(0.1)
 
     def resize(
@@ -109,21 +101,17 @@ class RayEngine:
         run, first = _look(handle), f"{handle['prefix']}g0"
         if not run.living:
             raise WanmaError("the run has ended", "the same `wanma train` command resumes it", EXIT_USAGE)
-        client, used_groups = ray_client(handle["address"]), {first, *map(group_of, run.living)}
-        client.ask(
-            "remove", names=[group for group in run.groups if group not in used_groups]
-        )  # of lost nodes
+        run.remove(run.groups.keys() - {first, *map(group_of, run.living)})  # those of lost nodes
         missing = nodes - len(run.living)
         if missing > 0:
-            used = {handle["actors"][name] for name in run.living if group_of(name) == first}
+            used = {handle["actors"].get(name) for name in run.living if group_of(name) == first}
             lost = [bundle for bundle in range(handle["first_nodes"]) if bundle not in used][:missing]
             index = handle["started_nodes"] + len(lost)
             further = {number: [0] for number in range(index, index + missing - len(lost))}
             return _start_nodes(handle, submission, {0: lost, **further})[0]
         joined = [name for name in reversed(run.living) if group_of(name) != first]
         leaving = joined[:-missing] if may_shrink else []
-        client.ask("remove", names=[group for group in map(group_of, leaving) if group in run.waiting_groups])
-        client.ask("stop", names=[name for name in leaving if run.has_started(name)], signals="SIGTERM")
+        run.stop(leaving, "SIGTERM")
         return _without(handle, leaving)
 
     def failed_requests(self, handle: Handle, /) -> int:
@@ -132,18 +120,15 @@ class RayEngine:
         failed = [bool(records.get(index, {"exit": 0})["exit"]) for index in reversed(joined)]
         return [*failed, False].index(False)
 
-    def discard(self, _handle: Handle, /) -> None:
-        """Nothing to do: the nodes have no files of the run but those of the run directory."""
-
     def release(self, handle: Handle) -> Handle:
-        waiting = _look(handle).waiting_groups
-        ray_client(handle["address"]).ask("remove", names=waiting)
-        return _without(handle, [name for name in handle["actors"] if group_of(name) in waiting])
+        run = _look(handle)
+        waiting = [name for name in run.living if run.is_waiting(name)]
+        run.stop(waiting, "")
+        return _without(handle, waiting)
 
     def explain(self, handle: Handle, /) -> Explanation:
-        status = _status(handle, _look(handle))
-        if status.state != "pending":
-            return Explanation(f"the run does not wait: it is {status.state}")
+        if (state := _status(handle).state) != "pending":
+            return Explanation(f"the run does not wait: it is {state}")
         nodes = ray_client(handle["address"]).ask("nodes")
         return explain_waiting(handle["first_nodes"], handle["bundle"], nodes)
 
@@ -154,28 +139,43 @@ class RayEngine:
 
 
 @dataclass(frozen=True)
-class _View:
-    """Placement groups, actors and records of a run."""
+class _Run:
+    """Placement groups, actors and records of a run.
 
+    Args:
+        client: client of its cluster.
+        groups: placement groups by name.
+        living: actors that wait, or whose supervisors live, in the order of their start.
+        records: records of its nodes by index.
+    """
+
+    client: RayClient
     groups: Mapping[str, Mapping[str, Any]]
     living: Sequence[str]
-    """Actors that wait, or whose supervisors live, in the order of their start."""
     records: Mapping[int, Mapping[str, Any]]
 
-    @property
-    def waiting_groups(self) -> list[str]:
-        return [name for name, group in self.groups.items() if group["state"] == "PENDING"]
+    def is_waiting(self, actor: str) -> bool:
+        return self.groups.get(group_of(actor), {}).get("state") == "PENDING"
 
-    def has_started(self, actor: str) -> bool:
-        return index_of(actor) in self.records
+    def is_granted(self, actor: str) -> bool:
+        return self.groups.get(group_of(actor), {}).get("state") == "CREATED"
+
+    def stop(self, actors: Sequence[str], signals: str) -> None:
+        """Send signals to supervisors; nodes that wait are no longer wanted."""
+        self.remove({group_of(name) for name in actors if self.is_waiting(name)})
+        started = [name for name in actors if index_of(name) in self.records]
+        self.client.ask("stop", names=started, signals=signals)
+
+    def remove(self, groups: Collection[str]) -> None:
+        self.client.ask("remove", names=list(groups))
 
 
-def _look(handle: Handle) -> _View:
+def _look(handle: Handle) -> _Run:
     client, prefix = ray_client(handle["address"]), handle["prefix"]
     groups, actors = client.ask("groups", prefix=prefix), client.ask("actors", prefix=prefix)
     records = read_node_records(handle["run_directory"])
     living = [name for name in actors if records.get(index_of(name), {"exit": None})["exit"] is None]
-    return _View(groups, sorted(living, key=index_of), records)
+    return _Run(client, groups, sorted(living, key=index_of), records)
 
 
 def _without(handle: Handle, actors: Sequence[str]) -> Handle:
@@ -188,56 +188,42 @@ def _start_nodes(
 ) -> tuple[Handle, bool]:
     """Start actors in bundles of groups, those of new ones too; return the handle, and True if none waits."""
     prefix, index, is_joining = handle["prefix"], handle["started_nodes"], bool(handle["actors"])
-    added: dict[str, int] = {}
-    for group, bundles in places.items():
-        for bundle in bundles:
-            added[f"{prefix}g{group}-{index + len(added)}"] = bundle
+    places_of = [(group, bundle) for group, bundles in places.items() for bundle in bundles]
+    added = {f"{prefix}g{group}-{index + n}": bundle for n, (group, bundle) in enumerate(places_of)}
     actors = {**handle["actors"], **added}
-    request = {
-        "run_directory": str(submission.run_directory),
-        "folder": str(submission.folder),
-        "prefix": prefix,
-        "first": next(iter(actors)) if submission.nodes > 1 else "",
-        "is_joining": is_joining,
-        "claims": submission.settings.claims or str(submission.run_directory),
-        "command": list(submission.command),
-        "interpreter": submission.interpreter,
-        "environment": dict(submission.environment),
-        "code": str(submission.code or ""),
-        "secret": submission.secret,
-        "timeout_seconds": submission.settings.start_timeout_seconds,
-    }
     is_granted = ray_client(handle["address"]).ask(
         "start",
         seconds=START_SECONDS,
         groups={f"{prefix}g{group}": len(places[group]) for group in places if group or not is_joining},
         bundle=handle["bundle"],
         actors=added,
-        requests={name: {**request, "name": name} for name in added},
+        request={
+            "submission": make_engine_record("ray", submission, {}).submission,
+            "secret": submission.secret,
+            "prefix": prefix,
+            "first": next(iter(actors)) if submission.nodes > 1 else "",
+            "is_joining": is_joining,
+        },
     )
     return {**handle, "actors": actors, "started_nodes": index + len(added)}, is_granted
 
 
-def _status_or_unknown(handle: Handle) -> RunStatus:
-    try:
-        return _status(handle, _look(handle))
-    except WanmaError as error:  # clusters of other runs may answer
-        return RunStatus("unknown", None, error.message, (), (handle["prefix"].rstrip("-"),))
-
-
-def _status(handle: Handle, run: _View) -> RunStatus:
+def _status(handle: Handle) -> RunStatus:
     """Return the state of a run, and give back what a run that has ended still has."""
     names = (handle["prefix"].rstrip("-"),)
+    try:
+        run = _look(handle)
+    except WanmaError as error:  # clusters of other runs may answer
+        return RunStatus("unknown", None, error.message, (), names)
     first = run.groups.get(f"{handle['prefix']}g0", {"state": ""})
     if first["state"] == "PENDING":
         reason = "the cluster has no such nodes" if first["is_infeasible"] else "their resources are in use"
         return RunStatus("pending", None, reason, (), names)
-    granted = [name for name in run.living if run.groups.get(group_of(name), {}).get("state") == "CREATED"]
-    if started := [name for name in run.living if run.has_started(name)] or granted:
-        hosts = [run.records[index_of(name)]["host"] for name in started if run.has_started(name)]
-        return RunStatus("running", None, "", tuple(dict.fromkeys(hosts)), names)
-    if run.groups:  # as when the last node was lost
-        ray_client(handle["address"]).ask("remove", names=list(run.groups))
+    started = [run.records.get(index_of(name)) for name in run.living]
+    if any(started) or any(run.is_granted(name) for name in run.living):
+        hosts = dict.fromkeys(record["host"] for record in started if record)
+        return RunStatus("running", None, "", tuple(hosts), names)
+    run.remove(run.groups)  # as when the last node was lost
     directory = RunDirectory(Path(handle["run_directory"]))
     recorded, failure, changed = read_recorded_state(directory)
     if changed <= handle["submitted"]:  # by an earlier submission

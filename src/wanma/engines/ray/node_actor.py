@@ -21,6 +21,7 @@ from typing import Any
 
 from wanma.elastic.protocol.shared_secret import SECRET_VARIABLE
 from wanma.engines.engine import CODE_ARCHIVE_VARIABLE, PLACED_BY_VARIABLE
+from wanma.engines.engine_record import EngineRecord
 from wanma.engines.environment.shared_folder import environment_in_use
 from wanma.engines.ray.node_records import MARKER_FILE, group_of, index_of, node_file, read_node_records
 from wanma.engines.rendezvous_lookup import find_living_rendezvous
@@ -36,9 +37,8 @@ class NodeActor:
     """Actor of one node.
 
     Args:
-        text: JSON object: `run_directory`, `folder`, `prefix` of the run's names, `name` of this actor,
-            `first`: name of the actor that has the rendezvous, or empty; `is_joining`; `claims`, `command`,
-            `interpreter`, `environment`, `code`, `secret`, `timeout_seconds`.
+        text: JSON object: `submission` as in engine.json, its `secret`, `prefix` of the run's names, `name`
+            of this actor, `first`: name of the actor that has the rendezvous, or empty; `is_joining`.
 
     Raises:
         RuntimeError: this node cannot run a supervisor.
@@ -47,22 +47,21 @@ class NodeActor:
     def __init__(self, text: str) -> None:
         import ray
 
-        self._request: dict[str, Any] = json.loads(text)
-        self._name, self._first = self._request["name"], self._request["first"]
+        request: dict[str, Any] = json.loads(text)
+        self._prefix, self._name, self._first = request["prefix"], request["name"], request["first"]
+        self._submission = EngineRecord("ray", {}, request["submission"], 0).read_submission(
+            request["secret"]
+        )
         self._host, self._problem = socket.gethostname(), ""
         self._process: subprocess.Popen[bytes] | None = None
         if problem := self._find_problem():
-            if self._first not in ("", self._name) and not self._request["is_joining"]:
+            if self._first not in ("", self._name) and not request["is_joining"]:
                 with contextlib.suppress(ValueError):
                     ray.get_actor(self._first).refuse.remote(problem)
             raise RuntimeError(problem)
-        host = ray.util.get_node_ip_address()
-        with socket.create_server(
-            (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-        ) as server:
-            port = server.getsockname()[1]
-        self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self._process = self._launch(self._find_rendezvous())
+        with socket.create_server((ray.util.get_node_ip_address(), 0)) as server:
+            self._address = "{}:{}".format(*server.getsockname())
+        self._process = self._launch(self._find_rendezvous(is_joining=request["is_joining"]))
         self._record(None)
         threading.Thread(target=self._watch, daemon=True, name="wanma-watch").start()
 
@@ -83,39 +82,38 @@ class NodeActor:
 
     def _find_problem(self) -> str:
         """Return the reason why this node cannot run a supervisor; empty: it can."""
-        run, folder = RunDirectory(Path(self._request["run_directory"])), Path(self._request["folder"])
+        run, folder = RunDirectory(self._submission.run_directory), self._submission.folder
         with contextlib.suppress(OSError):
-            if (run.engine_files / MARKER_FILE).read_text() == self._request["prefix"]:
-                seen = folder.is_dir()
-                return "" if seen else f"the node {self._host} does not see the working directory {folder}"
-        return f"the node {self._host} does not see the run directory {run.path}"
+            if (run.engine_files / MARKER_FILE).read_text() == self._prefix and folder.is_dir():
+                return ""
+        return f"the node {self._host} does not see the run directory {run.path}, or the folder {folder}"
 
-    def _find_rendezvous(self) -> list[str]:
+    def _find_rendezvous(self, *, is_joining: bool) -> list[str]:
         """Return the option with the address of the run; empty: it has one node."""
         import ray
 
-        address: str | None = None
-        if self._request["is_joining"]:
-            address = find_living_rendezvous(self._request["claims"])
+        submission, address = self._submission, None
+        if is_joining:
+            address = find_living_rendezvous(submission.settings.claims or str(submission.run_directory))
         if address is None and self._first == self._name:
             address = self._address
         elif address is None and self._first:
             answer = ray.get_actor(self._first).rendezvous.remote()
-            address = ray.get(answer, timeout=self._request["timeout_seconds"])
+            address = ray.get(answer, timeout=submission.settings.start_timeout_seconds)
         return ["--rendezvous", address] if address is not None else []
 
     def _launch(self, meeting: list[str]) -> subprocess.Popen[bytes]:
         """Start the supervisor, which the kernel ends with this process."""
-        request, parent = self._request, os.getpid()
-        action, *words = request["command"]
+        submission, parent = self._submission, os.getpid()
+        action, *words = submission.command
         environment = {name: value for name, value in os.environ.items() if name not in WORKER_VARIABLES}
         environment |= {
             PLACED_BY_VARIABLE: "ray",
-            SECRET_VARIABLE: request["secret"],
+            SECRET_VARIABLE: submission.secret,
             "PYTHONUNBUFFERED": "1",
         }
-        environment |= request["environment"]
-        environment |= {CODE_ARCHIVE_VARIABLE: request["code"]} if request["code"] else {}
+        environment |= submission.environment
+        environment |= {CODE_ARCHIVE_VARIABLE: str(submission.code)} if submission.code else {}
 
         def prepare() -> None:
             signal.pthread_sigmask(signal.SIG_SETMASK, [])  # Ray's processes block SIGINT
@@ -123,14 +121,13 @@ class NodeActor:
             if os.getppid() != parent:
                 os._exit(1)
 
-        log = node_file(request["run_directory"], index_of(self._name), "log")
-        with log.open("ab") as output, environment_in_use(request["interpreter"]) as in_use:
+        with self._file("log").open("ab") as output, environment_in_use(submission.interpreter) as in_use:
             return subprocess.Popen(
-                [request["interpreter"] or sys.executable, "-P", "-m", "wanma", action, *meeting, *words],
+                [submission.interpreter or sys.executable, "-P", "-m", "wanma", action, *meeting, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                cwd=request["folder"],
+                cwd=submission.folder,
                 env=environment,
                 start_new_session=True,
                 preexec_fn=prepare,
@@ -142,22 +139,24 @@ class NodeActor:
         assert self._process is not None
         code = self._process.wait()
         self._record(code if code >= 0 else 128 - code)
-        prefix, own = self._request["prefix"], group_of(self._name)
-        records, groups = read_node_records(self._request["run_directory"]), find_groups(prefix)
+        records, groups = read_node_records(self._submission.run_directory), find_groups(self._prefix)
         granted = {name for name, group in groups.items() if group["state"] == "CREATED"}
         is_last = not any(
             name != self._name
             and records.get(index_of(name), {"exit": None})["exit"] is None
             and (index_of(name) in records or group_of(name) in granted)
-            for name in find_actors(prefix)
+            for name in find_actors(self._prefix)
         )
-        ended = sorted(groups, key=own.__eq__) if is_last else [own] if own != f"{prefix}g0" else []
+        own = group_of(self._name)
+        ended = sorted(groups, key=own.__eq__) if is_last else [own] if own != f"{self._prefix}g0" else []
         remove_groups(ended, last=self._name)
         remove_actor(self._name)
 
     def _record(self, code: int | None) -> None:
-        value = {"host": self._host, "exit": code, "problem": self._problem}
-        write_json(node_file(self._request["run_directory"], index_of(self._name), "json"), value)
+        write_json(self._file("json"), {"host": self._host, "exit": code, "problem": self._problem})
+
+    def _file(self, suffix: str) -> Path:
+        return node_file(self._submission.run_directory, index_of(self._name), suffix)
 
 
 def find_groups(prefix: str) -> dict[str, dict[str, Any]]:
