@@ -11,6 +11,7 @@ train the same tiny PyTorch module on the same tokens, with one rank on each nod
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -30,11 +31,10 @@ from benchmarks.common import (
     BenchmarkError,
     Noise,
     Results,
-    carry_out,
     clean_environment,
     common_parser,
-    describe_environment,
     describe_environments,
+    machine,
     table,
     take_pairs,
     undisturbed,
@@ -49,6 +49,7 @@ from wanma.bench.meter.foreign_cpu import ForeignCpu
 from wanma.bench.statistics.estimates import estimate
 
 RANKS = 2
+RAY_VERSION = "2.60.0"
 TIMEOUT_SECONDS = 200.0
 QUIET_SECONDS = 1.0
 """Seconds before a sample in which the CPU time of others is measured; the daemons of Ray are part of it."""
@@ -57,14 +58,21 @@ QUIET_SECONDS = 1.0
 def main() -> None:
     parser = common_parser(__doc__ or "", "ray")
     parser.set_defaults(venv=PYTHON.parents[1])
-    carry_out(parser.parse_args(), run, report)
+    options = parser.parse_args()
+    if options.report:
+        print(report(Results(options.results).pieces))
+    elif options.setup or not PYTHON.exists():
+        sys.exit("error: the environment is that of `make ray`")
+    else:
+        run(options)
 
 
 def run(options: argparse.Namespace) -> None:
     """Measure pairs on one cluster."""
     results, deadline = Results(options.results), time.monotonic() + options.minutes * 60
     piece = results.piece({"ranks": RANKS}, options.fresh)
-    piece["environment"] = describe_environment(options.venv)
+    versions = {package: importlib.metadata.version(package) for package in ("torch", "numpy")}
+    piece["environment"] = {"machine": machine(), "versions": {"ray": RAY_VERSION, **versions}}
     os.environ |= clean_environment(options.venv)  # the workers of Ray have that of its nodes
     with tempfile.TemporaryDirectory(prefix="wanma-bench-") as name, ray_cluster() as cluster:
         prepare_inputs(Path(name), RANKS)
