@@ -15,6 +15,7 @@
 # make trackers   MLflow and W&B, beside .venv: their test runs with --exhaustive
 # make emulators  of Google's and Azure's storage, beside .venv (needs npm): their tests run with --exhaustive
 # make skypilot   SkyPilot, without wanma: the test of its tasks runs with --exhaustive
+# make ray     Ray, beside .venv: make test then runs it, too; make test-ray runs all tests of that engine
 # make horovod   Horovod, built in some 6 minutes (needs cmake and g++): its scripts run with --exhaustive
 #
 # make hadoop   Hadoop's own client, which pyspark carries: make test-full then checks HDFS with it (needs a JDK)
@@ -38,6 +39,7 @@ HADOOP   := .venv-hadoop
 TRACKERS := .venv-trackers
 EMULATORS := .venv-emulators
 SKYPILOT := .venv-skypilot
+RAY      := .venv-ray
 DOCS     := .venv-docs
 WHEEL    := .venv-wheel
 BIN      := $(VENV)/bin
@@ -48,7 +50,7 @@ SINCE    ?= main
 
 ENVIRONMENTS ?= .versions
 
-.PHONY: train test test-full test-ci test-changed ci ci-fast test-versions check bench docs wheel peers frameworks horovod hadoop trackers emulators skypilot clean setup
+.PHONY: train test test-full test-ci test-changed ci ci-fast test-versions check bench docs wheel peers frameworks horovod hadoop trackers emulators skypilot clean setup test-ray ray
 
 train: $(READY)
 	@$(BIN)/wanma train $(JOB) $(ARGS)
@@ -70,6 +72,9 @@ ci-fast:
 
 test-changed: $(READY)
 	@$(MAKE) --no-print-directory test ARGS="--changed-since=$(SINCE) $(ARGS)"
+
+test-ray: $(RAY)/.ready
+	@$(MAKE) --no-print-directory test ARGS="--exhaustive tests/engines/ray $(ARGS)"
 
 test-versions: $(READY)
 	@PYTHONPATH=src:tests $(BIN)/python -m support.versions --environments $(ENVIRONMENTS) --at-once $(AT_ONCE) $(ARGS)
@@ -104,12 +109,14 @@ emulators: $(EMULATORS)/.ready
 
 skypilot: $(SKYPILOT)/.ready
 
+ray: $(RAY)/.ready
+
 frameworks: $(FRAMEWORKS)/tensorflow/.ready $(FRAMEWORKS)/jax/.ready
 
 horovod: $(FRAMEWORKS)/horovod/.ready
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(FRAMEWORKS) $(HADOOP) $(TRACKERS) $(EMULATORS) $(SKYPILOT) $(DOCS) $(WHEEL) .versions build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(FRAMEWORKS) $(HADOOP) $(TRACKERS) $(EMULATORS) $(SKYPILOT) $(DOCS) $(WHEEL) .versions build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis $(RAY)
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Make the virtual environment $(1) unless it is there.
@@ -175,6 +182,12 @@ $(EMULATORS)/.ready: $(READY)
 $(SKYPILOT)/.ready:
 	$(call new_venv,$(SKYPILOT))
 	@$(SKYPILOT)/bin/python -m pip install -qq --disable-pip-version-check 'skypilot[kubernetes,ssh]==0.14.1'
+	@touch $@
+
+# What only the tests of the engine ray need.
+$(RAY)/.ready: $(READY)
+	$(call new_layer,$(RAY))
+	@$(call install_locked,$(VENV),$(RAY)/bin/python,ray)
 	@touch $@
 
 # Without wanma and torch: jars of Hadoop's client, for tests of HDFS.

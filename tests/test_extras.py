@@ -23,6 +23,7 @@ from wanma.data.formats.arrow_tables import Parquet
 from wanma.data.formats.json_records import JsonLines
 from wanma.data.images.transform import import_pillow
 from wanma.data.tools.images import write_png
+from wanma.engines.ray.client import RayClient
 from wanma.job.errors import WanmaError
 from wanma.job.file.loading import load_job
 from wanma.job.plan.plan import Plan
@@ -100,6 +101,7 @@ USES: dict[str, list[tuple[str, str, Callable[[Path], object]]]] = {
         ("PIL", "pillow", lambda folder: write_png(b"", folder / "a.png")),
     ],
     "prometheus": [("prometheus_client", "prometheus-client", _serve_metrics)],
+    "ray": [("ray", "ray", lambda _: RayClient("auto").ask("nodes"))],
     "mlflow": [("mlflow", "mlflow-skinny", lambda _: check_trackers(["mlflow"]))],
     "wandb": [("wandb", "wandb", lambda _: check_trackers(["wandb"]))],
     "dashboard": [("uvicorn", "uvicorn", _show_dashboard)],

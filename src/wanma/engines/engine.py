@@ -67,6 +67,8 @@ class Submission:
     """Forecast of the whole run, in seconds; None when unknown."""
     hosts: tuple[str, ...] = ()
     """Hosts that the plan is made for, in the order of node ranks; empty: the engine chooses."""
+    job_text: str = field(default="", repr=False)
+    """Text of the job file in the folder of the submission; empty: a script, or a record of a run."""
     is_held: bool = False
     """True if the run ends with the command that submits it; see `Engine.ends_with_caller`."""
 

@@ -51,7 +51,7 @@ class EngineRecord:
 def make_engine_record(engine: str, submission: Submission, handle: Handle) -> EngineRecord:
     """Return the record of a run that was submitted now."""
     values = asdict(replace(submission, settings=None, secret=""))  # type: ignore[arg-type]
-    del values["secret"]
+    del values["secret"], values["job_text"]
     values |= {
         "run_directory": str(submission.run_directory),
         "folder": str(submission.folder),

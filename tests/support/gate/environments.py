@@ -10,7 +10,7 @@ import sys
 from support.changed import changed_files, distances, needs_everything
 from support.gate.order import TESTS, files_behind
 
-TARGETS = ("peers", "frameworks", "hadoop", "docs", "wheel")
+TARGETS = ("peers", "frameworks", "hadoop", "ray", "docs", "wheel")
 """Targets, each with an environment `.venv-TARGET`."""
 
 

@@ -81,7 +81,8 @@ def environment_interpreter(section: ClusterSection) -> str:
 
 
 def _environment_folder(section: ClusterSection) -> str | None:
-    return {"local": LOCAL_FOLDER, "slurm": section.slurm.folder}.get(section.engine)
+    folders = {"local": LOCAL_FOLDER, "slurm": section.slurm.folder, "ray": section.ray.folder}
+    return folders.get(section.engine)
 
 
 def enter_code_snapshot() -> Path:

@@ -206,6 +206,7 @@ def _make_submission(
         cores_per_node=ranks * plan.threads_per_rank,
         settings=job.cluster,
         secret=run_secret(run),
+        job_text=job_to_toml(job),
         hosts=tuple(host for group in nodes.cluster.nodes for host in group.hosts) if nodes else (),
         forecast_seconds=forecast.run.seconds if forecast is not None and forecast.run is not None else None,
     )

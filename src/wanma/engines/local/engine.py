@@ -17,6 +17,7 @@ from wanma.elastic.protocol.shared_secret import SECRET_VARIABLE
 from wanma.elastic.workers.linux_processes import process_start_time
 from wanma.engines.engine import (
     PLACED_BY_VARIABLE,
+    Engine,
     EngineCluster,
     Explanation,
     Handle,
@@ -24,17 +25,19 @@ from wanma.engines.engine import (
     Submission,
 )
 from wanma.engines.environment.shared_folder import environment_in_use
+from wanma.engines.recorded_state import read_recorded_state
 from wanma.job.errors import EXIT_USAGE, WanmaError
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.sections.cluster import ClusterSection
-from wanma.report.run_report import RunState, read_report
-from wanma.report.script_run import read_script_run
 
 OUTPUT_FILE = "output.log"
 
 
-class LocalEngine:
-    """Engine whose runs are processes of this machine, each in a session of its own."""
+class LocalEngine(Engine):
+    """Engine whose runs are processes of this machine, each in a session of its own.
+
+    The run directory is here: what the interface does for others does nothing.
+    """
 
     name = "local"
     ends_with_caller = False
@@ -47,9 +50,6 @@ class LocalEngine:
 
     def render(self, submission: Submission) -> str:
         return f"{shlex.join(_command(submission))} > {_output(submission.run_directory)} 2>&1 &\n"
-
-    def foreground_command(self, _submission: Submission, /) -> list[str] | None:
-        return None
 
     def submit(self, submission: Submission) -> Handle:
         output, submitted = _output(submission.run_directory), time.time()
@@ -95,12 +95,6 @@ class LocalEngine:
         output = _output(Path(handle["run_directory"]))
         return [output] if output.exists() else []
 
-    def fetch(self, _handle: Handle, /) -> None:
-        """Nothing to do: the run directory is on a file system that this machine shares."""
-
-    def checkpoint_advice(self, _handle: Handle, /) -> str | None:
-        return None
-
     def cancel(self, handle: Handle, *, is_immediate: bool) -> None:
         _check_host(handle)
         if _is_alive(handle):
@@ -126,9 +120,6 @@ class LocalEngine:
 
     def failed_requests(self, _handle: Handle, /) -> int:
         return 0
-
-    def discard(self, _handle: Handle, /) -> None:
-        """Nothing to do: the run directory is on this machine."""
 
     def release(self, handle: Handle) -> Handle:
         return handle
@@ -170,7 +161,7 @@ def _status(handle: Handle) -> RunStatus:
     is_here = handle["host"] == get_hostname()
     if is_here and _is_alive(handle):
         return RunStatus("running", None, "", host, identity)
-    state, failure, changed = _read_records(run)
+    state, failure, changed = read_recorded_state(run)
     if not is_here and changed <= handle.get("submitted", 0.0):
         reason = f"it is on {host[0]}, and has no record yet: ask there"
         return RunStatus("unknown", None, reason, host, identity)
@@ -182,17 +173,3 @@ def _status(handle: Handle) -> RunStatus:
         return RunStatus("cancelled", None, "", (), identity)
     what = "it ended before its first record" if state == "new" else "the process ended without a record"
     return RunStatus("failed", None, failure or f"{what}; see {_output(run.path)}", (), identity)
-
-
-def _read_records(run: RunDirectory) -> tuple[RunState, str, float]:
-    """Return the state of a run by its records, its failure, and their time in unix seconds.
-
-    That is the start of a script, which has one record, and the newest event of a training.
-    """
-    if (script := read_script_run(run)) is not None:
-        return script.state, script.failure, script.started
-    if run.job.is_file():
-        report = read_report(run, tail_only=True)
-        newest = max((float(event["time"]) for event in report.events), default=0.0)
-        return report.state, report.failure or report.failed_start, newest
-    return "new", "", 0.0

@@ -47,7 +47,7 @@ def check_mesh(job: Job, plan: Plan, cluster: Cluster) -> None:
     if nodes > 1 and job.cluster.rendezvous is None:
         raise JobError(
             f"cluster.nodes = {nodes} needs a rendezvous address",
-            "start all nodes from here with --engine ssh or --engine slurm; or start each with --rendezvous "
+            "start all nodes from here with --engine ssh, slurm or ray; or start each with --rendezvous "
             "HOST:PORT (cluster.rendezvous), an address of one of them",
         )
     ranks_here = world // nodes
