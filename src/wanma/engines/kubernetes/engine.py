@@ -1,0 +1,394 @@
+"""Kubernetes engine: objects by the official client, which are the only record of a run beside its handle."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from wanma.engines.code.provenance import record_provenance
+from wanma.engines.code.snapshot import CodeSnapshot, make_snapshot
+from wanma.engines.engine import (
+    NOTES_KEY,
+    EngineCluster,
+    Explanation,
+    Handle,
+    RunStatus,
+    Submission,
+)
+from wanma.engines.kubernetes.client import KubernetesClient, KubernetesError
+from wanma.engines.kubernetes.discovery import discover_cluster
+from wanma.engines.kubernetes.manifests import (
+    CONTAINER,
+    RUN_LABEL,
+    Manifest,
+    Placement,
+    make_placement,
+    render_manifests,
+    render_secret,
+    to_yaml,
+)
+from wanma.engines.kubernetes.states import (
+    CANCEL_FILE,
+    Observation,
+    explain_wait,
+    mark_cancelled,
+    pod_names,
+    read_status,
+)
+from wanma.engines.kubernetes.volume import Volume, is_ready
+from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
+from wanma.job.run.run_directory import RunDirectory, write_atomically
+from wanma.job.sections.cluster import ClusterSection
+from wanma.job.sections.kubernetes import KubernetesSection
+from wanma.observe.units import duration_text
+
+FETCHED_FILE = "kubernetes-fetched"
+"""File in the folder of the submission: the run had ended when its records were fetched."""
+OUTPUT_LINES = 2_000
+"""Last lines of a supervisor's output that are kept."""
+
+
+class KubernetesEngine:
+    """Engine of a Kubernetes cluster; its handle holds the names of a run's objects and the settings."""
+
+    name = "kubernetes"
+    ends_with_caller = False
+
+    def __init__(self) -> None:
+        self._clients: dict[tuple[str | None, str | None], KubernetesClient] = {}
+
+    def unusable_reason(self) -> str | None:
+        try:
+            self._client(KubernetesSection()).check()
+        except WanmaError as error:
+            return f"{error.message}; {error.hint}" if error.hint else error.message
+        return None
+
+    def discover(self, section: ClusterSection, /) -> EngineCluster | None:
+        return discover_cluster(self._client(section.kubernetes), section)
+
+    def render(self, submission: Submission) -> str:
+        kind = submission.settings.kubernetes.resource
+        text = to_yaml(render_manifests(submission, "jobset" if kind == "auto" else kind))
+        name = make_placement(submission.run_directory, submission.settings.kubernetes).name
+        return (
+            f"# The Secret {name}, with the key 'secret', is made by the submission, and not shown.\n{text}"
+        )
+
+    def foreground_command(self, _submission: Submission, /) -> list[str] | None:
+        return None
+
+    def submit(self, submission: Submission) -> Handle:
+        settings, run = submission.settings.kubernetes, RunDirectory(submission.run_directory)
+        kind = self._kind(settings)
+        submission, notes = _with_code(submission)
+        manifests = render_manifests(submission, kind)  # which refuses settings that are missing
+        placement = make_placement(run.path, settings)
+        client = self._client(settings)
+        self._check(client, submission)
+        self._remove_ended(client, kind, placement)
+        if not placement.is_shared:
+            assert submission.code is not None
+            archive = submission.code
+            with Volume(client, settings, placement) as volume:
+                volume.send(run, CodeSnapshot(archive.stem, archive, 0, archive.stat().st_size))
+        for file in (CANCEL_FILE, FETCHED_FILE):
+            (run.engine_files / file).unlink(missing_ok=True)
+        _create(client, [render_secret(submission), *manifests])
+        return {
+            "name": placement.name,
+            "kind": kind,
+            "jobs": [[placement.name, submission.nodes]],
+            "min_nodes": submission.min_nodes,
+            "requeue_exit_code": submission.settings.requeue_exit_code,
+            "settings": settings.model_dump(mode="json", exclude_unset=True),
+            "namespace": client.namespace,
+            "run_directory": str(run.path),
+            NOTES_KEY: list(notes),
+        }
+
+    def statuses(self, handles: Sequence[Handle]) -> list[RunStatus]:
+        found: list[RunStatus] = []
+        for handle in handles:
+            observation = self._observe(handle)
+            status = read_status(handle, observation)
+            limit = _settings(handle).wait_seconds
+            if status.state == "pending" and limit is not None and observation.age_seconds > limit:
+                reason = explain_wait(handle, observation).summary
+                reason = f"withdrawn after {duration_text(limit)}: {reason}"
+                mark_cancelled(handle, reason)
+                self._delete(handle, is_immediate=True)
+                status = RunStatus("failed", None, reason, (), status.job_ids)
+            found.append(status)
+        return found
+
+    def hosts(self, handle: Handle, /) -> tuple[str, ...]:
+        return pod_names(self._observe(handle).pods)
+
+    def log_files(self, handle: Handle) -> list[Path]:
+        folder = RunDirectory(Path(handle["run_directory"])).engine_files
+        client = self._client(_settings(handle))
+        try:
+            for pod in client.list("Pod", f"{RUN_LABEL}={handle['name']}"):
+                if text := client.log_tail(pod["metadata"]["name"], OUTPUT_LINES):
+                    write_atomically(folder / f"{pod_names([pod])[0]}.log", text)
+        except KubernetesError as error:
+            if error.status:  # of a server that is away the lines that are here count
+                raise
+        paths = folder.glob(f"{handle['name']}*.log")
+        return sorted(paths, key=lambda path: path.stat().st_mtime)
+
+    def fetch(self, handle: Handle, /) -> None:
+        settings, run = _settings(handle), RunDirectory(Path(handle["run_directory"]))
+        placement = make_placement(run.path, settings)
+        marker = run.engine_files / FETCHED_FILE
+        if placement.is_shared or marker.exists():
+            return
+        client = self._client(settings)
+        observation = self._observe(handle)
+        is_over = read_status(handle, observation).is_over
+        if not is_over and not any(is_ready(pod) for pod in observation.pods):
+            return  # it waits, so nothing is new
+        with Volume(client, settings, placement) as volume:
+            volume.fetch(run)
+        if is_over:
+            marker.touch()
+
+    def checkpoint_advice(self, handle: Handle, /) -> str | None:
+        settings, run = _settings(handle), Path(handle["run_directory"])
+        placement = make_placement(run, settings)
+        if placement.is_shared:
+            return None
+        return (
+            f"kubectl cp POD:{placement.folder}/checkpoints {run}/checkpoints (a pod with {settings.volume})"
+        )
+
+    def cancel(self, handle: Handle, *, is_immediate: bool) -> None:
+        mark_cancelled(handle, "")
+        self._delete(handle, is_immediate=is_immediate)
+
+    def resize(
+        self, handle: Handle, submission: Submission, nodes: int, /, *, may_shrink: bool = True
+    ) -> Handle:
+        jobs = [(str(name), int(count)) for name, count in handle["jobs"]]
+        present = sum(count for _, count in jobs)
+        if nodes == present or (nodes < present and not may_shrink):
+            return handle  # the Job itself makes lost pods again
+        client = self._client(_settings(handle))
+        if client.get(_api_kind(handle), handle["name"]) is None:
+            raise WanmaError("the run has ended", "the same `wanma train` command resumes it", EXIT_USAGE)
+        if nodes > present:
+            submission, _ = _with_code(submission)
+            number = max(int(name.removeprefix(handle["name"]).lstrip("-") or 1) for name, _ in jobs) + 1
+            added = replace(submission, nodes=nodes - present, min_nodes=nodes - present)
+            manifests = render_manifests(added, handle["kind"], number=number)
+            _create(client, manifests, owner=self._owner(client, handle))
+            return {**handle, "jobs": [*jobs, [f"{handle['name']}-{number}", nodes - present]]}
+        while len(jobs) > 1 and present - jobs[-1][1] >= nodes:
+            name, count = jobs.pop()
+            client.delete(_api_kind(handle), name)
+            present -= count
+        if present > nodes:
+            raise WanmaError(
+                f"{handle['kind']} {jobs[-1][0]} gives its {jobs[-1][1]} nodes back only as a whole; the run has "
+                f"{present} nodes now",
+                "`wanma cancel` the run, and start it again with fewer nodes: it resumes from its checkpoint",
+                EXIT_USAGE,
+            )
+        return {**handle, "jobs": jobs}
+
+    def failed_requests(self, _handle: Handle, /) -> int:
+        return 0
+
+    def discard(self, handle: Handle, /) -> None:
+        run = RunDirectory(Path(handle["run_directory"]))
+        settings = _settings(handle)
+        placement = make_placement(run.path, settings)
+        self._delete(handle, is_immediate=True)
+        if not placement.is_shared:
+            with Volume(self._client(settings), settings, placement) as volume:
+                volume.remove(run)
+
+    def release(self, handle: Handle) -> Handle:
+        return handle  # joining objects belong to the first one, and end with the run
+
+    def explain(self, handle: Handle, /) -> Explanation:
+        observation = self._observe(handle)
+        status = read_status(handle, observation)
+        if status.state != "pending":
+            return Explanation(f"the run does not wait: it is {status.state}", _reasons(status))
+        section = ClusterSection.model_validate({"kubernetes": handle["settings"]})
+        try:
+            nodes = self.discover(section)
+        except WanmaError as error:
+            nodes = None
+            note = (error.message,)
+        else:
+            note = ()
+        explanation = explain_wait(handle, observation, nodes)
+        return replace(explanation, advice=(*explanation.advice, *note))
+
+    def shell_command(self, handle: Handle, node: str | None, /) -> list[str]:
+        pods = [pod for pod in self._observe(handle).pods if is_ready(pod)]
+        chosen = [pod for pod in pods if node is None or node in (pod["metadata"]["name"], *pod_names([pod]))]
+        if not chosen:
+            names = ", ".join(pod_names(pods)) or "none runs"
+            raise WanmaError(
+                f"the run has no such pod: {node or 'none runs'}", f"its pods: {names}", EXIT_USAGE
+            )
+        context = _settings(handle).context
+        options = ["--context", context] if context is not None else []
+        options += ["--namespace", handle["namespace"], "--container", CONTAINER]
+        return ["kubectl", "exec", "-it", *options, chosen[0]["metadata"]["name"], "--", "sh"]
+
+    def _client(self, settings: KubernetesSection) -> KubernetesClient:
+        key = settings.context, settings.namespace
+        if key not in self._clients:
+            self._clients[key] = KubernetesClient(*key)
+        return self._clients[key]
+
+    def _kind(self, settings: KubernetesSection) -> str:
+        """Return the kind of the run's objects."""
+        if settings.resource == "trainjob":
+            raise JobError(
+                "cluster.kubernetes.resource = 'trainjob' is for `wanma render` alone: status and logs follow "
+                "JobSets and Jobs",
+                "remove it, or apply the rendered file with `kubectl apply`",
+            )
+        if settings.resource != "auto":
+            return settings.resource
+        return "jobset" if self._client(settings).has_kind("JobSet") else "job"
+
+    def _check(self, client: KubernetesClient, submission: Submission) -> None:
+        """Refuse a submission that could never start. Raises `WanmaError`."""
+        settings = submission.settings.kubernetes
+        claim = client.get("PersistentVolumeClaim", settings.volume or "")
+        if claim is None:
+            raise JobError(
+                f"cluster.kubernetes.volume = '{settings.volume}': there is no such claim in the namespace "
+                f"{client.namespace}",
+                "`kubectl get pvc` lists them; cluster.kubernetes.namespace chooses another namespace",
+            )
+        modes = claim.get("spec", {}).get("accessModes", [])
+        if submission.nodes > 1 and "ReadWriteMany" not in modes:
+            raise JobError(
+                f"the claim '{settings.volume}' is {', '.join(modes)}: pods on several nodes cannot write to it",
+                "name a claim with access mode ReadWriteMany, or use one node",
+            )
+        if settings.queue is not None and client.get("LocalQueue", settings.queue) is None:
+            raise JobError(
+                f"cluster.kubernetes.queue = '{settings.queue}': there is no such LocalQueue in the namespace "
+                f"{client.namespace}",
+                "`kubectl get localqueues` lists them",
+            )
+
+    def _remove_ended(self, client: KubernetesClient, kind: str, placement: Placement) -> None:
+        """Remove the objects of an earlier submission of the same run; the caller has checked that it ended."""
+        api_kind = "JobSet" if kind == "jobset" else "Job"
+        for entry in client.list(api_kind, f"{RUN_LABEL}={placement.name}"):
+            owners = [owner["kind"] for owner in entry["metadata"].get("ownerReferences", [])]
+            if "JobSet" not in owners:
+                client.delete(api_kind, entry["metadata"]["name"])
+        client.delete("Secret", placement.name)
+        client.delete("Service", placement.name)
+        client.await_absence(api_kind, f"{RUN_LABEL}={placement.name}")
+
+    def _observe(self, handle: Handle) -> Observation:
+        settings = _settings(handle)
+        client = self._client(settings)
+        first = client.get(_api_kind(handle), handle["name"])
+        if first is None:
+            return Observation(None)
+        selector = f"{RUN_LABEL}={handle['name']}"
+        pods = client.list("Pod", selector)
+        is_waiting = sum(map(is_ready, pods)) < sum(int(count) for _, count in handle["jobs"])
+        events: list[Manifest] = []
+        workloads: list[Manifest] = []
+        if is_waiting:
+            events = [
+                event
+                for event in client.list("Event")
+                if str(event.get("involvedObject", {}).get("name", "")).startswith(handle["name"])
+            ]
+            if settings.queue is not None:
+                uid = first["metadata"]["uid"]
+                workloads = [
+                    entry
+                    for entry in client.list("Workload")
+                    if any(owner["uid"] == uid for owner in entry["metadata"].get("ownerReferences", []))
+                ]
+        return Observation(first, pods, events, workloads)
+
+    def _owner(self, client: KubernetesClient, handle: Handle) -> Manifest:
+        first = client.get(_api_kind(handle), handle["name"])
+        assert first is not None
+        return owner_reference(first)
+
+    def _delete(self, handle: Handle, *, is_immediate: bool) -> None:
+        """Delete the objects of a run; their pods save and end within the grace period, or at once."""
+        client = self._client(_settings(handle))
+        for name, _ in reversed(handle["jobs"]):
+            client.delete(_api_kind(handle), name)
+        if is_immediate:
+            for pod in client.list("Pod", f"{RUN_LABEL}={handle['name']}"):
+                client.delete("Pod", pod["metadata"]["name"], grace_seconds=0)
+
+
+def _create(client: KubernetesClient, manifests: Sequence[Manifest], owner: Manifest | None = None) -> None:
+    """Create the objects of a run, of which the last one owns the others; on failure none is left.
+
+    Args:
+        owner: reference to an object that owns the last one.
+
+    Raises:
+        WanmaError: the server refuses one.
+    """
+    token, created = secrets.token_hex(8), []
+    try:
+        for manifest in manifests:
+            metadata = dict(manifest["metadata"])
+            if owner is not None and manifest is manifests[-1]:
+                metadata["ownerReferences"] = [owner]
+            made = client.create({**manifest, "metadata": metadata}, token)
+            created.append((manifest["kind"], manifest["metadata"]["name"]))
+        reference = {"metadata": {"ownerReferences": [owner_reference(made)]}}
+        for kind, name in created[:-1]:
+            client.patch(kind, name, reference)
+    except BaseException:
+        for kind, name in created:
+            client.delete(kind, name)
+        raise
+
+
+def owner_reference(manifest: Manifest) -> dict[str, Any]:
+    """Return the reference by which an object owns another, which is deleted with it."""
+    metadata = manifest["metadata"]
+    names = {"apiVersion": manifest["apiVersion"], "kind": manifest["kind"]}
+    return {**names, "name": metadata["name"], "uid": metadata["uid"]}
+
+
+def _with_code(submission: Submission) -> tuple[Submission, tuple[str, ...]]:
+    """Return the submission with the code of its working directory, which the pods do not see otherwise."""
+    settings = submission.settings.kubernetes
+    if submission.code is not None or make_placement(submission.run_directory, settings).is_shared:
+        return submission, ()
+    run = RunDirectory(submission.run_directory)
+    runs = run.path if run.path.parent == submission.folder else run.path.parent
+    snapshot = make_snapshot(submission.folder, run.code, run_folder=runs)
+    record_provenance(submission.folder, run, snapshot)
+    return replace(submission, code=snapshot.path), snapshot.notes
+
+
+def _settings(handle: Handle) -> KubernetesSection:
+    return KubernetesSection.model_validate(handle["settings"])
+
+
+def _api_kind(handle: Handle) -> str:
+    return "JobSet" if handle["kind"] == "jobset" else "Job"
+
+
+def _reasons(status: RunStatus) -> tuple[str, ...]:
+    return (status.reason,) if status.reason else ()
