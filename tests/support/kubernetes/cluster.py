@@ -21,7 +21,9 @@ import pytest
 
 from support.kubernetes.admission import admit, report_quotas
 from support.kubernetes.jobs import Jobs
+from support.kubernetes.jobsets import JobSets, complete
 from support.kubernetes.kubelet import Kubelets
+from support.kubernetes.kueue import Kueue, suspend
 from support.kubernetes.resources import EXTENSIONS, Object, now, set_condition
 from support.kubernetes.scheduler import Scheduler, tolerates
 from support.kubernetes.server import ApiServer, evict
@@ -75,6 +77,8 @@ class KubernetesCluster:
         self.folder, self.extensions, self.eviction_seconds = folder, extensions, eviction_seconds
         self.kubeconfig = folder / "kubeconfig"
         self.store, self.denied = Store(), set[tuple[str, str]]()
+        self.store.admission.append(complete)
+        self.store.admission += [suspend] if "kueue.x-k8s.io" in extensions else []
         self.store.admission.append(lambda plural, found: admit(self.store, plural, found))
         self.kubelets = Kubelets(self.store, folder, set(images), backoff_seconds)
         self.scheduler = Scheduler(self.store)
@@ -86,6 +90,8 @@ class KubernetesCluster:
         self._steps: list[Callable[[], None]] = [
             self.store.collect_garbage,
             self._keep_namespaces,
+            JobSets(self.store).sync,
+            Kueue(self.store).sync,
             Jobs(self.store, backoff_seconds).sync,
             self._evict_from_tainted,
             self._bind_claims,
@@ -187,6 +193,27 @@ class KubernetesCluster:
             return
         with self.store.edit(found) as after:
             after["spec"]["hard"] = hard
+
+    def set_queue(
+        self, quota: dict[str, str], name: str = "team", namespace: str = "default", preemption: str = "Never"
+    ) -> None:
+        """Set up a LocalQueue, its ClusterQueue and their only flavor with a quota, or change the quota."""
+        resources = [{"name": key, "nominalQuota": value} for key, value in quota.items()]
+        flavors = [{"name": "default-flavor", "resources": resources}]
+        groups = [{"coveredResources": list(quota), "flavors": flavors}]
+        if (found := self.store.find("clusterqueues", "", name)) is not None:
+            with self.store.edit(found) as after:
+                after["spec"]["resourceGroups"] = groups
+            return
+        if self.store.find("resourceflavors", "", "default-flavor") is None:
+            self.add("resourceflavors", {"metadata": {"name": "default-flavor"}, "spec": {}})
+        spec = {
+            "namespaceSelector": {},
+            "resourceGroups": groups,
+            "preemption": {"withinClusterQueue": preemption},
+        }
+        self.add("clusterqueues", {"metadata": {"name": name}, "spec": spec})
+        self.add("localqueues", {"metadata": {"name": name}, "spec": {"clusterQueue": name}}, namespace)
 
     def compact(self) -> None:
         """Forget the history: a watch from an older resource version is answered 410."""

@@ -96,7 +96,11 @@ class Container:
         enter = ["nsenter", f"--target={self.pid()}", "--mount", "--pid", "--net", "--uts", "--ipc", "--root"]
         pipe = subprocess.PIPE
         return subprocess.Popen(
-            [*enter, "sh", "-c", 'cd / && exec "$@"', "sh", *command], stdin=pipe, stdout=pipe, stderr=pipe, env=self.environment
+            [*enter, "sh", "-c", 'cd / && exec "$@"', "sh", *command],
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            env=self.environment,
         )
 
     def read(self, query: dict[str, str], is_over: Callable[[], bool]) -> Iterator[bytes]:

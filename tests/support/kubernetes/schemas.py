@@ -63,6 +63,8 @@ def apply_defaults(plural: str, found: Object) -> None:
     schema = _custom_schema(RESOURCES[plural])
     if schema is not None:
         _defaults(schema, found)
+    else:
+        _canonize(found)
     if plural == "jobs":
         spec = found["spec"]
         spec.setdefault("backoffLimit", 6)
@@ -83,6 +85,15 @@ def apply_defaults(plural: str, found: Object) -> None:
             limits = resources.get("limits", {})
             if limits:
                 resources["requests"] = {**limits, **resources.get("requests", {})}
+
+
+def _canonize(value: Any) -> None:
+    """Turn quantities of built-in kinds into strings, as the API server returns them."""
+    for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+        if key in ("limits", "requests", "hard", "capacity", "allocatable") and isinstance(one, dict):
+            value[key] = {name: str(number) for name, number in one.items()}
+        elif isinstance(one, dict | list):
+            _canonize(one)
 
 
 @cache
