@@ -114,7 +114,6 @@ class KubernetesCluster:
         self._is_over.set()
         self._thread.join()
         self.stop()
-        self.kubelets.close()
         assert not self.errors, self.errors[0]
 
     def start(self) -> None:
@@ -257,7 +256,8 @@ class KubernetesCluster:
                         self.kubelets.sync()
                 except Exception:
                     self.errors.append(traceback.format_exc())
-                    return
+                    break
+        self.kubelets.close()  # in this thread: its end ends its children
 
     def _keep_namespaces(self) -> None:
         for space in self.store.list("namespaces"):

@@ -22,6 +22,10 @@ from typing import Any
 from support.kubernetes.resources import Object, now
 
 
+_KILLED = b"unshare: sigprocmask unblock failed: Invalid argument\n"
+"""Last words of util-linux 2.38, which exits with 1 when what it has started is killed by SIGKILL."""
+
+
 @dataclass(frozen=True)
 class Mount:
     """A folder or file of the machine, and where the container sees it."""
@@ -57,6 +61,9 @@ class Container:
         if self.code is None and code is not None:
             for reader in self.readers:
                 reader.join(5)
+            if self.lines and self.lines[-1][1] == _KILLED:
+                self.lines.pop()
+                code = 137
             self.code = code if code >= 0 else 128 - code
             self.finished = now()
         return self.code
@@ -68,6 +75,11 @@ class Container:
             return int(words[0]) if words else None
         return None
 
+    @property
+    def is_started(self) -> bool:
+        """True once the container has its own root, in which its program starts."""
+        return self.code is not None or (self.folder / "started").exists()
+
     def signal(self, number: int) -> None:
         pid = self.pid()
         with contextlib.suppress(ProcessLookupError):
@@ -77,7 +89,9 @@ class Container:
                 self.process.kill()
 
     def state(self) -> Object:
-        if self.poll() is None:
+        if self.poll() is None and not self.is_started:
+            return {"waiting": {"reason": "ContainerCreating"}}
+        if self.code is None:
             return {"running": {"startedAt": self.started}}
         is_start_error = self.code == 128 and (self.folder / "start-error").exists()
         reason = "StartError" if is_start_error else "Error" if self.code else "Completed"
@@ -93,14 +107,11 @@ class Container:
 
     def execute(self, command: list[str]) -> subprocess.Popen[bytes]:
         """Start another process in the container."""
-        enter = ["nsenter", f"--target={self.pid()}", "--mount", "--pid", "--net", "--uts", "--ipc", "--root"]
+        enter = ["nsenter", f"--target={self.pid()}", "--mount", "--pid", "--net", "--uts", "--ipc", "--wd=/"]
+        enter += ["chroot", f"{self.folder}/box/root"]
         pipe = subprocess.PIPE
         return subprocess.Popen(
-            [*enter, "sh", "-c", 'cd / && exec "$@"', "sh", *command],
-            stdin=pipe,
-            stdout=pipe,
-            stderr=pipe,
-            env=self.environment,
+            [*enter, *command], stdin=pipe, stdout=pipe, stderr=pipe, env=self.environment
         )
 
     def read(self, query: dict[str, str], is_over: Callable[[], bool]) -> Iterator[bytes]:
@@ -196,10 +207,13 @@ def _script(
     find = (
         f"chroot {root} sh -c {quoted('cd ' + quoted(directory) + '; command -v -- ' + quoted(command[0]))}"
     )
+    change = ""
+    if user:  # the signal at the death of its parent is set anew: a change of user clears it
+        change = "setpriv --reuid={} --regid={} --clear-groups --pdeathsig KILL ".format(*user.split(":"))
     lines += [
         f"hostname {quoted(hostname)}",
         f"{find} >/dev/null || {{ echo {quoted(error)} >{folder}/start-error; exit 128; }}",
-        f"exec chroot {f'--userspec={user}' if user else ''} {root} "
-        f'sh -c \'cd "$0" && exec "$@"\' {shlex.join([directory, *command])}',
+        f": >{folder}/started",
+        f'exec chroot {root} {change}sh -c \'cd "$0" && exec "$@"\' {shlex.join([directory, *command])}',
     ]
     return "\n".join(lines) + "\n"

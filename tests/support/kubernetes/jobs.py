@@ -49,9 +49,9 @@ class Jobs:
         if has_condition(job, "Complete") or has_condition(job, "Failed"):
             self._clean_up(job)
             return
-        if "deletionTimestamp" in metadata or spec.get("managedBy", "kubernetes.io/job-controller") != (
-            "kubernetes.io/job-controller"
-        ):
+        if "deletionTimestamp" in metadata:
+            for pod in self.store.owned("pods", job):
+                self._untrack(pod)
             return
         pods = self.store.owned("pods", job)
         with self.store.edit(job) as after:

@@ -6,6 +6,7 @@ https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import re
 import shutil
@@ -71,16 +72,20 @@ class Kubelets:
         self.bridge, self.subnet = "", ""
         for number in range(100):
             self.bridge, self.subnet = f"wk8s{number}", f"10.{130 + number}"
-            command = ["ip", "link", "add", self.bridge, "type", "bridge"]
+            _remove_abandoned(self.bridge)
+            owner = os.getpid().to_bytes(4, "big").hex(":")  # by which a bridge that was left is known
+            command = ["ip", "link", "add", self.bridge, "address", f"02:00:{owner}", "type", "bridge"]
             if subprocess.run(command, capture_output=True, check=False).returncode == 0:
                 break
         ip("addr", "add", f"{self.subnet}.0.1/16", "dev", self.bridge)
         ip("link", "set", self.bridge, "up")
 
     def close(self) -> None:
-        for run in self._runs.values():
-            self._tear_down(run)
-        ip("link", "del", self.bridge)
+        try:
+            for run in self._runs.values():
+                self._tear_down(run)
+        finally:
+            _remove(self.bridge)
 
     def sync(self) -> None:
         pods = {one["metadata"]["uid"]: one for one in self.store.list("pods")}
@@ -332,13 +337,15 @@ class Kubelets:
             if is_init_failed:
                 phase = "Failed"
             elif None in codes or policy == "Always" or (policy == "OnFailure" and any(codes)):
-                phase = "Running" if any(one is not None for one in lasts) else "Pending"
+                phase = "Running" if any(one is not None and one.is_started for one in lasts) else "Pending"
             else:
                 phase = "Failed" if any(codes) else "Succeeded"
             if "deletionTimestamp" in pod["metadata"] and phase in ("Running", "Pending"):
                 phase = "Failed"
             status["phase"] = phase
-            is_ready = phase == "Running" and all(one is not None and one.code is None for one in lasts)
+            is_ready = phase == "Running" and all(
+                one is not None and one.code is None and one.is_started for one in lasts
+            )
             why = "" if is_ready else "PodCompleted" if phase == "Succeeded" else "ContainersNotReady"
             set_condition(status, "PodReadyToStartContainers", "True" if phase == "Running" else "False")
             set_condition(
@@ -447,6 +454,20 @@ class Kubelets:
             words = f'container "{container}" in pod "{name}" is waiting to start: {state}'
             raise RefusalError(400, "BadRequest", words)
         return some[-1]
+
+
+def _remove(bridge: str) -> None:
+    for path in Path("/run/netns").glob(f"{bridge}-*"):
+        ip("netns", "del", path.name)
+    ip("link", "del", bridge)
+
+
+def _remove_abandoned(bridge: str) -> None:
+    """Remove the network of a test that was killed."""
+    with contextlib.suppress(OSError):
+        address = Path(f"/sys/class/net/{bridge}/address").read_text().strip()
+        if not Path(f"/proc/{int(address[6:].replace(':', ''), 16)}").exists():
+            _remove(bridge)
 
 
 def hostname(pod: Object) -> str:

@@ -30,6 +30,8 @@ from support.kubernetes.resources import (
 from support.kubernetes.store import Store
 
 USER = "wanma-test"
+_RETURNED = ("pods", "services", "serviceaccounts", "persistentvolumeclaims", "resourcequotas")
+"""Kinds whose deletion is answered by the object, though it is gone."""
 _PATH = re.compile(
     r"/(?:api|apis/(?P<group>[^/]+))/(?P<version>v[^/]+)(?:/namespaces/(?P<namespace>[^/]+)(?=/(?!status)))?"
     r"/(?P<plural>[^/]+)(?:/(?P<name>[^/]+))?(?:/(?P<sub>[^/]+))?"
@@ -271,7 +273,8 @@ class _Handler(BaseHTTPRequestHandler):
                 grace = None if seconds is None else int(seconds)
                 space = one["metadata"].get("namespace", "")
                 last = store.delete(plural, space, one["metadata"]["name"], policy, grace)
-            if name and store.find(plural, namespace, name) is not None:
+            is_left = store.find(plural, namespace, name) is not None
+            if name and (is_left or plural in _RETURNED):
                 self._send(200, last)
             else:
                 self._send(200, {"kind": "Status", "apiVersion": "v1", "status": "Success"})
@@ -355,8 +358,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Upgrade", "").lower() != "websocket":
             raise RefusalError(400, "BadRequest", "Upgrade request required")
         found = self.server.kubelets.instance(pod, self.query.get("container", ""))
-        if found.poll() is not None:
-            words = f'cannot exec in a stopped container: "{found.name}" has terminated'
+        if found.poll() is not None or not found.is_started:
+            words = f'unable to upgrade connection: container not found ("{found.name}")'
             raise RefusalError(500, "InternalError", words)
         serve_exec(self, found.execute(command))
 

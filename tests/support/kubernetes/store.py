@@ -230,6 +230,8 @@ class Store:
             for one in self.list("events", namespace):
                 is_same = one["involvedObject"] == involved and one["reason"] == reason
                 if is_same and one["message"] == message:
+                    if one["lastTimestamp"] == now():
+                        return
                     with self.edit(one) as after:
                         after["count"] += 1
                         after["lastTimestamp"] = now()
