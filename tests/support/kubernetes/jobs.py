@@ -235,8 +235,8 @@ def _rule(job: Object, pod: Object) -> tuple[str, str]:
         for pattern in rule.get("onPodConditions", []):
             for one in pod["status"].get("conditions", []):
                 if (one["type"], one["status"]) == (pattern["type"], pattern.get("status", "True")):
-                    words = f"Pod {name} has condition {one['type']} matching {rule['action']} rule at index {number}"
-                    return rule["action"], words
+                    words = f"Pod {name} has condition {one['type']} matching {rule['action']} rule"
+                    return rule["action"], f"{words} at index {number}"
         codes = rule.get("onExitCodes")
         statuses = [
             *pod["status"].get("containerStatuses", []),

@@ -202,8 +202,8 @@ class Kueue:
             victims = self._victims(queue, one, held)
             for victim in victims:
                 uid = one["metadata"]["labels"].get("kueue.x-k8s.io/job-uid", "UNKNOWN")
-                why = f"Preempted to accommodate a workload (UID: {one['metadata']['uid']}, JobUID: {uid}) due to"
-                why += " prioritization in the ClusterQueue"
+                why = f"Preempted to accommodate a workload (UID: {one['metadata']['uid']}, JobUID: {uid})"
+                why += " due to prioritization in the ClusterQueue"
                 if not has_condition(victim, "Evicted"):
                     self._evict(victim, "Preempted", why)
                     self._set(victim, "Preempted", "True", "InClusterQueue", why)

@@ -45,8 +45,8 @@ class ApiServer(ThreadingHTTPServer):
     block_on_close = False
 
     def __init__(
-        self, address: tuple[str, int], store: Store, kubelets: Kubelets, token: str, denied: set[tuple[str, str]],
-        extensions: tuple[str, ...],
+        self, address: tuple[str, int], store: Store, kubelets: Kubelets, token: str,
+        denied: set[tuple[str, str]], extensions: tuple[str, ...],
     ) -> None:  # fmt: skip
         super().__init__(address, _Handler)
         self.store, self.kubelets, self.token, self.denied = store, kubelets, token, denied

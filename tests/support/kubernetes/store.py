@@ -146,7 +146,7 @@ class Store:
 
     @contextmanager
     def edit(self, found: Object) -> Iterator[Object]:
-        """Give a copy of the newest state of an object, which replaces it after the block, if it is another."""
+        """Give a copy of the newest state of an object, which replaces it after the block."""
         with self.changed:
             plural = next(one.plural for one in RESOURCES.values() if one.kind == found["kind"])
             metadata = found["metadata"]
@@ -268,10 +268,10 @@ class Store:
             metadata = one["metadata"]
             owners = {ref["uid"] for ref in metadata.get("ownerReferences", [])}
             space = self.objects.get(("namespaces", "", namespace), one)
-            is_orphan = owners and (not owners & uids or owners & leaving)
-            if is_orphan or (namespace and "deletionTimestamp" in space["metadata"]):
-                if "deletionTimestamp" not in metadata:
-                    self.delete(plural, namespace, name, "Background" if owners - leaving else "Foreground")
+            is_orphan = bool(owners and (not owners & uids or owners & leaving))
+            is_orphan |= bool(namespace) and "deletionTimestamp" in space["metadata"]
+            if is_orphan and "deletionTimestamp" not in metadata:
+                self.delete(plural, namespace, name, "Background" if owners - leaving else "Foreground")
             is_empty = plural == "namespaces" and not any(key[1] == name for key in self.objects)
             is_last = metadata["uid"] in leaving and not any(
                 ref["uid"] == metadata["uid"]
