@@ -143,10 +143,7 @@ class KubernetesCluster:
     def add_node(self, found: Object) -> None:
         """Add a node, as an autoscaler does."""
         made = self.add("nodes", found)
-        with self.store.edit(made) as after:
-            set_condition(after["status"], "Ready", "True", "KubeletReady", "kubelet is posting ready status")
-            for one in after["status"]["conditions"]:
-                one["lastHeartbeatTime"] = now()
+        self.store.condition(made, "Ready", "True", "KubeletReady", "kubelet is posting ready status")
         self.kubelets.lost.discard(found["metadata"]["name"])
 
     def lose_node(self, name: str, *, is_removed: bool = True) -> None:
@@ -159,13 +156,12 @@ class KubernetesCluster:
         with self.store.changed:
             self.kubelets.lose(name)
             found = self.store.get("nodes", "", name)
-            with self.store.edit(found) as after:
-                words = "Kubelet stopped posting node status."
-                set_condition(after["status"], "Ready", "Unknown", "NodeStatusUnknown", words)
+            words = "Kubelet stopped posting node status."
+            self.store.condition(found, "Ready", "Unknown", "NodeStatusUnknown", words)
             for effect in ("NoSchedule", "NoExecute"):
                 self.taint(name, "node.kubernetes.io/unreachable", effect=effect)
             if is_removed:
-                self.store.delete("nodes", "", name)
+                self.store.delete(found)
 
     def taint(self, name: str, key: str = "maintenance", value: str = "", effect: str = "NoSchedule") -> None:
         """Taint a node; with the effect NoExecute its pods are evicted."""
@@ -306,7 +302,7 @@ class KubernetesCluster:
                     after["status"]["phase"] = "Failed" if name not in nodes else after["status"]["phase"]
             if not is_over or name not in nodes:
                 grace = 0 if name not in nodes else None
-                self.store.delete("pods", metadata["namespace"], metadata["name"], grace=grace)
+                self.store.delete(pod, grace=grace)
 
     def _write_kubeconfig(self) -> None:
         """https://kubernetes.io/docs/concepts/configuration/organize-cluster-access-kubeconfig/ ."""

@@ -93,9 +93,7 @@ class Scheduler:
         ]
 
     def _refuse(self, pod: Object, words: str) -> None:
-        with self.store.edit(pod) as after:
-            changed = set_condition(after["status"], "PodScheduled", "False", "Unschedulable", words)
-        if changed:
+        if self.store.condition(pod, "PodScheduled", "False", "Unschedulable", words):
             self.store.event(pod, "Warning", "FailedScheduling", words, "default-scheduler")
         # https://github.com/kubernetes/autoscaler/blob/master/cluster-autoscaler/FAQ.md
         if self.autoscaler == "TriggeredScaleUp":
