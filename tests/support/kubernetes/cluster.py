@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import shutil
+import subprocess
 import threading
 import time
 import traceback
@@ -31,7 +32,7 @@ from support.kubernetes.store import Store
 
 IMAGE = "wanma:test"
 """Image that can be pulled: this machine, with the interpreter of the test in its PATH."""
-PROGRAMS = ("ip", "unshare", "nsenter", "setpriv", "chroot")
+PROGRAMS = ("ip", "unshare", "nsenter", "setpriv", "chroot", "openssl")
 
 
 def node(
@@ -86,6 +87,13 @@ class KubernetesCluster:
         """Failures of the stand-in itself."""
         self._token, self._port = secrets.token_hex(16), 0
         self._server: ApiServer | None = None
+        self._certificate = folder / "certificate.pem"
+        name = ["-subj", "/CN=stand-in", "-addext", "subjectAltName=IP:127.0.0.1"]
+        key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1"]
+        files = ["-keyout", self._certificate, "-out", folder / "certificate.crt"]
+        subprocess.run(["openssl", "req", "-x509", *key, *name, *files], check=True, capture_output=True)
+        with self._certificate.open("ab") as file:
+            file.write((folder / "certificate.crt").read_bytes())
         self._is_over = threading.Event()
         self._steps: list[Callable[[], None]] = [
             self.store.collect_garbage,
@@ -120,7 +128,7 @@ class KubernetesCluster:
         """Start the API server, on the same port as before."""
         address = ("127.0.0.1", self._port)
         self._server = ApiServer(
-            address, self.store, self.kubelets, self._token, self.denied, self.extensions
+            address, self.store, self.kubelets, self._token, self.denied, self.extensions, self._certificate
         )
         self._port = self._server.server_address[1]
         self._write_kubeconfig()
@@ -306,13 +314,16 @@ class KubernetesCluster:
 
     def _write_kubeconfig(self) -> None:
         """https://kubernetes.io/docs/concepts/configuration/organize-cluster-access-kubeconfig/ ."""
-        server = f"http://127.0.0.1:{self._port}"
+        server = {
+            "server": f"https://127.0.0.1:{self._port}",
+            "certificate-authority": str(self._certificate),
+        }
         context = {"cluster": "stand-in", "user": "wanma-test", "namespace": "default"}
         config = {
             "apiVersion": "v1",
             "kind": "Config",
             "current-context": "stand-in",
-            "clusters": [{"name": "stand-in", "cluster": {"server": server}}],
+            "clusters": [{"name": "stand-in", "cluster": server}],
             "users": [{"name": "wanma-test", "user": {"token": self._token}}],
             "contexts": [{"name": "stand-in", "context": context}],
         }

@@ -90,6 +90,8 @@ class Jobs:
         status, verdict = job["status"], None
         for pod in pods:
             is_over = pod["status"]["phase"] in _OVER
+            if job["spec"]["podReplacementPolicy"] == "TerminatingOrFailed":
+                is_over |= "deletionTimestamp" in pod["metadata"]
             if _FINALIZER not in pod["metadata"].get("finalizers", []) or not is_over:
                 continue
             if pod["status"]["phase"] == "Succeeded":

@@ -9,10 +9,12 @@ import contextlib
 import json
 import re
 import socket
+import ssl
 import threading
 import urllib.parse
 from functools import partialmethod
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 from support.kubernetes.execution import serve_exec
@@ -47,13 +49,16 @@ class ApiServer(ThreadingHTTPServer):
 
     def __init__(
         self, address: tuple[str, int], store: Store, kubelets: Kubelets, token: str,
-        denied: set[tuple[str, str]], extensions: tuple[str, ...],
+        denied: set[tuple[str, str]], extensions: tuple[str, ...], certificate: Path,
     ) -> None:  # fmt: skip
         super().__init__(address, _Handler)
         self.store, self.kubelets, self.token, self.denied = store, kubelets, token, denied
         self.extensions = extensions
         self.open: set[socket.socket] = set()
         self.is_closed = False
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate)
+        self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -133,6 +138,8 @@ class _Handler(BaseHTTPRequestHandler):
             version = {"major": "1", "minor": "34", "gitVersion": "v1.34.0-stand-in"}
             return dict.fromkeys(words, "") | version
         groups = {one.group_version: one for one in self._served()}
+        if path == "/api":
+            return {"kind": "APIVersions", "versions": ["v1"]}
         if path == "/apis":
             listed = []
             for group_version, one in groups.items():
