@@ -17,7 +17,8 @@ def admit(store: Store, plural: str, found: Object) -> None:
         spec = found["spec"]
         account = spec["serviceAccountName"]
         if store.find("serviceaccounts", namespace, account) is None:
-            why = f'error looking up service account {namespace}/{account}: serviceaccount "{account}" not found'
+            why = f"error looking up service account {namespace}/{account}: serviceaccount "
+            why += f'"{account}" not found'
             raise forbidden(plural, name, why)
         if wanted := spec.get("priorityClassName"):
             priority = store.find("priorityclasses", "", wanted)

@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import shutil
+import subprocess
 import threading
 import time
 import traceback
@@ -31,7 +32,7 @@ from support.kubernetes.store import Store
 
 IMAGE = "wanma:test"
 """Image that can be pulled: this machine, with the interpreter of the test in its PATH."""
-PROGRAMS = ("ip", "unshare", "nsenter", "setpriv", "chroot")
+PROGRAMS = ("ip", "unshare", "nsenter", "setpriv", "chroot", "openssl")
 
 
 def node(
@@ -86,6 +87,13 @@ class KubernetesCluster:
         """Failures of the stand-in itself."""
         self._token, self._port = secrets.token_hex(16), 0
         self._server: ApiServer | None = None
+        self._certificate = folder / "certificate.pem"
+        name = ["-subj", "/CN=stand-in", "-addext", "subjectAltName=IP:127.0.0.1"]
+        key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1"]
+        files = ["-keyout", self._certificate, "-out", folder / "certificate.crt"]
+        subprocess.run(["openssl", "req", "-x509", *key, *name, *files], check=True, capture_output=True)
+        with self._certificate.open("ab") as file:
+            file.write((folder / "certificate.crt").read_bytes())
         self._is_over = threading.Event()
         self._steps: list[Callable[[], None]] = [
             self.store.collect_garbage,
@@ -120,7 +128,7 @@ class KubernetesCluster:
         """Start the API server, on the same port as before."""
         address = ("127.0.0.1", self._port)
         self._server = ApiServer(
-            address, self.store, self.kubelets, self._token, self.denied, self.extensions
+            address, self.store, self.kubelets, self._token, self.denied, self.extensions, self._certificate
         )
         self._port = self._server.server_address[1]
         self._write_kubeconfig()
@@ -143,10 +151,7 @@ class KubernetesCluster:
     def add_node(self, found: Object) -> None:
         """Add a node, as an autoscaler does."""
         made = self.add("nodes", found)
-        with self.store.edit(made) as after:
-            set_condition(after["status"], "Ready", "True", "KubeletReady", "kubelet is posting ready status")
-            for one in after["status"]["conditions"]:
-                one["lastHeartbeatTime"] = now()
+        self.store.condition(made, "Ready", "True", "KubeletReady", "kubelet is posting ready status")
         self.kubelets.lost.discard(found["metadata"]["name"])
 
     def lose_node(self, name: str, *, is_removed: bool = True) -> None:
@@ -159,13 +164,12 @@ class KubernetesCluster:
         with self.store.changed:
             self.kubelets.lose(name)
             found = self.store.get("nodes", "", name)
-            with self.store.edit(found) as after:
-                words = "Kubelet stopped posting node status."
-                set_condition(after["status"], "Ready", "Unknown", "NodeStatusUnknown", words)
+            words = "Kubelet stopped posting node status."
+            self.store.condition(found, "Ready", "Unknown", "NodeStatusUnknown", words)
             for effect in ("NoSchedule", "NoExecute"):
                 self.taint(name, "node.kubernetes.io/unreachable", effect=effect)
             if is_removed:
-                self.store.delete("nodes", "", name)
+                self.store.delete(found)
 
     def taint(self, name: str, key: str = "maintenance", value: str = "", effect: str = "NoSchedule") -> None:
         """Taint a node; with the effect NoExecute its pods are evicted."""
@@ -306,17 +310,20 @@ class KubernetesCluster:
                     after["status"]["phase"] = "Failed" if name not in nodes else after["status"]["phase"]
             if not is_over or name not in nodes:
                 grace = 0 if name not in nodes else None
-                self.store.delete("pods", metadata["namespace"], metadata["name"], grace=grace)
+                self.store.delete(pod, grace=grace)
 
     def _write_kubeconfig(self) -> None:
         """https://kubernetes.io/docs/concepts/configuration/organize-cluster-access-kubeconfig/ ."""
-        server = f"http://127.0.0.1:{self._port}"
+        server = {
+            "server": f"https://127.0.0.1:{self._port}",
+            "certificate-authority": str(self._certificate),
+        }
         context = {"cluster": "stand-in", "user": "wanma-test", "namespace": "default"}
         config = {
             "apiVersion": "v1",
             "kind": "Config",
             "current-context": "stand-in",
-            "clusters": [{"name": "stand-in", "cluster": {"server": server}}],
+            "clusters": [{"name": "stand-in", "cluster": server}],
             "users": [{"name": "wanma-test", "user": {"token": self._token}}],
             "contexts": [{"name": "stand-in", "context": context}],
         }

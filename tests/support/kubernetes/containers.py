@@ -21,7 +21,6 @@ from typing import Any
 
 from support.kubernetes.resources import Object, now
 
-
 _KILLED = b"unshare: sigprocmask unblock failed: Invalid argument\n"
 """Last words of util-linux 2.38, which exits with 1 when what it has started is killed by SIGKILL."""
 

@@ -60,7 +60,7 @@ class Jobs:
                 after["spec"]["selector"] = {"matchLabels": label}
             verdict = self._count(after, pods)
             self._suspension(after)
-        job = self.store.get("jobs", metadata["namespace"], metadata["name"])
+        job = self.store.fresh(job)
         pods = [pod for pod in self.store.owned("pods", job) if pod["status"]["phase"] not in _OVER]
         active = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
         status, done = job["status"], _done(job["status"])
@@ -90,6 +90,8 @@ class Jobs:
         status, verdict = job["status"], None
         for pod in pods:
             is_over = pod["status"]["phase"] in _OVER
+            if job["spec"]["podReplacementPolicy"] == "TerminatingOrFailed":
+                is_over |= "deletionTimestamp" in pod["metadata"]
             if _FINALIZER not in pod["metadata"].get("finalizers", []) or not is_over:
                 continue
             if pod["status"]["phase"] == "Succeeded":
@@ -124,7 +126,7 @@ class Jobs:
 
     def _delete(self, job: Object, pods: list[Object]) -> None:
         for pod in pods:
-            self.store.delete("pods", pod["metadata"]["namespace"], pod["metadata"]["name"])
+            self.store.delete(pod)
             self._event(job, "Normal", "SuccessfulDelete", f"Deleted pod: {pod['metadata']['name']}")
 
     def _scale(self, job: Object, pods: list[Object], active: list[Object], done: set[int]) -> None:
@@ -173,8 +175,7 @@ class Jobs:
 
     def _finish(self, job: Object, active: list[Object], kind: str, reason: str, words: str) -> None:
         first = "SuccessCriteriaMet" if kind == "Complete" else "FailureTarget"
-        with self.store.edit(job) as after:
-            set_condition(after["status"], first, "True", reason, words)
+        self.store.condition(job, first, "True", reason, words)
         self._delete(job, active)
         if any(pod["status"]["phase"] not in _OVER for pod in self.store.owned("pods", job)):
             return  # the Job is over when its pods are
@@ -202,7 +203,7 @@ class Jobs:
         ttl = job["spec"].get("ttlSecondsAfterFinished")
         ended = [one for one in job["status"]["conditions"] if one["type"] in ("Complete", "Failed")]
         if ttl is not None and age(ended[0]["lastTransitionTime"]) >= ttl:
-            self.store.delete("jobs", job["metadata"]["namespace"], job["metadata"]["name"], "Background")
+            self.store.delete(job, "Background")
 
     def _event(self, job: Object, kind: str, reason: str, message: str) -> None:
         self.store.event(job, kind, reason, message, "job-controller")
@@ -235,8 +236,8 @@ def _rule(job: Object, pod: Object) -> tuple[str, str]:
         for pattern in rule.get("onPodConditions", []):
             for one in pod["status"].get("conditions", []):
                 if (one["type"], one["status"]) == (pattern["type"], pattern.get("status", "True")):
-                    words = f"Pod {name} has condition {one['type']} matching {rule['action']} rule at index {number}"
-                    return rule["action"], words
+                    words = f"Pod {name} has condition {one['type']} matching {rule['action']} rule"
+                    return rule["action"], f"{words} at index {number}"
         codes = rule.get("onExitCodes")
         statuses = [
             *pod["status"].get("containerStatuses", []),

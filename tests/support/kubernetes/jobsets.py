@@ -58,8 +58,7 @@ class JobSets:
                 ttl = found["spec"].get("ttlSecondsAfterFinished")
                 ended = next(one for one in status["conditions"] if one["type"] == key)
                 if ttl is not None and age(ended["lastTransitionTime"]) >= ttl:
-                    metadata = found["metadata"]
-                    self.store.delete("jobsets", metadata["namespace"], metadata["name"], "Foreground")
+                    self.store.delete(found, "Foreground")
                 return
         attempt = status.get("restarts", 0)
         current = [job for job in jobs if job["metadata"]["labels"][_ATTEMPT] == str(attempt)]
@@ -79,7 +78,7 @@ class JobSets:
     def _delete(self, jobs: list[Object]) -> None:
         for job in jobs:
             if "deletionTimestamp" not in job["metadata"]:
-                self.store.delete("jobs", job["metadata"]["namespace"], job["metadata"]["name"], "Foreground")
+                self.store.delete(job, "Foreground")
 
     def _is_complete(self, found: Object, jobs: list[Object]) -> bool:
         policy = found["spec"]["successPolicy"]

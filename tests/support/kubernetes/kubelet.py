@@ -249,7 +249,7 @@ class Kubelets:
         self._event(pod, "Normal", "Started", f"Started container {name}")
 
     def _environment(self, pod: Object, run: _Run, container: Object) -> dict[str, str]:
-        """https://kubernetes.io/docs/tasks/inject-data-application/define-environment-variable-container/ ."""
+        """https://kubernetes.io/docs/tasks/inject-data-application/ ."""
         path = f"{Path(sys.executable).parent}:{_SYSTEM_PATH}"  # of the image
         made = {"PATH": path, "HOME": "/root", "HOSTNAME": hostname(pod)}
         for one in container.get("envFrom", []):
@@ -277,7 +277,7 @@ class Kubelets:
         name = reference.get("name") or reference.get("secretName")
         found = self.store.find(plural, pod["metadata"]["namespace"], str(name))
         if found is None:
-            words = f'{plural[:-1].replace("map", "Map") if plural == "configmaps" else "secret"} "{name}" not found'
+            words = f'{plural[:-1]} "{name}" not found'
             if not reference.get("optional"):
                 self._event(pod, "Warning", "Failed", f"Error: {words}")
                 raise NotYetError("CreateContainerConfigError", words)
@@ -415,8 +415,9 @@ class Kubelets:
                 if "hostname" in pod["spec"] and pod["spec"].get("subdomain") == name:
                     hosts.append(f"{pod['spec']['hostname']}.{name}")
                 for host in hosts:
-                    full = f"{host}.{namespace}.svc.cluster.local {host}.{namespace}.svc {host}.{namespace} {host}"
-                    names.setdefault(namespace, []).append(f"{run.address} {full}")
+                    endings = (f".{namespace}.svc.cluster.local", f".{namespace}.svc", f".{namespace}", "")
+                    line = " ".join([run.address, *(host + ending for ending in endings)])
+                    names.setdefault(namespace, []).append(line)
         for uid, pod in pods.items():
             run = self._runs.get(uid)
             if run is None or run.is_stopped:

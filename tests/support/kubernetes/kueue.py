@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections import Counter
-from typing import Any
 
 from support.kubernetes.admission import pod_requests
 from support.kubernetes.jobs import owner_reference
@@ -57,7 +56,7 @@ class Kueue:
             return
         if not found["spec"]["active"] and has_condition(found, "QuotaReserved"):
             self._evict(found, "Deactivated", "The workload is deactivated")
-        found = self.store.get("workloads", metadata["namespace"], found["metadata"]["name"])
+        found = self.store.fresh(found)
         if has_condition(found, "Evicted"):
             self._stop(plural, job, found)
         elif has_condition(found, "Admitted") and job["spec"]["suspend"]:
@@ -74,33 +73,21 @@ class Kueue:
 
     def _create(self, plural: str, job: Object) -> None:
         metadata, spec = job["metadata"], job["spec"]
+        pod_sets = [{"name": "main", "count": spec.get("parallelism"), "template": spec.get("template")}]
         if plural == "jobsets":
             pod_sets = [
-                {
-                    "name": one["name"],
-                    "count": one["replicas"] * one["template"]["spec"].get("parallelism", 1),
-                    "template": one["template"]["spec"]["template"],
-                }
+                {"name": one["name"], "template": one["template"]["spec"]["template"]}
+                | {"count": one["replicas"] * one["template"]["spec"].get("parallelism", 1)}
                 for one in spec["replicatedJobs"]
             ]
-        else:
-            pod_sets = [{"name": "main", "count": spec["parallelism"], "template": spec["template"]}]
         hashed = hashlib.sha1(f"{job['kind']}/{metadata['name']}/{metadata['uid']}".encode()).hexdigest()[:5]
         wanted = metadata["labels"].get(_PRIORITY) or pod_sets[0]["template"]["spec"].get("priorityClassName")
         chosen = self.store.find("priorityclasses", "", wanted or "")
         name = f"{job['kind'].lower()}-{metadata['name']}-{hashed}"
-        made: Object = {
-            "metadata": {
-                "name": name,
-                "labels": {"kueue.x-k8s.io/job-uid": metadata["uid"]},
-                "ownerReferences": [owner_reference(job)],
-            },
-            "spec": {
-                "queueName": metadata["labels"][QUEUE],
-                "podSets": copy.deepcopy(pod_sets),
-                "priority": 0,
-            },
-        }
+        labels = {"kueue.x-k8s.io/job-uid": metadata["uid"]}
+        own = {"name": name, "labels": labels, "ownerReferences": [owner_reference(job)]}
+        wants = {"queueName": metadata["labels"][QUEUE], "podSets": copy.deepcopy(pod_sets), "priority": 0}
+        made: Object = {"metadata": own, "spec": wants}
         if chosen is not None:
             reference = {"group": "scheduling.k8s.io", "kind": "PriorityClass", "name": wanted}
             made["spec"] |= {"priority": chosen["value"], "priorityClassRef": reference}
@@ -109,8 +96,7 @@ class Kueue:
         self.store.event(job, "Normal", "CreatedWorkload", words, "kueue-job-controller")
 
     def _set(self, found: Object, kind: str, value: str, reason: str, words: str) -> None:
-        with self.store.edit(found) as after:
-            changed = set_condition(after["status"], kind, value, reason, words)
+        changed = self.store.condition(found, kind, value, reason, words)
         if changed and reason in ("Pending", "Inadmissible"):
             self.store.event(found, "Warning", reason, words, "kueue-admission")
 
@@ -118,16 +104,15 @@ class Kueue:
         """Let a job run on the flavors that it was given."""
         admission = found["status"]["admission"]
         with self.store.edit(job) as after:
-            for template, assigned in zip(
-                _templates(plural, after), admission["podSetAssignments"], strict=True
-            ):
-                for name in dict.fromkeys(assigned.get("flavors", {}).values()):
-                    flavor = self.store.find("resourceflavors", "", name) or {"spec": {}}
-                    spec = template["spec"]
-                    if labels := flavor.get("spec", {}).get("nodeLabels"):
-                        spec["nodeSelector"] = {**spec.get("nodeSelector", {}), **labels}
-                    if tolerations := flavor.get("spec", {}).get("tolerations"):
-                        spec["tolerations"] = [*spec.get("tolerations", []), *tolerations]
+            assignments = admission["podSetAssignments"]
+            for template, assigned in zip(_templates(plural, after), assignments, strict=True):
+                spec = template["spec"]
+                for name in dict.fromkeys(assigned["flavors"].values()):
+                    flavor = self.store.get("resourceflavors", "", name)["spec"]
+                    if "nodeLabels" in flavor:
+                        spec["nodeSelector"] = spec.get("nodeSelector", {}) | flavor["nodeLabels"]
+                    if "tolerations" in flavor:
+                        spec["tolerations"] = spec.get("tolerations", []) + flavor["tolerations"]
             after["spec"]["suspend"] = False
         words = f"Admitted by clusterQueue {admission['clusterQueue']}"
         self.store.event(job, "Normal", "Started", words, "kueue-job-controller")
@@ -154,39 +139,31 @@ class Kueue:
         with self.store.edit(found) as after:
             after["status"].pop("admission", None)
             set_condition(after["status"], "QuotaReserved", "False", "Pending", evicted["message"])
-            set_condition(
-                after["status"], "Admitted", "False", "NoReservation", "The workload has no reservation"
-            )
+            words = "The workload has no reservation"
+            set_condition(after["status"], "Admitted", "False", "NoReservation", words)
             if after["spec"]["active"]:
                 reason, words = "QuotaReserved", "Previously: " + evicted["message"]
                 set_condition(after["status"], "Evicted", "False", reason, words)
                 set_condition(after["status"], "Requeued", "True", evicted["reason"], evicted["message"])
 
     def _evict(self, found: Object, reason: str, words: str) -> None:
-        with self.store.edit(found) as after:
-            set_condition(after["status"], "Evicted", "True", reason, words)
+        self.store.condition(found, "Evicted", "True", reason, words)
         self.store.event(found, "Normal", f"EvictedDueTo{reason}", words, "kueue-admission")
+
+    def _unfinished(self) -> list[Object]:
+        return [one for one in self.store.list("workloads") if not has_condition(one, "Finished")]
+
+    def _cluster_queue(self, found: Object) -> str:
+        local = self.store.find("localqueues", found["metadata"]["namespace"], found["spec"]["queueName"])
+        return local["spec"]["clusterQueue"] if local else ""
 
     def _admit(self, queue: Object) -> None:
         name = queue["metadata"]["name"]
-        locals_ = {
-            (one["metadata"]["namespace"], one["metadata"]["name"])
-            for one in self.store.list("localqueues")
-            if one["spec"]["clusterQueue"] == name
-        }
         mine = [
-            one
-            for one in self.store.list("workloads")
-            if (one["metadata"]["namespace"], one["spec"].get("queueName")) in locals_
+            one for one in self._unfinished() if self._cluster_queue(one) == name and one["spec"]["active"]
         ]
-        held = [
-            one for one in mine if has_condition(one, "QuotaReserved") and not has_condition(one, "Finished")
-        ]
-        pending = [
-            one
-            for one in mine
-            if one["spec"]["active"] and one not in held and not has_condition(one, "Finished")
-        ]
+        held = [one for one in mine if has_condition(one, "QuotaReserved")]
+        pending = [one for one in mine if one not in held]
         pending.sort(key=lambda one: (-one["spec"].get("priority", 0), one["metadata"]["creationTimestamp"]))
         for one in pending:
             if queue["spec"]["stopPolicy"] != "None":
@@ -195,15 +172,13 @@ class Kueue:
             assignments, words = self._assign(queue, one, _usage(held))
             if not words:
                 self._reserve(name, one, assignments)
-                held.append(
-                    self.store.get("workloads", one["metadata"]["namespace"], one["metadata"]["name"])
-                )
+                held.append(self.store.fresh(one))
                 continue
             victims = self._victims(queue, one, held)
             for victim in victims:
                 uid = one["metadata"]["labels"].get("kueue.x-k8s.io/job-uid", "UNKNOWN")
-                why = f"Preempted to accommodate a workload (UID: {one['metadata']['uid']}, JobUID: {uid}) due to"
-                why += " prioritization in the ClusterQueue"
+                why = f"Preempted to accommodate a workload (UID: {one['metadata']['uid']}, JobUID: {uid})"
+                why += " due to prioritization in the ClusterQueue"
                 if not has_condition(victim, "Evicted"):
                     self._evict(victim, "Preempted", why)
                     self._set(victim, "Preempted", "True", "InClusterQueue", why)
@@ -219,16 +194,13 @@ class Kueue:
         """Return an assignment of flavors for each pod set, or why there is none."""
         assignments, used, mine = [], Counter(used), Counter[tuple[str, str]]()
         for pod_set in found["spec"]["podSets"]:
-            asked = {
-                name: value * pod_set["count"] for name, value in pod_requests(pod_set["template"]).items()
-            }
+            count, requests = pod_set["count"], pod_requests(pod_set["template"])
+            asked = {name: value * count for name, value in requests.items()}
             flavors: dict[str, str] = {}
             groups = queue["spec"].get("resourceGroups", [])
             covered = {name for group in groups for name in group["coveredResources"]}
-            failures = [
-                f"resource {name} unavailable in ClusterQueue" for name in asked if name not in covered
-            ]
-            asked |= {"pods": float(pod_set["count"])} if "pods" in covered else {}
+            failures = [f"resource {name} unavailable in ClusterQueue" for name in asked.keys() - covered]
+            asked |= {"pods": float(count)} if "pods" in covered else {}
             for group in groups if not failures else []:
                 names, tried = [name for name in asked if name in group["coveredResources"]], []
                 for flavor in group["flavors"]:
@@ -247,8 +219,8 @@ class Kueue:
                 used[flavor_name, name] += asked[name]  # type: ignore[assignment]
                 mine[flavor_name, name] += asked[name]  # type: ignore[assignment]
             usage = {name: f"{value:g}" for name, value in asked.items() if name in flavors}
-            count = {"name": pod_set["name"], "count": pod_set["count"]}
-            assignments.append({**count, "flavors": flavors, "resourceUsage": usage})
+            assigned = {"name": pod_set["name"], "count": count, "flavors": flavors, "resourceUsage": usage}
+            assignments.append(assigned)
         return assignments, ""
 
     def _reserve(self, queue: str, found: Object, assignments: list[Object]) -> None:
@@ -268,9 +240,7 @@ class Kueue:
             return []
         mine = found["spec"].get("priority", 0)
         lower = [one for one in held if one["spec"].get("priority", 0) < mine]
-        lower.sort(
-            key=lambda one: (one["spec"]["priority"], one["metadata"]["creationTimestamp"]), reverse=False
-        )
+        lower.sort(key=lambda one: (one["spec"]["priority"], one["metadata"]["creationTimestamp"]))
         victims: list[Object] = []
         for one in lower:
             victims.append(one)
@@ -280,38 +250,27 @@ class Kueue:
         return []
 
     def _report(self) -> None:
-        workloads = self.store.list("workloads")
-        owner = {
-            (one["metadata"]["namespace"], one["metadata"]["name"]): one["spec"]["clusterQueue"]
-            for one in self.store.list("localqueues")
-        }
         for plural in ("clusterqueues", "localqueues"):
             for queue in self.store.list(plural):
-                metadata, name = queue["metadata"], queue["metadata"]["name"]
+                _, namespace, name = self.store.key(queue)
                 some = [
                     one
-                    for one in workloads
-                    if not has_condition(one, "Finished")
-                    and (
-                        owner.get((one["metadata"]["namespace"], one["spec"]["queueName"])) == name
-                        if plural == "clusterqueues"
-                        else (one["metadata"]["namespace"], one["spec"]["queueName"])
-                        == (metadata["namespace"], name)
-                    )
+                    for one in self._unfinished()
+                    if (not namespace and self._cluster_queue(one) == name)
+                    or (one["metadata"]["namespace"], one["spec"]["queueName"]) == (namespace, name)
                 ]
                 reserving = [one for one in some if has_condition(one, "QuotaReserved")]
-                admitted = sum(has_condition(one, "Admitted") for one in some)
+                used: dict[str, list[Object]] = {}
+                for (flavor, resource), value in sorted(_usage(reserving).items()):
+                    used.setdefault(flavor, []).append({"name": resource, "total": f"{value:g}"})
+                listed = [{"name": flavor, "resources": values} for flavor, values in used.items()]
                 with self.store.edit(queue) as after:
                     status = after.setdefault("status", {})
-                    status |= {"pendingWorkloads": len(some) - len(reserving)}
-                    status |= {"reservingWorkloads": len(reserving), "admittedWorkloads": admitted}
-                    used: dict[str, list[Any]] = {}
-                    for (flavor, resource), value in sorted(_usage(reserving).items()):
-                        used.setdefault(flavor, []).append({"name": resource, "total": f"{value:g}"})
-                    listed = [{"name": flavor, "resources": values} for flavor, values in used.items()]
+                    status["pendingWorkloads"] = len(some) - len(reserving)
+                    status["reservingWorkloads"] = len(reserving)
+                    status["admittedWorkloads"] = sum(has_condition(one, "Admitted") for one in some)
                     status |= {"flavorsReservation": listed, "flavorsUsage": listed}
-                    words = "Can admit new workloads"
-                    set_condition(status, "Active", "True", "Ready", words)
+                    set_condition(status, "Active", "True", "Ready", "Can admit new workloads")
 
 
 def _lack(

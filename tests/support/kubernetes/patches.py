@@ -1,4 +1,4 @@
-"""Patches: merge (RFC 7386), JSON (RFC 6902) and strategic merge.
+"""Patches: merge (RFC 7386) and strategic merge; JSON patches (RFC 6902) are refused.
 
 https://kubernetes.io/docs/tasks/manage-kubernetes-objects/update-api-object-kubectl-patch/
 """
@@ -18,7 +18,6 @@ _KEYS = {
     "volumes": "name",
     "volumeMounts": "mountPath",
     "ownerReferences": "uid",
-    "tolerations": None,
 }
 """Key by which a strategic patch merges a list; other lists are replaced."""
 
@@ -26,10 +25,6 @@ _KEYS = {
 def patched(before: Object, patch: Any, kind: str) -> Object:
     """Return an object with a patch applied."""
     after = copy.deepcopy(before)
-    if kind == "application/json-patch+json":
-        for step in patch:
-            _step(after, step)
-        return after
     is_strategic = kind == "application/strategic-merge-patch+json"
     if kind not in ("application/merge-patch+json", "application/apply-patch+yaml") and not is_strategic:
         raise RefusalError(
@@ -49,7 +44,7 @@ def _merged(before: Any, patch: Any, is_strategic: bool) -> Any:
         elif is_strategic and isinstance(value, list) and key == "finalizers":
             after[key] = list(dict.fromkeys([*after.get(key, []), *value]))
         elif is_strategic and isinstance(value, list) and _KEYS.get(key):
-            after[key] = _merged_list(after.get(key, []), value, str(_KEYS[key]))
+            after[key] = _merged_list(after.get(key, []), value, _KEYS[key])
         else:
             after[key] = _merged(after.get(key), value, is_strategic)
     return after
@@ -63,26 +58,3 @@ def _merged_list(before: list[Object], patch: list[Object], name: str) -> list[O
         else:
             after[one[name]] = _merged(after.get(one[name], {}), one, True)
     return list(after.values())
-
-
-def _step(found: Any, step: Object) -> None:
-    *path, last = [part.replace("~1", "/").replace("~0", "~") for part in step["path"].split("/")[1:]]
-    try:
-        for part in path:
-            found = found[int(part)] if isinstance(found, list) else found[part]
-        if isinstance(found, list):
-            place = len(found) if last == "-" else int(last)
-            if step["op"] == "add":
-                found.insert(place, step["value"])
-                return
-            last = place  # type: ignore[assignment]
-        if step["op"] == "remove":
-            del found[last]
-        elif step["op"] == "test":
-            if found[last] != step["value"]:
-                raise KeyError(last)
-        else:
-            found[last] = step["value"]
-    except (KeyError, IndexError, ValueError):
-        words = f"the server rejected our request due to an error in our request: {step['path']}"
-        raise RefusalError(422, "Invalid", words) from None

@@ -51,7 +51,8 @@ class Scheduler:
                 with self.store.edit(pod) as after:
                     after["spec"]["nodeName"] = name
                     set_condition(after["status"], "PodScheduled", "True")
-                words = f"Successfully assigned {pod['metadata']['namespace']}/{pod['metadata']['name']} to {name}"
+                space = pod["metadata"]["namespace"]
+                words = f"Successfully assigned {space}/{pod['metadata']['name']} to {name}"
                 self.store.event(pod, "Normal", "Scheduled", words, "default-scheduler")
                 return
         # kubernetes/kubernetes pkg/scheduler/framework/types.go, FitError: reasons sorted by their text
@@ -92,9 +93,7 @@ class Scheduler:
         ]
 
     def _refuse(self, pod: Object, words: str) -> None:
-        with self.store.edit(pod) as after:
-            changed = set_condition(after["status"], "PodScheduled", "False", "Unschedulable", words)
-        if changed:
+        if self.store.condition(pod, "PodScheduled", "False", "Unschedulable", words):
             self.store.event(pod, "Warning", "FailedScheduling", words, "default-scheduler")
         # https://github.com/kubernetes/autoscaler/blob/master/cluster-autoscaler/FAQ.md
         if self.autoscaler == "TriggeredScaleUp":

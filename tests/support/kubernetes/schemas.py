@@ -1,4 +1,4 @@
-"""What the API server refuses: objects that their schema, its CEL rules or the rules in words do not allow."""
+"""Refusal of objects that their schema, its CEL rules or the rules in words do not allow."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def _pod_spec(spec: Object, path: str) -> Iterator[str]:
                 yield f'{where}.resources: Invalid value: "{value}": quantities must match the expression'
                 continue
             if key in limits and quantity(requests.get(key, 0)) > quantity(limits[key]):
-                yield f"{where}.resources.requests: must be less than or equal to {key} limit of {limits[key]}"
+                yield f"{where}.resources.requests: must be at most {key} limit of {limits[key]}"
             if "/" in key and (
                 number != int(number) or limits.get(key) != requests.get(key, limits.get(key))
             ):
@@ -253,7 +253,7 @@ def _job(found: Object, before: Object | None) -> Iterator[str]:
         if "completions" not in spec:
             yield "spec.completions: Required value: when completion mode is Indexed"
         elif len(f"{name}-{spec['completions'] - 1}") > 63:
-            yield f'metadata.name: Invalid value: "{name}": will not able to create pod with invalid DNS label'
+            yield f'metadata.name: Invalid value: "{name}": pods would have an invalid DNS label'
     if len(name) > 63:
         yield f'metadata.name: Invalid value: "{name}": must be no more than 63 characters'
     for key in ("completionMode", "podFailurePolicy", "backoffLimitPerIndex", "selector", "template"):

@@ -9,9 +9,12 @@ import contextlib
 import json
 import re
 import socket
+import ssl
 import threading
 import urllib.parse
+from functools import partialmethod
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 from support.kubernetes.execution import serve_exec
@@ -22,10 +25,10 @@ from support.kubernetes.resources import (
     RESOURCES,
     Object,
     RefusalError,
+    Resource,
     matches,
     not_found,
     qualified,
-    set_condition,
 )
 from support.kubernetes.store import Store
 
@@ -45,14 +48,17 @@ class ApiServer(ThreadingHTTPServer):
     block_on_close = False
 
     def __init__(
-        self, address: tuple[str, int], store: Store, kubelets: Kubelets, token: str, denied: set[tuple[str, str]],
-        extensions: tuple[str, ...],
+        self, address: tuple[str, int], store: Store, kubelets: Kubelets, token: str,
+        denied: set[tuple[str, str]], extensions: tuple[str, ...], certificate: Path,
     ) -> None:  # fmt: skip
         super().__init__(address, _Handler)
         self.store, self.kubelets, self.token, self.denied = store, kubelets, token, denied
         self.extensions = extensions
         self.open: set[socket.socket] = set()
         self.is_closed = False
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate)
+        self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -66,6 +72,9 @@ class ApiServer(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not self.is_closed:
             super().handle_error(request, client_address)
+
+    def is_allowed(self, verb: str, resource: str) -> bool:
+        return not {(verb, resource), ("*", resource), (verb, "*")} & self.denied
 
     def close(self) -> None:
         self.is_closed = True
@@ -82,21 +91,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         pass
-
-    def do_GET(self) -> None:
-        self._answer("get")
-
-    def do_POST(self) -> None:
-        self._answer("create")
-
-    def do_PUT(self) -> None:
-        self._answer("update")
-
-    def do_PATCH(self) -> None:
-        self._answer("patch")
-
-    def do_DELETE(self) -> None:
-        self._answer("delete")
 
     def _answer(self, verb: str) -> None:
         url = urllib.parse.urlparse(self.path)
@@ -119,6 +113,12 @@ class _Handler(BaseHTTPRequestHandler):
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
 
+    do_GET = partialmethod(_answer, "get")  # noqa: N815
+    do_POST = partialmethod(_answer, "create")  # noqa: N815
+    do_PUT = partialmethod(_answer, "update")  # noqa: N815
+    do_PATCH = partialmethod(_answer, "patch")  # noqa: N815
+    do_DELETE = partialmethod(_answer, "delete")  # noqa: N815
+
     def _send(self, code: int, answer: Object) -> None:
         text = json.dumps(answer).encode()
         self.send_response(code)
@@ -127,7 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(text)
 
-    def _served(self) -> list[Any]:
+    def _served(self) -> list[Resource]:
         missing = set(EXTENSIONS) - set(self.server.extensions)
         return [one for one in RESOURCES.values() if one.group not in missing]
 
@@ -137,36 +137,31 @@ class _Handler(BaseHTTPRequestHandler):
             words = ("buildDate", "compiler", "gitCommit", "gitTreeState", "goVersion", "platform")
             version = {"major": "1", "minor": "34", "gitVersion": "v1.34.0-stand-in"}
             return dict.fromkeys(words, "") | version
-        if path in ("/healthz", "/readyz", "/livez"):
-            return {}
+        groups = {one.group_version: one for one in self._served()}
         if path == "/api":
             return {"kind": "APIVersions", "versions": ["v1"]}
-        groups = {one.group: one.version for one in self._served() if one.group}
         if path == "/apis":
             listed = []
-            for group, version in groups.items():
-                both = {"groupVersion": f"{group}/{version}", "version": version}
-                listed.append({"name": group, "versions": [both], "preferredVersion": both})
-            return {"kind": "APIGroupList", "apiVersion": "v1", "groups": listed}
-        for one in self._served():
-            if path == (f"/apis/{one.group_version}" if one.group else "/api/v1"):
-                return {
-                    "kind": "APIResourceList",
-                    "apiVersion": "v1",
-                    "groupVersion": one.group_version,
-                    "resources": [
-                        {
-                            "name": other.plural,
-                            "singularName": other.kind.lower(),
-                            "namespaced": other.is_namespaced,
-                            "kind": other.kind,
-                            "verbs": ["create", "delete", "get", "list", "watch", "patch", "update"],
-                        }
-                        for other in self._served()
-                        if other.group_version == one.group_version
-                    ],
-                }
-        return None
+            for group_version, one in groups.items():
+                both = {"groupVersion": group_version, "version": one.version}
+                listed.append({"name": one.group, "versions": [both], "preferredVersion": both})
+            return {
+                "kind": "APIGroupList",
+                "apiVersion": "v1",
+                "groups": [one for one in listed if one["name"]],
+            }
+        group_version = path.removeprefix("/apis/").removeprefix("/api/")
+        if group_version not in groups:
+            return None
+        verbs = ["create", "delete", "get", "list", "watch", "patch", "update"]
+        resources = [
+            {"name": one.plural, "singularName": one.kind.lower(), "namespaced": one.is_namespaced}
+            | {"kind": one.kind, "verbs": verbs}
+            for one in self._served()
+            if one.group_version == group_version
+        ]
+        kind = {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": group_version}
+        return kind | {"resources": resources}
 
     def _resource(self, verb: str, path: str, sent: Object) -> None:
         match = _PATH.fullmatch(path)
@@ -205,7 +200,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _authorize(self, verb: str, plural: str, namespace: str, name: str, sub: str) -> None:
         """Refuse what the test denies: https://kubernetes.io/docs/reference/access-authn-authz/rbac/ ."""
         resource = f"{plural}/{sub}" if sub else plural
-        if not {(verb, resource), ("*", resource), (verb, "*")} & self.server.denied:
+        if self.server.is_allowed(verb, resource):
             return
         group = RESOURCES[plural].group
         what = f'"{name}" is forbidden' if name else "is forbidden"
@@ -230,8 +225,7 @@ class _Handler(BaseHTTPRequestHandler):
             resource = asked.get("resource", "") + (
                 f"/{asked['subresource']}" if asked.get("subresource") else ""
             )
-            wanted = {(asked.get("verb"), resource), ("*", resource), (asked.get("verb"), "*")}
-            sent["status"] = {"allowed": not wanted & self.server.denied}
+            sent["status"] = {"allowed": self.server.is_allowed(asked.get("verb", ""), resource)}
             self._send(201, sent)
             return
         made = self.server.store.create(plural, sent, namespace, dry_run="dryRun" in self.query)
@@ -271,8 +265,7 @@ class _Handler(BaseHTTPRequestHandler):
                     words = f"Precondition failed: UID in precondition: {wanted}"
                     raise RefusalError(409, "Conflict", words)
                 grace = None if seconds is None else int(seconds)
-                space = one["metadata"].get("namespace", "")
-                last = store.delete(plural, space, one["metadata"]["name"], policy, grace)
+                last = store.delete(one, policy, grace)
             is_left = store.find(plural, namespace, name) is not None
             if name and (is_left or plural in _RETURNED):
                 self._send(200, last)
@@ -366,8 +359,5 @@ class _Handler(BaseHTTPRequestHandler):
 
 def evict(store: Store, pod: Object) -> None:
     """Evict a pod as the Eviction API does."""
-    with store.edit(pod) as after:
-        set_condition(
-            after["status"], "DisruptionTarget", "True", "EvictionByEvictionAPI", "Eviction API: evicting"
-        )
-    store.delete("pods", pod["metadata"]["namespace"], pod["metadata"]["name"])
+    store.condition(pod, "DisruptionTarget", "True", "EvictionByEvictionAPI", "Eviction API: evicting")
+    store.delete(pod)

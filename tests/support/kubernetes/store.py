@@ -20,6 +20,7 @@ from support.kubernetes.resources import (
     not_found,
     now,
     qualified,
+    set_condition,
 )
 from support.kubernetes.schemas import apply_defaults, check
 
@@ -50,6 +51,16 @@ class Store:
         if found is None:
             raise not_found(plural, name)
         return found
+
+    def fresh(self, found: Object) -> Object:
+        """Return the newest state of an object."""
+        return self.objects[self.key(found)]
+
+    @staticmethod
+    def key(found: Object) -> Key:
+        metadata = found["metadata"]
+        plural = next(one.plural for one in RESOURCES.values() if one.kind == found["kind"])
+        return plural, metadata.get("namespace", ""), metadata["name"]
 
     def find(self, plural: str, namespace: str, name: str) -> Object | None:
         return self.objects.get((plural, namespace if RESOURCES[plural].is_namespaced else "", name))
@@ -88,8 +99,7 @@ class Store:
                 self._check_namespace(plural, metadata, namespace)
             check(plural, found)
             apply_defaults(plural, found)
-            key = (plural, metadata.get("namespace", ""), metadata["name"])
-            if key in self.objects:
+            if (key := self.key(found)) in self.objects:
                 words = f'{qualified(resource)} "{metadata["name"]}" already exists'
                 details = {"name": metadata["name"], "group": resource.group, "kind": plural}
                 raise RefusalError(409, "AlreadyExists", words, details)
@@ -141,21 +151,23 @@ class Store:
                 words = "spec: Forbidden: pod updates may not change fields other than its image"
                 raise RefusalError(422, "Invalid", f'Pod "{metadata["name"]}" is invalid: {words}')
             if not dry_run and after != before:
-                self._put((plural, metadata.get("namespace", ""), metadata["name"]), "MODIFIED", after)
-            return self.find(plural, metadata.get("namespace", ""), metadata["name"]) or after
+                self._put(self.key(after), "MODIFIED", after)
+            return self.objects.get(self.key(after), after)
 
     @contextmanager
     def edit(self, found: Object) -> Iterator[Object]:
-        """Give a copy of the newest state of an object, which replaces it after the block, if it is another."""
+        """Give a copy of the newest state of an object, which replaces it after the block."""
         with self.changed:
-            plural = next(one.plural for one in RESOURCES.values() if one.kind == found["kind"])
-            metadata = found["metadata"]
-            key = (plural, metadata.get("namespace", ""), metadata["name"])
-            before = self.objects.get(key)
+            before = self.objects.get(key := self.key(found))
             after = copy.deepcopy(before if before is not None else found)
             yield after
             if before is not None and after != before:
                 self._put(key, "MODIFIED", after)
+
+    def condition(self, found: Object, kind: str, value: str, reason: str, message: str) -> bool:
+        """Set a condition of an object; returns True if it is another than before."""
+        with self.edit(found) as after:
+            return set_condition(after["status"], kind, value, reason, message)
 
     def _put(self, key: Key, kind: str, found: Object) -> None:
         before, metadata = self.objects.get(key), found["metadata"]
@@ -172,16 +184,14 @@ class Store:
         self.history.append((self.version, kind, key[0], found, before))
         self.changed.notify_all()
 
-    def delete(
-        self, plural: str, namespace: str, name: str, policy: str = "", grace: int | None = None
-    ) -> Object:
+    def delete(self, found: Object, policy: str = "", grace: int | None = None) -> Object:
         """Delete an object, or mark it, where finalizers or its grace keep it.
 
         https://kubernetes.io/docs/concepts/architecture/garbage-collection/ ; without a policy a Job of
         batch/v1 orphans its pods: kubernetes/kubernetes pkg/registry/batch/job/strategy.go .
         """
         with self.changed:
-            found = self.get(plural, namespace, name)
+            plural = self.key(found)[0]
             policy = policy or ("Orphan" if plural == "jobs" else "Background")
             if policy == "Orphan":
                 self._orphan(found)
@@ -217,44 +227,26 @@ class Store:
 
         https://kubernetes.io/docs/reference/kubernetes-api/cluster-resources/event-v1/
         """
-        metadata = about["metadata"]
+        metadata, stamp = about["metadata"], now()
         namespace = metadata.get("namespace", "default")
-        involved = {
-            "apiVersion": about["apiVersion"],
-            "kind": about["kind"],
-            "name": metadata["name"],
-            "namespace": namespace,
-            "uid": metadata["uid"],
-        }
+        involved = {"apiVersion": about["apiVersion"], "kind": about["kind"], "name": metadata["name"]}
+        involved |= {"namespace": namespace, "uid": metadata["uid"]}
+        what = {"involvedObject": involved, "type": kind, "reason": reason, "message": message}
         with self.changed:
-            for one in self.list("events", namespace):
-                is_same = one["involvedObject"] == involved and one["reason"] == reason
-                if is_same and one["message"] == message:
-                    if one["lastTimestamp"] == now():
-                        return
-                    with self.edit(one) as after:
-                        after["count"] += 1
-                        after["lastTimestamp"] = now()
+            for one in self.list("events", namespace, fields=f"involvedObject.uid={metadata['uid']}"):
+                if what.items() <= one.items():
+                    if one["lastTimestamp"] != stamp:
+                        with self.edit(one) as after:
+                            after |= {"count": after["count"] + 1, "lastTimestamp": stamp}
                     return
             if self.find("namespaces", "", namespace) is None:
                 return
-            key = f"{metadata['name']}.{next(self._counter):016x}"
-            made = {
-                "metadata": {"name": key, "namespace": namespace, "creationTimestamp": now()},
-                "apiVersion": "v1",
-                "kind": "Event",
-                "involvedObject": involved,
-                "type": kind,
-                "reason": reason,
-                "message": message,
-                "source": {"component": source},
-                "reportingComponent": source,
-                "firstTimestamp": now(),
-                "lastTimestamp": now(),
-                "count": 1,
-            }
-            made["metadata"]["uid"] = str(uuid.uuid4())  # type: ignore[index]
-            self._put(("events", namespace, key), "ADDED", made)
+            name = f"{metadata['name']}.{next(self._counter):016x}"
+            own = {"name": name, "namespace": namespace, "creationTimestamp": stamp, "uid": str(uuid.uuid4())}
+            made = {"apiVersion": "v1", "kind": "Event", "metadata": own, **what, "count": 1}
+            made |= {"source": {"component": source}, "reportingComponent": source}
+            made |= {"firstTimestamp": stamp, "lastTimestamp": stamp}
+            self._put(("events", namespace, name), "ADDED", made)
 
     def collect_garbage(self) -> None:
         """Delete what has no owner left, finish deletions in the foreground and empty namespaces."""
@@ -268,10 +260,10 @@ class Store:
             metadata = one["metadata"]
             owners = {ref["uid"] for ref in metadata.get("ownerReferences", [])}
             space = self.objects.get(("namespaces", "", namespace), one)
-            is_orphan = owners and (not owners & uids or owners & leaving)
-            if is_orphan or (namespace and "deletionTimestamp" in space["metadata"]):
-                if "deletionTimestamp" not in metadata:
-                    self.delete(plural, namespace, name, "Background" if owners - leaving else "Foreground")
+            is_orphan = bool(owners and (not owners & uids or owners & leaving))
+            is_orphan |= bool(namespace) and "deletionTimestamp" in space["metadata"]
+            if is_orphan and "deletionTimestamp" not in metadata:
+                self.delete(one, "Background" if owners - leaving else "Foreground")
             is_empty = plural == "namespaces" and not any(key[1] == name for key in self.objects)
             is_last = metadata["uid"] in leaving and not any(
                 ref["uid"] == metadata["uid"]
