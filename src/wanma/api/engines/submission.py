@@ -63,7 +63,7 @@ def submit_job(
         refuse_active_run(run)
         prepared, nodes = _prepare(job, engine)
         files = _submission_files(job, run, nodes)
-        code, notes = snapshot_code(run, job.cluster) if names_user_code(job) else (None, ())
+        code, notes = snapshot_code(run, job.cluster) if needs_code(job) else (None, ())
         interpreter = make_environment(run, job.cluster)
     except WanmaError as error:
         error.exit_code = EXIT_USAGE  # nothing was started
@@ -88,8 +88,11 @@ def _submission_files(job: Job, run: RunDirectory, nodes: EngineCluster | None) 
     return {JOB_FILE: job_to_toml(placed), CLUSTER_FILE: export_cluster(nodes.cluster)}
 
 
-def names_user_code(job: Job) -> bool:
-    """Return True if a key of the job names a Python object, which may be in the working directory."""
+def needs_code(job: Job) -> bool:
+    """Return True if the run needs the working directory: a key names a Python object, which may be there.
+
+    Pods do not see it, so they always need it: relative paths of data begin there.
+    """
     named = (
         job.model.factory,
         job.model.loss,
@@ -99,7 +102,7 @@ def names_user_code(job: Job) -> bool:
         job.train.metrics,
         job.observe.callbacks,
     )
-    return any(named)
+    return job.cluster.engine == "kubernetes" or any(named)
 
 
 def dry_submission(job: Job, run_directory: Path | None = None) -> RenderableType:

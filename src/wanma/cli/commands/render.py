@@ -38,9 +38,9 @@ def run(arguments: argparse.Namespace) -> int:
     options = {"cluster.engine": arguments.engine, "cluster.nodes": arguments.nodes}
     job = load_job(arguments.job, [*arguments.overrides, *override_texts(options)])
     if arguments.rbac:
-        from wanma.engines.kubernetes.manifests import render_rbac, to_yaml
+        from wanma.engines.kubernetes.manifests import read_rbac
 
-        print(to_yaml(render_rbac(job.cluster.kubernetes)), end="")
+        print(read_rbac(), end="")
         return 0
     print(render_job(job, arguments.run_dir), end="")
     return 0

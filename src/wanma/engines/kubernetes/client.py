@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,30 +21,24 @@ CONNECT_SECONDS, READ_SECONDS = 5.0, 30.0
 RETRY_SECONDS = 0.5
 CHANGE_SECONDS = 60.0
 """Deadline of a change, in seconds: an API server that restarts is waited for."""
-CORE = ("Pod", "Service", "Secret", "Event", "PersistentVolumeClaim", "ResourceQuota", "Node", "LimitRange")
-GROUPS = {
+KINDS: dict[str, str | tuple[str, str, str]] = {
+    "Pod": "pod",
+    "Service": "service",
+    "Secret": "secret",
+    "Event": "event",
+    "Node": "node",
+    "PersistentVolumeClaim": "persistent_volume_claim",
+    "ResourceQuota": "resource_quota",
     "Job": ("batch", "v1", "jobs"),
     "JobSet": ("jobset.x-k8s.io", "v1alpha2", "jobsets"),
     "Workload": ("kueue.x-k8s.io", "v1beta2", "workloads"),
     "LocalQueue": ("kueue.x-k8s.io", "v1beta2", "localqueues"),
 }
-"""API group, version and plural of each kind outside the core."""
-CORE_NAMES = {
-    "PersistentVolumeClaim": "persistent_volume_claim",
-    "ResourceQuota": "resource_quota",
-    "LimitRange": "limit_range",
-}
+"""Name of each core kind in the client's methods; of others API group, version and plural."""
 
 
 class KubernetesError(WanmaError):
-    """Failure of a question to the API server.
-
-    Args:
-        message: the cause.
-        hint: the way out.
-        status: HTTP status; 0: there was no answer.
-        exit_code: exit code of the process.
-    """
+    """Failure of a question to the API server, with its HTTP status; 0: there was no answer."""
 
     def __init__(self, message: str, hint: str = "", status: int = 0, exit_code: int = EXIT_FAILED) -> None:
         super().__init__(message, hint, exit_code)
@@ -64,26 +58,10 @@ class KubernetesClient:
 
     def __init__(self, context: str | None = None, namespace: str | None = None) -> None:
         try:
-            from kubernetes import client, config
+            from kubernetes import client
         except ImportError:
             raise missing_extra_error("kubernetes", "kubernetes", "the engine 'kubernetes'") from None
-        try:
-            if context is None and _is_in_pod():
-                config.load_incluster_config(settings := client.Configuration())
-                api, default = client.ApiClient(settings), _POD_NAMESPACE.read_text().strip()
-            else:
-                api = config.new_client_from_config(context=context)
-                contexts, current = config.list_kube_config_contexts()
-                named = {entry["name"]: entry for entry in contexts}
-                default = named.get(context, current)["context"].get("namespace", "default")
-        except (config.ConfigException, OSError) as error:
-            raise KubernetesError(
-                f"no Kubernetes cluster is configured here: {error}",
-                "set KUBECONFIG, or get a kubeconfig from your cluster's administrator; cluster.kubernetes.context "
-                "chooses one of its contexts",
-                exit_code=EXIT_USAGE,
-            ) from error
-        api.configuration.retries = False  # this class asks again, and says so
+        api, default = _load_configuration(context)
         self.namespace = namespace or default
         self.core = client.CoreV1Api(api)
         self._custom = client.CustomObjectsApi(api)
@@ -109,10 +87,9 @@ class KubernetesClient:
         Raises:
             KubernetesError: the server refuses, or does not answer.
         """
-        options = {"label_selector": labels, "field_selector": fields}
-        given = {name: value for name, value in options.items() if value}
-        answer = self._call("list", kind, everywhere=everywhere, **given)
-        return list(answer.get("items") or [])
+        options: dict[str, Any] = {"label_selector": labels} if labels else {}
+        options |= {"field_selector": fields} if fields else {}
+        return list(self._call("list", kind, everywhere=everywhere, **options).get("items") or [])
 
     def get(self, kind: str, name: str) -> Manifest | None:
         """Return an object; None: there is none. Raises `KubernetesError`."""
@@ -147,7 +124,7 @@ class KubernetesClient:
         annotations = {**metadata.get("annotations", {}), TOKEN_ANNOTATION: token}
         body = {**manifest, "metadata": {**metadata, "annotations": annotations}}
         try:
-            return self._call("create", manifest["kind"], body=body, seconds=CHANGE_SECONDS)
+            return self._call("create", manifest["kind"], "", body, seconds=CHANGE_SECONDS)
         except KubernetesError as error:
             if error.status == 409:
                 found = self.get(manifest["kind"], metadata["name"])
@@ -158,12 +135,12 @@ class KubernetesClient:
                     return found
             raise
 
-    def patch(self, kind: str, name: str, body: Mapping[str, Any]) -> None:
+    def patch(self, kind: str, name: str, body: Manifest) -> None:
         """Change an object by a merge patch. Raises `KubernetesError`."""
-        self._call("patch", kind, name, body=dict(body), seconds=CHANGE_SECONDS)
+        self._call("patch", kind, name, dict(body), seconds=CHANGE_SECONDS)
 
     def delete(self, kind: str, name: str, *, grace_seconds: int | None = None) -> None:
-        """Delete an object after those that it owns; one that is gone is no error. Raises `KubernetesError`."""
+        """Delete an object and those that it owns; one that is gone is no error. Raises `KubernetesError`."""
         options: dict[str, Any] = {"propagation_policy": "Foreground"}
         if grace_seconds is not None:
             options["grace_period_seconds"] = grace_seconds
@@ -174,7 +151,7 @@ class KubernetesClient:
                 raise
 
     def await_absence(self, kind: str, labels: str) -> None:
-        """Wait until no object with these labels is left, as after their deletion. Raises `KubernetesError`."""
+        """Wait until no object with these labels is left, after a deletion. Raises `KubernetesError`."""
         deadline = time.monotonic() + CHANGE_SECONDS
         while left := self.list(kind, labels):
             if time.monotonic() > deadline:
@@ -206,41 +183,33 @@ class KubernetesClient:
         verb: str,
         kind: str,
         name: str = "",
+        body: Manifest | None = None,
         *,
         everywhere: bool = False,
         seconds: float = QUERY_SECONDS,
         **options: Any,
     ) -> Manifest:
-        scope = self._scope(kind, everywhere=everywhere)
+        """Call the client's method for a verb and kind; return the answer."""
+        place = KINDS[kind]
         arguments: list[Any] = [name] if name else []
-        arguments += [self.namespace] if scope == "namespaced" else []
-        if kind in CORE:
-            verb = "read" if verb == "get" else verb
-            suffix = CORE_NAMES.get(kind, kind.lower())
-            parts = [verb, suffix, "for_all_namespaces"] if scope == "everywhere" else [verb, suffix]
-            if scope == "namespaced":
-                parts.insert(1, "namespaced")
-            method = getattr(self.core, "_".join(parts))
-            if "body" in options:
-                arguments.append(options.pop("body"))
-        else:
-            group, version, plural = GROUPS[kind]
-            arguments = [group, version, self.namespace, plural, *([name] if name else [])]
-            if "body" in options:
-                arguments.append(options.pop("body"))
+        if isinstance(place, tuple):
             method = getattr(self._custom, f"{verb}_namespaced_custom_object")
+            arguments = [*place[:2], self.namespace, place[2], *arguments]
+        else:
+            words: list[str] = ["read" if verb == "get" else verb, place]
+            if everywhere:
+                words.append("for_all_namespaces")
+            elif kind != "Node":
+                words.insert(1, "namespaced")
+                arguments.append(self.namespace)
+            method = getattr(self.core, "_".join(words))
+        arguments += [body] if body is not None else []
 
         def ask() -> Any:
             return method(*arguments, _preload_content=False, _request_timeout=_TIMEOUT, **options)
 
-        what = f"{verb} {kind}{f' {name}' if name else ''} in namespace {self.namespace}"
+        what = f"{verb} {kind}{f' {name}' if name else ''}, namespace {self.namespace}"
         return dict(json.loads(self._ask(what, ask, seconds)))
-
-    @staticmethod
-    def _scope(kind: str, *, everywhere: bool) -> str:
-        if kind == "Node":
-            return "cluster"
-        return "everywhere" if everywhere else "namespaced"
 
     def _ask(self, what: str, question: Callable[[], Any], seconds: float = QUERY_SECONDS) -> bytes:
         """Ask until there is an answer, or the deadline passes; return its body."""
@@ -268,10 +237,30 @@ class KubernetesClient:
 _POD_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
-def _is_in_pod() -> bool:
-    """Return True in a pod with a ServiceAccount's token and without a kubeconfig, as of a CI job."""
-    has_file = "KUBECONFIG" in os.environ or Path("~/.kube/config").expanduser().exists()
-    return _POD_NAMESPACE.exists() and not has_file
+def _load_configuration(context: str | None) -> tuple[Any, str]:
+    """Return a client of the kubeconfig, or of a pod's ServiceAccount, and its namespace."""
+    from kubernetes import client
+    from kubernetes import config as untyped
+
+    config: Any = untyped
+    file = os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
+    settings = client.Configuration()
+    settings.retries = False  # `KubernetesClient` asks again, and says so
+    try:
+        if _POD_NAMESPACE.exists() and not Path(file).exists():
+            config.load_incluster_config(settings)
+            return client.ApiClient(settings), _POD_NAMESPACE.read_text().strip()
+        contexts, current = config.list_kube_config_contexts(file)
+        named = {entry["name"]: entry for entry in contexts}
+        chosen = named.get(context, current)["context"]
+        config.load_kube_config(file, context, settings)
+        return client.ApiClient(settings), chosen.get("namespace", "default")
+    except (config.ConfigException, OSError) as error:
+        raise KubernetesError(
+            f"no Kubernetes cluster is configured here: {error}",
+            "set KUBECONFIG to a kubeconfig; cluster.kubernetes.context chooses one of its contexts",
+            exit_code=EXIT_USAGE,
+        ) from error
 
 
 _TIMEOUT = (CONNECT_SECONDS, READ_SECONDS)
@@ -285,30 +274,6 @@ REFUSALS: tuple[tuple[int, str, str, str], ...] = (
     ),
     (
         403,
-        "must specify",
-        "the ResourceQuota of the namespace wants requests that the pods do not state",
-        "set cluster.kubernetes.cpu and cluster.kubernetes.memory",
-    ),
-    (
-        403,
-        "usage per",
-        "a LimitRange of the namespace forbids pods of this size",
-        "set cluster.kubernetes.cpu and memory within it; `kubectl describe limitrange` shows it",
-    ),
-    (
-        403,
-        "violates PodSecurity",
-        "the namespace admits only pods with fewer rights",
-        "set cluster.kubernetes.run_as_user",
-    ),
-    (
-        403,
-        "being terminated",
-        "the namespace is being deleted",
-        "choose another: cluster.kubernetes.namespace",
-    ),
-    (
-        403,
         "",
         "you have no permission",
         "ask for the rights that `wanma render JOB --engine kubernetes --rbac` lists",
@@ -317,7 +282,7 @@ REFUSALS: tuple[tuple[int, str, str, str], ...] = (
         401,
         "",
         "the API server does not know you",
-        "renew your credentials, e.g. by your cluster's login command",
+        "renew your credentials, as by your cluster's login command",
     ),
     (
         404,
@@ -325,13 +290,7 @@ REFUSALS: tuple[tuple[int, str, str, str], ...] = (
         "the namespace does not exist",
         "set cluster.kubernetes.namespace; `kubectl get namespaces` lists them",
     ),
-    (
-        409,
-        "",
-        "an object of that name exists",
-        "`wanma cancel RUN` removes it; another run needs another name",
-    ),
-    (422, "", "the API server refuses the object", ""),
+    (409, "", "an object of that name exists", "`wanma cancel` its run, or choose another observe.name"),
 )
 """HTTP status, text in its message, meaning and way out."""
 

@@ -1,6 +1,6 @@
 """Discovery of the nodes that a Kubernetes cluster can give to a run, as the planner's cluster.
 
-Labels: those of the GPU Operator's feature discovery (github.com/NVIDIA/k8s-device-plugin, "Generated Labels").
+Labels: those of the GPU Operator's feature discovery (github.com/NVIDIA/k8s-device-plugin).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from wanma.job.errors import EXIT_USAGE, WanmaError
 from wanma.job.sections.cluster import ClusterSection
 from wanma.job.sections.kubernetes import KubernetesSection
 
-_FACTORS = {
+_FACTORS: dict[str, Decimal | int] = {
     "": 1, "m": Decimal("0.001"), "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18,
     "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei": 2**60,
 }  # fmt: skip
@@ -237,8 +237,7 @@ def _node_group(nodes: Sequence[NodeFacts], settings: KubernetesSection) -> Node
     kind = _find_kind(re.sub(r"-MIG-.*", "", node.product))
     if kind is None:
         raise WanmaError(
-            f"the GPUs of the nodes are called '{node.product or 'nothing'}' (label nvidia.com/gpu.product): no "
-            "device of the catalogue",
+            f"the nodes have nvidia.com/gpu.product = '{node.product}': no device of the catalogue",
             "describe the nodes by cluster.file, e.g. '8x8 H100 SXM, 4x100G'",
             EXIT_USAGE,
         )

@@ -6,12 +6,8 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from wanma.engines.code.provenance import record_provenance
-from wanma.engines.code.snapshot import CodeSnapshot, make_snapshot
 from wanma.engines.engine import (
-    NOTES_KEY,
     EngineCluster,
     Explanation,
     Handle,
@@ -24,7 +20,6 @@ from wanma.engines.kubernetes.manifests import (
     CONTAINER,
     RUN_LABEL,
     Manifest,
-    Placement,
     make_placement,
     render_manifests,
     render_secret,
@@ -84,30 +79,29 @@ class KubernetesEngine:
     def submit(self, submission: Submission) -> Handle:
         settings, run = submission.settings.kubernetes, RunDirectory(submission.run_directory)
         kind = self._kind(settings)
-        submission, notes = _with_code(submission)
         manifests = render_manifests(submission, kind)  # which refuses settings that are missing
         placement = make_placement(run.path, settings)
         client = self._client(settings)
         self._check(client, submission)
-        self._remove_ended(client, kind, placement)
+        for earlier in (_api_kind(kind), "Secret", "Service"):  # of a start that has ended
+            client.delete(earlier, placement.name)
+        client.await_absence(_api_kind(kind), f"{RUN_LABEL}={placement.name}")
         if not placement.is_shared:
-            assert submission.code is not None
-            archive = submission.code
             with Volume(client, settings, placement) as volume:
-                volume.send(run, CodeSnapshot(archive.stem, archive, 0, archive.stat().st_size))
+                volume.send(run, submission.code)
         for file in (CANCEL_FILE, FETCHED_FILE):
             (run.engine_files / file).unlink(missing_ok=True)
         _create(client, [render_secret(submission), *manifests])
         return {
             "name": placement.name,
             "kind": kind,
-            "jobs": [[placement.name, submission.nodes]],
+            "jobs": [(placement.name, submission.nodes)],
+            "newest": 1,
             "min_nodes": submission.min_nodes,
             "requeue_exit_code": submission.settings.requeue_exit_code,
             "settings": settings.model_dump(mode="json", exclude_unset=True),
             "namespace": client.namespace,
             "run_directory": str(run.path),
-            NOTES_KEY: list(notes),
         }
 
     def statuses(self, handles: Sequence[Handle]) -> list[RunStatus]:
@@ -178,23 +172,21 @@ class KubernetesEngine:
         if nodes == present or (nodes < present and not may_shrink):
             return handle  # the Job itself makes lost pods again
         client = self._client(_settings(handle))
-        if client.get(_api_kind(handle), handle["name"]) is None:
+        first = client.get(_api_kind(handle["kind"]), handle["name"])
+        if first is None:
             raise WanmaError("the run has ended", "the same `wanma train` command resumes it", EXIT_USAGE)
         if nodes > present:
-            submission, _ = _with_code(submission)
-            number = max(int(name.removeprefix(handle["name"]).lstrip("-") or 1) for name, _ in jobs) + 1
-            added = replace(submission, nodes=nodes - present, min_nodes=nodes - present)
-            manifests = render_manifests(added, handle["kind"], number=number)
-            _create(client, manifests, owner=self._owner(client, handle))
-            return {**handle, "jobs": [*jobs, [f"{handle['name']}-{number}", nodes - present]]}
+            name, count = f"{handle['name']}-{int(handle['newest']) + 1}", nodes - present
+            added = replace(submission, nodes=count, min_nodes=count)
+            _create(client, render_manifests(added, handle["kind"], joining=name), owner=first)
+            return {**handle, "newest": int(handle["newest"]) + 1, "jobs": [*jobs, (name, count)]}
         while len(jobs) > 1 and present - jobs[-1][1] >= nodes:
             name, count = jobs.pop()
-            client.delete(_api_kind(handle), name)
+            client.delete(_api_kind(handle["kind"]), name)
             present -= count
         if present > nodes:
             raise WanmaError(
-                f"{handle['kind']} {jobs[-1][0]} gives its {jobs[-1][1]} nodes back only as a whole; the run has "
-                f"{present} nodes now",
+                f"{handle['kind']} {jobs[-1][0]} gives its {jobs[-1][1]} nodes back as a whole only",
                 "`wanma cancel` the run, and start it again with fewer nodes: it resumes from its checkpoint",
                 EXIT_USAGE,
             )
@@ -219,17 +211,13 @@ class KubernetesEngine:
         observation = self._observe(handle)
         status = read_status(handle, observation)
         if status.state != "pending":
-            return Explanation(f"the run does not wait: it is {status.state}", _reasons(status))
+            return Explanation(f"the run does not wait: it is {status.state}", (status.reason,))
         section = ClusterSection.model_validate({"kubernetes": handle["settings"]})
         try:
-            nodes = self.discover(section)
-        except WanmaError as error:
-            nodes = None
-            note = (error.message,)
-        else:
-            note = ()
-        explanation = explain_wait(handle, observation, nodes)
-        return replace(explanation, advice=(*explanation.advice, *note))
+            return explain_wait(handle, observation, self.discover(section))
+        except WanmaError as error:  # what would start is unknown
+            explanation = explain_wait(handle, observation)
+            return replace(explanation, advice=(*explanation.advice, error.message))
 
     def shell_command(self, handle: Handle, node: str | None, /) -> list[str]:
         pods = [pod for pod in self._observe(handle).pods if is_ready(pod)]
@@ -254,8 +242,7 @@ class KubernetesEngine:
         """Return the kind of the run's objects."""
         if settings.resource == "trainjob":
             raise JobError(
-                "cluster.kubernetes.resource = 'trainjob' is for `wanma render` alone: status and logs follow "
-                "JobSets and Jobs",
+                "cluster.kubernetes.resource = 'trainjob' is for `wanma render` alone",
                 "remove it, or apply the rendered file with `kubectl apply`",
             )
         if settings.resource != "auto":
@@ -275,7 +262,8 @@ class KubernetesEngine:
         modes = claim.get("spec", {}).get("accessModes", [])
         if submission.nodes > 1 and "ReadWriteMany" not in modes:
             raise JobError(
-                f"the claim '{settings.volume}' is {', '.join(modes)}: pods on several nodes cannot write to it",
+                f"cluster.kubernetes.volume = '{settings.volume}': this claim is for one node "
+                f"({', '.join(modes)})",
                 "name a claim with access mode ReadWriteMany, or use one node",
             )
         if settings.queue is not None and client.get("LocalQueue", settings.queue) is None:
@@ -285,21 +273,10 @@ class KubernetesEngine:
                 "`kubectl get localqueues` lists them",
             )
 
-    def _remove_ended(self, client: KubernetesClient, kind: str, placement: Placement) -> None:
-        """Remove the objects of an earlier submission of the same run; the caller has checked that it ended."""
-        api_kind = "JobSet" if kind == "jobset" else "Job"
-        for entry in client.list(api_kind, f"{RUN_LABEL}={placement.name}"):
-            owners = [owner["kind"] for owner in entry["metadata"].get("ownerReferences", [])]
-            if "JobSet" not in owners:
-                client.delete(api_kind, entry["metadata"]["name"])
-        client.delete("Secret", placement.name)
-        client.delete("Service", placement.name)
-        client.await_absence(api_kind, f"{RUN_LABEL}={placement.name}")
-
     def _observe(self, handle: Handle) -> Observation:
         settings = _settings(handle)
         client = self._client(settings)
-        first = client.get(_api_kind(handle), handle["name"])
+        first = client.get(_api_kind(handle["kind"]), handle["name"])
         if first is None:
             return Observation(None)
         selector = f"{RUN_LABEL}={handle['name']}"
@@ -322,26 +299,22 @@ class KubernetesEngine:
                 ]
         return Observation(first, pods, events, workloads)
 
-    def _owner(self, client: KubernetesClient, handle: Handle) -> Manifest:
-        first = client.get(_api_kind(handle), handle["name"])
-        assert first is not None
-        return owner_reference(first)
-
     def _delete(self, handle: Handle, *, is_immediate: bool) -> None:
-        """Delete the objects of a run; their pods save and end within the grace period, or at once."""
+        """Delete what the run was started by, which owns all else; pods save and end in time, or at once."""
         client = self._client(_settings(handle))
-        for name, _ in reversed(handle["jobs"]):
-            client.delete(_api_kind(handle), name)
+        client.delete(_api_kind(handle["kind"]), handle["name"])
         if is_immediate:
             for pod in client.list("Pod", f"{RUN_LABEL}={handle['name']}"):
                 client.delete("Pod", pod["metadata"]["name"], grace_seconds=0)
 
 
 def _create(client: KubernetesClient, manifests: Sequence[Manifest], owner: Manifest | None = None) -> None:
-    """Create the objects of a run, of which the last one owns the others; on failure none is left.
+    """Create the objects of a run; on failure none is left.
 
     Args:
-        owner: reference to an object that owns the last one.
+        client: client of the API server.
+        manifests: the objects, of which the last one owns the others.
+        owner: object that owns all of them; None: the last one has no owner.
 
     Raises:
         WanmaError: the server refuses one.
@@ -349,46 +322,22 @@ def _create(client: KubernetesClient, manifests: Sequence[Manifest], owner: Mani
     token, created = secrets.token_hex(8), []
     try:
         for manifest in manifests:
-            metadata = dict(manifest["metadata"])
-            if owner is not None and manifest is manifests[-1]:
-                metadata["ownerReferences"] = [owner]
-            made = client.create({**manifest, "metadata": metadata}, token)
             created.append((manifest["kind"], manifest["metadata"]["name"]))
-        reference = {"metadata": {"ownerReferences": [owner_reference(made)]}}
-        for kind, name in created[:-1]:
-            client.patch(kind, name, reference)
+            made = client.create(manifest, token)
+        metadata = (owner or made)["metadata"]
+        reference = {key: (owner or made)[key] for key in ("apiVersion", "kind")}
+        reference |= {key: metadata[key] for key in ("name", "uid")}
+        for kind, name in created if owner is not None else created[:-1]:
+            client.patch(kind, name, {"metadata": {"ownerReferences": [reference]}})
     except BaseException:
         for kind, name in created:
             client.delete(kind, name)
         raise
 
 
-def owner_reference(manifest: Manifest) -> dict[str, Any]:
-    """Return the reference by which an object owns another, which is deleted with it."""
-    metadata = manifest["metadata"]
-    names = {"apiVersion": manifest["apiVersion"], "kind": manifest["kind"]}
-    return {**names, "name": metadata["name"], "uid": metadata["uid"]}
-
-
-def _with_code(submission: Submission) -> tuple[Submission, tuple[str, ...]]:
-    """Return the submission with the code of its working directory, which the pods do not see otherwise."""
-    settings = submission.settings.kubernetes
-    if submission.code is not None or make_placement(submission.run_directory, settings).is_shared:
-        return submission, ()
-    run = RunDirectory(submission.run_directory)
-    runs = run.path if run.path.parent == submission.folder else run.path.parent
-    snapshot = make_snapshot(submission.folder, run.code, run_folder=runs)
-    record_provenance(submission.folder, run, snapshot)
-    return replace(submission, code=snapshot.path), snapshot.notes
-
-
 def _settings(handle: Handle) -> KubernetesSection:
     return KubernetesSection.model_validate(handle["settings"])
 
 
-def _api_kind(handle: Handle) -> str:
-    return "JobSet" if handle["kind"] == "jobset" else "Job"
-
-
-def _reasons(status: RunStatus) -> tuple[str, ...]:
-    return (status.reason,) if status.reason else ()
+def _api_kind(kind: str) -> str:
+    return "JobSet" if kind == "jobset" else "Job"

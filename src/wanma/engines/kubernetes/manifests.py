@@ -19,7 +19,6 @@ from wanma.elastic.protocol.shared_secret import SECRET_VARIABLE
 from wanma.engines.engine import CODE_ARCHIVE_VARIABLE, PLACED_BY_VARIABLE, Submission
 from wanma.job.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, JobError
 from wanma.job.file.import_path import CODE_FOLDER_VARIABLE
-from wanma.job.run.run_directory import RunDirectory
 from wanma.job.sections.kubernetes import KubernetesSection
 
 Manifest = dict[str, Any]
@@ -85,13 +84,13 @@ def check_settings(settings: KubernetesSection) -> None:
         )
 
 
-def render_manifests(submission: Submission, kind: str, *, number: int = 1) -> list[Manifest]:
+def render_manifests(submission: Submission, kind: str, *, joining: str = "") -> list[Manifest]:
     """Return the objects of a run in the order in which they are created, without its Secret.
 
     Args:
         submission: supervisors to place.
         kind: "jobset", "job" or "trainjob".
-        number: 1: the run's first object; above: number of one whose nodes join the run.
+        joining: name of a further object, whose nodes join the run; empty: the first one is rendered.
 
     Raises:
         JobError: a setting is missing.
@@ -99,12 +98,12 @@ def render_manifests(submission: Submission, kind: str, *, number: int = 1) -> l
     settings = submission.settings.kubernetes
     check_settings(settings)
     placement = make_placement(submission.run_directory, settings)
-    name = placement.name if number == 1 else f"{placement.name}-{number}"
+    name = joining or placement.name
     first = "0" if kind == "job" else f"{JOB_OF_SET}-0-0"  # a TrainJob makes such a JobSet
     host = f"{placement.name}-{first}.{placement.name}"
     port = 20_000 + int(hashlib.sha256(placement.name.encode()).hexdigest()[:8], 16) % 10_000
-    rendezvous = f"{host}:{port}" if submission.nodes > 1 or number > 1 else ""
-    pod = _pod_spec(submission, placement, rendezvous, joins=number > 1, unpacks=kind != "trainjob")
+    rendezvous = f"{host}:{port}" if submission.nodes > 1 or joining else ""
+    pod = _pod_spec(submission, placement, rendezvous, joins=bool(joining), unpacks=kind != "trainjob")
     metadata = _metadata(submission, placement, name)
     if kind == "trainjob":
         return [_train_job(submission, pod, metadata)]
@@ -122,11 +121,6 @@ def render_manifests(submission: Submission, kind: str, *, number: int = 1) -> l
     job["ttlSecondsAfterFinished"] = KEPT_SECONDS
     if settings.queue is not None:
         job["suspend"] = True
-        if submission.is_elastic and number == 1:  # Kueue may admit fewer
-            metadata["annotations"] |= {
-                "kueue.x-k8s.io/job-min-parallelism": str(submission.min_nodes),
-                "kueue.x-k8s.io/job-completions-equal-parallelism": "true",
-            }
     pod["subdomain"] = name
     service = {
         "clusterIP": "None",
@@ -134,9 +128,8 @@ def render_manifests(submission: Submission, kind: str, *, number: int = 1) -> l
         "publishNotReadyAddresses": True,
         "ports": [{"name": "rendezvous", "port": port}],
     }
-    plain = {key: value for key, value in metadata["labels"].items() if key in (RUN_LABEL, MANAGER_LABEL)}
     return [
-        _object("v1", "Service", {**_place(submission, name), "labels": plain}, spec=service),
+        _object("v1", "Service", _metadata(submission, placement, name, is_queued=False), spec=service),
         _object("batch/v1", "Job", metadata, spec=job),
     ]
 
@@ -144,45 +137,13 @@ def render_manifests(submission: Submission, kind: str, *, number: int = 1) -> l
 def render_secret(submission: Submission) -> Manifest:
     """Return the Secret of the run, with the shared secret of its supervisors; it is never shown."""
     placement = make_placement(submission.run_directory, submission.settings.kubernetes)
-    metadata = _place(submission, placement.name)
-    metadata["labels"] = {RUN_LABEL: placement.name, MANAGER_LABEL: "wanma"}
+    metadata = _metadata(submission, placement, placement.name, is_queued=False)
     return _object("v1", "Secret", metadata, type="Opaque", stringData={SECRET_KEY: submission.secret})
 
 
-def render_rbac(settings: KubernetesSection) -> list[Manifest]:
-    """Return a ServiceAccount, and the Role that it needs to submit runs and follow them, as of a CI job.
-
-    The pods of a run need no rights, and get no token.
-    """
-    place = {"name": "wanma-submit", **({"namespace": settings.namespace} if settings.namespace else {})}
-    read, write = ["get", "list"], ["get", "list", "create", "patch", "delete"]
-    rules = [
-        {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": write},
-        {"apiGroups": ["jobset.x-k8s.io"], "resources": ["jobsets"], "verbs": write},
-        {"apiGroups": [""], "resources": ["services", "secrets"], "verbs": ["create", "patch", "delete"]},
-        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "create", "delete"]},
-        {"apiGroups": [""], "resources": ["pods/exec"], "verbs": ["get", "create"]},
-        {"apiGroups": [""], "resources": ["pods/log"], "verbs": ["get"]},
-        {
-            "apiGroups": [""],
-            "resources": ["events", "persistentvolumeclaims", "resourcequotas"],
-            "verbs": read,
-        },
-        {"apiGroups": ["kueue.x-k8s.io"], "resources": ["workloads", "localqueues"], "verbs": read},
-    ]
-    group = "rbac.authorization.k8s.io"
-    subject = {"kind": "ServiceAccount", **place}
-    return [
-        _object("v1", "ServiceAccount", dict(place)),
-        _object(f"{group}/v1", "Role", dict(place), rules=rules),
-        _object(
-            f"{group}/v1",
-            "RoleBinding",
-            dict(place),
-            subjects=[subject],
-            roleRef={"apiGroup": group, "kind": "Role", "name": place["name"]},
-        ),
-    ]
+def read_rbac() -> str:
+    """Return the manifests of a ServiceAccount that may submit runs and follow them."""
+    return Path(__file__).with_name("rbac.yaml").read_text(encoding="utf-8")
 
 
 def to_yaml(manifests: list[Manifest]) -> str:
@@ -213,9 +174,9 @@ def _pod_spec(
         _claim(settings),
         {"name": "shm", "emptyDir": memory_disk},
     ]
-    environment, working_folder = dict(submission.environment), settings.mount_path
-    if placement.is_shared:
-        working_folder = str(submission.folder)
+    environment = dict(submission.environment)
+    is_visible = submission.folder.is_relative_to(settings.mount_path)
+    working_folder = str(submission.folder) if is_visible else settings.mount_path
     secured = _security(settings)
     starters = []
     archive = f"{placement.folder}/code/{submission.code.name}" if submission.code is not None else ""
@@ -224,8 +185,8 @@ def _pod_spec(
     elif submission.code is not None:
         mounts.append({"name": "code", "mountPath": CODE_MOUNT})
         volumes.append({"name": "code", "emptyDir": {}})
-        working_folder = f"{CODE_MOUNT}/snapshots/{submission.code.stem}"
-        environment[CODE_FOLDER_VARIABLE] = working_folder
+        environment[CODE_FOLDER_VARIABLE] = f"{CODE_MOUNT}/snapshots/{submission.code.stem}"
+        working_folder = working_folder if is_visible else environment[CODE_FOLDER_VARIABLE]
         unpack = [
             settings.python,
             "-P",
@@ -332,12 +293,10 @@ def _security(settings: KubernetesSection) -> Manifest:
 
 
 def command_words(submission: Submission, placement: Placement) -> list[str]:
-    """Return the arguments of `wanma` in a pod: paths in the run directory are those of the volume.
+    """Return the arguments of `wanma` in a pod, with paths as they are there.
 
-    Paths in the working directory are relative, as unpacked code is the working directory there.
+    Those in the working directory are relative, as unpacked code is the working directory.
     """
-    if placement.is_shared and submission.code is None:
-        return list(submission.command)
     own, folder = str(submission.run_directory), f"{submission.folder}/"
     return [
         placement.folder + word.removeprefix(own)
@@ -451,20 +410,15 @@ def _train_job(submission: Submission, pod: Manifest, metadata: Manifest) -> Man
     )
 
 
-def _metadata(submission: Submission, placement: Placement, name: str) -> Manifest:
+def _metadata(submission: Submission, placement: Placement, name: str, *, is_queued: bool = True) -> Manifest:
     settings = submission.settings.kubernetes
     labels = {RUN_LABEL: placement.name, MANAGER_LABEL: "wanma"}
-    if settings.queue is not None:
+    if settings.queue is not None and is_queued:
         labels[QUEUE_LABEL] = settings.queue
         if settings.priority_class is not None:
             labels[KUEUE_PRIORITY_LABEL] = settings.priority_class
-    annotations = {"wanma.dev/run-directory": str(RunDirectory(submission.run_directory).path)}
-    return {**_place(submission, name), "labels": labels, "annotations": annotations}
-
-
-def _place(submission: Submission, name: str) -> Manifest:
-    namespace = submission.settings.kubernetes.namespace
-    return {"name": name, **({"namespace": namespace} if namespace is not None else {})}
+    place = {"namespace": settings.namespace} if settings.namespace is not None else {}
+    return {"name": name, **place, "labels": labels}
 
 
 def _object(version: str, kind: str, metadata: Manifest, **fields: Any) -> Manifest:

@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
         if not await_name(rendezvous.rpartition(":")[0], options.seconds):
             return EXIT_FAILED
         given = ["--rendezvous", rendezvous]
-    os.execv(sys.executable, [sys.executable, "-P", "-m", "wanma", action, *given, *words])
+    return os.execv(sys.executable, [sys.executable, "-P", "-m", "wanma", action, *given, *words])
 
 
 def await_name(host: str, seconds: float) -> bool:

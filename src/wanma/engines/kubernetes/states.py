@@ -1,4 +1,4 @@
-"""State of a run, and the explanation of its wait, from the objects of the cluster; pure functions of them."""
+"""State of a run, and the explanation of its wait, as pure functions of the objects of the cluster."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from wanma.engines.engine import EngineCluster, Explanation, Handle, RunState, RunStatus
-from wanma.engines.kubernetes.manifests import CONTAINER, Manifest
+from wanma.engines.kubernetes.manifests import CONTAINER, QUEUE_LABEL, Manifest
 from wanma.engines.kubernetes.volume import is_ready
-from wanma.engines.kubernetes.waiting import find_cause, uses_queue
+from wanma.engines.kubernetes.waiting import find_cause
 from wanma.job.errors import EXIT_INTERRUPTED
 from wanma.job.run.run_directory import RunDirectory
 from wanma.observe.units import count_text
@@ -132,10 +132,14 @@ def explain_wait(handle: Handle, found: Observation, nodes: EngineCluster | None
     cause = find_cause(found.pods, found.events, found.workloads)
     if cause is None:
         text = "Kubernetes has given no reason yet"
-        if found.first is not None and uses_queue(found.first) and not found.workloads:
+        if (
+            found.first is not None
+            and QUEUE_LABEL in found.first["metadata"]["labels"]
+            and not found.workloads
+        ):
             text = "Kueue has not seen it: is Kueue installed, and does it manage this kind?"
         return Explanation(f"{head}: {text}")
-    advice = [] if cause.way_out in ("", "sizes") else [cause.way_out]
+    advice = [cause.way_out] if cause.way_out else []
     if nodes is not None:
         advice.append(f"{nodes.free_nodes} of {nodes.max_nodes} usable nodes are free now")
         advice += nodes.notes

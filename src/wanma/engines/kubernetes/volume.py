@@ -1,7 +1,7 @@
 """Files of a run on its volume: sent before the start, and small records fetched, through a pod.
 
-The programs are those that the engine 'ssh' runs on hosts, started in a pod by `exec`: one of the run's own, or
-a short-lived one on the same PersistentVolumeClaim.
+The programs are those that the engine 'ssh' runs on hosts. `exec` starts them in a pod: one of the run's own,
+or a short-lived one on the same PersistentVolumeClaim.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Self
 
-from wanma.engines.code.snapshot import CodeSnapshot
 from wanma.engines.engine import QUERY_SECONDS
 from wanma.engines.kubernetes.client import KubernetesClient, KubernetesError
 from wanma.engines.kubernetes.manifests import (
@@ -72,8 +71,8 @@ class Volume:
         if self._own_pod:
             self._client.delete("Pod", self._own_pod, grace_seconds=0)
 
-    def send(self, run: RunDirectory, snapshot: CodeSnapshot) -> None:
-        """Write the files of a submission, its code, and the records of earlier starts.
+    def send(self, run: RunDirectory, code: Path | None) -> None:
+        """Write the files of a submission, the archive of its code, and the records of earlier starts.
 
         Raises:
             WanmaError: the volume cannot be written to, or has another run of this name.
@@ -86,12 +85,13 @@ class Volume:
             "origin": [str(run.path), socket.gethostname()],
             "token": secrets.token_hex(8),
             "makes_token": True,
-            "code": f"{self._placement.folder}/code/{snapshot.path.name}",
+            "code": "",
         }
         self.ask(VOLUME, host_files, request)
-        size = snapshot.path.stat().st_size
-        archive = {"files": [[f"code/{snapshot.path.name}", size]], "folder": self._placement.folder}
-        self.ask(VOLUME, host_files, {"operation": "restore", **archive}, snapshot.path, SEND_SECONDS)
+        if code is not None:
+            files = [[f"code/{code.name}", code.stat().st_size]]
+            request = {"operation": "restore", "files": files, "folder": self._placement.folder}
+            self.ask(VOLUME, host_files, request, code, SEND_SECONDS)
         send_history(self, [self._source()], run)
 
     def fetch(self, run: RunDirectory) -> None:
@@ -217,7 +217,7 @@ class Volume:
             if is_over or (cause is not None and cause.is_final):
                 text = f"{cause.meaning} ({cause.message})" if cause is not None else "it does not start"
                 raise KubernetesError(
-                    f"the files of the run cannot be sent to the volume, or fetched: the pod {name} waits: {text}",
+                    f"the pod {name}, for the files of the run, waits: {text}",
                     cause.way_out if cause is not None else "see `kubectl describe pod`",
                 )
             time.sleep(0.5)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from wanma.engines.kubernetes.manifests import QUEUE_LABEL, Manifest
+from wanma.engines.kubernetes.manifests import Manifest
 
 
 @dataclass(frozen=True)
@@ -22,123 +22,84 @@ class Cause:
     way_out: str
     message: str
     """Message of Kubernetes."""
-    is_final: bool = False
+    is_final: bool
     """True if waiting alone does not help."""
 
 
-CAUSES: tuple[tuple[str, str, str, bool], ...] = (
+FINAL_CAUSES: tuple[tuple[str, str, str], ...] = (
     (
         r"ErrImagePull|ImagePullBackOff|InvalidImageName|ErrImageNeverPull",
         "the image cannot be pulled",
         "correct cluster.kubernetes.image, or set image_pull_secrets for its registry",
-        True,
     ),
     (
-        r"CreateContainerConfigError|CreateContainerError|couldn't find key|secret \S+ not found",
-        "a Secret or setting of the container is missing",
-        "correct cluster.kubernetes.secret_environment; `kubectl get secrets` lists those of the namespace",
-        True,
+        r"CreateContainer(Config)?Error|secret \S+ not found|serviceaccount .* not found|no PriorityClass",
+        "a name of the job does not exist in the namespace",
+        "correct secret_environment, service_account or priority_class of cluster.kubernetes",
     ),
     (
-        r"persistentvolumeclaim \S+ not found|unbound immediate PersistentVolumeClaims|FailedMount|"
-        r"FailedAttachVolume|Multi-Attach|volume node affinity",
+        r"persistentvolumeclaim \S+ not found|unbound immediate|FailedMount|FailedAttachVolume|Multi-Attach",
         "the volume cannot be mounted",
-        "check the claim cluster.kubernetes.volume: it must exist, be bound, and be ReadWriteMany for several nodes",
-        True,
+        "check the claim cluster.kubernetes.volume: it must be bound, and ReadWriteMany for several nodes",
     ),
+    (
+        r"(maximum|minimum|limit).* usage per|must specify|violates PodSecurity",
+        "the namespace forbids pods of this form",
+        "set cpu, memory or run_as_user of cluster.kubernetes; see `kubectl describe limitrange,quota`",
+    ),
+    (
+        r"Queue .* (doesn't exist|is inactive|is stopped)",
+        "Kueue has no such queue in this namespace, or it is stopped",
+        "correct cluster.kubernetes.queue; `kubectl get localqueues` lists them",
+    ),
+    (
+        r"maximum capacity|unavailable in ClusterQueue|namespace doesn't match",
+        "the queue of Kueue can never give so much",
+        "use fewer nodes, or another queue: `kubectl describe clusterqueue` shows its quota",
+    ),
+)
+PASSING_CAUSES: tuple[tuple[str, str, str], ...] = (
     (
         r"exceeded quota",
         "the ResourceQuota of the namespace has no room",
         "wait for other runs, or use fewer nodes; `kubectl describe quota` shows what is used",
-        False,
-    ),
-    (
-        r"FailedCreate.*(maximum|minimum|limit).* usage per|must specify",
-        "a LimitRange or ResourceQuota of the namespace forbids pods of this form",
-        "set cluster.kubernetes.cpu and memory within it; `kubectl describe limitrange,quota` shows them",
-        True,
-    ),
-    (
-        r"violates PodSecurity",
-        "the namespace admits only pods with fewer rights",
-        "set cluster.kubernetes.run_as_user",
-        True,
-    ),
-    (
-        r"no PriorityClass|serviceaccount .* not found",
-        "a name of the job does not exist",
-        "correct cluster.kubernetes.priority_class or service_account",
-        True,
-    ),
-    (
-        r"LocalQueue .* doesn't exist|ClusterQueue .* doesn't exist",
-        "Kueue has no such queue in this namespace",
-        "correct cluster.kubernetes.queue; `kubectl get localqueues` lists them",
-        True,
-    ),
-    (
-        r"is inactive|is stopped",
-        "the queue of Kueue is stopped",
-        "choose another queue, or ask its administrator",
-        False,
-    ),
-    (
-        r"maximum capacity|insufficient quota for|unavailable in ClusterQueue|Workload namespace doesn't match",
-        "the queue of Kueue can never give so much",
-        "use fewer nodes, or another queue: `kubectl describe clusterqueue` shows its quota",
-        True,
-    ),
-    (
-        r"insufficient unused quota|waiting for|Waiting for|preempt",
-        "the quota of the queue of Kueue is in use",
-        "it starts when others end; fewer nodes may start sooner",
-        False,
     ),
     (
         r"Preempted|Evicted",
         "Kueue has taken the nodes for a workload of higher priority",
         "it resumes from its checkpoint when there is room again",
-        False,
     ),
     (
-        r"TriggeredScaleUp|Nominated|pod triggered scale-up|should schedule on",
-        "new nodes have been asked of the autoscaler, and are awaited",
-        "",
-        False,
+        r"insufficient unused quota|[Ww]aiting for|preempt",
+        "the quota of the queue of Kueue is in use",
+        "it starts when others end; fewer nodes may start sooner",
     ),
+    (r"TriggeredScaleUp: |Nominated: ", "new nodes are asked of the autoscaler, and awaited", ""),
     (
-        r"NotTriggerScaleUp|didn't trigger scale-up|no (nodepool|instance type)|incompatible with (nodepool|provisioner)",
+        r"NotTriggerScaleUp|no (nodepool|instance type)|incompatible with (nodepool|provisioner)",
         "the autoscaler has no kind of nodes that fits",
-        "correct cluster.kubernetes.node_selector, tolerations or gpu_resource, or use smaller pods",
-        True,
+        "correct node_selector, tolerations or gpu_resource of cluster.kubernetes",
     ),
+    (r"Insufficient ([^\s,]+)", "too few nodes have that much free: {0}", ""),
     (
-        r"Insufficient (\S+)",
-        "too few nodes have that much free: {0}",
-        "sizes",
-        False,
-    ),
-    (
-        r"untolerated taint \{([^:}]+)",
+        r"untolerated taint\(?s?\)? ?\{([^:}]+)",
         "nodes have a taint that the pods do not tolerate: {0}",
         "add it to cluster.kubernetes.tolerations if your runs may use these nodes",
-        False,
     ),
     (
-        r"didn't match Pod's node affinity/selector|node\(s\) didn't match",
+        r"node\(s\) didn't match",
         "no node has the labels",
-        "correct cluster.kubernetes.node_selector or gpu_product; `kubectl get nodes --show-labels` lists them",
-        False,
+        "correct cluster.kubernetes.node_selector or gpu_product; see `kubectl get nodes --show-labels`",
     ),
-    (r"unschedulable|not-ready|no nodes available", "the nodes are cordoned or not ready", "sizes", False),
+    (r"unschedulable|not-ready|no nodes available", "the nodes are cordoned or not ready", ""),
 )
-"""Pattern of a message, its meaning, the way out ('sizes': what would start now), and whether waiting is vain."""
+"""Pattern of a message, its meaning, and the way out."""
 
 
 def find_cause(
     pods: Sequence[Manifest], events: Sequence[Manifest], workloads: Sequence[Manifest] = ()
 ) -> Cause | None:
-    """Return the cause of a wait that comes first in `CAUSES` and still holds; None: none is known.
+    """Return the first cause of a wait that the messages name; None: there is none.
 
     Args:
         pods: pods of the run.
@@ -146,14 +107,13 @@ def find_cause(
         workloads: Workloads of Kueue.
     """
     texts = list(_messages(pods, events, workloads))
-    for pattern, meaning, way_out, is_final in CAUSES:
+    for pattern, meaning, way_out in (*FINAL_CAUSES, *PASSING_CAUSES):
         for text in texts:
             if match := re.search(pattern, text):
-                value = (match.groups() or ("",))[0] or ""
-                return Cause(meaning.format(value.rstrip(",.")), way_out, text, is_final)
-    if texts:
-        return Cause("Kubernetes gives a reason that wanma does not know", "", texts[0])
-    return None
+                is_final = any(pattern == final for final, *_ in FINAL_CAUSES)
+                return Cause(meaning.format(match[match.lastindex or 0].rstrip(".")), way_out, text, is_final)
+    known = "Kubernetes gives a reason that wanma does not know"
+    return Cause(known, "", texts[0], is_final=False) if texts else None
 
 
 def _messages(
@@ -191,8 +151,3 @@ def event_time(event: Manifest) -> str:
     """Return the time of an event, as sortable text."""
     times = (event.get("lastTimestamp"), event.get("eventTime"), event["metadata"].get("creationTimestamp"))
     return next((time for time in times if time), "")
-
-
-def uses_queue(manifest: Manifest) -> bool:
-    """Return True if Kueue decides when an object starts."""
-    return QUEUE_LABEL in manifest["metadata"].get("labels", {})
