@@ -49,7 +49,8 @@ def test_nodes_that_the_pods_cannot_use_are_left_out_with_the_reason() -> None:
     assert choose_nodes(tolerant, nodes, [], []).max_nodes == 2
     with pytest.raises(WanmaError) as refused:
         choose_nodes(KubernetesSection(node_selector={"zone": "a"}), nodes, [], [])
-    assert "zone=a" in refused.value.message and refused.value.exit_code == EXIT_USAGE
+    assert "zone=a" in refused.value.message
+    assert refused.value.exit_code == EXIT_USAGE
 
 
 def test_a_slice_and_a_shared_gpu_are_parts_of_a_device() -> None:
@@ -57,7 +58,8 @@ def test_a_slice_and_a_shared_gpu_are_parts_of_a_device() -> None:
     resource = "nvidia.com/mig-3g.40gb"
     section = KubernetesSection(gpu_resource=resource)
     part = choose_nodes(section, [node("a", 2, resource=resource)], [], []).cluster.nodes[0]
-    assert len(part.devices) == 2 and part.devices[0].memory_bytes == pytest.approx(40e9)
+    assert len(part.devices) == 2
+    assert part.devices[0].memory_bytes == pytest.approx(40e9)
     rate = whole.peak_flops_per_second["bf16"]
     assert part.devices[0].peak_flops_per_second["bf16"] == pytest.approx(rate * 3 / 7)
     shared = node("a", 4, f"{H100}-SHARED", labels={"nvidia.com/gpu.replicas": "4"})
@@ -81,9 +83,11 @@ def test_a_quota_limits_the_nodes() -> None:
 def test_an_unknown_gpu_is_refused_and_a_node_without_one_is_a_cpu() -> None:
     with pytest.raises(WanmaError) as refused:
         choose_nodes(KubernetesSection(), [node("a", product="ACME-9")], [], [])
-    assert "ACME-9" in refused.value.message and "cluster.file" in refused.value.hint
+    assert "ACME-9" in refused.value.message
+    assert "cluster.file" in refused.value.hint
     (group,) = choose_nodes(KubernetesSection(), [node("a", 0)], [], []).cluster.nodes
-    assert group.devices == () and group.cores == 128
+    assert group.devices == ()
+    assert group.cores == 128
 
 
 @pytest.mark.parametrize(

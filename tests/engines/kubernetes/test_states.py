@@ -19,7 +19,7 @@ def handle(tmp_path: Path) -> dict[str, Any]:
     return {
         "name": "wanma-gpt",
         "kind": "job",
-        "jobs": [["wanma-gpt", 4]],
+        "jobs": ["wanma-gpt"],
         "min_nodes": 4,
         "requeue_exit_code": 143,
         "run_directory": str(tmp_path),
@@ -55,7 +55,9 @@ def test_a_run_runs_once_enough_pods_do(handle: dict[str, Any]) -> None:
     assert read_status(handle, Observation(first(), pods)).state == "running"
     waiting = pod("wanma-gpt-3", {}, scheduled="0/4 nodes are available: 4 Insufficient nvidia.com/gpu.")
     status = read_status(handle, Observation(first(), [*pods[:3], waiting]))
-    assert status.state == "pending" and "3 of 4" in status.reason and "nvidia.com/gpu" in status.reason
+    assert status.state == "pending"
+    assert "3 of 4" in status.reason
+    assert "nvidia.com/gpu" in status.reason
 
 
 @pytest.mark.parametrize(
@@ -133,7 +135,8 @@ def test_each_message_has_its_meaning(
 ) -> None:
     cause = find_cause(pods, events, workloads)
     assert cause is not None
-    assert meaning in cause.meaning and cause.is_final == bool(is_final)
+    assert meaning in cause.meaning
+    assert cause.is_final == bool(is_final)
 
 
 def test_an_explanation_says_what_would_start_at_once(handle: dict[str, Any]) -> None:

@@ -193,7 +193,7 @@ class KubernetesClient:
         place = KINDS[kind]
         arguments: list[Any] = [name] if name else []
         if isinstance(place, tuple):
-            method = getattr(self._custom, f"{verb}_namespaced_custom_object")
+            method = getattr(self._custom, "_".join([verb, "namespaced", "custom", "object"]))
             arguments = [*place[:2], self.namespace, place[2], *arguments]
         else:
             words: list[str] = ["read" if verb == "get" else verb, place]

@@ -66,12 +66,14 @@ class KubernetesEngine:
         return discover_cluster(self._client(section.kubernetes), section)
 
     def render(self, submission: Submission) -> str:
-        kind = submission.settings.kubernetes.resource
-        text = to_yaml(render_manifests(submission, "jobset" if kind == "auto" else kind))
-        name = make_placement(submission.run_directory, submission.settings.kubernetes).name
-        return (
-            f"# The Secret {name}, with the key 'secret', is made by the submission, and not shown.\n{text}"
-        )
+        settings = submission.settings.kubernetes
+        kind = "jobset" if settings.resource == "auto" else settings.resource
+        name = make_placement(submission.run_directory, settings).name
+        manifests = render_manifests(submission, kind)
+        for number in range(submission.nodes - submission.min_nodes if kind != "trainjob" else 0):
+            manifests += render_manifests(submission, kind, joining=f"{name}-{number + 2}")
+        note = f"# The Secret {name}, with the key 'secret', is made by the submission, and not shown."
+        return f"{note}\n{to_yaml(manifests)}"
 
     def foreground_command(self, _submission: Submission, /) -> list[str] | None:
         return None
@@ -91,11 +93,11 @@ class KubernetesEngine:
                 volume.send(run, submission.code)
         for file in (CANCEL_FILE, FETCHED_FILE):
             (run.engine_files / file).unlink(missing_ok=True)
-        _create(client, [render_secret(submission), *manifests])
-        return {
+        first = _create(client, [render_secret(submission), *manifests])
+        handle = {
             "name": placement.name,
             "kind": kind,
-            "jobs": [(placement.name, submission.nodes)],
+            "jobs": [placement.name],
             "newest": 1,
             "min_nodes": submission.min_nodes,
             "requeue_exit_code": submission.settings.requeue_exit_code,
@@ -103,6 +105,11 @@ class KubernetesEngine:
             "namespace": client.namespace,
             "run_directory": str(run.path),
         }
+        try:
+            return self._join(handle, submission, first, submission.nodes - submission.min_nodes)
+        except BaseException:
+            client.delete(_api_kind(kind), placement.name)
+            raise
 
     def statuses(self, handles: Sequence[Handle]) -> list[RunStatus]:
         found: list[RunStatus] = []
@@ -110,6 +117,9 @@ class KubernetesEngine:
             observation = self._observe(handle)
             status = read_status(handle, observation)
             limit = _settings(handle).wait_seconds
+            if status.is_over and observation.first is not None:
+                for name in handle["jobs"][1:]:  # they wait in vain
+                    self._client(_settings(handle)).delete(_api_kind(handle["kind"]), name)
             if status.state == "pending" and limit is not None and observation.age_seconds > limit:
                 reason = explain_wait(handle, observation).summary
                 reason = f"withdrawn after {duration_text(limit)}: {reason}"
@@ -167,30 +177,28 @@ class KubernetesEngine:
     def resize(
         self, handle: Handle, submission: Submission, nodes: int, /, *, may_shrink: bool = True
     ) -> Handle:
-        jobs = [(str(name), int(count)) for name, count in handle["jobs"]]
-        present = sum(count for _, count in jobs)
-        if nodes == present or (nodes < present and not may_shrink):
-            return handle  # the Job itself makes lost pods again
+        jobs = list(handle["jobs"])
+        missing = nodes - submission.min_nodes - len(jobs) + 1
+        if missing == 0 or (missing < 0 and not may_shrink):
+            return handle  # the Jobs themselves make lost pods again
         client = self._client(_settings(handle))
         first = client.get(_api_kind(handle["kind"]), handle["name"])
         if first is None:
             raise WanmaError("the run has ended", "the same `wanma train` command resumes it", EXIT_USAGE)
-        if nodes > present:
-            name, count = f"{handle['name']}-{int(handle['newest']) + 1}", nodes - present
-            added = replace(submission, nodes=count, min_nodes=count)
-            _create(client, render_manifests(added, handle["kind"], joining=name), owner=first)
-            return {**handle, "newest": int(handle["newest"]) + 1, "jobs": [*jobs, (name, count)]}
-        while len(jobs) > 1 and present - jobs[-1][1] >= nodes:
-            name, count = jobs.pop()
+        if missing > 0:
+            return self._join(handle, submission, first, missing)
+        for name in jobs[missing:]:  # its pod leaves the run in order
             client.delete(_api_kind(handle["kind"]), name)
-            present -= count
-        if present > nodes:
-            raise WanmaError(
-                f"{handle['kind']} {jobs[-1][0]} gives its {jobs[-1][1]} nodes back as a whole only",
-                "`wanma cancel` the run, and start it again with fewer nodes: it resumes from its checkpoint",
-                EXIT_USAGE,
-            )
-        return {**handle, "jobs": jobs}
+        return {**handle, "jobs": jobs[:missing]}
+
+    def _join(self, handle: Handle, submission: Submission, first: Manifest, count: int) -> Handle:
+        """Create further objects of one pod each, which join the run; return the new handle."""
+        names = [f"{handle['name']}-{int(handle['newest']) + number}" for number in range(1, count + 1)]
+        client = self._client(_settings(handle))
+        for name in names:
+            _create(client, render_manifests(submission, handle["kind"], joining=name), owner=first)
+        newest = int(handle["newest"]) + count
+        return {**handle, "jobs": [*handle["jobs"], *names], "newest": newest}
 
     def failed_requests(self, _handle: Handle, /) -> int:
         return 0
@@ -205,7 +213,7 @@ class KubernetesEngine:
                 volume.remove(run)
 
     def release(self, handle: Handle) -> Handle:
-        return handle  # joining objects belong to the first one, and end with the run
+        return handle  # a pod that starts after the end of the run ends at once; `statuses` removes the rest
 
     def explain(self, handle: Handle, /) -> Explanation:
         observation = self._observe(handle)
@@ -221,12 +229,10 @@ class KubernetesEngine:
 
     def shell_command(self, handle: Handle, node: str | None, /) -> list[str]:
         pods = [pod for pod in self._observe(handle).pods if is_ready(pod)]
-        chosen = [pod for pod in pods if node is None or node in (pod["metadata"]["name"], *pod_names([pod]))]
+        chosen = [pod for pod in pods if node in (None, *pod_names([pod]))]
         if not chosen:
-            names = ", ".join(pod_names(pods)) or "none runs"
-            raise WanmaError(
-                f"the run has no such pod: {node or 'none runs'}", f"its pods: {names}", EXIT_USAGE
-            )
+            names = ", ".join(pod_names(pods)) or "none"
+            raise WanmaError(f"the run has no running pod {node or ''}", f"running: {names}", EXIT_USAGE)
         context = _settings(handle).context
         options = ["--context", context] if context is not None else []
         options += ["--namespace", handle["namespace"], "--container", CONTAINER]
@@ -253,23 +259,21 @@ class KubernetesEngine:
         """Refuse a submission that could never start. Raises `WanmaError`."""
         settings = submission.settings.kubernetes
         claim = client.get("PersistentVolumeClaim", settings.volume or "")
+        place = f"in the namespace {client.namespace}"
         if claim is None:
             raise JobError(
-                f"cluster.kubernetes.volume = '{settings.volume}': there is no such claim in the namespace "
-                f"{client.namespace}",
+                f"cluster.kubernetes.volume = '{settings.volume}': there is no such claim {place}",
                 "`kubectl get pvc` lists them; cluster.kubernetes.namespace chooses another namespace",
             )
         modes = claim.get("spec", {}).get("accessModes", [])
         if submission.nodes > 1 and "ReadWriteMany" not in modes:
             raise JobError(
-                f"cluster.kubernetes.volume = '{settings.volume}': this claim is for one node "
-                f"({', '.join(modes)})",
+                f"cluster.kubernetes.volume = '{settings.volume}' is for one node ({', '.join(modes)})",
                 "name a claim with access mode ReadWriteMany, or use one node",
             )
         if settings.queue is not None and client.get("LocalQueue", settings.queue) is None:
             raise JobError(
-                f"cluster.kubernetes.queue = '{settings.queue}': there is no such LocalQueue in the namespace "
-                f"{client.namespace}",
+                f"cluster.kubernetes.queue = '{settings.queue}': there is no such LocalQueue {place}",
                 "`kubectl get localqueues` lists them",
             )
 
@@ -281,7 +285,7 @@ class KubernetesEngine:
             return Observation(None)
         selector = f"{RUN_LABEL}={handle['name']}"
         pods = client.list("Pod", selector)
-        is_waiting = sum(map(is_ready, pods)) < sum(int(count) for _, count in handle["jobs"])
+        is_waiting = sum(map(is_ready, pods)) < handle["min_nodes"]
         events: list[Manifest] = []
         workloads: list[Manifest] = []
         if is_waiting:
@@ -308,8 +312,10 @@ class KubernetesEngine:
                 client.delete("Pod", pod["metadata"]["name"], grace_seconds=0)
 
 
-def _create(client: KubernetesClient, manifests: Sequence[Manifest], owner: Manifest | None = None) -> None:
-    """Create the objects of a run; on failure none is left.
+def _create(
+    client: KubernetesClient, manifests: Sequence[Manifest], owner: Manifest | None = None
+) -> Manifest:
+    """Create objects of a run, and return the last one; on failure none is left.
 
     Args:
         client: client of the API server.
@@ -329,6 +335,7 @@ def _create(client: KubernetesClient, manifests: Sequence[Manifest], owner: Mani
         reference |= {key: metadata[key] for key in ("name", "uid")}
         for kind, name in created if owner is not None else created[:-1]:
             client.patch(kind, name, {"metadata": {"ownerReferences": [reference]}})
+        return made
     except BaseException:
         for kind, name in created:
             client.delete(kind, name)

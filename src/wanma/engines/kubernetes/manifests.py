@@ -90,7 +90,8 @@ def render_manifests(submission: Submission, kind: str, *, joining: str = "") ->
     Args:
         submission: supervisors to place.
         kind: "jobset", "job" or "trainjob".
-        joining: name of a further object, whose nodes join the run; empty: the first one is rendered.
+        joining: name of a further object, whose pod joins the run; empty: the first one is rendered, with
+            the pods that the run needs at least.
 
     Raises:
         JobError: a setting is missing.
@@ -102,12 +103,12 @@ def render_manifests(submission: Submission, kind: str, *, joining: str = "") ->
     first = "0" if kind == "job" else f"{JOB_OF_SET}-0-0"  # a TrainJob makes such a JobSet
     host = f"{placement.name}-{first}.{placement.name}"
     port = 20_000 + int(hashlib.sha256(placement.name.encode()).hexdigest()[:8], 16) % 10_000
-    rendezvous = f"{host}:{port}" if submission.nodes > 1 or joining else ""
-    pod = _pod_spec(submission, placement, rendezvous, joins=bool(joining), unpacks=kind != "trainjob")
+    rendezvous = f"{host}:{port}" if submission.nodes > 1 else ""
+    pod = _pod_spec(submission, placement, rendezvous, unpacks=kind != "trainjob")
     metadata = _metadata(submission, placement, name)
     if kind == "trainjob":
         return [_train_job(submission, pod, metadata)]
-    job = _job_spec(submission, pod, placement)
+    job = _job_spec(submission, 1 if joining else submission.min_nodes, pod, placement)
     if kind == "jobset":
         spec: Manifest = {
             "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
@@ -121,17 +122,18 @@ def render_manifests(submission: Submission, kind: str, *, joining: str = "") ->
     job["ttlSecondsAfterFinished"] = KEPT_SECONDS
     if settings.queue is not None:
         job["suspend"] = True
-    pod["subdomain"] = name
+    pod["subdomain"] = placement.name
     service = {
         "clusterIP": "None",
-        "selector": {"batch.kubernetes.io/job-name": name},
+        "selector": {RUN_LABEL: placement.name},
         "publishNotReadyAddresses": True,
         "ports": [{"name": "rendezvous", "port": port}],
     }
-    return [
-        _object("v1", "Service", _metadata(submission, placement, name, is_queued=False), spec=service),
-        _object("batch/v1", "Job", metadata, spec=job),
-    ]
+    jobs = [_object("batch/v1", "Job", metadata, spec=job)]
+    if joining:
+        return jobs
+    place = _metadata(submission, placement, name, is_queued=False)
+    return [_object("v1", "Service", place, spec=service), *jobs]
 
 
 def render_secret(submission: Submission) -> Manifest:
@@ -157,9 +159,7 @@ def to_yaml(manifests: list[Manifest]) -> str:
     return "---\n".join(texts)
 
 
-def _pod_spec(
-    submission: Submission, placement: Placement, rendezvous: str, *, joins: bool, unpacks: bool
-) -> Manifest:
+def _pod_spec(submission: Submission, placement: Placement, rendezvous: str, *, unpacks: bool) -> Manifest:
     """Return the pod of one supervisor; a pod that cannot have an init container unpacks the code itself."""
     settings = submission.settings.kubernetes
     grace = int(submission.settings.grace_seconds) + EXIT_MARGIN_SECONDS
@@ -211,7 +211,6 @@ def _pod_spec(
     entry += ["--run", placement.folder, "--rendezvous", rendezvous]
     entry += ["--seconds", f"{submission.settings.start_timeout_seconds:g}"]
     entry += ["--claims", submission.settings.claims] if submission.settings.claims else []
-    entry += ["--joins"] if joins else []
     container = {
         "name": CONTAINER,
         "image": settings.image,
@@ -352,7 +351,7 @@ def _tolerations(settings: KubernetesSection) -> list[Manifest]:
     return tolerations
 
 
-def _job_spec(submission: Submission, pod: Manifest, placement: Placement) -> Manifest:
+def _job_spec(submission: Submission, nodes: int, pod: Manifest, placement: Placement) -> Manifest:
     """Return an Indexed Job that makes each pod anew which was evicted or lost; a failed run ends it."""
     ended = [EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED]
     stopped = submission.settings.requeue_exit_code
@@ -369,9 +368,9 @@ def _job_spec(submission: Submission, pod: Manifest, placement: Placement) -> Ma
     labels = {RUN_LABEL: placement.name, MANAGER_LABEL: "wanma"}
     return {
         "completionMode": "Indexed",
-        "completions": submission.nodes,
-        "parallelism": submission.nodes,
-        "backoffLimit": submission.settings.max_restarts * submission.nodes,
+        "completions": nodes,
+        "parallelism": nodes,
+        "backoffLimit": submission.settings.max_restarts * nodes,
         "podReplacementPolicy": "Failed",  # two pods of one index would both join
         "podFailurePolicy": {"rules": rules},
         "template": {"metadata": {"labels": labels}, "spec": pod},

@@ -33,7 +33,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--rendezvous", required=True)
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--claims")
-    parser.add_argument("--joins", action="store_true")
     options = parser.parse_args(arguments[:split])
     action, *words = arguments[split + 1 :]
     # The first process of a container has no default actions of signals.
@@ -44,11 +43,7 @@ def main(arguments: list[str]) -> int:
         return 0
     given = []
     if options.rendezvous:
-        rendezvous = find_living_rendezvous(options.claims or str(options.run))
-        if rendezvous is None and options.joins:
-            print("the run has ended meanwhile", flush=True)
-            return 0
-        rendezvous = rendezvous or options.rendezvous
+        rendezvous = find_living_rendezvous(options.claims or str(options.run)) or options.rendezvous
         if not await_name(rendezvous.rpartition(":")[0], options.seconds):
             return EXIT_FAILED
         given = ["--rendezvous", rendezvous]

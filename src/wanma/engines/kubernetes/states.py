@@ -58,7 +58,7 @@ def read_status(handle: Handle, found: Observation) -> RunStatus:
 
     It runs as soon as so many pods run, or have finished, as it needs at least.
     """
-    ids = tuple(f"{handle['kind']}/{name}" for name, _ in handle["jobs"])
+    ids = tuple(f"{handle['kind']}/{name}" for name in handle["jobs"])
     if found.first is None:
         return _status_after_deletion(handle, ids)
     conditions = {
@@ -124,7 +124,7 @@ def explain_wait(handle: Handle, found: Observation, nodes: EngineCluster | None
         found: its objects.
         nodes: nodes of the cluster; None: unknown.
     """
-    wanted = sum(int(count) for _, count in handle["jobs"])
+    wanted = int(handle["min_nodes"])
     running = sum(is_ready(pod) for pod in found.pods)
     head = f"{handle['kind']} {handle['name']} waits for {count_text(wanted, 'node')}"
     if running:
