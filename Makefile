@@ -116,7 +116,7 @@ frameworks: $(FRAMEWORKS)/tensorflow/.ready $(FRAMEWORKS)/jax/.ready
 horovod: $(FRAMEWORKS)/horovod/.ready
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(FRAMEWORKS) $(HADOOP) $(TRACKERS) $(EMULATORS) $(SKYPILOT) $(DOCS) $(WHEEL) .versions build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis $(RAY)
+	rm -rf $(VENV) $(PEERS) $(FRAMEWORKS) $(HADOOP) $(TRACKERS) $(EMULATORS) $(SKYPILOT) $(RAY) $(DOCS) $(WHEEL) .versions build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Make the virtual environment $(1) unless it is there.

@@ -23,6 +23,7 @@ from wanma.data.formats.arrow_tables import Parquet
 from wanma.data.formats.json_records import JsonLines
 from wanma.data.images.transform import import_pillow
 from wanma.data.tools.images import write_png
+from wanma.engines.kubernetes.client import KubernetesClient
 from wanma.engines.ray.client import RayClient
 from wanma.job.errors import WanmaError
 from wanma.job.file.loading import load_job
@@ -105,6 +106,7 @@ USES: dict[str, list[tuple[str, str, Callable[[Path], object]]]] = {
     "mlflow": [("mlflow", "mlflow-skinny", lambda _: check_trackers(["mlflow"]))],
     "wandb": [("wandb", "wandb", lambda _: check_trackers(["wandb"]))],
     "dashboard": [("uvicorn", "uvicorn", _show_dashboard)],
+    "kubernetes": [("kubernetes", "kubernetes", lambda _: KubernetesClient())],
     "data": [("pyarrow", "pyarrow", _scan_parquet), ("pyarrow", "pyarrow", _scan_zstd)],
 }
 """Extra -> (its module, its package, a use of it)."""

@@ -25,7 +25,8 @@ LOAD = """
 import sys, json, sky
 task = sky.Task.from_yaml(sys.argv[1])
 (resources,) = task.resources
-print(json.dumps([task.num_nodes, resources.accelerators, resources.cpus, [ref.name for ref in task.managed_secret_refs]]))
+names = [ref.name for ref in task.managed_secret_refs]
+print(json.dumps([task.num_nodes, resources.accelerators, resources.cpus, names]))
 """
 
 

@@ -29,6 +29,10 @@ def get_engine(name: str) -> Engine:
         from wanma.engines.ray.engine import RayEngine
 
         return RayEngine()
+    if name == "kubernetes":
+        from wanma.engines.kubernetes.engine import KubernetesEngine
+
+        return KubernetesEngine()
     raise JobError(
         f"there is no engine '{name}'.{did_you_mean(name, ENGINES)}", f"engines: {', '.join(ENGINES)}"
     )

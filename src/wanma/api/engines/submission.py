@@ -20,7 +20,9 @@ from wanma.api.run.callback_thread import load_callbacks
 from wanma.api.run.run_records import resolve_run_directory
 from wanma.engines.engine import Engine, EngineCluster, Submission
 from wanma.engines.engine_record import EngineRecord
+from wanma.engines.selection import get_engine
 from wanma.hardware.cluster_file.export import export_cluster
+from wanma.hardware.cluster_file.reader import read_cluster
 from wanma.job.cluster import Cluster, NodeGroup
 from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
 from wanma.job.file.serialization import job_to_toml
@@ -62,7 +64,7 @@ def submit_job(
         refuse_active_run(run)
         prepared, nodes = _prepare(job, engine)
         files = _submission_files(job, run, nodes)
-        code, notes = snapshot_code(run, job.cluster) if names_user_code(job) else (None, ())
+        code, notes = snapshot_code(run, job.cluster) if needs_code(job) else (None, ())
         interpreter = make_environment(run, job.cluster)
     except WanmaError as error:
         error.exit_code = EXIT_USAGE  # nothing was started
@@ -87,8 +89,11 @@ def _submission_files(job: Job, run: RunDirectory, nodes: EngineCluster | None) 
     return {JOB_FILE: job_to_toml(placed), CLUSTER_FILE: export_cluster(nodes.cluster)}
 
 
-def names_user_code(job: Job) -> bool:
-    """Return True if a key of the job names a Python object, which may be in the working directory."""
+def needs_code(job: Job) -> bool:
+    """Return True if the run needs the working directory: a key names a Python object, which may be there.
+
+    Pods do not see it, so they always need it: relative paths of data begin there.
+    """
     named = (
         job.model.factory,
         job.model.loss,
@@ -98,7 +103,7 @@ def names_user_code(job: Job) -> bool:
         job.train.metrics,
         job.observe.callbacks,
     )
-    return any(named)
+    return job.cluster.engine == "kubernetes" or any(named)
 
 
 def dry_submission(job: Job, run_directory: Path | None = None) -> RenderableType:
@@ -127,6 +132,18 @@ def dry_submission(job: Job, run_directory: Path | None = None) -> RenderableTyp
     )
 
 
+def render_job(job: Job, run_directory: Path | None = None) -> str:
+    """Return the text of what `submit_job` would submit; the engine's cluster is not asked.
+
+    Raises:
+        WanmaError: the job is wrong.
+    """
+    run = RunDirectory(resolve_run_directory(job, run_directory).path.absolute())
+    engine = get_engine(job.cluster.engine)
+    prepared, _ = _prepare(job, engine, asks=False)
+    return engine.render(_make_submission(job, run, prepared, None))
+
+
 def render_submission(engine: Engine, text: str, nodes: EngineCluster | None) -> RenderableType:
     """Render the text for the scheduler, and facts of its nodes."""
     from rich.console import Group
@@ -142,11 +159,16 @@ def render_submission(engine: Engine, text: str, nodes: EngineCluster | None) ->
     )
 
 
-def _prepare(job: Job, engine: Engine) -> tuple[PreparedJob, EngineCluster | None]:
-    """Return the plan of the job on the nodes of the engine, and these nodes."""
+def _prepare(job: Job, engine: Engine, *, asks: bool = True) -> tuple[PreparedJob, EngineCluster | None]:
+    """Return the plan of the job on the nodes of the engine, and these nodes.
+
+    Args:
+        asks: false: the engine is not asked for its nodes.
+    """
     load_callbacks(job.observe.callbacks)
     check_trackers(job.observe.trackers)
-    nodes = None if job.cluster.file is not None else engine.discover(job.cluster, _local_paths(job.data))
+    data = _local_paths(job.data)
+    nodes = engine.discover(job.cluster, data) if asks and job.cluster.file is None else None
     if nodes is not None and job.cluster.nodes > nodes.max_nodes:
         raise JobError(
             f"cluster.nodes = {job.cluster.nodes}, and a run may have {nodes.max_nodes} nodes there",
@@ -156,15 +178,18 @@ def _prepare(job: Job, engine: Engine) -> tuple[PreparedJob, EngineCluster | Non
     if engine.name != "local" and job.cluster.nodes > 1:
         section = job.cluster.model_copy(update={"rendezvous": f"{engine.name}:1"})  # known once it runs
         planned_job = job.model_copy(update={"cluster": section})
+    cluster = nodes.cluster if nodes is not None else None
+    if engine.name != "local" and job.cluster.file is not None:  # this machine need not be one of them
+        cluster = read_cluster(job.cluster.file)
     start = initial_layout(
-        planned_job, cluster=take_nodes(nodes.cluster, job.cluster.nodes) if nodes is not None else None
+        planned_job, cluster=take_nodes(cluster, job.cluster.nodes) if cluster is not None else None
     )
-    with show_dataset_progress(is_quiet=job.observe.console == "quiet") as progress:
+    with show_dataset_progress(is_quiet=not asks or job.observe.console == "quiet") as progress:
         prepared = prepare_job(
             planned_job,
             start,
             progress=progress,
-            announce=announcer(is_quiet=job.observe.console == "quiet"),
+            announce=announcer(is_quiet=not asks or job.observe.console == "quiet"),
             is_submission=engine.name != "local",
         )
     return prepared, nodes

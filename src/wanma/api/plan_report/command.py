@@ -8,6 +8,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from wanma.api.engines.placing import usable_engine
+from wanma.api.engines.submission import take_nodes
+from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import MESH_DIMS, Plan
 from wanma.job.sections.job import Job
@@ -27,7 +30,7 @@ def plan_job(
     job: Job,
     *,
     device: str | None = None,
-    cluster: str | None = None,
+    cluster: str | Cluster | None = None,
     show_layout: bool = False,
     rank: int | None = None,
     queries: Questions | None = None,
@@ -37,7 +40,8 @@ def plan_job(
     Args:
         device: device of the catalogue, as many as the job has ranks, or a cluster in one line; default: the
             devices of `cluster`.
-        cluster: cluster file, or a cluster in one line; default: the job's `cluster.file`, else this node.
+        cluster: cluster file, a cluster in one line, or a cluster; default: the job's `cluster.file`, else
+            this node.
         show_layout: show the layout: the part of the model on each rank.
         rank: rank to build without memory for its tensors, to show its sizes and communication.
         queries: further questions to answer.
@@ -60,6 +64,19 @@ def plan_job(
     if rank is not None:
         parts += [Text(), _rank_dry_run(study.job, plan, rank)]
     return answers, Group(*parts)
+
+
+def engine_cluster(job: Job) -> Cluster | None:
+    """Return the nodes that the job's engine has for it; None: those of this machine.
+
+    Raises:
+        WanmaError: the engine cannot be used here, or has no suitable nodes.
+    """
+    found = usable_engine(job.cluster).discover(job.cluster)
+    if found is None:
+        return None
+    count = job.cluster.nodes if job.cluster.nodes > 1 else found.max_nodes
+    return take_nodes(found.cluster, min(count, found.max_nodes))
 
 
 def _rank_dry_run(job: Job, plan: Plan, rank: int) -> RenderableType:

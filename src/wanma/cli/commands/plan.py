@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wanma.cli.arguments import add_job_arguments, complete_job_files, set_completer
+from wanma.cli.arguments import add_job_arguments, complete_job_files, override_texts, set_completer
 from wanma.job.errors import JobError
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ examples:
   wanma plan examples/gpt.toml --explain parallel.tp=2 parallel.pp=2
   wanma plan --learn runs/gpt                            # correct later forecasts by this run
   wanma plan examples/gpt.toml --cluster "8x8 H100 SXM, 4x100G" parallel=auto
+  wanma plan JOB.toml --engine kubernetes parallel=auto  # for the nodes that are there
   wanma plan JOB.toml --cluster cluster.toml parallel=auto --why tp=16,pp=2
   wanma plan JOB.toml --cluster cluster.toml parallel=auto --what-if gpus=512 --what-if device=H200
   wanma plan JOB.toml --cluster cluster.toml parallel=auto --scale 64..4096 --html plan.html
@@ -47,6 +48,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--cluster", metavar="FILE", help="cluster file, or a line such as '8x8 H100 SXM, 4x100G'"
     )
     set_completer(argument, complete_job_files)
+    parser.add_argument(
+        "--engine", metavar="NAME", help="plan for the nodes that this engine has (cluster.engine)"
+    )
     parser.add_argument(
         "--learn", metavar="RUN", type=Path, help="instead of JOB: correct later forecasts by this run"
     )
@@ -85,7 +89,17 @@ def run(arguments: argparse.Namespace) -> int:
     from wanma.data.data_kinds import with_data_kinds
     from wanma.job.file.loading import load_job
 
-    job = with_data_kinds(load_job(arguments.job, arguments.overrides))
+    overrides = [*arguments.overrides, *override_texts({"cluster.engine": arguments.engine})]
+    job = with_data_kinds(load_job(arguments.job, overrides))
+    cluster = arguments.cluster
+    if arguments.engine is not None:
+        from wanma.api.plan_report.command import engine_cluster
+
+        if cluster is not None or arguments.device is not None:
+            raise JobError(
+                "--engine, --cluster and --device all set the nodes to plan for", "give one of them"
+            )
+        cluster = engine_cluster(job)
     from wanma.api.plan_report.command import plan_job
     from wanma.planner.presentation.plan_analysis import Questions
 
@@ -98,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
     answers, shown = plan_job(
         job,
         device=arguments.device,
-        cluster=arguments.cluster,
+        cluster=cluster,
         show_layout=arguments.explain,
         rank=arguments.rank,
         queries=questions,

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from wanma.engines.engine import QUERY_SECONDS
 from wanma.engines.ssh.failures import SSH_FAILED, SshError, explain_exit, explain_problem
@@ -45,14 +45,16 @@ _OPTIONS = (
     "-oClearAllForwardings=yes",
     "-oRemoteCommand=none",
 )
-_MARK = b"\nWANMA-REPLY "
-_BOOTSTRAP = (
+REPLY_MARK = b"\nWANMA-REPLY "
+"""Text before the answer of a program: a line of JSON, after which its bytes follow."""
+BOOTSTRAP = (
     "import sys,json;sys.path[:]=[p for p in sys.path if p];i=sys.stdin.buffer\n"
     "h=json.loads(i.readline().decode())\n"
     'r=lambda v:(sys.stdout.write("\\nWANMA-REPLY "+json.dumps(v)+"\\n"),sys.stdout.flush())\n'
     'n={"__name__":"host"};exec(compile(i.read(h["program"]).decode(),"<wanma>","exec"),n)\n'
     'sys.exit(n["main"](h["request"],r))\n'
 )
+"""Program that runs the one on standard input, for `python -c`."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,25 @@ class Reply:
     value: Any
     data: bytes = b""
     """Bytes after the JSON value."""
+
+
+class Connections(Protocol):
+    """Connections over which programs of this package run where the files of a run are."""
+
+    def ask(
+        self,
+        host: Host,
+        program: ModuleType,
+        request: Mapping[str, Any],
+        data: bytes | Path = b"",
+        seconds: float = QUERY_SECONDS,
+    ) -> Reply:
+        """Run a program and return its answer. Raises `SshError`."""
+
+    def ask_all(
+        self, questions: Mapping[Host, Callable[[], Reply]]
+    ) -> tuple[dict[Host, Reply], list[SshError]]:
+        """Ask all hosts; return the answers, and the failures in the order of the hosts."""
 
 
 class SshConnections:
@@ -102,7 +123,7 @@ class SshConnections:
             SshError: the host cannot be asked, or its program could not do its work.
         """
         with tempfile.TemporaryFile() as errors, tempfile.TemporaryFile() as given:
-            given.write(_message(program, request))
+            given.write(make_message(program, request))
             if isinstance(data, Path):
                 with data.open("rb") as file:
                     shutil.copyfileobj(file, given)
@@ -124,7 +145,7 @@ class SshConnections:
                 raise
             errors.seek(0)
             text = errors.read().decode(errors="replace")
-        before, mark, after = output.partition(_MARK)
+        before, mark, after = output.partition(REPLY_MARK)
         if process.returncode != 0 or not mark:
             code = process.returncode if process.returncode > 0 else SSH_FAILED
             raise explain_exit(host, code, text or before.decode(errors="replace"), python or self._python)
@@ -160,7 +181,7 @@ class SshConnections:
         process = self._start(host, subprocess.PIPE, errors)
         call = HeldCall(host, process, errors)
         try:
-            call.send(_message(program, request))
+            call.send(make_message(program, request))
             call.first = _checked(host, call.read(seconds, self._python))
         except BaseException:
             call.kill()
@@ -176,7 +197,7 @@ class SshConnections:
         self, host: Host, stdin: int | IO[bytes], errors: IO[bytes], python: str = ""
     ) -> subprocess.Popen[bytes]:
         # The errors go to a file: a connection that stays open would keep a pipe open.
-        remote = f"{_remote_path(python or self._python)} -c {shlex.quote(_BOOTSTRAP)}"
+        remote = f"{_remote_path(python or self._python)} -c {shlex.quote(BOOTSTRAP)}"
         try:
             return subprocess.Popen(
                 [*self._call(host), remote],
@@ -256,7 +277,7 @@ class HeldCall:
         timer.start()
         try:
             while True:
-                _, mark, after = self._buffer.partition(_MARK)
+                _, mark, after = self._buffer.partition(REPLY_MARK)
                 if mark and b"\n" in after:
                     line, _, self._buffer = after.partition(b"\n")
                     return json.loads(line)
@@ -299,7 +320,8 @@ class HeldCall:
         self._errors.close()
 
 
-def _message(program: ModuleType, request: Mapping[str, Any]) -> bytes:
+def make_message(program: ModuleType, request: Mapping[str, Any]) -> bytes:
+    """Return the standard input of `BOOTSTRAP`: a program of this package and its request."""
     source = inspect.getsource(program).encode()
     return json.dumps({"program": len(source), "request": request}).encode() + b"\n" + source
 

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from wanma.checkpoint.store.checkpoint_folder import list_committed
 from wanma.engines.ssh import host_files
-from wanma.engines.ssh.connection import Reply, SshConnections
+from wanma.engines.ssh.connection import Connections, Reply
 from wanma.engines.ssh.failures import SshError, join_errors
 from wanma.engines.ssh.hosts import Host
 from wanma.job.errors import WanmaError
@@ -52,7 +52,7 @@ def record_owner(run: RunDirectory, sources: Sequence[RecordSource]) -> RecordOw
         return RecordOwner(sources[0].host.text)
 
 
-def fetch_records(connections: SshConnections, sources: Sequence[RecordSource], run: RunDirectory) -> None:
+def fetch_records(connections: Connections, sources: Sequence[RecordSource], run: RunDirectory) -> None:
     """Bring the small records of a run home: those of their owner, and the logs of the other hosts.
 
     A coordinator that has taken over writes further steps on its own host, which becomes the owner: its steps
@@ -106,7 +106,7 @@ def _succeeding(host: Host, steps_changed: float, run: RunDirectory) -> RecordOw
     return RecordOwner(host.text, steps_changed, {path.name: path.stat().st_size for path in paths})
 
 
-def send_history(connections: SshConnections, sources: Sequence[RecordSource], run: RunDirectory) -> None:
+def send_history(connections: Connections, sources: Sequence[RecordSource], run: RunDirectory) -> None:
     """Send the records of earlier starts to the first host of the next one, unless it has them.
 
     That host continues them: steps, events and the changes of the job since the last start.
@@ -160,7 +160,7 @@ def _is_history(name: str, run: RunDirectory) -> bool:
     return path in (run.job, run.plan, run.metrics, run.events) or run.tensorboard in path.parents
 
 
-def _ask(connections: SshConnections, source: RecordSource, owner: RecordOwner, run: RunDirectory) -> Reply:
+def _ask(connections: Connections, source: RecordSource, owner: RecordOwner, run: RunDirectory) -> Reply:
     request = {
         "operation": "records",
         "folder": source.folder,

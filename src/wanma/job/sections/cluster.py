@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from wanma.job.sections.base import Section
 from wanma.job.sections.budget import BudgetSection
 from wanma.job.sections.engines import EngineName, SlurmSection, SshSection
+from wanma.job.sections.kubernetes import KubernetesSection
 from wanma.job.sections.ray import RaySection
 from wanma.job.url_credentials import CREDENTIALS_HINT, has_credentials
 
@@ -19,7 +20,8 @@ class ClusterSection(Section):
 
     engine: EngineName = Field(
         "local",
-        description="place of the run: this machine, hosts reached by ssh, a Slurm cluster, or a Ray cluster",
+        description="place of the run: this machine, hosts reached by ssh, a Slurm, Kubernetes or Ray "
+        "cluster",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="device type; auto: cuda when present")
     file: str | None = Field(
@@ -122,6 +124,9 @@ class ClusterSection(Section):
     budget: BudgetSection = Field(default_factory=BudgetSection, description="limits of what the run may use")
     ssh: SshSection = Field(default_factory=SshSection, description="settings of engine = 'ssh'")
     slurm: SlurmSection = Field(default_factory=SlurmSection, description="settings of engine = 'slurm'")
+    kubernetes: KubernetesSection = Field(
+        default_factory=KubernetesSection, description="settings of engine = 'kubernetes'"
+    )
     ray: RaySection = Field(default_factory=RaySection, description="settings of engine = 'ray'")
 
     @model_validator(mode="before")
@@ -163,6 +168,10 @@ class ClusterSection(Section):
         if self.environment is not None and self.slurm.container is not None:
             raise ValueError(
                 "environment and slurm.container are both set: an image has its packages; remove one"
+            )
+        if self.environment is not None and self.engine == "kubernetes":
+            raise ValueError(
+                "environment is set: an image has its packages; remove it, or choose another image"
             )
         if self.claims is not None and has_credentials(self.claims):  # not repeated in the message
             raise ValueError(

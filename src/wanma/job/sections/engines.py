@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 
 from wanma.job.sections.base import Section
 
-ENGINES = ("local", "ssh", "slurm", "ray")
-EngineName = Literal["local", "ssh", "slurm", "ray"]
+ENGINES = ("local", "ssh", "slurm", "kubernetes", "ray")
+EngineName = Literal["local", "ssh", "slurm", "kubernetes", "ray"]
 
 _SLURM_ARRAY = re.compile(r"(--arr|-a)")
 """Options of sbatch that make a job array, abbreviated or not; --account and the like go on otherwise."""

@@ -70,14 +70,14 @@ def check_node_kind(job: Job, plan: Plan, cluster: Cluster) -> None:
 
 
 def job_on_hypothetical_cluster(
-    job: Job, *, device: str | None = None, cluster: str | None = None
+    job: Job, *, device: str | None = None, cluster: str | Cluster | None = None
 ) -> tuple[Job, Cluster]:
     """Return the job and a hypothetical cluster, which need not be here, for planning.
 
     Args:
         job: the job.
         device: a name of the catalogue, one device per rank of the job's layout; or a cluster shorthand.
-        cluster: a cluster file, or a cluster shorthand.
+        cluster: a cluster, a cluster file, or a cluster shorthand.
 
     Raises:
         JobError: no such device, or the cluster cannot be read.
@@ -85,7 +85,7 @@ def job_on_hypothetical_cluster(
     if device is not None and cluster is not None:
         raise JobError("--device and --cluster both set the nodes to plan for", "give one of them")
     if cluster is not None:
-        described = read_cluster(cluster)
+        described = cluster if isinstance(cluster, Cluster) else read_cluster(cluster)
     elif device is not None and is_shorthand(device):
         described = parse_shorthand(device)
     elif device is not None:

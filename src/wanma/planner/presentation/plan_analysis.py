@@ -176,7 +176,11 @@ class Questions:
 
 
 def analyze_plan(
-    job: Job, *, device: str | None = None, cluster: str | None = None, questions: Questions = Questions()
+    job: Job,
+    *,
+    device: str | None = None,
+    cluster: str | Cluster | None = None,
+    questions: Questions = Questions(),
 ) -> PlanAnalysis:
     """Plan a job and answer questions about it; of its data only samples are read.
 
@@ -184,8 +188,8 @@ def analyze_plan(
         job: the job.
         device: plan for as many of this device of the catalogue as the job has ranks, or for a cluster
             shorthand; default: for `cluster`.
-        cluster: plan for a cluster file, or a cluster shorthand; default: the job's `cluster.file`, else the
-            local node.
+        cluster: plan for a cluster, a cluster file, or a cluster shorthand; default: the job's
+            `cluster.file`, else the local node.
         questions: questions beside the plan.
 
     Raises:

@@ -1,0 +1,167 @@
+"""Runs on a cluster from the submission to the end, by the official client; pods are real processes."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from engines.kubernetes.conftest import Site, losses
+from wanma.api.engines.attachment import attach
+from wanma.api.engines.control import (
+    cancel_run,
+    explain_run,
+    fetch_records,
+    find_submitted,
+    resize_run,
+    run_log_files,
+    run_status,
+)
+from wanma.api.engines.submission import submit_job
+from wanma.api.run.job_run import train_job
+from wanma.engines.kubernetes.manifests import RUN_LABEL
+from wanma.job.errors import EXIT_USAGE, WanmaError
+from wanma.job.file.loading import to_job
+from wanma.report.run_report import read_report
+
+
+def test_two_pods_train_as_one_machine_and_their_records_come_home(site: Site) -> None:
+    run, record = submit_job(site.job())
+    assert attach(run, record) == 0
+    assert run_status(run).state == "finished"
+    assert "rank 1" in run_log_files(run, [1])[0].read_text()
+    assert any("joined the run" in path.read_text() for path in run_log_files(run))
+    alone = to_job({**site.job().model_dump(exclude_unset=True), "cluster": {"device": "cpu"}})
+    assert train_job(alone, run_directory=site.folder / "alone") == 0
+    other = type(run)(site.folder / "alone")
+    assert losses(run) == pytest.approx(losses(other), rel=1e-4)
+    engine, record = find_submitted(run)
+    engine.discard(record.handle)
+    site.wait(lambda: not site.objects(), "empty cluster")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("extensions", [()])
+def test_without_jobsets_an_indexed_job_runs_the_same(site: Site) -> None:
+    run, record = submit_job(site.job())
+    assert attach(run, record) == 0
+    assert record.handle["kind"] == "job"
+    assert len(losses(run)) == 4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("grace_seconds", [None, 0], ids=["evicted", "killed"])
+def test_a_pod_that_is_lost_is_made_anew_and_the_run_resumes(site: Site, grace_seconds: int | None) -> None:
+    run, record = submit_job(site.job(steps=40))
+    site.wait_for_step(run, 6)
+    pods = site.client.list("Pod", f"{RUN_LABEL}={record.handle['name']}")
+    site.client.delete("Pod", pods[-1]["metadata"]["name"], grace_seconds=grace_seconds)
+    assert attach(run, record) == 0
+    assert len(losses(run)) == 40
+
+
+@pytest.mark.full
+def test_a_cancelled_run_saves_leaves_nothing_and_resumes(site: Site) -> None:
+    run, _ = submit_job(site.job(steps=60))
+    site.wait_for_step(run, 2)
+    cancel_run(run, is_immediate=False)
+    assert site.wait_for_state(run, "cancelled").reason == ""
+    site.wait(lambda: not site.objects(), "empty cluster")
+    run, record = submit_job(site.job(steps=max(losses(run)) + 8))
+    assert attach(run, record) == 0
+    starts = [event for event in read_report(run).events if event["kind"] == "start"]
+    assert starts[-1]["step"] > 0
+
+
+@pytest.mark.full
+def test_a_run_that_is_deleted_by_hand_is_cancelled(site: Site) -> None:
+    run, record = submit_job(site.job(steps=400))
+    site.wait_for_state(run, "running")
+    site.client.delete("JobSet", record.handle["name"])
+    assert "another hand" in site.wait_for_state(run, "cancelled").reason
+
+
+@pytest.mark.full
+def test_an_api_server_that_is_away_costs_nothing(site: Site) -> None:
+    run, record = submit_job(site.job(steps=60))
+    site.wait_for_step(run, 2)
+    timers = [threading.Timer(3, site.cluster.stop), threading.Timer(23, site.cluster.start)]
+    for timer in timers:
+        timer.start()
+    try:
+        assert attach(run, record) == 0
+    finally:
+        for timer in timers:
+            timer.join()
+    assert len(losses(run)) == 60
+
+
+@pytest.mark.full
+def test_a_queue_without_room_is_explained_and_the_run_starts_when_there_is(site: Site) -> None:
+    site.cluster.set_queue({"cpu": "1"}, name="team")
+    run, record = submit_job(site.job(queue="team"))
+    explanation = site.wait(
+        lambda: found if "Kueue" in (found := explain_run(run)).summary else None, "reason of Kueue"
+    )
+    assert "quota" in explanation.summary
+    assert run_status(run).state == "pending"
+    site.cluster.set_queue({"cpu": "8"}, name="team")
+    assert attach(run, record) == 0
+
+
+@pytest.mark.full
+def test_a_run_gives_a_pod_back_and_gets_another_which_joins(site: Site) -> None:
+    run, record = submit_job(site.job(steps=200, nodes="1..2"))
+    assert len(record.handle["jobs"]) == 2
+
+    def has_nodes(count: int) -> bool:
+        fetch_records(run)
+        starts = [event for event in read_report(run).events if event["kind"] == "start"]
+        return bool(starts) and starts[-1]["nodes"] == count
+
+    site.wait(lambda: has_nodes(2), "run on two nodes")
+    resize_run(run, 1)
+    site.wait(lambda: has_nodes(1), "run on one node")
+    resize_run(run, 2)
+    # It joins, or stands by if the remaining steps are too few to pay for a restart.
+    site.wait(lambda: any("-3-" in name for name in run_status(run).nodes), "further pod")
+    assert attach(run, find_submitted(run)[1]) == 0
+    assert len(losses(run)) == 200
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"volume": "none"}, "cluster.kubernetes.volume"),
+        ({"queue": "none"}, "cluster.kubernetes.queue"),
+        ({"namespace": "none"}, "namespace"),
+        ({"resource": "trainjob"}, "cluster.kubernetes.resource"),
+        ({"node_selector": {"gpu": "h100"}}, "gpu=h100"),
+    ],
+)
+def test_what_can_never_start_is_refused_and_leaves_nothing(
+    site: Site, settings: dict[str, object], key: str
+) -> None:
+    with pytest.raises(WanmaError) as refused:
+        submit_job(site.job(**settings))
+    assert key in refused.value.message
+    assert refused.value.hint
+    assert refused.value.exit_code == EXIT_USAGE
+    assert site.objects() == []
+
+
+def test_an_image_that_is_missing_ends_the_wait(site: Site) -> None:
+    with pytest.raises(WanmaError) as refused:
+        submit_job(site.job(image="nowhere/none:1"))
+    assert "image" in refused.value.message
+    assert "cluster.kubernetes.image" in refused.value.hint
+    site.wait(lambda: not site.objects(), "empty cluster")
+
+
+def test_missing_rights_are_one_message(site: Site) -> None:
+    site.cluster.deny("create", "secrets")
+    with pytest.raises(WanmaError) as refused:
+        submit_job(site.job())
+    assert "permission" in refused.value.message
+    assert "--rbac" in refused.value.hint
+    site.wait(lambda: not site.objects(), "empty cluster")

@@ -1,0 +1,1 @@
+"""A strict stand-in for a Kubernetes cluster: API server, controllers, scheduler and kubelets."""

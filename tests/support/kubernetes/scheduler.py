@@ -1,0 +1,132 @@
+"""The scheduler: binds pending pods to nodes, or says why none fits.
+
+https://kubernetes.io/docs/concepts/scheduling-eviction/
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from support.kubernetes.admission import pod_requests
+from support.kubernetes.resources import Object, quantity, set_condition
+from support.kubernetes.store import Store
+
+
+class Scheduler:
+    """Scheduler of one cluster.
+
+    Attributes:
+        autoscaler: event of the cluster autoscaler for a pod that does not fit: '' (there is none),
+            'TriggeredScaleUp' or 'NotTriggerScaleUp'.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.autoscaler = store, ""
+
+    def sync(self) -> None:
+        pending = [
+            pod
+            for pod in self.store.list("pods")
+            if not pod["spec"].get("nodeName") and "deletionTimestamp" not in pod["metadata"]
+        ]
+        pending.sort(
+            key=lambda pod: (-pod["spec"].get("priority", 0), int(pod["metadata"]["resourceVersion"]))
+        )
+        for pod in pending:
+            if pod["spec"]["schedulerName"] == "default-scheduler" and pod["status"]["phase"] == "Pending":
+                self._schedule(pod)
+
+    def _schedule(self, pod: Object) -> None:
+        load = Counter(other["spec"].get("nodeName") for other in self.store.list("pods"))
+        nodes = sorted(self.store.list("nodes"), key=lambda one: load[one["metadata"]["name"]])  # spread
+        why = Counter[str]()
+        if words := self._claims(pod):
+            self._refuse(pod, f"0/{len(nodes)} nodes are available: {words}.")
+            return
+        for node in nodes:
+            reasons = self._reasons(pod, node)
+            why.update(reasons)
+            if not reasons:
+                name = node["metadata"]["name"]
+                with self.store.edit(pod) as after:
+                    after["spec"]["nodeName"] = name
+                    set_condition(after["status"], "PodScheduled", "True")
+                space = pod["metadata"]["namespace"]
+                words = f"Successfully assigned {space}/{pod['metadata']['name']} to {name}"
+                self.store.event(pod, "Normal", "Scheduled", words, "default-scheduler")
+                return
+        # kubernetes/kubernetes pkg/scheduler/framework/types.go, FitError: reasons sorted by their text
+        reasons = sorted(f"{count} {reason}" for reason, count in why.items())
+        words = f"0/{len(nodes)} nodes are available: {', '.join(reasons)}." if nodes else ""
+        self._refuse(pod, words or "no nodes available to schedule pods")
+
+    def _claims(self, pod: Object) -> str:
+        for volume in pod["spec"].get("volumes", []):
+            name = volume.get("persistentVolumeClaim", {}).get("claimName")
+            claim = self.store.find("persistentvolumeclaims", pod["metadata"]["namespace"], name or "")
+            if name and claim is None:
+                return f'persistentvolumeclaim "{name}" not found'
+            if claim is not None and claim.get("status", {}).get("phase") != "Bound":
+                return "pod has unbound immediate PersistentVolumeClaims"
+        return ""
+
+    def _reasons(self, pod: Object, node: Object) -> list[str]:
+        if node["spec"].get("unschedulable"):
+            return ["node(s) were unschedulable"]
+        for taint in node["spec"].get("taints", []):
+            if taint["effect"] != "PreferNoSchedule" and not tolerates(pod, taint):
+                return [f"node(s) had untolerated taint {{{taint['key']}: {taint.get('value', '')}}}"]
+        labels = node["metadata"].get("labels", {})
+        if not pod["spec"].get("nodeSelector", {}).items() <= labels.items() or not _has_affinity(
+            pod, labels
+        ):
+            return ["node(s) didn't match Pod's node affinity/selector"]
+        allocatable, asked = node["status"]["allocatable"], {**pod_requests(pod), "pods": 1.0}
+        used: Counter[str] = Counter()
+        for other in self.store.list("pods", fields=f"spec.nodeName={node['metadata']['name']}"):
+            if other["status"]["phase"] not in ("Succeeded", "Failed"):
+                used.update({**pod_requests(other), "pods": 1.0})
+        return [
+            "Too many pods" if name == "pods" else f"Insufficient {name}"
+            for name, value in asked.items()
+            if value and value + used[name] > quantity(allocatable.get(name, 0)) + 1e-9
+        ]
+
+    def _refuse(self, pod: Object, words: str) -> None:
+        if self.store.condition(pod, "PodScheduled", "False", "Unschedulable", words):
+            self.store.event(pod, "Warning", "FailedScheduling", words, "default-scheduler")
+        # https://github.com/kubernetes/autoscaler/blob/master/cluster-autoscaler/FAQ.md
+        if self.autoscaler == "TriggeredScaleUp":
+            words = "pod triggered scale-up: [{pool 2->3 (max: 4)}]"
+            self.store.event(pod, "Normal", self.autoscaler, words, "cluster-autoscaler")
+        elif self.autoscaler:
+            words = "pod didn't trigger scale-up: 1 max node group size reached"
+            self.store.event(pod, "Normal", self.autoscaler, words, "cluster-autoscaler")
+
+
+def tolerates(pod: Object, taint: Object) -> bool:
+    """https://kubernetes.io/docs/concepts/scheduling-eviction/taint-and-toleration/ ."""
+    return any(
+        one.get("effect", taint["effect"]) == taint["effect"]
+        and one.get("key", taint["key"]) == taint["key"]
+        and (one.get("operator") == "Exists" or one.get("value", "") == taint.get("value", ""))
+        for one in pod["spec"].get("tolerations", [])
+    )
+
+
+def _has_affinity(pod: Object, labels: dict[str, str]) -> bool:
+    affinity = pod["spec"].get("affinity", {}).get("nodeAffinity", {})
+    required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", {}).get("nodeSelectorTerms")
+    return required is None or any(
+        all(_is_met(one, labels) for one in term.get("matchExpressions", [])) for term in required
+    )
+
+
+def _is_met(expression: Object, labels: dict[str, str]) -> bool:
+    value, operator = labels.get(expression["key"]), expression["operator"]
+    if operator in ("Exists", "DoesNotExist"):
+        return (value is not None) == (operator == "Exists")
+    if operator in ("Gt", "Lt"):
+        limit = int(expression["values"][0])
+        return value is not None and (int(value) > limit if operator == "Gt" else int(value) < limit)
+    return (value in expression["values"]) == (operator == "In")
