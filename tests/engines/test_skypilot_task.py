@@ -44,8 +44,9 @@ def task_text(folder: Path, cluster: str, nodes: int, min_nodes: int | None = No
         cores_per_node=node.cores,
         settings=ClusterSection(),
         secret="s3cr3t",
+        job_text=JOB,
     )
-    return render_skypilot_task(submission, node, JOB)
+    return render_skypilot_task(submission, node)
 
 
 def test_the_script_writes_the_job_and_joins_the_nodes(tmp_path: Path) -> None:

@@ -21,13 +21,12 @@ _MEMORY_SUFFIXES = {("A100", "80"): "-80GB", ("V100", "32"): "-32GB"}
 """Ends of SkyPilot's names by device and memory in GB; of other memory sizes it knows one."""
 
 
-def render_skypilot_task(submission: Submission, node: NodeGroup, job_text: str) -> str:
+def render_skypilot_task(submission: Submission, node: NodeGroup) -> str:
     """Return the YAML of the task.
 
     Args:
-        submission: the run.
+        submission: the run, with the text of its job, which goes with the task.
         node: kind of its nodes.
-        job_text: text of the job file, which goes with the task.
 
     Raises:
         JobError: a range of nodes, or devices that SkyPilot does not know.
@@ -39,7 +38,7 @@ def render_skypilot_task(submission: Submission, node: NodeGroup, job_text: str)
             f"cluster.nodes = '{submission.min_nodes}..{submission.nodes}': SkyPilot rents a fixed number",
             "give one number",
         )
-    if _END in job_text:
+    if _END in submission.job_text:
         raise JobError(f"the job file contains {_END}, with which its text ends in the task", "remove it")
     lock = submission.settings.environment
     packages = ["-r", lock] if lock is not None else [f"wanma=={wanma.__version__}"]
@@ -50,6 +49,7 @@ def render_skypilot_task(submission: Submission, node: NodeGroup, job_text: str)
             ' cluster.nodes="$SKYPILOT_NUM_NODES" cluster.node_rank="$SKYPILOT_NODE_RANK"'
             f' cluster.rendezvous="$(echo "$SKYPILOT_NODE_IPS" | head -n 1):{PORT}"'
         )
+    job = submission.job_text.rstrip()
     task = {
         "name": submission.name,
         "num_nodes": submission.nodes,
@@ -57,12 +57,12 @@ def render_skypilot_task(submission: Submission, node: NodeGroup, job_text: str)
         "resources": _resources(submission, node),
         **({"secrets": {"WANMA_SECRET": None}} if submission.nodes > 1 else {}),
         "setup": shlex.join(["pip", "install", *packages]),
-        "run": f"cat > {_JOB_FILE} <<'{_END}'\n{job_text.rstrip()}\n{_END}\n{shlex.join(train)}{nodes}\n",
+        "run": f"cat > {_JOB_FILE} <<'{_END}'\n{job}\n{_END}\n{shlex.join(train)}{nodes}\n",
     }
     text = yaml.dump(task, Dumper=_readable(), sort_keys=False)
     secret = " --secret WANMA_SECRET" if submission.nodes > 1 else ""
     export = "export WANMA_SECRET=$(openssl rand -hex 16); " if secret else ""
-    is_uploaded = tomllib.loads(job_text).get("checkpoint", {}).get("upload") is not None
+    is_uploaded = tomllib.loads(submission.job_text).get("checkpoint", {}).get("upload") is not None
     way = "goes on after" if is_uploaded else "needs checkpoint.upload to go on after"
     return (
         f"# {export}sky launch FILE{secret}\n"

@@ -21,6 +21,7 @@ from wanma.api.run.run_records import resolve_run_directory
 from wanma.engines.engine import Engine, EngineCluster, Submission
 from wanma.engines.engine_record import EngineRecord
 from wanma.engines.selection import get_engine
+from wanma.engines.skypilot_task import render_skypilot_task
 from wanma.hardware.cluster_file.export import export_cluster
 from wanma.hardware.cluster_file.reader import read_cluster
 from wanma.job.cluster import Cluster, NodeGroup
@@ -62,7 +63,8 @@ def submit_job(
     try:
         engine = usable_engine(job.cluster, engine)
         refuse_active_run(run)
-        prepared, nodes = _prepare(job, engine)
+        nodes = _discover(job, engine)
+        prepared = _prepare(job, engine.name, nodes)
         files = _submission_files(job, run, nodes)
         code, notes = snapshot_code(run, job.cluster) if needs_code(job) else (None, ())
         interpreter = make_environment(run, job.cluster)
@@ -120,7 +122,8 @@ def dry_submission(job: Job, run_directory: Path | None = None) -> RenderableTyp
         engine = usable_engine(job.cluster)
         run = RunDirectory(resolve_run_directory(job, run_directory).path.absolute())
         run.check_writable()
-        prepared, nodes = _prepare(job, engine)
+        nodes = _discover(job, engine)
+        prepared = _prepare(job, engine.name, nodes)
         submission = _make_submission(job, run, prepared, nodes)
         text = engine.render(replace(submission, interpreter=environment_interpreter(job.cluster)))
     except WanmaError as error:
@@ -140,8 +143,22 @@ def render_job(job: Job, run_directory: Path | None = None) -> str:
     """
     run = RunDirectory(resolve_run_directory(job, run_directory).path.absolute())
     engine = get_engine(job.cluster.engine)
-    prepared, _ = _prepare(job, engine, asks=False)
+    prepared = _prepare(job, engine.name, None, is_quiet=True)
     return engine.render(_make_submission(job, run, prepared, None))
+
+
+def render_skypilot_job(job: Job, run_directory: Path | None = None) -> str:
+    """Return the task by which SkyPilot rents machines for the job, and runs it there.
+
+    Raises:
+        WanmaError: the job is wrong, or SkyPilot has no such machines.
+    """
+    run = RunDirectory(resolve_run_directory(job, run_directory).path.absolute())
+    prepared = _prepare(job, "skypilot", None, is_quiet=True)
+    submission = _make_submission(job, run, prepared, None)
+    section = job.cluster.model_copy(update={"nodes": 1, "rendezvous": None})  # which the task's nodes know
+    text = job_to_toml(job.model_copy(update={"cluster": section}))
+    return render_skypilot_task(replace(submission, job_text=text), prepared.cluster.nodes[0])
 
 
 def render_submission(engine: Engine, text: str, nodes: EngineCluster | None) -> RenderableType:
@@ -159,46 +176,52 @@ def render_submission(engine: Engine, text: str, nodes: EngineCluster | None) ->
     )
 
 
-def _prepare(job: Job, engine: Engine, *, asks: bool = True) -> tuple[PreparedJob, EngineCluster | None]:
-    """Return the plan of the job on the nodes of the engine, and these nodes.
-
-    Args:
-        asks: false: the engine is not asked for its nodes.
-    """
-    load_callbacks(job.observe.callbacks)
-    check_trackers(job.observe.trackers)
-    data = _local_paths(job.data)
-    nodes = engine.discover(job.cluster, data) if asks and job.cluster.file is None else None
+def _discover(job: Job, engine: Engine) -> EngineCluster | None:
+    """Return the nodes of the engine, or None: the job has a cluster file, or they are this machine."""
+    nodes = engine.discover(job.cluster, _local_paths(job.data)) if job.cluster.file is None else None
     if nodes is not None and job.cluster.nodes > nodes.max_nodes:
         raise JobError(
             f"cluster.nodes = {job.cluster.nodes}, and a run may have {nodes.max_nodes} nodes there",
             f"lower it to {nodes.max_nodes}, or choose another partition or constraint",
         )
+    return nodes
+
+
+def _prepare(job: Job, engine: str, nodes: EngineCluster | None, *, is_quiet: bool = False) -> PreparedJob:
+    """Return the plan of the job on the nodes of an engine.
+
+    Args:
+        job: the job.
+        engine: name of the engine.
+        nodes: its nodes; None: those of the cluster file, else nodes like this machine.
+        is_quiet: true: no progress is shown.
+    """
+    load_callbacks(job.observe.callbacks)
+    check_trackers(job.observe.trackers)
+    is_quiet = is_quiet or job.observe.console == "quiet"
     planned_job = job
-    if engine.name != "local" and job.cluster.nodes > 1:
-        section = job.cluster.model_copy(update={"rendezvous": f"{engine.name}:1"})  # known once it runs
+    if engine != "local" and job.cluster.nodes > 1:
+        section = job.cluster.model_copy(update={"rendezvous": f"{engine}:1"})  # known once it runs
         planned_job = job.model_copy(update={"cluster": section})
     cluster = nodes.cluster if nodes is not None else None
-    if engine.name != "local" and job.cluster.file is not None:  # this machine need not be one of them
+    if engine != "local" and job.cluster.file is not None:  # this machine need not be one of them
         cluster = read_cluster(job.cluster.file)
     start = initial_layout(
         planned_job, cluster=take_nodes(cluster, job.cluster.nodes) if cluster is not None else None
     )
-    with show_dataset_progress(is_quiet=not asks or job.observe.console == "quiet") as progress:
-        prepared = prepare_job(
+    with show_dataset_progress(is_quiet=is_quiet) as progress:
+        return prepare_job(
             planned_job,
             start,
             progress=progress,
-            announce=announcer(is_quiet=not asks or job.observe.console == "quiet"),
-            is_submission=engine.name != "local",
+            announce=announcer(is_quiet=is_quiet),
+            is_submission=engine != "local",
         )
-    return prepared, nodes
 
 
 def _local_paths(data: DataSection) -> list[str]:
     """Return the absolute paths and globs of a job's data; relative ones travel with the code."""
-    entries = [*data.text, *data.images]
-    entries += [entry for source in data.sources for entry in (*source.text, *source.images)]
+    entries = [entry for part in (data, *data.sources) for entry in (*part.path, *part.text, *part.images)]
     return [entry for entry in entries if entry.startswith("/")]
 
 
