@@ -283,7 +283,10 @@ def test_events_say_why_a_pod_does_not_run(cluster: KubernetesCluster) -> None:
     create(indexed_job("quota", pod_spec(SLEEP, gpus=6)))
     cluster.wait_for(lambda: "NotTriggerScaleUp" in events("large"), "autoscaler")
     words = "0/2 nodes are available: 1 Insufficient nvidia.com/gpu, 1 node(s) had untolerated taint"
-    words += " {maintenance: }."
+    words += (
+        " {maintenance: }. preemption: 0/2 nodes are available: 1 No preemption victims found for incoming"
+    )
+    words += " pod, 1 Preemption is not helpful for scheduling."
     assert events("large")["FailedScheduling"] == words
     cluster.wait_for(lambda: "BackOff" in events("image"), "image")
     cluster.wait_for(lambda: "FailedCreate" in events("quota"), "quota")
@@ -294,6 +297,10 @@ def test_pods_and_state_outlive_the_api_server(cluster: KubernetesCluster) -> No
     create(indexed_job("j", pod_spec(SLEEP)))
     cluster.wait_for(lambda: len(running("j")) == 2, "start")
     before = running("j")
+    cluster.lose_answers()
+    with pytest.raises(Exception, match=r"closed|aborted|reset|EOF"):
+        create(indexed_job("lost", pod_spec(SLEEP)))
+    cluster.wait_for(lambda: len(running("lost")) == 2, "the Job whose answer was lost")
     cluster.stop()
     with pytest.raises(Exception, match=r"refused|aborted|reset"):
         running("j")

@@ -139,6 +139,11 @@ class KubernetesCluster:
             server, self._server = self._server, None
             server.close()
 
+    def lose_answers(self, count: int = 1) -> None:
+        """Do what the next requests to create something want, and close their connections unanswered."""
+        assert self._server is not None
+        self._server.lost_answers += [None] * count
+
     def add(self, plural: str, found: Object, namespace: str = "") -> Object:
         """Put an object into the cluster, as its administrator does."""
         status = found.get("status")

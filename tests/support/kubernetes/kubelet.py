@@ -25,6 +25,19 @@ from support.networks import ip
 
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
+_FIELDS = {
+    "name",
+    "image",
+    "imagePullPolicy",
+    "command",
+    "args",
+    "workingDir",
+    "env",
+    "envFrom",
+    "volumeMounts",
+}
+_FIELDS |= {"resources", "securityContext", "ports", "terminationMessagePath", "terminationMessagePolicy"}
+
 
 class NotYetError(Exception):
     """Reason for which a container waits: (reason, message)."""
@@ -118,7 +131,6 @@ class Kubelets:
             with self.store.edit(pod) as after:
                 after["status"]["startTime"] = now()
         spec = pod["spec"]
-        inits = [one["name"] for one in spec.get("initContainers", [])]
         for one in spec.get("initContainers", []):
             self._run_container(pod, run, one, is_init=True)
             last = run.last(one["name"])
@@ -127,9 +139,13 @@ class Kubelets:
         else:
             for one in spec["containers"]:
                 self._run_container(pod, run, one, is_init=False)
-        self._report(pod, run, inits)
+        self._report(pod, run)
 
     def _set_up(self, pod: Object) -> _Run:
+        for key in ("containers", "initContainers"):
+            for one in pod["spec"].get(key, []):
+                if unknown := one.keys() - _FIELDS:  # rather than to do without
+                    raise NotImplementedError(f"the stand-in does not know of containers: {unknown}")
         number = next(self._numbers)
         network, address = f"{self.bridge}-{number}", f"{self.subnet}.{number // 256}.{number % 256}"
         ip("netns", "add", network)
@@ -170,7 +186,7 @@ class Kubelets:
                     one.signal(signal.SIGKILL)
             return
         if run:
-            self._report(pod, run, [one["name"] for one in pod["spec"].get("initContainers", [])])
+            self._report(pod, run)
             self._tear_down(run)
         with self.store.edit(pod) as after:
             if after["status"]["phase"] not in ("Succeeded", "Failed"):
@@ -185,10 +201,8 @@ class Kubelets:
             if code is None or policy == "Never" or (code == 0 and (is_init or policy == "OnFailure")):
                 return
             count = len(run.containers[name])
-            run.retry.setdefault(
-                f"{name} {count}", time.monotonic() + self.backoff_seconds * 2 ** (count - 1)
-            )
-            if time.monotonic() < run.retry[f"{name} {count}"]:
+            delay = self.backoff_seconds * 2 ** (count - 1)
+            if time.monotonic() < run.retry.setdefault(f"{name} {count}", time.monotonic() + delay):
                 words = f"back-off {count}0s restarting failed container={name} pod={pod['metadata']['name']}"
                 run.waiting[name] = ("CrashLoopBackOff", words)
                 self._event(pod, "Warning", "BackOff", f"Back-off restarting failed container {name}")
@@ -264,9 +278,7 @@ class Kubelets:
                 if key in source:
                     values = self._values(pod, plural, source[key])
                     if source[key]["key"] not in values:
-                        words = (
-                            f"couldn't find key {source[key]['key']} in {plural[:-1]} {source[key]['name']}"
-                        )
+                        words = f"couldn't find key {source[key]['key']} in {source[key]['name']}"
                         raise NotYetError("CreateContainerConfigError", words)
                     made[one["name"]] = values[source[key]["key"]].decode()
             if "fieldRef" in source:
@@ -282,10 +294,8 @@ class Kubelets:
                 self._event(pod, "Warning", "Failed", f"Error: {words}")
                 raise NotYetError("CreateContainerConfigError", words)
             return {}
-        made = {key: text.encode() for key, text in {**found.get("stringData", {})}.items()}
-        if plural == "configmaps":
-            return {key: text.encode() for key, text in found.get("data", {}).items()}
-        return made | {key: base64.b64decode(text) for key, text in found.get("data", {}).items()}
+        encode = base64.b64decode if plural == "secrets" else str.encode
+        return {key: encode(text) for key, text in found.get("data", {}).items()}
 
     def _volume(self, pod: Object, run: _Run, volume: Object) -> Path:
         """Return the folder that holds a volume; https://kubernetes.io/docs/concepts/storage/volumes/ ."""
@@ -293,8 +303,8 @@ class Kubelets:
         if "persistentVolumeClaim" in volume:
             claim = volume["persistentVolumeClaim"]["claimName"]
             folder = self.folder / "claims" / pod["metadata"]["namespace"] / claim
-        elif "hostPath" in volume:
-            return Path(volume["hostPath"]["path"])
+        elif not {"emptyDir", "secret", "configMap"} & volume.keys():
+            raise NotImplementedError(f"the stand-in has no such volumes: {volume}")
         folder.mkdir(parents=True, exist_ok=True)
         for plural, key in (("secrets", "secret"), ("configmaps", "configMap")):
             if key in volume:
@@ -315,21 +325,18 @@ class Kubelets:
             folder.chmod(0o2775)
         return folder
 
-    def _report(self, pod: Object, run: _Run, inits: list[str]) -> None:
+    def _report(self, pod: Object, run: _Run) -> None:
         """Write the status of a pod."""
         with self.store.edit(pod) as after:
             status, spec = after["status"], pod["spec"]
             status |= {"podIP": run.address, "podIPs": [{"ip": run.address}]}
             status |= {"hostIP": f"{self.subnet}.0.1", "hostIPs": [{"ip": f"{self.subnet}.0.1"}]}
-            done = [run.last(name) for name in inits]
+            inits = spec.get("initContainers", [])
+            done = [run.last(one["name"]) for one in inits]
             is_initialized = all(one is not None and one.code == 0 for one in done)
-            if inits:
-                status["initContainerStatuses"] = [
-                    self._status(run, one, True) for one in spec["initContainers"]
-                ]
-            status["containerStatuses"] = [
-                self._status(run, one, is_initialized) for one in spec["containers"]
-            ]
+            for key, containers in (("initC", inits), ("c", spec["containers"])):
+                statuses = [self._status(run, one, is_initialized or key != "c") for one in containers]
+                status |= {f"{key}ontainerStatuses": statuses} if statuses else {}
             lasts = [run.last(one["name"]) for one in spec["containers"]]
             policy = spec["restartPolicy"]
             codes = [None if one is None else one.code for one in lasts]
@@ -348,12 +355,7 @@ class Kubelets:
             )
             why = "" if is_ready else "PodCompleted" if phase == "Succeeded" else "ContainersNotReady"
             set_condition(status, "PodReadyToStartContainers", "True" if phase == "Running" else "False")
-            set_condition(
-                status,
-                "Initialized",
-                str(is_initialized),
-                "" if is_initialized else "ContainersNotInitialized",
-            )
+            set_condition(status, "Initialized", str(is_initialized))
             for kind in ("Ready", "ContainersReady"):
                 set_condition(status, kind, str(is_ready), why)
         if phase in ("Succeeded", "Failed"):
@@ -368,9 +370,7 @@ class Kubelets:
             state = {"waiting": {"reason": reason, **({"message": message} if message else {})}}
         else:
             state = last.state()
-        before = (
-            some[-2] if "waiting" not in state and len(some) > 1 else last if "waiting" in state else None
-        )
+        before = last if "waiting" in state else some[-2] if len(some) > 1 else None
         is_running = "running" in state
         is_init_done = "terminated" in state and state["terminated"]["exitCode"] == 0
         return {

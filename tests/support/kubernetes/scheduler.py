@@ -11,6 +11,9 @@ from support.kubernetes.admission import pod_requests
 from support.kubernetes.resources import Object, quantity, set_condition
 from support.kubernetes.store import Store
 
+_NO_VICTIMS = "No preemption victims found for incoming pod"
+_NO_HELP = "Preemption is not helpful for scheduling"
+
 
 class Scheduler:
     """Scheduler of one cluster.
@@ -56,9 +59,17 @@ class Scheduler:
                 self.store.event(pod, "Normal", "Scheduled", words, "default-scheduler")
                 return
         # kubernetes/kubernetes pkg/scheduler/framework/types.go, FitError: reasons sorted by their text
-        reasons = sorted(f"{count} {reason}" for reason, count in why.items())
-        words = f"0/{len(nodes)} nodes are available: {', '.join(reasons)}." if nodes else ""
-        self._refuse(pod, words or "no nodes available to schedule pods")
+        help_: Counter[str] = Counter()
+        for reason, count in why.items():
+            is_full = reason.startswith(("Insufficient", "Too many"))
+            help_[_NO_VICTIMS if is_full else _NO_HELP] += count
+        first, second = (
+            f"0/{len(nodes)} nodes are available: "
+            + ", ".join(sorted(f"{count} {reason}" for reason, count in counts.items()))
+            for counts in (why, help_)
+        )
+        words = f"{first}. preemption: {second}." if nodes else "no nodes available to schedule pods"
+        self._refuse(pod, words)
 
     def _claims(self, pod: Object) -> str:
         for volume in pod["spec"].get("volumes", []):

@@ -56,6 +56,8 @@ class ApiServer(ThreadingHTTPServer):
         self.extensions = extensions
         self.open: set[socket.socket] = set()
         self.is_closed = False
+        self.lost_answers: list[None] = []
+        """An element for each creation to come whose answer the client will not see."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate)
         self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
@@ -112,6 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(refusal.code, refusal.status())
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
+            self.connection.close()
 
     do_GET = partialmethod(_answer, "get")  # noqa: N815
     do_POST = partialmethod(_answer, "create")  # noqa: N815
@@ -120,6 +123,9 @@ class _Handler(BaseHTTPRequestHandler):
     do_DELETE = partialmethod(_answer, "delete")  # noqa: N815
 
     def _send(self, code: int, answer: Object) -> None:
+        if code == 201 and self.server.lost_answers:
+            self.server.lost_answers.pop()
+            raise ConnectionResetError
         text = json.dumps(answer).encode()
         self.send_response(code)
         self.send_header("Content-Type", "application/json")
