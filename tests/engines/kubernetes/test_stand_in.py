@@ -33,7 +33,8 @@ def cluster(tmp_path: Path) -> Iterator[KubernetesCluster]:
         config.load_kube_config(str(made.kubeconfig))
         yield made
         for (plural, _, _), found in list(made.store.objects.items()):
-            check(plural, found)
+            if plural != "events":  # the client's models check those
+                check(plural, found)
 
 
 def pod_spec(command: list[str], gpus: int = 0, **more: Any) -> dict[str, Any]:

@@ -75,6 +75,10 @@ class KubernetesCluster:
         for program in PROGRAMS:
             if shutil.which(program) is None:
                 pytest.skip(f"pods need the command `{program}`")
+        if subprocess.run(
+            ["unshare", "--mount", "--net", "true"], capture_output=True, check=False
+        ).returncode:
+            pytest.skip("pods need CAP_SYS_ADMIN")
         self.folder, self.extensions, self.eviction_seconds = folder, extensions, eviction_seconds
         self.kubeconfig = folder / "kubeconfig"
         self.store, self.denied = Store(), set[tuple[str, str]]()
