@@ -309,6 +309,35 @@ def test_pods_and_state_outlive_the_api_server(cluster: KubernetesCluster) -> No
     assert running("j") == before
 
 
+def test_restricted_namespace_runs_only_pods_without_rights(cluster: KubernetesCluster) -> None:
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    cluster.add("namespaces", {"metadata": {"name": "safe", "labels": labels}})
+    cluster.wait_for(lambda: cluster.store.find("serviceaccounts", "safe", "default"), "account")
+    core = client.CoreV1Api()
+    claim = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
+    core.create_namespaced_persistent_volume_claim("safe", {"metadata": {"name": "runs"}, "spec": claim})
+    program = "import os; open('/wanma/file', 'w'); print(os.getuid(), os.getgid(), os.getcwd())"
+    spec = pod_spec(["python", "-c", program])
+    pod = {"metadata": {"name": "p"}, "spec": spec}
+    with pytest.raises(client.ApiException) as refused:
+        core.create_namespaced_pod("safe", pod)
+    assert refused.value.status == 403
+    assert "runAsNonRoot" in json.loads(refused.value.body)["message"]
+    user = {"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 2000}
+    spec["securityContext"] = {**user, "seccompProfile": {"type": "RuntimeDefault"}}
+    spec["volumes"] = [{"name": "v", "persistentVolumeClaim": {"claimName": "runs"}}]
+    rights = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    spec["containers"][0] |= {
+        "securityContext": {**rights, "readOnlyRootFilesystem": True},
+        "volumeMounts": [{"name": "v", "mountPath": "/wanma"}],
+        "workingDir": "/usr",
+    }
+    core.create_namespaced_pod("safe", pod)
+    cluster.wait_for(lambda: core.read_namespaced_pod("p", "safe").status.phase == "Succeeded", "end")
+    assert core.read_namespaced_pod_log("p", "safe") == "1000 1000 /usr\n"
+    assert (cluster.claim_folder("runs", "safe") / "file").exists()
+
+
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     with KubernetesCluster(tmp_path, [node("a")]) as made:
         spec = pod_spec(["sleep", "600"])

@@ -245,7 +245,12 @@ class Kubelets:
                 source.mkdir(parents=True, exist_ok=True)
             mounts.append(Mount(source, mount["mountPath"], mount.get("readOnly", False)))
         command = [*container.get("command", ["sh"]), *container.get("args", [])]
-        group = security.get("runAsGroup", 0)
+        groups = [
+            *security.get("supplementalGroups", []),
+            *([security["fsGroup"]] if "fsGroup" in security else []),
+        ]
+        user = [f"--reuid={uid}", f"--regid={security.get('runAsGroup', 0)}"]
+        user.append(f"--groups={','.join(map(str, groups))}" if groups else "--clear-groups")
         made = start(
             name,
             run.folder / f"{name}-{count}",
@@ -255,7 +260,8 @@ class Kubelets:
             network=run.network,
             hostname=hostname(pod),
             directory=container.get("workingDir", "/"),
-            user=f"{uid}:{group}" if uid else "",
+            user=user if uid else [],
+            is_read_only=security.get("readOnlyRootFilesystem", False),
         )
         run.containers.setdefault(name, []).append(made)
         self._event(pod, "Normal", "Pulled", f'Container image "{image}" already present on machine')
