@@ -344,7 +344,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
         spec["containers"][0]["securityContext"] = {"runAsUser": 1000, "runAsNonRoot": True}
         made.add("pods", {"metadata": {"name": "p"}, "spec": spec}, "default")
         made.wait_for(lambda: made.store.get("pods", "default", "p")["status"]["phase"] == "Running", "start")
-        bridge = made.kubelets.bridge
+        bridge = made.kubelets.network.bridge
     links = subprocess.run(["ip", "-brief", "link"], capture_output=True, text=True, check=True).stdout
     assert bridge not in links.replace("@", " ").replace(".", " ").split()
     assert not list(Path("/run/netns").glob(f"{bridge}-*"))

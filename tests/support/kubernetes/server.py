@@ -20,7 +20,6 @@ from typing import Any
 
 from support.kubernetes.execution import serve_exec
 from support.kubernetes.kubelet import Kubelets
-from support.kubernetes.patches import patched
 from support.kubernetes.resources import (
     EXTENSIONS,
     RESOURCES,
@@ -31,7 +30,7 @@ from support.kubernetes.resources import (
     not_found,
     qualified,
 )
-from support.kubernetes.store import Store
+from support.kubernetes.store import Store, patched
 
 USER = "wanma-test"
 _RETURNED = ("pods", "services", "serviceaccounts", "persistentvolumeclaims", "resourcequotas")
