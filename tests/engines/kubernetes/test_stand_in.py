@@ -271,6 +271,21 @@ def test_job_set_restarts_until_its_limit(cluster: KubernetesCluster) -> None:
     assert cluster.store.get("jobsets", "default", "s")["status"]["restarts"] == 1
 
 
+def test_gang_starts_whole_or_not_at_all(cluster: KubernetesCluster) -> None:
+    group = {"metadata": {"name": "gang"}, "spec": {"minMember": 2}}
+    cluster.add("podgroups", group, "default")
+    job = indexed_job("j", pod_spec(SLEEP, gpus=2, schedulerName="volcano"))
+    job["spec"]["template"]["metadata"] = {"annotations": {"scheduling.k8s.io/group-name": "gang"}}
+    cluster.taint("a")
+    create(job)
+    cluster.wait_for(
+        lambda: "1 Schedulable, 1 Unschedulable" in events("gang").get("Unschedulable", ""), "gang"
+    )
+    assert not running("j")
+    cluster.add_node(node("c", gpus=2))
+    cluster.wait_for(lambda: len(running("j")) == 2, "both")
+
+
 def test_events_say_why_a_pod_does_not_run(cluster: KubernetesCluster) -> None:
     core = client.CoreV1Api()
     cluster.set_quota({"requests.nvidia.com/gpu": "8"})
