@@ -21,7 +21,7 @@ from support.kubernetes.contents import (
     volume_folder,
 )
 from support.kubernetes.pod_network import PodNetwork, service_names
-from support.kubernetes.resources import Object, RefusalError, now, set_condition
+from support.kubernetes.resources import Object, RefusalError, now, refuse_unknown, set_condition
 from support.kubernetes.store import Store
 
 _FIELDS = {"name", "image", "imagePullPolicy", "command", "args", "workingDir", "env", "envFrom", "ports"}
@@ -121,8 +121,7 @@ class Kubelets:
     def _set_up(self, pod: Object) -> _Run:
         for key in ("containers", "initContainers"):
             for one in pod["spec"].get(key, []):
-                if unknown := one.keys() - _FIELDS:  # rather than to do without
-                    raise NotImplementedError(f"the stand-in does not know of containers: {unknown}")
+                refuse_unknown(one, *one.keys() - _FIELDS)
         network, address = self.network.add()
         folder = self.folder / "pods" / pod["metadata"]["uid"]
         folder.mkdir(parents=True)

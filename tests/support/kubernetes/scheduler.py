@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from support.kubernetes.admission import pod_requests
-from support.kubernetes.resources import Object, quantity, set_condition
+from support.kubernetes.resources import Object, quantity, refuse_unknown, set_condition
 from support.kubernetes.store import Store
 
 _GROUP = "scheduling.k8s.io/group-name"
@@ -81,6 +81,8 @@ class Scheduler:
 
     def _place(self, pod: Object, taken: list[tuple[Object, str]]) -> tuple[str, str]:
         """Return the node that a pod fits on beside all others and those of `taken`, or why there is none."""
+        refuse_unknown(pod["spec"], "topologySpreadConstraints", "schedulingGates", "resourceClaims")
+        refuse_unknown(pod["spec"].get("affinity", {}), "podAffinity", "podAntiAffinity")
         others = [(one, one["spec"].get("nodeName", "")) for one in self.store.list("pods")] + taken
         load = Counter(name for _, name in others)
         nodes = sorted(self.store.list("nodes"), key=lambda one: load[one["metadata"]["name"]])  # spread
