@@ -165,3 +165,21 @@ def test_missing_rights_are_one_message(site: Site) -> None:
     assert "permission" in refused.value.message
     assert "--rbac" in refused.value.hint
     site.wait(lambda: not site.objects(), "empty cluster")
+
+
+@pytest.mark.full
+def test_a_wait_beyond_the_limit_ends_with_its_reason(site: Site) -> None:
+    site.cluster.set_quota({"requests.cpu": "3"})
+    run, _ = submit_job(site.job(wait_seconds=3, cpu="2"))
+    status = site.wait_for_state(run, "failed")
+    assert "ResourceQuota" in status.reason
+    site.wait(lambda: not site.objects(), "empty cluster")
+
+
+@pytest.mark.full
+def test_a_lost_answer_makes_no_second_object(site: Site) -> None:
+    site.cluster.lose_answers(3)
+    run, record = submit_job(site.job())
+    assert len([name for name in site.objects() if name.startswith("JobSet")]) == 1
+    cancel_run(run, is_immediate=True)
+    site.wait(lambda: not site.objects(), "empty cluster")
