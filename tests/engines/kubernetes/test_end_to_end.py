@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 
 import pytest
@@ -19,9 +20,11 @@ from wanma.api.engines.control import (
 )
 from wanma.api.engines.submission import submit_job
 from wanma.api.run.job_run import train_job
+from wanma.cli.main import main
 from wanma.engines.kubernetes.manifests import RUN_LABEL
 from wanma.job.errors import EXIT_USAGE, WanmaError
 from wanma.job.file.loading import to_job
+from wanma.job.file.serialization import job_to_toml
 from wanma.report.run_report import read_report
 
 
@@ -165,3 +168,54 @@ def test_missing_rights_are_one_message(site: Site) -> None:
     assert "permission" in refused.value.message
     assert "--rbac" in refused.value.hint
     site.wait(lambda: not site.objects(), "empty cluster")
+
+
+@pytest.mark.full
+def test_a_wait_beyond_the_limit_ends_with_its_reason(site: Site) -> None:
+    site.cluster.set_quota({"requests.cpu": "3"})
+    run, _ = submit_job(site.job(wait_seconds=3, cpu="2"))
+    status = site.wait_for_state(run, "failed")
+    assert "ResourceQuota" in status.reason
+    site.wait(lambda: not site.objects(), "empty cluster")
+
+
+@pytest.mark.full
+def test_a_lost_answer_makes_no_second_object(site: Site) -> None:
+    site.cluster.lose_answers(3)
+    run, record = submit_job(site.job())
+    assert len([name for name in site.objects() if name.startswith("JobSet")]) == 1
+    cancel_run(run, is_immediate=True)
+    site.wait(lambda: not site.objects(), "empty cluster")
+
+
+@pytest.mark.full
+def test_a_run_directory_on_the_volume_is_read_where_it_is(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = site.cluster.claim_folder("runs")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "text.txt").write_text((site.folder / "text.txt").read_text())
+    monkeypatch.chdir(folder)
+    run, record = submit_job(site.job(mount_path=str(folder)))
+    assert attach(run, record) == 0
+    assert list(run.checkpoints.glob("step-*"))
+    assert not list(run.engine_files.glob("kubernetes-fetched"))
+
+
+def test_a_plan_is_made_for_the_nodes_that_are_there(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (site.folder / "job.toml").write_text(job_to_toml(site.job()))
+    assert main(["plan", "job.toml", "--engine", "kubernetes", "--json"]) == 0
+    (group,) = json.loads(capsys.readouterr().out)["cluster"]["nodes"]
+    assert group["count"] == 2
+    assert group["cores"] == 8
+
+
+def test_what_is_rendered_is_what_a_dry_run_shows(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    (site.folder / "job.toml").write_text(job_to_toml(site.job()))
+    assert main(["render", "job.toml"]) == 0
+    rendered = capsys.readouterr().out
+    assert main(["train", "job.toml", "--dry-run"]) == 0
+    assert "kind: JobSet" in rendered
+    assert rendered.strip() in capsys.readouterr().out

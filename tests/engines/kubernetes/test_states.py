@@ -89,7 +89,13 @@ FLAVORS = "couldn't assign flavors to pod set node: insufficient"
     ("pods", "events", "workloads", "meaning", "is_final"),
     [
         (
-            [pod("p", {}, scheduled="0/2 nodes are available: 2 Insufficient nvidia.com/gpu.")],
+            [
+                pod(
+                    "p",
+                    {},
+                    scheduled="0/2 nodes are available: 2 Insufficient nvidia.com/gpu. preemption: 0/2 nodes",
+                )
+            ],
             [],
             [],
             "nvidia",
@@ -103,7 +109,13 @@ FLAVORS = "couldn't assign flavors to pod set node: insufficient"
             0,
         ),
         (
-            [pod("p", {}, scheduled="0/2 nodes are available: 2 Insufficient nvidia.com/gpu.")],
+            [
+                pod(
+                    "p",
+                    {},
+                    scheduled="0/2 nodes are available: 2 Insufficient nvidia.com/gpu. preemption: 0/2 nodes",
+                )
+            ],
             [event("TriggeredScaleUp", "pod triggered scale-up: [{group 0->1 (max: 4)}]", "Pod", "p")],
             [],
             "awaited",

@@ -25,8 +25,34 @@ def admit(store: Store, plural: str, found: Object) -> None:
             if priority is None:
                 raise forbidden(plural, name, f"no PriorityClass with name {wanted} was found")
             spec["priority"] = priority["value"]
+        _pod_security(store.get("namespaces", "", namespace), found)
         _limit_ranges(store, namespace, found)
     _quotas(store, plural, namespace, found)
+
+
+def _pod_security(namespace: Object, pod: Object) -> None:
+    """https://kubernetes.io/docs/concepts/security/pod-security-standards/ , the profile `restricted`."""
+    if namespace["metadata"].get("labels", {}).get("pod-security.kubernetes.io/enforce") != "restricted":
+        return
+    causes = []
+    for container in [*pod["spec"]["containers"], *pod["spec"].get("initContainers", [])]:
+        own = container.get("securityContext", {})
+        rights, name = {**pod["spec"].get("securityContext", {}), **own}, container["name"]
+        rules = {
+            "allowPrivilegeEscalation": (rights.get("allowPrivilegeEscalation"), [False]),
+            "capabilities.drop": (own.get("capabilities", {}).get("drop"), [["ALL"]]),
+            "runAsNonRoot": (rights.get("runAsNonRoot"), [True]),
+            "seccompProfile.type": (
+                rights.get("seccompProfile", {}).get("type"),
+                ["RuntimeDefault", "Localhost"],
+            ),
+        }
+        for key, (value, allowed) in rules.items():
+            if value not in allowed:
+                causes.append(f'container "{name}" must set securityContext.{key} to {allowed[0]}')
+    if causes:
+        why = f'violates PodSecurity "restricted:latest": {", ".join(causes)}'
+        raise forbidden("pods", pod["metadata"]["name"], why)
 
 
 def pod_requests(pod: Object, key: str = "requests") -> dict[str, float]:

@@ -75,6 +75,10 @@ class KubernetesCluster:
         for program in PROGRAMS:
             if shutil.which(program) is None:
                 pytest.skip(f"pods need the command `{program}`")
+        if subprocess.run(
+            ["unshare", "--mount", "--net", "true"], capture_output=True, check=False
+        ).returncode:
+            pytest.skip("pods need CAP_SYS_ADMIN")
         self.folder, self.extensions, self.eviction_seconds = folder, extensions, eviction_seconds
         self.kubeconfig = folder / "kubeconfig"
         self.store, self.denied = Store(), set[tuple[str, str]]()
@@ -138,6 +142,11 @@ class KubernetesCluster:
         if self._server is not None:
             server, self._server = self._server, None
             server.close()
+
+    def lose_answers(self, count: int = 1) -> None:
+        """Do what the next requests to create something want, and close their connections unanswered."""
+        assert self._server is not None
+        self._server.lost_answers += [None] * count
 
     def add(self, plural: str, found: Object, namespace: str = "") -> Object:
         """Put an object into the cluster, as its administrator does."""

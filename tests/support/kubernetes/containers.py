@@ -39,6 +39,7 @@ class Container:
     """One instance of a container.
 
     Attributes:
+        enter: command that takes on the user and the working directory, and becomes what follows it.
         lines: (time stamp, text) of its output, both streams in the order of their arrival.
         code: exit code, None while it runs.
     """
@@ -51,6 +52,7 @@ class Container:
     finished: str = ""
     code: int | None = None
     has_term: bool = False
+    enter: list[str] = field(default_factory=list)
     lines: list[tuple[str, bytes]] = field(default_factory=list)
     readers: list[threading.Thread] = field(default_factory=list)
 
@@ -110,7 +112,7 @@ class Container:
         enter += ["chroot", f"{self.folder}/box/root"]
         pipe = subprocess.PIPE
         return subprocess.Popen(
-            [*enter, *command], stdin=pipe, stdout=pipe, stderr=pipe, env=self.environment
+            [*enter, *self.enter, *command], stdin=pipe, stdout=pipe, stderr=pipe, env=self.environment
         )
 
     def read(self, query: dict[str, str], is_over: Callable[[], bool]) -> Iterator[bytes]:
@@ -136,12 +138,15 @@ class Container:
 
 def start(
     name: str, folder: Path, command: list[str], mounts: list[Mount], environment: dict[str, str], *,
-    network: str, hostname: str, directory: str, user: str,
+    network: str, hostname: str, directory: str, user: list[str], is_read_only: bool,
 ) -> Container:  # fmt: skip
-    """Start a container; `user` is `uid:gid`, or '' for root."""
+    """Start a container; `user` has the options of `setpriv` that make it another user than root."""
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / "start.sh"
-    script.write_text(_script(folder, command, mounts, hostname, directory, user))
+    enter = ["sh", "-c", 'cd "$0" && exec "$@"', directory]
+    if user:  # the signal at the death of its parent is set anew: a change of user clears it
+        enter = ["setpriv", *user, "--pdeathsig", "KILL", *enter]
+    script.write_text(_script(folder, enter, command, mounts, hostname, is_read_only))
     outer = [
         "nsenter",
         f"--net=/run/netns/{network}",
@@ -170,7 +175,7 @@ def start(
         env=environment,
         start_new_session=True,
     )
-    made = Container(name, process, folder, environment)
+    made = Container(name, process, folder, environment, enter=enter)
     for pipe in (process.stdout, process.stderr):
         made.readers.append(threading.Thread(target=_read, args=(pipe, made.lines), daemon=True))
         made.readers[-1].start()
@@ -183,7 +188,7 @@ def _read(pipe: Any, lines: list[tuple[str, bytes]]) -> None:
 
 
 def _script(
-    folder: Path, command: list[str], mounts: list[Mount], hostname: str, directory: str, user: str
+    folder: Path, enter: list[str], command: list[str], mounts: list[Mount], hostname: str, is_read_only: bool
 ) -> str:
     box = folder / "box"
     box.mkdir(exist_ok=True)
@@ -203,16 +208,12 @@ def _script(
         lines += [make, f'mount --rbind {quoted(str(mount.source))} "$place"']
         lines += ['mount -o remount,bind,ro "$place"'] if mount.is_read_only else []
     error = f'exec: "{command[0]}": executable file not found in $PATH'
-    find = (
-        f"chroot {root} sh -c {quoted('cd ' + quoted(directory) + '; command -v -- ' + quoted(command[0]))}"
-    )
-    change = ""
-    if user:  # the signal at the death of its parent is set anew: a change of user clears it
-        change = "setpriv --reuid={} --regid={} --clear-groups --pdeathsig KILL ".format(*user.split(":"))
+    find = f"chroot {root} {shlex.join([*enter[:-4], 'sh', '-c', f'command -v -- {quoted(command[0])}'])}"
+    lines += [f"mount -o remount,ro {root}"] if is_read_only else []
     lines += [
         f"hostname {quoted(hostname)}",
         f"{find} >/dev/null || {{ echo {quoted(error)} >{folder}/start-error; exit 128; }}",
         f": >{folder}/started",
-        f'exec chroot {root} {change}sh -c \'cd "$0" && exec "$@"\' {shlex.join([directory, *command])}',
+        f"exec chroot {root} {shlex.join([*enter, *command])}",
     ]
     return "\n".join(lines) + "\n"

@@ -10,7 +10,15 @@ import copy
 import time
 from typing import Any
 
-from support.kubernetes.resources import Object, RefusalError, age, has_condition, now, set_condition
+from support.kubernetes.resources import (
+    Object,
+    RefusalError,
+    age,
+    has_condition,
+    now,
+    refuse_unknown,
+    set_condition,
+)
 from support.kubernetes.store import Store, suffix
 
 _FINALIZER = "batch.kubernetes.io/job-tracking"
@@ -49,6 +57,7 @@ class Jobs:
         if has_condition(job, "Complete") or has_condition(job, "Failed"):
             self._clean_up(job)
             return
+        refuse_unknown(spec, "backoffLimitPerIndex", "maxFailedIndexes", "successPolicy", "managedBy")
         if "deletionTimestamp" in metadata:
             for pod in self.store.owned("pods", job):
                 self._untrack(pod)

@@ -10,7 +10,14 @@ import copy
 import hashlib
 
 from support.kubernetes.jobs import owner_reference
-from support.kubernetes.resources import Object, RefusalError, age, has_condition, set_condition
+from support.kubernetes.resources import (
+    Object,
+    RefusalError,
+    age,
+    has_condition,
+    refuse_unknown,
+    set_condition,
+)
 from support.kubernetes.store import Store
 
 _PREFIX = "jobset.sigs.k8s.io/"
@@ -22,6 +29,9 @@ def complete(plural: str, found: Object) -> None:
     if plural != "jobsets":
         return
     spec, name = found["spec"], found["metadata"]["name"]
+    refuse_unknown(spec, "coordinator", "volumeClaimPolicies", "managedBy")
+    for rule in spec.get("failurePolicy", {}).get("rules", []):
+        refuse_unknown({rule["action"]: rule}, "RestartJob", "RestartJobAndIgnoreMaxRestarts")
     spec["network"] = {"enableDNSHostnames": True, "publishNotReadyAddresses": True} | spec.get("network", {})
     spec.setdefault("successPolicy", {"operator": "All"})
     spec.setdefault("startupPolicy", {"startupPolicyOrder": "AnyOrder"})

@@ -5,29 +5,29 @@ https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/
 
 from __future__ import annotations
 
-import base64
-import contextlib
-import os
-import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from support.kubernetes.containers import Container, Mount, start
-from support.kubernetes.resources import Object, RefusalError, now, set_condition
+from support.kubernetes.contents import (
+    NotYetError,
+    environment,
+    expand,
+    hostname,
+    user_options,
+    volume_folder,
+)
+from support.kubernetes.pod_network import PodNetwork, service_names
+from support.kubernetes.resources import Object, RefusalError, now, refuse_unknown, set_condition
 from support.kubernetes.store import Store
-from support.networks import ip
 
-_SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-
-
-class NotYetError(Exception):
-    """Reason for which a container waits: (reason, message)."""
+_FIELDS = {"name", "image", "imagePullPolicy", "command", "args", "workingDir", "env", "envFrom", "ports"}
+_FIELDS |= {"volumeMounts", "resources", "securityContext", "terminationMessagePath"}
+_FIELDS |= {"terminationMessagePolicy"}
+"""Fields of containers that are honoured, or make no difference here."""
 
 
 @dataclass
@@ -68,24 +68,14 @@ class Kubelets:
         self.store, self.folder, self.images, self.backoff_seconds = store, folder, images, backoff_seconds
         self.lost: set[str] = set()
         self._runs: dict[str, _Run] = {}
-        self._numbers = iter(range(2, 65000))
-        self.bridge, self.subnet = "", ""
-        for number in range(100):
-            self.bridge, self.subnet = f"wk8s{number}", f"10.{130 + number}"
-            _remove_abandoned(self.bridge)
-            owner = os.getpid().to_bytes(4, "big").hex(":")  # by which a bridge that was left is known
-            command = ["ip", "link", "add", self.bridge, "address", f"02:00:{owner}", "type", "bridge"]
-            if subprocess.run(command, capture_output=True, check=False).returncode == 0:
-                break
-        ip("addr", "add", f"{self.subnet}.0.1/16", "dev", self.bridge)
-        ip("link", "set", self.bridge, "up")
+        self.network = PodNetwork()
 
     def close(self) -> None:
         try:
             for run in self._runs.values():
                 self._tear_down(run)
         finally:
-            _remove(self.bridge)
+            self.network.close()
 
     def sync(self) -> None:
         pods = {one["metadata"]["uid"]: one for one in self.store.list("pods")}
@@ -118,7 +108,6 @@ class Kubelets:
             with self.store.edit(pod) as after:
                 after["status"]["startTime"] = now()
         spec = pod["spec"]
-        inits = [one["name"] for one in spec.get("initContainers", [])]
         for one in spec.get("initContainers", []):
             self._run_container(pod, run, one, is_init=True)
             last = run.last(one["name"])
@@ -127,18 +116,13 @@ class Kubelets:
         else:
             for one in spec["containers"]:
                 self._run_container(pod, run, one, is_init=False)
-        self._report(pod, run, inits)
+        self._report(pod, run)
 
     def _set_up(self, pod: Object) -> _Run:
-        number = next(self._numbers)
-        network, address = f"{self.bridge}-{number}", f"{self.subnet}.{number // 256}.{number % 256}"
-        ip("netns", "add", network)
-        cable = f"{self.bridge}.{number}"
-        ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", network)
-        ip("link", "set", cable, "master", self.bridge, "up")
-        ip("-n", network, "addr", "add", f"{address}/16", "dev", "eth0")
-        ip("-n", network, "link", "set", "lo", "up")
-        ip("-n", network, "link", "set", "eth0", "up")
+        for key in ("containers", "initContainers"):
+            for one in pod["spec"].get(key, []):
+                refuse_unknown(one, *one.keys() - _FIELDS)
+        network, address = self.network.add()
         folder = self.folder / "pods" / pod["metadata"]["uid"]
         folder.mkdir(parents=True)
         (folder / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
@@ -152,7 +136,7 @@ class Kubelets:
                 one.process.wait()
                 one.poll()
         if not run.is_stopped:
-            ip("netns", "del", run.network)
+            self.network.remove(run.network)
             run.is_stopped = True
             shutil.rmtree(run.folder / "volumes", ignore_errors=True)
 
@@ -170,7 +154,7 @@ class Kubelets:
                     one.signal(signal.SIGKILL)
             return
         if run:
-            self._report(pod, run, [one["name"] for one in pod["spec"].get("initContainers", [])])
+            self._report(pod, run)
             self._tear_down(run)
         with self.store.edit(pod) as after:
             if after["status"]["phase"] not in ("Succeeded", "Failed"):
@@ -185,10 +169,8 @@ class Kubelets:
             if code is None or policy == "Never" or (code == 0 and (is_init or policy == "OnFailure")):
                 return
             count = len(run.containers[name])
-            run.retry.setdefault(
-                f"{name} {count}", time.monotonic() + self.backoff_seconds * 2 ** (count - 1)
-            )
-            if time.monotonic() < run.retry[f"{name} {count}"]:
+            delay = self.backoff_seconds * 2 ** (count - 1)
+            if time.monotonic() < run.retry.setdefault(f"{name} {count}", time.monotonic() + delay):
                 words = f"back-off {count}0s restarting failed container={name} pod={pod['metadata']['name']}"
                 run.waiting[name] = ("CrashLoopBackOff", words)
                 self._event(pod, "Warning", "BackOff", f"Back-off restarting failed container {name}")
@@ -197,7 +179,12 @@ class Kubelets:
             self._start(pod, run, container)
             run.waiting.pop(name, None)
         except NotYetError as error:
-            run.waiting[name] = (error.args[0], error.args[1])
+            reason, words = error.args
+            if reason == "CreateContainerConfigError":
+                self._event(pod, "Warning", "Failed", f"Error: {words}")
+            if reason == "FailedMount":
+                self._event(pod, "Warning", reason, words)
+            run.waiting[name] = ("ContainerCreating", "") if reason == "FailedMount" else (reason, words)
 
     def _start(self, pod: Object, run: _Run, container: Object) -> None:
         name, image = container["name"], container["image"]
@@ -216,120 +203,45 @@ class Kubelets:
             self._event(pod, "Warning", "Failed", "Error: ImagePullBackOff")
             raise NotYetError("ImagePullBackOff", f'Back-off pulling image "{image}"')
         security = {**pod["spec"].get("securityContext", {}), **container.get("securityContext", {})}
-        uid = security.get("runAsUser")
-        if security.get("runAsNonRoot") and not uid:
-            words = "container has runAsNonRoot and image will run as root"
-            self._event(pod, "Warning", "Failed", f"Error: {words}")
-            raise NotYetError("CreateContainerConfigError", words)
-        environment = self._environment(pod, run, container)
+        variables = environment(self.store, pod, run.address, container)
         mounts = [Mount(run.folder / file, f"/etc/{file}") for file in ("hosts", "resolv.conf")]
         for mount in sorted(container.get("volumeMounts", []), key=lambda one: str(one["mountPath"])):
             volume = next(one for one in pod["spec"]["volumes"] if one["name"] == mount["name"])
-            source = self._volume(pod, run, volume)
+            source = volume_folder(self.store, pod, volume, run.folder / "volumes", self.folder / "claims")
             if "subPath" in mount:
                 source = source / mount["subPath"]
                 source.mkdir(parents=True, exist_ok=True)
             mounts.append(Mount(source, mount["mountPath"], mount.get("readOnly", False)))
         command = [*container.get("command", ["sh"]), *container.get("args", [])]
-        group = security.get("runAsGroup", 0)
         made = start(
             name,
             run.folder / f"{name}-{count}",
-            [_expand(word, environment) for word in command],
+            [expand(word, variables) for word in command],
             mounts,
-            environment,
+            variables,
             network=run.network,
             hostname=hostname(pod),
             directory=container.get("workingDir", "/"),
-            user=f"{uid}:{group}" if uid else "",
+            user=user_options(security),
+            is_read_only=security.get("readOnlyRootFilesystem", False),
         )
         run.containers.setdefault(name, []).append(made)
         self._event(pod, "Normal", "Pulled", f'Container image "{image}" already present on machine')
         self._event(pod, "Normal", "Created", f"Created container: {name}")
         self._event(pod, "Normal", "Started", f"Started container {name}")
 
-    def _environment(self, pod: Object, run: _Run, container: Object) -> dict[str, str]:
-        """https://kubernetes.io/docs/tasks/inject-data-application/ ."""
-        path = f"{Path(sys.executable).parent}:{_SYSTEM_PATH}"  # of the image
-        made = {"PATH": path, "HOME": "/root", "HOSTNAME": hostname(pod)}
-        for one in container.get("envFrom", []):
-            for plural, key in (("secrets", "secretRef"), ("configmaps", "configMapRef")):
-                if key in one:
-                    values = self._values(pod, plural, one[key])
-                    made |= {one.get("prefix", "") + name: text.decode() for name, text in values.items()}
-        for one in container.get("env", []):
-            made[one["name"]] = _expand(one.get("value", ""), made)
-            source = one.get("valueFrom", {})
-            for plural, key in (("secrets", "secretKeyRef"), ("configmaps", "configMapKeyRef")):
-                if key in source:
-                    values = self._values(pod, plural, source[key])
-                    if source[key]["key"] not in values:
-                        words = (
-                            f"couldn't find key {source[key]['key']} in {plural[:-1]} {source[key]['name']}"
-                        )
-                        raise NotYetError("CreateContainerConfigError", words)
-                    made[one["name"]] = values[source[key]["key"]].decode()
-            if "fieldRef" in source:
-                made[one["name"]] = _pod_field(pod, run.address, source["fieldRef"]["fieldPath"])
-        return made
-
-    def _values(self, pod: Object, plural: str, reference: Object) -> dict[str, bytes]:
-        name = reference.get("name") or reference.get("secretName")
-        found = self.store.find(plural, pod["metadata"]["namespace"], str(name))
-        if found is None:
-            words = f'{plural[:-1]} "{name}" not found'
-            if not reference.get("optional"):
-                self._event(pod, "Warning", "Failed", f"Error: {words}")
-                raise NotYetError("CreateContainerConfigError", words)
-            return {}
-        made = {key: text.encode() for key, text in {**found.get("stringData", {})}.items()}
-        if plural == "configmaps":
-            return {key: text.encode() for key, text in found.get("data", {}).items()}
-        return made | {key: base64.b64decode(text) for key, text in found.get("data", {}).items()}
-
-    def _volume(self, pod: Object, run: _Run, volume: Object) -> Path:
-        """Return the folder that holds a volume; https://kubernetes.io/docs/concepts/storage/volumes/ ."""
-        folder = run.folder / "volumes" / volume["name"]
-        if "persistentVolumeClaim" in volume:
-            claim = volume["persistentVolumeClaim"]["claimName"]
-            folder = self.folder / "claims" / pod["metadata"]["namespace"] / claim
-        elif "hostPath" in volume:
-            return Path(volume["hostPath"]["path"])
-        folder.mkdir(parents=True, exist_ok=True)
-        for plural, key in (("secrets", "secret"), ("configmaps", "configMap")):
-            if key in volume:
-                try:
-                    values = self._values(pod, plural, volume[key])
-                except NotYetError as error:
-                    words = f'MountVolume.SetUp failed for volume "{volume["name"]}" : {error.args[1]}'
-                    self._event(pod, "Warning", "FailedMount", words)
-                    raise NotYetError("ContainerCreating", "") from None
-                paths = {one["key"]: one["path"] for one in volume[key].get("items", [])}
-                for name, text in values.items():
-                    if not paths or name in paths:
-                        (folder / paths.get(name, name)).write_bytes(text)
-        if "emptyDir" in volume:
-            folder.chmod(0o777)
-        if group := pod["spec"].get("securityContext", {}).get("fsGroup"):
-            os.chown(folder, -1, group)
-            folder.chmod(0o2775)
-        return folder
-
-    def _report(self, pod: Object, run: _Run, inits: list[str]) -> None:
+    def _report(self, pod: Object, run: _Run) -> None:
         """Write the status of a pod."""
         with self.store.edit(pod) as after:
             status, spec = after["status"], pod["spec"]
             status |= {"podIP": run.address, "podIPs": [{"ip": run.address}]}
-            status |= {"hostIP": f"{self.subnet}.0.1", "hostIPs": [{"ip": f"{self.subnet}.0.1"}]}
-            done = [run.last(name) for name in inits]
+            status |= {"hostIP": self.network.gateway, "hostIPs": [{"ip": self.network.gateway}]}
+            inits = spec.get("initContainers", [])
+            done = [run.last(one["name"]) for one in inits]
             is_initialized = all(one is not None and one.code == 0 for one in done)
-            if inits:
-                status["initContainerStatuses"] = [
-                    self._status(run, one, True) for one in spec["initContainers"]
-                ]
-            status["containerStatuses"] = [
-                self._status(run, one, is_initialized) for one in spec["containers"]
-            ]
+            for key, containers in (("initC", inits), ("c", spec["containers"])):
+                statuses = [self._status(run, one, is_initialized or key != "c") for one in containers]
+                status |= {f"{key}ontainerStatuses": statuses} if statuses else {}
             lasts = [run.last(one["name"]) for one in spec["containers"]]
             policy = spec["restartPolicy"]
             codes = [None if one is None else one.code for one in lasts]
@@ -348,12 +260,7 @@ class Kubelets:
             )
             why = "" if is_ready else "PodCompleted" if phase == "Succeeded" else "ContainersNotReady"
             set_condition(status, "PodReadyToStartContainers", "True" if phase == "Running" else "False")
-            set_condition(
-                status,
-                "Initialized",
-                str(is_initialized),
-                "" if is_initialized else "ContainersNotInitialized",
-            )
+            set_condition(status, "Initialized", str(is_initialized))
             for kind in ("Ready", "ContainersReady"):
                 set_condition(status, kind, str(is_ready), why)
         if phase in ("Succeeded", "Failed"):
@@ -368,9 +275,7 @@ class Kubelets:
             state = {"waiting": {"reason": reason, **({"message": message} if message else {})}}
         else:
             state = last.state()
-        before = (
-            some[-2] if "waiting" not in state and len(some) > 1 else last if "waiting" in state else None
-        )
+        before = last if "waiting" in state else some[-2] if len(some) > 1 else None
         is_running = "running" in state
         is_init_done = "terminated" in state and state["terminated"]["exitCode"] == 0
         return {
@@ -386,45 +291,15 @@ class Kubelets:
         }
 
     def _publish_names(self, pods: dict[str, Object]) -> None:
-        """Write the names that headless Services give pods into the `/etc/hosts` of every pod.
-
-        https://kubernetes.io/docs/concepts/services-networking/dns-pod-service/
-        """
-        names: dict[str, list[str]] = {}
-        for service in self.store.list("services"):
-            spec, namespace = service["spec"], service["metadata"]["namespace"]
-            name, selector = service["metadata"]["name"], service["spec"].get("selector", {})
-            for uid, pod in pods.items():
-                run = self._runs.get(uid)
-                labels = pod["metadata"].get("labels", {})
-                is_chosen = pod["metadata"]["namespace"] == namespace and selector.items() <= labels.items()
-                if (
-                    not selector
-                    or run is None
-                    or run.is_stopped
-                    or not is_chosen
-                    or spec.get("clusterIP") != "None"
-                ):
-                    continue
-                ready = [
-                    one["status"] for one in pod["status"].get("conditions", []) if one["type"] == "Ready"
-                ]
-                if ready != ["True"] and not spec.get("publishNotReadyAddresses"):
-                    continue
-                hosts = [name]
-                if "hostname" in pod["spec"] and pod["spec"].get("subdomain") == name:
-                    hosts.append(f"{pod['spec']['hostname']}.{name}")
-                for host in hosts:
-                    endings = (f".{namespace}.svc.cluster.local", f".{namespace}.svc", f".{namespace}", "")
-                    line = " ".join([run.address, *(host + ending for ending in endings)])
-                    names.setdefault(namespace, []).append(line)
-        for uid, pod in pods.items():
-            run = self._runs.get(uid)
-            if run is None or run.is_stopped:
-                continue
-            lines = ["127.0.0.1 localhost", f"{run.address} {hostname(pod)}"]
-            text = "\n".join([*lines, *names.get(pod["metadata"]["namespace"], [])]) + "\n"
-            path = run.folder / "hosts"
+        """Write the names of other pods into the `/etc/hosts` of every pod."""
+        services = self.store.list("services")
+        running = [(pods[uid], run) for uid, run in self._runs.items() if uid in pods and not run.is_stopped]
+        for pod, run in running:
+            namespace = pod["metadata"]["namespace"]
+            mine = [one for one in services if one["metadata"]["namespace"] == namespace]
+            others = [(one, its.address) for one, its in running if one["metadata"]["namespace"] == namespace]
+            lines = ["127.0.0.1 localhost", f"{run.address} {hostname(pod)}", *service_names(mine, others)]
+            text, path = "\n".join(lines) + "\n", run.folder / "hosts"
             if path.read_text() != text:
                 with path.open("r+b") as file:  # the file itself is mounted: it is not replaced
                     file.write(text.encode())
@@ -455,39 +330,3 @@ class Kubelets:
             words = f'container "{container}" in pod "{name}" is waiting to start: {state}'
             raise RefusalError(400, "BadRequest", words)
         return some[-1]
-
-
-def _remove(bridge: str) -> None:
-    for path in Path("/run/netns").glob(f"{bridge}-*"):
-        ip("netns", "del", path.name)
-    ip("link", "del", bridge)
-
-
-def _remove_abandoned(bridge: str) -> None:
-    """Remove the network of a test that was killed."""
-    with contextlib.suppress(OSError):
-        address = Path(f"/sys/class/net/{bridge}/address").read_text().strip()
-        if not Path(f"/proc/{int(address[6:].replace(':', ''), 16)}").exists():
-            _remove(bridge)
-
-
-def hostname(pod: Object) -> str:
-    name: str = pod["spec"].get("hostname") or pod["metadata"]["name"][:63]
-    return name
-
-
-def _expand(text: str, environment: dict[str, str]) -> str:
-    """Replace `$(NAME)` by the value of a known variable."""
-    return re.sub(r"\$\(([A-Za-z_][\w.-]*)\)", lambda match: environment.get(match[1], match[0]), text)
-
-
-def _pod_field(pod: Object, address: str, path: str) -> str:
-    """https://kubernetes.io/docs/concepts/workloads/pods/downward-api/ ."""
-    if path == "status.podIP":
-        return address
-    if match := re.fullmatch(r"metadata\.(labels|annotations)\['(.+)'\]", path):
-        return str(pod["metadata"].get(match[1], {}).get(match[2], ""))
-    found: Any = pod
-    for key in path.split("."):
-        found = found.get(key, "")
-    return str(found)

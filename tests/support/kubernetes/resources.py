@@ -82,6 +82,12 @@ class RefusalError(Exception):
         }
 
 
+def refuse_unknown(found: Object, *keys: str) -> None:
+    """Fail the test that uses fields which the stand-in would silently do without."""
+    if used := found.keys() & set(keys):
+        raise NotImplementedError(f"the stand-in does not honour {sorted(used)}")
+
+
 def qualified(resource: Resource) -> str:
     """Return the resource as messages name it: `jobs.batch`, `pods`."""
     return f"{resource.plural}.{resource.group}" if resource.group else resource.plural

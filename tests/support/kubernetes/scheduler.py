@@ -1,4 +1,4 @@
-"""The scheduler: binds pending pods to nodes, or says why none fits.
+"""The schedulers: the default one binds pending pods to nodes, Volcano's whole groups of them.
 
 https://kubernetes.io/docs/concepts/scheduling-eviction/
 """
@@ -8,8 +8,12 @@ from __future__ import annotations
 from collections import Counter
 
 from support.kubernetes.admission import pod_requests
-from support.kubernetes.resources import Object, quantity, set_condition
+from support.kubernetes.resources import Object, quantity, refuse_unknown, set_condition
 from support.kubernetes.store import Store
+
+_GROUP = "scheduling.k8s.io/group-name"
+_NO_VICTIMS = "No preemption victims found for incoming pod"
+_NO_HELP = "Preemption is not helpful for scheduling"
 
 
 class Scheduler:
@@ -34,31 +38,79 @@ class Scheduler:
         )
         for pod in pending:
             if pod["spec"]["schedulerName"] == "default-scheduler" and pod["status"]["phase"] == "Pending":
-                self._schedule(pod)
+                name, words = self._place(pod, [])
+                if name:
+                    self._bind(pod, name)
+                else:
+                    self._refuse(pod, words)
+        for group in self.store.list("podgroups"):
+            self._schedule_gang(group, [pod for pod in pending if pod["spec"]["schedulerName"] == "volcano"])
 
-    def _schedule(self, pod: Object) -> None:
-        load = Counter(other["spec"].get("nodeName") for other in self.store.list("pods"))
-        nodes = sorted(self.store.list("nodes"), key=lambda one: load[one["metadata"]["name"]])  # spread
-        why = Counter[str]()
-        if words := self._claims(pod):
-            self._refuse(pod, f"0/{len(nodes)} nodes are available: {words}.")
+    def _schedule_gang(self, group: Object, pending: list[Object]) -> None:
+        """Bind the pods of a PodGroup if enough of them fit together: https://volcano.sh/en/docs/podgroup/ .
+
+        Messages: volcano-sh/volcano pkg/scheduler/cache/cache.go
+        """
+        _, namespace, name = self.store.key(group)
+        pods = self.store.list("pods", namespace)
+        members = [one for one in pods if one["metadata"].get("annotations", {}).get(_GROUP) == name]
+        waiting, taken, count = [one for one in members if one in pending], [], group["spec"]["minMember"]
+        if not waiting:
             return
+        for pod in waiting:
+            place, words = self._place(pod, taken)
+            if place:
+                taken.append((pod, place))
+            else:
+                self.store.condition(pod, "PodScheduled", "False", "Unschedulable", words)
+        is_ready = len(members) - len(waiting) + len(taken) >= count
+        for pod, place in taken if is_ready else []:
+            self._bind(pod, place)
+        words = f"{len(waiting)}/{len(members)} tasks in gang unschedulable: pod group is not ready, "
+        words += f"{len(waiting)} Pending, {count} minAvailable; Pending: {len(taken)} Schedulable, "
+        words += f"{len(waiting) - len(taken)} Unschedulable"
+        with self.store.edit(group) as after:
+            status = after.setdefault("status", {})
+            status["phase"] = "Running" if is_ready else "Inqueue"
+            if is_ready:
+                set_condition(status, "Scheduled", "True", "tasks in gang are ready to be scheduled")
+            else:
+                set_condition(status, "Unschedulable", "True", "NotEnoughResources", words)
+        if not is_ready:
+            self.store.event(group, "Warning", "Unschedulable", words, "volcano")
+
+    def _place(self, pod: Object, taken: list[tuple[Object, str]]) -> tuple[str, str]:
+        """Return the node that a pod fits on beside all others and those of `taken`, or why there is none."""
+        refuse_unknown(pod["spec"], "topologySpreadConstraints", "schedulingGates", "resourceClaims")
+        refuse_unknown(pod["spec"].get("affinity", {}), "podAffinity", "podAntiAffinity")
+        others = [(one, one["spec"].get("nodeName", "")) for one in self.store.list("pods")] + taken
+        load = Counter(name for _, name in others)
+        nodes = sorted(self.store.list("nodes"), key=lambda one: load[one["metadata"]["name"]])  # spread
+        if words := self._claims(pod):
+            return "", f"0/{len(nodes)} nodes are available: {words}."
+        why, help_ = Counter[str](), Counter[str]()
         for node in nodes:
-            reasons = self._reasons(pod, node)
-            why.update(reasons)
+            reasons = self._reasons(pod, node, others)
             if not reasons:
-                name = node["metadata"]["name"]
-                with self.store.edit(pod) as after:
-                    after["spec"]["nodeName"] = name
-                    set_condition(after["status"], "PodScheduled", "True")
-                space = pod["metadata"]["namespace"]
-                words = f"Successfully assigned {space}/{pod['metadata']['name']} to {name}"
-                self.store.event(pod, "Normal", "Scheduled", words, "default-scheduler")
-                return
+                return node["metadata"]["name"], ""
+            why.update(reasons)
         # kubernetes/kubernetes pkg/scheduler/framework/types.go, FitError: reasons sorted by their text
-        reasons = sorted(f"{count} {reason}" for reason, count in why.items())
-        words = f"0/{len(nodes)} nodes are available: {', '.join(reasons)}." if nodes else ""
-        self._refuse(pod, words or "no nodes available to schedule pods")
+        for reason, count in why.items():
+            is_full = reason.startswith(("Insufficient", "Too many"))
+            help_[_NO_VICTIMS if is_full else _NO_HELP] += count
+        first, second = (
+            f"0/{len(nodes)} nodes are available: "
+            + ", ".join(sorted(f"{count} {reason}" for reason, count in counts.items()))
+            for counts in (why, help_)
+        )
+        return "", f"{first}. preemption: {second}." if nodes else "no nodes available to schedule pods"
+
+    def _bind(self, pod: Object, name: str) -> None:
+        with self.store.edit(pod) as after:
+            after["spec"]["nodeName"] = name
+            set_condition(after["status"], "PodScheduled", "True")
+        words = f"Successfully assigned {pod['metadata']['namespace']}/{pod['metadata']['name']} to {name}"
+        self.store.event(pod, "Normal", "Scheduled", words, pod["spec"]["schedulerName"])
 
     def _claims(self, pod: Object) -> str:
         for volume in pod["spec"].get("volumes", []):
@@ -70,7 +122,7 @@ class Scheduler:
                 return "pod has unbound immediate PersistentVolumeClaims"
         return ""
 
-    def _reasons(self, pod: Object, node: Object) -> list[str]:
+    def _reasons(self, pod: Object, node: Object, others: list[tuple[Object, str]]) -> list[str]:
         if node["spec"].get("unschedulable"):
             return ["node(s) were unschedulable"]
         for taint in node["spec"].get("taints", []):
@@ -83,8 +135,8 @@ class Scheduler:
             return ["node(s) didn't match Pod's node affinity/selector"]
         allocatable, asked = node["status"]["allocatable"], {**pod_requests(pod), "pods": 1.0}
         used: Counter[str] = Counter()
-        for other in self.store.list("pods", fields=f"spec.nodeName={node['metadata']['name']}"):
-            if other["status"]["phase"] not in ("Succeeded", "Failed"):
+        for other, name in others:
+            if name == node["metadata"]["name"] and other["status"]["phase"] not in ("Succeeded", "Failed"):
                 used.update({**pod_requests(other), "pods": 1.0})
         return [
             "Too many pods" if name == "pods" else f"Insufficient {name}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+from base64 import b64encode
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -47,9 +48,14 @@ def check(plural: str, found: Object, before: Object | None = None) -> None:
             raise RefusalError(400, "BadRequest", words) from None
         causes.append(f"{path}: Invalid value: {error.message[:300]}")
     causes += _naming(plural, found)
-    if not causes and plural != "trainjobs":  # whose templates are patches of a runtime's
+    if not causes and plural != "trainjobs":  # whose pod templates are patches
         causes += [words for spec, path in _pod_specs(found, "") for words in _pod_spec(spec, path)]
         causes += _job(found, before) if plural == "jobs" else []
+    old = before["spec"] if before and plural == "jobsets" else {"suspend": True}
+    if not old.get("suspend") and old["replicatedJobs"] != found["spec"]["replicatedJobs"]:
+        # kubernetes-sigs/jobset pkg/webhooks/jobset_webhook.go
+        words = 'admission webhook "vjobset.kb.io" denied the request: spec.replicatedJobs: Invalid value'
+        raise RefusalError(403, "Forbidden", f"{words}: field is immutable")
     if causes:
         listed = causes[0] if len(causes) == 1 else f"[{', '.join(causes)}]"
         kind = f"{resource.kind}.{resource.group}" if resource.group else resource.kind
@@ -75,6 +81,9 @@ def apply_defaults(plural: str, found: Object) -> None:
             spec.setdefault("completions", 1)
         only_failed = "podFailurePolicy" in spec
         spec.setdefault("podReplacementPolicy", "Failed" if only_failed else "TerminatingOrFailed")
+    if plural == "secrets":  # what is written as text is read as base64 only
+        texts = found.pop("stringData", {}).items()
+        found.setdefault("data", {}).update({key: b64encode(text.encode()).decode() for key, text in texts})
     for spec in [found["spec"]] if plural == "pods" else []:
         spec.setdefault("restartPolicy", "Always")
         spec.setdefault("terminationGracePeriodSeconds", 30)

@@ -11,6 +11,7 @@ import re
 import socket
 import ssl
 import threading
+import time
 import urllib.parse
 from functools import partialmethod
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,7 +20,6 @@ from typing import Any
 
 from support.kubernetes.execution import serve_exec
 from support.kubernetes.kubelet import Kubelets
-from support.kubernetes.patches import patched
 from support.kubernetes.resources import (
     EXTENSIONS,
     RESOURCES,
@@ -30,11 +30,12 @@ from support.kubernetes.resources import (
     not_found,
     qualified,
 )
-from support.kubernetes.store import Store
+from support.kubernetes.store import Store, patched
 
 USER = "wanma-test"
 _RETURNED = ("pods", "services", "serviceaccounts", "persistentvolumeclaims", "resourcequotas")
 """Kinds whose deletion is answered by the object, though it is gone."""
+_SUCCESS = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
 _PATH = re.compile(
     r"/(?:api|apis/(?P<group>[^/]+))/(?P<version>v[^/]+)(?:/namespaces/(?P<namespace>[^/]+)(?=/(?!status)))?"
     r"/(?P<plural>[^/]+)(?:/(?P<name>[^/]+))?(?:/(?P<sub>[^/]+))?"
@@ -56,6 +57,8 @@ class ApiServer(ThreadingHTTPServer):
         self.extensions = extensions
         self.open: set[socket.socket] = set()
         self.is_closed = False
+        self.lost_answers: list[None] = []
+        """An element for each creation to come whose answer the client will not see."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate)
         self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
@@ -112,6 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(refusal.code, refusal.status())
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
+            self.connection.close()
 
     do_GET = partialmethod(_answer, "get")  # noqa: N815
     do_POST = partialmethod(_answer, "create")  # noqa: N815
@@ -120,6 +124,9 @@ class _Handler(BaseHTTPRequestHandler):
     do_DELETE = partialmethod(_answer, "delete")  # noqa: N815
 
     def _send(self, code: int, answer: Object) -> None:
+        if code == 201 and self.server.lost_answers:
+            self.server.lost_answers.pop()
+            raise ConnectionResetError
         text = json.dumps(answer).encode()
         self.send_response(code)
         self.send_header("Content-Type", "application/json")
@@ -247,7 +254,8 @@ class _Handler(BaseHTTPRequestHandler):
             if before is None:
                 raise not_found(plural, name)
             after = patched(before, sent, kind)
-            self._send(200, store.replace(plural, after, sub, "dryRun" in self.query))
+            after = store.replace(plural, after, sub, "dryRun" in self.query)
+        self._send(200, after)
 
     def _delete(self, plural: str, namespace: str, name: str, sent: Object) -> None:
         store = self.server.store
@@ -267,15 +275,13 @@ class _Handler(BaseHTTPRequestHandler):
                 grace = None if seconds is None else int(seconds)
                 last = store.delete(one, policy, grace)
             is_left = store.find(plural, namespace, name) is not None
-            if name and (is_left or plural in _RETURNED):
-                self._send(200, last)
-            else:
-                self._send(200, {"kind": "Status", "apiVersion": "v1", "status": "Success"})
+        is_returned = name and (is_left or plural in _RETURNED)
+        self._send(200, last if is_returned else _SUCCESS)
 
     def _eviction(self, pod: Object, sent: Object) -> None:
         """https://kubernetes.io/docs/concepts/scheduling-eviction/api-eviction/ ."""
         evict(self.server.store, pod)
-        self._send(201, {"kind": "Status", "apiVersion": "v1", "status": "Success"})
+        self._send(201, _SUCCESS)
 
     def _start_stream(self, kind: str) -> None:
         self.send_response(200)
@@ -313,12 +319,8 @@ class _Handler(BaseHTTPRequestHandler):
                 position = sum(1 for entry in store.history if entry[0] <= int(wanted))
         for found in start:
             send("ADDED", found)
-        timeout = float(self.query.get("timeoutSeconds", 1800))
-        deadline = threading.Event()
-        timer = threading.Timer(timeout, deadline.set)
-        timer.daemon = True
-        timer.start()
-        while not deadline.is_set() and not self.server.is_closed:
+        deadline = time.monotonic() + float(self.query.get("timeoutSeconds", 1800))
+        while time.monotonic() < deadline and not self.server.is_closed:
             with store.changed:
                 if position == len(store.history):
                     store.changed.wait(0.2)
@@ -333,7 +335,6 @@ class _Handler(BaseHTTPRequestHandler):
                     send("MODIFIED" if was else "ADDED", found)
                 elif was:
                     send("DELETED", found)
-        timer.cancel()
         self._chunk(b"")
 
     def _log(self, pod: Object, sent: Object) -> None:

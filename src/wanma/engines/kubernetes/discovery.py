@@ -124,11 +124,10 @@ def choose_nodes(
     if chosen[0].sharing > 1:
         found.append(f"each GPU is shared by {chosen[0].sharing} pods: its time and memory are, too")
     free, most = sum(node.is_free for node in chosen), len(chosen)
-    resource = settings.gpu_resource if chosen[0].gpus else "cpu"
-    per_node = chosen[0].gpus or chosen[0].cores
-    for name, hard, used in _limits(quotas, resource):
-        free, most = min(free, int((hard - used) / per_node)), min(most, int(hard / per_node))
-        found.append(f"the ResourceQuota '{name}' allows {hard:f} {resource}, of which {used:f} are in use")
+    for name, hard, used in _limits(quotas, settings.gpu_resource) if chosen[0].gpus else []:
+        free = min(free, int((hard - used) / chosen[0].gpus))
+        most = min(most, int(hard / chosen[0].gpus))
+        found.append(f"the ResourceQuota '{name}' allows {hard:f} GPUs, of which {used:f} are in use")
     if most < 1:
         raise WanmaError(
             f"the ResourceQuota of the namespace is less than one node: {found[-1]}",

@@ -70,7 +70,7 @@ PASSING_CAUSES: tuple[tuple[str, str, str], ...] = (
         "it resumes from its checkpoint when there is room again",
     ),
     (
-        r"insufficient unused quota|[Ww]aiting for|preempt",
+        r"insufficient unused quota|^Pending: ",
         "the quota of the queue of Kueue is in use",
         "it starts when others end; fewer nodes may start sooner",
     ),
@@ -139,10 +139,9 @@ def _messages(
             if entry["type"] == "PodScheduled" and entry["status"] == "False":
                 yield f"{entry.get('reason', '')}: {entry.get('message', '')}"
     names = {pod["metadata"]["name"] for pod in waiting}
-    all_pods = {pod["metadata"]["name"] for pod in pods}
     for event in sorted(events, key=event_time, reverse=True):
         about = event.get("involvedObject", {})
-        is_current = about.get("name") in names if about.get("kind") == "Pod" else not all_pods
+        is_current = about.get("name") in names if about.get("kind") == "Pod" else not names
         if is_current and event.get("reason") not in ("Scheduled", "Pulling", "Pulled", "Created", "Started"):
             yield f"{event.get('reason', '')}: {event.get('message', '')}"
 
