@@ -64,6 +64,10 @@ def prepare_job_data(
     elif section.has_images:
         if _find_image_files(section) is None:
             open_image_sources(section, progress)
+    elif section.interaction_log:
+        from wanma.data.interactions.log import read_log
+
+        read_log(section)  # builds its index, and names a bad row before ranks start
     elif section.has_factory:
         return  # a dataset may import anything, torch and threads included: only ranks open it
     elif reads_remote_storage(section):
@@ -87,7 +91,12 @@ def text_preparation(section: DataSection) -> TextPreparation | None:
     entries = [*section.text, *(entry for source in section.sources for entry in source.text)]
     if section.placement == "parts":
         return None  # what this node lacks, others prepare
-    if section.has_images or section.has_factory or not any(entry != STANDARD_LIBRARY for entry in entries):
+    if (
+        section.interaction_log
+        or section.has_images
+        or section.has_factory
+        or not any(entry != STANDARD_LIBRARY for entry in entries)
+    ):
         return None
     try:
         if reads_remote_storage(section):
@@ -133,6 +142,10 @@ def open_dataset(section: DataSection, train: TrainSection, dataset: Any = None)
         return open_dataset_mixture(section, train.seed, total)
     if section.has_images:
         return _open_images(section, train, total)
+    if section.interaction_log:
+        from wanma.data.interactions.dataset import InteractionDataset
+
+        return InteractionDataset(section, train.seed, total)
     return _open_token_dataset(section, train, load_tokenizer(section.tokenizer), total)
 
 

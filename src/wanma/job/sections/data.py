@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from wanma.job.sections.base import Section
 from wanma.job.sections.images import ImageTransformSection
+from wanma.job.sections.interactions import InteractionsSection
 from wanma.job.url_credentials import CREDENTIALS_HINT, has_secret
 
 
@@ -124,6 +125,14 @@ class DataSection(Section):
     image_transform: ImageTransformSection = Field(
         default_factory=ImageTransformSection,
         description="transform of `data.images`, and of all sources of images",
+    )
+    interaction_log: TextList = Field(
+        default_factory=list,
+        description="files, folders, globs or URLs of rows of user, item, rating or click, and time: CSV, "
+        "TSV, Parquet and others; or 'synthetic:USERSxITEMSxROWS'",
+    )
+    interactions: InteractionsSection = Field(
+        default_factory=InteractionsSection, description="columns and split of `data.interaction_log`"
     )
     factory: str | None = Field(None, description="'package.module:function' returning a map-style dataset")
     arguments: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the factory")
@@ -241,10 +250,11 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _check_one_source(self) -> DataSection:
-        given_sources = [k for k in ("text", "sources", "images", "factory") if getattr(self, k)]
+        kinds_of_data = ("text", "sources", "images", "interaction_log", "factory")
+        given_sources = [k for k in kinds_of_data if getattr(self, k)]
         if len(given_sources) > 1:
             raise ValueError(
-                f"give only one of text, sources, images, factory (given: {', '.join(given_sources)})"
+                f"give only one of {', '.join(kinds_of_data)} (given: {', '.join(given_sources)})"
             )
         kinds = {kind: [one.name for one in self.sources if getattr(one, kind)] for kind in _SOURCE_KEYS}
         if len(kinds := {kind: names for kind, names in kinds.items() if names}) > 1:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from wanma.job.forecast.forecast import LayerWorkload, Workload
+from wanma.job.sections.interactions import InteractionSizes
 from wanma.job.sections.model import ModelSection
 from wanma.job.sections.train import ParameterGroupSection, Precision
 from wanma.models.config.dimensions import DecoderConfig
@@ -30,6 +31,7 @@ def build_section_workload(
     sequence_length: int,
     image_shape: tuple[int, int, int] | None,
     classes: int | None,
+    interaction_sizes: InteractionSizes | None = None,
     precision: Precision = "fp32",
     parameter_groups: Sequence[ParameterGroupSection] = (),
 ) -> Workload | None:
@@ -41,6 +43,7 @@ def build_section_workload(
         sequence_length: tokens per sample.
         image_shape: (channels, height, width); None without images.
         classes: number of classes of labelled data; None without labels.
+        interaction_sizes: sizes of an interaction log; None without one.
         precision: precision of a traced model's computation.
         parameter_groups: `train.parameter_groups`, which may freeze parameters.
 
@@ -68,6 +71,7 @@ def build_section_workload(
         sequence_length=sequence_length,
         image_shape=image_shape,
         classes=classes,
+        interaction_sizes=interaction_sizes,
     )
 
     def frozen(name: str) -> bool:
@@ -86,6 +90,14 @@ def build_section_workload(
         )
     if kind == "tokens":
         return _trace_transformers_workload(spec, sequence_length, precision, frozen)
+    if kind == "interactions":
+        from wanma.models.recommender.build import example_features
+        from wanma.models.recommender.config import resolve_recommender_config
+
+        keywords = example_features(resolve_recommender_config(section, interaction_sizes))
+        return trace_module_workload(
+            spec.build_module, (), keywords=keywords, precision=precision, is_frozen=frozen
+        )
     from wanma.models.config.resolution import resolve_vision_config
 
     vision = resolve_vision_config(section, image_shape, classes)
