@@ -19,7 +19,7 @@ RECOMMENDER_PARALLEL_SPEC = ParallelSpec(blocks=None)
 class Recommender(nn.Module):
     """Base class of recommenders."""
 
-    embedding_deviation = 0.1
+    embedding_deviation = 0.05
     """Standard deviation of an embedding's initial values."""
 
     def __init__(self, config: RecommenderConfig) -> None:

@@ -136,10 +136,8 @@ def _base_config(section: ModelSection) -> RecommenderConfig:
         raise JobError(
             "model.family = 'recommender' needs model.kind", f"set it to one of {', '.join(_KEYS_BY_KIND)}"
         )
-    widths = {"towers": (64, 32)} if section.kind == "two_tower" else {}
-    if section.kind in ("dlrm", "dcnv2"):
-        widths = {"top": (256, 64)}
-    return RecommenderConfig(section.kind, **widths)
+    top = () if section.kind in PAIR_KINDS else (256, 64)
+    return RecommenderConfig(section.kind, top=top)
 
 
 def _with_data(
