@@ -136,15 +136,7 @@ def resolve_model_spec(
             raise JobError(
                 f"model '{name}' needs interactions of users and items", "set data.interaction_log"
             )
-        recommender = resolve_recommender_config(section, interaction_sizes)
-        return ModelSpec(
-            name,
-            kind,
-            lambda: build_recommender(recommender),
-            RECOMMENDER_PARALLEL_SPEC,
-            False,
-            settings=asdict(recommender),
-        )
+        return _recommender_spec(section, name, interaction_sizes)
     if interaction_sizes is not None:
         raise JobError(
             f"model '{name}' does not read interactions", "set model.family = 'recommender' and model.kind"
@@ -166,6 +158,13 @@ def resolve_model_spec(
         False,
         settings=asdict(vision),
     )
+
+
+def _recommender_spec(section: ModelSection, name: str, sizes: InteractionSizes | None) -> ModelSpec:
+    config = resolve_recommender_config(section, sizes)
+    settings = asdict(config)
+    build = partial(build_recommender, config)
+    return ModelSpec(name, "interactions", build, RECOMMENDER_PARALLEL_SPEC, False, settings=settings)
 
 
 def apply_freezing_to_spec(spec: ModelSpec, groups: Sequence[ParameterGroupSection]) -> ModelSpec:

@@ -26,7 +26,7 @@ class InteractionDataset(BatchedDataset):
     The keywords are the model's features, by the names of columns:
 
     - users (rows,) and candidate items (rows, 1 + negatives), int64; the first candidate is the row's own;
-    - further features: the ids of all rows, and with the suffix `_offsets` the start of each row's;
+    - further features: the ids of all rows, and with the suffix `.offsets` the start of each row's;
     - `dense` (rows, features) float32;
     - for clicks `log_probability` (rows, candidates): of a candidate's draw as a negative;
     - in validation of `leave_last` clicks `seen` (rows, items): a user's items in training, filled with -1.
@@ -37,6 +37,7 @@ class InteractionDataset(BatchedDataset):
     input_kind: ClassVar[InputKind] = "interactions"
     targets_per_sample = 1
     copies_from_memory = True
+    interaction_sizes: InteractionSizes
 
     def __init__(self, section: DataSection, seed: int, total_samples: int) -> None:
         log = read_log(section)
@@ -97,7 +98,7 @@ class InteractionDataset(BatchedDataset):
             keywords["log_probability"] = torch.from_numpy(self._draws.log_probability[candidates])
         for name, bags in log.features.items():
             ids, offsets = bags.take(rows)
-            keywords[name], keywords[f"{name}_offsets"] = torch.from_numpy(ids), torch.from_numpy(offsets)
+            keywords[name], keywords[f"{name}.offsets"] = torch.from_numpy(ids), torch.from_numpy(offsets)
         if log.dense.shape[1]:
             keywords["dense"] = torch.from_numpy(log.dense[rows])
         if is_validation and self.ranks_items:

@@ -33,8 +33,9 @@ class ItemDraws:
     def draw(self, samples: IndexArray, count: int, purpose: str) -> NDArray[np.int64]:
         """Return `count` items for each sample, (samples, count), with replacement."""
         digest = hashlib.blake2b(f"{self._seed}:{purpose}".encode(), digest_size=8).digest()
-        key = np.frombuffer(digest, dtype="<u8").astype(np.uint64)[0]
-        positions = mix_bits(samples.astype(np.uint64)[:, None], key) + np.arange(count, dtype=np.uint64)
+        key = np.uint64(int.from_bytes(digest, "little"))
+        numbers = np.arange(count).astype(np.uint64)
+        positions = mix_bits(samples.astype(np.uint64)[:, None], key) + numbers
         uniform = (mix_bits(positions, key) >> np.uint64(11)).astype(np.float64) * 2.0**-53
         found = np.searchsorted(self._cumulative, uniform, side="right")
         return np.minimum(found, len(self._cumulative) - 1).astype(np.int64)

@@ -66,7 +66,8 @@ def read_log(section: DataSection) -> InteractionLog:
     """
     keys, entries = section.interactions, section.interaction_log
     if (match := _SYNTHETIC.fullmatch(entries[0])) and len(entries) == 1:
-        columns: dict[str, Any] = make_synthetic_log(*map(int, match.groups()), keys)
+        users, items, row_count = map(int, match.groups())
+        columns: dict[str, Any] = make_synthetic_log(users, items, row_count, keys)
     elif any(entry.startswith("synthetic") for entry in entries):
         raise JobError(
             f"data.interaction_log = {entries} is no synthetic log",

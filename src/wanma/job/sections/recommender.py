@@ -28,7 +28,8 @@ class RecommenderSection(Section):
         description="dlrm, dcnv2: inner widths of the network that gives the score; default: [256, 64]",
     )
     towers: list[Width] = Field(
-        default_factory=list, description="two_tower: widths of each tower's network; default: none, embeddings alone"
+        default_factory=list,
+        description="two_tower: widths of each tower's network; default: none, embeddings alone",
     )
     cross_layers: Annotated[int, Field(gt=0, le=1_000)] | None = Field(
         None, description="dcnv2: number of cross layers; default: 3"

@@ -70,7 +70,8 @@ class DcnV2(ClickModel):
         self.top = perceptron((width, *config.top, 1), ends_with_relu=False)
 
     def score(self, vectors: Tensor) -> Tensor:
-        start = x = vectors.flatten(1)
+        start: Tensor = vectors.flatten(1)
+        x = start
         for layer in self.cross:
             x = layer(start, x)
         scores: Tensor = self.top(x)
@@ -87,7 +88,8 @@ class _CrossLayer(nn.Module):
 
     def forward(self, start: Tensor, x: Tensor) -> Tensor:
         """Map (rows, width) to (rows, width)."""
-        return start * self.up(self.down(x)) + x
+        change: Tensor = self.up(self.down(x))
+        return start * change + x
 
 
 def _with_offsets(names: tuple[str, ...], features: dict[str, Tensor]) -> dict[str, Tensor]:

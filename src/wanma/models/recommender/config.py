@@ -145,8 +145,8 @@ def _with_data(
 ) -> RecommenderConfig:
     """Return `config` with the tables, features and default objective of the data."""
     if not has_objective:
-        softmax = "sampled_softmax" if sizes.negatives else "in_batch_softmax"
-        for_clicks = softmax if config.kind == "two_tower" else "log_loss"
+        softmax: Objective = "sampled_softmax" if sizes.negatives else "in_batch_softmax"
+        for_clicks: Objective = softmax if config.kind == "two_tower" else "log_loss"
         config = replace(config, objective="squared_error" if sizes.target == "rating" else for_clicks)
     is_pair = config.kind in PAIR_KINDS
     features = [name for name in sizes.tables if name not in (sizes.user, sizes.item)]

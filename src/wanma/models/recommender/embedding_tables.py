@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-OFFSETS = "_offsets"
+OFFSETS = ".offsets"
 """Suffix of the keyword with the start of each row's bag in the ids of a feature."""
 
 
@@ -26,7 +26,7 @@ class EmbeddingTables(nn.Module):
         """Return the vector of each table's bags, (rows, width), in the order of the tables.
 
         Args:
-            features: by feature the ids of all bags, (ids,) int64; and by feature with the suffix `_offsets`
+            features: by feature the ids of all bags, (ids,) int64; and by feature with the suffix `.offsets`
                 the start of each bag among them, (rows,) int64.
         """
         return [self.tables[f"of_{name}"](features[name], features[name + OFFSETS]) for name in self.names]
@@ -37,5 +37,6 @@ class EmbeddingTables(nn.Module):
 
     def weight(self, name: str) -> Tensor:
         """Return the whole table of a feature, (table rows, width)."""
-        weight: Tensor = self.tables[f"of_{name}"].weight
-        return weight
+        table = self.tables[f"of_{name}"]
+        assert isinstance(table, nn.EmbeddingBag)
+        return table.weight

@@ -7,6 +7,7 @@ but no storage.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from wanma.job.forecast.forecast import LayerWorkload, Workload
@@ -91,13 +92,7 @@ def build_section_workload(
     if kind == "tokens":
         return _trace_transformers_workload(spec, sequence_length, precision, frozen)
     if kind == "interactions":
-        from wanma.models.recommender.build import example_features
-        from wanma.models.recommender.config import resolve_recommender_config
-
-        keywords = example_features(resolve_recommender_config(section, interaction_sizes))
-        return trace_module_workload(
-            spec.build_module, (), keywords=keywords, precision=precision, is_frozen=frozen
-        )
+        return _trace_recommender(section, interaction_sizes, precision, frozen)
     from wanma.models.config.resolution import resolve_vision_config
 
     vision = resolve_vision_config(section, image_shape, classes)
@@ -106,6 +101,26 @@ def build_section_workload(
         return trace_module_workload(
             spec.build_module(), (images,), blocks=(), precision=precision, is_frozen=frozen
         )
+
+
+def _trace_recommender(
+    section: ModelSection,
+    sizes: InteractionSizes | None,
+    precision: Precision,
+    is_frozen: Callable[[str], bool],
+) -> Workload:
+    from wanma.models.recommender.build import build_recommender, example_features
+    from wanma.models.recommender.config import resolve_recommender_config
+
+    config = resolve_recommender_config(section, sizes)
+    return trace_module_workload(
+        partial(build_recommender, config),
+        (),
+        keywords=example_features(config),
+        blocks=(),
+        precision=precision,
+        is_frozen=is_frozen,
+    )
 
 
 def resolve_section_decoder_config(

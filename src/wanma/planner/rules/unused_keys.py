@@ -41,11 +41,11 @@ def _unused_keys(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
     if job.model.lora_rank == 0:
         for name in ("lora_alpha", "lora_targets"):
             yield f"model.{name}", "there are no adapters (model.lora_rank = 0)"
-    if job.data.has_images or job.data.has_text:
+    if job.data.has_images or job.data.has_text or job.data.interaction_log:
         yield "data.worker_processes", "only a dataset of your own is read by processes"
         yield "data.check_reads", "only a dataset of your own is read twice"
-    if job.data.has_factory or job.data.has_images:
-        name = "factory" if job.data.has_factory else "images"
+    if job.data.has_factory or job.data.has_images or job.data.interaction_log:
+        name = "factory" if job.data.has_factory else "images" if job.data.has_images else "interaction_log"
         kind = f"{name} in data.sources" if job.data.sources else f"data.{name}"
         own_model = ("sequence_length",) if job.model.factory is not None else ()
         for name in ("tokenizer", "document_masks", "text_field", *own_model):

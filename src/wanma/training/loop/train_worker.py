@@ -50,7 +50,7 @@ from wanma.training.loop.data_position import seek_data
 from wanma.training.loop.train_request import TrainRequest
 from wanma.training.loop.training_loop import run_training_loop, try_metrics
 from wanma.training.loss.loss_functions import CrossEntropy, LossFunction, wrap_user_loss
-from wanma.training.loss.recommender_loss import RecommenderLoss
+from wanma.training.loss.recommender_loss import RecommenderLoss, recommender_config
 from wanma.training.loss.recommender_metrics import RecommenderMetrics
 from wanma.training.loss.supported_layouts import refuse_unsupported_loss
 from wanma.training.loss.transformers_labels import SampleClassificationLoss, default_loss
@@ -204,7 +204,7 @@ def build_loss(
         function = prepare_loss(function, parallel_model.module, device, double)
         return wrap_user_loss(function, is_per_position=request.plan.cp > 1)
     if spec.input_kind == "interactions":
-        return RecommenderLoss(parallel_model.module.config)
+        return RecommenderLoss(recommender_config(parallel_model.module))
     return default_loss(spec, data, parallel_model)
 
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from wanma.data.batch import Batch
+from wanma.models.recommender.base import Recommender
 from wanma.models.recommender.config import RecommenderConfig
 from wanma.parallel.data_parallel.global_batch import global_batch, global_rows
 
@@ -81,6 +82,12 @@ class RecommenderLoss:
         is_own = ids == ids[:, :1]
         is_own[:, 0] = False
         return is_own
+
+
+def recommender_config(model: nn.Module) -> RecommenderConfig:
+    """Return the dimensions of a recommender."""
+    assert isinstance(model, Recommender)
+    return model.config
 
 
 def candidate_labels(scores: Tensor, targets: Tensor) -> Tensor:
