@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -95,7 +96,12 @@ def read_log(section: DataSection) -> InteractionLog:
 
 def _read_columns(section: DataSection) -> dict[str, list[Any]]:
     keys = section.interactions
-    records = open_records(section.interaction_log, cache=section.cache, cache_bytes=section.cache_bytes)
+    open_as = partial(
+        open_records, section.interaction_log, cache=section.cache, cache_bytes=section.cache_bytes
+    )
+    records = open_as()
+    if list(records[0]) == ["text"]:  # lines of a file whose name does not say what they are: u.data
+        records = open_as("csv")
     first = _named(records[0], keys)
     needed = [keys.user, keys.item, *keys.features, *keys.dense]
     needed += [keys.rating] if keys.target == "rating" or keys.positive_from is not None else []
