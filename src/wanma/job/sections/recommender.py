@@ -18,7 +18,7 @@ class RecommenderSection(Section):
         default_factory=dict,
         description="rows of the embedding table of a column of ids; default: the data's largest id + 1",
     )
-    embedding: Width | None = Field(None, description="width of an embedding; default: 64")
+    embedding: int | None = Field(None, gt=0, le=10_000_000, description="width of an embedding; default: 64")
     bottom: list[Width] = Field(
         default_factory=list,
         description="dlrm, dcnv2: widths of the network of the dense features; the last is the embedding's",
@@ -31,14 +31,14 @@ class RecommenderSection(Section):
         default_factory=list,
         description="two_tower: widths of each tower's network; default: none, embeddings alone",
     )
-    cross_layers: Annotated[int, Field(gt=0, le=1_000)] | None = Field(
-        None, description="dcnv2: number of cross layers; default: 3"
+    cross_layers: int | None = Field(
+        None, gt=0, le=1_000, description="dcnv2: number of cross layers; default: 3"
     )
-    cross_rank: Width | None = Field(
-        None, description="dcnv2: inner width of a low-rank cross layer; default: 512"
+    cross_rank: int | None = Field(
+        None, gt=0, le=10_000_000, description="dcnv2: inner width of a low-rank cross layer; default: 512"
     )
-    temperature: Annotated[float, Field(gt=0, le=1_000)] | None = Field(
-        None, description="two_tower: divisor of the cosine of both vectors; default: 0.1"
+    temperature: float | None = Field(
+        None, gt=0, le=1_000, description="two_tower: divisor of the cosine of both vectors; default: 0.1"
     )
     objective: Literal["squared_error", "log_loss", "in_batch_softmax", "sampled_softmax"] | None = Field(
         None,
