@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -17,6 +17,7 @@ from wanma.data.text.tokenizer import Tokenizer, load_tokenizer
 from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
 from wanma.job.file.loading import load_recorded_job
 from wanma.job.run.run_directory import RunDirectory
+from wanma.job.sections.interactions import InteractionSizes
 from wanma.job.sections.job import Job
 from wanma.job.sections.model import ModelSection
 from wanma.models.config.resolution import input_kind
@@ -106,6 +107,42 @@ class Loaded:
             return "".join(self._stream(prompt, tokens, rule))
         rules = (replace(rule, seed=seed + number) for number in range(len(prompt)))
         return ["".join(self._stream(text, tokens, rule)) for text, rule in zip(prompt, rules, strict=True)]
+
+    def recommend(
+        self, user: int, items: int = 10, *, exclude: Iterable[int] = ()
+    ) -> list[tuple[int, float]]:
+        """Return the ids of the items with the highest scores for a user, best first, each with its score.
+
+        Args:
+            user: id of the user.
+            items: maximum number of items.
+            exclude: ids of items to leave out, such as those that the user has seen.
+
+        Raises:
+            WanmaError: the model does not rank items, or an id is outside its table.
+        """
+        import torch
+
+        from wanma.models.recommender.pair_models import PairModel
+
+        if not isinstance(self.model, PairModel):
+            raise WanmaError(
+                f"{self.checkpoint.parent.parent} trained {type(self.model).__name__}, which ranks no items",
+                "give a run of model.kind = 'matrix_factorization' or 'two_tower'",
+            )
+        config, left_out = self.model.config, list(exclude)
+        for name, ids in ((config.user, [user]), (config.item, left_out)):
+            if unknown := [number for number in ids if not 0 <= number < config.tables[name]]:
+                raise WanmaError(
+                    f"{name}: id {unknown[0]} is outside its embedding table of {config.tables[name]} rows",
+                    "give an id of the run's data",
+                )
+        device = next(self.model.parameters()).device
+        with torch.no_grad():
+            scores = self.model.scores_of_all_items(torch.tensor([user], device=device))[0]
+            scores[left_out] = float("-inf")
+            best = scores.topk(min(items, len(scores) - len(set(left_out))))
+        return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
 
     def stream(
         self,
@@ -202,6 +239,7 @@ def _build_model(
         sequence_length=job.data.sequence_length,
         image_shape=image_shape,
         classes=classes,
+        interaction_sizes=_interaction_sizes(job, shapes) if kind == "interactions" else None,
     )
     return (
         build_model(spec, job.train.seed) if spec.has_own_initialization else build_uninitialized_model(spec)
@@ -277,6 +315,20 @@ def _image_sizes(
     return (section.channels or first[1], height, width), section.classes or shapes[
         "model.classifier.weight"
     ][0]
+
+
+def _interaction_sizes(job: Job, shapes: Mapping[str, tuple[int, ...]]) -> InteractionSizes:
+    """Return the sizes of the data of a recommender, derived from its weights: the data may be gone."""
+    keys, prefix = job.data.interactions, "model.embeddings.tables.of_"
+    tables = {
+        name.removeprefix(prefix).removesuffix(".weight"): shape[0]
+        for name, shape in shapes.items()
+        if name.startswith(prefix)
+    }
+    dense = shapes.get("model.bottom.0.weight", (0, 0))[1]
+    return InteractionSizes(
+        keys.user, keys.item, tables, dense=dense, target=keys.target, negatives=keys.negatives
+    )
 
 
 class _CheckpointWeights:

@@ -70,6 +70,10 @@ def prepare_job_data(
         from wanma.data.tables.table_dataset import open_tables
 
         open_tables(section)
+    elif section.interaction_log:
+        from wanma.data.interactions.log import read_log
+
+        read_log(section)  # builds its index, and names a bad row before ranks start
     elif section.has_factory:
         return  # a dataset may import anything, torch and threads included: only ranks open it
     elif reads_remote_storage(section):
@@ -93,7 +97,8 @@ def text_preparation(section: DataSection) -> TextPreparation | None:
     entries = [entry for _, source in section.located_sources for entry in source.entries]
     if section.placement == "parts":
         return None  # what this node lacks, others prepare
-    if section.has_images or section.is_own or not any(entry != STANDARD_LIBRARY for entry in entries):
+    is_text = any(entry != STANDARD_LIBRARY for entry in entries)
+    if section.interaction_log or section.has_images or section.is_own or not is_text:
         return None
     try:
         if reads_remote_storage(section):
@@ -143,6 +148,10 @@ def open_dataset(section: DataSection, train: TrainSection, dataset: Any = None)
         return _open_user_dataset(open_tables(section)[0], section, train, total)
     if section.has_images:
         return _open_images(section, train, total)
+    if section.interaction_log:
+        from wanma.data.interactions.dataset import InteractionDataset
+
+        return InteractionDataset(section, train.seed, total)
     return _open_token_dataset(section, train, load_job_tokenizer(section), total)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.file.import_path import import_object
+from wanma.job.sections.interactions import InteractionSizes
 from wanma.job.sections.model import ModelSection
 from wanma.job.sections.train import ParameterGroupSection
 from wanma.job.user_frames import user_frame_text
@@ -24,19 +25,23 @@ from wanma.models.architectures.decoder import Decoder, decoder_parallel_spec
 from wanma.models.architectures.image_classifiers import VISION_PARALLEL_SPEC, build_image_classifier
 from wanma.models.config.huggingface_config import read_section_config
 from wanma.models.config.resolution import (
+    InputKind,
     input_kind,
     reject_architecture_keys,
+    reject_other_models_keys,
     resolve_decoder_config,
     resolve_vision_config,
 )
 from wanma.models.layers.batch_norm import convert_batch_norm
 from wanma.models.layers.lora import apply_lora, is_lora_parameter
+from wanma.models.recommender.base import RECOMMENDER_PARALLEL_SPEC
+from wanma.models.recommender.build import build_recommender
+from wanma.models.recommender.config import resolve_recommender_config
 from wanma.models.structure.parallel_spec import ParallelSpec, tie_parameters
 from wanma.models.structure.parameter_initialization import draw_initial_value
 from wanma.models.structure.parameter_roles import is_frozen
 from wanma.models.user_modules.validation import validate_module
 
-InputKind = Literal["tokens", "images", "custom"]
 _LOADING_KEYS = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "problem_type"}
 """Keys of a transformers config about where and how a model was loaded."""
 
@@ -83,6 +88,7 @@ def resolve_model_spec(
     sequence_length: int | None,
     image_shape: tuple[int, int, int] | None,
     classes: int | None,
+    interaction_sizes: InteractionSizes | None = None,
 ) -> ModelSpec:
     """Return the specification of a `[model]` section, with the data's sizes where the section is silent.
 
@@ -92,6 +98,7 @@ def resolve_model_spec(
         sequence_length: of the data; only some Hugging Face models have a maximum.
         image_shape: (channels, height, width); None without images.
         classes: number of classes of labelled data; None without labels.
+        interaction_sizes: sizes of an interaction log; None without one.
 
     Raises:
         JobError: keys that are unknown, missing, or contradict each other or the data; a factory that
@@ -105,9 +112,11 @@ def resolve_model_spec(
             sequence_length=sequence_length,
             image_shape=image_shape,
             classes=classes,
+            interaction_sizes=interaction_sizes,
         )
         return apply_lora_to_spec(spec, section)
     kind = input_kind(section)
+    reject_other_models_keys(section)
     name = section.preset or section.family or section.factory or section.huggingface or ""
     if kind == "custom":
         settings = {"batch_norm_group": section.batch_norm_group}
@@ -121,6 +130,16 @@ def resolve_model_spec(
     if section.arguments:
         raise JobError(
             "model.arguments applies only to model.factory and model.huggingface", "remove model.arguments"
+        )
+    if kind == "interactions":
+        if image_shape is not None or vocabulary_size is not None:
+            raise JobError(
+                f"model '{name}' needs interactions of users and items", "set data.interaction_log"
+            )
+        return _recommender_spec(section, name, interaction_sizes)
+    if interaction_sizes is not None:
+        raise JobError(
+            f"model '{name}' does not read interactions", "set model.family = 'recommender' and model.kind"
         )
     if kind == "tokens":
         decoder = resolve_decoder_config(section, vocabulary_size)
@@ -139,6 +158,13 @@ def resolve_model_spec(
         False,
         settings=asdict(vision),
     )
+
+
+def _recommender_spec(section: ModelSection, name: str, sizes: InteractionSizes | None) -> ModelSpec:
+    config = resolve_recommender_config(section, sizes)
+    settings = asdict(config)
+    build = partial(build_recommender, config)
+    return ModelSpec(name, "interactions", build, RECOMMENDER_PARALLEL_SPEC, False, settings=settings)
 
 
 def apply_freezing_to_spec(spec: ModelSpec, groups: Sequence[ParameterGroupSection]) -> ModelSpec:

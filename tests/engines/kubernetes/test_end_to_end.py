@@ -202,9 +202,7 @@ def test_a_run_directory_on_the_volume_is_read_where_it_is(
     assert not list(run.engine_files.glob("kubernetes-fetched"))
 
 
-def test_a_plan_is_made_for_the_nodes_that_are_there(
-    site: Site, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_is_made_for_the_nodes_that_are_there(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     (site.folder / "job.toml").write_text(job_to_toml(site.job()))
     assert main(["plan", "job.toml", "--engine", "kubernetes", "--json"]) == 0
     (group,) = json.loads(capsys.readouterr().out)["cluster"]["nodes"]

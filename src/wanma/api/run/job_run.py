@@ -192,7 +192,8 @@ def _callbacks(
 
 
 def _reads_text(job: Job, user_objects: dict[str, Any] | None) -> bool:
-    return "data" not in (user_objects or {}) and not (job.data.is_own or job.data.has_images)
+    has_no_text = job.data.is_own or job.data.has_images or bool(job.data.interaction_log)
+    return "data" not in (user_objects or {}) and not has_no_text
 
 
 def _start_notes(run: RunDirectory, job: Job, prepared: PreparedJob) -> list[str]:

@@ -22,8 +22,9 @@ from wanma.data.sampling.permutation import IndexArray, permute_indices
 from wanma.data.text.tokenizer import Tokenizer
 from wanma.job.forecast.data_feed import SampleLoading
 from wanma.job.plan.plan import Plan
+from wanma.job.sections.interactions import InteractionSizes
 
-InputKind = Literal["tokens", "images", "custom"]
+InputKind = Literal["tokens", "images", "interactions", "custom"]
 
 
 class SampleSource(Protocol):
@@ -55,6 +56,8 @@ class BatchedDataset(ABC):
     image_shape: tuple[int, int, int] | None = None
     """Shape of an image: (channels, height, width); None: no images."""
     classes: int | None = None
+    interaction_sizes: InteractionSizes | None = None
+    """Sizes of an interaction log; None: other data."""
     tokenizer: Tokenizer | None = None
     loader_threads: int = 1
     """Least number of steps that are worth loading at once; of a store, so that its link is never idle."""

@@ -98,7 +98,7 @@ def permute_in_groups(
         ValueError: a position outside its group.
     """
     # The keys of group g are element g of the splitmix64 streams that the round keys of `key` start.
-    round_keys = _mix(groups.astype(np.uint64)[None, :], _round_keys(key)[:, None])
+    round_keys = mix_bits(groups.astype(np.uint64)[None, :], _round_keys(key)[:, None])
     permuted = np.empty_like(positions)
     for size in np.unique(sizes):
         mask = sizes == size
@@ -139,8 +139,8 @@ def _feistel(values: NDArray[np.uint64], bits: int, round_keys: NDArray[np.uint6
     """Apply an unbalanced Feistel network on `bits` bits: each round keys one half by the other."""
     low, high, low_bits, low_mask, high_mask = _split_halves(values, bits)
     for index in range(0, _ROUNDS, 2):
-        low = low ^ (_mix(high, round_keys[index]) & low_mask)
-        high = high ^ (_mix(low, round_keys[index + 1]) & high_mask)
+        low = low ^ (mix_bits(high, round_keys[index]) & low_mask)
+        high = high ^ (mix_bits(low, round_keys[index + 1]) & high_mask)
     return (high << low_bits) | low
 
 
@@ -150,8 +150,8 @@ def _invert_feistel(
     """Apply the inverse of `_feistel`: its rounds backward."""
     low, high, low_bits, low_mask, high_mask = _split_halves(values, bits)
     for index in reversed(range(0, _ROUNDS, 2)):
-        high = high ^ (_mix(low, round_keys[index + 1]) & high_mask)
-        low = low ^ (_mix(high, round_keys[index]) & low_mask)
+        high = high ^ (mix_bits(low, round_keys[index + 1]) & high_mask)
+        low = low ^ (mix_bits(high, round_keys[index]) & low_mask)
     return (high << low_bits) | low
 
 
@@ -165,7 +165,7 @@ def _split_halves(
     return values & low_mask, values >> low_bits, low_bits, low_mask, high_mask
 
 
-def _mix(values: NDArray[np.uint64], key: np.uint64 | NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix_bits(values: NDArray[np.uint64], key: np.uint64 | NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Apply the finalizer of splitmix64 (Steele et al. 2014): every input bit reaches every output bit."""
     mixed = values + key
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -96,6 +96,8 @@ SETTING_RULES: Mapping[SettingRule, Mapping[str, tuple[str, ...]]] = {
             "text_field",
             "sources",
             "images",
+            "interaction_log",
+            "interactions",
             "factory",
             "arguments",
             "tokenizer",

@@ -16,6 +16,7 @@ from wanma.job.sections.data_sources import (
     TextList,
 )
 from wanma.job.sections.images import ImageTransformSection
+from wanma.job.sections.interactions import InteractionsSection
 
 
 class ChatSection(Section):
@@ -57,6 +58,14 @@ class DataSection(EntriesSection):
     image_transform: ImageTransformSection = Field(
         default_factory=ImageTransformSection,
         description="transform of `data.images`, and of all sources of images",
+    )
+    interaction_log: TextList = Field(
+        default_factory=list,
+        description="files, folders, globs or URLs of rows of user, item, rating or click, and time: CSV, "
+        "TSV, Parquet and others; or 'synthetic:USERSxITEMSxROWS'",
+    )
+    interactions: InteractionsSection = Field(
+        default_factory=InteractionsSection, description="columns and split of `data.interaction_log`"
     )
     factory: str | None = Field(None, description="'package.module:function' returning a map-style dataset")
     arguments: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the factory")
@@ -194,10 +203,11 @@ class DataSection(EntriesSection):
 
     @model_validator(mode="after")
     def _check_one_source(self) -> DataSection:
-        given_sources = [k for k in ("path", "text", "sources", "images", "factory") if getattr(self, k)]
+        kinds_of_data = ("path", "text", "sources", "images", "interaction_log", "factory")
+        given_sources = [k for k in kinds_of_data if getattr(self, k)]
         if len(given_sources) > 1:
             raise ValueError(
-                f"give only one of path, text, sources, images, factory (given: {', '.join(given_sources)})"
+                f"give only one of {', '.join(kinds_of_data)} (given: {', '.join(given_sources)})"
             )
         if self.sources and self.columns != ColumnsSection():
             raise ValueError("columns has no effect beside sources: give it in each source")

@@ -7,14 +7,18 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from wanma.job.sections.base import Section
+from wanma.job.sections.recommender import RecommenderSection
 
 
 class ModelSection(Section):
     """Model: a preset, a family with dimensions, a Hugging Face config, or a custom factory."""
 
     preset: str | None = Field(None, description="named model, e.g. 'gpt-10m', 'llama-3-8b', 'resnet-18'")
-    family: Literal["decoder", "convnet", "resnet"] | None = Field(
+    family: Literal["decoder", "convnet", "resnet", "recommender"] | None = Field(
         None, description="model family, built from the dimensions below"
+    )
+    kind: Literal["matrix_factorization", "two_tower", "dlrm", "dcnv2"] | None = Field(
+        None, description="recommender: architecture"
     )
     factory: str | None = Field(None, description="'package.module:function' returning an nn.Module")
     huggingface: str | None = Field(
@@ -130,6 +134,9 @@ class ModelSection(Section):
         gt=0,
         le=1_000_000_000,
         description="samples that share one batch-normalization statistic, in any layout",
+    )
+    recommender: RecommenderSection = Field(
+        default_factory=RecommenderSection, description="dimensions of a recommender"
     )
 
     @model_validator(mode="after")

@@ -10,9 +10,12 @@ from typing import Any, Literal
 
 from wanma.job.errors import JobError, did_you_mean
 from wanma.job.sections.model import ModelSection
+from wanma.job.sections.recommender import RecommenderSection
 from wanma.models.config.dimensions import DecoderConfig, VisionConfig
 from wanma.models.config.presets import DECODER_PRESETS, PRETRAINED_PRESETS, VISION_PRESETS
+from wanma.models.recommender.config import RECOMMENDER_PRESETS
 
+InputKind = Literal["tokens", "images", "interactions", "custom"]
 _DECODER_KEYS = (
     "layers",
     "hidden",
@@ -39,11 +42,12 @@ _EXPERT_KEYS = (
 )
 _DEFAULT_BALANCE_RATES = {"none": 0.0, "bias": 1e-3, "loss": 1e-2}
 """Default balance rates: Wang et al. 2024, section 3; Fedus et al. 2021, section 2.2."""
+_FAMILY_KINDS: dict[str, InputKind] = {"decoder": "tokens", "recommender": "interactions"}
 _VISION_KEYS = ("depth", "classes", "channels", "image_size", "batch_norm_group")
 
 
-def input_kind(section: ModelSection) -> Literal["tokens", "images", "custom"]:
-    """Return the kind of the model's inputs: token sequences, images, or those of the user's factory.
+def input_kind(section: ModelSection) -> InputKind:
+    """Return the kind of the model's inputs: tokens, images, interactions, or those of the user's factory.
 
     Raises:
         JobError: the preset is unknown.
@@ -53,12 +57,14 @@ def input_kind(section: ModelSection) -> Literal["tokens", "images", "custom"]:
     if section.huggingface is not None:
         return "tokens"
     if section.preset is None:
-        return "tokens" if section.family == "decoder" else "images"
+        return _FAMILY_KINDS.get(section.family or "", "images")
     if section.preset in DECODER_PRESETS:
         return "tokens"
     if section.preset in VISION_PRESETS:
         return "images"
-    presets = [*DECODER_PRESETS, *VISION_PRESETS]
+    if section.preset in RECOMMENDER_PRESETS:
+        return "interactions"
+    presets = [*DECODER_PRESETS, *VISION_PRESETS, *RECOMMENDER_PRESETS]
     raise JobError(
         f"model.preset = '{section.preset}' is unknown.{did_you_mean(section.preset, presets)}",
         f"use a known preset: {', '.join(presets)}",
@@ -161,6 +167,18 @@ def reject_inapplicable_keys(section: ModelSection, keys: tuple[str, ...], model
     for key in keys:
         if getattr(section, key) != ModelSection.model_fields[key].default:
             raise JobError(f"model.{key} does not apply to {model}", f"remove model.{key}")
+
+
+def reject_other_models_keys(section: ModelSection) -> None:
+    """Reject dimensions of decoders and image classifiers in a recommender's section, and the reverse."""
+    if input_kind(section) == "interactions":
+        reject_inapplicable_keys(section, (*_DECODER_KEYS, *_EXPERT_KEYS, *_VISION_KEYS), "a recommender")
+    elif section.kind is not None or section.recommender != RecommenderSection():
+        key = "kind" if section.kind is not None else "recommender"
+        raise JobError(
+            f"model.{key} applies to recommenders only",
+            f"remove model.{key}, or set model.family = 'recommender'",
+        )
 
 
 def reject_architecture_keys(section: ModelSection, key: str = "model.factory") -> None:

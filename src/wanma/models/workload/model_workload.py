@@ -7,9 +7,11 @@ but no storage.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from wanma.job.forecast.forecast import LayerWorkload, Workload
+from wanma.job.sections.interactions import InteractionSizes
 from wanma.job.sections.model import ModelSection
 from wanma.job.sections.train import ParameterGroupSection, Precision
 from wanma.models.config.dimensions import DecoderConfig
@@ -30,6 +32,7 @@ def build_section_workload(
     sequence_length: int,
     image_shape: tuple[int, int, int] | None,
     classes: int | None,
+    interaction_sizes: InteractionSizes | None = None,
     precision: Precision = "fp32",
     parameter_groups: Sequence[ParameterGroupSection] = (),
 ) -> Workload | None:
@@ -41,6 +44,7 @@ def build_section_workload(
         sequence_length: tokens per sample.
         image_shape: (channels, height, width); None without images.
         classes: number of classes of labelled data; None without labels.
+        interaction_sizes: sizes of an interaction log; None without one.
         precision: precision of a traced model's computation.
         parameter_groups: `train.parameter_groups`, which may freeze parameters.
 
@@ -68,6 +72,7 @@ def build_section_workload(
         sequence_length=sequence_length,
         image_shape=image_shape,
         classes=classes,
+        interaction_sizes=interaction_sizes,
     )
 
     def frozen(name: str) -> bool:
@@ -86,6 +91,8 @@ def build_section_workload(
         )
     if kind == "tokens":
         return _trace_transformers_workload(spec, sequence_length, precision, frozen)
+    if kind == "interactions":
+        return _trace_recommender(section, interaction_sizes, precision, frozen)
     from wanma.models.config.resolution import resolve_vision_config
 
     vision = resolve_vision_config(section, image_shape, classes)
@@ -94,6 +101,26 @@ def build_section_workload(
         return trace_module_workload(
             spec.build_module(), (images,), blocks=(), precision=precision, is_frozen=frozen
         )
+
+
+def _trace_recommender(
+    section: ModelSection,
+    sizes: InteractionSizes | None,
+    precision: Precision,
+    is_frozen: Callable[[str], bool],
+) -> Workload:
+    from wanma.models.recommender.build import build_recommender, example_features
+    from wanma.models.recommender.config import resolve_recommender_config
+
+    config = resolve_recommender_config(section, sizes)
+    return trace_module_workload(
+        partial(build_recommender, config),
+        (),
+        keywords=example_features(config),
+        blocks=(),
+        precision=precision,
+        is_frozen=is_frozen,
+    )
 
 
 def resolve_section_decoder_config(

@@ -68,17 +68,19 @@ def read_model(job: Job, objects: dict[str, Any] | None = None) -> WorkloadResul
         return WorkloadResult(workload, None)
     if kind == "custom":
         return _trace_custom_model(job, objects)
-    data = _open(job, objects)
+    has_own_sizes = kind == "interactions" and not job.data.interaction_log
+    data = None if has_own_sizes else _open(job, objects)
     workload = build_section_workload(
         job.model,
-        vocabulary_size=data.vocabulary_size,
+        vocabulary_size=data.vocabulary_size if data is not None else None,
         sequence_length=length,
-        image_shape=data.image_shape,
-        classes=data.classes,
+        image_shape=data.image_shape if data is not None else None,
+        classes=data.classes if data is not None else None,
+        interaction_sizes=data.interaction_sizes if data is not None else None,
         precision=precision,
         parameter_groups=job.train.parameter_groups,
     )
-    if workload is not None:
+    if workload is not None and data is not None:
         workload = replace(workload, loading=data.sample_loading())
     return WorkloadResult(workload, None)
 

@@ -212,7 +212,7 @@ def _undeclared_model_layout(query: _SupportQuery) -> _Unsupported | None:
     if kind == "tokens":
         return None
     axes = [axis for axis in ("tp", "cp", "ep") if getattr(plan, axis) > 1]
-    if kind == "images" and plan.pp > 1:
+    if kind != "custom" and plan.pp > 1:
         axes.insert(0, "pp")
     if not axes:
         return None

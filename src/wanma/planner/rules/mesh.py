@@ -250,9 +250,9 @@ def _check_context(job: Job, plan: Plan) -> None:
     """Check that the sequences can be cut among the ranks of `cp`."""
     key = f"parallel.cp = {plan.cp}"
     named = job.model.huggingface is None and job.model.factory is None
-    if job.data.has_images or (named and input_kind(job.model) == "images"):
+    if job.data.has_images or (named and input_kind(job.model) in ("images", "interactions")):
         raise JobError(
-            f"{key} splits sequences, and images have none",
+            f"{key} splits sequences, which images and interactions have not",
             "set parallel.cp = 1, and use the ranks as dp_replicate or dp_shard",
         )
     if job.model.factory is not None:
@@ -301,7 +301,7 @@ def _check_tensor(plan: Plan, dimensions: DecoderConfig) -> None:
 def _check_expert_ranks(job: Job, plan: Plan) -> None:
     """Check that the model has experts and `ep` can be cut out of the data and context ranks."""
     named = job.model.huggingface is None and job.model.factory is None
-    if job.model.factory is not None or (named and input_kind(job.model) == "images"):
+    if job.model.factory is not None or (named and input_kind(job.model) in ("images", "interactions")):
         raise JobError(
             f"parallel.ep = {plan.ep}: {job.model.factory or job.model.preset or job.model.family} has "
             "no experts",

@@ -41,11 +41,17 @@ def _unused_keys(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
     if job.model.lora_rank == 0:
         for name in ("lora_alpha", "lora_targets"):
             yield f"model.{name}", "there are no adapters (model.lora_rank = 0)"
-    if job.data.has_images or job.data.has_text:
+    if job.data.has_images or job.data.has_text or job.data.interaction_log:
         yield "data.worker_processes", "only a dataset of your own is read by processes"
         yield "data.check_reads", "only a dataset of your own is read twice"
-    if job.data.is_own or job.data.has_images:
-        name = "factory" if job.data.has_factory else "tables" if job.data.has_table else "images"
+    if job.data.is_own or job.data.has_images or job.data.interaction_log:
+        names = {
+            "factory": job.data.has_factory,
+            "tables": job.data.has_table,
+            "images": job.data.has_images,
+            "interaction_log": True,
+        }
+        name = next(name for name, is_given in names.items() if is_given)
         kind = f"{name} in data.sources" if job.data.sources else f"data.{name}"
         if job.data.path:
             kind = f"{name} in data.path"

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from wanma.data.datasets.dataset import BatchedDataset
+from wanma.data.interactions.dataset import InteractionDataset
 from wanma.data.opening import open_dataset
 from wanma.job.file.import_path import import_object
 from wanma.job.file.run_settings import run_settings
@@ -49,6 +50,8 @@ from wanma.training.loop.data_position import seek_data
 from wanma.training.loop.train_request import TrainRequest
 from wanma.training.loop.training_loop import run_training_loop, try_metrics
 from wanma.training.loss.loss_functions import CrossEntropy, LossFunction, wrap_user_loss
+from wanma.training.loss.recommender_loss import RecommenderLoss, recommender_config
+from wanma.training.loss.recommender_metrics import RecommenderMetrics
 from wanma.training.loss.supported_layouts import refuse_unsupported_loss
 from wanma.training.loss.transformers_labels import SampleClassificationLoss, default_loss
 from wanma.training.loss.user_loss import prepare_loss
@@ -173,6 +176,7 @@ def build_model_spec(request: TrainRequest, data: Any) -> ModelSpec:
         sequence_length=request.job.data.sequence_length,
         image_shape=data.image_shape,
         classes=data.classes,
+        interaction_sizes=data.interaction_sizes,
     )
 
 
@@ -199,6 +203,8 @@ def build_loss(
         double = torch.float64 if request.plan.precision == "fp64" else None
         function = prepare_loss(function, parallel_model.module, device, double)
         return wrap_user_loss(function, is_per_position=request.plan.cp > 1)
+    if spec.input_kind == "interactions":
+        return RecommenderLoss(recommender_config(parallel_model.module))
     return default_loss(spec, data, parallel_model)
 
 
@@ -212,6 +218,8 @@ def build_metrics(request: TrainRequest, data: BatchedDataset, loss: LossFunctio
     Accuracy belongs to images, and to own data whose loss distinguishes classes.
     """
     functions = user_metrics(request.user_objects.get("metrics"), request.job.train.metrics)
+    if isinstance(loss, RecommenderLoss) and isinstance(data, InteractionDataset):
+        return RecommenderMetrics(loss.config, data, functions)
     user_loss = user_loss_of(request)
     tells_classes = isinstance(loss, CrossEntropy | SampleClassificationLoss) or isinstance(
         user_loss, nn.CrossEntropyLoss

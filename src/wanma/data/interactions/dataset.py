@@ -1,0 +1,136 @@
+"""Data set of an interaction log: rows of user, candidate items and features."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wanma.data.batch import Batch
+from wanma.data.datasets.dataset import BatchedDataset, InputKind, make_batch
+from wanma.data.interactions.item_draws import ItemDraws
+from wanma.data.interactions.log import read_log
+from wanma.data.interactions.splits import split_rows
+from wanma.data.sampling.order import SampleOrder, Shuffle
+from wanma.data.sampling.permutation import IndexArray
+from wanma.job.sections.data import DataSection
+from wanma.job.sections.interactions import InteractionSizes
+
+
+class InteractionDataset(BatchedDataset):
+    """Data set of interactions, whose batches have keywords instead of inputs.
+
+    The keywords are the model's features, by the names of columns:
+
+    - users (rows,) and candidate items (rows, 1 + negatives), int64; the first candidate is the row's own;
+    - further features: the ids of all rows, and with the suffix `.offsets` the start of each row's;
+    - `dense` (rows, features) float32;
+    - for clicks `log_probability` (rows, candidates): of a candidate's draw as a negative;
+    - in validation of `leave_last` clicks `seen` (rows, items): a user's items in training, filled with -1.
+
+    Targets are ratings, or clicks of the first candidates, (rows,) float32.
+    """
+
+    input_kind: ClassVar[InputKind] = "interactions"
+    targets_per_sample = 1
+    copies_from_memory = True
+    interaction_sizes: InteractionSizes
+
+    def __init__(self, section: DataSection, seed: int, total_samples: int) -> None:
+        log = read_log(section)
+        self._log, self._keys = log, section.interactions
+        self._train, self._validation = split_rows(log, section)
+        self._total = total_samples
+        self.seed = seed
+        self.train_samples, self.validation_samples = len(self._train), len(self._validation)
+        self.order: SampleOrder = SampleOrder.of_source(self.train_samples, Shuffle.of_job(section), seed)
+        self.interaction_sizes = self._sizes()
+        self.ranks_items = self._keys.target == "click" and self._keys.split == "leave_last"
+        """True if validation ranks the held-out item among all others."""
+        self.top_k = self._keys.top_k
+        self.has_negatives = self._keys.negatives > 0 or self._keys.positive_from is not None
+        """True if some rows or candidates are no clicks."""
+        items = log.items[self._train]
+        power = self._keys.negative_power if self._keys.negatives else 1.0
+        self._draws = ItemDraws(items, self.interaction_sizes.tables[self._keys.item], power, seed)
+        by_user = np.argsort(log.users[self._train], kind="stable")
+        self._seen = items[by_user]
+        user_count = self.interaction_sizes.tables[self._keys.user]
+        self._seen_starts = np.searchsorted(log.users[self._train][by_user], np.arange(user_count + 1))
+        self.fingerprint = self._hash()
+
+    def describe(self) -> dict[str, Any]:
+        tables = self.interaction_sizes.tables
+        return {
+            "kind": self.input_kind,
+            "fingerprint": self.fingerprint,
+            "tables": dict(tables),
+            "train_samples": self.train_samples,
+            "validation_samples": self.validation_samples,
+            "epochs": self._total / self.train_samples,
+        }
+
+    def sample_name(self, sample_index: int) -> str:
+        row = int(self._train[self.order.rows(np.array([sample_index]))[0]])
+        return f"row {row} of data.interaction_log"
+
+    def _train_batch(self, sample_indices: IndexArray) -> Batch:
+        rows = self._train[self.order.rows(sample_indices)]
+        return self._read(rows, sample_indices, is_validation=False)
+
+    def _validation_batch(self, sample_indices: IndexArray, rows: IndexArray) -> Batch:
+        return self._read(self._validation[rows], sample_indices, is_validation=True)
+
+    def _read(self, rows: IndexArray, sample_indices: IndexArray, *, is_validation: bool) -> Batch:
+        log, keys = self._log, self._keys
+        users, candidates = log.users[rows], log.items[rows][:, None]
+        keywords: dict[str, Tensor] = {keys.user: torch.from_numpy(users)}
+        if keys.negatives:
+            purpose = "validation negatives" if is_validation else "negatives"
+            # A validation sample is a row of the log, whatever the order in which it is evaluated.
+            drawn = self._draws.draw(rows if is_validation else sample_indices, keys.negatives, purpose)
+            candidates = np.concatenate([candidates, drawn], 1)
+        keywords[keys.item] = torch.from_numpy(candidates)
+        if keys.target == "click":
+            keywords["log_probability"] = torch.from_numpy(self._draws.log_probability[candidates])
+        for name, bags in log.features.items():
+            ids, offsets = bags.take(rows)
+            keywords[name], keywords[f"{name}.offsets"] = torch.from_numpy(ids), torch.from_numpy(offsets)
+        if log.dense.shape[1]:
+            keywords["dense"] = torch.from_numpy(log.dense[rows])
+        if is_validation and self.ranks_items:
+            keywords["seen"] = torch.from_numpy(self._seen_items(users))
+        return make_batch((), torch.from_numpy(log.targets[rows]), sample_indices, keywords)
+
+    def _seen_items(self, users: IndexArray) -> IndexArray:
+        starts, ends = self._seen_starts[users], self._seen_starts[users + 1]
+        positions = starts[:, None] + np.arange(max(int((ends - starts).max()), 1))
+        is_own = positions < ends[:, None]
+        return np.where(is_own, self._seen[np.minimum(positions, len(self._seen) - 1)], -1)
+
+    def _sizes(self) -> InteractionSizes:
+        log, keys = self._log, self._keys
+        columns = {keys.user: log.users, keys.item: log.items}
+        tables = {name: int(ids.max()) + 1 for name, ids in columns.items()}
+        rows = {name: int(ids.argmax()) for name, ids in columns.items()}
+        for name, bags in log.features.items():
+            tables[name] = int(bags.ids.max(initial=0)) + 1
+            largest = int(bags.ids.argmax()) if len(bags.ids) else 0
+            rows[name] = int(np.searchsorted(bags.starts, largest, side="right")) - 1
+        mean = float(log.targets[self._train].mean()) if keys.target == "rating" else 0.0
+        return InteractionSizes(
+            keys.user, keys.item, tables, rows, log.dense.shape[1], mean, keys.target, keys.negatives
+        )
+
+    def _hash(self) -> str:
+        log, keys = self._log, self._keys
+        settings = f"{keys.target} {keys.negatives} {keys.negative_power}"
+        digest = hashlib.sha256(settings.encode())
+        arrays = [log.users, log.items, log.targets, log.dense, self._train]
+        arrays += [array for bags in log.features.values() for array in (bags.ids, bags.starts)]
+        for array in arrays:
+            digest.update(np.ascontiguousarray(array).tobytes())
+        return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""Recommenders: scores of users and items from embedding tables."""

@@ -1,0 +1,103 @@
+"""A recommender has the same losses, weights and metrics on any layout, and after a resume."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.compare import same_numbers
+from support.ranks import Outcome, run_here, run_job
+from wanma.job.errors import WanmaError
+from wanma.job.plan.plan import Plan
+from wanma.models.recommender.base import Recommender
+
+CLICKS = {"target": "click", "split": "leave_last"}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "factorization": ("matrix_factorization", {}),
+    "factorization of clicks": ("matrix_factorization", {**CLICKS, "negatives": 3}),
+    "in-batch softmax": ("two_tower", CLICKS),
+    "sampled softmax": ("two_tower", {**CLICKS, "negatives": 5}),
+    "dlrm": ("dlrm", {"target": "click", "positive_from": 4}),
+    "dcnv2": ("dcnv2", {}),
+}
+LAYOUTS: dict[str, Plan] = {
+    "2 replicas": Plan(dp_replicate=2, micro_batch=6),
+    "4 replicas": Plan(dp_replicate=4, micro_batch=3),
+    "ZeRO 1": Plan(dp_shard=2, shard="optimizer", micro_batch=6),
+    "ZeRO 2": Plan(dp_shard=2, shard="gradients", micro_batch=6),
+    "ZeRO 3": Plan(dp_shard=2, shard="parameters", micro_batch=6),
+}
+
+
+def job(name: str, steps: int = 4) -> dict[str, Any]:
+    kind, keys = KINDS[name]
+    return {
+        "model": {"family": "recommender", "kind": kind, "recommender": {"embedding": 8}},
+        "data": {"interaction_log": "synthetic:20x30x300", "interactions": keys},
+        "train": {
+            "precision": "fp32",
+            "steps": steps,
+            "global_batch": 11,
+            "learning_rate": 1e-2,
+            "schedule": "constant",
+            "validation_samples": 17,
+            "validate_every_steps": 2,
+        },
+        "checkpoint": {"every_steps": 2},
+        "observe": {"console": "quiet"},
+    }
+
+
+def metrics(run: Outcome) -> list[dict[str, float]]:
+    events = map(json.loads, (run.directory / "events.jsonl").read_text().splitlines())
+    return [{"loss": event["loss"], **event["metrics"]} for event in events if event["kind"] == "validation"]
+
+
+def alone(folder: Path, name: str) -> Outcome:
+    return run_here(folder, job(name), Plan(micro_batch=11, precision="fp32"))
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        layout if layout in ("2 replicas", "ZeRO 3") else pytest.param(layout, marks=pytest.mark.full)
+        for layout in LAYOUTS
+    ],
+)
+def test_a_layout_has_the_numbers_of_one_process(name: str, layout: str, tmp_path: Path) -> None:
+    one = alone(tmp_path / "one", name)
+    other = run_job(tmp_path / "other", job(name), LAYOUTS[layout].with_changes(precision="fp32"))
+    assert other.losses == pytest.approx(one.losses, rel=1e-6)
+    same_numbers(one, other, 2e-5)
+    first, second = metrics(one), metrics(other)
+    assert len(first) == len(second) == 2
+    for before, after in zip(first, second, strict=True):
+        assert after == pytest.approx(before, rel=1e-6)
+
+
+def test_a_resume_on_another_layout_goes_on(tmp_path: Path) -> None:
+    one = alone(tmp_path / "one", "sampled softmax")
+    run_here(tmp_path / "two", job("sampled softmax", 2), Plan(micro_batch=11, precision="fp32"))
+    plan = Plan(dp_shard=2, shard="parameters", micro_batch=6, precision="fp32")
+    again = run_job(tmp_path / "two", job("sampled softmax", 4), plan)
+    assert again.losses[-2:] == pytest.approx(one.losses[-2:], abs=1e-5)
+
+
+def test_accumulated_micro_batches_are_refused_where_a_loss_needs_the_global_batch(tmp_path: Path) -> None:
+    with pytest.raises(WanmaError) as raised:
+        run_here(tmp_path, job("in-batch softmax"), Plan(micro_batch=4, precision="fp32"))
+    assert "parallel.micro_batch = 11" in raised.value.hint
+
+
+@pytest.mark.parametrize("name", ["factorization", "in-batch softmax", "sampled softmax", "dlrm"])
+def test_weights_that_are_no_numbers_end_the_run_with_one_error(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Recommender, "initialize_parameter", lambda *args: args[2].fill_(math.nan))
+    with pytest.raises(WanmaError, match=r"NaN|nan|finite"):
+        run_here(tmp_path, job(name), Plan(micro_batch=11, precision="fp32"))
