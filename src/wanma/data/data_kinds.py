@@ -72,8 +72,9 @@ def _resolve(source: Source, table: str) -> Source:
         except WanmaError as error:
             raise JobError(f"{table}.format: {error.message}", error.hint) from error
     try:
-        entries = [one for one in source.entries if one != STANDARD_LIBRARY]
-        listed = list_files(entries, f"{table}.{source.entries_key}")
+        if STANDARD_LIBRARY in source.entries:
+            return source.model_copy(update={"kind": "text"}) if source.is_open_kind else source
+        listed = list_files(source.entries, f"{table}.{source.entries_key}")
         files = [OpenableFile(file) for file in listed if file.is_named or not is_description(file.url)]
         _check_format(source, files, table)
         return _find_kind(source, files, table, listed[0].is_named) if source.is_open_kind else source
