@@ -18,6 +18,7 @@ from support.huggingface import FAMILIES
 from wanma.checkpoint.remote.remote_storage import check_url
 from wanma.cli.observe import dashboard
 from wanma.cli.parser import build_parser, parse
+from wanma.data.chat.template import import_jinja
 from wanma.data.documents.text_files import list_documents
 from wanma.data.formats.arrow_tables import Parquet
 from wanma.data.formats.json_records import JsonLines
@@ -101,6 +102,7 @@ USES: dict[str, list[tuple[str, str, Callable[[Path], object]]]] = {
         ("PIL", "pillow", lambda _: import_pillow()),
         ("PIL", "pillow", lambda folder: write_png(b"", folder / "a.png")),
     ],
+    "chat": [("jinja2", "jinja2", lambda _: import_jinja())],
     "prometheus": [("prometheus_client", "prometheus-client", _serve_metrics)],
     "ray": [("ray", "ray", lambda _: RayClient("auto").ask("nodes"))],
     "mlflow": [("mlflow", "mlflow-skinny", lambda _: check_trackers(["mlflow"]))],

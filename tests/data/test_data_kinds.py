@@ -81,6 +81,7 @@ def test_plain_text_and_folders_of_it_are_text(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"a": 1}')
     assert resolved(path=tmp_path / "notes.txt").kind == "text"
     assert resolved(path=tmp_path).kind == "text"
+    assert resolved(path="stdlib").kind == "text"
 
 
 def test_what_a_sample_is_unclear_of_is_one_message_with_the_columns(tmp_path: Path) -> None:

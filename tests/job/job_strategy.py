@@ -130,6 +130,7 @@ def sections(section: type[Section]) -> st.SearchStrategy[Section]:
             columns, has_entries = drawn["columns"], kept in ("path", "text", "images") and drawn[kept]
             if kept == "sources" or (kept != "path" and columns.kind not in (kept, None)):
                 drawn["columns"] = columns = ColumnsSection()
+            drawn |= {"text_field": "text"} if columns.kind == "text" else {}
             fitting = columns.kind if kept == "path" else kept
             drawn["kind"] = drawn["kind"] if has_entries and drawn["kind"] == fitting else None
             drawn["format"] = (drawn["format"] or None) if has_entries else None

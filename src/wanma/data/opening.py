@@ -12,10 +12,9 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wanma.data.data_kinds import read_in_memory_by_name
 from wanma.data.documents.text_files import STANDARD_LIBRARY
 from wanma.data.images.image_files import ImageFiles, UnknownImagesError, find_image_files, read_image_files
-from wanma.data.images.image_splits import only_entry
+from wanma.data.images.image_splits import may_be_known_by_name, only_entry
 from wanma.data.images.stored_images import open_image_sources
 from wanma.data.sampling.batch_size_schedule import samples_consumed_before
 from wanma.data.sampling.order import Shuffle
@@ -204,7 +203,7 @@ def _find_image_files(section: DataSection) -> ImageFiles | None:
         JobError: nothing is there.
     """
     path = only_entry(section.entries)
-    if path is None or section.sources or not read_in_memory_by_name(section):
+    if path is None or section.sources or not may_be_known_by_name(section):
         return None
     try:
         return find_image_files(path, f"data.{section.entries_key}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 from pathlib import Path
 from typing import Any
 
@@ -119,21 +118,6 @@ def test_a_tokenizer_without_a_template_is_refused_by_its_key(tmp_path: Path) ->
     for tokenizer in (BytesTokenizer(), load_tokenizer(write_tokenizer(tmp_path, None))):
         with pytest.raises(JobError, match=r"data\.tokenizer"):
             chat_template_of(tokenizer)
-
-
-def test_without_jinja_the_message_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path))
-    real = builtins.__import__
-
-    def refuse(name: str, *arguments: Any) -> Any:
-        if name.startswith("jinja2"):
-            raise ImportError(name)
-        return real(name, *arguments)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(JobError) as caught:
-        chat_template_of(tokenizer)
-    assert "wanma[chat]" in caught.value.hint
 
 
 def test_a_saved_tokenizer_keeps_its_template(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import csv
 import itertools
 import json
 import pickle
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,21 @@ import torch
 
 from support.grids import rotated
 from support.killed_runs import read_with_kills
+from support.ranks import run_here
 from support.reference_order import permuted, stream
+from wanma.data.data_kinds import with_data_kinds
 from wanma.data.opening import open_dataset, prepare_job_data
 from wanma.data.sampling.batch_size_schedule import samples_consumed_before
 from wanma.data.tables.table_dataset import open_tables
 from wanma.job.errors import JobError, WanmaError
+from wanma.job.file.loading import load_job
+from wanma.job.plan.plan import Plan
 from wanma.job.sections.data import DataSection
 from wanma.job.sections.train import TrainSection
 
 TRAIN = TrainSection(steps=7, global_batch=8, batch_ramp=[(2, 5), (4, 9)], seed=5)
 TOTAL = samples_consumed_before(TRAIN, TRAIN.steps)
+EXAMPLES = Path(__file__).parents[3] / "examples"
 SHUFFLES = [("full", 1, 1), ("block", 3, 2), ("none", 1, 1)]
 ROWS = [
     {"id": n, "x1": n / 4, "x2": -n, "species": ("owl", "ant", "elk")[n % 3], "mass": n + 0.5}
@@ -203,3 +209,15 @@ def test_a_class_with_a_fraction_names_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"data\.columns\.target") as caught:
         prepare_job_data(section_of(tmp_path, write_parquet(tmp_path, ROWS), columns=columns))
     assert "target_type" in caught.value.hint
+
+
+def test_the_example_trains_on_the_table_that_its_script_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(EXAMPLES / "make_table.py"), run_name="__main__")
+    job = with_data_kinds(
+        load_job(EXAMPLES / "table.toml", ["train.steps=60", f"data.cache={tmp_path}/cache"])
+    )
+    outcome = run_here(tmp_path / "run", job.model_dump(exclude_unset=True), Plan(micro_batch=32))
+    assert outcome.losses[-1] < 0.7 * outcome.losses[0]

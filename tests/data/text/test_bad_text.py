@@ -111,7 +111,7 @@ def test_rows_that_are_all_bad_are_named_by_the_first(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": 1}\n{"text": null}\n')
     with pytest.raises(JobError, match=r"empty: .* 2 .*a\.jsonl: row 0: .* int") as error:
         build([tmp_path / "a.jsonl"], tmp_path / "cache", skipping())
-    assert "data.text_field" in error.value.hint
+    assert "data.columns" in error.value.hint
 
 
 def test_a_file_of_bad_rows_is_not_read_far_beyond_the_limit(tmp_path: Path) -> None:

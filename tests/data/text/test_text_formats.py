@@ -202,7 +202,7 @@ def test_arrays_of_numpy_are_documents_of_tokens(tmp_path: Path) -> None:
     np.save(tmp_path / "weights.npy", np.ones(3))
     with pytest.raises(JobError, match=r"weights\.npy: its array 'array'") as error:
         build([tmp_path / "weights.npy"], tmp_path / "cache")
-    assert "data.text_field" in error.value.hint
+    assert "data.columns" in error.value.hint
 
 
 def test_lists_of_integers_in_records_are_tokens(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_a_missing_field_is_refused_with_those_that_there_are(name: str, tmp_pat
     expected = "json, txt" if name == "tar" else "text"
     with pytest.raises(JobError, match=rf"no field 'body'; .*{expected}") as error:
         build([f"{tmp_path}/[ais]*"], tmp_path.parent / "cache", field="body")
-    assert "data.text_field" in error.value.hint
+    assert "data.columns" in error.value.hint
 
 
 def test_files_found_beside_text_that_hold_no_documents_are_left_out_and_told(

@@ -6,13 +6,12 @@ In a token file of conversations a token that is no target has the bit `NO_TARGE
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wanma.data.chat.template import ChatTemplate, Message, Span, import_jinja, read_messages
-from wanma.data.text.tokenizer import Tokenizer
 from wanma.job.errors import JobError
 
 NO_TARGET = 1 << 31
@@ -20,7 +19,20 @@ TOKEN_DTYPE = np.dtype("<u4")
 """Type of a token with its mark."""
 
 
-def chat_template_of(tokenizer: Tokenizer) -> ChatTemplate:
+class ChatTokenizer(Protocol):
+    """Tokenizer of conversations; see `Tokenizer`."""
+
+    chat: ChatTemplate | None
+
+    @property
+    def special_texts(self) -> Sequence[str]:
+        """Texts of special tokens, such as ends of turns."""
+
+    def encode_with_places(self, text: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Encode a text to tokens (tokens,) and the first character and end of each (tokens, 2)."""
+
+
+def chat_template_of(tokenizer: ChatTokenizer) -> ChatTemplate:
     """Return the chat template of a tokenizer.
 
     Raises:
@@ -35,7 +47,7 @@ def chat_template_of(tokenizer: Tokenizer) -> ChatTemplate:
     return tokenizer.chat
 
 
-def encode_conversation(value: Any, tokenizer: Tokenizer) -> NDArray[np.uint32]:
+def encode_conversation(value: Any, tokenizer: ChatTokenizer) -> NDArray[np.uint32]:
     """Encode the messages in a field of a record: a list of {role, content}, or JSON of it.
 
     Targets are the tokens in `{% generation %}` blocks of the template. Where it has none, they are those of

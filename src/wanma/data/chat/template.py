@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from wanma.job.errors import JobError
+from wanma.job.errors import JobError, missing_extra_error
 
 Message = dict[str, Any]
 Span = tuple[int, int]
@@ -84,16 +84,13 @@ def import_jinja() -> Any:
     """Import Jinja.
 
     Raises:
-        JobError: it is not installed.
+        WanmaError: it is not installed; names its extra.
     """
     try:
         import jinja2.ext
         import jinja2.sandbox
     except ImportError as error:
-        raise JobError(
-            "data.columns.messages: the chat template of a tokenizer needs Jinja",
-            "pip install 'wanma[chat]'",
-        ) from error
+        raise missing_extra_error("jinja2", "chat", "data.columns.messages") from error
     return jinja2
 
 

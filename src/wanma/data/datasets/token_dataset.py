@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from wanma.data.batch import IGNORE_INDEX, Batch
 from wanma.data.chat.encoding import NO_TARGET
-from wanma.data.chat.rows import Stream, divide_corpus
 from wanma.data.datasets.dataset import BatchedDataset, InputKind, make_batch
 from wanma.data.datasets.load_times import TEXT_PARTS, LoadTimes
 from wanma.data.sampling.mixture_schedule import SourceWeight
@@ -21,7 +20,12 @@ from wanma.data.sampling.order import SampleOrder, Shuffle
 from wanma.data.sampling.order_window import OrderWindow
 from wanma.data.sampling.permutation import IndexArray
 from wanma.data.text.encoding_task import describe_bad_rows
-from wanma.data.text.sequence_packing import PackedSequences, find_document_boundaries
+from wanma.data.text.sequence_packing import (
+    PackedSequences,
+    Stream,
+    divide_corpus,
+    find_document_boundaries,
+)
 from wanma.data.text.token_file import TokenFile
 from wanma.data.text.tokenizer import Tokenizer
 from wanma.job.sections.data import DataSection

@@ -11,6 +11,7 @@ from pathlib import Path
 from wanma.data.images.image_files import UnknownImagesError, find_image_files
 from wanma.data.index.records import is_description
 from wanma.data.stores.listing import StoredFile, list_files
+from wanma.job.sections.data_sources import EntriesSection
 
 _TRAIN = ("train", "training")
 _VALIDATION = ("validation", "valid", "val", "dev")
@@ -65,6 +66,11 @@ def find_image_split(entries: Sequence[str], key: str, *, by_name: bool = True) 
         [file for file in listed if file.is_named or not is_description(file.url)]
     )
     return ImageSplit(SplitFiles(train), SplitFiles(validation))
+
+
+def may_be_known_by_name(source: EntriesSection) -> bool:
+    """Return True if files of MNIST, CIFAR-10, .npz may be known by their names: the job names no fields."""
+    return not (source.format or source.columns.image or source.columns.target)
 
 
 def only_entry(entries: Sequence[str]) -> str | None:

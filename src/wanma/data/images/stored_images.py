@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from wanma.data.data_kinds import chosen_format, read_in_memory_by_name
 from wanma.data.formats.arrays import NumpyArrays
+from wanma.data.formats.detection import format_named
 from wanma.data.formats.format import BadDataError, Format, Record, UnreadableFileError
 from wanma.data.formats.image_folder import ImageFolder
 from wanma.data.images.fields import (
@@ -26,7 +26,12 @@ from wanma.data.images.fields import (
     find_fields,
     join_classes,
 )
-from wanma.data.images.image_splits import ImageSplit, SplitFiles, find_image_split
+from wanma.data.images.image_splits import (
+    ImageSplit,
+    SplitFiles,
+    find_image_split,
+    may_be_known_by_name,
+)
 from wanma.data.images.transform import ImageTransform, fit_transform, import_pillow, open_image
 from wanma.data.index.records import cache_folder, has_remote, open_index, read_each
 from wanma.data.index.sample_index import DamagedFile, SampleIndex
@@ -217,7 +222,7 @@ def _declared_source(section: DataSection, table: str, source: EntriesSection) -
         f"{table}.{source.entries_key}",
         f"{fields_table}.image_field" if has_old_image else f"{table}.columns.image",
         f"{fields_table}.label_field" if has_old_label else f"{table}.columns.target",
-        read_in_memory_by_name(source) and own is not None,  # a lone one is read into memory
+        may_be_known_by_name(source) and own is not None,  # a lone one is read into memory
         _named_format(source),
     )
 
@@ -228,7 +233,7 @@ def _named_format(source: EntriesSection) -> Format | None:
     is_arrays = all(entry.endswith(".npz") for entry in source.entries) and columns.image and columns.target
     if source.format is None and is_arrays:
         return NumpyArrays((str(columns.image), str(columns.target)))
-    return chosen_format(source)
+    return format_named(source.format) if source.format else None
 
 
 class _Advance:

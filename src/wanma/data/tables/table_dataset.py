@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wanma.data.data_kinds import chosen_format
 from wanma.data.documents.record_fields import field_value
 from wanma.data.formats.arrays import NumpyArrays
+from wanma.data.formats.detection import format_named
 from wanma.data.formats.format import BadDataError, Record
 from wanma.data.images.fields import (
     Classes,
@@ -132,7 +132,7 @@ def _open_table(section: DataSection, number: int) -> TableDataset:
     files = [file for file in listed if file.is_named or not is_description(file.url)]
     assert columns.target is not None
     names = (*columns.features, columns.target)
-    chosen = chosen_format(source)
+    chosen = format_named(source.format) if source.format else None
     if (
         chosen is None
         and all(file.url.endswith(".npz") for file in files)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from wanma.data.chat.encoding import chat_template_of
-from wanma.data.chat.rows import divide_corpus
 from wanma.data.documents.corpus_acceptance import (
     acceptances,
     entries_identity,
@@ -22,6 +21,7 @@ from wanma.data.stores.filesystems import is_remote_entry
 from wanma.data.stores.listing import StoredFile
 from wanma.data.text.encoding_task import ReadingSettings
 from wanma.data.text.preparation_measurement import measure_preparation
+from wanma.data.text.sequence_packing import divide_corpus
 from wanma.data.text.token_file import TokenFile, open_or_build_token_file, token_folder
 from wanma.data.text.tokenization import Progress
 from wanma.data.text.tokenizer import Tokenizer, load_tokenizer

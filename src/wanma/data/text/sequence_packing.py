@@ -6,14 +6,20 @@ rows are read from the memory map by one numpy call.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from wanma.data.chat.rows import ConversationRows
 from wanma.data.sampling.permutation import IndexArray
-from wanma.data.text.validation_split import Segments
+from wanma.data.text.token_file import TokenFile
+from wanma.data.text.validation_split import Segments, split_documents
+from wanma.job.errors import JobError
+from wanma.job.sections.data import DataSection
 
 
 class PackedSequences:
@@ -59,6 +65,79 @@ class PackedSequences:
     def _positions(self, sequence_indices: IndexArray) -> IndexArray:
         positions: IndexArray = sequence_indices[:, None] * self._length + np.arange(self._length + 1)
         return positions
+
+
+Stream = PackedSequences | ConversationRows
+"""Rows of one side of a source."""
+
+
+@dataclass(frozen=True)
+class CorpusSides:
+    """Rows of both sides of the validation split of one source."""
+
+    train: Stream
+    validation: Stream
+    validation_tail_fraction: float = 0.0
+    """See `ValidationSplit.validation_tail_fraction`."""
+
+    @property
+    def too_long(self) -> int:
+        """Number of conversations that are longer than a row."""
+        sides = (self.train, self.validation)
+        return sum(side.too_long for side in sides if isinstance(side, ConversationRows))
+
+
+def divide_corpus(files: Sequence[TokenFile], section: DataSection) -> list[CorpusSides]:
+    """Divide each source into rows of training and of validation.
+
+    Raises:
+        JobError: too little data on a side, or a conversation is too long and the job does not say what
+            becomes of it.
+    """
+    length, fraction = section.sequence_length, section.validation_fraction
+    texts = [file for file in files if not file.is_chat]
+    splits = iter(split_documents(texts, fraction, length) if texts else [])
+    sides = []
+    for file in files:
+        if file.is_chat:
+            sides.append(_divide_conversations(file, section))
+            continue
+        split = next(splits)
+        train, validation = (
+            PackedSequences(file.tokens, one, length) for one in (split.train, split.validation)
+        )
+        sides.append(CorpusSides(train, validation, split.validation_tail_fraction))
+    return sides
+
+
+def _divide_conversations(file: TokenFile, section: DataSection) -> CorpusSides:
+    length, chat = section.sequence_length, section.chat
+    is_long = file.lengths > length + 1
+    if is_long.any() and chat.too_long == "refuse":
+        raise JobError(
+            f"data.chat.too_long: {is_long.sum():,} of {len(is_long):,} conversations are longer than a row "
+            f"of data.sequence_length = {length}; the longest has {file.lengths.max():,} tokens",
+            f"set data.sequence_length to {file.lengths.max() - 1}, or data.chat.too_long to 'cut' or 'skip'",
+        )
+    kept = ~is_long if chat.too_long == "skip" else np.ones_like(is_long)
+    is_validation = file.digests < np.uint64(min(int(section.validation_fraction * 2.0**64), 2**64 - 1))
+    if kept.any() and section.validation_fraction and not is_validation[kept].any():
+        is_validation |= file.digests == file.digests[kept].min()
+    elif kept.any() and is_validation[kept].all():
+        is_validation &= file.digests < file.digests[kept].max()
+    starts, filling = file.offsets[:-1], int(file.header["end_of_document"])
+    train, validation = (
+        ConversationRows(file.tokens, starts[mask], file.lengths[mask], filling, length, chat)
+        for mask in (~is_validation, is_validation)
+    )
+    if not train.sequence_count or (section.validation_fraction and not validation.sequence_count):
+        side = "validation" if train.sequence_count else "training"
+        raise JobError(
+            f"data.columns.messages: {len(is_long):,} conversations, {is_long.sum():,} of them longer than "
+            f"data.sequence_length = {length}, leave no row for {side}",
+            "add conversations, raise data.sequence_length, or set data.validation_fraction=0",
+        )
+    return CorpusSides(train, validation)
 
 
 def find_document_boundaries(

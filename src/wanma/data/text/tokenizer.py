@@ -29,7 +29,10 @@ _END_FILES = {
     "config.json": "eos_token_id",
 }
 """Files beside a tokenizer.json, with their key of the end-of-text token; the first that has it is used."""
-_SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_SPECIAL_TOKENS = (
+    *("bos_token", "eos_token", "unk_token", "sep_token"),
+    *("pad_token", "cls_token", "mask_token"),
+)
 """Names of special tokens that a chat template may use."""
 _BYTES_TOKENIZER_CONTENT = '{"wanma_tokenizer": "bytes"}'
 _END_OF_DOCUMENT_NAMES = (

@@ -13,7 +13,6 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from wanma.data.data_kinds import read_in_memory_by_name
 from wanma.data.documents.document_groups import DocumentGroup, group_documents, reading_format
 from wanma.data.formats.compression import SUFFIXES
 from wanma.data.formats.detection import (
@@ -26,7 +25,12 @@ from wanma.data.formats.detection import (
 from wanma.data.formats.format import BadDataError, DataFile, Format, UnreadableFileError
 from wanma.data.formats.image_folder import ImageFolder
 from wanma.data.formats.text import TextDocuments
-from wanma.data.images.image_splits import ImageSplit, files_by_split, find_image_split
+from wanma.data.images.image_splits import (
+    ImageSplit,
+    files_by_split,
+    find_image_split,
+    may_be_known_by_name,
+)
 from wanma.data.index.build import open_or_build_index
 from wanma.data.index.records import cache_folder, is_description
 from wanma.data.index.sample_index import SampleIndex
@@ -297,7 +301,7 @@ def _image_sources(section: DataSection, choice: FormatChoice) -> Iterator[DataS
     """Yield the training set of each source of images and, where there is one, the set for validation."""
     for table, source in section.located_sources:
         own = _choice(source, choice)
-        by_name = not own.name and read_in_memory_by_name(source)
+        by_name = not own.name and may_be_known_by_name(source)
         split = find_image_split(source.entries, f"{table}.{source.entries_key}", by_name=by_name)
         yield from _sources_of_split(source.name if isinstance(source, SourceSection) else "", split, own)
 
