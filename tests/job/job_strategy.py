@@ -19,6 +19,7 @@ from wanma.job.sections.job import Job
 from wanma.job.sections.model import ModelSection
 from wanma.job.sections.observe import ObserveSection, invalid_run_name_reason
 from wanma.job.sections.parallel import ParallelSection
+from wanma.job.sections.ray import RaySection
 from wanma.job.sections.train import TrainSection
 
 text = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=8)
@@ -78,6 +79,7 @@ RULES: dict[type[Section], dict[str, st.SearchStrategy[Any]]] = {
         "folder": one_line,
         "options": st.lists(one_line.filter(lambda option: not option.startswith("-a")), max_size=3),
     },
+    RaySection: {"address": st.sampled_from(["auto", "head:6379", "[::1]:6379"])},
     SshSection: {
         "inventory": st.one_of(st.none(), one_line),
         "python": one_line.filter(bool),

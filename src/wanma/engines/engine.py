@@ -123,7 +123,7 @@ class EngineCluster:
 
 
 class Engine(Protocol):
-    """Interface that places the supervisors of a run on nodes.
+    """Interface that places the supervisors of a run on nodes; what only some need does nothing here.
 
     Every method raises `WanmaError` if the scheduler refuses, or does not answer within the deadline.
     """
@@ -150,11 +150,12 @@ class Engine(Protocol):
     def render(self, submission: Submission) -> str:
         """Return the text of what `submit` would submit, for `--dry-run`."""
 
-    def foreground_command(self, submission: Submission, /) -> list[str] | None:
+    def foreground_command(self, _submission: Submission, /) -> list[str] | None:
         """Return the command that runs the run in the allocation which this shell has; None: it has none.
 
         It takes the secret from the environment.
         """
+        return None
 
     def submit(self, submission: Submission) -> Handle:
         """Start, or queue, the run and return its handle at once."""
@@ -168,14 +169,16 @@ class Engine(Protocol):
     def log_files(self, handle: Handle) -> list[Path]:
         """Return the files of the engine's own output that exist so far, oldest first."""
 
-    def fetch(self, handle: Handle, /) -> None:
+    def fetch(self, _handle: Handle, /) -> None:
         """Bring the run's small records into the run directory here; nothing to do where it is shared.
 
         Checkpoints stay where they are: `checkpoint_advice`.
         """
+        return
 
-    def checkpoint_advice(self, handle: Handle, /) -> str | None:
+    def checkpoint_advice(self, _handle: Handle, /) -> str | None:
         """Return the command that copies the run's checkpoints here; None: they are here."""
+        return None
 
     def cancel(self, handle: Handle, *, is_immediate: bool) -> None:
         """Request an orderly end of the run, with a checkpoint; or end it at once.
@@ -194,8 +197,9 @@ class Engine(Protocol):
     def failed_requests(self, handle: Handle, /) -> int:
         """Return how many of the newest nodes that were asked for have failed, one after another."""
 
-    def discard(self, handle: Handle, /) -> None:
+    def discard(self, _handle: Handle, /) -> None:
         """Remove the files of a run that has ended from its hosts; nothing to do where they are shared."""
+        return
 
     def release(self, handle: Handle) -> Handle:
         """Withdraw the nodes that a run still waits for, as it has ended; return the new handle."""

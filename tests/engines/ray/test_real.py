@@ -99,7 +99,7 @@ class Paced:
             start = report.starts[-1] if report.starts else {"nodes": 0, "step": 0}
             if start["nodes"] == nodes and len(report.starts) >= starts:
                 return bool(self.steps and self.steps[-1] >= start["step"] + 2)
-            if 0 < start["nodes"] < nodes:  # another node joins the run after a step
+            if start["nodes"] not in (0, nodes):  # a node joins or leaves the run after a step
                 self.allow(self.allowed + next(pauses))
             return False
 

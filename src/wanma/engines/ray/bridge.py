@@ -81,6 +81,8 @@ def start_nodes(
 ) -> bool:
     """Create placement groups, and actors in bundles; return False if some wait for nodes.
 
+    The first nodes of a run have started when it returns; nodes that join do so later.
+
     Args:
         groups: number of bundles by name of the new groups.
         bundle: resources of each.
@@ -108,6 +110,8 @@ def start_nodes(
         handles.append(kind.remote(json.dumps({**request, "name": name})))
     if not all(ray.util.get_placement_group(name).wait(GRANT_SECONDS) for name in groups):
         return False
+    if request["is_joining"]:
+        return True
     try:
         ray.get([handle.rendezvous.remote() for handle in handles], timeout=START_SECONDS)
     except ray.exceptions.RayError as error:

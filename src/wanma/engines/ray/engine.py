@@ -101,7 +101,7 @@ class RayEngine(Engine):
         run, first = _look(handle), f"{handle['prefix']}g0"
         if not run.living:
             raise WanmaError("the run has ended", "the same `wanma train` command resumes it", EXIT_USAGE)
-        run.remove(run.groups.keys() - {first, *map(group_of, run.living)})  # those of lost nodes
+        run.remove(run.groups.keys() - {first, *map(group_of, run.actors)})  # those of lost nodes
         missing = nodes - len(run.living)
         if missing > 0:
             used = {handle["actors"].get(name) for name in run.living if group_of(name) == first}
@@ -145,12 +145,14 @@ class _Run:
     Args:
         client: client of its cluster.
         groups: placement groups by name.
-        living: actors that wait, or whose supervisors live, in the order of their start.
+        actors: all of its actors, those that leave too.
+        living: actors that wait, or whose supervisors live and are to stay, in the order of their start.
         records: records of its nodes by index.
     """
 
     client: RayClient
     groups: Mapping[str, Mapping[str, Any]]
+    actors: Sequence[str]
     living: Sequence[str]
     records: Mapping[int, Mapping[str, Any]]
 
@@ -174,8 +176,9 @@ def _look(handle: Handle) -> _Run:
     client, prefix = ray_client(handle["address"]), handle["prefix"]
     groups, actors = client.ask("groups", prefix=prefix), client.ask("actors", prefix=prefix)
     records = read_node_records(handle["run_directory"])
-    living = [name for name in actors if records.get(index_of(name), {"exit": None})["exit"] is None]
-    return _Run(client, groups, sorted(living, key=index_of), records)
+    ended = {index for index, record in records.items() if record["exit"] is not None}
+    living = [name for name in handle["actors"] if name in actors and index_of(name) not in ended]
+    return _Run(client, groups, actors, living, records)
 
 
 def _without(handle: Handle, actors: Sequence[str]) -> Handle:

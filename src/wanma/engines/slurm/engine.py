@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from wanma.engines.engine import EngineCluster, Explanation, Handle, RunStatus, Submission
+from wanma.engines.engine import Engine, EngineCluster, Explanation, Handle, RunStatus, Submission
 from wanma.engines.scheduler_command import SchedulerCommandError, run_scheduler_command
 from wanma.engines.slurm.accounting import find_accounted_jobs
 from wanma.engines.slurm.batch_script import CANCEL_FILE, render_batch_script, script_file
@@ -24,7 +24,7 @@ from wanma.job.sections.cluster import ClusterSection
 PROGRAMS = ("sbatch", "squeue", "scontrol", "scancel")
 
 
-class SlurmEngine:
+class SlurmEngine(Engine):
     """Engine of a Slurm cluster; its handle holds the jobs of a run, the first of which started it."""
 
     name = "slurm"
@@ -102,12 +102,6 @@ class SlurmEngine:
         jobs = [*handle.get("earlier_jobs", []), *handle["jobs"]]
         return [path for job in jobs if (path := folder / f"slurm-{job}.log").exists()]
 
-    def fetch(self, _handle: Handle, /) -> None:
-        """Nothing to do: the run directory is on a file system that this machine shares."""
-
-    def checkpoint_advice(self, _handle: Handle, /) -> str | None:
-        return None
-
     def cancel(self, handle: Handle, *, is_immediate: bool) -> None:
         marker = RunDirectory(Path(handle["run_directory"])).engine_files / CANCEL_FILE
         marker.touch()  # no requeue, also of a job that ends by the time limit meanwhile
@@ -129,9 +123,6 @@ class SlurmEngine:
         states = [show_job(job) for job in reversed(handle["jobs"][1:])]
         failed = [record is not None and record["JobState"] == "FAILED" for record in states]
         return failed.index(False) if False in failed else len(failed)
-
-    def discard(self, _handle: Handle, /) -> None:
-        """Nothing to do: the nodes have no files of the run but those of the run directory."""
 
     def release(self, handle: Handle) -> Handle:
         first, *joining = handle["jobs"]
