@@ -43,6 +43,8 @@ from wanma.observe.units import duration_text
 
 FETCHED_FILE = "kubernetes-fetched"
 """File in the folder of the submission: the run had ended when its records were fetched."""
+ENDS = {"Complete", "Completed", "Failed"}
+"""Conditions of a Job or JobSet that has ended."""
 OUTPUT_LINES = 2_000
 """Last lines of a supervisor's output that are kept."""
 
@@ -87,9 +89,9 @@ class KubernetesEngine:
         client = self._client(settings)
         self._check(client, submission)
         earlier = client.get(_api_kind(kind), placement.name)
-        if earlier is not None and not {"Complete", "Completed", "Failed"} & true_conditions(earlier).keys():
+        if earlier is not None and not ENDS & true_conditions(earlier).keys():
             raise WanmaError(
-                f"{kind} {placement.name} of the same run directory has not ended, and no record of it is here",
+                f"{kind} {placement.name}, of this run directory, has not ended, and has no record here",
                 f"`kubectl delete {kind} {placement.name}` ends it, with a checkpoint",
                 EXIT_USAGE,
             )
