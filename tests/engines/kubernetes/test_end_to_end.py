@@ -21,7 +21,7 @@ from wanma.api.engines.control import (
 from wanma.api.engines.submission import submit_job
 from wanma.api.run.job_run import train_job
 from wanma.cli.main import main
-from wanma.engines.kubernetes.manifests import RUN_LABEL
+from wanma.engines.kubernetes.manifests import RUN_LABEL, make_placement
 from wanma.job.errors import EXIT_USAGE, WanmaError
 from wanma.job.file.loading import to_job
 from wanma.job.file.serialization import job_to_toml
@@ -182,9 +182,13 @@ def test_a_wait_beyond_the_limit_ends_with_its_reason(site: Site) -> None:
 @pytest.mark.full
 def test_a_lost_answer_makes_no_second_object(site: Site) -> None:
     site.cluster.lose_answers(3)
-    run, record = submit_job(site.job())
+    run, _ = submit_job(site.job())
     assert len([name for name in site.objects() if name.startswith("JobSet")]) == 1
-    cancel_run(run, is_immediate=True)
+    run.engine.unlink()
+    with pytest.raises(WanmaError) as refused:
+        submit_job(site.job())
+    assert "has not ended" in refused.value.message
+    site.client.delete("JobSet", make_placement(run.path, site.job().cluster.kubernetes).name)
     site.wait(lambda: not site.objects(), "empty cluster")
 
 

@@ -192,6 +192,35 @@ def test_refusals_have_the_codes_of_the_real_server(cluster: KubernetesCluster) 
     assert core.read_namespaced_config_map("c", "default").data == {"a": "2"}
 
 
+def test_watch_from_a_forgotten_version_is_expired(cluster: KubernetesCluster) -> None:
+    core = client.CoreV1Api()
+    version = core.list_namespaced_pod("default").metadata.resource_version
+    core.create_namespaced_config_map("default", {"metadata": {"name": "c"}})
+    cluster.compact()
+    with pytest.raises(client.ApiException) as refused:
+        list(watch.Watch().stream(core.list_namespaced_pod, "default", resource_version=version))
+    assert refused.value.status == 410
+
+
+def test_group_that_is_not_installed_is_not_found(tmp_path: Path) -> None:
+    with KubernetesCluster(tmp_path, [], extensions=()) as made:
+        config.load_kube_config(str(made.kubeconfig))
+        assert {one.name for one in client.ApisApi().get_api_versions().groups} >= {"batch"}
+        with pytest.raises(client.ApiException) as refused:
+            create(job_set("s", pod_spec(["x"])))
+        assert refused.value.status == 404
+
+
+def test_job_orphans_its_pods_unless_it_is_deleted_with_a_policy(cluster: KubernetesCluster) -> None:
+    batch = client.BatchV1Api()
+    for name, policy in {"orphaning": {}, "cascading": {"propagation_policy": "Background"}}.items():
+        create(indexed_job(name, pod_spec(SLEEP)))
+        cluster.wait_for(lambda name=name: len(running(name)) == 2, "start")
+        batch.delete_namespaced_job(name, "default", **policy)
+    cluster.wait_for(lambda: not running("cascading"), "deletion of the pods")
+    assert len(running("orphaning")) == 2
+
+
 def test_indexed_job_completes_with_names_that_resolve_between_pods(cluster: KubernetesCluster) -> None:
     core, batch = client.CoreV1Api(), client.BatchV1Api()
     service = {"clusterIP": "None", "selector": {"batch.kubernetes.io/job-name": "j"}}

@@ -1,4 +1,4 @@
-"""What a container finds: environment, volumes and its user."""
+"""Contents of a container: environment, volumes and its user."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.kubernetes.resources import Object
 from support.kubernetes.store import Store
 
 _PATH = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-"""Of the image."""
+"""Search path of the image."""
 
 
 class NotYetError(Exception):

@@ -76,39 +76,18 @@ class KubernetesClient:
     def list(
         self, kind: str, labels: str = "", fields: str = "", *, everywhere: bool = False
     ) -> list[Manifest]:
-        """Return the objects of a kind in the namespace, or in all.
-
-        Args:
-            kind: kind, such as "Pod".
-            labels: label selector; empty: all.
-            fields: field selector; empty: all.
-            everywhere: of all namespaces.
-
-        Raises:
-            KubernetesError: the server refuses, or does not answer.
-        """
+        """Return the objects of a kind, in the namespace or in all. Raises `KubernetesError`."""
         options: dict[str, Any] = {"label_selector": labels} if labels else {}
         options |= {"field_selector": fields} if fields else {}
         return list(self._call("list", kind, everywhere=everywhere, **options).get("items") or [])
 
     def get(self, kind: str, name: str) -> Manifest | None:
         """Return an object; None: there is none. Raises `KubernetesError`."""
-        try:
-            return self._call("get", kind, name)
-        except KubernetesError as error:
-            if error.status == 404:
-                return None
-            raise
+        return self._find("get", kind, name)
 
     def has_kind(self, kind: str) -> bool:
         """Return True if the cluster knows a kind outside the core. Raises `KubernetesError`."""
-        try:
-            self._call("list", kind, limit=1)
-        except KubernetesError as error:
-            if error.status == 404:
-                return False
-            raise
-        return True
+        return self._find("list", kind, limit=1) is not None
 
     def create(self, manifest: Manifest, token: str) -> Manifest:
         """Create an object, once, also if the answer of a first attempt was lost.
@@ -128,10 +107,7 @@ class KubernetesClient:
         except KubernetesError as error:
             if error.status == 409:
                 found = self.get(manifest["kind"], metadata["name"])
-                if (
-                    found is not None
-                    and found["metadata"].get("annotations", {}).get(TOKEN_ANNOTATION) == token
-                ):
+                if found and found["metadata"].get("annotations", {}).get(TOKEN_ANNOTATION) == token:
                     return found
             raise
 
@@ -144,11 +120,7 @@ class KubernetesClient:
         options: dict[str, Any] = {"propagation_policy": "Foreground"}
         if grace_seconds is not None:
             options["grace_period_seconds"] = grace_seconds
-        try:
-            self._call("delete", kind, name, seconds=CHANGE_SECONDS, **options)
-        except KubernetesError as error:
-            if error.status != 404:
-                raise
+        self._find("delete", kind, name, seconds=CHANGE_SECONDS, **options)
 
     def await_absence(self, kind: str, labels: str) -> None:
         """Wait until no object with these labels is left, after a deletion. Raises `KubernetesError`."""
@@ -176,6 +148,15 @@ class KubernetesClient:
         except KubernetesError as error:
             if error.status in (400, 404):  # its container has not started
                 return ""
+            raise
+
+    def _find(self, verb: str, kind: str, name: str = "", **options: Any) -> Manifest | None:
+        """Return the answer of `_call`; None: there is no such object or kind."""
+        try:
+            return self._call(verb, kind, name, **options)
+        except KubernetesError as error:
+            if error.status == 404:
+                return None
             raise
 
     def _call(

@@ -32,6 +32,7 @@ from wanma.engines.kubernetes.states import (
     mark_cancelled,
     pod_names,
     read_status,
+    true_conditions,
 )
 from wanma.engines.kubernetes.volume import Volume, is_ready
 from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
@@ -42,6 +43,8 @@ from wanma.observe.units import duration_text
 
 FETCHED_FILE = "kubernetes-fetched"
 """File in the folder of the submission: the run had ended when its records were fetched."""
+ENDS = {"Complete", "Completed", "Failed"}
+"""Conditions of a Job or JobSet that has ended."""
 OUTPUT_LINES = 2_000
 """Last lines of a supervisor's output that are kept."""
 
@@ -85,8 +88,15 @@ class KubernetesEngine:
         placement = make_placement(run.path, settings)
         client = self._client(settings)
         self._check(client, submission)
-        for earlier in (_api_kind(kind), "Secret", "Service"):  # of a start that has ended
-            client.delete(earlier, placement.name)
+        earlier = client.get(_api_kind(kind), placement.name)
+        if earlier is not None and not ENDS & true_conditions(earlier).keys():
+            raise WanmaError(
+                f"{kind} {placement.name}, of this run directory, has not ended, and has no record here",
+                f"`kubectl delete {kind} {placement.name}` ends it, with a checkpoint",
+                EXIT_USAGE,
+            )
+        for ended in (_api_kind(kind), "Secret", "Service"):
+            client.delete(ended, placement.name)
         client.await_absence(_api_kind(kind), f"{RUN_LABEL}={placement.name}")
         if not placement.is_shared:
             with Volume(client, settings, placement) as volume:

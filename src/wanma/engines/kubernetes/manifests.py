@@ -13,11 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from wanma.elastic.protocol.shared_secret import SECRET_VARIABLE
 from wanma.engines.engine import CODE_ARCHIVE_VARIABLE, PLACED_BY_VARIABLE, Submission
-from wanma.job.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, JobError
+from wanma.job.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, JobError, missing_extra_error
 from wanma.job.file.import_path import CODE_FOLDER_VARIABLE
 from wanma.job.sections.kubernetes import KubernetesSection
 
@@ -72,16 +70,12 @@ def make_placement(run_directory: Path, settings: KubernetesSection) -> Placemen
 
 def check_settings(settings: KubernetesSection) -> None:
     """Refuse settings without which no pod can run. Raises `JobError`."""
-    if settings.image is None:
-        raise JobError(
-            "cluster.kubernetes.image is not set",
-            "name an image with wanma and torch; docs/guides/kubernetes.md shows how one is made",
-        )
-    if settings.volume is None:
-        raise JobError(
-            "cluster.kubernetes.volume is not set: the pods have no folder for run directory and code",
-            "name a PersistentVolumeClaim with access mode ReadWriteMany",
-        )
+    for key, way_out in (
+        ("image", "name an image with wanma and torch; docs/guides/image.md shows how one is made"),
+        ("volume", "name a PersistentVolumeClaim with access mode ReadWriteMany, for run directory and code"),
+    ):
+        if getattr(settings, key) is None:
+            raise JobError(f"cluster.kubernetes.{key} is not set", way_out)
 
 
 def render_manifests(submission: Submission, kind: str, *, joining: str = "") -> list[Manifest]:
@@ -149,7 +143,11 @@ def read_rbac() -> str:
 
 
 def to_yaml(manifests: list[Manifest]) -> str:
-    """Return manifests as one YAML file."""
+    """Return manifests as one YAML file. Raises `WanmaError` without its package."""
+    try:
+        import yaml
+    except ImportError:
+        raise missing_extra_error("pyyaml", "kubernetes", "YAML") from None
 
     class Dumper(yaml.SafeDumper):
         def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002  # equal parts are written out
@@ -167,18 +165,13 @@ def _pod_spec(submission: Submission, placement: Placement, rendezvous: str, *, 
         {"name": "runs", "mountPath": settings.mount_path},
         {"name": "shm", "mountPath": "/dev/shm"},
     ]
-    memory_disk: Manifest = {"medium": "Memory"}
-    if settings.shared_memory is not None:
-        memory_disk["sizeLimit"] = settings.shared_memory
-    volumes: list[Manifest] = [
-        _claim(settings),
-        {"name": "shm", "emptyDir": memory_disk},
-    ]
+    limit = {"sizeLimit": settings.shared_memory} if settings.shared_memory is not None else {}
+    volumes = [_claim(settings), {"name": "shm", "emptyDir": {"medium": "Memory", **limit}}]
     environment = dict(submission.environment)
     is_visible = submission.folder.is_relative_to(settings.mount_path)
     working_folder = str(submission.folder) if is_visible else settings.mount_path
-    secured = _security(settings)
-    starters = []
+    secured, starters = _security(settings), []
+    module = [settings.python, "-P", "-m"]
     archive = f"{placement.folder}/code/{submission.code.name}" if submission.code is not None else ""
     if archive and not unpacks:
         environment[CODE_ARCHIVE_VARIABLE] = archive
@@ -187,19 +180,11 @@ def _pod_spec(submission: Submission, placement: Placement, rendezvous: str, *, 
         volumes.append({"name": "code", "emptyDir": {}})
         environment[CODE_FOLDER_VARIABLE] = f"{CODE_MOUNT}/snapshots/{submission.code.stem}"
         working_folder = working_folder if is_visible else environment[CODE_FOLDER_VARIABLE]
-        unpack = [
-            settings.python,
-            "-P",
-            "-m",
-            "wanma.engines.code.unpack",
-            archive,
-            f"{CODE_MOUNT}/snapshots",
-        ]
         starters.append(
             {
                 "name": CODE_CONTAINER,
                 "image": settings.image,
-                "command": unpack,
+                "command": [*module, "wanma.engines.code.unpack", archive, f"{CODE_MOUNT}/snapshots"],
                 "volumeMounts": [mounts[0], mounts[-1]],
                 "resources": _resources(replace(submission, gpus_per_node=0)),  # a quota asks for them
                 **secured,
@@ -207,9 +192,8 @@ def _pod_spec(submission: Submission, placement: Placement, rendezvous: str, *, 
         )
     if settings.run_as_user is not None:
         environment = {**UNNAMED_USER_ENVIRONMENT, **environment}
-    entry = [settings.python, "-P", "-m", "wanma.engines.kubernetes.pod"]
-    entry += ["--run", placement.folder, "--rendezvous", rendezvous]
-    entry += ["--seconds", f"{submission.settings.start_timeout_seconds:g}"]
+    entry = [*module, "wanma.engines.kubernetes.pod", "--run", placement.folder]
+    entry += ["--rendezvous", rendezvous, "--seconds", f"{submission.settings.start_timeout_seconds:g}"]
     entry += ["--claims", submission.settings.claims] if submission.settings.claims else []
     container = {
         "name": CONTAINER,
@@ -265,12 +249,12 @@ def _base_pod(settings: KubernetesSection, grace_seconds: int, volumes: list[Man
         "tolerations": _tolerations(settings),
         "volumes": volumes,
     }
-    if settings.image_pull_secrets:
-        spec["imagePullSecrets"] = [{"name": name} for name in settings.image_pull_secrets]
-    if settings.service_account is not None:
-        spec["serviceAccountName"] = settings.service_account
-    if settings.priority_class is not None and settings.queue is None:
-        spec["priorityClassName"] = settings.priority_class
+    given = {
+        "imagePullSecrets": [{"name": name} for name in settings.image_pull_secrets],
+        "serviceAccountName": settings.service_account,
+        "priorityClassName": settings.priority_class if settings.queue is None else None,
+    }
+    spec |= {key: value for key, value in given.items() if value}
     if settings.run_as_user is not None:
         number = settings.run_as_user
         spec["securityContext"] = {

@@ -53,6 +53,12 @@ def pod_names(pods: Sequence[Manifest]) -> tuple[str, ...]:
     return tuple(sorted(named, key=lambda name: (len(name), name)))
 
 
+def true_conditions(manifest: Manifest) -> dict[str, Manifest]:
+    """Return the conditions of an object that hold, by type."""
+    conditions = manifest.get("status", {}).get("conditions", [])
+    return {entry["type"]: entry for entry in conditions if entry["status"] == "True"}
+
+
 def read_status(handle: Handle, found: Observation) -> RunStatus:
     """Return the state of a run.
 
@@ -61,11 +67,7 @@ def read_status(handle: Handle, found: Observation) -> RunStatus:
     ids = tuple(f"{handle['kind']}/{name}" for name in handle["jobs"])
     if found.first is None:
         return _status_after_deletion(handle, ids)
-    conditions = {
-        entry["type"]: entry
-        for entry in found.first.get("status", {}).get("conditions", [])
-        if entry["status"] == "True"
-    }
+    conditions = true_conditions(found.first)
     if "Complete" in conditions or "Completed" in conditions:
         return RunStatus("finished", 0, "", (), ids)
     if "Failed" in conditions:
