@@ -15,11 +15,13 @@ from wanma.job.sections.data import DataSection
 from wanma.job.sections.data_sources import ColumnsSection, SourceSection
 from wanma.job.sections.engines import SlurmSection, SshSection
 from wanma.job.sections.images import ImageTransformSection
+from wanma.job.sections.interactions import InteractionsSection
 from wanma.job.sections.job import Job
 from wanma.job.sections.model import ModelSection
 from wanma.job.sections.observe import ObserveSection, invalid_run_name_reason
 from wanma.job.sections.parallel import ParallelSection
 from wanma.job.sections.ray import RaySection
+from wanma.job.sections.recommender import RecommenderSection
 from wanma.job.sections.train import TrainSection
 
 text = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=8)
@@ -57,6 +59,17 @@ RULES: dict[type[Section], dict[str, st.SearchStrategy[Any]]] = {
         "augment": st.lists(st.just("horizontal_flip"), max_size=1),
         "mean": st.sampled_from([[], [0.5], [0.1, 0.2, 0.3]]),
         "std": st.sampled_from([[], [0.5], [0.1, 0.2, 0.3]]),
+    },
+    InteractionsSection: {
+        "user": st.just("who"),
+        "item": st.sampled_from(["item", "what"]),
+        "features": st.lists(st.sampled_from(["tags", "place"]), max_size=2, unique=True),
+        "target": st.just("click"),
+        "fold": st.integers(0, 1),
+    },
+    RecommenderSection: {
+        "tables": st.dictionaries(text, st.integers(1, 1 << 40), max_size=2),
+        **dict.fromkeys(("bottom", "top", "towers"), st.lists(st.integers(1, 10_000_000), max_size=3)),
     },
     ParallelSection: {
         "batch_share_schedule": st.lists(
@@ -97,7 +110,7 @@ RULES: dict[type[Section], dict[str, st.SearchStrategy[Any]]] = {
 
 ONE_OF: dict[type[Section], tuple[str, ...]] = {
     ModelSection: ("preset", "family", "factory", "huggingface"),
-    DataSection: ("path", "text", "sources", "images", "factory"),
+    DataSection: ("path", "text", "sources", "images", "interaction_log", "factory"),
     SourceSection: ("path", "text", "images", "factory"),
     ColumnsSection: ("text", "tokens", "messages", "image", "features"),
 }

@@ -174,3 +174,13 @@ def test_an_approximation_is_allowed_by_its_name_or_by_asking_for_it() -> None:
 
 def test_every_approximation_that_a_job_can_name_is_published() -> None:
     assert tuple(APPROXIMATIONS) == get_args(Approximation)
+
+
+@pytest.mark.parametrize("objective", [None, "in_batch_softmax"])
+def test_in_batch_negatives_need_one_micro_batch(objective: str | None) -> None:
+    model = {"family": "recommender", "kind": "two_tower", "recommender": {"objective": objective}}
+    own = job(model, data={"interactions": {"target": "click"}}, train={"global_batch": 64})
+    check_supported(own, Plan(dp_replicate=2, micro_batch=32), LAPTOP, (2, 13))
+    with pytest.raises(JobError) as raised:
+        check_supported(own, Plan(dp_replicate=2, micro_batch=16), LAPTOP, (2, 13))
+    assert "parallel.micro_batch = 32" in raised.value.hint

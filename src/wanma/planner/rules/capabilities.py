@@ -225,6 +225,22 @@ def _undeclared_model_layout(query: _SupportQuery) -> _Unsupported | None:
     )
 
 
+def _in_batch_negatives(query: _SupportQuery) -> _Unsupported | None:
+    """Refuse several micro-batches of a rank where a loss compares all items of the global batch."""
+    model, plan, samples = query.job.model, query.plan, query.job.train.global_batch
+    keys, objective = query.job.data.interactions, model.recommender.objective
+    is_default = model.kind == "two_tower" and keys.target == "click" and not keys.negatives
+    if not (objective == "in_batch_softmax" or (objective is None and is_default)):
+        return None
+    if plan.gradient_accumulation_steps(samples) == 1:
+        return None
+    return _Unsupported(
+        f"in_batch_softmax needs the global batch of {samples} samples at once, and micro_batch = "
+        f"{plan.micro_batch} cuts it",
+        f"set parallel.micro_batch = {plan.max_rows_per_data_rank(samples)}",
+    )
+
+
 def _split_factors(query: _SupportQuery) -> _Unsupported | None:
     error = factored_optimizer_error(query.job.train.optimizer, query.plan)
     return None if error is None else _Unsupported(error.message, error.hint)
@@ -252,6 +268,7 @@ _SUPPORT_CHECKS = (
     _placed_replicas,
     _balance_without_timing,
     _undeclared_model_layout,
+    _in_batch_negatives,
     _disallowed_approximation,
     _compressed,
     _fp8,

@@ -20,12 +20,15 @@ from wanma.checkpoint.inspection.integrity_scan import LocalFiles, find_size_mis
 from wanma.checkpoint.store.checkpoint_folder import read_manifest
 from wanma.data.batch import Batch
 from wanma.data.datasets.dataset import BatchedDataset
+from wanma.data.interactions.dataset import InteractionDataset
 from wanma.data.opening import open_dataset
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
 from wanma.job.sections.train import TrainSection
+from wanma.models.config.resolution import input_kind
 from wanma.models.model_spec import ModelSpec, apply_freezing_to_spec
+from wanma.models.recommender.config import resolve_recommender_config
 from wanma.models.structure.parameter_roles import find_parameter_roles, is_frozen
 from wanma.models.user_modules.forward_error import forward_error
 from wanma.models.workload.fake_tensors import fake_tensor_mode
@@ -37,6 +40,7 @@ from wanma.training.checkpointing.published_weights import check_huggingface_wei
 from wanma.training.loop.train_request import TrainRequest
 from wanma.training.loop.train_worker import build_model_spec, user_loss_of
 from wanma.training.loss.loss_functions import wrap_user_loss
+from wanma.training.loss.recommender_metrics import RecommenderMetrics
 from wanma.training.loss.supported_layouts import refuse_unsupported_loss
 from wanma.training.loss.transformers_labels import default_per_target_losses
 from wanma.training.loss.user_loss import check_loss
@@ -110,10 +114,18 @@ def _check_own(job: Job, plan: Plan, data: BatchedDataset) -> list[str]:
     """Check the user's own code that the job names beside model, data and loss; return notes."""
     load_tried_user_optimization(job.train, {}, plan)
     check_metrics(user_metrics(None, job.train.metrics))
-    known = ("loss", "perplexity" if data.input_kind == "tokens" else "accuracy", *job.train.metrics)
+    known = ("loss", *_standard_metrics(job, data), *job.train.metrics)
     check_validation_keys(job, known, data.validation_samples)
     idle = unused_validation_keys_note(job, data.validation_samples, bool(job.train.metrics))
     return [] if idle is None else [idle]
+
+
+def _standard_metrics(job: Job, data: BatchedDataset) -> tuple[str, ...]:
+    """Return the names of the metrics that wanma computes by itself beside the loss."""
+    if isinstance(data, InteractionDataset) and input_kind(job.model) == "interactions":
+        config = resolve_recommender_config(job.model, data.interaction_sizes)
+        return RecommenderMetrics(config, data, {}).names
+    return ("perplexity" if data.input_kind == "tokens" else "accuracy",)
 
 
 def _parameter_count(spec: ModelSpec) -> int | None:
