@@ -17,6 +17,7 @@ from wanma.job.sections.engines import SlurmSection, SshSection
 from wanma.job.sections.images import ImageTransformSection
 from wanma.job.sections.interactions import InteractionsSection
 from wanma.job.sections.job import Job
+from wanma.job.sections.kubernetes import KubernetesSection
 from wanma.job.sections.model import ModelSection
 from wanma.job.sections.observe import ObserveSection, invalid_run_name_reason
 from wanma.job.sections.parallel import ParallelSection
@@ -77,6 +78,7 @@ RULES: dict[type[Section], dict[str, st.SearchStrategy[Any]]] = {
         ),
     },
     ClusterSection: {
+        "engine": st.sampled_from(("local", "ssh", "slurm")),  # kubernetes excludes `environment`
         "node_rank": st.just(0),
         "min_nodes": st.sampled_from([None, 1]),
         "rendezvous": st.sampled_from([None, "host:1", "[::1]:65535"]),
@@ -93,6 +95,17 @@ RULES: dict[type[Section], dict[str, st.SearchStrategy[Any]]] = {
         "options": st.lists(one_line.filter(lambda option: not option.startswith("-a")), max_size=3),
     },
     RaySection: {"address": st.sampled_from(["auto", "head:6379", "[::1]:6379"])},
+    KubernetesSection: {
+        "python": st.just("python"),
+        "mount_path": st.just("/data/runs"),
+        "tolerations": st.lists(st.just("gpu=a:NoSchedule"), max_size=2),
+        "secret_environment": st.just({"KEY": "secret/key"}),
+        **dict.fromkeys(("cpu", "memory", "shared_memory"), st.sampled_from([None, "16", "2.5Gi"])),
+        **dict.fromkeys(
+            ("namespace", "queue", "priority_class", "volume", "service_account"),
+            st.sampled_from([None, "team-a"]),
+        ),
+    },
     SshSection: {
         "inventory": st.one_of(st.none(), one_line),
         "python": one_line.filter(bool),

@@ -65,7 +65,7 @@ class KubernetesEngine:
             return f"{error.message}; {error.hint}" if error.hint else error.message
         return None
 
-    def discover(self, section: ClusterSection, /) -> EngineCluster | None:
+    def discover(self, section: ClusterSection, _data: Sequence[str] = (), /) -> EngineCluster | None:
         return discover_cluster(self._client(section.kubernetes), section)
 
     def render(self, submission: Submission) -> str:

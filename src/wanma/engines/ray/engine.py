@@ -41,7 +41,7 @@ class RayEngine(Engine):
         error = missing_ray()
         return f"{error.message} {error.hint}" if error is not None else None
 
-    def discover(self, section: ClusterSection, /) -> EngineCluster | None:
+    def discover(self, section: ClusterSection, _data: Sequence[str] = (), /) -> EngineCluster | None:
         return choose_nodes(section, ray_client(section.ray.address).ask("nodes"))
 
     def render(self, submission: Submission) -> str:
