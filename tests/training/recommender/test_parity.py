@@ -80,6 +80,28 @@ def test_a_layout_has_the_numbers_of_one_process(name: str, layout: str, tmp_pat
         assert after == pytest.approx(before, rel=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["dlrm", "dcnv2"])
+def test_bags_and_dense_features_have_the_numbers_of_one_process(kind: str, tmp_path: Path) -> None:
+    """Some bags are empty, and some hold an id twice."""
+    bags = ["|".join(str(n * k % 11) for k in range(n % 4)) for n in range(40)]
+    rows = [f"{n % 5},{n % 7},{n % 2},{bag},{n / 40}" for n, bag in enumerate(bags)]
+    (tmp_path / "log.csv").write_text("\n".join(["user,item,rating,tags,age", *rows]) + "\n")
+    text = job("dlrm")
+    text["model"] = {
+        "family": "recommender",
+        "kind": kind,
+        "recommender": {"embedding": 8, "bottom": [6, 8]},
+    }
+    keys = {"target": "click", "positive_from": 1, "features": ["tags"], "dense": ["age"]}
+    cache = str(tmp_path / "cache")
+    text["data"] = {"interaction_log": str(tmp_path / "log.csv"), "interactions": keys, "cache": cache}
+    one = run_here(tmp_path / "one", text, Plan(micro_batch=11, precision="fp32"))
+    plan = Plan(dp_shard=2, shard="parameters", micro_batch=3, precision="fp32")
+    other = run_job(tmp_path / "other", text, plan)
+    assert other.losses == pytest.approx(one.losses, rel=1e-6)
+    same_numbers(one, other, 2e-5)
+
+
 def test_a_resume_on_another_layout_goes_on(tmp_path: Path) -> None:
     one = alone(tmp_path / "one", "sampled softmax")
     run_here(tmp_path / "two", job("sampled softmax", 2), Plan(micro_batch=11, precision="fp32"))
