@@ -13,16 +13,14 @@ from wanma.job.sections.base import Section
 from wanma.job.sections.cluster import ClusterSection
 from wanma.job.sections.data import DataSection
 from wanma.job.sections.data_sources import ColumnsSection, SourceSection
-from wanma.job.sections.engines import SlurmSection, SshSection
+from wanma.job.sections.engines import RaySection, SlurmSection, SshSection
 from wanma.job.sections.images import ImageTransformSection
-from wanma.job.sections.interactions import InteractionsSection
 from wanma.job.sections.job import Job
 from wanma.job.sections.kubernetes import KubernetesSection
 from wanma.job.sections.model import ModelSection
 from wanma.job.sections.observe import ObserveSection, invalid_run_name_reason
 from wanma.job.sections.parallel import ParallelSection
-from wanma.job.sections.ray import RaySection
-from wanma.job.sections.recommender import RecommenderSection
+from wanma.job.sections.recommender import InteractionsSection, RecommenderSection
 from wanma.job.sections.train import TrainSection
 
 text = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=8)

@@ -17,9 +17,9 @@ from wanma.data.text.tokenizer import Tokenizer, load_tokenizer
 from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
 from wanma.job.file.loading import load_recorded_job
 from wanma.job.run.run_directory import RunDirectory
-from wanma.job.sections.interactions import InteractionSizes
 from wanma.job.sections.job import Job
 from wanma.job.sections.model import ModelSection
+from wanma.job.sections.recommender import InteractionSizes
 from wanma.models.config.resolution import input_kind
 
 if TYPE_CHECKING:

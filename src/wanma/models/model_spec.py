@@ -17,8 +17,8 @@ from torch import nn
 
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.file.import_path import import_object
-from wanma.job.sections.interactions import InteractionSizes
 from wanma.job.sections.model import ModelSection
+from wanma.job.sections.recommender import InteractionSizes
 from wanma.job.sections.train import ParameterGroupSection
 from wanma.job.user_frames import user_frame_text
 from wanma.models.architectures.decoder import Decoder, decoder_parallel_spec

@@ -12,7 +12,7 @@ from wanma.data.interactions.log import InteractionLog, read_log
 from wanma.data.interactions.synthetic import make_synthetic_log
 from wanma.job.errors import EXIT_USAGE, WanmaError
 from wanma.job.sections.data import DataSection
-from wanma.job.sections.interactions import InteractionsSection
+from wanma.job.sections.recommender import InteractionsSection
 
 
 def read(path: Path, text: str, **keys: Any) -> InteractionLog:

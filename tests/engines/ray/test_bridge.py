@@ -11,7 +11,7 @@ from wanma.engines.ray import bridge, client
 from wanma.engines.ray.client import RayClient
 from wanma.engines.ray.engine import RayEngine
 from wanma.job.errors import EXIT_USAGE, WanmaError
-from wanma.job.sections.ray import RaySection
+from wanma.job.sections.engines import RaySection
 
 # As Ray 2.60 says it: ray._private.utils.check_version_info.
 VERSIONS = """Version mismatch: The cluster was started with:

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from wanma.job.errors import JobError
-from wanma.job.sections.interactions import InteractionSizes
 from wanma.job.sections.model import ModelSection
+from wanma.job.sections.recommender import InteractionSizes
 from wanma.models.model_spec import build_model, resolve_model_spec
 from wanma.models.recommender.base import Recommender
 from wanma.models.recommender.config import PAIR_KINDS

@@ -22,7 +22,7 @@ from wanma.data.sampling.permutation import IndexArray, permute_indices
 from wanma.data.text.tokenizer import Tokenizer
 from wanma.job.forecast.data_feed import SampleLoading
 from wanma.job.plan.plan import Plan
-from wanma.job.sections.interactions import InteractionSizes
+from wanma.job.sections.recommender import InteractionSizes
 
 InputKind = Literal["tokens", "images", "interactions", "custom"]
 

@@ -17,7 +17,7 @@ from wanma.data.interactions.splits import split_rows
 from wanma.data.sampling.order import SampleOrder, Shuffle
 from wanma.data.sampling.permutation import IndexArray
 from wanma.job.sections.data import DataSection
-from wanma.job.sections.interactions import InteractionSizes
+from wanma.job.sections.recommender import InteractionSizes
 
 
 class InteractionDataset(BatchedDataset):

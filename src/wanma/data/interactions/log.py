@@ -16,7 +16,7 @@ from wanma.data.index.records import open_records
 from wanma.data.interactions.synthetic import make_synthetic_log
 from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
 from wanma.job.sections.data import DataSection
-from wanma.job.sections.interactions import InteractionsSection
+from wanma.job.sections.recommender import InteractionsSection
 
 _BATCH = 65_536
 _SYNTHETIC = re.compile(r"synthetic:(\d{1,7})x(\d{1,7})x(\d{1,9})")

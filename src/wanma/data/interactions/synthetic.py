@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from wanma.job.errors import JobError
-from wanma.job.sections.interactions import InteractionsSection
+from wanma.job.sections.recommender import InteractionsSection
 
 _RANK = 4
 _MAX_PAIRS = 1 << 26

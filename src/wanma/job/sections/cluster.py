@@ -9,9 +9,8 @@ from pydantic import Field, model_validator
 
 from wanma.job.sections.base import Section
 from wanma.job.sections.budget import BudgetSection
-from wanma.job.sections.engines import EngineName, SlurmSection, SshSection
+from wanma.job.sections.engines import EngineName, RaySection, SlurmSection, SshSection
 from wanma.job.sections.kubernetes import KubernetesSection
-from wanma.job.sections.ray import RaySection
 from wanma.job.url_credentials import CREDENTIALS_HINT, has_credentials
 
 

@@ -16,7 +16,7 @@ from wanma.job.sections.data_sources import (
     TextList,
 )
 from wanma.job.sections.images import ImageTransformSection
-from wanma.job.sections.interactions import InteractionsSection
+from wanma.job.sections.recommender import InteractionsSection
 
 
 class ChatSection(Section):

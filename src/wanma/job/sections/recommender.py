@@ -1,10 +1,12 @@
-"""Section `[model.recommender]` of a job file: dimensions of a recommender."""
+"""Sections of recommenders: `[model.recommender]` and `[data.interactions]`, and the sizes of a log."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from wanma.job.sections.base import Section
 
@@ -45,3 +47,82 @@ class RecommenderSection(Section):
         description="loss; default: squared_error for ratings; for clicks in_batch_softmax (two_tower, or "
         "sampled_softmax with negatives) or log_loss",
     )
+
+
+class InteractionsSection(Section):
+    """Log of interactions: columns, target, validation split and negatives."""
+
+    columns: list[str] = Field(
+        default_factory=lambda: ["user", "item", "rating", "time"],
+        description="names of the columns of files without a header, in order",
+    )
+    user: str = Field("user", description="column of the user's id, an integer from 0")
+    item: str = Field("item", description="column of the item's id, an integer from 0")
+    rating: str = Field("rating", description="column of the rating or click")
+    time: str = Field("time", description="column of the time, for split = 'leave_last' and 'time'")
+    features: list[str] = Field(
+        default_factory=list,
+        description="columns of further ids: an integer, a list of them, or a text such as '3|17'",
+    )
+    dense: list[str] = Field(default_factory=list, description="columns of numbers")
+    target: Literal["rating", "click"] = Field(
+        "rating", description="target of a row: its rating; or click: 1 or 0, see positive_from"
+    )
+    positive_from: float | None = Field(
+        None, description="target = 'click': rating from which on a row is a click; unset: each row is one"
+    )
+    split: Literal["random", "leave_last", "time"] = Field(
+        "random",
+        description="validation rows: random: fold `fold` of `folds`; leave_last: the last row of each user; "
+        "time: the last `data.validation_fraction` of the rows",
+    )
+    folds: int = Field(5, ge=2, le=1_000_000, description="split = 'random': number of folds")
+    fold: int = Field(0, ge=0, description="split = 'random': fold that is held out")
+    negatives: int = Field(
+        0,
+        ge=0,
+        le=1_000_000,
+        description="items drawn for each row beside its own, by (seed, sample): the same on any layout",
+    )
+    negative_power: float = Field(
+        0.75,
+        ge=0,
+        le=10,
+        description="negatives are drawn in proportion to (count of the item) to this power; 0: uniformly",
+    )
+    top_k: int = Field(
+        10, ge=1, le=1_000_000, description="length of the ranked list that recall and NDCG look at"
+    )
+
+    @model_validator(mode="after")
+    def _check_columns(self) -> InteractionsSection:
+        if self.fold >= self.folds:
+            raise ValueError(f"fold = {self.fold} must be below folds = {self.folds}")
+        if self.target == "rating" and (self.negatives or self.positive_from is not None):
+            key = "negatives" if self.negatives else "positive_from"
+            raise ValueError(f"{key} applies to target = 'click', and target = 'rating'")
+        names = [self.user, self.item, *self.features]
+        if duplicates := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"columns of ids must differ (given twice: {', '.join(duplicates)})")
+        if dotted := [name for name in names if "." in name or not name]:
+            raise ValueError(f"the column {dotted[0]!r} cannot name an embedding table: rename it")
+        return self
+
+
+@dataclass(frozen=True)
+class InteractionSizes:
+    """Sizes of an interaction log, which a recommender takes where the job is silent."""
+
+    user: str
+    item: str
+    """Names of the columns of users and items."""
+    tables: Mapping[str, int]
+    """Rows of the embedding table that each column of ids needs: its largest id + 1."""
+    largest_rows: Mapping[str, int] = field(default_factory=dict)
+    """Number of the row that holds the largest id of a column."""
+    dense: int = 0
+    """Number of dense features."""
+    mean_target: float = 0.0
+    """Mean rating of the training rows; 0 for clicks."""
+    target: Literal["rating", "click"] = "rating"
+    negatives: int = 0

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from wanma.job.errors import JobError
-from wanma.job.sections.interactions import InteractionSizes
 from wanma.job.sections.model import ModelSection
+from wanma.job.sections.recommender import InteractionSizes
 
 Kind = Literal["matrix_factorization", "two_tower", "dlrm", "dcnv2"]
 Objective = Literal["squared_error", "log_loss", "in_batch_softmax", "sampled_softmax"]

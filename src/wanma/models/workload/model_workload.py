@@ -11,8 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from wanma.job.forecast.forecast import LayerWorkload, Workload
-from wanma.job.sections.interactions import InteractionSizes
 from wanma.job.sections.model import ModelSection
+from wanma.job.sections.recommender import InteractionSizes
 from wanma.job.sections.train import ParameterGroupSection, Precision
 from wanma.models.config.dimensions import DecoderConfig
 from wanma.models.config.huggingface_config import decoder_config_from_huggingface, read_section_config
