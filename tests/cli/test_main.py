@@ -92,8 +92,8 @@ def test_every_command_is_explained_in_the_overview_and_has_help_of_its_own(
     assert listed == [
         "init", "train", "plan", "render", "launch", "runs", "show", "status", "logs", "attach",
         "cancel", "explain", "resize", "shell", "engines", "report", "diagnose", "profile", "dashboard",
-        "observe", "sample", "export", "checkpoint", "data", "doctor", "cluster", "bench", "job", "completion",
-        "version",
+        "observe", "sample", "export", "checkpoint", "data", "doctor", "cluster", "bench", "job",
+        "completion", "version",
     ]  # fmt: skip
     for command in listed:
         assert f"usage: wanma {command}" in text(command)
