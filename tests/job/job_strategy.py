@@ -92,7 +92,10 @@ RULES: dict[type[Section], dict[str, st.SearchStrategy[Any]]] = {
         "folder": one_line,
         "options": st.lists(one_line.filter(lambda option: not option.startswith("-a")), max_size=3),
     },
-    RaySection: {"address": st.sampled_from(["auto", "head:6379", "[::1]:6379"])},
+    RaySection: {
+        "address": st.sampled_from(["auto", "head:6379", "[::1]:6379"]),
+        "resources": st.dictionaries(text, st.floats(1e-9, 1e9), max_size=2),
+    },
     KubernetesSection: {
         "python": st.just("python"),
         "mount_path": st.just("/data/runs"),
