@@ -55,7 +55,8 @@ class KubernetesSection(Section):
     )
     node_selector: dict[str, str] = Field(default_factory=dict, description="labels that the nodes must have")
     tolerations: list[str] = Field(
-        default_factory=list, description="taints to tolerate: KEY[=VALUE][:EFFECT], as kubectl writes them"
+        default_factory=list,
+        description="taints to tolerate, as kubectl writes them: KEY, KEY=VALUE or KEY=VALUE:EFFECT",
     )
     cpu: str | None = Field(
         None, description="CPU request of a pod, e.g. '16'; default: the cores of the plan"
@@ -99,9 +100,7 @@ class KubernetesSection(Section):
                 raise ValueError(f"{name} must be a name: small letters, digits, dashes (given: '{value}')")
         for text in self.tolerations:
             if not _TOLERATION.fullmatch(text):
-                raise ValueError(
-                    f"tolerations are KEY[=VALUE][:EFFECT], e.g. 'gpu:NoSchedule' (given: '{text}')"
-                )
+                raise ValueError(f"tolerations are KEY, KEY=VALUE or KEY=VALUE:EFFECT (given: '{text}')")
         for variable, text in self.secret_environment.items():
             if not _SECRET_KEY.fullmatch(text):
                 raise ValueError(f"secret_environment.{variable} must be 'secret/key' (given: '{text}')")
