@@ -102,7 +102,7 @@ def test_a_model_and_data_of_ones_own_train_from_python(desk: Desk) -> None:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Small data in the formats that the examples ask the user to fetch."""
+    """Overrides with small data of what the examples ask the user to fetch or to make, by its name there."""
     folder = tmp_path_factory.mktemp("images")
     cifar, mnist = folder / "cifar", folder / "mnist"
     cifar.mkdir()
@@ -114,7 +114,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         images = struct.pack(">IIII", 0x803, 10, 28, 28) + bytes(10 * 28 * 28)
         (mnist / f"{part}-images-idx3-ubyte").write_bytes(images)
         (mnist / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, 10) + bytes(range(10)))
-    return {"data/cifar-10-batches-bin": str(cifar), "data/mnist": str(mnist)}
+    table = folder / "flowers.csv"
+    table.write_text(
+        "sepal_length,sepal_width,petal_length,species\n"
+        + "".join(f"5.{row % 10},3,{row % 3},{'abc'[row % 3]}\n" for row in range(600))
+    )
+    return {
+        "data/cifar-10-batches-bin": f"data.images={cifar}",
+        "data/mnist": f"data.images={mnist}",
+        "flowers.csv": f"data.path={table}",
+    }
 
 
 DRY_RUNS = """\
@@ -137,7 +146,7 @@ def dry_runs(desk: Desk, data: dict[str, str]) -> tuple[Ran, dict[str, str]]:
     commands = [["train", "text.toml", "--dry-run", "--run-dir", "dry", *sharded]]
     for example in sorted(EXAMPLES.glob("*.toml")):
         text = example.read_text()
-        overrides = [f"data.images={place}" for name, place in data.items() if f'"{name}"' in text]
+        overrides = [override for name, override in data.items() if f'"{name}"' in text]
         commands.append(["train", str(example), "--dry-run", *overrides])
     ran = desk.start_program([sys.executable, "-c", DRY_RUNS, json.dumps(commands)]).end()
     parts = re.split(r"^== (.*) (\d+)\n", ran.out, flags=re.MULTILINE)
