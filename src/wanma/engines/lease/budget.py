@@ -34,8 +34,10 @@ class BudgetWatch:
         self._spending = Spending().add_all(records) if self._has_limit() else Spending()
         self._idle = IdleTime(settings.idle_utilization)
         self._has_asked = False
-        for key, used, limit in self._used():
-            if used >= limit:
+        # A run that its budget has ended kept clear of the limit by some steps, the longest at most.
+        ahead = STEPS_AHEAD * self._spending.longest_step_seconds
+        for (key, used, limit), (_, reached, _) in zip(self._used(), self._used(ahead), strict=True):
+            if reached >= limit:
                 raise WanmaError(
                     f"cluster.budget.{key} = {limit:g} is used up: {used:.4g} by this run's earlier starts",
                     f"raise it to go on, e.g. cluster.budget.{key}={2 * limit:g}",

@@ -21,6 +21,8 @@ class Spending:
     node_seconds: float = 0.0
     step_seconds: float = 0.0
     """Time of the newest step."""
+    longest_step_seconds: float = 0.0
+    """Time of the longest step so far, of all starts."""
     devices: int = 0
     nodes: int = 1
     _newest: float | None = None
@@ -31,12 +33,14 @@ class Spending:
         now = event.get("time")
         if event["kind"] == "start":
             if event.get("step", 0) == 0 and not event.get("is_restart"):
-                self.seconds = self.device_seconds = self.node_seconds = 0.0  # another training in the folder
+                # another training in the folder
+                self.seconds = self.device_seconds = self.node_seconds = self.longest_step_seconds = 0.0
             if not event.get("is_restart"):
                 self._newest = None
             self.devices, self.nodes = event.get("world_size", 0), event.get("nodes", 1)
         elif event["kind"] == "step":
             self.step_seconds = event.get("step_seconds") or 0.0
+            self.longest_step_seconds = max(self.longest_step_seconds, self.step_seconds)
         elif self._newest is None:
             return  # a message between two starts
         if now is not None:
