@@ -95,8 +95,9 @@ class LaunchConfig:
     """Most restarts of the ranks after failures without a new step between; 0: none."""
     script: ScriptSettings | None = None
     """Settings of a user's script; None: the ranks run wanma's training."""
-    max_restarts_before_first_step: int = 0
-    """Most restarts of ranks that have never finished a step; at most `max_restarts`."""
+    max_restarts_before_first_step: int | None = None
+    """Most restarts of ranks that have never finished a step, at most `max_restarts`, of a script that may
+    report none; None: only a lost node counts as later."""
     replanner: Replanner | None = None
     """Planner for the nodes present, from `min_nodes` to `nodes`; None: the run always has `nodes`."""
     min_nodes: int = 0

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from support.git import git, repository, write
+from support.prometheus import wait_until
 from wanma.engines.code import git as git_calls
 from wanma.engines.code import listing
 from wanma.engines.code.listing import list_code
 from wanma.job.errors import WanmaError
+from wanma.job.run.process_state import is_process_alive
 
 
 def names(folder: Path, run_folder: str = "runs") -> list[str]:
@@ -192,8 +194,8 @@ def test_a_git_command_that_takes_too_long_is_ended_with_its_children(
     monkeypatch.setattr(git_calls, "GIT_TIMEOUT_SECONDS", 1.0)
     with pytest.raises(WanmaError, match=r"git rev-parse in .* took longer than 1 s"):
         list_code(tmp_path, Path("runs"))
-    status = Path(f"/proc/{pid_file.read_text().strip()}/stat")
-    assert not status.exists() or ") Z " in status.read_text()
+    pid = int(pid_file.read_text())
+    wait_until(lambda: not is_process_alive(pid), "the end of the child that was killed")
 
 
 def test_a_walk_that_takes_too_long_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

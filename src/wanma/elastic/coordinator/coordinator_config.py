@@ -41,5 +41,5 @@ class CoordinatorConfig:
     """Number of the newest start so far."""
     inherited_run: InheritedRun | None = None
     """Run of a lost coordinator that this one takes over; None: a new run."""
-    max_restarts_before_first_step: int = 0
-    """Most recoveries, of `max_restarts`, of ranks that have never finished a step."""
+    max_restarts_before_first_step: int | None = None
+    """Most recoveries, of `max_restarts`, of ranks that have never finished a step, as in `LaunchConfig`."""

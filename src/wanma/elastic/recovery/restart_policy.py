@@ -22,10 +22,10 @@ class RestartPolicy:
     Args:
         max_restarts: most recoveries without a new step between them; 0: none at all.
         max_restarts_before_first_step: most recoveries of a run that never finished a step, for a script
-            that reports none.
+            that may report none; None: none, but after the loss of a node as many as later.
     """
 
-    def __init__(self, max_restarts: int, max_restarts_before_first_step: int = 0) -> None:
+    def __init__(self, max_restarts: int, max_restarts_before_first_step: int | None = None) -> None:
         self.last_finished_step: int | None = None
         """Newest finished step; None: none."""
         self.attempt = 0
@@ -93,8 +93,10 @@ class RestartPolicy:
                 failure,
                 f"the same error occurred twice after step {step_at_termination:,}: no further restart",
             )
-        is_unproven = self.last_finished_step is None and not failure.is_node_loss
-        limit = self._max_restarts_before_first_step if is_unproven else self._max_restarts
+        limit = self._max_restarts
+        if self.last_finished_step is None:
+            is_waited_for = failure.is_node_loss and self._max_restarts_before_first_step is None
+            limit = limit if is_waited_for else self._max_restarts_before_first_step or 0
         if self.attempt >= limit:
             if self.attempt == 0:
                 return failure
