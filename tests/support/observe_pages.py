@@ -28,8 +28,11 @@ runnable: "no: generated from the source"
 _METRICS = """\
 Metrics of a run, as [Prometheus](../guides/prometheus-and-grafana.md) reads them from the endpoint of
 each node's supervisor, and as the [alerts](alerts.md) see them. Those of the run come from the node of
-rank 0. All have the label `run`; each node exports its own ranks and GPUs only, and a series ends with its
-rank. Prometheus adds `job` and `instance`, of its own configuration: `job` is `wanma`."""
+rank 0. All have the labels `run`, the name of the run directory, and `job`, the name of the job
+(`observe.name`, by default that of the job file). Each node exports its own ranks and GPUs only, and a series
+ends with its rank. Service discovery adds `job` and `host`, Prometheus `instance`; a
+[target without discovery](../guides/prometheus-and-grafana.md#targets-without-discovery) has the `job` of its
+scrape configuration."""
 _ALERTS = """\
 Each alert with its rule, as Prometheus has it, and its usual causes, the most frequent one first. The
 supervisor of a run [evaluates the same rules](../guides/alerts.md) from the same values, every five seconds.

@@ -12,6 +12,7 @@ from wanma.job.run.run_directory import write_atomically
 from wanma.observe.alerts.rules import RULES, Rule
 from wanma.observe.endpoint import TARGETS_FOLDER
 from wanma.observe.render.dashboards import DATA_SOURCE, dashboards
+from wanma.observe.series.catalogue import RUN_LABELS
 
 SCRAPE_SECONDS = 15
 
@@ -116,7 +117,7 @@ def runbook() -> Iterator[str]:
 def _summary(rule: Rule) -> str:
     """Return the summary with Prometheus's own placeholders."""
     labels = " ".join(
-        f"{label} {{{{ $labels.{label} }}}}" for label in rule.condition.labels if label != "run"
+        f"{label} {{{{ $labels.{label} }}}}" for label in rule.condition.labels if label not in RUN_LABELS
     )
     text = rule.summary.replace("{labels}", labels)
     text = re.sub(r"\{value:\.\d%\}", "{{ $value | humanizePercentage }}", text)

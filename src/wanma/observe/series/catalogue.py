@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-RUN_LABELS = ("run",)
-NODE_LABELS, RANK_LABELS, GPU_LABELS = ("run", "node"), ("run", "node", "rank"), ("run", "node", "gpu")
+RUN_LABELS = ("run", "job")
+"""Labels of every series: the endpoint exports `run`, and its target in service discovery has `job`."""
+NODE_LABELS = (*RUN_LABELS, "node")
+RANK_LABELS, GPU_LABELS = (*NODE_LABELS, "rank"), (*NODE_LABELS, "gpu")
 
 
 @dataclass(frozen=True)
