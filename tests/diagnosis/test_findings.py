@@ -49,6 +49,17 @@ def test_a_rank_without_its_processors_a_slow_device_and_a_slow_link_are_told_ap
     assert names(slow_link.diagnose()) == ["communication"]
 
 
+@pytest.mark.parametrize(
+    ("foreign", "causes"),
+    [(1.9, {"other_programs"}), (1.0, {"computation", "communication", "slow_loading"})],
+)
+def test_other_programs_are_the_cause_only_where_no_processor_is_free(
+    records: Records, foreign: float, causes: set[str]
+) -> None:
+    records.train({**HEALTHY, "compute": 1.9, "communication": 0.9, "data": 0.4}, foreign=foreign)
+    assert set(names(records.diagnose())) == causes
+
+
 def test_communication_as_forecast_is_no_finding(records: Records) -> None:
     records.train({**HEALTHY, "communication": 0.105})
     assert names(records.diagnose()) == []

@@ -23,6 +23,8 @@ SMALL_MICRO_BATCH, MANY_MICRO_BATCHES, SOUND_MFU = 2, 8, 0.25
 """Samples of a micro-batch, and number of micro-batches, beside which a lower MFU asks for larger ones."""
 HIGH_SHARE = 0.25
 """Share of the step that communication may take where no forecast is there to compare it with."""
+FOREIGN_SHARE = 0.2
+"""Share of a node's processors in use by other programs from which they count as a cause."""
 HOST_SHARE = 0.15
 """Share of the step outside all that is measured from which it is worth a look."""
 MUCH_FREE_MEMORY = 0.3
@@ -111,9 +113,25 @@ def _waits_for_work(evidence: Evidence) -> float:
     return max((seconds - first.work_seconds for seconds in (first.work_seconds, *peers)), default=0.0)
 
 
+def _other_programs(evidence: Evidence) -> Finding | None:
+    if evidence.report.plan.get("device") == "cuda" or not evidence.foreign_processors:
+        return None
+    node, share = max(evidence.foreign_processors.items(), key=lambda item: item[1])
+    if share < FOREIGN_SHARE:
+        return None
+    return Finding(
+        "other_programs",
+        "slow",
+        f"other programs take processors of node {node} from the ranks",
+        (f"they use {percent_text(share)} of its processors, and none is free",),
+        "end or move the other programs; times of steps say nothing about the run beside them",
+        share,
+    )
+
+
 def _communication(evidence: Evidence) -> Finding | None:
-    if evidence.stragglers or not evidence.step_seconds:
-        return None  # the others' waits for a straggler look like communication
+    if evidence.stragglers or not evidence.step_seconds or _other_programs(evidence):
+        return None  # the others' waits for a rank that is kept from its work look like communication
     kinds = {kind: evidence.parts.get(kind, 0.0) for kind in _AXES}
     kinds["data"] -= _waits_for_work(evidence)
     kind = max(kinds, key=kinds.__getitem__)
@@ -139,7 +157,7 @@ def _data(evidence: Evidence) -> Finding | None:
         waits = [(work.data_seconds or 0.0) / evidence.step_seconds for work in evidence.ranks]
         if min(waits) >= MIN_SHARE:  # all wait, some longer than rank 0
             share = max(share, min(median(waits), 1.0))
-    if share < MIN_SHARE:
+    if share < MIN_SHARE or _other_programs(evidence):  # loaders wait for processors, too
         return None
     texts = [f"{percent_text(share)} of the step are waits for data"]
     loads = evidence.load_seconds
@@ -297,7 +315,7 @@ def _slow_computation(evidence: Evidence) -> Finding | None:
     measured = evidence.parts.get("compute")
     if not forecast or not measured or measured < max(1.5 * forecast, most) or not evidence.step_seconds:
         return None
-    if evidence.stragglers:
+    if evidence.stragglers or _other_programs(evidence):
         return None
     return Finding(
         "computation",
@@ -317,6 +335,7 @@ RULES: Sequence[Rule] = (
     _learning_rate,
     _leak,
     find_straggler,
+    _other_programs,
     _communication,
     _data,
     *(rule.find for rule in PART_RULES),
