@@ -147,11 +147,12 @@ def restore_steps(run: RunDirectory, last_step: int) -> None:
         return
     newest = last_record(run.metrics)
     last_recorded_step = newest["step"] if newest is not None else 0
-    lines = [line for line in dropped_file.read_bytes().splitlines() if isinstance(_parse_record(line), dict)]
+    lines = dropped_file.read_bytes().splitlines()
     file = AppendFile(run.metrics)
     try:
         for line in lines:
-            if last_recorded_step < _parse_record(line)["step"] <= last_step:
+            record = parse_record(line)
+            if record is not None and last_recorded_step < record["step"] <= last_step:
                 file.write(line + b"\n")
     finally:
         file.close()
@@ -192,17 +193,19 @@ def _read_records_backwards(file: Any) -> Iterator[tuple[dict[str, Any], int]]:
         start = _line_start(file, end)
         file.seek(start)
         line = file.read(end - start)
-        record = _parse_record(line) if line.endswith(b"\n") else None
-        if isinstance(record, dict):
+        record = parse_record(line) if line.endswith(b"\n") else None
+        if record is not None:
             yield record, end
         end = start
 
 
-def _parse_record(line: bytes) -> Any:
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """Return the record in a line; None: the line is torn, as by a kill, or no record."""
     try:
-        return json.loads(line)
+        record = json.loads(line)
     except ValueError:
         return None
+    return record if isinstance(record, dict) else None
 
 
 def _line_start(file: Any, end: int) -> int:
