@@ -17,7 +17,7 @@ import requests
 from support.command import Desk, Training, end_commands
 from support.dashboards import served_dashboard
 from support.nodes import Machines
-from support.prometheus import Prometheus, has_prometheus, running_prometheus, wait_until
+from support.prometheus import Prometheus, free_port, has_prometheus, running_prometheus, wait_until
 from support.webhook import Webhook
 from wanma.observe.alerts.rules import RULES
 from wanma.observe.endpoint import MetricsEndpoint
@@ -214,7 +214,8 @@ def test_every_panel_has_its_series(desk: Desk, device: Path, prometheus: Promet
 
 
 def test_an_alert_of_prometheus_reaches_a_webhook(training: Training, desk: Desk, tmp_path: Path) -> None:
-    render_files(tmp_path / "m", desk.folder / "runs", "http://localhost")
+    manager = f"http://127.0.0.1:{free_port()}"
+    render_files(tmp_path / "m", desk.folder / "runs", "http://localhost", alertmanager_url=manager)
     rules = tmp_path / "m" / "prometheus" / "wanma-rules.yml"
     model = json.loads(rules.read_text())
     for rule in model["groups"][0]["rules"]:
