@@ -25,6 +25,8 @@ HIGH_SHARE = 0.25
 """Share of the step that communication may take where no forecast is there to compare it with."""
 FOREIGN_SHARE = 0.2
 """Share of a node's processors in use by other programs from which they count as a cause."""
+LACK_OF_PROCESSORS = frozenset({"communication", "computation", "host", "slow_loading", "slow_store"})
+"""Findings that other programs cause on a node without a free processor: all that its ranks do is slow."""
 HOST_SHARE = 0.15
 """Share of the step outside all that is measured from which it is worth a look."""
 MUCH_FREE_MEMORY = 0.3
@@ -47,6 +49,8 @@ def diagnose(evidence: Evidence) -> list[Finding]:
         if (finding := rule(evidence)) is not None
         if finding.urgency != "slow" or evidence.steps >= MIN_STEPS
     ]
+    if any(finding.name == "other_programs" for finding in findings):
+        findings = [finding for finding in findings if finding.name not in LACK_OF_PROCESSORS]
     order: Sequence[Urgency] = ("end", "wrong", "slow")
     findings.sort(key=lambda finding: (order.index(finding.urgency), -finding.lost_share))
     return with_forecasts(evidence.report, findings)
@@ -130,8 +134,8 @@ def _other_programs(evidence: Evidence) -> Finding | None:
 
 
 def _communication(evidence: Evidence) -> Finding | None:
-    if evidence.stragglers or not evidence.step_seconds or _other_programs(evidence):
-        return None  # the others' waits for a rank that is kept from its work look like communication
+    if evidence.stragglers or not evidence.step_seconds:
+        return None  # the others' waits for a straggler look like communication
     kinds = {kind: evidence.parts.get(kind, 0.0) for kind in _AXES}
     kinds["data"] -= _waits_for_work(evidence)
     kind = max(kinds, key=kinds.__getitem__)
@@ -157,7 +161,7 @@ def _data(evidence: Evidence) -> Finding | None:
         waits = [(work.data_seconds or 0.0) / evidence.step_seconds for work in evidence.ranks]
         if min(waits) >= MIN_SHARE:  # all wait, some longer than rank 0
             share = max(share, min(median(waits), 1.0))
-    if share < MIN_SHARE or _other_programs(evidence):  # loaders wait for processors, too
+    if share < MIN_SHARE:
         return None
     texts = [f"{percent_text(share)} of the step are waits for data"]
     loads = evidence.load_seconds
@@ -315,7 +319,7 @@ def _slow_computation(evidence: Evidence) -> Finding | None:
     measured = evidence.parts.get("compute")
     if not forecast or not measured or measured < max(1.5 * forecast, most) or not evidence.step_seconds:
         return None
-    if evidence.stragglers or _other_programs(evidence):
+    if evidence.stragglers:
         return None
     return Finding(
         "computation",
