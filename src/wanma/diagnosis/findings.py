@@ -25,6 +25,8 @@ HIGH_SHARE = 0.25
 """Share of the step that communication may take where no forecast is there to compare it with."""
 FOREIGN_SHARE = 0.2
 """Share of a node's processors in use by other programs from which they count as a cause."""
+SOUND_CORES = 0.8
+"""Processors over the share of the time that a rank computes, below which it waits for them."""
 LACK_OF_PROCESSORS = frozenset({"communication", "computation", "host", "slow_loading", "slow_store"})
 """Findings that other programs cause on a node without a free processor: all that its ranks do is slow."""
 HOST_SHARE = 0.15
@@ -121,13 +123,18 @@ def _other_programs(evidence: Evidence) -> Finding | None:
     if evidence.report.plan.get("device") == "cuda" or not evidence.foreign_processors:
         return None
     node, share = max(evidence.foreign_processors.items(), key=lambda item: item[1])
-    if share < FOREIGN_SHARE:
+    cores = min((work.cores for work in evidence.ranks if work.node == node and work.cores), default=None)
+    if share < FOREIGN_SHARE or cores is None or cores > SOUND_CORES * evidence.share("compute"):
         return None
     return Finding(
         "other_programs",
         "slow",
         f"other programs take processors of node {node} from the ranks",
-        (f"they use {percent_text(share)} of its processors, and none is free",),
+        (
+            f"they use {percent_text(share)} of its processors, and none is free",
+            f"a rank computes {percent_text(evidence.share('compute'))} of the time, and gets {cores:.2f} "
+            "processors",
+        ),
         "end or move the other programs; times of steps say nothing about the run beside them",
         share,
     )
