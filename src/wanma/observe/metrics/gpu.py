@@ -29,7 +29,7 @@ class GpuSampler:
     """Sampler of means between two calls of `collect`; only for ranks on a GPU.
 
         with GpuSampler(str(torch.cuda.get_device_properties(0).uuid)) as gpu:
-            record |= gpu.take()    # {"gpu_utilization": 0.97, "gpu_power_watts": 640.0}
+            record |= gpu.collect()    # {"gpu_utilization": 0.97, "gpu_power_watts": 640.0}
 
     Args:
         uuid: UUID of the GPU, with or without the leading 'GPU-'.
@@ -67,7 +67,7 @@ class GpuSampler:
     def collect(self) -> dict[str, float | None]:
         """Return the means since the last call: `gpu_utilization` (0 .. 1) and `gpu_power_watts`.
 
-        They are None if no sample was taken: less than the sampling interval passed, or see `problem`.
+        They are None if no sample was taken: less than the sampling interval passed, or see `failure_reason`.
         """
         with self._lock:
             samples, self._samples = self._samples, []
