@@ -26,6 +26,7 @@ from wanma.data.datasets.load_times import STORED_IMAGE_PARTS, LoadTimes
 from wanma.data.formats.format import BadDataError, Record
 from wanma.data.images.fields import ImageFields, bad_sample, read_label
 from wanma.data.images.loading_measurement import mean_loading, measure_loading, record_loading
+from wanma.data.images.own_transforms import TransformError
 from wanma.data.images.stored_images import ImageSource, StoredImages, damaged_files, with_way_out
 from wanma.data.images.transform import uniform_draws
 from wanma.data.index.records import cache_folder, read_each
@@ -294,6 +295,7 @@ class StoredImageDataset(BatchedDataset):
 
         Raises:
             BadDataError: it cannot be read.
+            TransformError: a transform of another package fails on it.
         """
         if isinstance(record, BadDataError):
             raise record
@@ -305,6 +307,9 @@ class StoredImageDataset(BatchedDataset):
             return part.images.classes.number(read_label(record, part.fields.label))
         except ValueError as error:
             raise bad_sample(part.index, row, str(error)) from error
+        except TransformError as error:
+            place = _place(bad_sample(part.index, row, ""))
+            raise TransformError(f"{place} (sample {sample:,}): {error.message}", error.hint) from error
 
     def _substitute(self, part: _Part, sample: int, cause: BadDataError, out: NDArray[np.float32]) -> int:
         """Write another sample of the same part to `out`, drawn by (seed, sample), and return its class."""
