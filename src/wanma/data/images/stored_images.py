@@ -123,7 +123,15 @@ def open_image_sources(section: DataSection, progress: Progress | None = None) -
     import_pillow()
     folder = cache_folder(section.cache)
     declared = _declared_sources(section)
-    splits = [find_image_split(one.entries, one.key, by_name=one.is_known_by_name) for one in declared]
+    splits = [
+        find_image_split(
+            one.entries,
+            one.key,
+            by_name=one.is_known_by_name,
+            retry_seconds=section.store_retry_seconds,
+        )
+        for one in declared
+    ]
     advance = _Advance(progress, sum(split.train.size + split.validation.size for split in splits))
     opened = [
         _open_source(keys, split, section, folder, advance)
@@ -271,6 +279,7 @@ def _open_source(
                 data_format=NumpyArrays(part.arrays) if part.arrays else data_format,
                 skip_damaged=section.bad_data in ("skip", "substitute"),
                 progress=advance.of_index,
+                retry_seconds=section.store_retry_seconds,
             )
         except BadDataError as error:
             if isinstance(data_format, NumpyArrays):  # the job names arrays

@@ -128,7 +128,7 @@ def _open_again(section: DataSection, number: int) -> TableDataset:
 def _open_table(section: DataSection, number: int) -> TableDataset:
     table, source = section.located_sources[number]
     columns, key = source.columns, f"{table}.columns"
-    listed = list_files(source.entries, f"{table}.{source.entries_key}")
+    listed = list_files(source.entries, f"{table}.{source.entries_key}", section.store_retry_seconds)
     files = [file for file in listed if file.is_named or not is_description(file.url)]
     assert columns.target is not None
     names = (*columns.features, columns.target)
@@ -141,7 +141,13 @@ def _open_table(section: DataSection, number: int) -> TableDataset:
         chosen = NumpyArrays(tuple(dict.fromkeys(names)))
     folder = cache_folder(section.cache)
     try:
-        index = open_index(files, folder, section.cache_bytes, data_format=chosen)
+        index = open_index(
+            files,
+            folder,
+            section.cache_bytes,
+            data_format=chosen,
+            retry_seconds=section.store_retry_seconds,
+        )
     except BadDataError as error:
         raise JobError(f"{key}: {error.message}", error.hint or "name other files or fields") from error
     rows = sampled_rows(index)

@@ -114,6 +114,7 @@ SETTING_RULES: Mapping[SettingRule, Mapping[str, tuple[str, ...]]] = {
             "cache",
             "cache_bytes",
             "probe_store",
+            "store_retry_seconds",
             "bad_data_limit",
             "prefetch",
             "prefetch_bytes",

@@ -104,6 +104,13 @@ class DataSection(EntriesSection):
         description="measure latency and bandwidth of a remote store for forecasts, weekly, by the first "
         "bytes of some files",
     )
+    store_retry_seconds: float = Field(
+        240.0,
+        ge=0.1,
+        le=31_536_000,
+        description="seconds for which a failed read of a remote store is tried again before it ends the "
+        "run; below `cluster.hang_timeout_seconds`",
+    )
     bad_data: Literal["refuse", "skip", "substitute"] | None = Field(
         None,
         description="consequence of damaged files and rows: an error, left out and listed, or (not for text) "
