@@ -113,7 +113,7 @@ class DataSection(EntriesSection):
     )
     bad_data: Literal["refuse", "skip", "substitute"] | None = Field(
         None,
-        description="consequence of damaged files and rows: an error, left out and listed, or (not for text) "
+        description="consequence of damaged files and rows: an error, left out and listed, or (images alone) "
         "another sample; unset: an error, but invalid UTF-8 in plain text becomes U+FFFD",
     )
     bad_data_limit: int = Field(
@@ -225,6 +225,8 @@ class DataSection(EntriesSection):
                 "bad_data = 'substitute' gives a sample another content in its place, but text is packed "
                 "into sequences and a document has no place of its own: use 'skip'"
             )
+        if self.bad_data == "substitute" and self.has_table:
+            raise ValueError("bad_data = 'substitute' applies to images; for tables use 'skip'")
         if self.placement == "parts" and (self.sources or self.is_own or not self.entries):
             raise ValueError("placement = 'parts' needs entries of text or images")
         names = [source.name for source in self.sources]

@@ -197,6 +197,12 @@ def wrap_user_loss(function: UserLoss, *, is_per_position: bool = False) -> Loss
     return loss
 
 
+def squared_error(output: Any, targets: Tensor) -> Tensor:
+    """Return the squared error of each target, a number; the model's output may have a last dim of 1."""
+    values: Tensor = logits_of(output)
+    return (values.squeeze(-1) if values.ndim == targets.ndim + 1 else values).sub(targets).square()
+
+
 def require_single_target(batch: Batch, feature: str, hint: str) -> None:
     """Refuse samples whose target is a dict.
 
