@@ -7,10 +7,8 @@ and other texts are classes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -35,6 +33,7 @@ from wanma.data.images.stored_images import check_file_limit, sampled_rows
 from wanma.data.index.records import cache_folder, is_description, open_index, read_each
 from wanma.data.index.sample_index import SampleIndex
 from wanma.data.stores.listing import list_files
+from wanma.data.tables.values import feature_names, feature_values, is_float, numbers_of
 from wanma.job.errors import EXIT_USAGE, JobError
 from wanma.job.sections.data import DataSection
 from wanma.job.sections.data_sources import EntriesSection
@@ -123,7 +122,7 @@ class TableDataset:
     def _read(self, row: int) -> tuple[Tensor, Tensor | int]:
         (record,) = self._index.read(np.array([row]))
         try:
-            values = _features(record, self.features)
+            values = feature_values(record, self.features)
             if len(values) != self._feature_count:
                 raise ValueError(f"it has {len(values)} features, and other rows {self._feature_count}")
             return torch.tensor(values, dtype=torch.float32), self._read_target(record)
@@ -133,7 +132,7 @@ class TableDataset:
     def _read_target(self, record: Record) -> Tensor | int:
         if self.classes is not None:
             return self.classes.number(read_label(record, self._target))
-        values = _numbers(field_value(record, self._target), self._target)
+        values = numbers_of(field_value(record, self._target), self._target)
         if len(values) != 1:
             raise ValueError(f"the field '{self._target}' has {len(values)} values; a target is one number")
         return torch.tensor(values[0], dtype=torch.float32)
@@ -202,12 +201,7 @@ def _open_table(section: DataSection, number: int) -> TableDataset:
     if errors and (section.bad_data != "skip" or not records):
         hint = errors[0].hint or "mend or remove the row, or set data.bad_data = 'skip'"
         raise JobError(f"{key}: {errors[0].message}", hint)
-    features = [
-        name
-        for one in columns.features
-        for name in ([name for name in records[0] if fnmatchcase(name, one)] if "*" in one else [one])
-        if name != columns.target or "*" not in one
-    ]
+    features = feature_names(records[0], columns)
     if not features:
         raise JobError(
             f"{key}.features: no column matches {', '.join(columns.features)}",
@@ -235,21 +229,12 @@ def _open_table(section: DataSection, number: int) -> TableDataset:
                 "mend the row, or set data.bad_data = 'skip'; or set "
                 f"{key}.target_type to 'number' if it is one",
             ) from error
-    faults = [_fault(_features, record, features) for record in records]
+    faults = [_fault(feature_values, record, features) for record in records]
     if None not in faults and section.bad_data == "skip":
         raise JobError(f"{key}.features: none of {len(records)} sampled rows can be read; {faults[0]}")
     whole = records[faults.index(None)] if None in faults else None
-    count = len(features) if whole is None else len(_features(whole, features))
+    count = len(features) if whole is None else len(feature_values(whole, features))
     return TableDataset(section, number, index, features, classes, count)
-
-
-def _features(record: Record, names: Sequence[str]) -> list[float]:
-    """Return the features of a row.
-
-    Raises:
-        ValueError: one is missing, no number, or not finite.
-    """
-    return [number for name in names for number in _numbers(field_value(record, name), name)]
 
 
 def _fault(read: Callable[[Record, Any], Any], record: Record, name: Any) -> str | None:
@@ -276,37 +261,9 @@ def _is_number(source: EntriesSection, records: Sequence[Record]) -> bool:
             value = bytes(value).decode("utf-8", "replace")
         if isinstance(value, str):
             text = value.strip()
-            if text.lstrip("+-").isdecimal() or not _is_float(text):
+            if text.lstrip("+-").isdecimal() or not is_float(text):
                 continue
             return True
         if isinstance(value, float | np.floating):
             return True
     return False
-
-
-def _is_float(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
-
-
-def _numbers(value: Any, name: str) -> list[float]:
-    """Return the numbers in a field: one, those of a list or an array, or one that a text holds.
-
-    Raises:
-        ValueError: it is missing, no number, or not finite.
-    """
-    if isinstance(value, bytes | memoryview):
-        value = bytes(value).decode("utf-8", "replace")
-    if isinstance(value, np.ndarray | list | tuple):
-        return [number for one in np.asarray(value, object).reshape(-1) for number in _numbers(one, name)]
-    if value is None or value == "":
-        raise ValueError(f"the field '{name}' is missing")
-    if (isinstance(value, str) and _is_float(value)) or isinstance(
-        value, bool | int | float | np.number | np.bool_
-    ):
-        number = float(value)
-        if math.isfinite(number):
-            return [number]
-    raise ValueError(f"the field '{name}' is no finite number: {value!r:.40}")
