@@ -229,11 +229,11 @@ def _open_table(section: DataSection, number: int) -> TableDataset:
                 "mend the row, or set data.bad_data = 'skip'; or set "
                 f"{key}.target_type to 'number' if it is one",
             ) from error
-    faults = [_fault(feature_values, record, features) for record in records]
-    if None not in faults and section.bad_data == "skip":
-        raise JobError(f"{key}.features: none of {len(records)} sampled rows can be read; {faults[0]}")
-    whole = records[faults.index(None)] if None in faults else None
-    count = len(features) if whole is None else len(feature_values(whole, features))
+    causes = [_fault(feature_values, record, features) for record in records]
+    whole = [record for record, cause in zip(records, causes, strict=True) if cause is None]
+    if not whole and section.bad_data == "skip":
+        raise JobError(f"{key}.features: none of {len(records)} sampled rows can be read; {causes[0]}")
+    count = len(feature_values(whole[0], features)) if whole else len(features)
     return TableDataset(section, number, index, features, classes, count)
 
 
