@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +27,7 @@ from wanma.models.structure.parallel_spec import ParallelSpec
 from wanma.models.structure.parameter_roles import ParameterRole, find_parameter_roles
 from wanma.models.structure.repeated_blocks import find_repeated_blocks
 from wanma.models.user_modules.overlapping_parameters import reject_overlapping_parameters
-from wanma.parallel.context.context_parallel import apply_context_parallel
-from wanma.parallel.data_parallel.gather_order_check import install_gather_order_check
 from wanma.parallel.data_parallel.replicated import Replicated
-from wanma.parallel.data_parallel.sharded import PRECISION_DTYPES, Sharded, apply_data_parallel
-from wanma.parallel.data_parallel.shared_memory_weights import share_weights_in_memory
-from wanma.parallel.expert.expert_parallel import apply_expert_parallel
 from wanma.parallel.gradients.gradient_compression import GradientCompression, build_compression
 from wanma.parallel.gradients.gradient_hooks import GradientHooks
 from wanma.parallel.memory.disk_pool import DiskPool
@@ -46,13 +42,15 @@ from wanma.parallel.parameters.freezing import RequiresGradSync, freeze_permanen
 from wanma.parallel.parameters.frozen_weights import cast_frozen_weights
 from wanma.parallel.parameters.initialization import initialize_parameters, materialize_parameters
 from wanma.parallel.parameters.stale_parameters import StaleParameterCheck
-from wanma.parallel.pipeline.pipeline_runner import PipelineRunner
 from wanma.parallel.pipeline.stage_partition import extract_stage, pipeline_parallel_spec
 from wanma.parallel.pipeline.tied_weights import TiedWeights, find_tied_weights, tied_names_between_ends
-from wanma.parallel.precision.autocast import apply_autocast
+from wanma.parallel.precision.autocast import PRECISION_DTYPES, apply_autocast
 from wanma.parallel.precision.float8 import apply_float8
 from wanma.parallel.profiling.compute_timer import ComputeTimer
-from wanma.parallel.tensor.tensor_parallel import apply_tensor_parallel
+
+if TYPE_CHECKING:
+    from wanma.parallel.data_parallel.sharded import Sharded
+    from wanma.parallel.pipeline.pipeline_runner import PipelineRunner
 
 
 @dataclass(frozen=True)
@@ -233,6 +231,8 @@ def parallelize(
     draws = _build_random_draws(spec, module, plan, seed)
     pipeline = None
     if plan.pp > 1:
+        from wanma.parallel.pipeline.pipeline_runner import PipelineRunner
+
         pipeline = PipelineRunner(
             parts, numbers, plan, parallel_mesh, data_parallel, clock, draws, StaleParameterCheck(module)
         )
@@ -331,10 +331,16 @@ def _parallelize_part(
     if not spec.has_own_initialization:  # users' weights would come back rounded
         cast_frozen_weights(part, PRECISION_DTYPES[plan.precision], permanently_frozen)
     if plan.ep > 1 or (spec.parallel_spec is not None and spec.parallel_spec.expert_modules is not None):
+        from wanma.parallel.expert.expert_parallel import apply_expert_parallel
+
         apply_expert_parallel(part, spec.require_parallel_spec("parallel.ep"), parallel_mesh)
     if plan.tp > 1:
+        from wanma.parallel.tensor.tensor_parallel import apply_tensor_parallel
+
         apply_tensor_parallel(part, spec.require_parallel_spec("parallel.tp"), parallel_mesh)
     if plan.cp > 1:
+        from wanma.parallel.context.context_parallel import apply_context_parallel
+
         apply_context_parallel(part, spec.require_parallel_spec("parallel.cp"), parallel_mesh)
     blocks = _blocks(part, spec.parallel_spec)
     apply_recompute(blocks, plan)  # before compile, so that compile sees it
@@ -346,19 +352,9 @@ def _parallelize_part(
             block.compile()
     apply_activation_offload(blocks, plan, disk_pool)
     # Last: it owns every parameter's storage. The losses of wanma's own models choose their precision.
-    data_parallel = apply_data_parallel(
-        part,
-        blocks,
-        _expert_modules(part, spec.parallel_spec),
-        plan,
-        parallel_mesh,
-        communication_timer,
-        full_precision_output=spec.input_kind == "custom",
-        compression=compression,
-        permanently_frozen=permanently_frozen,
+    data_parallel = _apply_data_parallel(
+        part, blocks, spec, plan, parallel_mesh, communication_timer, compression, permanently_frozen
     )
-    if spec.has_own_initialization and isinstance(data_parallel, Sharded):
-        data_parallel = replace(data_parallel, requires_grad_sync=RequiresGradSync(part, permanently_frozen))
     if not spec.has_own_initialization:
         materialize_parameters(
             part, parameter_storage_device(plan, parallel_mesh.device), parallel_mesh.device
@@ -366,7 +362,10 @@ def _parallelize_part(
     elif plan.offload_parameters == "none":  # else FSDP2 has put everything where it belongs
         part.to(parallel_mesh.device)
     apply_parameter_offload(part, blocks, plan, disk_pool)
-    if isinstance(data_parallel, Sharded):
+    if not isinstance(data_parallel, Replicated):
+        from wanma.parallel.data_parallel.gather_order_check import install_gather_order_check
+        from wanma.parallel.data_parallel.shared_memory_weights import share_weights_in_memory
+
         data_parallel = replace(
             data_parallel, shared_memory_weights=share_weights_in_memory(part, plan, communication_timer)
         )
@@ -377,6 +376,43 @@ def _parallelize_part(
     if spec.has_own_initialization and plan.precision in ("bf16", "fp16"):
         apply_autocast(part, PRECISION_DTYPES[plan.precision], parallel_mesh.device)
     return data_parallel
+
+
+def _apply_data_parallel(
+    part: nn.Module,
+    blocks: list[nn.Module],
+    spec: ModelSpec,
+    plan: Plan,
+    parallel_mesh: ParallelMesh,
+    communication_timer: CommunicationTimer,
+    compression: GradientCompression | None,
+    permanently_frozen: frozenset[str],
+) -> Sharded | Replicated:
+    if plan.computes_on_master_weights:
+        return Replicated(
+            part,
+            parallel_mesh,
+            communication_timer,
+            torch.float64 if plan.precision == "fp64" else None,
+            compression=compression,
+            permanently_frozen=permanently_frozen,
+        )
+    from wanma.parallel.data_parallel.sharded import apply_sharding
+
+    sharded = apply_sharding(
+        part,
+        blocks,
+        _expert_modules(part, spec.parallel_spec),
+        plan,
+        parallel_mesh,
+        communication_timer,
+        full_precision_output=spec.input_kind == "custom",
+        compression=compression,
+        permanently_frozen=permanently_frozen,
+    )
+    if spec.has_own_initialization:
+        return replace(sharded, requires_grad_sync=RequiresGradSync(part, permanently_frozen))
+    return sharded
 
 
 def _require_fp32_weights(module: nn.Module, spec: ModelSpec) -> None:

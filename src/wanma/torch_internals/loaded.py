@@ -14,6 +14,10 @@ def is_compiler_loaded() -> bool:
     return COMPILER_MODULE in sys.modules
 
 
+def is_dtensor_loaded() -> bool:
+    return "torch.distributed.tensor" in sys.modules
+
+
 def is_compiled_wrapper(module: object) -> bool:
     """Return whether a module is the result of `torch.compile(module)`, which renames its parameters."""
     compiler: Any = sys.modules.get(COMPILER_MODULE)

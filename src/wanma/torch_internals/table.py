@@ -106,6 +106,9 @@ TORCH_INTERNALS: tuple[TorchInternal, ...] = (
         "_Options _Options._devices _Options._timeout",
         "wanma doctor fails at its check of Gloo",
     ),
+    # uncompiled.py
+    *_rows("torch", "_disable_dynamo", _NO_RUN),
+    *_rows("torch.optim.optimizer", "_use_grad_for_differentiable", _NO_RUN),
     # loaded.py
     *_rows("torch", "_dynamo", _NO_RUN),
     *_rows("torch._dynamo", "OptimizedModule", "modules of torch.compile are trained under names of its own"),

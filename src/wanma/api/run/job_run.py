@@ -74,8 +74,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 ENTRY = "wanma.training.loop.train_worker:train_worker"
-PRELOAD = ("torch", COMPILER_MODULE, "wanma.training.loop.train_worker")
-"""Modules imported once, before the ranks are forked; FSDP2 imports the compiler at its first use."""
 _FACTORY_KEYS = {
     "model": "model.factory",
     "data": "data.factory",
@@ -96,6 +94,7 @@ def train_job(
     callbacks: Sequence[Callback] = (),
     on_failure: Callable[[str], None] | None = None,
     world_size: int | None = None,
+    fork_server: ForkServerHandle | None = None,
 ) -> int:
     """Train `job` on this node, or this node's part of it; continue an interrupted run.
 
@@ -106,6 +105,7 @@ def train_job(
         callbacks: called during the run, before those that the job names.
         on_failure: receives the message of a failed run; default: it is shown on the console.
         world_size: number of ranks of an open layout (`parallel = "auto"`); default: the planner's choice.
+        fork_server: fork server that imports already; default: it starts once the layout is known.
 
     Returns:
         the exit code: 0 finished, 130 or 143 stopped in order or at once by a signal, else failed.
@@ -118,7 +118,8 @@ def train_job(
     run = resolve_run_directory(job, run_directory)
     called = _callbacks(job, run, callbacks, user_objects or {})
     start = initial_layout(job, world_size=world_size)
-    node = ForkServerHandle.start(preload_modules(job), make_worker_environment(job.cluster, start.plan))
+    start_node = ForkServerHandle.start if fork_server is None else fork_server.complete
+    node = start_node(preload_modules(job, start.plan), make_worker_environment(job.cluster, start.plan))
     try:
         # The fork server imports torch meanwhile.
         prepared = _prepare(job, start, user_objects)
@@ -296,9 +297,26 @@ def _end_callbacks(outcome: RunOutcome, callbacks: CallbackThread) -> tuple[str 
     return failure, exit_code
 
 
-def preload_modules(job: Job) -> tuple[str, ...]:
-    """Return the modules that the fork server imports."""
-    return PRELOAD if job.model.huggingface is None else (*PRELOAD, "wanma.models.huggingface.causal_model")
+def preload_modules(job: Job, plan: Plan) -> tuple[str, ...]:
+    """Return the modules that the fork server imports before it forks the ranks, and what it calls then.
+
+    Only what splits or compiles the model imports the compiler, with two thirds of a second and 80 MB.
+    """
+    needed = {
+        "wanma.parallel.data_parallel.sharded": not plan.computes_on_master_weights,
+        "wanma.parallel.tensor.tensor_parallel": plan.tp > 1,
+        "wanma.parallel.expert.expert_parallel": plan.ep > 1,
+        "wanma.parallel.pipeline.pipeline_runner": plan.pp > 1,
+        COMPILER_MODULE: plan.compile,
+    }
+    modules = [name for name, is_needed in needed.items() if is_needed]
+    return (
+        "torch",
+        *([COMPILER_MODULE, *modules] if modules else []),
+        "wanma.training.loop.train_worker",
+        *(["wanma.models.huggingface.causal_model"] if job.model.huggingface is not None else []),
+        *([] if modules else ["wanma.torch_internals.uncompiled:defer_compiler"]),
+    )
 
 
 def dry_run(job: Job, run_directory: Path | None = None, world_size: int | None = None) -> RenderableType:
@@ -348,7 +366,7 @@ def _launch(
         run_directory=run.path.absolute(),
         entry=ENTRY,
         payload=payload(job, plan, prepared.peak_flops_per_second),
-        preload_modules=preload_modules(job),
+        preload_modules=preload_modules(job, plan),
         ranks_per_node=plan.world_size // job.cluster.nodes,
         threads_per_rank=plan.threads_per_rank,
         nodes=job.cluster.nodes,

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from wanma.job.plan.plan import Plan
+from wanma.torch_internals.deferred import DTensor
 from wanma.torch_internals.operators import foreach_norm
 
 

@@ -22,6 +22,7 @@ from wanma.job.sections.parallel import CollectiveTransport
 from wanma.parallel.mesh.backend_selection import log_backend, select_backend
 from wanma.torch_internals.dtensor import clear_dtensor_caches, unflatten_mesh
 from wanma.torch_internals.fake_groups import FAKE_BACKEND
+from wanma.torch_internals.loaded import is_dtensor_loaded
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,8 @@ def open_mesh(
             with use_timer(parallel_mesh.communication_timer) if device.type == "cpu" else nullcontext():
                 yield parallel_mesh
             # Not after an error: the end of a group waits for its collectives, in which peers may have died.
-            clear_dtensor_caches()
+            if is_dtensor_loaded():
+                clear_dtensor_caches()
         finally:
             dist.destroy_process_group()
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 
 from wanma.checkpoint.format.local_shards import local_tensor
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh
+from wanma.torch_internals.deferred import DTensor, Replicate
 from wanma.torch_internals.dtensor import make_spec, wrap_by_spec
 
 

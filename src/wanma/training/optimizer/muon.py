@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from wanma.checkpoint.format.local_shards import local_box, local_tensor
+from wanma.torch_internals.deferred import DTensor
 
 _NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients with the steepest slope at zero; singular values end between about 0.7 and 1.2."""

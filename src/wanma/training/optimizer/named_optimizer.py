@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from wanma.checkpoint.format.local_shards import local_tensor
@@ -25,7 +24,9 @@ from wanma.job.plan.plan import OPTIMIZER_CHUNK_PARAMETERS, Plan
 from wanma.job.sections.train import ParameterGroupSection, TrainSection
 from wanma.models.structure.parameter_roles import ParameterRole, find_parameter_group, is_frozen
 from wanma.planner.rules.capabilities import factored_optimizer_error
+from wanma.torch_internals.deferred import DTensor
 from wanma.torch_internals.dtensor import wrap_like
+from wanma.torch_internals.uncompiled import step_uncompiled
 from wanma.training.optimizer.muon import Muon
 from wanma.training.optimizer.optimizer_attributes import (
     changed_attributes,
@@ -258,9 +259,10 @@ class NamedOptimizer:
             with (
                 self._state_offload.on_device(optimizer) if self._state_offload is not None else nullcontext()
             ):
-                optimizer.step() if self._user_optimizer is None else step_optimizer(
-                    self._user_optimizer.name, optimizer
-                )
+                if self._user_optimizer is None:
+                    step_uncompiled(optimizer)
+                else:
+                    step_optimizer(self._user_optimizer.name, optimizer)
         for local in self._local_parameters.values():
             local.grad = None
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from wanma.checkpoint.format.local_shards import local_tensor
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Offload
 from wanma.parallel.memory.disk_pool import DiskPool
+from wanma.torch_internals.deferred import DTensor
 from wanma.torch_internals.dtensor import wrap_like
 
 
