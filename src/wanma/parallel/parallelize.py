@@ -40,7 +40,11 @@ from wanma.parallel.memory.recompute import apply_recompute
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh
 from wanma.parallel.parameters.freezing import RequiresGradSync, freeze_permanently
 from wanma.parallel.parameters.frozen_weights import cast_frozen_weights
-from wanma.parallel.parameters.initialization import initialize_parameters, materialize_parameters
+from wanma.parallel.parameters.initialization import (
+    WithoutValues,
+    initialize_parameters,
+    materialize_parameters,
+)
 from wanma.parallel.parameters.stale_parameters import StaleParameterCheck
 from wanma.parallel.pipeline.stage_partition import extract_stage, pipeline_parallel_spec
 from wanma.parallel.pipeline.tied_weights import TiedWeights, find_tied_weights, tied_names_between_ends
@@ -260,7 +264,7 @@ def _build_module(spec: ModelSpec, plan: Plan, seed: int) -> nn.Module:
         with seeded_generators(seed):
             module = spec.build_module()
     else:
-        with torch.device("meta"):
+        with torch.device("meta"), WithoutValues():
             module = spec.build_module()
     if not module.training:  # as `from_pretrained` leaves it. Parts alone in evaluation mode stay there.
         module.train()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from wanma.torch_internals.deferred import DTensor, Placement
+from wanma.torch_internals.loaded import DTensor, Placement
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec

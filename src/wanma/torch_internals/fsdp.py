@@ -17,11 +17,21 @@ from wanma.torch_internals.table import is_available
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
     from torch.distributed.tensor import Shard
 
-    from wanma.torch_internals.fsdp_communication import AllGather, ReduceScatter
+__all__ = ["AllGather", "ReduceScatter"]
 
 _PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
+
+
+def __getattr__(name: str) -> Any:
+    """Return one of the base classes of communication, whose module imports the compiler."""
+    if name not in __all__:
+        raise AttributeError(name)
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+    return {"AllGather": AllGather, "ReduceScatter": ReduceScatter}[name]
 
 
 class FsdpMesh(Protocol):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
@@ -17,26 +18,27 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, _use_grad_for_differentiable
 
 from wanma.torch_internals.loaded import COMPILER_MODULE, is_compiler_loaded
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
 _SHORTCUT = "__dynamo_disable"
 """Attribute of a wrapped function: what the wrapper calls instead of asking the compiler."""
 
 
-def uncompiled(function: _Function) -> _Function:
+def uncompiled(function: Function) -> Function:
     """Return the function as one that compiled code calls, and whose own code is not compiled."""
     if is_compiler_loaded():
-        disabled: _Function = torch.compiler.disable(function)
+        disabled: Function = torch.compiler.disable(function)
         return disabled
 
     @functools.wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
         return function(*arguments, **keywords)
 
-    wrapper: Any = torch._disable_dynamo(call)
+    wrapper: Any = _disable_dynamo(call)
     _give_shortcuts([call])
     return wrapper  # type: ignore[no-any-return]
 
@@ -45,14 +47,16 @@ def defer_compiler() -> None:
     """Let the functions that torch has wrapped so far be called without the compiler, until its import."""
     if is_compiler_loaded():
         return
-    found = gc.get_referrers(*_codes_of(torch._disable_dynamo))
+    found = gc.get_referrers(*_codes_of(_disable_dynamo))
     wrappers = [referrer for referrer in found if isinstance(referrer, FunctionType)]
-    _give_shortcuts([wrapper.__wrapped__ for wrapper in wrappers if hasattr(wrapper, "__wrapped__")])
+    # Not `__wrapped__`, which some of torch's decorators set to another function.
+    closures = [inspect.getclosurevars(wrapper).nonlocals for wrapper in wrappers]
+    _give_shortcuts([closure["fn"] for closure in closures if "fn" in closure])
 
 
 def step_uncompiled(optimizer: Optimizer) -> None:
     """Update the parameters of one of torch's optimizers; its own `step` imports the compiler to leave it."""
-    uses_grad = getattr(type(optimizer).step, "__wrapped__", None)
+    uses_grad: Any = getattr(type(optimizer).step, "__wrapped__", None)
     code = getattr(uses_grad, "__code__", None)
     if is_compiler_loaded() or code not in _codes_of(_use_grad_for_differentiable):
         optimizer.step()
@@ -91,7 +95,7 @@ class _CompilerImport(MetaPathFinder):
         self, fullname: str, _path: Sequence[str] | None, _target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname == COMPILER_MODULE:
-            sys.meta_path.remove(self)
             for function in self.functions:
                 delattr(function, _SHORTCUT)
+            self.functions.clear()
         return None

@@ -140,17 +140,11 @@ def train_job(
                 _observer(job, run, prepared, console) as observer,
             ):
                 for note in notes:
-                    level = note_level(note, prepared.plan_result)
-                    console.write({"kind": "message", "level": level, "text": note})
-
-                def update_files() -> None:
-                    if not is_new:
-                        update_run_files(
-                            run, job, prepared, command_line or [], console.write, reads_text=reads_text
-                        )
-
+                    console.write(note)
+                files = run, job, prepared, command_line or [], console.write
+                update_files = partial(update_run_files, *files, reads_text=reads_text)
                 on_event = _event_handler(
-                    run, prepared, console, called, keeper, observer, budget, update_files
+                    run, prepared, console, called, keeper, observer, budget, None if is_new else update_files
                 )
                 outcome = run_local(launch, on_event, node)
                 if job.cluster.nodes == 1:  # no rank is left that could still save
@@ -197,12 +191,15 @@ def _reads_text(job: Job, user_objects: dict[str, Any] | None) -> bool:
     return "data" not in (user_objects or {}) and not has_no_text
 
 
-def _start_notes(run: RunDirectory, job: Job, prepared: PreparedJob) -> list[str]:
+def _start_notes(run: RunDirectory, job: Job, prepared: PreparedJob) -> list[Event]:
     """Return the notes to the user at the start of a run."""
-    return [
+    notes = [
         *job_change_notes(run, job),
         *plan_notes(job, prepared.plan_result),
         *workers_note(job, prepared.workers),
+    ]
+    return [
+        {"kind": "message", "level": note_level(note, prepared.plan_result), "text": note} for note in notes
     ]
 
 
@@ -214,7 +211,7 @@ def _event_handler(
     keeper: NodeKeeper | None,
     observer: RunObserver,
     budget: BudgetWatch,
-    on_first_step: Callable[[], None],
+    on_first_step: Callable[[], None] | None,
 ) -> Callable[[Event], str | None]:
     """Return the function that gets the run's events: it records and shows them, and passes them on.
 
@@ -241,7 +238,8 @@ def _event_handler(
             planned.update(event)
         if event["kind"] == "step" and not has_step:
             has_step = True
-            on_first_step()
+            if on_first_step is not None:
+                on_first_step()
             if planned:
                 update_plan_file(run, prepared, planned, console.write)
         if event["kind"] == "start" and planned and has_step:

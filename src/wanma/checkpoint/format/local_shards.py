@@ -15,8 +15,8 @@ import torch
 
 from wanma.checkpoint.format.manifest import DTYPE_BYTES, METADATA_KEY, Box
 from wanma.job.errors import WanmaError
-from wanma.torch_internals.deferred import DTensor, Partial, Replicate, StridedShard
 from wanma.torch_internals.dtensor import local_shape_and_offset
+from wanma.torch_internals.loaded import DTensor, Partial, Replicate, StridedShard
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from wanma.collectives.timing.communication_timer import CommunicationTimer
 from wanma.torch_internals.fake_tensors import is_fake
-from wanma.torch_internals.fsdp_communication import AllGather, ReduceScatter
+from wanma.torch_internals.fsdp import AllGather, ReduceScatter
 
 _GATHER, _SCATTER = 0, 1
 """Message tags; a gather that was started ahead is in flight beside a scatter."""

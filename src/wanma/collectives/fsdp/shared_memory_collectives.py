@@ -18,7 +18,7 @@ from torch import Tensor
 from wanma.collectives.shared_memory.process_group import SharedMemoryProcessGroup
 from wanma.collectives.timing.communication_timer import CommunicationTimer
 from wanma.torch_internals.distributed import AllgatherOptions, ReduceScatterOptions
-from wanma.torch_internals.fsdp_communication import AllGather, ReduceScatter
+from wanma.torch_internals.fsdp import AllGather, ReduceScatter
 
 
 class SharedMemoryAllGather(AllGather):

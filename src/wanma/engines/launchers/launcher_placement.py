@@ -88,7 +88,7 @@ class LauncherPlacement:
 
 
 def may_be_launched(environment: Mapping[str, str]) -> bool:
-    """Return whether a launcher, or an engine of wanma, may have started this process: cheap, and cautious."""
+    """Return whether a launcher, or an engine of wanma, may have started this process, by cheap signs."""
     return any(name.startswith(_LAUNCHER_PREFIXES) for name in environment)
 
 

@@ -28,8 +28,7 @@ from wanma.parallel.data_parallel.shared_memory_weights import gathers_from_othe
 from wanma.parallel.parameters.fsdp_units import fsdp_units
 from wanma.torch_internals.distributed import has_backend_for
 from wanma.torch_internals.fake_tensors import is_fake
-from wanma.torch_internals.fsdp import all_gather_of, parameter_group
-from wanma.torch_internals.fsdp_communication import AllGather
+from wanma.torch_internals.fsdp import AllGather, all_gather_of, parameter_group
 
 _TAG = 2
 """Tag of the messages that announce a gather: no other message has it."""

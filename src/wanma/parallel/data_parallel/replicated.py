@@ -35,8 +35,8 @@ from wanma.parallel.parameters.replicated_parameters import (
     wrap_local,
 )
 from wanma.parallel.parameters.stale_parameters import StaleParameterCheck
-from wanma.torch_internals.deferred import DTensor
 from wanma.torch_internals.dispatch import tree_map_only
+from wanma.torch_internals.loaded import DTensor
 from wanma.torch_internals.uncompiled import uncompiled
 
 

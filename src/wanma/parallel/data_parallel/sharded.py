@@ -66,8 +66,7 @@ from wanma.parallel.parameters.frozen_weights import FrozenWeights, find_gather_
 from wanma.parallel.parameters.fsdp_units import fsdp_units
 from wanma.parallel.parameters.stale_parameters import StaleParameterCheck
 from wanma.parallel.precision.autocast import PRECISION_DTYPES
-from wanma.torch_internals.fsdp import parameter_group, unsharded_or_none
-from wanma.torch_internals.fsdp_communication import AllGather, ReduceScatter
+from wanma.torch_internals.fsdp import AllGather, ReduceScatter, parameter_group, unsharded_or_none
 from wanma.torch_internals.versions import SHARDED_INTEGER_PARAMETERS, installed_torch_version
 
 

@@ -36,6 +36,7 @@ from wanma.torch_internals.autograd import version_counter
 from wanma.torch_internals.distributed import BarrierOptions
 from wanma.torch_internals.dtensor import local_part, set_local_part
 from wanma.torch_internals.fsdp import (
+    AllGather,
     FsdpParameter,
     FsdpParameterGroup,
     adopt_gather_extensions,
@@ -45,7 +46,6 @@ from wanma.torch_internals.fsdp import (
     set_shard_data,
     shard_data,
 )
-from wanma.torch_internals.fsdp_communication import AllGather
 
 
 class SharedMemoryWeights:

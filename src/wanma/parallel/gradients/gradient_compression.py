@@ -33,7 +33,7 @@ from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Compression
 from wanma.parallel.gradients.reduction_groups import build_node_groups
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh
-from wanma.torch_internals.deferred import DTensor, Placement, Replicate, Shard, StridedShard
+from wanma.torch_internals.loaded import DTensor, Placement, Replicate, Shard, StridedShard
 from wanma.torch_internals.operators import foreach_norm
 
 ERROR_KIND, POWER_SGD_Q_KIND = "error", "q"

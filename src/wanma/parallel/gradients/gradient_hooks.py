@@ -15,7 +15,7 @@ from wanma.checkpoint.format.local_shards import local_tensor
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.models.user_modules.parameter_hooks import Hook, ParameterHooks, has_hooks
-from wanma.torch_internals.deferred import DTensor
+from wanma.torch_internals.loaded import DTensor
 
 
 class GradientHooks:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from wanma.job.plan.plan import Plan
-from wanma.torch_internals.deferred import DTensor
+from wanma.torch_internals.loaded import DTensor
 from wanma.torch_internals.operators import foreach_norm
 
 

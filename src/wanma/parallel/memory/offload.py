@@ -21,9 +21,9 @@ from wanma.parallel.memory.disk_pool import DiskPool
 from wanma.parallel.memory.offload_target import DiskTarget, HostTarget, OffloadedStorage, OffloadTarget
 from wanma.parallel.parameters.fsdp_units import fsdp_units
 from wanma.torch_internals.autograd import storage_id, version_counter
-from wanma.torch_internals.deferred import DTensor
 from wanma.torch_internals.dtensor import local_part, set_local_part, spec_of, wrap_by_spec
 from wanma.torch_internals.fsdp import parameter_group, set_shard_data, shard_data
+from wanma.torch_internals.loaded import DTensor
 
 MIN_OFFLOAD_BYTES = 1 << 12
 """Largest tensor, in bytes, that is not offloaded: to fetch one takes longer than it is worth."""

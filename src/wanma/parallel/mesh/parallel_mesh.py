@@ -21,7 +21,7 @@ from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.parallel import CollectiveTransport
 from wanma.parallel.mesh.backend_selection import log_backend, select_backend
 from wanma.torch_internals.dtensor import clear_dtensor_caches, unflatten_mesh
-from wanma.torch_internals.fake_groups import FAKE_BACKEND
+from wanma.torch_internals.fake_tensors import FAKE_BACKEND
 from wanma.torch_internals.loaded import is_dtensor_loaded
 
 

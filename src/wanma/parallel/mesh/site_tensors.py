@@ -12,8 +12,8 @@ from torch import Tensor
 
 from wanma.checkpoint.format.local_shards import local_tensor
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh
-from wanma.torch_internals.deferred import DTensor, Replicate
 from wanma.torch_internals.dtensor import make_spec, wrap_by_spec
+from wanma.torch_internals.loaded import DTensor, Replicate
 
 
 def replicate_local_over_sites(local: Tensor, like: Tensor, parallel_mesh: ParallelMesh) -> Tensor:

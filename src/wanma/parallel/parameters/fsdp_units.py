@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from wanma.torch_internals.deferred import FSDPModule
+from wanma.torch_internals.loaded import FSDPModule
 
 
 def fsdp_units(model: nn.Module | FSDPModule) -> Iterator[FSDPModule]:

@@ -17,8 +17,8 @@ from wanma.checkpoint.format.local_shards import local_tensor
 from wanma.job.plan.plan import Plan
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh
 from wanma.parallel.parameters.freezing import raise_frozen_released
-from wanma.torch_internals.deferred import DTensor, Placement, Replicate
 from wanma.torch_internals.fake_tensors import is_fake
+from wanma.torch_internals.loaded import DTensor, Placement, Replicate
 from wanma.torch_internals.modules import registered_parameters
 
 
@@ -45,7 +45,11 @@ def replicate_parameters(
                 continue
             if parameter not in replicated_by_parameter:
                 state, ranks = local_tensor(parameter), None
-                if not is_plain:
+                if is_plain and state.is_meta:
+                    # `empty_like` from the meta device to another would import sympy.
+                    size, stride = state.shape, state.stride()
+                    state = torch.empty_strided(size, stride, dtype=state.dtype, device=parallel_mesh.device)
+                elif not is_plain:
                     state, ranks = _over_all_ranks(parameter, parallel_mesh)
                 full_name = f"{path}.{name}" if path else name
                 state_parameter = nn.Parameter(state, parameter.requires_grad)

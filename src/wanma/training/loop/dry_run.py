@@ -209,7 +209,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 @contextmanager
 def _fake_process_group(world_size: int, rank: int) -> Iterator[None]:
     """Open a process group of any size whose operations return at once, as torch tests its own with."""
-    from wanma.torch_internals.fake_groups import FAKE_BACKEND, FakeStore
+    from wanma.torch_internals.fake_tensors import FAKE_BACKEND, FakeStore
 
     dist.init_process_group(FAKE_BACKEND, store=FakeStore(), rank=rank, world_size=world_size)
     try:

@@ -14,7 +14,7 @@ from wanma.data.batch import IGNORE_INDEX, Batch
 from wanma.job.errors import WanmaError
 from wanma.models.user_modules.forward_error import loss_error
 from wanma.models.user_modules.label_task import LABEL_KEYS
-from wanma.torch_internals.deferred import DTensor
+from wanma.torch_internals.loaded import DTensor
 from wanma.training.loss.cross_entropy import cross_entropy_sum
 from wanma.training.loss.target_counting import Losses, TargetCounter, UserLoss
 

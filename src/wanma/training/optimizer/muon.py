@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from wanma.checkpoint.format.local_shards import local_box, local_tensor
-from wanma.torch_internals.deferred import DTensor
+from wanma.torch_internals.loaded import DTensor
 
 _NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients with the steepest slope at zero; singular values end between about 0.7 and 1.2."""

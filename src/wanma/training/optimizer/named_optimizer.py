@@ -24,8 +24,8 @@ from wanma.job.plan.plan import OPTIMIZER_CHUNK_PARAMETERS, Plan
 from wanma.job.sections.train import ParameterGroupSection, TrainSection
 from wanma.models.structure.parameter_roles import ParameterRole, find_parameter_group, is_frozen
 from wanma.planner.rules.capabilities import factored_optimizer_error
-from wanma.torch_internals.deferred import DTensor
 from wanma.torch_internals.dtensor import wrap_like
+from wanma.torch_internals.loaded import DTensor
 from wanma.torch_internals.uncompiled import step_uncompiled
 from wanma.training.optimizer.muon import Muon
 from wanma.training.optimizer.optimizer_attributes import (

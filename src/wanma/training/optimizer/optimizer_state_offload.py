@@ -14,8 +14,8 @@ from wanma.checkpoint.format.local_shards import local_tensor
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Offload
 from wanma.parallel.memory.disk_pool import DiskPool
-from wanma.torch_internals.deferred import DTensor
 from wanma.torch_internals.dtensor import wrap_like
+from wanma.torch_internals.loaded import DTensor
 
 
 class OptimizerStateOffload:
