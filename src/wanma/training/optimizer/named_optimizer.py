@@ -428,9 +428,8 @@ def local_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 def wrap_local(local: Tensor, like: nn.Parameter) -> Tensor:
-    """Return the DTensor of which `local` is this rank's part, in whatever memory that is."""
-    assert isinstance(like, DTensor)
-    return wrap_like(local, like)
+    """Return the tensor, placed as a parameter, of which `local` is this rank's part, in whatever memory."""
+    return wrap_like(local, like) if isinstance(like, DTensor) else local
 
 
 def _is_for_muon(name: str, role: ParameterRole, group: ParameterGroupSection | None) -> bool:
