@@ -13,6 +13,7 @@ from pathlib import Path
 
 from wanma.bench.measurements.measurement import StepRecord
 from wanma.bench.programs.contender import Contender
+from wanma.bench.programs.limited_link import command_over_link
 from wanma.bench.programs.submitted_run import SubmittedRun
 from wanma.bench.programs.target import Progress
 from wanma.job.file.loading import load_job
@@ -66,6 +67,8 @@ class JobProgram:
         # The working directory is not a place of modules, unless the user has made it one.
         self.command = [sys.executable, "-P", "-m", "wanma", "train", contender.job]
         self.command += [*contender.overrides, *limit, "--run-dir", str(self.run.path)]
+        if contender.link_megabits_per_second is not None and self.engine == "local":
+            self.command = command_over_link(self.command, contender.link_megabits_per_second)
 
     def progress(self) -> list[Progress]:
         """Return the steps and validations so far."""
