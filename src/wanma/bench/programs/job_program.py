@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import secrets
@@ -100,13 +99,6 @@ class JobProgram:
         hosts = self._submitted.other_hosts()
         self._submitted.discard()
         return hosts
-
-    def read_plan(self) -> dict[str, object] | None:
-        """Return the content of plan.json."""
-        try:
-            return dict(json.loads(self.run.plan.read_text()))
-        except (OSError, ValueError):
-            return None
 
 
 def step_records(report: Report) -> tuple[StepRecord, ...]:
