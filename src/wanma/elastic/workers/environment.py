@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wanma.elastic.workers.malloc_reserve import DISABLE_SMALL_CACHES_TUNABLES
@@ -36,6 +37,7 @@ It is libgomp's own value for more threads than cores; otherwise that is 300,000
 two cores that other programs use too took 30 times as long for a small step: each spins where another has
 work to do.
 """
+_GPU_DRIVER = Path("/dev/nvidiactl")
 _WAIT_POLICIES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
@@ -53,9 +55,9 @@ def make_worker_environment(cluster: ClusterSection, plan: Plan) -> dict[str, st
 
 
 def early_worker_environment() -> dict[str, str]:
-    """Return the variables for a fork server that starts before the job is read: those of ranks on CPUs."""
+    """Return the variables for a fork server that starts before the job is read: what most jobs need here."""
     threads = {} if any(name in os.environ for name in _WAIT_POLICIES) else OPENMP_SPIN_ENVIRONMENT
-    return {**TUNED_MALLOC_ENVIRONMENT, **threads}
+    return {**({} if _GPU_DRIVER.exists() else TUNED_MALLOC_ENVIRONMENT), **threads}
 
 
 def is_environment_for(early: Mapping[str, str], needed: Mapping[str, str]) -> bool:
