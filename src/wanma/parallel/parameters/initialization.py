@@ -45,11 +45,13 @@ def materialize_parameters(
         parameter_device: device of the parameters.
         buffer_device: device of the buffers, which may be the same.
     """
-    if any(isinstance(parameter, DTensor) or parameter.is_meta for parameter in model.parameters()):
+    if any(
+        isinstance(parameter, DTensor) or parameter.device.type == "meta" for parameter in model.parameters()
+    ):
         model.to_empty(device=parameter_device)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_meta:
+            if buffer.device.type == "meta":
                 size, stride = buffer.shape, buffer.stride()
                 buffer = torch.empty_strided(size, stride, dtype=buffer.dtype, device=buffer_device)
             registered_buffers(module)[name] = buffer.to(buffer_device)

@@ -37,7 +37,9 @@ def replicate_parameters(
         selected: parameters to hold; None: all.
         permanently_frozen: names of parameters that are frozen for good.
     """
-    is_plain = selected is None and _are_ranks_alike(parallel_mesh.plan)
+    # On the meta device a dry run allocates the model afterwards, and only DTensors stay the same parameters.
+    is_real = parallel_mesh.device.type != "meta"
+    is_plain = selected is None and is_real and _are_ranks_alike(parallel_mesh.plan)
     replicated_by_parameter: dict[nn.Parameter, ReplicatedParameter] = {}
     for path, module in model.named_modules():
         for name, parameter in registered_parameters(module).items():
@@ -45,7 +47,7 @@ def replicate_parameters(
                 continue
             if parameter not in replicated_by_parameter:
                 state, ranks = local_tensor(parameter), None
-                if is_plain and state.is_meta:
+                if is_plain and state.device.type == "meta":
                     # `empty_like` from the meta device to another would import sympy.
                     size, stride = state.shape, state.stride()
                     state = torch.empty_strided(size, stride, dtype=state.dtype, device=parallel_mesh.device)
