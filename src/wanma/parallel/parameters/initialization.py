@@ -49,12 +49,13 @@ def materialize_parameters(
         isinstance(parameter, DTensor) or parameter.device.type == "meta" for parameter in model.parameters()
     ):
         model.to_empty(device=parameter_device)
-    for module in model.modules():
+    for module in model.modules():  # all of them, before a module gives those of others their values
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.device.type == "meta":
                 size, stride = buffer.shape, buffer.stride()
                 buffer = torch.empty_strided(size, stride, dtype=buffer.dtype, device=buffer_device)
             registered_buffers(module)[name] = buffer.to(buffer_device)
+    for module in model.modules():
         reset = getattr(module, "reset_buffers", None)
         if callable(reset):
             reset()
