@@ -34,7 +34,14 @@ class Site:
     cluster: Any
     """The stand-in; None: the cluster is real."""
 
-    def job(self, *, steps: int = 4, nodes: int | str = 2, **kubernetes: Any) -> Job:
+    def job(
+        self,
+        *,
+        steps: int = 4,
+        nodes: int | str = 2,
+        cluster: dict[str, Any] | None = None,
+        **kubernetes: Any,
+    ) -> Job:
         settings = {"image": self.image, "volume": "runs", "python": "python", **kubernetes}
         return to_job(
             {
@@ -49,6 +56,7 @@ class Site:
                     "device": "cpu",
                     "threads_per_rank": 1,
                     "last_call_timeout_seconds": 1,
+                    **(cluster or {}),
                     "kubernetes": settings,
                 },
                 "observe": {"name": "gpt", "console": "plain"},

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
+from typing import Any
 
 import pytest
 
 from engines.kubernetes.conftest import Site, losses
+from support.kubernetes.cluster import IMAGE
 from wanma.api.engines.attachment import attach
 from wanma.api.engines.control import (
     cancel_run,
@@ -21,7 +23,12 @@ from wanma.api.engines.control import (
 from wanma.api.engines.submission import submit_job
 from wanma.api.run.job_run import train_job
 from wanma.cli.main import main
-from wanma.engines.kubernetes.manifests import RUN_LABEL, make_placement
+from wanma.engines.kubernetes.manifests import (
+    KUEUE_PRIORITY_LABEL,
+    QUEUE_LABEL,
+    RUN_LABEL,
+    make_placement,
+)
 from wanma.job.errors import EXIT_USAGE, WanmaError
 from wanma.job.file.loading import to_job
 from wanma.job.file.serialization import job_to_toml
@@ -110,6 +117,41 @@ def test_a_queue_without_room_is_explained_and_the_run_starts_when_there_is(site
     assert run_status(run).state == "pending"
     site.cluster.set_queue({"cpu": "8"}, name="team")
     assert attach(run, record) == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("extensions", [None, ("kueue.x-k8s.io",)], ids=["jobset", "job"])
+def test_a_run_that_kueue_preempts_waits_suspended_and_resumes_in_order(site: Site) -> None:
+    site.cluster.set_queue({"cpu": "2"}, name="team", preemption="LowerPriority")
+    no_restarts = {"max_restarts": 0}  # the loss of the nodes is no failure
+    run, record = submit_job(site.job(steps=40, queue="team", cpu="1", cluster=no_restarts))
+    site.wait_for_step(run, 6)
+    site.cluster.add("priorityclasses", {"metadata": {"name": "high"}, "value": 100})
+    site.cluster.add("jobs", _competitor(), "default")
+    status = site.wait(
+        lambda: found if "priority" in (found := run_status(run)).reason else None, "pre-emption"
+    )
+    assert status.state == "pending"
+    site.wait(lambda: not site.client.list("Pod", f"{RUN_LABEL}={record.handle['name']}"), "end of the pods")
+    assert "priority" in explain_run(run).summary
+    assert run_status(run).state == "pending"
+    site.client.delete("Job", "competitor")
+    assert attach(run, record) == 0
+    alone = to_job({**site.job(steps=40).model_dump(exclude_unset=True), "cluster": {"device": "cpu"}})
+    assert train_job(alone, run_directory=site.folder / "alone") == 0
+    assert losses(run) == pytest.approx(losses(type(run)(site.folder / "alone")), rel=1e-4)
+    starts = [event["step"] for event in read_report(run).events if event["kind"] == "start"]
+    assert len(starts) == 2
+    assert starts[1] >= 6
+
+
+def _competitor() -> dict[str, Any]:
+    """Return a Job of a higher priority that takes the whole queue."""
+    container = {"name": "main", "image": IMAGE, "command": ["sleep", "600"]}
+    container["resources"] = {"requests": {"cpu": "2"}}
+    pod = {"restartPolicy": "Never", "terminationGracePeriodSeconds": 0, "containers": [container]}
+    labels = {QUEUE_LABEL: "team", KUEUE_PRIORITY_LABEL: "high"}
+    return {"metadata": {"name": "competitor", "labels": labels}, "spec": {"template": {"spec": pod}}}
 
 
 @pytest.mark.full

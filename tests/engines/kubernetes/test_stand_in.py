@@ -289,8 +289,10 @@ def test_job_set_waits_for_quota_and_yields_to_a_higher_priority(cluster: Kubern
     program = ["python", "-c", "pass"]
     create(job_set("vip", pod_spec(program, gpus=1), labels | {"kueue.x-k8s.io/priority-class": "high"}))
     cluster.wait_for(lambda: "Completed" in conditions("jobsets", "vip"), "the higher priority")
-    assert conditions("workloads", "one")["Preempted"][:2] == ("True", "InClusterQueue")
     cluster.wait_for(lambda: len(running("one-node-0")) == 2, "the first again")
+    status, reason, words = conditions("workloads", "one")["Preempted"]
+    assert (status, reason) == ("False", "QuotaReserved")
+    assert words.startswith("Previously: Preempted to accommodate")
 
 
 def test_job_set_restarts_until_its_limit(cluster: KubernetesCluster) -> None:
