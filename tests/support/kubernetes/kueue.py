@@ -1,8 +1,8 @@
 """Kueue: Jobs and JobSets of a queue start when its quota admits them.
 
 https://kueue.sigs.k8s.io/docs/concepts/ ; conditions, reasons and messages: kubernetes-sigs/kueue
-apis/kueue/v1beta2/workload_types.go, pkg/scheduler/flavorassigner, pkg/workload/workload.go (an eviction holds
-until quota is reserved again) and pkg/workload/evict/evict.go .
+apis/kueue/v1beta2/workload_types.go, pkg/scheduler/flavorassigner, pkg/workload/workload.go (an eviction
+holds until quota is reserved again) and pkg/workload/evict/evict.go .
 One cohort per ClusterQueue: nothing is borrowed.
 """
 

@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 
-from wanma.engines.ssh import host_files
-from wanma.engines.ssh.connection import Reply
-from wanma.engines.ssh.failures import SshError
-from wanma.engines.ssh.hosts import Host, parse_host
-from wanma.engines.ssh.records import (
+from wanma.engines.hosts import host_files
+from wanma.engines.hosts.connections import Host, HostError, Reply
+from wanma.engines.hosts.records import (
     RecordOwner,
     RecordSource,
     _known,
@@ -25,6 +23,7 @@ from wanma.engines.ssh.records import (
     record_owner,
     send_history,
 )
+from wanma.engines.ssh.hosts import parse_host
 from wanma.job.errors import WanmaError
 from wanma.job.run.run_directory import RunDirectory
 
@@ -155,7 +154,7 @@ class HostsHere:
         seconds: float = 0,  # as of SshConnections
     ) -> Reply:
         if asked in self.lost:
-            raise SshError(asked, f"{asked.text}: it cannot be reached", "")
+            raise HostError(asked, f"{asked.text}: it cannot be reached", "")
         values: list[Any] = []
         self.operations.append(request["operation"])
         output = Buffered()
@@ -167,12 +166,12 @@ class HostsHere:
 
     def ask_all(
         self, questions: Mapping[Host, Callable[[], Reply]]
-    ) -> tuple[dict[Host, Reply], list[SshError]]:
+    ) -> tuple[dict[Host, Reply], list[HostError]]:
         answers, failures = {}, []
         for asked, question in questions.items():
             try:
                 answers[asked] = question()
-            except SshError as error:
+            except HostError as error:
                 failures.append(error)
         return answers, failures
 

@@ -13,10 +13,8 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 from wanma.checkpoint.store.checkpoint_folder import list_committed
-from wanma.engines.ssh import host_files
-from wanma.engines.ssh.connection import Connections, Reply
-from wanma.engines.ssh.failures import SshError, join_errors
-from wanma.engines.ssh.hosts import Host
+from wanma.engines.hosts import host_files
+from wanma.engines.hosts.connections import Connections, Host, HostError, Reply, join_errors
 from wanma.job.errors import WanmaError
 from wanma.job.run.run_directory import RunDirectory, write_json
 
@@ -64,7 +62,7 @@ def fetch_records(connections: Connections, sources: Sequence[RecordSource], run
     """
     owner = before = record_owner(run, sources)
     pending = list(sources)
-    failures: list[SshError] = []
+    failures: list[HostError] = []
     try:
         while pending:
             replies, failed = connections.ask_all(
