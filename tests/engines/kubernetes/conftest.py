@@ -42,7 +42,8 @@ class Site:
         cluster: dict[str, Any] | None = None,
         **kubernetes: Any,
     ) -> Job:
-        settings = {"image": self.image, "volume": "runs", "python": "python", **kubernetes}
+        place = {} if "store" in kubernetes else {"volume": "runs"}
+        settings = {"image": self.image, "python": "python", **place, **kubernetes}
         return to_job(
             {
                 "model": {"preset": "gpt-1m"},
@@ -69,7 +70,7 @@ class Site:
 
     def objects(self) -> list[str]:
         """Return what is left on the cluster of all runs, by label."""
-        kinds = ("JobSet", "Job", "Pod", "Secret", "Service")
+        kinds = ("JobSet", "Job", "Pod", "Secret", "Service", "PodGroup")
         return [
             f"{kind} {found['metadata']['name']}"
             for kind in kinds

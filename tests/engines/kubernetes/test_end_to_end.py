@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
+import urllib.request
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from wanma.api.engines.control import (
 )
 from wanma.api.engines.submission import submit_job
 from wanma.api.run.job_run import train_job
+from wanma.checkpoint.remote.remote_storage import RemoteStorage
 from wanma.cli.main import main
 from wanma.engines.kubernetes.manifests import (
     KUEUE_PRIORITY_LABEL,
@@ -29,7 +32,7 @@ from wanma.engines.kubernetes.manifests import (
     RUN_LABEL,
     make_placement,
 )
-from wanma.job.errors import EXIT_USAGE, WanmaError
+from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
 from wanma.job.file.loading import to_job
 from wanma.job.file.serialization import job_to_toml
 from wanma.report.run_report import read_report
@@ -155,6 +158,33 @@ def _competitor() -> dict[str, Any]:
 
 
 @pytest.mark.full
+def test_a_gang_of_volcano_waits_whole_says_so_and_starts_whole(site: Site) -> None:
+    container = {"name": "main", "image": IMAGE, "command": ["sleep", "600"]}
+    container["resources"] = {"requests": {"cpu": "5"}}
+    spec = {"restartPolicy": "Never", "terminationGracePeriodSeconds": 0, "containers": [container]}
+    site.cluster.add("pods", {"metadata": {"name": "other"}, "spec": spec}, "default")
+    run, record = submit_job(site.job(scheduler="volcano", cpu="5"))
+    found = site.wait(
+        lambda: found if "together" in (found := explain_run(run)).summary else None, "reason of Volcano"
+    )
+    assert "cpu" in found.summary
+    assert run_status(run).state == "pending"
+    pods = site.client.list("Pod", f"{RUN_LABEL}={record.handle['name']}")
+    assert [pod["status"]["phase"] for pod in pods] == ["Pending", "Pending"]
+    site.client.delete("Pod", "other")
+    assert attach(run, record) == 0
+    find_submitted(run)[0].discard(record.handle)
+    site.wait(lambda: not site.objects(), "empty cluster")
+
+
+@pytest.mark.parametrize("extensions", [()])
+def test_a_gang_without_volcano_is_refused(site: Site) -> None:
+    with pytest.raises(JobError) as refused:
+        submit_job(site.job(scheduler="volcano"))
+    assert "cluster.kubernetes.scheduler" in refused.value.message
+
+
+@pytest.mark.full
 def test_a_run_gives_a_pod_back_and_gets_another_which_joins(site: Site) -> None:
     run, record = submit_job(site.job(steps=200, nodes="1..2"))
     assert len(record.handle["jobs"]) == 2
@@ -246,6 +276,54 @@ def test_a_run_directory_on_the_volume_is_read_where_it_is(
     assert attach(run, record) == 0
     assert list(run.checkpoints.glob("step-*"))
     assert not list(run.engine_files.glob("kubernetes-fetched"))
+
+
+@pytest.fixture
+def store(site: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Settings of an object store in place of the volume, which this machine and the pods reach."""
+    s3fs, server = pytest.importorskip("s3fs"), pytest.importorskip("moto.server")
+    if site.cluster is None:
+        pytest.skip("needs the stand-in, whose pods reach a server of this process")
+    address = site.cluster.kubelets.network.gateway
+    s3 = server.ThreadedMotoServer(ip_address=address, port=0, verbose=False)
+    s3.start()
+    url = f"http://{address}:{s3.get_host_and_port()[1]}"
+    variables = {"AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+    variables |= {"AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    urllib.request.urlopen(urllib.request.Request(f"{url}/bucket", method="PUT")).close()
+    site.client.create(
+        {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s3"}, "stringData": variables}, "token"
+    )
+    references = {name: f"s3/{name}" for name in variables}
+    try:
+        yield {"store": "s3://bucket/runs", "secret_environment": references}
+    finally:
+        s3fs.S3FileSystem.clear_instance_cache()
+        s3.stop()
+
+
+@pytest.mark.full
+def test_an_object_store_keeps_a_run_whose_pods_have_no_volume(site: Site, store: dict[str, Any]) -> None:
+    run, record = submit_job(site.job(steps=40, **store))
+    site.wait_for_step(run, 10)
+    pods = site.client.list("Pod", f"{RUN_LABEL}={record.handle['name']}")
+    first = next(pod for pod in pods if pod["spec"]["hostname"].endswith("-0"))
+    site.client.delete("Pod", first["metadata"]["name"], grace_seconds=0)
+    assert attach(run, record) == 0
+    alone = to_job({**site.job(steps=40).model_dump(exclude_unset=True), "cluster": {"device": "cpu"}})
+    assert train_job(alone, run_directory=site.folder / "alone") == 0
+    assert losses(run) == pytest.approx(losses(type(run)(site.folder / "alone")), rel=1e-4)
+    assert "rank 1" in run_log_files(run, [1])[0].read_text()
+    run, record = submit_job(site.job(steps=44, **store))  # all pods are new
+    assert attach(run, record) == 0
+    assert sorted(losses(run)) == list(range(1, 45))
+    starts = [event["step"] for event in read_report(run).events if event["kind"] == "start"]
+    assert starts[-1] == 40
+    find_submitted(run)[0].discard(find_submitted(run)[1].handle)
+    assert not RemoteStorage(store["store"]).list_folders()
 
 
 def test_a_plan_is_made_for_the_nodes_that_are_there(site: Site, capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,6 +113,13 @@ def make_message(program: ModuleType, request: Mapping[str, Any]) -> bytes:
     return json.dumps({"program": len(source), "request": request}).encode() + b"\n" + source
 
 
+def read_reply(output: bytes) -> Reply | None:
+    """Return the answer in the standard output of a program; None: it gave none."""
+    _, mark, after = output.partition(REPLY_MARK)
+    line, _, rest = after.partition(b"\n")
+    return Reply(json.loads(line), rest) if mark else None
+
+
 def join_errors(errors: list[HostError], title: str) -> WanmaError:
     """Return one error for several hosts, with each way out once."""
     if len(errors) == 1:

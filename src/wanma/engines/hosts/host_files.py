@@ -159,7 +159,7 @@ def _records(request: Dict[str, Any], reply: Callable[[Any], None]) -> int:
     files: List[List[Any]] = []
     times: Dict[str, float] = {}
     total = 0
-    for name in sorted(_names(request["folder"], request["only_logs"])):
+    for name in sorted(record_names(request["folder"], request["only_logs"])):
         path = os.path.join(request["folder"], name)
         offset, digest = request["known"].get(name, [0, ""])
         try:
@@ -238,7 +238,7 @@ def _restore(request: Dict[str, Any], reply: Callable[[Any], None]) -> int:
     return 0
 
 
-def _names(folder: str, only_logs: bool) -> Iterator[str]:
+def record_names(folder: str, only_logs: bool) -> Iterator[str]:
     """Yield the paths of the records below the run directory."""
     for name in os.listdir(os.path.join(folder, "engine")):
         if name.startswith("output-"):

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import socket
 import time
@@ -18,12 +17,12 @@ from wanma.engines.engine import QUERY_SECONDS
 from wanma.engines.hosts import host_files
 from wanma.engines.hosts.connections import (
     BOOTSTRAP,
-    REPLY_MARK,
     Connections,
     Host,
     HostError,
     Reply,
     make_message,
+    read_reply,
 )
 from wanma.engines.hosts.records import RecordSource, fetch_records, send_history
 from wanma.engines.kubernetes.client import KubernetesClient, KubernetesError
@@ -122,21 +121,19 @@ class Volume(Connections):
             output, errors = self._execute(_blocks(make_message(program, request), data), seconds)
         except WanmaError as error:
             raise HostError(host, error.message, error.hint) from error
-        before, mark, after = output.partition(REPLY_MARK)
-        if not mark:
-            text = (errors or before).decode(errors="replace").strip().splitlines()
+        reply = read_reply(output)
+        if reply is None:
+            text = (errors or output).decode(errors="replace").strip().splitlines()
             cause = text[-1] if text else "it gave no answer"
             raise HostError(
                 host,
                 f"{self._settings.python} in the pod {self._pod} failed: {cause}",
                 "set cluster.kubernetes.python to the interpreter of the image",
             )
-        line, _, rest = after.partition(b"\n")
-        value = json.loads(line)
-        if isinstance(value, dict) and value.get("problem"):
-            hint = _HINTS.get(value["problem"], "see the message of the pod")
-            raise HostError(host, f"the volume '{self._settings.volume}': {value['text']}", hint)
-        return Reply(value, rest)
+        if isinstance(reply.value, dict) and reply.value.get("problem"):
+            hint = _HINTS.get(reply.value["problem"], "see the message of the pod")
+            raise HostError(host, f"the volume '{self._settings.volume}': {reply.value['text']}", hint)
+        return reply
 
     def _source(self) -> RecordSource:
         return RecordSource(VOLUME, self._placement.folder)

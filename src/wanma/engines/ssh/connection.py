@@ -32,6 +32,7 @@ from wanma.engines.hosts.connections import (
     HostError,
     Reply,
     make_message,
+    read_reply,
 )
 from wanma.engines.ssh.failures import SSH_FAILED, explain_exit, explain_problem
 
@@ -110,12 +111,12 @@ class SshConnections(Connections):
                 raise
             errors.seek(0)
             text = errors.read().decode(errors="replace")
-        before, mark, after = output.partition(REPLY_MARK)
-        if process.returncode != 0 or not mark:
+        reply = read_reply(output)
+        if process.returncode != 0 or reply is None:
             code = process.returncode if process.returncode > 0 else SSH_FAILED
-            raise explain_exit(host, code, text or before.decode(errors="replace"), python or self._python)
-        line, _, rest = after.partition(b"\n")
-        return Reply(_checked(host, json.loads(line)), rest)
+            raise explain_exit(host, code, text or output.decode(errors="replace"), python or self._python)
+        _checked(host, reply.value)
+        return reply
 
     def hold(
         self, host: Host, program: ModuleType, request: Mapping[str, Any], seconds: float = QUERY_SECONDS
