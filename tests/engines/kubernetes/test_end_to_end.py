@@ -130,7 +130,7 @@ def test_a_run_that_kueue_preempts_waits_suspended_and_resumes_in_order(site: Si
     run, record = submit_job(site.job(steps=40, queue="team", cpu="1", cluster=no_restarts))
     site.wait_for_step(run, 6)
     site.cluster.add("priorityclasses", {"metadata": {"name": "high"}, "value": 100})
-    site.cluster.add("jobs", _competitor(), "default")
+    site.cluster.add("jobs", _competitor("2"), "default")
     status = site.wait(
         lambda: found if "priority" in (found := run_status(run)).reason else None, "pre-emption"
     )
@@ -148,10 +148,36 @@ def test_a_run_that_kueue_preempts_waits_suspended_and_resumes_in_order(site: Si
     assert starts[1] >= 6
 
 
-def _competitor() -> dict[str, Any]:
-    """Return a Job of a higher priority that takes the whole queue."""
+@pytest.mark.full
+def test_a_run_grows_by_idle_nodes_and_gives_them_to_who_has_a_higher_priority(site: Site) -> None:
+    site.cluster.set_queue({"cpu": "1"}, name="team", preemption="LowerPriority")
+    run, _ = submit_job(site.job(steps=100_000, nodes="1..2", queue="team", cpu="1"))
+
+    def computes_on(nodes: int) -> bool:
+        fetch_records(run)
+        starts = [event for event in read_report(run).events if event["kind"] == "start"]
+        return bool(
+            starts and starts[-1]["nodes"] == nodes and max(losses(run), default=0) > starts[-1]["step"]
+        )
+
+    site.wait(lambda: computes_on(1), "run on one node, while the other waits in the queue")
+    site.cluster.set_queue({"cpu": "2"}, name="team")
+    site.wait(lambda: computes_on(2), "run on two nodes")
+    site.cluster.add("priorityclasses", {"metadata": {"name": "high"}, "value": 100})
+    site.cluster.add("jobs", _competitor("1"), "default")
+    site.wait(lambda: computes_on(1), "run on the node that is left")
+    assert run_status(run).state == "running"
+    site.client.delete("Job", "competitor")
+    site.wait(lambda: computes_on(2), "run on two nodes again")
+    cancel_run(run, is_immediate=False)
+    site.wait_for_state(run, "cancelled")
+    assert sorted(losses(run)) == list(range(1, len(losses(run)) + 1))
+
+
+def _competitor(cpu: str) -> dict[str, Any]:
+    """Return a Job of a higher priority in the queue."""
     container = {"name": "main", "image": IMAGE, "command": ["sleep", "600"]}
-    container["resources"] = {"requests": {"cpu": "2"}}
+    container["resources"] = {"requests": {"cpu": cpu}}
     pod = {"restartPolicy": "Never", "terminationGracePeriodSeconds": 0, "containers": [container]}
     labels = {QUEUE_LABEL: "team", KUEUE_PRIORITY_LABEL: "high"}
     return {"metadata": {"name": "competitor", "labels": labels}, "spec": {"template": {"spec": pod}}}
@@ -246,9 +272,10 @@ def test_missing_rights_are_one_message(site: Site) -> None:
 def test_a_wait_beyond_the_limit_ends_with_its_reason(site: Site) -> None:
     site.cluster.set_quota({"requests.cpu": "3"})
     run, _ = submit_job(site.job(wait_seconds=3, cpu="2"))
-    status = site.wait_for_state(run, "failed")
+    site.wait(lambda: not site.objects(), "empty cluster")  # nobody has asked
+    status = run_status(run)
+    assert status.state == "failed"
     assert "ResourceQuota" in status.reason
-    site.wait(lambda: not site.objects(), "empty cluster")
 
 
 @pytest.mark.full

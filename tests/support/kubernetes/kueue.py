@@ -238,12 +238,13 @@ class Kueue:
         self.store.event(found, "Normal", "Admitted", words, "kueue-admission")
 
     def _victims(self, queue: Object, found: Object, held: list[Object]) -> list[Object]:
-        """https://kueue.sigs.k8s.io/docs/concepts/preemption/ ."""
+        """https://kueue.sigs.k8s.io/docs/concepts/preemption/ ; pkg/scheduler/preemption/common ."""
         if queue["spec"]["preemption"].get("withinClusterQueue", "Never") == "Never":
             return []
         mine = found["spec"].get("priority", 0)
         lower = [one for one in held if one["spec"].get("priority", 0) < mine]
-        lower.sort(key=lambda one: (one["spec"]["priority"], one["metadata"]["creationTimestamp"]))
+        lower.sort(key=_reservation_time, reverse=True)  # the newest first
+        lower.sort(key=lambda one: int(one["spec"]["priority"]))
         victims: list[Object] = []
         for one in lower:
             victims.append(one)
@@ -288,6 +289,11 @@ def _lack(
         more = value + used[flavor, name] - quota
         return f"insufficient unused quota for {name} in flavor {flavor}, {more:g} more needed"
     return ""
+
+
+def _reservation_time(found: Object) -> str:
+    reserved = (one for one in found["status"]["conditions"] if one["type"] == "QuotaReserved")
+    return str(next(reserved)["lastTransitionTime"])
 
 
 def _usage(held: list[Object]) -> Counter[tuple[str, str]]:

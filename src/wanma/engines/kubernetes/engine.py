@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import secrets
+import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 from wanma.engines.engine import (
+    Engine,
     EngineCluster,
     Explanation,
     Handle,
@@ -52,7 +55,7 @@ OUTPUT_LINES = 2_000
 """Last lines of a supervisor's output that are kept."""
 
 
-class KubernetesEngine:
+class KubernetesEngine(Engine):
     """Engine of a Kubernetes cluster; its handle holds the names of a run's objects and the settings."""
 
     name = "kubernetes"
@@ -80,9 +83,6 @@ class KubernetesEngine:
             manifests += render_manifests(submission, kind, joining=f"{name}-{number + 2}")
         note = f"# The Secret {name}, with the key 'secret', is made by the submission, and not shown."
         return f"{note}\n{to_yaml(manifests)}"
-
-    def foreground_command(self, _submission: Submission, /) -> list[str] | None:
-        return None
 
     def submit(self, submission: Submission) -> Handle:
         settings, run = submission.settings.kubernetes, RunDirectory(submission.run_directory)
@@ -119,10 +119,13 @@ class KubernetesEngine:
             "run_directory": str(run.path),
         }
         try:
-            return self._join(handle, submission, first, submission.nodes - submission.min_nodes)
+            handle = self._join(handle, submission, first, submission.nodes - submission.min_nodes)
         except BaseException:
             client.delete(_api_kind(kind), placement.name)
             raise
+        if settings.wait_seconds is not None:
+            _start_deadline(run, settings.wait_seconds)
+        return handle
 
     def statuses(self, handles: Sequence[Handle]) -> list[RunStatus]:
         found: list[RunStatus] = []
@@ -133,7 +136,7 @@ class KubernetesEngine:
             if status.is_over and observation.first is not None:
                 for name in handle["jobs"][1:]:  # they wait in vain
                     self._client(_settings(handle)).delete(_api_kind(handle["kind"]), name)
-            if status.state == "pending" and limit is not None and observation.age_seconds > limit:
+            if status.state == "pending" and limit is not None and observation.waiting_seconds > limit:
                 reason = explain_wait(handle, observation).summary
                 reason = f"withdrawn after {duration_text(limit)}: {reason}"
                 mark_cancelled(handle, reason)
@@ -214,9 +217,6 @@ class KubernetesEngine:
         newest = int(handle["newest"]) + count
         return {**handle, "jobs": [*handle["jobs"], *names], "newest": newest}
 
-    def failed_requests(self, _handle: Handle, /) -> int:
-        return 0
-
     def discard(self, handle: Handle, /) -> None:
         run = RunDirectory(Path(handle["run_directory"]))
         settings = _settings(handle)
@@ -225,9 +225,6 @@ class KubernetesEngine:
         if not placement.is_shared:
             with _files(self._client(settings), settings, run, handle["kind"]) as files:
                 files.remove(run)
-
-    def release(self, handle: Handle) -> Handle:
-        return handle  # a pod that starts after the end of the run ends at once; `statuses` removes the rest
 
     def explain(self, handle: Handle, /) -> Explanation:
         observation = self._observe(handle)
@@ -323,6 +320,17 @@ class KubernetesEngine:
         if is_immediate:
             for pod in client.list("Pod", f"{RUN_LABEL}={handle['name']}"):
                 client.delete("Pod", pod["metadata"]["name"], grace_seconds=0)
+
+
+def _start_deadline(run: RunDirectory, seconds: float) -> None:
+    """Start the process that withdraws the run if it still waits by then; it outlives this one."""
+    subprocess.Popen(
+        [sys.executable, "-P", "-m", "wanma.engines.kubernetes.deadline", str(run.path), f"{seconds + 1}"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def _check_claim(client: KubernetesClient, volume: str, nodes: int, place: str) -> None:

@@ -35,12 +35,16 @@ class Observation:
     """PodGroups of Volcano."""
 
     @property
-    def age_seconds(self) -> float:
-        """Time since its creation, in seconds; 0 if it is gone."""
+    def waiting_seconds(self) -> float:
+        """Time, in seconds, since the newest wait began: submission, suspension, or loss of a pod."""
         if self.first is None:
             return 0.0
-        created = datetime.fromisoformat(self.first["metadata"]["creationTimestamp"])
-        return (datetime.now(UTC) - created).total_seconds()
+        waiting = [pod for pod in self.pods if pod.get("status", {}).get("phase") == "Pending"]
+        begun = [entry["metadata"]["creationTimestamp"] for entry in (self.first, *waiting)]
+        if "Suspended" in (conditions := true_conditions(self.first)):
+            begun.append(conditions["Suspended"]["lastTransitionTime"])
+        newest = max(datetime.fromisoformat(time) for time in begun)
+        return (datetime.now(UTC) - newest).total_seconds()
 
 
 def mark_cancelled(handle: Handle, reason: str) -> None:

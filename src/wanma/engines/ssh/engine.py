@@ -15,6 +15,7 @@ from wanma.engines.code.provenance import record_provenance
 from wanma.engines.code.snapshot import CodeSnapshot, make_snapshot
 from wanma.engines.engine import (
     NOTES_KEY,
+    Engine,
     EngineCluster,
     Explanation,
     Handle,
@@ -59,7 +60,7 @@ from wanma.job.run.run_directory import RunDirectory
 from wanma.job.sections.cluster import ClusterSection
 
 
-class SshEngine:
+class SshEngine(Engine):
     """Engine of hosts that ssh reaches; its handle names them, and the settings of ssh."""
 
     name = "ssh"
@@ -92,9 +93,6 @@ class SshEngine:
             python = node.python or settings.python
             lines.append(f"{host.text}: {shlex.join([python, '-m', 'wanma', *words])}")
         return "\n".join(lines) + "\n"
-
-    def foreground_command(self, _submission: Submission, /) -> list[str] | None:
-        return None
 
     def submit(self, submission: Submission) -> Handle:
         hosts = _ordered(submission)
@@ -217,14 +215,8 @@ class SshEngine:
         start_supervisors(connections, added, unheld, handle["digest"], handle["rendezvous"], joins=True)
         return {**handle, "nodes": [node.to_json() for node in (*placed, *added)]}
 
-    def failed_requests(self, _handle: Handle, /) -> int:
-        return 0
-
     def discard(self, handle: Handle, /) -> None:
         remove_run(self._connect_to(handle), _nodes(handle), Path(handle["run_directory"]))
-
-    def release(self, handle: Handle) -> Handle:
-        return handle
 
     def explain(self, handle: Handle, /) -> Explanation:
         (status,) = self.statuses([handle])

@@ -99,8 +99,8 @@ class KubernetesSection(Section):
         None,
         gt=0,
         le=31_536_000,
-        description="longest wait in seconds for nodes, after which the run is withdrawn with the reason; "
-        "default: no limit",
+        description="longest wait in seconds for nodes, after which the run is withdrawn with the reason, by "
+        "a process on this machine; default: no limit",
     )
 
     @property
