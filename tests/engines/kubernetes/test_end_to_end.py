@@ -12,6 +12,7 @@ import pytest
 
 from engines.kubernetes.conftest import Site, losses
 from support.kubernetes.cluster import IMAGE
+from support.prometheus import free_port
 from wanma.api.engines.attachment import attach
 from wanma.api.engines.control import (
     cancel_run,
@@ -96,9 +97,9 @@ def test_a_run_that_is_deleted_by_hand_is_cancelled(site: Site) -> None:
 
 @pytest.mark.full
 def test_an_api_server_that_is_away_costs_nothing(site: Site) -> None:
+    timers = [threading.Timer(3, site.cluster.stop), threading.Timer(23, site.cluster.start)]
     run, record = submit_job(site.job(steps=60))
     site.wait_for_step(run, 2)
-    timers = [threading.Timer(3, site.cluster.stop), threading.Timer(23, site.cluster.start)]
     for timer in timers:
         timer.start()
     try:
@@ -256,7 +257,23 @@ def test_an_image_that_is_missing_ends_the_wait(site: Site) -> None:
         submit_job(site.job(image="nowhere/none:1"))
     assert "image" in refused.value.message
     assert "cluster.kubernetes.image" in refused.value.hint
+    assert refused.value.exit_code == EXIT_USAGE
     site.wait(lambda: not site.objects(), "empty cluster")
+
+
+@pytest.mark.full
+def test_an_object_store_that_does_not_answer_is_one_message(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("s3fs")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    with pytest.raises(WanmaError) as refused:
+        submit_job(site.job(store="s3://bucket/runs"))
+    assert "cluster.kubernetes.store" in refused.value.message
+    assert refused.value.exit_code == EXIT_USAGE
+    assert site.objects() == []
 
 
 def test_missing_rights_are_one_message(site: Site) -> None:
@@ -309,8 +326,6 @@ def test_a_run_directory_on_the_volume_is_read_where_it_is(
 def store(site: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """Settings of an object store in place of the volume, which this machine and the pods reach."""
     s3fs, server = pytest.importorskip("s3fs"), pytest.importorskip("moto.server")
-    if site.cluster is None:
-        pytest.skip("needs the stand-in, whose pods reach a server of this process")
     address = site.cluster.kubelets.network.gateway
     s3 = server.ThreadedMotoServer(ip_address=address, port=0, verbose=False)
     s3.start()

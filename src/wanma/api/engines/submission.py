@@ -18,6 +18,7 @@ from wanma.api.engines.placing import (
 )
 from wanma.api.run.callback_thread import load_callbacks
 from wanma.api.run.run_records import resolve_run_directory
+from wanma.checkpoint.remote.remote_storage import check_url
 from wanma.engines.engine import Engine, EngineCluster, Submission
 from wanma.engines.engine_record import EngineRecord
 from wanma.engines.kubernetes.manifests import make_placement
@@ -94,10 +95,15 @@ def _submission_files(job: Job, run: RunDirectory, nodes: EngineCluster | None) 
 
 
 def _keep_in_store(job: Job, run: RunDirectory) -> Job:
-    """Return the job with claims and uploads in the object store that Kubernetes has in place of a volume."""
+    """Return the job with claims and uploads in the object store that Kubernetes has in place of a volume.
+
+    Raises:
+        WanmaError: the object store cannot be served.
+    """
     placement = make_placement(run.path, job.cluster.kubernetes)
     if job.cluster.engine != "kubernetes" or not placement.store:
         return job
+    check_url(placement.store, "cluster.kubernetes.store")
     claims = job.cluster.claims or (f"{placement.store}/claims" if job.cluster.nodes > 1 else None)
     upload = job.checkpoint.upload or f"{placement.store}/checkpoints"
     return job.model_copy(

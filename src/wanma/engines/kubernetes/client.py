@@ -239,7 +239,7 @@ def _load_configuration(context: str | None) -> tuple[Any, str]:
         return client.ApiClient(settings), chosen.get("namespace", "default")
     except (config.ConfigException, OSError) as error:
         raise KubernetesError(
-            f"no Kubernetes cluster is configured here: {error}",
+            f"no Kubernetes cluster is configured here: {str(error).rstrip('.')}",
             "set KUBECONFIG to a kubeconfig; cluster.kubernetes.context chooses one of its contexts",
             exit_code=EXIT_USAGE,
         ) from error

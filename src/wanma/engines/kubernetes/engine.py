@@ -30,7 +30,7 @@ from wanma.engines.kubernetes.manifests import (
     render_secret,
     to_yaml,
 )
-from wanma.engines.kubernetes.object_store import ObjectStore
+from wanma.engines.kubernetes.object_store import ObjectStore, check_store
 from wanma.engines.kubernetes.states import (
     CANCEL_FILE,
     Observation,
@@ -270,6 +270,8 @@ class KubernetesEngine(Engine):
         """Refuse a submission that could never start. Raises `WanmaError`."""
         settings = submission.settings.kubernetes
         place = f"in the namespace {client.namespace}"
+        if store := make_placement(submission.run_directory, settings).store:
+            check_store(store)
         if settings.volume is not None:
             _check_claim(client, settings.volume, submission.nodes, place)
         if settings.scheduler == "volcano" and not client.has_kind("PodGroup"):

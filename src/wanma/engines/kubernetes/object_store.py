@@ -39,7 +39,8 @@ from wanma.engines.hosts.connections import (
     read_reply,
 )
 from wanma.engines.hosts.records import RecordSource, fetch_records, send_history
-from wanma.job.errors import EXIT_FAILED, WanmaError
+from wanma.job.errors import EXIT_FAILED, JobError, WanmaError
+from wanma.job.retry import RetryPolicy
 from wanma.job.run.run_directory import RunDirectory
 
 SUBMISSION, FINISHED, KEY = "submission.tar.gz", "finished", "cluster.kubernetes.store"
@@ -155,6 +156,14 @@ class PodRecords:
 
     def _name(self, number: int) -> str:
         return f"records/{self._host}.{number:09d}.tar.gz"
+
+
+def check_store(url: str) -> None:
+    """Refuse an object store that cannot be read from here. Raises `JobError`."""
+    try:
+        RemoteStorage(url, RetryPolicy(max_attempts=2), key=KEY).size(SUBMISSION)
+    except WanmaError as error:
+        raise JobError(f"{KEY}: {error.message}", error.hint) from error
 
 
 def prepare_pod(url: str, folder: Path, archive: Path | None) -> None:

@@ -34,7 +34,7 @@ from wanma.engines.kubernetes.manifests import (
     render_files_pod,
 )
 from wanma.engines.kubernetes.waiting import find_cause
-from wanma.job.errors import WanmaError
+from wanma.job.errors import EXIT_FAILED, EXIT_USAGE, WanmaError
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.sections.kubernetes import KubernetesSection
 
@@ -120,7 +120,9 @@ class Volume(Connections):
         try:
             output, errors = self._execute(_blocks(make_message(program, request), data), seconds)
         except WanmaError as error:
-            raise HostError(host, error.message, error.hint) from error
+            failure = HostError(host, error.message, error.hint)
+            failure.exit_code = error.exit_code
+            raise failure from error
         reply = read_reply(output)
         if reply is None:
             text = (errors or output).decode(errors="replace").strip().splitlines()
@@ -208,6 +210,7 @@ class Volume(Connections):
                 raise KubernetesError(
                     f"the pod {name}, for the files of the run, waits: {text}",
                     cause.way_out if cause is not None else "see `kubectl describe pod`",
+                    exit_code=EXIT_USAGE if cause is not None and cause.is_final else EXIT_FAILED,
                 )
             time.sleep(0.5)
 
