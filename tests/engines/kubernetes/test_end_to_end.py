@@ -296,6 +296,20 @@ def test_a_wait_beyond_the_limit_ends_with_its_reason(site: Site) -> None:
 
 
 @pytest.mark.full
+def test_a_limit_range_that_forbids_the_pods_is_the_reason_of_the_wait(site: Site) -> None:
+    limits = [{"type": "Container", "max": {"cpu": "1"}}]
+    site.cluster.add("limitranges", {"metadata": {"name": "small"}, "spec": {"limits": limits}}, "default")
+    run, record = submit_job(site.job(cpu="2"))
+    found = site.wait(
+        lambda: found if "forbids" in (found := explain_run(run)).summary else None, "reason of the server"
+    )
+    assert "maximum cpu usage per Container is 1" in found.summary
+    assert any("cluster.kubernetes" in line for line in found.advice)
+    find_submitted(run)[0].discard(record.handle)
+    site.wait(lambda: not site.objects(), "empty cluster")
+
+
+@pytest.mark.full
 def test_a_lost_answer_makes_no_second_object(site: Site) -> None:
     site.cluster.lose_answers(3)
     run, _ = submit_job(site.job())
