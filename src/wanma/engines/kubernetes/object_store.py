@@ -74,9 +74,9 @@ class ObjectStore(Connections):
         for name in ("engine", "checkpoints"):
             (Path(source.folder) / name).mkdir(parents=True)
         send_history(self, [source], run)
-        records = PodRecords(self._storage, Path(source.folder), self._first)
-        records.send()
-        _send_archive(self._storage, SUBMISSION, run.engine_files, [p.name for p in _job_files(run)])
+        PodRecords(self._storage, Path(source.folder), self._first).send()
+        names = [path.name for path in run.engine_files.glob("*.toml")]
+        _send_archive(self._storage, SUBMISSION, run.engine_files, names)
 
     def fetch(self, run: RunDirectory) -> None:
         """Bring what is new of the run's small records into the run directory here. Raises `WanmaError`."""
@@ -90,9 +90,8 @@ class ObjectStore(Connections):
                 marker.write_text(name)
         hosts = sorted(newest, key=lambda host: (host != self._first, host))
         if hosts:
-            fetch_records(
-                self, [RecordSource(Host(host, ""), str(self._copies / host)) for host in hosts], run
-            )
+            sources = [RecordSource(Host(host, ""), str(self._copies / host)) for host in hosts]
+            fetch_records(self, sources, run)
 
     def remove(self, _run: RunDirectory) -> None:
         """Remove all files of the run from the object store. Raises `WanmaError`."""
@@ -108,13 +107,16 @@ class ObjectStore(Connections):
     ) -> Reply:
         """Run a program here, on the copy of a host's files. Raises `HostError`."""
         content = data.read_bytes() if isinstance(data, Path) else data
-        done = subprocess.run(
-            [sys.executable, "-I", "-c", BOOTSTRAP],
-            input=make_message(program, request) + content,
-            capture_output=True,
-            timeout=seconds,
-            check=False,
-        )
+        try:
+            done = subprocess.run(
+                [sys.executable, "-I", "-c", BOOTSTRAP],
+                input=make_message(program, request) + content,
+                capture_output=True,
+                timeout=seconds,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise HostError(host, f"no answer within {seconds:.0f} s: {self._copies}", "try again") from error
         reply = read_reply(done.stdout)
         if reply is None or (isinstance(reply.value, dict) and reply.value.get("problem")):
             text = reply.value["text"] if reply is not None else done.stderr.decode(errors="replace")
@@ -138,21 +140,23 @@ class PodRecords:
         self._sent: dict[str, tuple[int, int]] = {}
 
     def send(self) -> None:
-        """Send the records if they have changed, and remove the archive before. Raises `WanmaError`."""
+        """Send the records if they have changed. Raises `WanmaError`.
+
+        The archive before stays, as somebody may be reading it.
+        """
         found: dict[str, tuple[int, int]] = {}
-        for name in host_files.record_names(str(self._folder), False):
-            status = (self._folder / name).stat()
-            found[name] = status.st_size, status.st_mtime_ns
-        if found == self._sent or not found:
-            return
-        before, self._number = self._number, self._number + 1
         try:
-            _send_archive(self._storage, self._name(self._number), self._folder, found)
-        except (OSError, tarfile.TarError) as error:  # a file was cut meanwhile: the next time
-            raise WanmaError(f"cannot read the records of the run: {error}", "") from error
-        self._sent = found
-        if before:
-            self._storage.remove(self._name(before))
+            for name in host_files.record_names(str(self._folder), False):
+                status = (self._folder / name).stat()
+                found[name] = status.st_size, status.st_mtime_ns
+            if found == self._sent or not found:
+                return
+            _send_archive(self._storage, self._name(self._number + 1), self._folder, found)
+        except (OSError, tarfile.TarError) as error:  # a file was cut or removed meanwhile: the next time
+            raise WanmaError(f"cannot read the records of the run: {error}") from error
+        self._number, self._sent = self._number + 1, found
+        if self._number > 2:
+            self._storage.remove(self._name(self._number - 2))
 
     def _name(self, number: int) -> str:
         return f"records/{self._host}.{number:09d}.tar.gz"
@@ -182,10 +186,6 @@ def prepare_pod(url: str, folder: Path, archive: Path | None) -> None:
         if size is None:
             raise WanmaError(f"{url}/code/{archive.name} is gone", "submit the run again")
         storage.download_file(f"code/{archive.name}", archive, size)
-
-
-def _job_files(run: RunDirectory) -> list[Path]:
-    return sorted(run.engine_files.glob("*.toml"))
 
 
 def _newest_records(storage: RemoteStorage) -> dict[str, str]:
