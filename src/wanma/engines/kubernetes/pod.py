@@ -78,7 +78,7 @@ def _supervise(command: list[str], storage: RemoteStorage, records: PodRecords) 
             records.send()
         except WanmaError as error:  # the run does not depend on it
             print(f"warning: {error.message}", file=sys.stderr, flush=True)
-        pause = max(RECORDS_SECONDS, 20 * (time.monotonic() - began))
+        pause = max(RECORDS_SECONDS, 10 * (time.monotonic() - began))
         if process.returncode is not None:
             break
     if process.returncode == 0:
