@@ -101,6 +101,7 @@ RULES: dict[type[Section], dict[str, st.SearchStrategy[Any]]] = {
         "mount_path": st.just("/data/runs"),
         "tolerations": st.lists(st.just("gpu=a:NoSchedule"), max_size=2),
         "secret_environment": st.just({"KEY": "secret/key"}),
+        "store": st.just("s3://bucket/runs"),
         **dict.fromkeys(("cpu", "memory", "shared_memory"), st.sampled_from([None, "16", "2.5Gi"])),
         **dict.fromkeys(
             ("namespace", "queue", "priority_class", "volume", "service_account"),
@@ -126,6 +127,7 @@ ONE_OF: dict[type[Section], tuple[str, ...]] = {
     ModelSection: ("preset", "family", "factory", "huggingface"),
     DataSection: ("path", "text", "sources", "images", "interaction_log", "factory"),
     SourceSection: ("path", "text", "images", "factory"),
+    KubernetesSection: ("volume", "store"),
     ColumnsSection: ("text", "tokens", "messages", "image", "features"),
 }
 
