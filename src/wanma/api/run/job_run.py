@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wanma.api.run.callback_thread import CallbackThread, load_callbacks
+from wanma.api.run.parameter_servers import SERVED_ENTRY, RunServers
 from wanma.api.run.replanning import make_replanner
 from wanma.api.run.run_records import (
     SUPERVISOR_EVENT_KINDS,
@@ -48,6 +49,7 @@ from wanma.job.errors import EXIT_FAILED, EXIT_USAGE, WanmaError
 from wanma.job.file.serialization import job_hash
 from wanma.job.node_range import is_elastic
 from wanma.job.plan.plan import Plan
+from wanma.job.run.parameter_servers import ServerAccess
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event
 from wanma.job.sections.job import Job
@@ -125,7 +127,8 @@ def train_job(
         budget = BudgetWatch(job.cluster.budget, prepared.cluster, read_records(run, time.time()))
         run.create()
         with lock_run(run) if job.cluster.nodes == 1 else contextlib.nullcontext():
-            launch = _launch(run, job, prepared, user_objects)
+            servers = RunServers(job, prepared.plan, run) if job.servers.count else None
+            launch = _launch(run, job, prepared, user_objects, servers)
             earlier_events = count_events(run)
             notes = _start_notes(run, job, prepared)
             is_new = not run.job.exists()
@@ -151,7 +154,8 @@ def train_job(
                 on_event = _event_handler(
                     run, prepared, console, called, keeper, observer, budget, update_files
                 )
-                outcome = run_local(launch, on_event, node)
+                with contextlib.nullcontext() if servers is None else servers.serve(console.write):
+                    outcome = run_local(launch, on_event, node)
                 if job.cluster.nodes == 1:  # no rank is left that could still save
                     with contextlib.suppress(OSError):
                         remove_partial(run.checkpoints)
@@ -333,7 +337,11 @@ def dry_run(job: Job, run_directory: Path | None = None, world_size: int | None 
 
 
 def _launch(
-    run: RunDirectory, job: Job, prepared: PreparedJob, user_objects: dict[str, Any] | None
+    run: RunDirectory,
+    job: Job,
+    prepared: PreparedJob,
+    user_objects: dict[str, Any] | None,
+    servers: RunServers | None,
 ) -> LaunchConfig:
     plan, workload = prepared.plan, prepared.workload
     fingerprint = _launch_fingerprint(job, plan)
@@ -343,10 +351,11 @@ def _launch(
         user_objects or {},
         {} if user_objects is None else _process_state(job, user_objects),
         workload.flops_per_sample if workload else None,
+        None if servers is None else servers.access,
     )
     return LaunchConfig(
         run_directory=run.path.absolute(),
-        entry=ENTRY,
+        entry=ENTRY if servers is None else SERVED_ENTRY,
         payload=payload(job, plan, prepared.peak_flops_per_second),
         preload_modules=preload_modules(job),
         ranks_per_node=plan.world_size // job.cluster.nodes,
@@ -385,6 +394,7 @@ def _worker_payload(
     user_objects: dict[str, Any],
     process_state: dict[str, int],
     flops_per_sample: float | None,
+    servers: ServerAccess | None,
     job: Job,
     plan: Plan,
     peak: float | None,
@@ -397,7 +407,14 @@ def _worker_payload(
         seeded = is_seeded()
     return pickle_request(
         TrainRequest(
-            job, plan, flops_per_sample, peak, user_objects, seeded=seeded, process_state=process_state
+            job,
+            plan,
+            flops_per_sample,
+            peak,
+            user_objects,
+            seeded=seeded,
+            servers=servers,
+            process_state=process_state,
         )
     )
 

@@ -19,7 +19,7 @@ Compression = Literal["none", "bf16", "fp16", "int8", "topk", "powersgd"]
 OuterCompression = Literal["none", "bf16", "int8"]
 SyncMethod = Literal["local_sgd", "diloco", "delayed"]
 OuterOffload = Literal["none", "host"]
-Approximation = Literal["bf16", "fp8", "compression"]
+Approximation = Literal["bf16", "fp8", "compression", "staleness"]
 """Approximations, which change the mathematics and are never chosen unless a job allows them by name."""
 
 
@@ -42,7 +42,9 @@ class ParallelSection(Section):
         False, description='let the planner choose the layout; also written `parallel = "auto"`'
     )
     allow: list[Approximation] = Field(
-        default_factory=list, description="auto: approximations that it may choose, which change the numbers"
+        default_factory=list,
+        description="approximations, which change the numbers: those that auto may choose, and staleness for "
+        "parameter servers that are not synchronous",
     )
     pp: int = Field(1, ge=1, le=1_000_000, description="pipeline parallelism: ranks per pipeline")
     dp_replicate: int = Field(1, ge=1, le=1_000_000, description="replicas of the model (data parallelism)")

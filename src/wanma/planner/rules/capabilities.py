@@ -18,6 +18,7 @@ from wanma.job.sections.job import Job
 from wanma.models.config.resolution import input_kind
 from wanma.planner.pipeline.schedules import SPLIT_BACKWARD
 from wanma.planner.rules.compression import requests_compression, unsupported_compression_error
+from wanma.planner.rules.parameter_servers import unsupported_servers_error
 from wanma.torch_internals.versions import (
     COMPILED_TENSOR_PARALLEL_RECOMPUTE,
     SPLIT_BACKWARD_OF_REUSED_PARAMETERS,
@@ -32,6 +33,7 @@ APPROXIMATIONS = {
     "bf16": "computes in bf16 where the job sets fp32",
     "fp8": "rounds the inputs of matrix products in blocks to 8 bits",
     "compression": "drops or rounds parts of the gradients that ranks exchange",
+    "staleness": "applies gradients of parameters that other workers have updated meanwhile",
 }
 """Approximations of the mathematics that a plan may use (`Plan.approximate`), with their effect.
 
@@ -263,8 +265,14 @@ def _split_backward(query: _SupportQuery) -> _Unsupported | None:
     )
 
 
+def _servers(query: _SupportQuery) -> _Unsupported | None:
+    error = unsupported_servers_error(query.job, query.plan)
+    return None if error is None else _Unsupported(error.message, error.hint)
+
+
 _SUPPORT_CHECKS = (
     _unsupported_device,
+    _servers,
     _placed_replicas,
     _balance_without_timing,
     _undeclared_model_layout,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from itertools import islice
 from types import TracebackType
 from typing import Any
@@ -78,6 +79,7 @@ class Trainer:
     Args:
         flops_per_sample: model FLOPs of one sample, forward and backward; None when unknown.
         peak_flops_per_second: of one rank's device; None when unknown.
+        restore: choice of the initial state.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Trainer:
         user_optimization: UserOptimization = NO_USER_OPTIMIZATION,
         flops_per_sample: float | None = None,
         peak_flops_per_second: float | None = None,
+        restore: Callable[..., ResumeResult] = resume,
     ) -> None:
         self.job, self.worker, self.parallel_mesh = job, worker, parallel_mesh
         self._devices = plan.world_size
@@ -113,7 +116,7 @@ class Trainer:
             job, plan, worker, self.state, same_tensors, self.message, self._record_event, folders
         )
         identity = with_optimization(identity, user_optimization)
-        resumed = resume(self.state, job, plan, worker, identity, folders)
+        resumed = restore(self.state, job, plan, worker, identity, folders)
         self._identity = resumed.identity
         self._share_rebalancer = ShareRebalancer(job, plan, parallel_mesh, parallel_model, self.state)
         self._replica_check = ReplicaCheck(
