@@ -1,4 +1,4 @@
-"""Client of the parameter servers in one worker: one request to each server for a pull, and one for a push."""
+"""Client of the parameter servers in one worker: a pull or a push is one request to each server."""
 
 from __future__ import annotations
 
@@ -100,19 +100,24 @@ class ParameterServerClient:
                     try:
                         self._server(server).request(message, buffers, _SECONDS)
                     except PeerLostError as error:
-                        raise WanmaError(f"parameter server {server} is lost while it is filled: {error}") from error
+                        raise WanmaError(
+                            f"parameter server {server} is lost while it is filled: {error}"
+                        ) from error
 
     def begin(self, pause_step: int, position: ServerPosition | None = None) -> int:
         numbers = {} if position is None else {"steps": position.step, "updates": position.updates}
-        answer, _ = self._ask_patiently("begin", pause_step=pause_step, **numbers)
+        answer, _ = self._ask_patiently("begin", (), pause_step=pause_step, **numbers)
         self._refresh_table(None)
         return int(answer.get("pause_step", 0))
 
     def next_step(self, is_drain_requested: bool) -> ServedStep:
         fields = {"is_drain_requested": is_drain_requested, "recorded": self._recorded}
-        answer, buffers = self._ask_patiently("next", **fields)
+        answer, buffers = self._ask_patiently("next", (), **fields)
         blobs = iter(buffers)
-        records = tuple(_record(one, [bytes(next(blobs)) for _ in range(one["statistics"])]) for one in answer.get("records", ()))
+        records = tuple(
+            _record(one, [bytes(next(blobs)) for _ in range(one["statistics"])])
+            for one in answer.get("records", ())
+        )
         self._recorded = len(records)
         return ServedStep(
             answer.get("step"), answer.get("is_pause", False), answer.get("outcome", ""), records
@@ -137,14 +142,16 @@ class ParameterServerClient:
         found: dict[str, Tensor] = {}
         for parameter in table.parameters:
             name = parameter.name
-            pieces = [piece for piece in _pieces(table, rows, parameter)]
+            pieces = _pieces(table, rows, parameter)
             if parameter.is_table:
                 full = torch.empty(len(rows[name]), parameter.width)
                 for _, shard, _, places in pieces:
                     full[places] = by_key[shard, name]
                 found[name] = full
             else:
-                found[name] = torch.cat([by_key[shard, name] for _, shard, _, _ in pieces]).reshape(parameter.shape)
+                found[name] = torch.cat([by_key[shard, name] for _, shard, _, _ in pieces]).reshape(
+                    parameter.shape
+                )
         return found
 
     def push(self, step: int, gradients: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> None:
@@ -213,12 +220,16 @@ class ParameterServerClient:
 
     # ---------------------------------------------------------------- inside
 
-    def _ask(self, operation: str, buffers: Buffers = (), **fields: Any) -> tuple[dict[str, Any], list[bytearray]]:
+    def _ask(
+        self, operation: str, buffers: Buffers = (), **fields: Any
+    ) -> tuple[dict[str, Any], list[bytearray]]:
         message = {"op": operation, "worker": self._worker, "generation": self._generation, **fields}
         try:
             return self._coordinator.request(message, buffers, _SECONDS)
         except PeerLostError as error:
-            raise WanmaError(f"worker {self._worker}: the coordinator of the parameter servers is lost: {error}") from error
+            raise WanmaError(
+                f"worker {self._worker}: the coordinator of the parameter servers is lost: {error}"
+            ) from error
         except AllRanksError:
             raise
         except WanmaError as error:
@@ -304,8 +315,8 @@ class ParameterServerClient:
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= parameter.rows:
                 raise WanmaError(
-                    f"worker {self._worker}: {parameter.name} has rows 0 to {parameter.rows - 1}, and the data have "
-                    f"id {low if low < 0 else high}",
+                    f"worker {self._worker}: {parameter.name} has rows 0 to {parameter.rows - 1}, and the "
+                    f"data have id {low if low < 0 else high}",
                     "remove the row from the data, or set model.recommender.tables",
                 )
 

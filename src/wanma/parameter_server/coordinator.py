@@ -108,7 +108,9 @@ class ServerCoordinator:
         if operation == "table":
             return self._current_table(header), ()
         if operation == "open":
-            parameters = [ServedParameter(**{**one, "shape": tuple(one["shape"])}) for one in header["parameters"]]
+            parameters = [
+                ServedParameter(**{**one, "shape": tuple(one["shape"])}) for one in header["parameters"]
+            ]
             table = self._group.fill(parameters, header["optimizer"], header["steps"])
             return {"table": table.to_json()}, ()
         if operation == "begin":
@@ -236,7 +238,11 @@ class ServerCoordinator:
             if not missing:
                 assert self._decision is not None
                 _, factor, norm, is_skipped = self._decision
-                numbers = {"factor": factor, "learning_rate": headers[0]["learning_rate"], "is_skipped": is_skipped}
+                numbers = {
+                    "factor": factor,
+                    "learning_rate": headers[0]["learning_rate"],
+                    "is_skipped": is_skipped,
+                }
                 replies = self._group.ask_primaries({"op": "apply", **order, **numbers})
                 missing = {worker for reply in replies for worker in reply["missing"]}
         except WanmaError as error:
@@ -278,10 +284,12 @@ class ServerCoordinator:
         norm = math.sqrt(square) * scale if square >= 0 else math.nan
         if not (math.isfinite(norm) and math.isfinite(losses)) or not targets:
             if self._rule.stops_if_not_finite:
-                guilty = [str(one["worker"]) for one in headers if not math.isfinite(one["loss_sum"])]
+                broken = [str(one["worker"]) for one in headers if not math.isfinite(one["loss_sum"])]
+                workers = broken or [str(one["worker"]) for one in headers]
+                loss = losses / targets if targets else math.nan
                 raise WanmaError(
-                    f"step {number}: the loss is {losses / targets if targets else math.nan} and the gradient norm "
-                    f"{norm}; not finite on worker {', '.join(guilty) or ', '.join(str(h['worker']) for h in headers)}",
+                    f"step {number}: the loss is {loss} and the gradient norm {norm}; not finite on worker "
+                    f"{', '.join(workers)}",
                     "lower train.learning_rate, or set train.non_finite = 'skip'",
                 )
             return number, 0.0, norm, True

@@ -224,5 +224,6 @@ def _prove_to_server(connection: socket.socket, secret: bytes) -> None:
     answer = receive_message(connection)
     if not hmac.compare_digest(str(answer.get("proof")), _proof(secret, "server", nonce)):
         raise WanmaError(
-            "the peer does not know the secret of this run", "another program listens there: start the run again"
+            "the peer does not know the secret of this run",
+            "another program listens there: start the run again",
         )

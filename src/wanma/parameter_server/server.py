@@ -266,7 +266,9 @@ class ParameterServer:
             for parameter in new.parameters:
                 start = new.start(parameter, index)
                 for other, rows in overlapping_rows(old, new, parameter, index):
-                    inside = range(rows.start - old.start(parameter, other), rows.stop - old.start(parameter, other))
+                    inside = range(
+                        rows.start - old.start(parameter, other), rows.stop - old.start(parameter, other)
+                    )
                     tensors, version = self._copy_rows(old, other, parameter.name, inside)
                     shards[index].fill(parameter.name, rows.start - start, tensors)
                     if len(old.holders) == len(new.holders):
@@ -274,7 +276,9 @@ class ParameterServer:
         self._prepared = (new, shards)
         return {}, ()
 
-    def _copy_rows(self, table: ServerTable, shard: int, name: str, rows: range) -> tuple[dict[str, Tensor], int]:
+    def _copy_rows(
+        self, table: ServerTable, shard: int, name: str, rows: range
+    ) -> tuple[dict[str, Tensor], int]:
         if shard in self._shards:
             own = self._shards[shard]
             return _slice(own.tensors(name), rows.start, rows.stop), own.version
@@ -314,6 +318,8 @@ def main() -> None:
     settings = json.loads(sys.stdin.readline())
     torch.set_num_threads(settings["threads"])
     server = ParameterServer(settings["number"], base64.b64decode(settings["secret"]), settings["host"])
+    sys.stderr.write(f"parameter server {settings['number']}, process {os.getpid()}\n")
+    sys.stderr.flush()
     print(json.dumps(server.address), flush=True)
     sys.stdin.read()  # the process that started it has ended, or closes it
     os._exit(0)

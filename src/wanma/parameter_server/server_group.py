@@ -91,7 +91,9 @@ class ServerGroup:
         """Process of each server."""
         return {number: server.process.pid for number, server in self._servers.items()}
 
-    def fill(self, parameters: Sequence[ServedParameter], optimizer: dict[str, Any], update: int) -> ServerTable:
+    def fill(
+        self, parameters: Sequence[ServedParameter], optimizer: dict[str, Any], update: int
+    ) -> ServerTable:
         """Give the servers empty shards of parameters, which the chief fills.
 
         Raises:
@@ -175,8 +177,8 @@ class ServerGroup:
             if was_filled:
                 raise ServersLostError(
                     f"parameter server {lost} ended {cause}, and no other holds its shards",
-                    "the same command continues from the newest checkpoint; servers.replicas = 2 keeps each shard "
-                    f"on two servers; its log is {self._log(lost)}",
+                    "the same command continues from the newest checkpoint; servers.replicas = 2 keeps each "
+                    f"shard on two servers; its log is {self._log(lost)}",
                 )
             return
         self._show(f"parameter server {lost} ended {cause}; another takes its place", "warning")
@@ -190,7 +192,9 @@ class ServerGroup:
         assert self.table is not None
         # Sources know where every server is, the new ones included.
         source = replace(self.table, endpoints={**self.table.endpoints, **table.endpoints})
-        self._ask(sorted(table.endpoints), self._message("prepare", table=table.to_json(), source=source.to_json()))
+        self._ask(
+            sorted(table.endpoints), self._message("prepare", table=table.to_json(), source=source.to_json())
+        )
         self.table = table
         self._ask(sorted(table.endpoints), self._activation(table))
 
@@ -201,8 +205,11 @@ class ServerGroup:
         return {"op": operation, "optimizer": self._optimizer, "update": self._update, **fields}
 
     def _ask(self, numbers: list[int], message: dict[str, Any]) -> list[dict[str, Any]]:
-        """Send a request to servers at once, and return their answers; a lost one is replaced, and has none."""
-        lost, refusal, answers, sent = [], None, [], []
+        """Send a request to servers at once and return their answers; lost ones are replaced."""
+        lost: list[int] = []
+        sent: list[int] = []
+        answers: list[dict[str, Any]] = []
+        refusal: WanmaError | None = None
         for number in numbers:
             try:
                 self._servers[number].connection.send(message, (), _ANSWER_SECONDS)
@@ -262,7 +269,9 @@ class ServerGroup:
             )
         host, port = json.loads(line)
         self._servers[number] = _Server(process, Connection((host, port), self._secret))
-        threading.Thread(target=self._watch, args=(number, process), daemon=True, name="wanma-servers-watch").start()
+        threading.Thread(
+            target=self._watch, args=(number, process), daemon=True, name="wanma-servers-watch"
+        ).start()
 
     def _watch(self, number: int, process: subprocess.Popen[str]) -> None:
         """Replace a server when its process ends and nobody else has noticed."""

@@ -157,7 +157,9 @@ def _build_optimizer(groups: list[dict[str, Any]], settings: Mapping[str, Any]) 
     if settings["kind"] == "adamw":
         betas = (settings["betas"][0], settings["betas"][1])
         return AdamW(groups, lr=0.0, betas=betas, eps=settings["epsilon"], fused=True)
-    raise WanmaError(f"parameter servers have no optimizer '{settings['kind']}'", "set train.optimizer = 'adamw'")
+    raise WanmaError(
+        f"parameter servers have no optimizer '{settings['kind']}'", "set train.optimizer = 'adamw'"
+    )
 
 
 def pack_tensors(tensors: Iterable[tuple[dict[str, Any], Tensor]]) -> tuple[list[dict[str, Any]], list[Any]]:

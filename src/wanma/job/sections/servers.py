@@ -20,20 +20,21 @@ class ServersSection(Section):
     mode: ServerMode = Field(
         "synchronous",
         description="synchronous: workers share each global batch, same numbers as one process; "
-        "asynchronous: each worker takes global batches of its own and waits for no other; bounded: the same, "
-        "with at most `staleness` updates between a worker's read and its update. The last two need "
+        "asynchronous: each worker takes global batches of its own and waits for no other; bounded: the "
+        "same, with at most `staleness` updates between a worker's read and its update. The last two need "
         "parallel.allow = ['staleness']",
     )
     staleness: int | None = Field(
         None,
         ge=0,
         le=1_000_000,
-        description="bounded: most updates of other workers between a worker's read and its update; default: 4",
+        description="bounded: most updates of other workers between a worker's read and its update; "
+        "default: 4",
     )
     replicas: Literal[1, 2] = Field(
         1,
-        description="servers that hold each shard; 2: an update is acknowledged when both have it, so that no "
-        "killed server loses one",
+        description="servers that hold each shard; 2: an update is acknowledged when both have it, so that "
+        "no killed server loses one",
     )
     compression: Literal["none", "bf16", "fp16"] = Field(
         "none", description="rounding of the gradients that workers push; changes the numbers"

@@ -17,8 +17,8 @@ def unsupported_servers_error(job: Job, plan: Plan) -> JobError | None:
         return None
     if job.servers.mode != "synchronous" and "staleness" not in job.parallel.allow:
         return JobError(
-            f"servers.mode = '{job.servers.mode}' applies gradients of parameters that other workers have updated "
-            "meanwhile, and the job does not allow it",
+            f"servers.mode = '{job.servers.mode}' applies gradients of parameters that other workers have "
+            "updated meanwhile, and the job does not allow it",
             "set parallel.allow = ['staleness'], or servers.mode = 'synchronous'",
         )
     for key, value, way_out in _limits(job, plan):
@@ -35,17 +35,27 @@ def _limits(job: Job, plan: Plan) -> list[tuple[str, object, str]]:
         if axis != "dp_replicate" and getattr(plan, axis) > 1
     ]
     if job.cluster.nodes > 1 or job.cluster.min_nodes:
-        found.append(("cluster.nodes", job.cluster.nodes, "servers and workers run on one node: set cluster.nodes = 1"))
+        found.append(
+            ("cluster.nodes", job.cluster.nodes, "servers and workers run on one node: set cluster.nodes = 1")
+        )
     if train.optimizer not in _OPTIMIZERS or train.optimizer_factory is not None:
-        found.append(("train.optimizer", train.optimizer_factory or train.optimizer, "set train.optimizer = 'adamw' or 'sgd'"))
+        found.append(
+            (
+                "train.optimizer",
+                train.optimizer_factory or train.optimizer,
+                "set train.optimizer = 'adamw' or 'sgd'",
+            )
+        )
     if plan.precision != "fp32":
         found.append(("train.precision", plan.precision, "set train.precision = 'fp32'"))
-    if job.model.family == "decoder" and job.model.experts > 0:
+    if job.model.family == "decoder" and (job.model.experts or 0) > 0:
         found.append(("model.experts", job.model.experts, "train it without servers"))
     if input_kind(job.model) == "custom":
         found.append(("model.factory", job.model.factory or "a module", "use a model of wanma's families"))
     if any(group.frozen for group in train.parameter_groups):
-        found.append(("train.parameter_groups.frozen", True, "train all parameters, or train without servers"))
+        found.append(
+            ("train.parameter_groups.frozen", True, "train all parameters, or train without servers")
+        )
     wanted = {
         "train.weight_average": (train.weight_average, 0.0),
         "train.spike": (train.spike, "ignore"),
@@ -53,7 +63,11 @@ def _limits(job: Job, plan: Plan) -> list[tuple[str, object, str]]:
         "parallel.synchronize": (parallel.synchronize, "every_step"),
         "parallel.load_balancing": ("on" if parallel.load_balancing == "on" else "off", "off"),
     }
-    found += [(key, value, f"set {key} = {default!r}") for key, (value, default) in wanted.items() if value != default]
+    found += [
+        (key, value, f"set {key} = {default!r}")
+        for key, (value, default) in wanted.items()
+        if value != default
+    ]
     if train.non_finite == "retry":
         found.append(("train.non_finite", "retry", "set train.non_finite = 'stop' or 'skip'"))
     return found

@@ -32,12 +32,11 @@ from wanma.job.run.parameter_servers import (
     StepContribution,
 )
 from wanma.job.run.worker import WorkerContext
-from wanma.job.sections.job import Job
 from wanma.models.layers.batch_norm import find_step_statistics_modules
 from wanma.models.model_spec import ModelSpec
 from wanma.parallel.data_parallel.global_batch import GlobalBatchGatherer
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh, open_mesh
-from wanma.parallel.parallelize import ParallelModel, parallelize
+from wanma.parallel.parallelize import parallelize
 from wanma.training.checkpointing.resume import ResumeResult, resume
 from wanma.training.checkpointing.run_identity import Identity
 from wanma.training.checkpointing.training_state import TrainingState, seed_generators
@@ -114,7 +113,9 @@ class ServerWorker:
             self.tables = WorkerTables(module)
             return module
 
-        self._model = parallelize(replace(spec, build_module=build_module), alone, mesh, request.job.train.seed)
+        self._model = parallelize(
+            replace(spec, build_module=build_module), alone, mesh, request.job.train.seed
+        )
         self._model.initialize_parameters()  # buffers, too
         loss = build_loss(request, spec, data, self._model, mesh.device)
         self._forward_backward = ForwardBackward(self._model, request.job, alone, mesh, loss)
@@ -297,7 +298,9 @@ class Chief:
                 for kind, by_name in state.named_optimizer.state_by_kind().items()
             }
             updates = state.named_optimizer.update_count
-            self._servers.load(parameters, optimizer, weights, saved, ServerPosition(True, state.step, updates))
+            self._servers.load(
+                parameters, optimizer, weights, saved, ServerPosition(True, state.step, updates)
+            )
         position = ServerPosition(True, state.step, state.named_optimizer.update_count)
         self._pause_step = self._servers.begin(self._next_pause(), position)
 

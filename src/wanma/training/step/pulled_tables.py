@@ -49,7 +49,9 @@ class WorkerTables:
     def __init__(self, model: nn.Module) -> None:
         self._features: dict[str, tuple[PulledTables, str]] = {}
         """By parameter its tables and feature."""
-        found = [(path, module) for path, module in model.named_modules() if isinstance(module, EmbeddingTables)]
+        found = [
+            (path, module) for path, module in model.named_modules() if isinstance(module, EmbeddingTables)
+        ]
         for path, module in found:
             pulled = PulledTables(module)
             model.set_submodule(path, pulled)
