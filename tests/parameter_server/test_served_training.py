@@ -83,7 +83,9 @@ ASYNCHRONOUS = ("servers.mode=asynchronous", 'parallel.allow=["staleness"]')
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
     desk = Desk(tmp_path_factory.mktemp("served"), Path(__file__).parent)
     for name, text in JOBS.items():
-        (desk.folder / f"{name}.toml").write_text(text + '[observe]\nlog_every_steps = 1\nconsole = "plain"\n')
+        (desk.folder / f"{name}.toml").write_text(
+            text + '[observe]\nlog_every_steps = 1\nconsole = "plain"\n'
+        )
     images = np.random.default_rng(1).integers(0, 255, (48, 12, 12, 3), dtype=np.uint8)
     np.savez(desk.folder / "images.npz", images=images, labels=np.arange(48) % 3)
     return desk
@@ -106,7 +108,9 @@ def largest_difference(one: Training, other: Training) -> float:
 
 def server_process(training: Training, server: int) -> int:
     """Process of the newest start of a server."""
-    return int(re.findall(r"process (\d+)", (training.path / "logs" / f"server-{server}.log").read_text())[-1])
+    return int(
+        re.findall(r"process (\d+)", (training.path / "logs" / f"server-{server}.log").read_text())[-1]
+    )
 
 
 def start_until(desk: Desk, training: Training, steps: int, *overrides: str) -> Running:

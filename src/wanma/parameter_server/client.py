@@ -56,7 +56,6 @@ class ParameterServerClient:
         self._servers: dict[tuple[str, int], Connection] = {}
         self._table: ServerTable | None = None
         self._last_push: tuple[int, Mapping[str, Tensor], Mapping[str, Tensor]] | None = None
-        self._recorded = 0
 
     def close(self) -> None:
         for connection in (self._coordinator, *self._servers.values()):
@@ -111,14 +110,12 @@ class ParameterServerClient:
         return int(answer.get("pause_step", 0))
 
     def next_step(self, is_drain_requested: bool) -> ServedStep:
-        fields = {"is_drain_requested": is_drain_requested, "recorded": self._recorded}
-        answer, buffers = self._ask_patiently("next", (), **fields)
+        answer, buffers = self._ask_patiently("next", (), is_drain_requested=is_drain_requested)
         blobs = iter(buffers)
         records = tuple(
             _record(one, [bytes(next(blobs)) for _ in range(one["statistics"])])
             for one in answer.get("records", ())
         )
-        self._recorded = len(records)
         return ServedStep(
             answer.get("step"), answer.get("is_pause", False), answer.get("outcome", ""), records
         )
@@ -169,14 +166,14 @@ class ParameterServerClient:
             if self._ask_servers("push", entries, {"step": step}) is not None:
                 return
 
-    def finish(self, contribution: StepContribution) -> AppliedStep:
+    def finish(self, contribution: StepContribution) -> None:
         fields = asdict(contribution)
         statistics = fields.pop("statistics")
         while True:
-            answer, buffers = self._ask_patiently("finish", (statistics,), **fields)
-            if "record" in answer:
+            answer, _ = self._ask_patiently("finish", (statistics,), **fields)
+            if answer["result"] == "applied":
                 self._last_push = None
-                return _record(answer["record"], [bytes(one) for one in buffers])
+                return
             assert self._last_push is not None
             self._refresh_table(None)
             self.push(*self._last_push)
@@ -211,8 +208,7 @@ class ParameterServerClient:
             return [(keys["field"], tensor) for keys, tensor in unpack_tensors(header["tensors"], buffers)]
 
     def resume(self, pause_step: int, outcome: str = "") -> None:
-        self._ask("resume", pause_step=pause_step, outcome=outcome, recorded=self._recorded)
-        self._recorded = 0
+        self._ask("resume", pause_step=pause_step, outcome=outcome)
 
     def staleness_histogram(self) -> dict[int, int]:
         answer, _ = self._ask("staleness")

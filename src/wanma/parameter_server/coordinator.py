@@ -53,8 +53,8 @@ class ServerCoordinator:
         self._outcome = ""
         self._failure: WanmaError | None = None
         self._contributions: dict[int, tuple[dict[str, Any], bytes]] = {}
-        self._results: dict[tuple[int, int], AppliedStep | str] = {}
-        """By (worker, step): the record of the step, or 'repeat'."""
+        self._results: dict[tuple[int, int], str] = {}
+        """By (worker, step): 'applied', or 'repeat' where the push has to be repeated."""
         self._unrecorded: list[AppliedStep] = []
         """Steps that the chief has not recorded."""
         self._decision: tuple[int, float, float, bool] | None = None
@@ -68,7 +68,7 @@ class ServerCoordinator:
         """Take the server processes.
 
         Args:
-            group: processes of the servers, which are closed with the coordinator.
+            group: processes of the servers.
             show: function that shows the user a text of a level.
         """
         self._group_of_run, self._show = group, show
@@ -84,8 +84,6 @@ class ServerCoordinator:
             self._outcome = self._outcome or "closed"
             self._condition.notify_all()
         self._frames.close()
-        if self._group_of_run is not None:
-            self._group_of_run.close()
 
     def resize(self, count: int) -> None:
         """Let servers join or leave: row ranges move, between two updates."""
@@ -167,8 +165,6 @@ class ServerCoordinator:
     def _next(self, header: dict[str, Any]) -> tuple[dict[str, Any], Buffers]:
         worker = header["worker"]
         with self._condition:
-            if worker == CHIEF:
-                del self._unrecorded[: header["recorded"]]
             if header["is_drain_requested"]:
                 self._clock.pause()
             found: dict[str, Any] = {}
@@ -187,11 +183,13 @@ class ServerCoordinator:
             if worker == CHIEF and found:
                 found["records"] = [_record_json(record) for record in self._unrecorded]
                 statistics = [blob for record in self._unrecorded for blob in record.statistics]
+                if "is_pause" not in found:  # of a pause they are kept until it is over
+                    self._unrecorded = []
             return found or {"wait": True}, statistics
 
     def _resume(self, header: dict[str, Any]) -> dict[str, Any]:
         with self._condition:
-            del self._unrecorded[: header["recorded"]]
+            self._unrecorded = []
             self._outcome = header["outcome"]
             self._clock.pause_step = header["pause_step"]
             self._condition.notify_all()
@@ -214,11 +212,7 @@ class ServerCoordinator:
             self._wait(lambda: (worker, step) in self._results)
             self._check_generation(header)
             result = self._results.pop((worker, step), None)
-            if result is None:
-                return {"wait": True}, ()
-            if isinstance(result, str):
-                return {"repeat": True}, ()
-            return {"record": _record_json(result)}, result.statistics
+            return ({"wait": True} if result is None else {"result": result}), ()
 
     def _update(self, step: int, workers: list[int]) -> None:
         """Order the update of a step whose pushes are complete, or tell its workers to push again."""
@@ -269,7 +263,7 @@ class ServerCoordinator:
         self._decision, self._updating = None, None
         self._group.note_update()
         for worker in workers:
-            self._results[worker, step] = record
+            self._results[worker, step] = "applied"
         self._condition.notify_all()
 
     def _decide(

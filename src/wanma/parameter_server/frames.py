@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from wanma.data.handover.messages import receive_bytes, receive_message, send_message, set_tcp_options
+from wanma.data.handover.messages import receive_bytes, set_tcp_options
 from wanma.job.errors import WanmaError
 
 PROTOCOL_VERSION = 1
@@ -25,6 +25,8 @@ _SIZES = struct.Struct(">II")
 """Bytes of the header and number of buffers, each preceded by its size."""
 _SIZE = struct.Struct(">Q")
 _MAX_HEADER_BYTES = 64 << 20
+_MAX_HANDSHAKE_BYTES = 4096
+"""Most bytes of a header from a peer that has not proved the secret; it may send no buffer."""
 _HANDSHAKE_SECONDS = 10.0
 _RETRY_SECONDS = 0.05
 Buffers = Sequence[Any]
@@ -178,9 +180,11 @@ def _send_frame(connection: socket.socket, header: dict[str, Any], buffers: Buff
         connection.sendall(view)
 
 
-def _receive_frame(connection: socket.socket) -> tuple[dict[str, Any], list[bytearray]]:
+def _receive_frame(
+    connection: socket.socket, max_header_bytes: int = _MAX_HEADER_BYTES
+) -> tuple[dict[str, Any], list[bytearray]]:
     size, count = _SIZES.unpack(receive_bytes(connection, _SIZES.size))
-    if size > _MAX_HEADER_BYTES:
+    if size > max_header_bytes or (count and max_header_bytes < _MAX_HEADER_BYTES):
         raise ValueError(f"a header of {size} bytes")
     header = json.loads(bytes(receive_bytes(connection, size)))
     buffers = []
@@ -197,12 +201,12 @@ def _proof(secret: bytes, role: str, nonce: str) -> str:
 def _check_client(connection: socket.socket, secret: bytes) -> bool:
     """Return whether the peer knows the secret, and prove the same to it."""
     nonce = secrets.token_hex(16)
-    send_message(connection, {"nonce": nonce, "version": PROTOCOL_VERSION})
-    answer = receive_message(connection)
+    _send_frame(connection, {"nonce": nonce, "version": PROTOCOL_VERSION}, ())
+    answer, _ = _receive_frame(connection, _MAX_HANDSHAKE_BYTES)
     if not hmac.compare_digest(str(answer["proof"]), _proof(secret, "client", nonce)):
-        send_message(connection, {"refused": True})
+        _send_frame(connection, {"refused": True}, ())
         return False
-    send_message(connection, {"proof": _proof(secret, "server", str(answer["nonce"]))})
+    _send_frame(connection, {"proof": _proof(secret, "server", str(answer["nonce"]))}, ())
     return True
 
 
@@ -212,7 +216,7 @@ def _prove_to_server(connection: socket.socket, secret: bytes) -> None:
     Raises:
         WanmaError: the peer is of another version, or does not know the secret.
     """
-    greeting = receive_message(connection)
+    greeting, _ = _receive_frame(connection, _MAX_HANDSHAKE_BYTES)
     if greeting["version"] != PROTOCOL_VERSION:
         raise WanmaError(
             f"the peer speaks version {greeting['version']} of the parameter servers' protocol, this process "
@@ -220,8 +224,9 @@ def _prove_to_server(connection: socket.socket, secret: bytes) -> None:
             "install the same wanma on all machines of the run",
         )
     nonce = secrets.token_hex(16)
-    send_message(connection, {"proof": _proof(secret, "client", greeting["nonce"]), "nonce": nonce})
-    answer = receive_message(connection)
+    proof = _proof(secret, "client", greeting["nonce"])
+    _send_frame(connection, {"proof": proof, "nonce": nonce}, ())
+    answer, _ = _receive_frame(connection, _MAX_HANDSHAKE_BYTES)
     if not hmac.compare_digest(str(answer.get("proof")), _proof(secret, "server", nonce)):
         raise WanmaError(
             "the peer does not know the secret of this run",

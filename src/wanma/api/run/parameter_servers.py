@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
@@ -48,12 +48,14 @@ class RunServers:
             write({"kind": "message", "level": level, "text": text})
 
         section = self._section
-        try:
-            group = ServerGroup(section.count, section.replicas, self._secret, self._run.path / "logs", show)
+        with (
+            closing(self._coordinator),
+            closing(
+                ServerGroup(section.count, section.replicas, self._secret, self._run.path / "logs", show)
+            ) as group,
+        ):
             self._coordinator.start(group, show)
             yield
-        finally:
-            self._coordinator.close()
 
 
 def train_worker(worker: WorkerContext, payload: bytes) -> None:

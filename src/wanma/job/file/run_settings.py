@@ -83,6 +83,7 @@ SETTING_RULES: Mapping[SettingRule, Mapping[str, tuple[str, ...]]] = {
             "outer_compression",
             "staleness",
         ),
+        "servers": ("mode", "staleness", "compression"),
     },
     "content": {
         "model": ("*",),
@@ -124,6 +125,7 @@ SETTING_RULES: Mapping[SettingRule, Mapping[str, tuple[str, ...]]] = {
         ),
         "train": ("check_code", "validate_every_steps", "validation_samples", "metrics", "deterministic"),
         "parallel": ("*",),
+        "servers": ("*",),
         "cluster": ("*",),
         "checkpoint": ("*",),
         "observe": ("*",),

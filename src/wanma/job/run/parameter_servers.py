@@ -146,7 +146,7 @@ class ParameterServers(Protocol):
     def push(self, step: int, gradients: Mapping[str, Any], rows: Mapping[str, Any]) -> None:
         """Send gradients: of tables those of the rows with the given ids, each id once."""
 
-    def finish(self, contribution: StepContribution) -> AppliedStep:
+    def finish(self, contribution: StepContribution) -> None:
         """Wait until the servers have applied the step; the last push is repeated where a server is lost."""
 
     def fetch(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]], ServerPosition]:

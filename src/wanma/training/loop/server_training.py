@@ -158,11 +158,10 @@ class ServerWorker:
                 client.report_drain(self._last_step + 1)
                 return offer.outcome if chief is None else chief.finish(offer.outcome)
             if offer.step is not None:
-                record = self.compute(offer.step)
+                self.compute(offer.step)
                 self._last_step = offer.step
-                client.report_finished_step(record.step + 1)
 
-    def compute(self, step: int) -> AppliedStep:
+    def compute(self, step: int) -> None:
         """Compute one step: load, pull, forward and backward, push."""
         client, train = self._worker.supervisor_client, self._job.train
         client.report_progress(step, "waiting for data")
@@ -184,7 +183,7 @@ class ServerWorker:
             for module in find_step_statistics_modules(self._model.module).values()
             for part in module.pop_sums()
         ]
-        return self._servers.finish(
+        self._servers.finish(
             StepContribution(
                 step,
                 float(loss_sum),
@@ -383,6 +382,7 @@ class ChiefTrainer(Trainer):
         self._end_forward_backward()
         self.state.end_step(record.applied, samples)
         self._learning_rate, self._global_batch = record.learning_rate, samples
+        self.worker.supervisor_client.report_finished_step(self.state.step)
         if not record.applied:
             self.message(f"step {self.state.step}: skipped, gradient norm {record.gradient_norm}", "warning")
         if record.applied and record.statistics and record.statistics[0]:
