@@ -89,6 +89,10 @@ class AppliedStep:
     """Rank of the worker that finished the step last."""
     statistics: tuple[bytes, ...] = ()
 
+    def metrics(self) -> dict[str, int]:
+        """Return the metrics of the step's record."""
+        return {"staleness": self.staleness}
+
 
 @dataclass(frozen=True)
 class ServerPosition:

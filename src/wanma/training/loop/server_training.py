@@ -253,6 +253,7 @@ class Chief:
             peak_flops_per_second=request.peak_flops_per_second,
             restore=restore,
         )
+        self.trainer.records_staleness = servers.mode != "synchronous"
         self._is_loaded = position.is_loaded
         loss = build_loss(request, spec, data, parallel, mesh.device)
         metrics = build_metrics(request, data, loss)
@@ -368,6 +369,8 @@ class Chief:
 class ChiefTrainer(Trainer):
     """Trainer whose steps are made elsewhere."""
 
+    records_staleness = False
+
     def take_step(self, record: AppliedStep, remaining: int) -> None:
         """Count a step that the servers have applied.
 
@@ -382,6 +385,7 @@ class ChiefTrainer(Trainer):
         self._end_forward_backward()
         self.state.end_step(record.applied, samples)
         self._learning_rate, self._global_batch = record.learning_rate, samples
+        self._outer_result = record if self.records_staleness else None
         self.worker.supervisor_client.report_finished_step(self.state.step)
         if not record.applied:
             self.message(f"step {self.state.step}: skipped, gradient norm {record.gradient_norm}", "warning")

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from wanma.collectives.timing.communication_timer import CommunicationTime
 from wanma.job.plan.plan import Plan
+from wanma.job.run.parameter_servers import AppliedStep
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.job import Job
@@ -137,10 +138,8 @@ class Trainer:
             interval_steps=resumed.in_memory_interval_steps,
         )
         interval = job.observe.gradient_norms_every_steps
-        self._layer_gradient_norms, self._last_layer_norms = (
-            LayerGradientNorms(parallel_model.parameter_names, plan, interval),
-            dict[str, float](),
-        )
+        self._layer_gradient_norms = LayerGradientNorms(parallel_model.parameter_names, plan, interval)
+        self._last_layer_norms: dict[str, float] = {}
         self._log = RankStepLog(job, worker)
         self._timing_reporter = RankTimingReporter(plan, parallel_mesh, worker.supervisor_client)
         self._recorder: Recorder | None = None
@@ -160,8 +159,8 @@ class Trainer:
         self._expert_statistics: dict[str, Tensor] = {}
         bad_samples = RunDirectory(worker.run_directory).bad_samples(worker.rank)
         self.step_data = StepData(bad_samples, parallel_mesh, self.message, job.data.bad_data_limit)
-        self._outer_result: OuterStepResult | None = None
-        """Outer update after the last step; None where no exchange ended."""
+        self._outer_result: OuterStepResult | AppliedStep | None = None
+        """Outer update after the last step, or update of parameter servers; None: there was none."""
         self._step_started = time.perf_counter()
 
     def _open_records(
