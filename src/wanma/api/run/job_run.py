@@ -127,35 +127,30 @@ def train_job(
         budget = BudgetWatch(job.cluster.budget, prepared.cluster, read_records(run, time.time()))
         run.create()
         with lock_run(run) if job.cluster.nodes == 1 else contextlib.nullcontext():
-            servers = RunServers(job, prepared.plan, run) if job.servers.count else None
-            launch = _launch(run, job, prepared, user_objects, servers)
+            servers = RunServers(job, prepared.plan, run)
+            launch = _launch(run, job, prepared, user_objects, servers.access)
             earlier_events = count_events(run)
             notes = _start_notes(run, job, prepared)
+            contents = (run, job, prepared, command_line or [])
             is_new = not run.job.exists()
             reads_text = _reads_text(job, user_objects)
             if is_new:
-                write_run_files(run, job, prepared, command_line or [], reads_text=reads_text)
+                write_run_files(*contents, reads_text=reads_text)
             with (
                 open_console(run, job.observe, job.train.steps) as console,
                 called,
                 _node_keeper(job, run, console.write) as keeper,
                 _observer(job, run, prepared, console) as observer,
+                servers.serve(console.write),
             ):
                 for note in notes:
                     level = note_level(note, prepared.plan_result)
                     console.write({"kind": "message", "level": level, "text": note})
 
-                def update_files() -> None:
-                    if not is_new:
-                        update_run_files(
-                            run, job, prepared, command_line or [], console.write, reads_text=reads_text
-                        )
-
-                on_event = _event_handler(
-                    run, prepared, console, called, keeper, observer, budget, update_files
-                )
-                with contextlib.nullcontext() if servers is None else servers.serve(console.write):
-                    outcome = run_local(launch, on_event, node)
+                update_files = partial(update_run_files, *contents, console.write, reads_text=reads_text)
+                first = None if is_new else update_files
+                on_event = _event_handler(run, prepared, console, called, keeper, observer, budget, first)
+                outcome = run_local(launch, on_event, node)
                 if job.cluster.nodes == 1:  # no rank is left that could still save
                     with contextlib.suppress(OSError):
                         remove_partial(run.checkpoints)
@@ -217,7 +212,7 @@ def _event_handler(
     keeper: NodeKeeper | None,
     observer: RunObserver,
     budget: BudgetWatch,
-    on_first_step: Callable[[], None],
+    on_first_step: Callable[[], None] | None,
 ) -> Callable[[Event], str | None]:
     """Return the function that gets the run's events: it records and shows them, and passes them on.
 
@@ -244,7 +239,8 @@ def _event_handler(
             planned.update(event)
         if event["kind"] == "step" and not has_step:
             has_step = True
-            on_first_step()
+            if on_first_step is not None:
+                on_first_step()
             if planned:
                 update_plan_file(run, prepared, planned, console.write)
         if event["kind"] == "start" and planned and has_step:
@@ -341,7 +337,7 @@ def _launch(
     job: Job,
     prepared: PreparedJob,
     user_objects: dict[str, Any] | None,
-    servers: RunServers | None,
+    servers: ServerAccess | None,
 ) -> LaunchConfig:
     plan, workload = prepared.plan, prepared.workload
     fingerprint = _launch_fingerprint(job, plan)
@@ -351,7 +347,7 @@ def _launch(
         user_objects or {},
         {} if user_objects is None else _process_state(job, user_objects),
         workload.flops_per_sample if workload else None,
-        None if servers is None else servers.access,
+        servers,
     )
     return LaunchConfig(
         run_directory=run.path.absolute(),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
 from wanma.job.plan.plan import Plan
+from wanma.job.run.parameter_servers import ServerAccess
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event, WorkerContext
 from wanma.job.sections.job import Job
@@ -20,7 +21,7 @@ DEFAULT_STALENESS = 4
 
 
 class RunServers:
-    """Parameter servers of a run: first an endpoint for its workers, then processes."""
+    """Parameter servers of a run: first an endpoint for its workers, then processes; none without any."""
 
     def __init__(self, job: Job, plan: Plan, run: RunDirectory) -> None:
         section = job.servers
@@ -33,8 +34,14 @@ class RunServers:
         )
         rule = UpdateRule(job.train.gradient_clip, stops_if_not_finite=job.train.non_finite == "stop")
         self._secret = secrets.token_bytes(32)
-        self._coordinator = ServerCoordinator(plan.world_size, self._secret, clock, rule)
-        self.access = self._coordinator.access
+        self._coordinator: ServerCoordinator | None = None
+        if section.count:
+            self._coordinator = ServerCoordinator(plan.world_size, self._secret, clock, rule)
+
+    @property
+    def access(self) -> ServerAccess | None:
+        """Access of the workers to the servers; None: the job has none."""
+        return None if self._coordinator is None else self._coordinator.access
 
     @contextmanager
     def serve(self, write: Callable[[Event], None]) -> Iterator[None]:
@@ -48,6 +55,9 @@ class RunServers:
             write({"kind": "message", "level": level, "text": text})
 
         section = self._section
+        if self._coordinator is None:
+            yield
+            return
         with (
             closing(self._coordinator),
             closing(

@@ -16,8 +16,7 @@ from wanma.job.sections.cluster import ClusterSection
 from wanma.job.sections.data import DataSection
 from wanma.job.sections.model import ModelSection
 from wanma.job.sections.observe import ObserveSection
-from wanma.job.sections.parallel import ParallelSection
-from wanma.job.sections.servers import ServersSection
+from wanma.job.sections.parallel import ParallelSection, ServersSection
 from wanma.job.sections.train import TrainSection
 
 
