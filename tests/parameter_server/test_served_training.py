@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support.command import Desk, Running, Training
+from support.command import Desk, Running, Training, small_disk
 
 JOBS = {
     "ratings": """\
@@ -175,10 +175,11 @@ def test_a_killed_server_loses_no_acknowledged_update(desk: Desk, server: int, k
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("keys", [(), ASYNCHRONOUS])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_worker_repeats_no_step(desk: Desk, rank: int) -> None:
-    training = desk.training(f"killed-worker-{rank}")
-    running = start_until(desk, training, 12, "servers.count=2", "parallel.dp_replicate=2")
+def test_a_killed_worker_repeats_no_step(desk: Desk, rank: int, keys: tuple[str, ...]) -> None:
+    training = desk.training(f"killed-worker-{rank}-{len(keys)}")
+    running = start_until(desk, training, 12, "servers.count=2", "parallel.dp_replicate=2", *keys)
     process = training.rank_process(rank)
     assert process is not None
     os.kill(process, signal.SIGKILL)
@@ -186,7 +187,9 @@ def test_a_killed_worker_repeats_no_step(desk: Desk, rank: int) -> None:
     assert running.left() == []
     (recovery,) = (event for event in training.events if event["kind"] == "recovery")
     assert recovery["repeated_steps"] == 0
-    assert largest_difference(training, trained(desk, "ratings", "ratings-alone")) <= 1e-6
+    assert training.metrics[-1]["step"] == 40
+    if not keys:
+        assert largest_difference(training, trained(desk, "ratings", "ratings-alone")) <= 1e-6
 
 
 @pytest.mark.full
@@ -213,3 +216,66 @@ def test_both_holders_of_a_shard_killed_end_the_run_and_the_same_command_carries
     assert running.left() == []
     desk.run("train", "ratings.toml", "--run-dir", training.path.name, *keys).check()
     assert largest_difference(training, trained(desk, "ratings", "ratings-alone")) <= 1e-6
+
+
+@pytest.mark.full
+def test_ctrl_c_saves_what_the_servers_hold_and_the_same_command_carries_on(desk: Desk) -> None:
+    training = desk.training("stopped")
+    keys = ("servers.count=2", "parallel.dp_replicate=2")
+    running = start_until(desk, training, 12, *keys)
+    running.signal(signal.SIGINT)
+    running.end().check(130)
+    assert running.left() == []
+    assert training.checkpoints() == [f"step-{len(training.metrics):08d}"]
+    desk.run("train", "ratings.toml", "--run-dir", training.path.name, *keys).check()
+    assert largest_difference(training, trained(desk, "ratings", "ratings-alone")) <= 1e-6
+
+
+@pytest.mark.full
+@pytest.mark.skipif(os.geteuid() != 0, reason="a file system of one's own needs root")
+def test_a_full_disk_ends_the_run_with_one_error_and_the_same_command_carries_on(desk: Desk) -> None:
+    training = desk.training("full-disk")
+    keys = (
+        "servers.count=2",
+        "parallel.dp_replicate=2",
+        "checkpoint.every_steps=10",
+        "model.recommender.embedding=512",
+    )
+    training.path.mkdir()
+    with small_disk(training.path / "checkpoints", "1600k"):
+        ran = desk.run("train", "ratings.toml", "--run-dir", training.path.name, *keys)
+        assert ran.code not in (0, 130)
+        assert "no space" in ran.text.lower()
+    desk.run("train", "ratings.toml", "--run-dir", training.path.name, *keys).check()
+    alone = trained(desk, "ratings", "ratings-wide", keys[-1])
+    assert largest_difference(training, alone) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("key", "overrides"),
+    [
+        ("servers.mode", ("servers.mode=asynchronous",)),
+        ("servers.mode", ("servers.mode=bounded",)),
+        ("parallel.dp_shard", ("parallel.dp_shard=2",)),
+        (
+            "cluster.nodes",
+            ("cluster.nodes=2", "cluster.rendezvous=127.0.0.1:29500", "parallel.dp_replicate=2"),
+        ),
+        ("train.optimizer", ("train.optimizer=adafactor",)),
+        ("train.precision", ("train.precision=bf16",)),
+        ("train.weight_average", ("train.weight_average=0.9",)),
+        ("train.non_finite", ("train.non_finite=retry",)),
+        ("replicas", ("servers.replicas=2", "servers.count=1")),
+        (
+            "in_batch_softmax",
+            ("model.kind=two_tower", "data.interactions.target=click", "parallel.dp_replicate=2"),
+        ),
+        ("staleness", ("servers.staleness=3",)),
+    ],
+)
+def test_what_servers_cannot_do_is_refused_by_its_key(
+    desk: Desk, key: str, overrides: tuple[str, ...]
+) -> None:
+    ran = desk.call("train", "ratings.toml", "--dry-run", "servers.count=2", *overrides)
+    assert ran.code == 2
+    assert key in ran.told_once()

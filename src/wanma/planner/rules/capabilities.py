@@ -229,10 +229,8 @@ def _undeclared_model_layout(query: _SupportQuery) -> _Unsupported | None:
 
 def _in_batch_negatives(query: _SupportQuery) -> _Unsupported | None:
     """Refuse several micro-batches of a rank where a loss compares all items of the global batch."""
-    model, plan, samples = query.job.model, query.plan, query.job.train.global_batch
-    keys, objective = query.job.data.interactions, model.recommender.objective
-    is_default = model.kind == "two_tower" and keys.target == "click" and not keys.negatives
-    if not (objective == "in_batch_softmax" or (objective is None and is_default)):
+    plan, samples = query.plan, query.job.train.global_batch
+    if not _compares_items_of_batch(query.job):
         return None
     if plan.gradient_accumulation_steps(samples) == 1:
         return None
@@ -241,6 +239,13 @@ def _in_batch_negatives(query: _SupportQuery) -> _Unsupported | None:
         f"{plan.micro_batch} cuts it",
         f"set parallel.micro_batch = {plan.max_rows_per_data_rank(samples)}",
     )
+
+
+def _compares_items_of_batch(job: Job) -> bool:
+    """Return whether the loss is the softmax over the items of the global batch."""
+    keys, objective = job.data.interactions, job.model.recommender.objective
+    is_default = job.model.kind == "two_tower" and keys.target == "click" and not keys.negatives
+    return objective == "in_batch_softmax" or (objective is None and is_default)
 
 
 def _split_factors(query: _SupportQuery) -> _Unsupported | None:
@@ -266,7 +271,9 @@ def _split_backward(query: _SupportQuery) -> _Unsupported | None:
 
 
 def _servers(query: _SupportQuery) -> _Unsupported | None:
-    error = unsupported_servers_error(query.job, query.plan)
+    error = unsupported_servers_error(
+        query.job, query.plan, compares_items=_compares_items_of_batch(query.job)
+    )
     return None if error is None else _Unsupported(error.message, error.hint)
 
 

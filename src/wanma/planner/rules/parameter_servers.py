@@ -11,8 +11,14 @@ _OPTIMIZERS = ("adamw", "sgd")
 """Optimizers whose rules compute element by element, so that servers can hold parameters by rows."""
 
 
-def unsupported_servers_error(job: Job, plan: Plan) -> JobError | None:
-    """Return the error for a job or plan that parameter servers cannot train, or None."""
+def unsupported_servers_error(job: Job, plan: Plan, *, compares_items: bool) -> JobError | None:
+    """Return the error for a job or plan that parameter servers cannot train, or None.
+
+    Args:
+        job: job of the run.
+        plan: plan of the run.
+        compares_items: true if the loss compares the items of the global batch.
+    """
     if not job.servers.count:
         return None
     if job.servers.mode != "synchronous" and "staleness" not in job.parallel.allow:
@@ -20,6 +26,11 @@ def unsupported_servers_error(job: Job, plan: Plan) -> JobError | None:
             f"servers.mode = '{job.servers.mode}' applies gradients of parameters that other workers have "
             "updated meanwhile, and the job does not allow it",
             "set parallel.allow = ['staleness'], or servers.mode = 'synchronous'",
+        )
+    if compares_items and job.servers.mode == "synchronous" and plan.world_size > 1:
+        return JobError(
+            "in_batch_softmax compares the items of the global batch, of which synchronous workers have shares",
+            "set parallel.dp_replicate = 1, or model.recommender.objective = 'sampled_softmax'",
         )
     for key, value, way_out in _limits(job, plan):
         return JobError(f"parameter servers do not support {key} = {value}", way_out)
@@ -52,6 +63,8 @@ def _limits(job: Job, plan: Plan) -> list[tuple[str, object, str]]:
         found.append(("model.experts", job.model.experts, "train it without servers"))
     if input_kind(job.model) == "custom":
         found.append(("model.factory", job.model.factory or "a module", "use a model of wanma's families"))
+    if job.model.loss is not None:
+        found.append(("model.loss", job.model.loss, "use the model's own loss"))
     if any(group.frozen for group in train.parameter_groups):
         found.append(
             ("train.parameter_groups.frozen", True, "train all parameters, or train without servers")
