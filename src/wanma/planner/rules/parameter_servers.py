@@ -29,7 +29,7 @@ def unsupported_servers_error(job: Job, plan: Plan, *, compares_items: bool) -> 
         )
     if compares_items and job.servers.mode == "synchronous" and plan.world_size > 1:
         return JobError(
-            "in_batch_softmax compares the items of the global batch, of which synchronous workers have shares",
+            "in_batch_softmax compares the items of a global batch, which synchronous workers share",
             "set parallel.dp_replicate = 1, or model.recommender.objective = 'sampled_softmax'",
         )
     for key, value, way_out in _limits(job, plan):

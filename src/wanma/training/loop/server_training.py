@@ -33,6 +33,7 @@ from wanma.job.run.parameter_servers import (
 )
 from wanma.job.run.worker import WorkerContext
 from wanma.models.layers.batch_norm import find_step_statistics_modules
+from wanma.models.layers.router import TopKRouter
 from wanma.models.model_spec import ModelSpec
 from wanma.parallel.data_parallel.global_batch import GlobalBatchGatherer
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh, open_mesh
@@ -116,6 +117,10 @@ class ServerWorker:
         self._model = parallelize(
             replace(spec, build_module=build_module), alone, mesh, request.job.train.seed
         )
+        if any(isinstance(module, TopKRouter) for module in self._model.modules()):
+            raise JobError(
+                f"parameter servers do not support the experts of {spec.name}", "train without servers"
+            )
         self._model.initialize_parameters()  # buffers, too
         loss = build_loss(request, spec, data, self._model, mesh.device)
         self._forward_backward = ForwardBackward(self._model, request.job, alone, mesh, loss)
