@@ -44,7 +44,7 @@ class Run:
             staleness=bound if isinstance(bound, int) else None,
         )
         rule = UpdateRule(float(str(settings.get("clip", 0.0))), settings.get("non_finite", "stop") == "stop")
-        self.coordinator = ServerCoordinator(workers, SECRET, clock, rule)
+        self.coordinator = ServerCoordinator(SECRET, clock, rule)
         self.coordinator.start(group, lambda _text, _level: None)
         compression = str(settings.get("compression", "none"))
         self.clients = [

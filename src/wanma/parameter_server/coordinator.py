@@ -37,14 +37,13 @@ class ServerCoordinator:
     """Coordinator: state of the run's steps, and the requests of workers.
 
     Args:
-        workers: number of workers.
         secret: secret of the run.
         clock: clock of the steps.
         rule: rule of updates.
     """
 
-    def __init__(self, workers: int, secret: bytes, clock: StepClock, rule: UpdateRule) -> None:
-        self._workers, self._clock, self._rule = workers, clock, rule
+    def __init__(self, secret: bytes, clock: StepClock, rule: UpdateRule) -> None:
+        self._clock, self._rule = clock, rule
         self._group_of_run: ServerGroup | None = None
         self._show: Callable[[str, str], None] = lambda _text, _level: None
         self._condition = threading.Condition()

@@ -36,7 +36,7 @@ class RunServers:
         self._secret = secrets.token_bytes(32)
         self._coordinator: ServerCoordinator | None = None
         if section.count:
-            self._coordinator = ServerCoordinator(plan.world_size, self._secret, clock, rule)
+            self._coordinator = ServerCoordinator(self._secret, clock, rule)
 
     @property
     def access(self) -> ServerAccess | None:
