@@ -242,8 +242,10 @@ class ServersSection(Section):
 
     @model_validator(mode="after")
     def _check_combination(self) -> ServersSection:
-        if self.count == 0 and self.model_fields_set - {"count"}:
-            raise ValueError(f"{sorted(self.model_fields_set - {'count'})[0]} has no effect without count")
+        fields = type(self).model_fields.items()
+        changed = [name for name, field in fields if name != "count" and getattr(self, name) != field.default]
+        if self.count == 0 and changed:
+            raise ValueError(f"{changed[0]} has no effect without count")
         if self.count and self.replicas > self.count:
             raise ValueError(f"replicas = {self.replicas} needs count of at least {self.replicas}")
         if self.staleness is not None and self.mode != "bounded":
