@@ -31,6 +31,7 @@ from wanma.parallel.data_parallel.gather_order_check import install_gather_order
 from wanma.parallel.data_parallel.replicated import Replicated
 from wanma.parallel.data_parallel.sharded import PRECISION_DTYPES, Sharded, apply_data_parallel
 from wanma.parallel.data_parallel.shared_memory_weights import share_weights_in_memory
+from wanma.parallel.embedding.sharded_embedding import ShardedEmbedding, shard_embeddings
 from wanma.parallel.expert.expert_parallel import apply_expert_parallel
 from wanma.parallel.gradients.gradient_compression import GradientCompression, build_compression
 from wanma.parallel.gradients.gradient_hooks import GradientHooks
@@ -89,6 +90,8 @@ class ParallelModel:
     """Disk pool of this rank; None where the plan offloads nothing to disk."""
     compression: GradientCompression | None = None
     """Compressed exchanges of gradients; None where the plan compresses none."""
+    embeddings: tuple[ShardedEmbedding, ...] = ()
+    """Embedding tables that the data ranks share; none where tables are parameters like any other."""
 
     def initialize_parameters(self, exclude: Container[str] = ()) -> None:
         """Give the parameters their initial values, where no checkpoint does.
@@ -128,6 +131,8 @@ class ParallelModel:
         """Complete the gradients after the last backward of a step, where no pipeline drives them."""
         for part in self.data_parallel:
             part.finalize_gradients()
+        for embedding in self.embeddings:
+            embedding.finalize_gradients(self.gradient_divisor)
 
     def wait_until_weights_unused(self) -> None:
         """Wait until no rank computes with the weights, after an evaluation; all ranks call it."""
@@ -212,12 +217,15 @@ def parallelize(
         parallel_spec = pipeline_parallel_spec(module, spec.parallel_spec, plan)
         parts = [extract_stage(module, parallel_spec, plan, number) for number in numbers]
     compression = build_compression(parallel_mesh, seed)
+    embeddings = shard_embeddings(module, parallel_mesh) if plan.embedding != "dense" else []
     data_parallel = tuple(
         _parallelize_part(
             part, spec, plan, parallel_mesh, parallel_mesh.communication_timer, disk_pool, compression, frozen
         )
         for part in parts
     )
+    for embedding in embeddings:  # after all that splits or moves parameters
+        embedding.allocate(parallel_mesh.device)
     ties = find_tied_weights(
         parts,
         tied_names_between_ends(spec.parallel_spec) if spec.parallel_spec is not None else (),
@@ -252,6 +260,7 @@ def parallelize(
         initial_seed,
         disk_pool,
         compression,
+        tuple(embeddings),
     )
 
 

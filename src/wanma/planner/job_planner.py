@@ -15,6 +15,7 @@ from wanma.models.config.dimensions import DecoderConfig
 from wanma.observe.units import count_text
 from wanma.planner.all_reduce_choice import all_reduce_reasons, largest_message_bytes, nccl_switch_note
 from wanma.planner.batch_share_rules import check_job_shares, check_plan_shares
+from wanma.planner.embedding_placement import embedding_plan_fields
 from wanma.planner.forecast.plan_forecast import (
     forecast_plan,
     forecast_plan_memory,
@@ -174,6 +175,7 @@ def build_layout(job: Job, cluster: Cluster, world_size: int | None = None) -> P
         fp8=job.train.fp8,
         device=device,
         **compression_plan_fields(job),
+        **embedding_plan_fields(job),
         batch_shares=tuple(parallel.batch_shares),
         synchronization=synchronization,
     )

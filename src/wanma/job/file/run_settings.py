@@ -34,6 +34,7 @@ SETTING_RULES: Mapping[SettingRule, Mapping[str, tuple[str, ...]]] = {
             "precision",
             "fp8",
             "optimizer",
+            "embedding_optimizer",
             "optimizer_factory",
             "optimizer_arguments",
             "learning_rate",

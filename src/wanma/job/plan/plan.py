@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatchcase
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Literal
 
 from wanma.job.file.renamed_keys import VALUES, with_new_names
 from wanma.job.plan.placement import ReplicaPlacement
@@ -26,6 +26,7 @@ from wanma.job.sections.parallel import (
     Recompute,
     Schedule,
     Shard,
+    TableSharding,
 )
 from wanma.job.sections.train import Precision
 
@@ -90,6 +91,10 @@ class Plan:
     """Optimizer steps before compression begins."""
     compression_groups: tuple[tuple[str, Compression], ...] = ()
     """Compression by parameter: (pattern of names, method); the first match replaces `compression`."""
+    embedding: Literal["dense", "auto", "row_wise", "table_wise", "replicated"] = "dense"
+    """Placement of embedding tables on the data ranks; "dense": they are parameters like any other."""
+    embedding_tables: tuple[tuple[str, TableSharding], ...] = ()
+    """Placement by table: (pattern of names, sharding); the first match replaces `embedding`."""
     overlap: bool = True
     """Overlap of gradient reduction and parameter gathering with backward."""
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
@@ -421,8 +426,9 @@ class Plan:
         tuples: dict[str, Any] = {
             key: tuple(value[key]) for key in ("stage_cuts", "approximate", "batch_shares") if key in value
         }
-        if "compression_groups" in value:
-            tuples["compression_groups"] = tuple(map(tuple, value["compression_groups"]))
+        for key in ("compression_groups", "embedding_tables"):
+            if key in value:
+                tuples[key] = tuple(map(tuple, value[key]))
         if "placement" in value:
             tuples["placement"] = tuple(
                 ReplicaPlacement.from_json(replicas) for replicas in value["placement"]
@@ -482,6 +488,8 @@ def uniform_count_reason(plan: Plan) -> str | None:
     """
     if plan.ep > 1:
         return "tokens visit the experts of other data ranks within every micro-batch (ep)"
+    if plan.embedding != "dense":
+        return "ranks look up embeddings of each other within every micro-batch"
     if plan.pp > 1:
         if plan.virtual_stages > 1 and not plan.computes_on_master_weights:
             return (

@@ -19,6 +19,7 @@ Compression = Literal["none", "bf16", "fp16", "int8", "topk", "powersgd"]
 OuterCompression = Literal["none", "bf16", "int8"]
 SyncMethod = Literal["local_sgd", "diloco", "delayed"]
 OuterOffload = Literal["none", "host"]
+TableSharding = Literal["row_wise", "table_wise", "replicated"]
 Approximation = Literal["bf16", "fp8", "compression"]
 """Approximations, which change the mathematics and are never chosen unless a job allows them by name."""
 
@@ -129,6 +130,16 @@ class ParallelSection(Section):
         "auto",
         description="transport of collectives on CPUs: memory shared by the ranks of one node "
         "(shared_memory), or TCP (gloo); auto: shared_memory on one node that has a C++ compiler",
+    )
+    embedding: Literal["dense", "auto", "row_wise", "table_wise", "replicated"] = Field(
+        "dense",
+        description="recommenders: placement of embedding tables: as parameters like any other (dense), rows "
+        "split over the data ranks, each table on one of them, or on all; auto: by table",
+    )
+    embedding_tables: dict[str, TableSharding] = Field(
+        default_factory=dict,
+        description="embedding by table: a shell pattern of names = row_wise, table_wise or replicated; the "
+        "first match applies, all others: embedding",
     )
     compression: Compression = Field(
         "none",

@@ -241,6 +241,41 @@ def _in_batch_negatives(query: _SupportQuery) -> _Unsupported | None:
     )
 
 
+def _embedding_tables(query: _SupportQuery) -> _Unsupported | None:
+    """Refuse embedding tables that ranks share beside settings that know nothing of them."""
+    job, plan = query.job, query.plan
+    if plan.embedding == "dense":
+        if job.train.embedding_optimizer is None:
+            return None
+        return _Unsupported(
+            f"train.embedding_optimizer = '{job.train.embedding_optimizer}' updates tables that "
+            "parallel.embedding places, and it is 'dense'",
+            "set parallel.embedding = 'auto', or unset train.embedding_optimizer",
+        )
+    key = f"parallel.embedding = '{plan.embedding}'"
+    if input_kind(job.model) != "interactions":
+        return _Unsupported(
+            f"{key}: only wanma's recommenders have embedding tables that it places",
+            "set parallel.embedding = 'dense', or use model.family = 'recommender'",
+        )
+    if job.train.embedding_optimizer is None:
+        return _Unsupported(
+            f"{key} needs an optimizer that leaves rows alone that a step does not use, and "
+            "train.embedding_optimizer is not set",
+            "set train.embedding_optimizer = 'rowwise_adagrad', 'adagrad', 'adam' or 'sgd'",
+        )
+    settings = {
+        "parallel.compile": plan.compile,
+        "parallel.synchronize": plan.synchronization is not None,
+        "parallel.offload_parameters": plan.offload_parameters != "none",
+        "parallel.offload_optimizer": plan.offload_optimizer != "none",
+        "train.weight_average": job.train.weight_average > 0,
+    }
+    if (other := next((name for name, is_set in settings.items() if is_set), None)) is None:
+        return None
+    return _Unsupported(f"{key} is not supported with {other}", f"unset {other}, or parallel.embedding")
+
+
 def _split_factors(query: _SupportQuery) -> _Unsupported | None:
     error = factored_optimizer_error(query.job.train.optimizer, query.plan)
     return None if error is None else _Unsupported(error.message, error.hint)
@@ -269,6 +304,7 @@ _SUPPORT_CHECKS = (
     _balance_without_timing,
     _undeclared_model_layout,
     _in_batch_negatives,
+    _embedding_tables,
     _disallowed_approximation,
     _compressed,
     _fp8,

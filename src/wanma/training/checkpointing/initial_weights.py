@@ -158,8 +158,8 @@ def gather_problems(local_problems: list[str], worker: WorkerContext) -> list[st
 
 
 def find_names_on_other_ranks(tensors: dict[str, Tensor], plan: Plan) -> list[str]:
-    """Return the names that only other pipeline stages, or other sites, hold."""
-    if plan.pp == 1 and plan.sites == 1:
+    """Return the names that only other ranks hold: of other stages, sites or embedding tables."""
+    if plan.pp == 1 and plan.sites == 1 and plan.embedding == "dense":
         return []
     names_by_rank: list[list[str]] = [[]] * plan.world_size
     dist.all_gather_object(names_by_rank, list(tensors))
