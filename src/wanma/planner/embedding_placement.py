@@ -17,11 +17,19 @@ from wanma.job.sections.parallel import TableSharding
 MAX_REPLICATED_ELEMENTS = 1 << 22
 """Elements of a table up to which `auto` replicates it: 16 MiB in fp32, as large as a gradient bucket."""
 
+MAX_EXCESS_SHARE = 1 / 8
+"""Rows of whole tables that `auto` gives a rank, at most, as a share of an equal part of all rows."""
+
 
 def embedding_plan_fields(job: Job) -> dict[str, Any]:
     """Return the plan fields of a job's embedding tables."""
     parallel = job.parallel
     return {"embedding": parallel.embedding, "embedding_tables": tuple(parallel.embedding_tables.items())}
+
+
+def shared_table_ranks(plan: Plan) -> int:
+    """Return the number of ranks that share embedding tables; 1 where tables are dense."""
+    return 1 if plan.embedding == "dense" else plan.data_parallel_size
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,7 @@ def place_tables(
 
     `auto` replicates a small table of which a micro-batch asks for as many ids as it has rows: its gradient
     is then as large as the exchanged vectors. A table with bags goes to one rank, which sends sums of bags in
-    place of the vectors in them, if no rank then holds more than its share. All others are split by rows.
+    place of the vectors in them, if that rank then holds little more than others. The rest is split by rows.
 
     Args:
         rows: rows of each table.
@@ -69,7 +77,7 @@ def place_tables(
     for name in sorted(rows, key=lambda name: (-rows[name], name)):
         sharding, rank = shardings[name], loads.index(min(loads))
         if sharding is None:
-            fits = bag_sizes.get(name, 1) > 1 and loads[rank] + rows[name] <= share
+            fits = bag_sizes.get(name, 1) > 1 and loads[rank] + rows[name] <= MAX_EXCESS_SHARE * share
             sharding = "table_wise" if fits else "row_wise"
         placements[name] = TablePlacement(sharding, rank if sharding == "table_wise" else 0)
         if sharding == "table_wise":

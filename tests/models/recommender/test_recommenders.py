@@ -96,7 +96,7 @@ def test_bags_are_sums_empty_ones_zeros_and_repeated_ids_count_twice(kind: str) 
     dense, offsets = torch.randn(3, 2), torch.tensor([0, 2, 2])
     bags = {"type": torch.tensor([4, 4, 6]), "type.offsets": offsets}
     table = model.embeddings.tables["of_type"].weight  # type: ignore[union-attr,index]
-    vectors = model.embeddings.start(
+    vectors = model.embeddings(
         {"user": USERS, "item": ITEMS[:, 0], **bags}
         | {  # type: ignore[operator]
             f"{name}.offsets": torch.arange(3) for name in ("user", "item")

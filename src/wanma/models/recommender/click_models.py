@@ -32,7 +32,7 @@ class ClickModel(Recommender):
             dense: dense features, (rows, dense); None without any.
             features: ids and offsets as of `EmbeddingTables`; a feature without offsets has one id a row.
         """
-        embeddings = self.embeddings.start(_with_offsets(self.embeddings.rows, features))
+        embeddings = self.embeddings(_with_offsets(self.embeddings.rows, features))
         # The network of the dense features runs while vectors are on their way.
         first = [] if self.bottom is None else [self.bottom(dense)]
         vectors = [*first, *embeddings()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Protocol
 
 import torch.nn.functional as F
@@ -37,11 +36,11 @@ class EmbeddingTables(nn.Module):
         self.sharded_lookup: TableLookup | None = None
         """Lookup in tables that ranks share; None: the tables are in this module."""
 
-    def start(self, features: Mapping[str, Tensor]) -> Callable[[], list[Tensor]]:
+    def forward(self, features: Mapping[str, Tensor]) -> Callable[[], list[Tensor]]:
         """Start the lookup of bags, and return a function that returns their vectors.
 
-        Vectors may be on their way until then. There is one vector for each bag of a table, (rows, width), in
-        the order of the tables.
+        Vectors of tables that ranks share are on their way until then. There is one vector for each bag of a
+        table, (rows, width), in the order of the tables.
 
         Args:
             features: by feature the ids of all bags, (ids,) int64; and by feature with the suffix `.offsets`
@@ -49,7 +48,8 @@ class EmbeddingTables(nn.Module):
         """
         if self.sharded_lookup is not None:
             return self.sharded_lookup.start(features)
-        return partial(self._look_up_bags, features)
+        vectors = [self.tables[f"of_{name}"](features[name], features[name + OFFSETS]) for name in self.rows]
+        return lambda: vectors
 
     def lookup(self, name: str, ids: Tensor) -> Tensor:
         """Return the vectors (..., width) of single ids (...)."""
@@ -58,6 +58,3 @@ class EmbeddingTables(nn.Module):
         table = self.tables[f"of_{name}"]
         assert isinstance(table, nn.EmbeddingBag)
         return F.embedding(ids, table.weight)
-
-    def _look_up_bags(self, features: Mapping[str, Tensor]) -> list[Tensor]:
-        return [self.tables[f"of_{name}"](features[name], features[name + OFFSETS]) for name in self.rows]

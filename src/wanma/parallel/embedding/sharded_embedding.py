@@ -145,7 +145,7 @@ class ShardedEmbedding:
     # ------------------------------------------------------------------ lookups
 
     def start(self, features: Mapping[str, Tensor]) -> Callable[[], list[Tensor]]:
-        """Start `EmbeddingTables.start`: ids are exchanged now, vectors until the result is asked for."""
+        """Start a lookup, as `EmbeddingTables.forward`: ids are exchanged, and vectors are on their way."""
         ids = [features[name] for name in self._names]
         offsets = [features[name + OFFSETS] for name in self._names]
         device, rows = ids[0].device, len(offsets[0])

@@ -13,6 +13,7 @@ from wanma.job.plan.plan import Plan
 from wanma.planner.cost.layer_cost import LayerCost
 from wanma.planner.cost.offload import uses_offload
 from wanma.planner.cost.step import StageLayers
+from wanma.planner.embedding_placement import shared_table_ranks
 from wanma.planner.pipeline.schedules import blocks_of_stages
 
 
@@ -53,6 +54,7 @@ def model_cost_key(plan: Plan) -> tuple[object, ...]:
         plan.precision,
         plan.fp8,
         uses_offload(plan),
+        shared_table_ranks(plan),
     )
 
 

@@ -17,6 +17,7 @@ from wanma.job.plan.plan import Plan
 from wanma.observe.units import bytes_text, count_text, duration_text
 from wanma.planner.cost.decoder import decoder_block_groups, decoder_model_cost, decoder_stage_send_seconds
 from wanma.planner.cost.decoder_layers import FrameworkTraits, matmul_precision
+from wanma.planner.cost.embedding_exchange import embedding_reasons
 from wanma.planner.cost.frozen import block_groups_with_frozen_parts, model_cost_with_frozen_parts
 from wanma.planner.cost.model_cost import BlockGroup, ModelCost, build_stages
 from wanma.planner.cost.offload import updates_on_cpu, uses_offload
@@ -272,9 +273,10 @@ def with_step_time(
             *data_parts_reasons(problem),
             *preparation_reasons(problem.workload.preparation, preparation),
             *_node_crossing_reasons(problem, plan, step),
-            *compression_reason(plan, problem.workload.parameters * trainable_share(problem)),
+            *compression_reason(plan, problem.workload.dense_parameters * trainable_share(problem)),
             *synchronization_reasons(problem, plan, step),
             *embedding_table_reasons(problem.workload, step),
+            *embedding_reasons(problem.workload, plan),
             *(() if run is not None else (unbounded_run_reason(problem, plan, step),)),
             *problem.hardware.assumed,
         ),

@@ -67,8 +67,9 @@ def weight_bytes(workload: Workload, plan: Plan, *, casts_frozen_weights: bool) 
     """Return the bytes of a whole model's weights as they are stored and saved."""
     master = master_weight_bytes(plan)
     frozen = frozen_element_bytes(plan) if casts_frozen_weights else master
-    trained = workload.parameters * workload.trainable_share
-    return trained * master + (workload.parameters - trained) * frozen
+    trained = workload.dense_parameters * workload.trainable_share
+    tables = workload.parameters - workload.dense_parameters
+    return (trained + tables) * master + (workload.dense_parameters - trained) * frozen
 
 
 OPTIMIZER_STATE_COPIES = {
@@ -91,11 +92,12 @@ def optimizer_rule(train: TrainSection) -> str:
 def optimizer_state_elements(workload: Workload, train: TrainSection) -> float:
     """Return the number of elements of the whole model's optimizer state."""
     block_copies, end_layer_copies = OPTIMIZER_STATE_COPIES[optimizer_rule(train)]
-    return sum(
+    layers = sum(
         (block_copies if layer.is_block or layer.count > 1 else end_layer_copies)
         * (layer.count * layer.parameters * layer.trainable_share)
         for layer in workload.layers
     )
+    return layers + sum(table.rows * table.state_elements_per_row for table in workload.tables)
 
 
 def model_states_of(
@@ -170,10 +172,10 @@ def _sharded_model_states(
     gradients = gradient_bytes(layout)
     placement = _place_states(layout, stored, optimizer_elements, weight_average=weight_average)
     return ModelStates(
-        parameters=(0 if layout.offloads_parameters else stored) + gathered,
+        parameters=(0 if layout.offloads_parameters else stored) + gathered + parameters.table_weight_bytes,
         gathered_parameters=gathered,
         buffers=exchange_buffer_bytes(layout) + gradients.shared_sums * trained,
-        optimizer=placement.device_optimizer,
+        optimizer=placement.device_optimizer + parameters.table_state_bytes,
         accumulated_gradients=gradients.accumulated_gradients * trained,
         post_block_gradients=parameters.post_block
         * layout.compute_bytes

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from wanma.job.errors import JobError
 from wanma.job.sections.train import TrainSection
 from wanma.models.structure.parameter_roles import find_parameter_group
 from wanma.parallel.embedding.sharded_embedding import ShardedEmbedding
@@ -92,6 +93,9 @@ class TableOptimizer:
         embedding: tables with memory.
         train: `[train]` of the job. Of a parameter group's keys a table takes all; `train.weight_decay` does
             not apply to tables.
+
+    Raises:
+        JobError: a parameter group freezes a table.
     """
 
     def __init__(self, embedding: ShardedEmbedding, train: TrainSection) -> None:
@@ -109,15 +113,17 @@ class TableOptimizer:
         self._ends = torch.tensor(
             [rows.start + rows.count for rows in embedding.layout.local_rows], device=matrix.device
         )
+        for rows, group in zip(embedding.layout.local_rows, groups, strict=True):
+            if group is not None and group.frozen:
+                raise JobError(
+                    f"train.parameter_groups: match = '{group.match}' freezes table '{rows.table}', "
+                    "which parallel.embedding places",
+                    "set learning_rate_scale = 0 for it, or parallel.embedding = 'dense'",
+                )
+        scales = [group.learning_rate_scale if group is not None else 1.0 for group in groups]
+        decays = [(group.weight_decay or 0.0) if group is not None else 0.0 for group in groups]
         self._scales, self._decays = (
-            torch.tensor(values, dtype=matrix.dtype, device=matrix.device)
-            for values in (
-                [
-                    0.0 if group and group.frozen else group.learning_rate_scale if group else 1.0
-                    for group in groups
-                ],
-                [(group.weight_decay or 0.0) if group else 0.0 for group in groups],
-            )
+            torch.tensor(values, dtype=matrix.dtype, device=matrix.device) for values in (scales, decays)
         )
 
     @torch.no_grad()
