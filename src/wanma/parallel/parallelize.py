@@ -202,9 +202,7 @@ def parallelize(
     module = _build_module(spec, plan, seed)
     reject_overlapping_parameters(module)
     frozen = freeze_permanently(module, spec.is_frozen)
-    _require_fp32_weights(module, spec)
-    _require_dense_gradients(module, spec)
-    _require_layout_independence(module, spec, plan)
+    _check_weights(module, spec, plan)
     _make_contiguous(module)
     names = tuple(name for name, _ in module.named_parameters())
     trainable = tuple(name for name in names if name not in frozen)
@@ -244,7 +242,6 @@ def parallelize(
         pipeline = PipelineRunner(
             parts, numbers, plan, parallel_mesh, data_parallel, clock, draws, StaleParameterCheck(module)
         )
-    initial_seed = None if spec.has_own_initialization else seed
     return ParallelModel(
         tuple(parts),
         pipeline,
@@ -257,7 +254,7 @@ def parallelize(
         hooks,
         clock,
         draws,
-        initial_seed,
+        None if spec.has_own_initialization else seed,
         disk_pool,
         compression,
         tuple(embeddings),
@@ -386,6 +383,13 @@ def _parallelize_part(
     if spec.has_own_initialization and plan.precision in ("bf16", "fp16"):
         apply_autocast(part, PRECISION_DTYPES[plan.precision], parallel_mesh.device)
     return data_parallel
+
+
+def _check_weights(module: nn.Module, spec: ModelSpec, plan: Plan) -> None:
+    """Refuse a module that cannot be trained under `plan` with the numbers of one process."""
+    _require_fp32_weights(module, spec)
+    _require_dense_gradients(module, spec)
+    _require_layout_independence(module, spec, plan)
 
 
 def _require_fp32_weights(module: nn.Module, spec: ModelSpec) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatchcase
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import Any
 
 from wanma.job.file.renamed_keys import VALUES, with_new_names
 from wanma.job.plan.placement import ReplicaPlacement
@@ -22,6 +22,7 @@ from wanma.job.sections.parallel import (
     AllReduceAlgorithm,
     Compression,
     ContextParallelMethod,
+    EmbeddingMode,
     Offload,
     Recompute,
     Schedule,
@@ -37,14 +38,10 @@ OPTIMIZER_CHUNK_PARAMETERS = 1 << 23
 """Parameters per chunk of an offloaded optimizer state that is on the device at once."""
 
 DEFAULT_BUCKET_BYTES = 25 << 20
-"""Maximum bytes of unsharded gradients in one all-reduce, as in DDP.
-
-Many small messages cost more switches between ranks than the copy saves, and a single message would be a
-second copy of all gradients."""
+"""Maximum bytes of unsharded gradients in one all-reduce, as in DDP. Many small messages cost more switches
+between ranks than the copy saves, and a single message would be a second copy of all gradients."""
 MIN_BUCKET_BYTES = 1 << 20
 """Minimum bytes of unsharded gradients in one all-reduce."""
-
-_NO_COMPRESSION_METHODS: frozenset[Compression] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -91,10 +88,9 @@ class Plan:
     """Optimizer steps before compression begins."""
     compression_groups: tuple[tuple[str, Compression], ...] = ()
     """Compression by parameter: (pattern of names, method); the first match replaces `compression`."""
-    embedding: Literal["dense", "auto", "row_wise", "table_wise", "replicated"] = "dense"
-    """Placement of embedding tables on the data ranks; "dense": they are parameters like any other."""
+    embedding: EmbeddingMode = "dense"
     embedding_tables: tuple[tuple[str, TableSharding], ...] = ()
-    """Placement by table: (pattern of names, sharding); the first match replaces `embedding`."""
+    """Placement of embedding tables; instead of `embedding` the first (pattern of names, sharding) counts."""
     overlap: bool = True
     """Overlap of gradient reduction and parameter gathering with backward."""
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
@@ -223,7 +219,7 @@ class Plan:
     def compression_methods(self) -> frozenset[Compression]:
         """Compression methods of the gradients; empty if all are exchanged uncompressed."""
         if self.compression == "none" and not self.compression_groups:
-            return _NO_COMPRESSION_METHODS
+            return frozenset()
         methods = {self.compression, *(method for _, method in self.compression_groups)}
         return frozenset(methods - {"none"})
 

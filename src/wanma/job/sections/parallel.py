@@ -19,6 +19,7 @@ Compression = Literal["none", "bf16", "fp16", "int8", "topk", "powersgd"]
 OuterCompression = Literal["none", "bf16", "int8"]
 SyncMethod = Literal["local_sgd", "diloco", "delayed"]
 OuterOffload = Literal["none", "host"]
+EmbeddingMode = Literal["dense", "auto", "row_wise", "table_wise", "replicated"]
 TableSharding = Literal["row_wise", "table_wise", "replicated"]
 Approximation = Literal["bf16", "fp8", "compression"]
 """Approximations, which change the mathematics and are never chosen unless a job allows them by name."""
@@ -131,7 +132,7 @@ class ParallelSection(Section):
         description="transport of collectives on CPUs: memory shared by the ranks of one node "
         "(shared_memory), or TCP (gloo); auto: shared_memory on one node that has a C++ compiler",
     )
-    embedding: Literal["dense", "auto", "row_wise", "table_wise", "replicated"] = Field(
+    embedding: EmbeddingMode = Field(
         "dense",
         description="recommenders: placement of embedding tables: as parameters like any other (dense), rows "
         "split over the data ranks, each table on one of them, or on all; auto: by table",
