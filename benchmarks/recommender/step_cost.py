@@ -73,7 +73,7 @@ def bag_step(rows: int, *, is_sparse: bool) -> Step:
 
     def step(ids: Tensor) -> None:
         table(ids, offsets).square().sum().backward()
-        optimizer.step()
+        optimizer.step()  # type: ignore[no-untyped-call]  # SparseAdam's
         optimizer.zero_grad()
 
     return step
@@ -106,7 +106,8 @@ def draw_ids(rows: int, seed: int) -> Tensor:
     """Return the ids of one batch, (bags × ids,), by the inverse of Zipf's distribution function."""
     uniform = torch.rand(BAGS * IDS_PER_BAG, generator=torch.Generator().manual_seed(seed))
     power = 1 - ZIPF_EXPONENT
-    return ((1 + uniform * ((rows + 1) ** power - 1)) ** (1 / power)).long().clamp(1, rows) - 1
+    ids: Tensor = ((1 + uniform * ((rows + 1) ** power - 1)) ** (1 / power)).long().clamp(1, rows) - 1
+    return ids
 
 
 if __name__ == "__main__":
