@@ -90,8 +90,8 @@ def test_every_command_is_explained_in_the_overview_and_has_help_of_its_own(
 
     listed = re.findall(r"^    (\w+)\s+\w", text(), re.MULTILINE)
     assert listed == [
-        "init", "train", "plan", "render", "launch", "runs", "show", "status", "logs", "attach",
-        "cancel", "explain", "resize", "shell", "engines", "report", "diagnose", "profile", "dashboard",
+        "init", "train", "plan", "render", "launch", "runs", "show", "report", "status", "attach",
+        "cancel", "explain", "resize", "shell", "engines", "logs", "diagnose", "profile", "dashboard",
         "observe", "sample", "export", "checkpoint", "data", "doctor", "cluster", "bench", "job",
         "completion", "version",
     ]  # fmt: skip

@@ -35,7 +35,7 @@ Ctrl-C completes the step and saves a checkpoint; a second Ctrl-C exits at once.
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("train", help="train a job, or resume it", epilog=_EXAMPLES)
     add_job_arguments(parser)
     parser.add_argument("--run-dir", metavar="DIR", type=Path, help="run directory; default: runs/NAME")

@@ -17,7 +17,7 @@ The rules are those by which each run watches itself (observe.alerts).
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("observe", help="write files for Prometheus and Grafana", epilog=_EXAMPLES)
     actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
     render = actions.add_parser("render", help="write scrape configuration, rules, dashboards and runbook")
