@@ -352,10 +352,8 @@ def test_on_unlike_devices_equal_ranks_with_unlike_shares_run_and_placed_plans_a
     best = found.best.plan
     assert best.placement == ()
     assert best.world_size == 16
-    first, last = (
-        best.batch_shares[: best.data_parallel_size // 2],
-        best.batch_shares[best.data_parallel_size // 2 :],
-    )
+    first = best.batch_shares[: best.data_parallel_size // 2]
+    last = best.batch_shares[best.data_parallel_size // 2 :]
     assert min(first) > max(last), "the H100s are the first machine"
     kept = search_plans(
         PlanningInputs(job({"auto": True, **FEW}), mixed, compute_decoder_workload(few, SEQUENCE), few),

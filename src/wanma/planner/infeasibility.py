@@ -130,10 +130,8 @@ def check_fixed_settings(
         JobError: names the keys.
     """
     sizes = {axis: getattr(job.parallel, axis) for axis in MESH_DIMS if axis in job.parallel.model_fields_set}
-    fixed_ranks, keys = (
-        math.prod(sizes.values()),
-        " × ".join(f"parallel.{axis} = {n}" for axis, n in sizes.items()),
-    )
+    fixed_ranks = math.prod(sizes.values())
+    keys = " × ".join(f"parallel.{axis} = {n}" for axis, n in sizes.items())
     if fixed_ranks > max(world_sizes):
         raise JobError(
             f"{keys} needs {count_text(fixed_ranks, 'rank')}; {cluster} has room for {max(world_sizes)}",

@@ -172,10 +172,8 @@ def forecast_step_time(
     """
     if time_unavailable_reason(problem, plan) is not None:
         return None
-    step, overhead = (
-        assemble_step_time(step_components(problem, plan), simulate),
-        step_overhead(problem, plan),
-    )
+    step = assemble_step_time(step_components(problem, plan), simulate)
+    overhead = step_overhead(problem, plan)
     loading = overhead.loading_stall(step.seconds)
     saving = overhead.checkpoint_stall(step.seconds + loading)
     return replace(step, seconds=step.seconds + loading + saving, loading=loading, checkpoint=saving)

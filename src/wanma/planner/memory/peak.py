@@ -184,10 +184,8 @@ class RankMemory(NamedTuple):
     @property
     def total(self) -> float:
         """Return the peak bytes on the device, without those of CUDA's context or Python."""
-        constant, transient = (
-            self.model_states.parameters + self.model_states.optimizer,
-            max(map(sum, self.moments)),
-        )
+        constant = self.model_states.parameters + self.model_states.optimizer
+        transient = max(map(sum, self.moments))
         return constant + self.model_states.buffers + transient + self._fragmentation(transient)
 
     def _fragmentation(self, transient: float) -> float:
@@ -198,10 +196,8 @@ class RankMemory(NamedTuple):
     @property
     def forecast(self) -> Forecast:
         """Return the memory forecast of this rank, by kind."""
-        peak, offloaded = (
-            self.peak,
-            {"none": 0.0, "host": self.model_states.host, "disk": self.model_states.disk},
-        )
+        peak = self.peak
+        offloaded = {"none": 0.0, "host": self.model_states.host, "disk": self.model_states.disk}
         offloaded[self.plan.offload_activations] += self.offloaded_activations
         return Forecast(
             parameters_bytes=int(self.model_states.parameters + peak.released),

@@ -312,11 +312,9 @@ class CostCache:
         return self._memoize(key, lambda: self._step_exchange_cost(plan, parameters))
 
     def _step_exchange_cost(self, plan: Plan, parameters: float) -> StepExchangeCost:
-        machine, traits, trained = (
-            self.problem.hardware,
-            framework_traits_of(self.problem, plan),
-            trainable_share(self.problem),
-        )
+        machine = self.problem.hardware
+        traits = framework_traits_of(self.problem, plan)
+        trained = trainable_share(self.problem)
         reduce, gather = DataParallelCost(plan, machine, traits, trained).reduce_gather_per_step(parameters)
         return StepExchangeCost(reduce, gather, optimizer_seconds(parameters, plan, machine, traits, trained))
 
