@@ -48,7 +48,6 @@ def on(memory_gib: float, **parallel: object) -> PlanResult:
 def test_nothing_recomputes_where_everything_fits() -> None:
     planned = on(80)
     assert planned.plan.recompute == "none"
-    assert planned.forecast is not None
     assert "recompute none: all activations fit" in planned.forecast.reasons
 
 
@@ -57,7 +56,6 @@ def test_the_chosen_one_fits_and_whatever_costs_less_does_not(memory_gib: float)
     planned = on(memory_gib)
     plan, limit = planned.plan, memory(memory_gib) * USABLE_DEVICE_MEMORY_SHARE
     assert plan.recompute != "none"
-    assert planned.forecast is not None
     assert planned.forecast.memory_bytes <= limit
     chosen = plan.recompute_share * (0.5 if plan.recompute == "selective" else 1.0)
     cheaper = [
