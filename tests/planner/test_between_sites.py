@@ -23,7 +23,7 @@ from wanma.planner.explain.rank_layout import ranks_of_group, stage_layouts
 from wanma.planner.forecast.plan_forecast import forecast_plan
 from wanma.planner.forecast.problem import PlanningInputs, build_problem
 from wanma.planner.job_planner import build_layout, plan_for_job
-from wanma.planner.memory.model_states import ModelStates, model_states_of
+from wanma.planner.memory.model_states import MemoryInputs, ModelStates, model_states_of
 from wanma.planner.memory.rank_parameters import RankParameters
 from wanma.planner.replan import replan
 from wanma.planner.rules.capabilities import unsupported_reason
@@ -192,10 +192,7 @@ def state(plan: Plan) -> ModelStates:
     return model_states_of(
         RankParameters(dense_blocks=1e6, experts=0.0, end_layers=0.0, largest_block=1e5),
         plan,
-        "adamw",
-        micro_batches=1,
-        weight_average=False,
-        framework=FrameworkTraits(),
+        MemoryInputs("adamw", 1, False, FrameworkTraits()),
     )
 
 

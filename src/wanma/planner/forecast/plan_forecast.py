@@ -42,8 +42,8 @@ from wanma.planner.forecast.step_overhead import step_overhead
 from wanma.planner.forecast.text_preparation import forecast_preparation, preparation_reasons
 from wanma.planner.memory.in_memory_checkpoints import in_memory_checkpoint_bytes
 from wanma.planner.memory.memory_table import build_memory_table
-from wanma.planner.memory.model_states import optimizer_rule
-from wanma.planner.memory.peak import MemoryInputs, forecast_memory, pipeline_rank_memory
+from wanma.planner.memory.model_states import MemoryInputs, optimizer_rule
+from wanma.planner.memory.peak import forecast_memory, pipeline_rank_memory
 from wanma.planner.pipeline.simulation import PipelineSimulator, simulate_pipeline
 from wanma.planner.rules.compression import compression_reason
 from wanma.planner.rules.mesh import global_batches
@@ -130,7 +130,6 @@ def memory_inputs(problem: PlanningProblem, plan: Plan) -> MemoryInputs:
         count,
         train.weight_average > 0,
         framework_traits_of(problem, plan),
-        None,
     )
 
 
@@ -192,7 +191,7 @@ def step_components(problem: PlanningProblem, plan: Plan) -> StepComponents:
         problem.hardware,
         framework_traits_of(problem, plan),
         stage_send_seconds=stage_send_seconds(problem, plan),
-        trainable_share=trainable_share(problem),
+        trainable_share=problem.workload.trainable_share,
     )
 
 
@@ -224,11 +223,6 @@ def stage_send_seconds(problem: PlanningProblem, plan: Plan) -> float:
     if problem.dimensions is None:
         return module_stage_send_seconds(problem.workload, plan, problem.hardware)
     return decoder_stage_send_seconds(problem.dimensions, problem.sequence_length, plan, problem.hardware)
-
-
-def trainable_share(problem: PlanningProblem) -> float:
-    """Return the share of the parameters that is trained: reduced and updated."""
-    return problem.workload.trainable_share
 
 
 def with_step_time(
@@ -270,7 +264,7 @@ def with_step_time(
             *data_parts_reasons(problem),
             *preparation_reasons(problem.workload.preparation, preparation),
             *_node_crossing_reasons(problem, plan, step),
-            *compression_reason(plan, problem.workload.parameters * trainable_share(problem)),
+            *compression_reason(plan, problem.workload.parameters * problem.workload.trainable_share),
             *synchronization_reasons(problem, plan, step),
             *embedding_table_reasons(problem.workload, step),
             *(() if run is not None else (unbounded_run_reason(problem, plan, step),)),
@@ -317,7 +311,9 @@ def synchronization_reasons(problem: PlanningProblem, plan: Plan, step: StepTime
     between = step_components(problem, plan).site_exchange if step is not None else None
     if step is None or between is None:
         parameters = problem.workload.parameters / plan.pp
-        sent = site_sent_bytes(plan, framework_traits_of(problem, plan), parameters, trainable_share(problem))
+        sent = site_sent_bytes(
+            plan, framework_traits_of(problem, plan), parameters, problem.workload.trainable_share
+        )
         return (
             (
                 f"synchronization of {synchronization.sites} sites: each rank sends about "

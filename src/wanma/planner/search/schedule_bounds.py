@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from wanma.job.plan.plan import Plan
 from wanma.planner.forecast.plan_forecast import framework_traits_of
+from wanma.planner.memory.model_states import MemoryInputs
 from wanma.planner.memory.peak import (
-    MemoryInputs,
     block_counts_of_stages,
     fragmentation_shares,
     in_flight_of_rank,
