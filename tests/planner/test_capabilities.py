@@ -78,7 +78,7 @@ LIMITS: dict[str, tuple[Job, Plan, Cluster, tuple[int, int], str]] = {
         replace(GPU, precision="fp16", fp8=True, approximate=("fp8",)),
         H100,
         (2, 13),
-        "all other operators need bf16, and the plan's precision is fp16",
+        "'fp16': with fp8, all other operators need bf16",
     ),
     "an optimizer of rows and columns that are split": (
         job(train={"optimizer": "adafactor"}),

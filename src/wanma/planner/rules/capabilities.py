@@ -57,7 +57,7 @@ def unsupported_reason(
         torch_version: version to run with; default: the installed one.
     """
     reason = _first_unsupported(_SupportQuery(job, plan, cluster, torch_version or installed_torch_version()))
-    return reason.text if reason is not None else None
+    return reason.message if reason is not None else None
 
 
 def check_supported(job: Job, plan: Plan, cluster: Cluster, torch_version: Version | None = None) -> None:
@@ -68,7 +68,7 @@ def check_supported(job: Job, plan: Plan, cluster: Cluster, torch_version: Versi
     """
     reason = _first_unsupported(_SupportQuery(job, plan, cluster, torch_version or installed_torch_version()))
     if reason is not None:
-        raise JobError(f"wanma cannot train this plan: {reason.text}", reason.remedy)
+        raise JobError(f"wanma cannot train this plan: {reason.message}", reason.hint)
 
 
 def supports_compiled_recompute(plan: Plan, torch_version: Version) -> bool:
@@ -95,6 +95,26 @@ def factored_optimizer_error(optimizer: str, plan: Plan) -> JobError | None:
     )
 
 
+def unsupported_fp8_error(plan: Plan, cluster: Cluster) -> JobError | None:
+    """Return the error for fp8 on devices, or with a precision, that do not allow it, or None."""
+    if not plan.fp8:
+        return None
+    way_out = "unset train.fp8, or train on GPUs of compute capability 8.9 or higher (L40S, H100, B200)"
+    if plan.device == "cpu":
+        return JobError("train.fp8: CPUs do not support fp8 matrix products", way_out)
+    for node in cluster.nodes:
+        for device in node.devices:
+            # GPUs of the catalogue have rates, and one for fp8 if they compute in it.
+            if device.peak_flops_per_second and "fp8" not in device.peak_flops_per_second:
+                return JobError(f"train.fp8: {device.name} does not support fp8 matrix products", way_out)
+    if plan.precision != "bf16":
+        return JobError(
+            f"train.fp8 with train.precision = '{plan.precision}': with fp8, all other operators need bf16",
+            "set train.precision = 'bf16'",
+        )
+    return None
+
+
 def allowed_approximations(job: Job) -> frozenset[str]:
     """Return the approximations that the job allows (`parallel.allow`) or asks for itself."""
     requested = {"fp8"} if job.train.fp8 else set()
@@ -113,100 +133,78 @@ class _SupportQuery:
     torch_version: Version
 
 
-@dataclass(frozen=True)
-class _Unsupported:
-    text: str
-    remedy: str
-
-
-def _first_unsupported(query: _SupportQuery) -> _Unsupported | None:
+def _first_unsupported(query: _SupportQuery) -> JobError | None:
     return next((reason for limit in _SUPPORT_CHECKS if (reason := limit(query)) is not None), None)
 
 
-def _unsupported_device(query: _SupportQuery) -> _Unsupported | None:
+def _unsupported_device(query: _SupportQuery) -> JobError | None:
     devices = {
         device.name for node in query.cluster.nodes for device in node.devices if device.kind == "other"
     }
     if query.plan.device == "cpu" or not devices:
         return None
-    return _Unsupported(
+    return JobError(
         f"wanma does not support {', '.join(sorted(devices))}",
         "train on CPUs, or on GPUs with torch's device type cuda (NVIDIA, AMD)",
     )
 
 
-def _placed_replicas(query: _SupportQuery) -> _Unsupported | None:
+def _placed_replicas(query: _SupportQuery) -> JobError | None:
     if not query.plan.placement:
         return None
-    return _Unsupported(
+    return JobError(
         "replicas on different devices (other stages, other tp) are not supported yet, only their forecast",
         "set batch shares for the different devices (parallel.batch_shares), or train on one kind of device",
     )
 
 
-def _balance_without_timing(query: _SupportQuery) -> _Unsupported | None:
+def _balance_without_timing(query: _SupportQuery) -> JobError | None:
     """Refuse load balancing where the plan's ranks cannot be timed."""
     reason = rank_timing_obstacle(query.plan) if query.job.parallel.load_balancing == "on" else None
     if reason is None or query.plan.data_parallel_size == 1:
         return None
-    return _Unsupported(
+    return JobError(
         f"parallel.load_balancing = 'on': {reason}",
         "set parallel.load_balancing = 'off' and parallel.batch_shares, or set parallel.shard = 'none' "
         "or 'optimizer'",
     )
 
 
-def _disallowed_approximation(query: _SupportQuery) -> _Unsupported | None:
+def _disallowed_approximation(query: _SupportQuery) -> JobError | None:
     allowed = allowed_approximations(query.job)
     for name in query.plan.approximate:
         if name in SYNCHRONIZATION_APPROXIMATIONS and name not in allowed:
-            return _Unsupported(
+            return JobError(
                 f"{name} {SYNCHRONIZATION_APPROXIMATIONS[name]}, and the job does not set it",
                 f"set parallel.synchronize = '{name}'",
             )
         if name not in allowed:
             changed = APPROXIMATIONS.get(name, "changes the mathematics")
-            return _Unsupported(
+            return JobError(
                 f"{name} {changed}, and the job does not allow it", f"set parallel.allow = ['{name}']"
             )
     return None
 
 
-def _compressed(query: _SupportQuery) -> _Unsupported | None:
-    error = unsupported_compression_error(query.plan, query.cluster)
-    return None if error is None else _Unsupported(error.message, error.hint)
+def _compressed(query: _SupportQuery) -> JobError | None:
+    return unsupported_compression_error(query.plan, query.cluster)
 
 
-def _fp8(query: _SupportQuery) -> _Unsupported | None:
-    if not query.plan.fp8:
-        return None
-    way_out = "unset train.fp8, or train on GPUs of compute capability 8.9 or higher (L40S, H100, B200)"
-    if query.plan.device == "cpu":
-        return _Unsupported("CPUs do not support fp8 matrix products", way_out)
-    for node in query.cluster.nodes:
-        for device in node.devices:
-            # GPUs of the catalogue have rates, and one for fp8 if they compute in it.
-            if device.peak_flops_per_second and "fp8" not in device.peak_flops_per_second:
-                return _Unsupported(f"{device.name} does not support fp8 matrix products", way_out)
-    if query.plan.precision != "bf16":
-        return _Unsupported(
-            f"with fp8, all other operators need bf16, and the plan's precision is {query.plan.precision}",
-            "set train.precision = 'bf16'",
-        )
-    return None
+def _fp8(query: _SupportQuery) -> JobError | None:
+    return unsupported_fp8_error(query.plan, query.cluster)
 
 
-def _compiled_recompute(query: _SupportQuery) -> _Unsupported | None:
+def _compiled_recompute(query: _SupportQuery) -> JobError | None:
     if supports_compiled_recompute(query.plan, query.torch_version):
         return None
-    return _Unsupported(
+    return JobError(
         COMPILED_TENSOR_PARALLEL_RECOMPUTE.describe(query.torch_version),
         "set parallel.recompute = 'selective', parallel.compile = false, or parallel.tp = 1; or "
         f"{COMPILED_TENSOR_PARALLEL_RECOMPUTE.update_hint}",
     )
 
 
-def _undeclared_model_layout(query: _SupportQuery) -> _Unsupported | None:
+def _undeclared_model_layout(query: _SupportQuery) -> JobError | None:
     """Refuse mesh dimensions that split a model without a declaration of how to split it."""
     kind, plan = input_kind(query.job.model), query.plan
     if kind == "tokens":
@@ -218,14 +216,14 @@ def _undeclared_model_layout(query: _SupportQuery) -> _Unsupported | None:
         return None
     model = query.job.model
     name = model.factory or model.preset or model.family
-    return _Unsupported(
+    return JobError(
         f"{name} does not declare how to split it over {' and '.join(axes)}",
         f"set {' = '.join(f'parallel.{axis}' for axis in axes)} = 1; dp_replicate and dp_shard work "
         "with any module",
     )
 
 
-def _in_batch_negatives(query: _SupportQuery) -> _Unsupported | None:
+def _in_batch_negatives(query: _SupportQuery) -> JobError | None:
     """Refuse several micro-batches of a rank where a loss compares all items of the global batch."""
     model, plan, samples = query.job.model, query.plan, query.job.train.global_batch
     keys, objective = query.job.data.interactions, model.recommender.objective
@@ -234,19 +232,18 @@ def _in_batch_negatives(query: _SupportQuery) -> _Unsupported | None:
         return None
     if plan.gradient_accumulation_steps(samples) == 1:
         return None
-    return _Unsupported(
+    return JobError(
         f"in_batch_softmax needs the global batch of {samples} samples at once, and micro_batch = "
         f"{plan.micro_batch} cuts it",
         f"set parallel.micro_batch = {plan.max_rows_per_data_rank(samples)}",
     )
 
 
-def _split_factors(query: _SupportQuery) -> _Unsupported | None:
-    error = factored_optimizer_error(query.job.train.optimizer, query.plan)
-    return None if error is None else _Unsupported(error.message, error.hint)
+def _split_factors(query: _SupportQuery) -> JobError | None:
+    return factored_optimizer_error(query.job.train.optimizer, query.plan)
 
 
-def _split_backward(query: _SupportQuery) -> _Unsupported | None:
+def _split_backward(query: _SupportQuery) -> JobError | None:
     plan = query.plan
     splits_backward = plan.pp > 1 and plan.schedule in SPLIT_BACKWARD
     problem = SPLIT_BACKWARD_OF_REUSED_PARAMETERS
@@ -256,7 +253,7 @@ def _split_backward(query: _SupportQuery) -> _Unsupported | None:
         or input_kind(query.job.model) != "custom"
     ):
         return None
-    return _Unsupported(
+    return JobError(
         f"with schedule '{plan.schedule}', {problem.describe(query.torch_version)}, which a custom module "
         "may do",
         f"set parallel.schedule = 'interleaved_1f1b', or {problem.update_hint}",
