@@ -17,8 +17,7 @@ from rich.console import Console, RenderableType
 
 import wanma.planner.presentation.plan_analysis as study_module
 from support.studies import FP8, PLANS, answers, study
-from wanma.api.plan_report.html_page import report_html
-from wanma.api.plan_report.output_files import write_page, write_trace
+from wanma.api.plan_report.html_page import report_html, write_page, write_trace
 from wanma.hardware.cluster_file.shorthand import parse_shorthand
 from wanma.job.errors import WanmaError
 from wanma.job.file.loading import to_job

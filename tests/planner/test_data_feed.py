@@ -12,9 +12,8 @@ from support.problems import job, problem
 from wanma.job.forecast.data_feed import DataFeed, SampleLoading, StoreRates
 from wanma.job.forecast.forecast import Forecast, Workload
 from wanma.job.plan.plan import Plan
-from wanma.planner.forecast.data_feed import data_feed_text
+from wanma.planner.forecast.data_feed import HEADROOM, data_feed_text
 from wanma.planner.forecast.data_loading import load_cost
-from wanma.planner.forecast.loader_workers import HEADROOM
 from wanma.planner.forecast.plan_forecast import forecast_plan
 from wanma.planner.forecast.problem import PlanningProblem
 from wanma.planner.forecast.step_overhead import HANDOFF_SECONDS, step_overhead

@@ -23,9 +23,13 @@ from wanma.planner.forecast.problem import (
     PlanningInputs,
     build_problem,
 )
-from wanma.planner.infeasibility import check_fixed_settings
+from wanma.planner.infeasibility import (
+    check_fixed_settings,
+    minimum_cluster,
+    minimum_memory_plan,
+    node_counts,
+)
 from wanma.planner.job_planner import plan_for_job
-from wanma.planner.minimum_cluster import minimum_cluster, minimum_memory_plan, node_counts
 from wanma.planner.plan_search import run_world_sizes
 
 LARGE = DecoderConfig(80, 8192, 64, 8, 28672, 128256)

@@ -12,9 +12,8 @@ from wanma.job.forecast.forecast import LayerWorkload, Workload
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
 from wanma.planner.forecast.problem import USABLE_DEVICE_MEMORY_SHARE
-from wanma.planner.job_planner import PlanResult, build_layout, complete_plan
+from wanma.planner.job_planner import PlanResult, build_layout, choose_recompute, complete_plan
 from wanma.planner.memory.peak import CUDA_CONTEXT_BYTES, forecast_memory
-from wanma.planner.recompute_policy import choose_recompute
 
 GIB = 1 << 30
 MODEL = Workload(

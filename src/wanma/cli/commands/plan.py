@@ -141,7 +141,7 @@ def _write_output_files(arguments: argparse.Namespace, report: PlanAnalysis) -> 
     """Write the requested files; print their paths to standard error, beside output for programs."""
     if arguments.trace is None and arguments.html is None:
         return
-    from wanma.api.plan_report.output_files import write_page, write_trace
+    from wanma.api.plan_report.html_page import write_page, write_trace
 
     if arguments.trace is not None:
         write_trace(report, arguments.trace)

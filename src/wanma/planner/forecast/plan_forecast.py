@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import TypeVar
 
 from wanma.job.errors import JobError
-from wanma.job.forecast.forecast import STEP_TIME_KINDS, Forecast, PipelineRankMemory, StepTime
+from wanma.job.forecast.forecast import STEP_TIME_KINDS, Forecast, PipelineRankMemory, StepTime, Workload
 from wanma.job.plan.plan import Plan
 from wanma.observe.units import bytes_text, count_text, duration_text
 from wanma.planner.cost.decoder import decoder_block_groups, decoder_model_cost, decoder_stage_send_seconds
@@ -35,13 +35,12 @@ from wanma.planner.forecast.node_crossing import (
     node_crossing_reasons,
     with_single_node_links,
 )
-from wanma.planner.forecast.offloaded_activations import with_activation_bytes
 from wanma.planner.forecast.problem import PlanningProblem
 from wanma.planner.forecast.run_cost import MIN_GOODPUT, run_cost
 from wanma.planner.forecast.step_overhead import step_overhead
 from wanma.planner.forecast.text_preparation import forecast_preparation, preparation_reasons
 from wanma.planner.memory.in_memory_checkpoints import in_memory_checkpoint_bytes
-from wanma.planner.memory.memory_table import build_memory_table
+from wanma.planner.memory.memory_table import MemoryTable, build_memory_table
 from wanma.planner.memory.model_states import MemoryInputs, optimizer_rule
 from wanma.planner.memory.peak import forecast_memory, pipeline_rank_memory
 from wanma.planner.pipeline.simulation import PipelineSimulator, simulate_pipeline
@@ -336,3 +335,32 @@ def step_time_text(step: StepTime) -> str:
     shares = sorted(((getattr(step, field) / step.seconds, name) for field, name in kinds), reverse=True)
     named = [f"{kind} {share:.0%}" for share, kind in shares if share >= 0.05]
     return "step time: " + ", ".join(named) + ("" if len(named) == len(kinds) else ", others below 5%")
+
+
+def with_activation_bytes(
+    model_cost: ModelCost, table: MemoryTable, workload: Workload, logits_copies: float
+) -> ModelCost:
+    """Return `model_cost` with the bytes of their activations, for plans that offload something.
+
+    Layers of models without repeated blocks get none, since nothing of them would be offloaded.
+
+    Args:
+        table: memory table of the same model and plan.
+        logits_copies: copies of a micro-batch's logits, as in `FrameworkTraits.logits_copies`.
+    """
+    repeated = [layer for layer in workload.layers if layer.is_block or layer.count > 1]
+    kinds = [kind for layer, kind in zip(repeated, table.kinds, strict=False) if layer.is_block]
+    blocks = tuple(
+        group._replace(
+            cost=replace(
+                group.cost,
+                activation_bytes=kind.activations.saved,
+                recomputed_activation_bytes=kind.activations.inputs,
+            )
+        )
+        for group, kind in zip(model_cost.blocks, kinds, strict=True)
+    )
+    *earlier, last = model_cost.post_block
+    head_bytes = logits_copies * table.logits_bytes + table.head_saved_bytes
+    last = last._replace(cost=replace(last.cost, activation_bytes=head_bytes))
+    return model_cost._replace(blocks=blocks, post_block=(*earlier, last))
