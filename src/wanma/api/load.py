@@ -14,7 +14,7 @@ from wanma.checkpoint.format.manifest import Box
 from wanma.checkpoint.load.reader import CheckpointReader, read_training_state
 from wanma.checkpoint.load.verification import find_valid
 from wanma.data.text.tokenizer import Tokenizer, load_tokenizer
-from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
+from wanma.job.errors import EXIT_USAGE, JobError, WanmaError, first_lines
 from wanma.job.file.loading import load_recorded_job
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.sections.job import Job
@@ -374,12 +374,9 @@ class _CheckpointWeights:
                     f"{name}: shape {tuple(tensor.shape)} here, {saved.shape} in the checkpoint"
                 )
         if differences:
-            omitted_line = (
-                [f"and {len(differences) - _MAX_NAMED} more"] if len(differences) > _MAX_NAMED else []
-            )
             raise WanmaError(
                 f"{self._reader.name} is not a checkpoint of this model; first differences:\n    "
-                + "\n    ".join([*differences[:_MAX_NAMED], *omitted_line]),
+                + first_lines(differences, _MAX_NAMED),
                 f"restore the {run.job} of the run, or give its module (model=)",
             )
         # A user's own module has no mapping to the names of published weights.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from wanma.job.errors import first_names
 from wanma.job.forecast.forecast import MEMORY_KINDS
 from wanma.job.run.run_directory import RunDirectory
 from wanma.observe.console.progress import DownsampledSeries, sparkline
@@ -198,11 +199,10 @@ def _rank_lines(report: Report) -> list[str]:
     if len(ranks) < 2:
         return []
     texts = []
-    for comparison in ranks[:MAX_SHOWN_RANKS]:
+    for comparison in ranks:
         forecast, measured, deviation = comparison.texts
         texts.append(f"{comparison.name.removeprefix('memory of ')} {measured} / {forecast} ({deviation})")
-    more = f" and {len(ranks) - MAX_SHOWN_RANKS} more" if len(ranks) > MAX_SHOWN_RANKS else ""
-    return [f"  memory by rank, measured / forecast: {', '.join(texts)}{more}"]
+    return [f"  memory by rank, measured / forecast: {first_names(texts, MAX_SHOWN_RANKS)}"]
 
 
 def _forecast_lines(report: Report) -> list[str]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wanma.checkpoint.format.local_shards import local_tensor
-from wanma.job.errors import WanmaError
+from wanma.job.errors import WanmaError, first_names
 from wanma.job.sections.train import TrainSection
 from wanma.parallel.gradients.gradient_hooks import GradientHooks
 from wanma.parallel.gradients.gradient_norm import local_squared_norm
@@ -316,5 +316,4 @@ def describe_missing_targets(parallel_mesh: ParallelMesh, sample_names: list[str
 def _list_samples(names_by_rank: Iterable[list[str]]) -> str:
     """Return the names of samples as text, each once; empty without any."""
     names = list(dict.fromkeys(name for names in names_by_rank for name in names))
-    others = f" and {len(names) - _MAX_NAMES_IN_MESSAGE} more" if len(names) > _MAX_NAMES_IN_MESSAGE else ""
-    return f"{', '.join(names[:_MAX_NAMES_IN_MESSAGE])}{others}"
+    return first_names(names, _MAX_NAMES_IN_MESSAGE)
