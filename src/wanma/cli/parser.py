@@ -154,6 +154,11 @@ def _unknown_argument(argument: str, parsed: argparse.Namespace, parser: argpars
         return JobError(
             f"{prog}: unknown option {argument}", "write overrides without dashes: train.steps=500"
         )
+    if hasattr(parsed, "overrides"):
+        from wanma.job.file.other_names import key_of_option
+
+        if (key := key_of_option(name)) is not None:
+            return JobError(f"{prog}: unknown option {name}", f"it is a key of the job: {key}=VALUE")
     options = parser._option_string_actions
     return JobError(f"{prog}: unknown option {name}.{did_you_mean(name, options)}", hint)
 

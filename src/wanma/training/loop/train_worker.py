@@ -49,7 +49,7 @@ from wanma.training.checks.sample_coupling import UserCode, refuse_sample_coupli
 from wanma.training.loop.data_position import seek_data
 from wanma.training.loop.train_request import TrainRequest
 from wanma.training.loop.training_loop import run_training_loop, try_metrics
-from wanma.training.loss.loss_functions import CrossEntropy, LossFunction, wrap_user_loss
+from wanma.training.loss.loss_functions import CrossEntropy, LossFunction, squared_error, wrap_user_loss
 from wanma.training.loss.recommender_loss import RecommenderLoss, recommender_config
 from wanma.training.loss.recommender_metrics import RecommenderMetrics
 from wanma.training.loss.supported_layouts import refuse_unsupported_loss
@@ -195,6 +195,7 @@ def build_loss(
 ) -> LossFunction:
     """Return the loss that the user passed or named; else that of the model's own library, or cross entropy.
 
+    For tables whose target is a number it is the squared error.
     Data whose samples have `labels` are told how the model interprets them.
     """
     function = user_loss_of(request)
@@ -205,6 +206,8 @@ def build_loss(
         return wrap_user_loss(function, is_per_position=request.plan.cp > 1)
     if spec.input_kind == "interactions":
         return RecommenderLoss(recommender_config(parallel_model.module))
+    if request.job.data.has_table and data.batch([0]).targets.is_floating_point():
+        return wrap_user_loss(squared_error)
     return default_loss(spec, data, parallel_model)
 
 

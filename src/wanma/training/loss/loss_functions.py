@@ -127,6 +127,27 @@ def cross_entropy_loss(output: Any, batch: Batch, *, overwrite_logits: bool = Fa
     return CrossEntropy(overwrite_logits, classes_last=True)(output, batch)
 
 
+def squared_error(output: Any, targets: Tensor) -> Tensor:
+    """Return one squared error per target: the loss of tables whose target is a number.
+
+    Args:
+        output: model output, or an object with `logits`, (rows,) or (rows, 1).
+        targets: numbers (rows,).
+
+    Raises:
+        WanmaError: the output has another shape, which would be broadcast.
+    """
+    numbers = logits_of(output)
+    if tuple(numbers.shape) not in (tuple(targets.shape), (*targets.shape, 1)):
+        raise WanmaError(
+            f"the model returns shape {tuple(numbers.shape)} for targets of shape {tuple(targets.shape)}, "
+            "but the target column is a number, whose loss is the squared error of one output per row",
+            "return (rows,) or (rows, 1), set data.columns.target_type = 'class', or set model.loss",
+        )
+    precise = numbers.to(torch.promote_types(numbers.dtype, torch.float32))
+    return (precise.reshape(targets.shape) - targets).square()
+
+
 def class_range(batches: Iterable[Batch]) -> tuple[int, int] | None:
     """Return the smallest and largest class among the targets of some batches; None where none is known."""
     known = [batch.class_range for batch in batches if batch.class_range is not None]
