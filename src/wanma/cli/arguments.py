@@ -39,6 +39,10 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add_runs_folder_option(parser)
 
 
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
 def add_step_option(parser: argparse.ArgumentParser) -> None:
     """Add the option --step, which selects one checkpoint of the run."""
     parser.add_argument(

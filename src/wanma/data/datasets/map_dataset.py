@@ -305,10 +305,15 @@ def check_dataset(dataset: Any) -> tuple[Any, Any]:
     """Return (training, validation) of a dataset or of a pair of them, checked.
 
     Raises:
-        JobError: neither a map-style dataset nor an iterable one, or an empty one.
+        JobError: neither a map-style dataset nor an iterable one, an empty one, or a tensor.
     """
     train, validation = dataset if isinstance(dataset, tuple) and len(dataset) == 2 else (dataset, None)
     for part in (train, validation):
+        if isinstance(part, torch.Tensor):
+            raise JobError(
+                "data: a tensor is no dataset of (input, target); a pair is (training, validation)",
+                "pass torch.utils.data.TensorDataset(inputs, targets)",
+            )
         if part is not None and is_stream(part):
             check_stream(part)
         elif part is not None:

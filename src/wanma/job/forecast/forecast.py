@@ -262,5 +262,15 @@ class Forecast:
         """Part of `memory_bytes` that torch allocates: the memory that a recorder measures on a GPU."""
         return self.memory_bytes - self.runtime_bytes - self.fragmentation_bytes
 
+    def __repr__(self) -> str:
+        """Return the three numbers that plans are compared by; `to_json` has all."""
+        utilisation = self.model_flops_utilisation
+        figures = [
+            *(() if self.step is None else (f"{self.step.seconds:.3g} s per step",)),
+            f"{self.memory_bytes / 2**30:.3g} GiB per rank",
+            *(() if utilisation is None else (f"MFU {utilisation:.1%}",)),
+        ]
+        return f"<Forecast {', '.join(figures)}>"
+
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "memory_bytes": self.memory_bytes, "tensor_bytes": self.tensor_bytes}

@@ -431,6 +431,13 @@ class Plan:
             tuples["synchronization"] = Synchronization.from_json(value["synchronization"])
         return cls(**{**value, **tuples})
 
+    def __repr__(self) -> str:
+        """Return the fields that differ from their defaults, as in `Plan(dp_shard=8, shard='optimizer')`."""
+        values = [(field.name, getattr(self, field.name), field.default) for field in fields(self)]
+        return (
+            f"Plan({', '.join(f'{name}={value!r}' for name, value, default in values if value != default)})"
+        )
+
     def __str__(self) -> str:
         axes = " × ".join(
             f"{axis} {getattr(self, axis)}" for axis in (*MESH_DIMS, "ep") if getattr(self, axis) > 1
