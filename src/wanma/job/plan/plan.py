@@ -415,8 +415,7 @@ class Plan:
             ValueError: an unknown field.
         """
         value = _with_new_names(value)
-        field_names = {f.name for f in fields(cls)}
-        if unknown := set(value) - field_names:
+        if unknown := set(value) - {field.name for field in fields(cls)}:
             raise ValueError(f"unknown plan fields {sorted(unknown)}")
         tuples: dict[str, Any] = {
             key: tuple(value[key]) for key in ("stage_cuts", "approximate", "batch_shares") if key in value
@@ -433,10 +432,8 @@ class Plan:
 
     def __repr__(self) -> str:
         """Return the fields that differ from their defaults, as in `Plan(dp_shard=8, shard='optimizer')`."""
-        values = [(field.name, getattr(self, field.name), field.default) for field in fields(self)]
-        return (
-            f"Plan({', '.join(f'{name}={value!r}' for name, value, default in values if value != default)})"
-        )
+        given = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+        return f"Plan({', '.join(f'{name}={getattr(self, name)!r}' for name in given)})"
 
     def __str__(self) -> str:
         axes = " × ".join(
