@@ -181,7 +181,7 @@ def run_json(
     """
     script = read_script_run(run)
     report = None if script is not None else read_report(run, tail_only)
-    recorded = script.state if script is not None else report.state if report is not None else "new"
+    recorded: RunState = script.state if script is not None else report.state if report is not None else "new"
     state = placement.state if placement is not None and placement.overrules(recorded) else recorded
     common = {"run": run.name, "path": str(run.path), "state": state}
     if report is None:

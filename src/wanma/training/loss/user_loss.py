@@ -48,7 +48,7 @@ def check_loss(loss: object) -> None:
             )
 
 
-def _refuse_torch_mean(loss: object) -> None:
+def _refuse_torch_mean(loss: Any) -> None:
     """Refuse losses of torch as they are by default; others are refused once a rank has seen their value."""
     if type(loss).__module__ == nn.CrossEntropyLoss.__module__:
         name, way_out = type(loss).__name__, f"{type(loss).__name__}(..., reduction='none')"
