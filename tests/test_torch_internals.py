@@ -23,8 +23,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "wanma"
 ROOM = SOURCE / "torch_internals"
 
 NAMES_OF_OTHERS = {
-    "argparse": "_SubParsersAction _actions _choices_actions _option_string_actions _current_indent "
-    "_indent_increment",
+    "argparse": "_ActionsContainer _SubParsersAction _actions _choices_actions _option_string_actions "
+    "_current_indent _indent_increment",
     "argcomplete": "_ARGCOMPLETE",
     "os, atexit, threading": "_exit _run_exitfuncs _shutdown",
     "named tuples": "_fields _replace",

@@ -77,7 +77,6 @@ def example(
 
 def test_metrics_of_ones_own(example: Callable[[str], str]) -> None:
     found = re.search(r"accuracy (\S+), near (\S+)", example("own_metrics.py"))
-    assert found is not None
     assert 0.9 < float(found[1]) <= float(found[2]) <= 1
 
 
@@ -85,7 +84,6 @@ def test_callbacks_that_keep_curves_and_stop(example: Callable[[str], str]) -> N
     told = example("callbacks.py")
     assert re.search(r"gradients of step 20: \{'0': [\d.e-]+, '2': [\d.e-]+, '4': [\d.e-]+\}", told)
     found = re.search(r"(\d+) losses, best accuracy (\S+)", told)
-    assert found is not None
     assert 20 <= int(found[1]) <= 400
     assert float(found[2]) > 0.9
     assert "wanma.load('runs/callbacks', step=" in told
@@ -93,14 +91,12 @@ def test_callbacks_that_keep_curves_and_stop(example: Callable[[str], str]) -> N
 
 def test_an_optimizer_and_a_schedule_of_ones_own(example: Callable[[str], str]) -> None:
     found = re.search(r"0.5 \* -0.6 is (\S+)", example("own_optimizer.py"))
-    assert found is not None
     assert abs(float(found[1]) + 0.3) < 0.1
 
 
 def test_data_that_can_only_be_iterated_over(example: Callable[[str], str]) -> None:
     told = example("stream.py")
     found = re.search(r"0.1 \+ 2 \* 0.5 - 0.3 is (\S+)", told)
-    assert found is not None
     assert abs(float(found[1]) - 0.8) < 0.1
     steps = [json.loads(line)["step"] for line in Path("runs/stream/metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 241))
@@ -108,12 +104,10 @@ def test_data_that_can_only_be_iterated_over(example: Callable[[str], str]) -> N
 
 def test_several_inputs(example: Callable[[str], str]) -> None:
     found = re.search(r"0.1 \* 2 is (\S+)", example("several_inputs.py"))
-    assert found is not None
     assert abs(float(found[1]) - 1.3) < 0.1
 
 
 def test_several_targets(example: Callable[[str], str]) -> None:
     found = re.search(r"accuracy (\S+), radius off by (\S+)", example("several_targets.py"))
-    assert found is not None
     assert float(found[1]) > 0.9
     assert float(found[2]) < 0.15

@@ -59,11 +59,6 @@ print("the second time", json.loads(os.environ["TF_CONFIG"])["task"], flush=True
 WAITS = "import time\nprint('waiting', flush=True)\ntime.sleep(300)\n"
 
 
-@pytest.fixture
-def desk(tmp_path: Path) -> Desk:
-    return Desk(tmp_path, modules=tmp_path)
-
-
 @pytest.fixture(scope="module")
 def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Interpreter of an environment without any package."""
@@ -77,13 +72,8 @@ def write(desk: Desk, name: str, source: str) -> str:
     return name
 
 
-def lines(ran: Ran, rank: int) -> list[str]:
-    mark = f"[rank {rank}] "
-    return [line.removeprefix(mark) for line in ran.out.splitlines() if line.startswith(mark)]
-
-
 def told(ran: Ran, rank: int) -> dict[str, str]:
-    found = re.search(r"told (\{.*\})", "\n".join(lines(ran, rank)))
+    found = re.search(r"told (\{.*\})", "\n".join(ran.lines(rank)))
     assert found is not None, ran.text
     return dict(json.loads(found[1]))
 
@@ -110,7 +100,7 @@ def test_tensorflow_processes_of_two_nodes_agree_on_the_cluster(desk: Desk) -> N
     ended = [one.end() for one in [desk.start(*command) for _ in range(2)]]
     assert [one.code for one in ended] == [0, 0], ended
     configs = [
-        json.loads(told(one, rank)["TF_CONFIG"]) for rank in range(4) for one in ended if lines(one, rank)
+        json.loads(told(one, rank)["TF_CONFIG"]) for rank in range(4) for one in ended if one.lines(rank)
     ]
     assert [tuple(config["task"].values()) for config in configs] == [
         ("chief", 0),
@@ -134,7 +124,7 @@ def test_a_script_runs_in_an_environment_without_wanma(desk: Desk, bare_python: 
     assert [one["OMPI_COMM_WORLD_LOCAL_RANK"] for one in ranks] == ["0", "1"]
     assert {one["JAX_NUM_PROCESSES"] for one in ranks} == {"2"}
     assert len({one["JAX_COORDINATOR_ADDRESS"] for one in ranks}) == 1
-    assert lines(ran, 1)[1] == f"{bare_python.parents[1]} False ['--lr', '1']"
+    assert ran.lines(1)[1] == f"{bare_python.parents[1]} False ['--lr', '1']"
     record = json.loads((desk.folder / "runs" / "told" / "script.json").read_text())
     assert (record["framework"], record["tasks"]) == ("jax", [])
 
@@ -172,7 +162,7 @@ urlopen(Request(f"{place}{rank}", method="DELETE"))
 """
     ran = launch(desk, "--framework", "horovod", "--ranks", "2", write(desk, "store.py", source))
     ran.check()
-    assert [lines(ran, rank) for rank in (0, 1)] == [["peer 1"], ["peer 0"]]
+    assert [ran.lines(rank) for rank in (0, 1)] == [["peer 1"], ["peer 0"]]
 
 
 def test_horovod_counts_the_nodes_that_have_a_local_rank() -> None:
@@ -221,7 +211,7 @@ def test_ranks_that_only_serve_are_ended_when_the_others_have_finished(
     name = write(desk, "serves.py", SERVES)
     ran = launch(desk, "--framework", "tensorflow", "--roles", roles, name, *coordinated)
     ran.check()
-    assert lines(ran, 0) == ["here", "done"]
+    assert ran.lines(0) == ["here", "done"]
     services = "worker 0, ps 0, evaluator 0" if coordinated else "ps 0"
     assert f"ending {services}" in ran.out
     assert "error: " not in ran.out
@@ -269,7 +259,7 @@ def test_ranks_of_another_interpreter_start_again(desk: Desk, bare_python: Path)
     words = ("--framework", "tensorflow", "--ranks", "1", "--python", str(bare_python))
     ran = launch(desk, *words, "--max-restarts", "1", name)
     ran.check()
-    assert lines(ran, 0) == ["the second time {'type': 'worker', 'index': 0}"]
+    assert ran.lines(0) == ["the second time {'type': 'worker', 'index': 0}"]
 
 
 def test_a_request_to_stop_reaches_a_script_of_another_interpreter(desk: Desk, bare_python: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -21,11 +20,6 @@ from support.networks import cable, named_hosts
 
 # Building Horovod takes longer than continuous integration may: make horovod.
 pytestmark = [pytest.mark.exhaustive, pytest.mark.slow, needs("horovod")]
-
-
-@pytest.fixture
-def desk(tmp_path: Path) -> Desk:
-    return Desk(tmp_path, modules=tmp_path)
 
 
 @pytest.mark.parametrize("restarts", [0, 1])

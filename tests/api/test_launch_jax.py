@@ -15,11 +15,6 @@ from support.networks import cable, named_hosts
 pytestmark = [pytest.mark.full, pytest.mark.slow, needs("jax")]
 
 
-@pytest.fixture
-def desk(tmp_path: Path) -> Desk:
-    return Desk(tmp_path, modules=tmp_path)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_processes_of_jax_sum_and_train_as_one_does(desk: Desk, ranks: int) -> None:
     options = ("--ranks", str(ranks), "--run-dir", "run")

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from support.command import Desk, Ran, Running
+from support.command import Desk, Running
 from support.frameworks import SCRIPTS, run_on_two_nodes
 from support.networks import cable
 from wanma.api.launch import mpi_launcher, mpi_process
@@ -52,16 +52,6 @@ needs_open_mpi = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def desk(tmp_path: Path) -> Desk:
-    return Desk(tmp_path, modules=tmp_path)
-
-
-def lines(ran: Ran, rank: int) -> list[str]:
-    mark = f"[rank {rank}] "
-    return [line.removeprefix(mark) for line in ran.out.splitlines() if line.startswith(mark)]
-
-
 def of_launchers(folder: Path) -> list[psutil.Process]:
     """Return the processes that connect the ranks of runs in a folder, wherever they hang in the tree."""
     found = []
@@ -89,7 +79,7 @@ def test_ranks_of_one_gang_have_their_own_logs(desk: Desk) -> None:
     ran.check()
     for rank in range(2):
         expected = [f"process {rank} of 2: sum 3", f"local rank {rank}, hidden []"]
-        assert lines(ran, rank) == expected
+        assert ran.lines(rank) == expected
         assert "\n".join(expected) in (desk.folder / "run" / "logs" / f"rank-{rank}.log").read_text()
     assert (desk.folder / "run" / "logs" / "mpi-0.log").read_text() == ""
     shown = desk.call("show", "run").out
@@ -106,7 +96,7 @@ def test_more_ranks_than_cores_and_another_interpreter(desk: Desk, tmp_path: Pat
     ran = desk.run("launch", "--framework", "mpi", *options, SCRIPT)
     ran.check()
     total = ranks * (ranks + 1) // 2
-    found = [lines(ran, rank)[0] for rank in range(ranks)]
+    found = [ran.lines(rank)[0] for rank in range(ranks)]
     assert found == [f"process {rank} of {ranks}: sum {total}" for rank in range(ranks)]
 
 
@@ -122,7 +112,7 @@ def test_a_compiled_program_is_a_script_too(desk: Desk) -> None:
     launch = ("launch", "--framework", "mpi", "--ranks", "2", "./program")
     ran = desk.run(*launch, "word")
     ran.check()
-    assert [lines(ran, rank) for rank in range(2)] == [
+    assert [ran.lines(rank) for rank in range(2)] == [
         [f"compiled: process {rank} of 2, word"] for rank in range(2)
     ]
     ran = desk.run(*launch, "word", "fail")
@@ -144,7 +134,7 @@ def test_two_supervisors_of_one_host_share_a_gang(desk: Desk) -> None:
     command = ("launch", *words, "--run-dir", "both", SCRIPT)
     ended = [one.end() for one in [desk.start(*command) for _ in range(2)]]
     assert [one.code for one in ended] == [0, 0], ended
-    found = sorted(line for one in ended for rank in range(4) for line in lines(one, rank))
+    found = sorted(line for one in ended for rank in range(4) for line in one.lines(rank))
     assert [line for line in found if "sum" in line] == [f"process {rank} of 4: sum 10" for rank in range(4)]
     assert [line for line in found if "local" in line] == [
         f"local rank {rank}, hidden []" for rank in (0, 0, 1, 1)
@@ -162,7 +152,7 @@ def test_hosts_without_ssh_between_them_share_a_gang(desk: Desk) -> None:
         ended = run_on_two_nodes(desk, network, words, OMPI_MCA_btl="tcp,self")
         assert [one.code for one in ended] == [0, 0], ended
         for rank in range(4):
-            assert lines(ended[rank // 2], rank)[0] == f"process {rank} of 4: sum 10"
+            assert ended[rank // 2].lines(rank)[0] == f"process {rank} of 4: sum 10"
         check_nothing_left(desk)
 
 
@@ -191,7 +181,7 @@ def test_the_ranks_start_again_with_a_new_launcher(desk: Desk) -> None:
     ran.check()
     log = (desk.folder / "run" / "logs" / "rank-1.log").read_text()
     assert log.count("process 1 of 2: sum 3\n") == 2
-    assert lines(ran, 0)[-2:] == ["process 0 of 2: sum 3", "local rank 0, hidden []"]
+    assert ran.lines(0)[-2:] == ["process 0 of 2: sum 3", "local rank 0, hidden []"]
     assert "  restarts   1" in desk.call("show", "run").out
     check_nothing_left(desk)
 
@@ -302,7 +292,6 @@ def test_a_node_runs_no_command_without_the_signature_of_its_run(
         assert starter.accept_command(listener) == is_signed
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == is_signed
     if is_signed:
-        assert starter._guard is not None
         starter._guard.wait(60)
         with pytest.raises(WanmaError, match="mpirun's daemon ended with exit code 0"):
             starter.check()

@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from support.command import LIMIT_SECONDS, Desk, Ran
+from support.command import LIMIT_SECONDS, Desk
 from support.slowness import patient
 from wanma.api.launch import script_worker
 from wanma.job.run.worker import NullSupervisorClient, WorkerContext
@@ -118,20 +118,9 @@ print("evaluated", flush=True)
 """
 
 
-@pytest.fixture
-def desk(tmp_path: Path) -> Desk:
-    return Desk(tmp_path, modules=tmp_path)
-
-
 def write(desk: Desk, name: str, source: str) -> str:
     (desk.folder / name).write_text(source)
     return name
-
-
-def lines(ran: Ran, rank: int) -> list[str]:
-    """Lines that the terminal shows of a rank."""
-    mark = f"[rank {rank}] "
-    return [line.removeprefix(mark) for line in ran.out.splitlines() if line.startswith(mark)]
 
 
 def told(text: str) -> dict[str, Any]:
@@ -159,7 +148,7 @@ def test_a_script_is_told_what_torchrun_tells(desk: Desk) -> None:
     }
     assert ours["TORCHELASTIC_USE_AGENT_STORE"] == "True"
     assert int(ours["MASTER_PORT"]) > 0
-    assert lines(ran, 0)[1] == 'words ["--ranks", "7", "--", "x"] False __main__'
+    assert ran.lines(0)[1] == 'words ["--ranks", "7", "--", "x"] False __main__'
 
 
 def test_each_rank_of_two_machines_is_told_its_own_place(desk: Desk) -> None:
@@ -170,7 +159,7 @@ def test_each_rank_of_two_machines_is_told_its_own_place(desk: Desk) -> None:
     words = ("launch", "--ranks", "2", "--nodes", "2", "--rendezvous", place, "--run-dir", "both", name)
     ended = [one.end() for one in [desk.start(*words) for _ in range(2)]]
     assert [one.code for one in ended] == [0, 0], ended
-    ranks = [told("\n".join(lines(one, rank))) for rank in range(4) for one in ended if lines(one, rank)]
+    ranks = [told("\n".join(one.lines(rank))) for rank in range(4) for one in ended if one.lines(rank)]
     names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
     assert [[one[name] for name in names] for one in ranks] == [
         [str(rank), str(rank % 2), str(rank // 2), "4", "2", "2"] for rank in range(4)
@@ -185,11 +174,11 @@ def test_each_rank_of_two_machines_is_told_its_own_place(desk: Desk) -> None:
 def test_the_local_rank_as_an_option_for_scripts_of_torch_distributed_launch(desk: Desk, option: str) -> None:
     name = write(desk, "told.py", VARIABLES)
     ran = desk.run("launch", "--ranks", "2", option, name, "--lr", "1")
-    assert [lines(ran, rank)[1].partition("]")[0] for rank in (0, 1)] == [
+    assert [ran.lines(rank)[1].partition("]")[0] for rank in (0, 1)] == [
         f'words ["{option}={rank}", "--lr", "1"' for rank in (0, 1)
     ]
     ran = desk.run("launch", "--ranks", "1", "--use-env", option, name)
-    assert lines(ran, 0)[1].startswith("words []")
+    assert ran.lines(0)[1].startswith("words []")
 
 
 def test_a_module_runs_as_with_python_m(desk: Desk) -> None:
@@ -198,8 +187,8 @@ def test_a_module_runs_as_with_python_m(desk: Desk) -> None:
     write(desk, "package/told.py", "from . import __name__ as package\nprint(package)\n" + VARIABLES)
     ran = desk.run("launch", "--ranks", "1", "-m", "package.told", "x")
     ran.check()
-    assert lines(ran, 0)[0] == "package"
-    assert lines(ran, 0)[2].startswith('words ["x"] ')
+    assert ran.lines(0)[0] == "package"
+    assert ran.lines(0)[2].startswith('words ["x"] ')
     assert (desk.folder / "runs" / "told" / "script.json").exists()
 
 
@@ -207,7 +196,7 @@ def test_a_script_is_main_for_whatever_it_starts(desk: Desk) -> None:
     name = write(desk, "spawns.py", SPAWNS)
     ran = desk.run("launch", "--ranks", "1", name)
     ran.check()
-    assert lines(ran, 0) == ["[2, 4]", "Thing", "a thread: 1"]
+    assert ran.lines(0) == ["[2, 4]", "Thing", "a thread: 1"]
 
 
 # ------------------------------------------------------------------ scripts of torch
@@ -222,7 +211,7 @@ def test_ddp_runs_unchanged_on_two_machines(desk: Desk) -> None:
     words = ("launch", "--ranks", "1", "--nodes", "2", "--rendezvous", place, "--run-dir", "both", ddp)
     ended = [one.end() for one in [desk.start(*words) for _ in range(2)]]
     assert [one.code for one in ended] == [0, 0], ended
-    said = sorted(line for rank in (0, 1) for one in ended for line in lines(one, rank))
+    said = sorted(line for rank in (0, 1) for one in ended for line in one.lines(rank))
     assert [line.partition(": ")[0] for line in said] == ["rank 0 (0 here) of 2", "rank 1 (0 here) of 2"]
     assert len({line.partition(": ")[2] for line in said}) == 1
 
@@ -233,7 +222,7 @@ def test_fsdp_runs_unchanged_and_may_be_silent_for_longer_than_a_hang(desk: Desk
     ran = desk.run("launch", "--ranks", "2", *limits, str(SCRIPTS / "fsdp.py"), "4")
     ran.check()
     for rank in (0, 1):
-        assert re.fullmatch(rf"rank {rank}: loss 0\.\d+, DTensor", lines(ran, rank)[-1])
+        assert re.fullmatch(rf"rank {rank}: loss 0\.\d+, DTensor", ran.lines(rank)[-1])
 
 
 @pytest.mark.full
@@ -241,7 +230,7 @@ def test_ranks_that_are_started_again_meet_anew(desk: Desk) -> None:
     name = write(desk, "again.py", AGAIN)
     ran = desk.run("launch", "--ranks", "2", "--set", "cluster.max_restarts=1", name)
     ran.check()
-    assert lines(ran, 0) == ["attempt 0 of 1: 2 ranks", "attempt 1 of 1: 2 ranks"]
+    assert ran.lines(0) == ["attempt 0 of 1: 2 ranks", "attempt 1 of 1: 2 ranks"]
     assert ran.out.count("warning: rank 1 (") == 1
     assert "the first time only" in ran.out
     shown = desk.run("show", "again").out
@@ -280,7 +269,7 @@ def test_the_end_names_the_rank_and_the_exit_code_is_the_scripts(
 ) -> None:
     ran = desk.run("launch", "--ranks", "2", write(desk, "ends.py", ENDINGS), how)
     ran.check(code)
-    assert lines(ran, 0) == lines(ran, 1) == ["before"]
+    assert ran.lines(0) == ran.lines(1) == ["before"]
     errors = [line for line in ran.out.splitlines() if line.startswith("error: ")]
     assert (
         len(errors) == 1 and f"rank 1 (node 0, {socket.gethostname()}) failed: {cause}" in errors[0]
@@ -325,7 +314,7 @@ def test_a_request_to_stop_reaches_the_script(
     assert "Traceback" not in ran.out
     assert "error: " not in ran.out
     after = ["saved by SIGTERM"] if words == ["handles"] else []
-    assert lines(ran, 0) == lines(ran, 1) == ["waiting", *after]
+    assert ran.lines(0) == ran.lines(1) == ["waiting", *after]
     assert desk.call("show", "waits").out.startswith("waits: Stopped on request after ")
 
 
@@ -376,7 +365,7 @@ def test_the_list_of_runs_knows_scripts_and_what_needs_a_training_says_so(desk: 
 def test_only_the_ranks_that_are_asked_for_are_shown(desk: Desk) -> None:
     name = write(desk, "told.py", VARIABLES)
     ran = desk.run("launch", "--ranks", "2", "--show", "1", name)
-    assert [bool(lines(ran, rank)) for rank in (0, 1)] == [False, True]
+    assert [bool(ran.lines(rank)) for rank in (0, 1)] == [False, True]
     assert desk.run("launch", "--ranks", "2", "--show", "none", name).out == "run directory: runs/told\n"
 
 
@@ -391,7 +380,7 @@ def test_a_script_may_be_silent_once_its_session_is_closed(desk: Desk) -> None:
     ran = desk.run("launch", "--ranks", "1", *LIMITS, name, "afterwards")
     ran.check()
     assert "finished at step 3" in ran.out
-    assert lines(ran, 0) == ["evaluated"]
+    assert ran.lines(0) == ["evaluated"]
 
 
 @pytest.mark.exhaustive

@@ -17,8 +17,7 @@ from rich.console import Console, RenderableType
 
 import wanma.planner.presentation.plan_analysis as study_module
 from support.studies import FP8, PLANS, answers, study
-from wanma.api.plan_report.html_page import report_html
-from wanma.api.plan_report.output_files import write_page, write_trace
+from wanma.api.plan_report.html_page import report_html, write_page, write_trace
 from wanma.hardware.cluster_file.shorthand import parse_shorthand
 from wanma.job.errors import WanmaError
 from wanma.job.file.loading import to_job
@@ -202,7 +201,6 @@ def test_a_bar_is_as_wide_as_all_bars_and_its_kinds_as_their_shares(kinds: list[
 def test_the_terminal_shows_the_best_plans_with_where_their_time_goes() -> None:
     text = shown(render_analysis(answers()))
     best = study().best
-    assert best is not None
     assert "1,234 plans searched in 0.25 s" in text
     assert "\n→1  " in text
     assert text.index("→1") < text.index(UNSUPPORTED_PLANS_TITLE) < text.index("unsupported: ")
@@ -215,7 +213,6 @@ def test_the_terminal_shows_the_best_plans_with_where_their_time_goes() -> None:
 def test_the_jobs_own_plan_is_told_beside_the_best() -> None:
     one = answers(3)
     text = shown(render_analysis(one))
-    assert one.study.best_comparison is not None
     assert one.study.best_comparison.verdict == "slower"
     assert f"The job's own plan\n{one.study.best_comparison.headline}\n" in text
     assert "recompute full instead of none" in " ".join(text.split())
@@ -240,7 +237,6 @@ def test_no_line_is_wider_than_the_window(width: int) -> None:
 
 def test_a_narrow_window_keeps_plan_and_step() -> None:
     best = study().best
-    assert best is not None
     narrow = shown(render_analysis(PlanAnalysis(study())), 50)
     assert step_seconds_text(best.forecast.step) in narrow
     assert mesh_text(best.plan) in narrow
@@ -255,11 +251,6 @@ def test_what_if_is_told_side_by_side_with_the_change_of_the_step() -> None:
     assert heads == ["", "now", "gpus=16", "memory=1GB"]
     table = {row[0]: row[1:] for row in rows}
     before, after = one.study.plan_result.forecast, one.what_if_answers[0].study
-    assert before is not None
-    assert before.step is not None
-    assert after is not None
-    assert after.plan_result.forecast is not None
-    assert after.plan_result.forecast.step is not None
     change = after.plan_result.forecast.step.seconds / before.step.seconds - 1
     assert table["step"][1].endswith(f"({change:+.0%})")
     assert table["plan"][2] == "the model does not fit"
@@ -360,7 +351,6 @@ def test_the_page_is_whole_and_asks_the_network_for_nothing() -> None:
 def test_the_page_shows_every_plan_answer_and_point() -> None:
     one = answers(3)
     page = report_html(one, "gpt")
-    assert one.study.search_result is not None
     for candidate in one.study.search_result.candidates:
         assert step_seconds_text(candidate.forecast.step) in page
     assert page.count('<td class="share">') == len(PLANS) + 1
@@ -407,7 +397,6 @@ def test_page_and_trace_are_files(tmp_path: Path) -> None:
     write_trace(one, tmp_path / "step.json")
     assert (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
     trace = json.loads((tmp_path / "step.json").read_text())
-    assert one.timeline is not None
     assert trace["otherData"]["step_seconds"] == one.timeline.seconds
 
 

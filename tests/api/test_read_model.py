@@ -67,7 +67,6 @@ def test_a_factory_of_a_text_model_is_read_with_sequences_of_the_data() -> None:
     job = to_job({"model": {"factory": "own_models:Tiny"}, "data": {"sequence_length": 32}})
     workload, reason = read_model(job)
     assert reason is None
-    assert workload is not None
     assert workload.tokens_per_sample == 32
     assert workload.output_elements_per_sample == 32 * 100
     assert [(layer.name, layer.count, layer.is_block) for layer in workload.layers][:3] == [
@@ -88,8 +87,6 @@ def test_arguments_of_the_factory_and_the_precision_of_the_job_count() -> None:
         ).workload
         for precision in ("fp32", "bf16")
     )
-    assert plain is not None
-    assert low is not None
     assert plain.layers[1].count == low.layers[1].count == 5
     # Tokens, of eight bytes, are twice as many elements of half the size.
     assert low.layers[0].activation_elements_per_sample == 2 * plain.layers[0].activation_elements_per_sample
@@ -98,7 +95,6 @@ def test_arguments_of_the_factory_and_the_precision_of_the_job_count() -> None:
 def test_a_model_that_no_memory_holds_is_read() -> None:
     job = to_job({"model": {"factory": "own_models:Huge"}, "data": {"sequence_length": 32}})
     workload, _ = read_model(job)
-    assert workload is not None
     assert workload.parameters > 32e9
 
 
@@ -106,7 +102,6 @@ def test_a_factory_that_looks_at_values_has_no_forecast_and_says_why() -> None:
     job = to_job({"model": {"factory": "own_models:Looks"}, "data": {"sequence_length": 32}})
     workload, reason = read_model(job)
     assert workload is None
-    assert reason is not None
     assert "'own_models:Looks' failed" in reason
 
 
@@ -120,7 +115,6 @@ def test_a_dataset_of_ones_own_gives_the_inputs() -> None:
     job = to_job({"model": {"factory": "own_models:regression"}, "data": {"factory": "own_models:dataset"}})
     workload, reason = read_model(job)
     assert reason is None
-    assert workload is not None
     assert (workload.parameters, workload.tokens_per_sample) == (5, 1)
 
 
@@ -130,7 +124,6 @@ def test_a_module_that_was_passed_is_read_with_its_data_and_not_changed() -> Non
     job = to_job({"model": {"factory": "somewhere:else"}})
     workload, reason = read_model(job, {"model": model, "data": data})
     assert reason is None
-    assert workload is not None
     assert workload.parameters == 6 * 8 + 8 + 2 * 8 + 8 * 2 + 2
     assert isinstance(model[1], nn.BatchNorm1d)
     assert model[0].weight.grad is None
@@ -162,7 +155,6 @@ def test_a_module_that_cannot_be_read_says_so() -> None:
     data = TensorDataset(torch.zeros(10, 6), torch.zeros(10, 2))
     workload, reason = read_model(job, {"model": Looks(), "data": data})
     assert workload is None
-    assert reason is not None
     assert "cannot trace Looks on fake tensors" in reason
 
 
@@ -179,7 +171,6 @@ def test_a_run_reads_a_module_only_where_its_forecast_decides_something() -> Non
     assert prepare_job(job, start, objects=objects).workload is None
     asked = prepare_job(job, start, objects=objects, read_custom_model=True)
     assert asked.workload is not None
-    assert asked.plan_result.forecast is not None
     assert asked.plan_result.forecast.parameters_bytes > 0
     deciding = to_job({**given, "parallel": {"recompute": "auto"}})
     decided = prepare_job(deciding, start, objects=objects)
@@ -201,7 +192,6 @@ def test_tokens_of_a_dataset_need_no_tokenizer() -> None:
     model = {"family": "decoder", "layers": 1, "hidden": 32, "heads": 2, "vocabulary": 65}
     own = to_job({"model": model, "data": {"factory": "own_models:dataset"}})
     dimensions = job_dimensions(own)
-    assert dimensions is not None
     assert dimensions.vocabulary == 65
     assert read_model(own).workload is not None
     with pytest.raises(JobError, match="vocabulary of 65 is smaller than the tokenizer's 257"):

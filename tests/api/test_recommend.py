@@ -20,6 +20,7 @@ from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.sections.data import DataSection
 from wanma.job.sections.job import Job
+from wanma.models.recommender.embedding_tables import EmbeddingTables
 from wanma.models.recommender.pair_models import PairModel
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -45,6 +46,13 @@ def last_validation(run: Outcome) -> dict[str, float]:
 
 
 SHORT = {"train.steps": 4, "train.global_batch": 32}
+
+
+def test_tables_are_loaded_in_the_order_in_which_the_model_was_trained(tmp_path: Path) -> None:
+    train_here(tmp_path, "dlrm-sharded.toml", "synthetic:30x40x600", **SHORT)
+    embeddings = wanma.load(tmp_path).model.embeddings
+    assert isinstance(embeddings, EmbeddingTables)
+    assert list(embeddings.rows) == ["user", "item"]
 
 
 @pytest.mark.parametrize("example", ["movielens.toml", "movielens-top-items.toml"])

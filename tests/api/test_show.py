@@ -43,9 +43,7 @@ def test_a_pipeline_is_shown_with_its_schedule_and_the_blocks_before_which_it_is
 def test_a_pipelines_ranks_are_told_with_their_memory() -> None:
     text = " ".join(shown({"pp": 2, "stage_cuts": [1]}).split())
     sizes = re.search(r"memory by pipeline rank: (\S+ MiB), (\S+ MiB)", text)
-    assert sizes is not None
     fullest = re.search(r"total (\S+ MiB)", text)
-    assert fullest is not None
     assert fullest[1] in sizes.groups()
     assert sizes[1] != sizes[2]
     assert "by pipeline rank" not in shown({})
@@ -79,7 +77,6 @@ def test_copies_for_recovery_are_told_where_they_take_much_of_a_machines_memory(
     tiny = Cluster((replace(gpus, memory_bytes=32 << 20),))
     lines = " ".join(shown({"dp_shard": 2}, tiny).split())
     row = re.search(r"in-memory checkpoints (\S+) MiB (\S+) MiB of 32.0 MiB per node", lines)
-    assert row is not None
     assert float(row[2]) == pytest.approx(2 * float(row[1]), abs=0.15)
     assert "in-memory checkpoints" not in shown({"dp_shard": 2})
 

@@ -48,15 +48,16 @@ JOB = {
 
 
 def run(folder: Path, body: str, *, main: bool = False) -> subprocess.CompletedProcess[str]:
-    """A script of `body`, which may print one line of JSON; its classes are its own if `main`."""
+    """A script of `body`, which may print one line of JSON; its classes are its own if `main`.
+
+    It has no `if __name__ == "__main__":`, because ranks do not run it.
+    """
     (folder / "mine").mkdir(exist_ok=True)
     script = folder / "mine" / "script.py"
     classes = MODULE if main else "from own_classes import Line, Points"
     (folder / "mine" / "own_classes.py").write_text(MODULE)
-    indented = "\n".join(f"    {line}" for line in body.strip().splitlines())
     script.write_text(
-        f"import copy, json, torch, wanma\n{classes}\nJOB = {JOB!r}\n"
-        f'if __name__ == "__main__":\n    torch.manual_seed(1)\n{indented}\n'
+        f"import copy, json, torch, wanma\n{classes}\nJOB = {JOB!r}\ntorch.manual_seed(1)\n{body.strip()}\n"
     )
     # From another folder than the script's: what it imports must still be found in the ranks.
     command = [sys.executable, str(script)]

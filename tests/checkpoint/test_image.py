@@ -95,7 +95,6 @@ def test_an_image_counts_for_nothing_from_the_moment_it_is_written_anew(memory: 
     written(memory)
     MemoryFileWriter(path(memory)).mark_incomplete(MemoryFileHeader(8, 3, 1, 4))
     head = read_header(memory)
-    assert head is not None
     assert (head.step, head.is_complete) == (8, False)
     with pytest.raises(ValueError, match="not complete"):
         MemoryFileReader(path(memory))

@@ -72,7 +72,6 @@ def test_a_rank_that_cannot_save_ends_the_save_of_all(server: TCPStore, tmp_path
     with pytest.raises(Exception, match="reserves this name"):
         made[1].save(1, {"__metadata__": torch.ones(1)}, {"step": 1})
     (result,) = made[0].wait()
-    assert result.error is not None
     assert "rank 1: a tensor cannot be named" in result.error.message
     assert [one.error for one in save(made, 2)] == [None, None]
     assert [path.name for path in (tmp_path / "one").glob("step-*")] == ["step-00000002"]
@@ -88,7 +87,6 @@ def test_a_full_disk_of_rank_0_is_told_to_the_others(
 
     monkeypatch.setattr("wanma.checkpoint.save.checkpointer.write_file", refuse)
     for result in save(made, 1):
-        assert result.error is not None
         assert "rank 0: No space left on device" in result.error.message
 
 
@@ -96,7 +94,6 @@ def test_a_silent_rank_is_named_after_the_deadline(server: TCPStore, tmp_path: P
     made = checkpointers(server, [tmp_path / "one", tmp_path / "two"], seconds=0.5)
     made[0].save(1, TENSORS[0], {"step": 1})
     (result,) = made[0].wait()
-    assert result.error is not None
     assert "rank 1 did not send its part" in result.error.message
     assert "shared file system" in result.error.hint
 

@@ -37,6 +37,11 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["train", "x.toml", "--dry-rn"], "unknown option --dry-rn. Did you mean '--dry-run'?"),
         (["train", "x.toml", "--train.steps=4"], "write overrides without dashes: train.steps=500"),
         (["train", "x.toml", "--dry"], "unknown option --dry. "),
+        (
+            ["train", "x.toml", "--lr", "1e-3"],
+            "unknown option --lr\n  it is a key of the job: train.learning_rate=",
+        ),
+        (["train", "x.toml", "--steps=3"], "train.steps=VALUE"),
         (["runs", "extra"], "error: wanma runs: unexpected argument 'extra'"),
         (["--colour"], "error: wanma: unknown option --colour.\n  see `wanma --help`"),
         (["job", "trian"], "error: the job file has no 'trian'. Did you mean 'train'?"),
@@ -90,8 +95,8 @@ def test_every_command_is_explained_in_the_overview_and_has_help_of_its_own(
 
     listed = re.findall(r"^    (\w+)\s+\w", text(), re.MULTILINE)
     assert listed == [
-        "init", "train", "plan", "render", "launch", "runs", "show", "status", "logs", "attach",
-        "cancel", "explain", "resize", "shell", "engines", "report", "diagnose", "profile", "dashboard",
+        "init", "train", "plan", "render", "launch", "runs", "show", "report", "status", "attach",
+        "cancel", "explain", "resize", "shell", "engines", "logs", "diagnose", "profile", "dashboard",
         "observe", "sample", "export", "checkpoint", "data", "doctor", "cluster", "bench", "job",
         "completion", "version",
     ]  # fmt: skip
@@ -210,3 +215,15 @@ def test_help_costs_less_than_three_times_the_standard_modules_that_it_imports()
     taken = [(seconds("-m", "wanma", "--help"), seconds("-c", modules)) for _ in range(5)]
     shown, imported = map(min, zip(*taken, strict=True))
     assert shown < 3 * imported
+
+
+def test_a_limit_of_open_files_is_no_bug_of_wanma(tmp_path: Path) -> None:
+    program = (
+        "import resource, sys\n"
+        "from wanma.cli.main import main\n"
+        "import wanma.cli.commands.train, wanma.api.run.job_run\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))\n"
+        "sys.exit(main(['train', 'x.toml']))\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert (ran.returncode, "ulimit -n" in ran.stderr, "bug" in ran.stderr) == (EXIT_FAILED, True, False)

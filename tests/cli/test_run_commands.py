@@ -84,3 +84,15 @@ def test_what_cannot_be_sampled_from_is_told_before_the_prompt_is_printed(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "has no complete checkpoint yet" in captured.err
+
+
+def test_runs_and_show_as_json(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "gpt", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["run"], shown["step"], shown["steps"], shown["loss"]) == ("gpt", 3, 3, 2.0)
+    assert (shown["mfu"], shown["memory_bytes"]) == (None, 10**9)
+    assert main(["runs", "--json"]) == 0
+    (listed,) = json.loads(capsys.readouterr().out)
+    assert {**listed, "state": ""} == {**shown, "state": ""}
+    assert main(["runs", "--json", "--runs", "none"]) == 0
+    assert json.loads(capsys.readouterr().out) == []

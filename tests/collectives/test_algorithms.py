@@ -15,7 +15,7 @@ from wanma.collectives.algorithms.communication_schedules import compute_chunk_b
 from wanma.collectives.algorithms.hierarchical_all_reduce import hierarchical_all_reduce
 from wanma.job.errors import WanmaError
 from wanma.job.run.worker import WorkerContext
-from wanma.torch_internals.fake_groups import FAKE_BACKEND, FakeStore
+from wanma.torch_internals.fake_tensors import FAKE_BACKEND, FakeStore
 
 SIZES = (0, 1, 5, 1 << 12, (1 << 16) + 3)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)

@@ -223,8 +223,6 @@ def one_tensor(worker: WorkerContext) -> tuple[list[list[float]], list[float]]:
     with open_mesh(worker, Plan(dp_replicate=RANKS), 60) as grid:
         group = grid.dim_mesh("dp_replicate").get_group()
         method, memory = make_compressor("int8", SHARE), memory_of("int8", 0, 1)
-        assert memory is not None
-        assert memory.residual is not None
         sums = []
         for step in range(STEPS):
             values = gradient(step, worker.rank, 0).view(1, -1)
@@ -409,8 +407,6 @@ def by_itself(worker: WorkerContext, kind: Compression) -> dict[str, Any]:
         whole = values.clone()
         dist.all_reduce(whole, group=group)
         (sent,) = run_interleaved(method.all_reduce([BucketTensor(values, None, columns(0), memory)]))
-        assert memory is not None
-        assert memory.residual is not None
         return {
             "sums": values[0].tolist(),
             "whole": whole[0].tolist(),
@@ -460,7 +456,6 @@ def waits(worker: WorkerContext, kind: Compression, scattered: bool) -> list[int
             found.append(0)
             for work in steps:
                 found[-1] += 1
-                assert work is not None
                 work.wait()
         return found
 

@@ -239,7 +239,6 @@ def in_the_background(worker: WorkerContext) -> tuple[str, str]:
         if worker.rank == VICTIM:
             os.kill(os.getpid(), signal.SIGKILL)
         work = dist.all_reduce(torch.ones(100_000), async_op=True)
-        assert work is not None
         text, _ = caught(work.wait)
         assert work.is_completed()
         assert not work.is_success()
@@ -294,7 +293,6 @@ def wait_a_little(worker: WorkerContext) -> tuple[str, float]:
         if worker.rank == 1:
             time.sleep(1.0)
         work = dist.all_reduce(total, async_op=True)
-        assert work is not None
         text = ""
         if worker.rank == 0:
             text, _ = caught(lambda: work.wait(timedelta(seconds=0.2)))
@@ -313,7 +311,6 @@ def stand(worker: WorkerContext) -> tuple[str, tuple[str, ...]]:
         dist.all_reduce(torch.ones(3))
         if worker.rank == 0:
             work = dist.all_reduce(torch.ones(3), async_op=True)
-            assert work is not None
             found = read_collective_state()
             dist.send(torch.ones(1), 1)  # only now the other one comes
             work.wait()

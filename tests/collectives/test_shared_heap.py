@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.collectives.shared_memory.page_allocator import PAGE_BYTES, PageAllocator
+from wanma.collectives.shared_memory.arena import PAGE_BYTES, PageAllocator
 
 SIZE = 64 * PAGE_BYTES
 

@@ -36,7 +36,6 @@ def everybody_to_everybody(worker: WorkerContext) -> None:
                 works = [dist.irecv(got[peer], peer) for peer in range(ranks)]
                 works += [dist.isend(content(me, peer), peer) for peer in range(ranks)]
                 for work in works:
-                    assert work is not None
                     work.wait()
                 for peer in range(ranks):
                     assert torch.equal(got[peer], content(peer, me)), (dtype, size, peer)
@@ -58,9 +57,7 @@ def in_another_order(worker: WorkerContext) -> list[float]:
         got = [torch.zeros(1) for _ in sent]
         second, first = dist.irecv(got[0], 0, tag=2), dist.irecv(got[1], 0, tag=1)
         third, fourth = dist.irecv(got[2], 0, tag=1), dist.irecv(got[3], 0, tag=2)
-        assert first is not None
         for work in (third, fourth, second, first):
-            assert work is not None
             work.wait()
         assert first.is_completed()
         return [float(tensor) for tensor in got]
@@ -98,7 +95,6 @@ def far_too_many(worker: WorkerContext, count: int, elements: int) -> tuple[floa
             assert got.unique().tolist() == [float(at)]
             total += float(got[0])
         for work in sends:
-            assert work is not None
             work.wait()
         dist.barrier()
         return total, group.allocated_bytes
@@ -128,10 +124,8 @@ def again_and_again(worker: WorkerContext) -> int:
         for _ in range(100):
             own = torch.ones(250_000)
             works = [dist.isend(own, peer), dist.irecv(got, peer)]
-            assert works[0] is not None
             works[0].wait()
             own.zero_()  # it is the sender's again
-            assert works[1] is not None
             works[1].wait()
             assert got.min() == 1.0
         return group.allocated_bytes
@@ -151,7 +145,6 @@ def kept(worker: WorkerContext) -> int:
             own, got = torch.ones(100), torch.zeros(100)
             tensors += [weakref.ref(own), weakref.ref(got)]
             for work in (dist.isend(own, peer), dist.irecv(got, peer)):
-                assert work is not None
                 work.wait()
         del own, got, work
         return sum(tensor() is not None for tensor in tensors)
@@ -170,8 +163,6 @@ def look_first(worker: WorkerContext) -> tuple[bool, bool, float, str]:
             return False, True, 0.0, ""
         got, later = torch.zeros(1), torch.zeros(1)
         work, last = dist.irecv(got, 0), dist.irecv(later, 0)
-        assert work is not None
-        assert last is not None
         before = work.is_completed()
         assert read_collective_state().current_collective == "", "asked for, and not waited for"
         with pytest.raises(SharedMemoryError, match=r"recv #1 from rank 0 .* in progress"):
@@ -215,7 +206,6 @@ def beside_collectives(worker: WorkerContext) -> float:
         else:
             dist.recv_object_list(objects, 0)
         assert objects == [{"a": 1}]
-        assert work is not None
         work.wait()
         return float(total.mean())
 
@@ -257,7 +247,6 @@ def one_tag_long_before(worker: WorkerContext) -> int:
             early = dist.irecv(torch.zeros(1), 0, tag=9)
             for _ in range(100):
                 dist.recv(torch.zeros(50_000), 0)
-            assert early is not None
             early.wait()
         dist.barrier()
         return group.allocated_bytes
@@ -292,7 +281,6 @@ def gone(worker: WorkerContext) -> tuple[bool, str]:
         if worker.rank == 1:
             return True, ""
         work = dist.irecv(torch.zeros(1), 1)
-        assert work is not None
         until = time.monotonic() + 200
         while not work.is_completed() and time.monotonic() < until:
             time.sleep(0.01)
@@ -314,7 +302,6 @@ def of_a_collective(worker: WorkerContext) -> float:
         got = torch.zeros(5)
         works = [dist.isend(total, 1 - worker.rank), dist.irecv(got, 1 - worker.rank)]
         for work in works:
-            assert work is not None
             work.wait()
         return float(got.sum())
 

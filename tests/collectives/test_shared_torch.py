@@ -27,7 +27,6 @@ def in_the_background(worker: WorkerContext) -> list[float]:
         tensors = [torch.full((50_000,), float(turn + worker.rank)) for turn in range(20)]
         works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
         for work in reversed(works):
-            assert work is not None
             work.wait()
             assert work.is_completed()
         future = dist.all_reduce(torch.ones(3), async_op=True).get_future()  # type: ignore[union-attr]
@@ -51,7 +50,6 @@ def crosswise(worker: WorkerContext) -> list[float]:
         tensors = {id(group): torch.full((30_000,), float(turn + 1)) for turn, group in enumerate(groups)}
         works = [dist.all_reduce(tensors[id(group)], group=group, async_op=True) for group in order]
         for work in works:
-            assert work is not None
             work.wait()
         return [float(tensors[id(group)][-1]) for group in groups]
 
@@ -111,7 +109,6 @@ def by_gloo(worker: WorkerContext) -> dict[str, Any]:
         works = [dist.isend(torch.full((4,), float(me)), (me + 1) % ranks)]
         works.append(dist.irecv(received, (me - 1) % ranks))
         for work in works:
-            assert work is not None
             work.wait()
         total = torch.tensor([float(me)])
         dist.reduce(total, 0)

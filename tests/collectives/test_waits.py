@@ -85,7 +85,6 @@ def _waits(clock: Clock) -> dict[str, float]:
     assert total.tolist() == [2.0] * 8
     moved = taken("all_to_all", lambda: functional.all_to_all_single_autograd(x, None, None, group) * 3)
     taken("backward", moved.sum().backward)
-    assert x.grad is not None
     assert x.grad.tolist() == [3.0] * 8
     compiled = torch.compile(lambda y: functional.all_reduce(y, "sum", group) * 2, backend="aot_eager")
     compiled(x.detach())
@@ -119,7 +118,6 @@ def _waits_by_kind(clock: Clock) -> dict[str, float]:
         clock.let_rank_1_be_late()
         with timer.time_blocking_transfer("context"):
             functional.wait_tensor(functional.all_reduce(x.detach(), "sum", group))
-    assert x.grad is not None
     assert x.grad.tolist() == [3.0] * 8
     assert get_functional_wait_time().seconds == without_timer
     return dict(timer.take_totals().exposed_seconds)

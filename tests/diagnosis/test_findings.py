@@ -49,6 +49,18 @@ def test_a_rank_without_its_processors_a_slow_device_and_a_slow_link_are_told_ap
     assert names(slow_link.diagnose()) == ["communication"]
 
 
+@pytest.mark.parametrize(
+    ("cores", "foreign", "is_cause"), [(0.3, 3.2, True), (0.3, 1.0, False), (0.6, 2.7, False)]
+)
+def test_other_programs_are_the_cause_where_ranks_lack_processors_and_none_is_free(
+    records: Records, cores: float, foreign: float, is_cause: bool
+) -> None:
+    parts = {**HEALTHY, "compute": 1.9, "communication": 0.9, "data": 0.4}
+    records.train(parts, ranks=({"cores": cores},) * 2, foreign=foreign)
+    others = {"computation", "communication", "slow_store"}
+    assert set(names(records.diagnose())) == ({"other_programs"} if is_cause else others)
+
+
 def test_communication_as_forecast_is_no_finding(records: Records) -> None:
     records.train({**HEALTHY, "communication": 0.105})
     assert names(records.diagnose()) == []

@@ -6,6 +6,7 @@ import signal
 import socket
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -156,15 +157,12 @@ def test_a_signal_to_every_process_of_the_job_is_an_order_to_the_supervisor(desk
 @pytest.mark.full
 def test_sigusr1_is_a_warning_that_stops_in_order_and_twice_sigterm_leaves_at_once(desk: Desk) -> None:
     marks = desk.folder / "marks-twice"
-    running = desk.start("train", *COMMON, "--run-dir", "twice", **injected(marks, FOREVER))
-    running.until(lambda: bool(struck(marks)))
+    held = replace(FOREVER, what="await stop")
+    running = desk.start("train", *COMMON, "--run-dir", "twice", **injected(marks, held, FOREVER))
+    assert running.until(lambda: len(struck(marks)) == 1)
     running.signal(signal.SIGUSR1)
-    time.sleep(0.3)
+    assert running.until(lambda: len(struck(marks)) == 2), "it is heard"
     assert running.process.poll() is None, "it has no end, so the step under way is waited for"
-    for _ in range(2):
-        running.signal(signal.SIGTERM)
-    time.sleep(0.5)
-    assert running.process.poll() is None, "so soon after the first it is the same one"
     while (
         running.look()
     ):  # on a busy machine, the first may be heard late; without ranks, nobody minds signals

@@ -38,14 +38,12 @@ PUBLISHED = Path(__file__).parents[3] / "shared" / "tables"
 )
 def test_a_driver_s_name_finds_its_kind(driver_name: str, name: str, bf16_teraflops: float) -> None:
     kind = find_by_driver_name(driver_name)
-    assert kind is not None
     assert kind.name == name
     assert kind.peak_flops_per_second["bf16"] == pytest.approx(bf16_teraflops * 1e12)
 
 
 def test_a_v100_has_no_bf16_and_no_tf32() -> None:
     kind = find_by_driver_name("Tesla V100-SXM2-32GB")
-    assert kind is not None
     assert set(kind.peak_flops_per_second) == {"fp64", "fp32", "fp16"}
     assert kind.memory_bytes == 32_000_000_000
 
@@ -75,7 +73,6 @@ def test_every_kind_is_unique_names_its_source_and_is_ordered_by_precision() -> 
         assert rates[0] > 0
         assert rates == sorted(rates)
         assert 8e9 <= kind.memory_bytes <= 1e12
-        assert kind.bandwidth_bytes_per_second is not None
         assert 2e11 <= kind.bandwidth_bytes_per_second <= 1e13
         assert kind.power_watts is None or 100 <= kind.power_watts <= 1500
 
@@ -103,7 +100,6 @@ def test_every_accelerator_has_a_link_and_the_machine_it_comes_in() -> None:
 )
 def test_links_are_counted_in_one_direction(link: str, gigabytes_per_second: float, devices: str) -> None:
     joined = require_device_kind(devices).link
-    assert joined is not None
     assert (joined.name, joined.bandwidth_bytes_per_second) == (link, gigabytes_per_second * 1e9)
 
 

@@ -108,7 +108,6 @@ def test_a_file_is_the_machines_it_describes() -> None:
     assert (ours.days_between_failures, h100.days_between_failures) == (154.0, None)
     assert ours.inside == (InterconnectLevel("bridge", 100e9, 6e-7, 2), InterconnectLevel("PCIe", 16e9, 1e-6))
     assert ours.network == (InterconnectLevel("network", 6.25e9, 2.7e-6),)
-    assert ours.cpu is not None
     assert ours.cpu.peak_flops_per_second["fp32"] == pytest.approx(32 * 2.4e9 * 32)
     assert cluster.between == InterconnectLevel("between", 1e9, 5e-5)
 

@@ -54,8 +54,6 @@ def test_the_cards_of_a_node_are_shared_by_its_devices_and_the_rest_is_the_usual
 def test_the_devices_of_a_rack_share_their_link_beyond_the_node() -> None:
     (node,) = parse_shorthand("36x4 GB200").nodes
     near, far = node.inter_node_level(18), node.inter_node_level(19)
-    assert near is not None
-    assert far is not None
     assert (near.name, near.size, near.bandwidth_bytes_per_second) == ("NVLink 5", 18, 900e9)
     assert (far.name, far.bandwidth_bytes_per_second) == ("network", 50e9)
 

@@ -9,8 +9,12 @@ import pytest
 
 from support.command import share_compiled
 from wanma.hardware.checks import doctor
-from wanma.hardware.checks.doctor import CheckResult, run_checks
-from wanma.hardware.checks.probes import measure_disk_write_seconds, probe_gloo_loopback
+from wanma.hardware.checks.doctor import (
+    CheckResult,
+    measure_disk_write_seconds,
+    probe_gloo_loopback,
+    run_checks,
+)
 from wanma.hardware.discovery import cpu_peak
 from wanma.hardware.discovery.network_interfaces import Interface, NetworkRoute
 from wanma.hardware.native import native_library

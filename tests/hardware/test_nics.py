@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from wanma.hardware.cluster_file.node_builder import Nics
-from wanma.hardware.discovery.nics import detect_nics
+from wanma.hardware.discovery.node import detect_nics
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

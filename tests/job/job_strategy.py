@@ -19,7 +19,7 @@ from wanma.job.sections.job import Job
 from wanma.job.sections.kubernetes import KubernetesSection
 from wanma.job.sections.model import ModelSection
 from wanma.job.sections.observe import ObserveSection, invalid_run_name_reason
-from wanma.job.sections.parallel import ParallelSection
+from wanma.job.sections.parallel import ParallelSection, TableSharding
 from wanma.job.sections.recommender import InteractionsSection, RecommenderSection
 from wanma.job.sections.train import TrainSection
 
@@ -71,6 +71,7 @@ RULES: dict[type[Section], dict[str, st.SearchStrategy[Any]]] = {
         **dict.fromkeys(("bottom", "top", "towers"), st.lists(st.integers(1, 10_000_000), max_size=3)),
     },
     ParallelSection: {
+        "embedding_tables": st.dictionaries(text, st.sampled_from(get_args(TableSharding)), max_size=2),
         "batch_share_schedule": st.lists(
             st.tuples(st.integers(), st.lists(st.integers(1, 99), max_size=3)), max_size=2
         ),
@@ -101,6 +102,7 @@ RULES: dict[type[Section], dict[str, st.SearchStrategy[Any]]] = {
         "mount_path": st.just("/data/runs"),
         "tolerations": st.lists(st.just("gpu=a:NoSchedule"), max_size=2),
         "secret_environment": st.just({"KEY": "secret/key"}),
+        "store": st.just("s3://bucket/runs"),
         **dict.fromkeys(("cpu", "memory", "shared_memory"), st.sampled_from([None, "16", "2.5Gi"])),
         **dict.fromkeys(
             ("namespace", "queue", "priority_class", "volume", "service_account"),
@@ -126,6 +128,7 @@ ONE_OF: dict[type[Section], tuple[str, ...]] = {
     ModelSection: ("preset", "family", "factory", "huggingface"),
     DataSection: ("path", "text", "sources", "images", "interaction_log", "factory"),
     SourceSection: ("path", "text", "images", "factory"),
+    KubernetesSection: ("volume", "store"),
     ColumnsSection: ("text", "tokens", "messages", "image", "features"),
 }
 

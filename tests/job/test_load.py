@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from wanma.job.errors import EXIT_USAGE, JobError
 from wanma.job.file.loading import load_job, to_job
+from wanma.job.file.other_names import KEYS_BY_OTHER_NAME
 from wanma.job.file.schema import schema_keys
 from wanma.job.sections.job import Job
 from wanma.job.sections.model import ModelSection
@@ -76,6 +77,10 @@ def test_one_text_is_a_list_of_one(tmp_path: Path) -> None:
         ("parallel.sequnce", "'parallel.sequence_parallel', the new name of 'parallel.sequence'"),
         ("cluster.retry", "'cluster.max_restarts', the new name of 'cluster.retries'"),
         ("checkpoint.snapshot", "'checkpoint.in_memory_every_steps', the new name of 'checkpoint.snapshots'"),
+        ("train.lr", "'train.learning_rate'"),
+        ("train.batch_size", "'train.global_batch'"),
+        ("parallel.tensor-parallel", "'parallel.tp'"),
+        ("data.column", "'data.columns'"),
         ("train.statistics_groups", "'model.batch_norm_group', the new name of 'model.statistics_group'"),
     ],
 )
@@ -389,3 +394,9 @@ def test_a_glob_and_a_query_without_a_secret_are_no_secrets(url: str, tmp_path: 
     path = tmp_path / "job.toml"
     path.write_text(f"model.preset = 'gpt-1m'\n[data]\ntext = ['{url}']\n")
     assert load_job(path).data.text == [url]
+
+
+def test_names_of_other_libraries_lead_to_keys_that_exist() -> None:
+    assert set(KEYS_BY_OTHER_NAME.values()) <= set(schema_keys(Job))
+    own_names = {key.rpartition(".")[2] for key in schema_keys(Job)}
+    assert not own_names & set(KEYS_BY_OTHER_NAME)

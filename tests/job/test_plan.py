@@ -166,6 +166,12 @@ def test_a_plan_survives_json(plan: Plan) -> None:
         assert Plan.from_json(json.loads(json.dumps(one.to_json()))) == one
 
 
+@given(plans)
+def test_the_repr_of_a_plan_makes_it_again(plan: Plan) -> None:
+    assert eval(repr(plan)) == plan
+    assert repr(Plan(dp_shard=2)) == "Plan(dp_shard=2)"
+
+
 def test_a_plan_reads_as_a_sentence() -> None:
     assert str(Plan()) == "1 rank (one process), fp32, cpu"
     plan = Plan(dp_shard=2, tp=2, shard="parameters", precision="bf16")

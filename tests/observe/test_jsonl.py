@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from wanma.job.errors import WanmaError
 from wanma.job.run.run_directory import RunDirectory
 from wanma.observe.sinks.append_file import AppendFile
-from wanma.observe.sinks.jsonl import JsonLinesSink, last_record, to_json_line, truncate_after_last
+from wanma.observe.sinks.jsonl import JsonLinesSink, drop_steps, drop_torn_lines, last_record, to_json_line
 
 Record = Callable[..., dict[str, Any]]
 
@@ -76,13 +76,16 @@ def test_history_is_kept_but_for_a_torn_line(run: RunDirectory) -> None:
 def test_trimming_keeps_exactly_the_lines_before_the_first_step(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], first: int, torn: bytes
 ) -> None:
-    path = tmp_path_factory.mktemp("trim") / "lines"
+    run = RunDirectory(tmp_path_factory.mktemp("trim"))
+    path = run.metrics
     lines = [to_json_line({"step": step, "text": "x" * size}) for step, size in enumerate(sizes)]
     path.write_bytes(b"".join(lines) + torn.replace(b"\n", b""))
     last = last_record(path)
     assert (last["step"] if last is not None else -1) == len(lines) - 1
     assert last_record(path.with_name("none")) is None
-    truncate_after_last(path, lambda record: record["step"] < first)
+    drop_torn_lines(path)
+    assert path.read_bytes() == b"".join(lines)
+    drop_steps(run, first)
     assert path.read_bytes() == b"".join(lines[:first])
 
 

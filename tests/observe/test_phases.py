@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 
 import pytest
 
@@ -56,15 +55,6 @@ def test_what_an_open_phase_has_so_far_is_taken(clock: list[float]) -> None:
         assert timer.collect()["checkpoint"] == 1.0
         clock[0] += 2
     assert timer.collect()["checkpoint"] == 2.0
-
-
-def test_the_device_is_waited_for_at_every_change_of_phase() -> None:
-    calls: Iterator[int] = iter(range(100))
-    timer = PhaseTimer(synchronize=lambda: next(calls))
-    with timer.phase("forward_backward"):
-        pass
-    timer.collect()
-    assert next(calls) == 3
 
 
 def test_an_unknown_phase_is_refused() -> None:

@@ -17,13 +17,13 @@ import requests
 from support.command import Desk, Training, end_commands
 from support.dashboards import served_dashboard
 from support.nodes import Machines
-from support.prometheus import Prometheus, has_prometheus, running_prometheus, wait_until
+from support.prometheus import Prometheus, free_port, has_prometheus, running_prometheus, wait_until
 from support.webhook import Webhook
 from wanma.observe.alerts.rules import RULES
 from wanma.observe.endpoint import MetricsEndpoint
 from wanma.observe.render.dashboards import dashboards
 from wanma.observe.render.files import render_files
-from wanma.observe.series.catalogue import CATALOGUE
+from wanma.observe.series.catalogue import CATALOGUE, RUN_LABELS
 from wanma.observe.series.run_series import Sample
 
 pytestmark = [
@@ -44,7 +44,10 @@ def panel_queries() -> list[str]:
     panels = [panel for dashboard in dashboards().values() for panel in dashboard["panels"]]
     queries = [target["expr"] for panel in panels for target in panel.get("targets", ())]
     assert len(queries) >= len(panels) / 2
-    return [query.replace("$run", "text").replace("$__rate_interval", "10s") for query in queries]
+    return [
+        query.replace("$run", "text").replace("$job", "text").replace("$__rate_interval", "10s")
+        for query in queries
+    ]
 
 
 @pytest.fixture
@@ -71,7 +74,7 @@ def prometheus(desk: Desk, tmp_path: Path) -> Iterator[Prometheus]:
 def all_samples() -> list[Sample]:
     """Return a sample of each metric."""
     return [
-        Sample(metric.name, tuple((label, "data") for label in metric.labels[1:]), 1.0)
+        Sample(metric.name, tuple((label, "data") for label in metric.labels if label not in RUN_LABELS), 1.0)
         for metric in CATALOGUE.values()
     ]
 
@@ -90,7 +93,7 @@ def test_prometheus_asks_the_dashboard_for_the_endpoints_and_sends_their_token(t
     token.write_text("secret\n")
     endpoint = MetricsEndpoint("0.0.0.0", 0, "secret", all_samples, {"run": "text"})
     with endpoint, served_dashboard(runs) as address:
-        endpoint.announce(runs, "text-0", {"host": "one"})
+        endpoint.announce(runs, "text-0", {"host": "one", "job": "gpt"})
         render_files(
             tmp_path / "m", tmp_path / "elsewhere", "http://localhost",
             token_file=token, targets_url=f"{address}/targets",
@@ -98,7 +101,7 @@ def test_prometheus_asks_the_dashboard_for_the_endpoints_and_sends_their_token(t
         with running_prometheus(tmp_path, tmp_path / "m") as prometheus:
             wait_until(lambda: prometheus.query("wanma_up"), "the endpoint")
             (target,) = prometheus.query("up == 1")
-            assert target["metric"]["host"] == "one"
+            assert (target["metric"]["host"], target["metric"]["job"]) == ("one", "gpt")
             assert target["metric"]["instance"] == f"{socket.gethostname()}:{endpoint.port}"
             token.write_text("another")
             wait_until(lambda: prometheus.value("up") == 0, "the refusal of another token")
@@ -118,7 +121,7 @@ def test_each_rule_and_panel_reads_a_run_with_several_targets(tmp_path: Path) ->
     with ExitStack() as stack:
         for name in ("text-0", "text-1"):
             endpoint = MetricsEndpoint("127.0.0.1", 0, "", all_samples, {"run": "text"})
-            endpoint.announce(runs, name, {"host": name})
+            endpoint.announce(runs, name, {"host": name, "job": "text"})
             stack.enter_context(endpoint)
         prometheus = stack.enter_context(running_prometheus(tmp_path, tmp_path / "m"))
         wait_until(lambda: len(prometheus.query("wanma_up")) == 2, "both targets")
@@ -127,6 +130,9 @@ def test_each_rule_and_panel_reads_a_run_with_several_targets(tmp_path: Path) ->
         for query in panel_queries():
             keys = [series["metric"].keys() for series in prometheus.query(query)]
             assert not any(key & {"instance", "host"} for key in keys if "alertname" not in key), query
+        (series,) = prometheus.query('wanma_loss{host="text-0"}')
+        assert (series["metric"]["run"], series["metric"]["job"]) == ("text", "text")
+        assert "exported_job" not in series["metric"]
 
 
 def test_counters_equal_the_records(training: Training, prometheus: Prometheus) -> None:
@@ -208,7 +214,8 @@ def test_every_panel_has_its_series(desk: Desk, device: Path, prometheus: Promet
 
 
 def test_an_alert_of_prometheus_reaches_a_webhook(training: Training, desk: Desk, tmp_path: Path) -> None:
-    render_files(tmp_path / "m", desk.folder / "runs", "http://localhost")
+    manager = f"http://127.0.0.1:{free_port()}"
+    render_files(tmp_path / "m", desk.folder / "runs", "http://localhost", alertmanager_url=manager)
     rules = tmp_path / "m" / "prometheus" / "wanma-rules.yml"
     model = json.loads(rules.read_text())
     for rule in model["groups"][0]["rules"]:
@@ -219,7 +226,7 @@ def test_an_alert_of_prometheus_reaches_a_webhook(training: Training, desk: Desk
     rules.write_text(json.dumps(model))
     with Webhook() as webhook, running_prometheus(tmp_path, tmp_path / "m", webhook.url):
         (alert,) = json.loads(webhook.wait())["alerts"]
-        assert (alert["labels"]["alertname"], alert["labels"]["run"]) == ("DiskFull", "text")
+        assert [alert["labels"][name] for name in ("alertname", "run", "job")] == ["DiskFull", "text", "text"]
     assert training.steps_begun()
 
 
@@ -232,4 +239,4 @@ def test_the_runs_own_alert_reaches_a_webhook(desk: Desk) -> None:
         event = json.loads(webhook.wait())
         # Ten skipped steps end the run, perhaps before its supervisor has looked twice.
         assert event["alert"] in ("LossNotFinite", "RunFailed")
-        assert (event["run"], event["is_firing"]) == ("text", True)
+        assert (event["run"], event["job"], event["is_firing"]) == ("text", "text", True)

@@ -66,11 +66,12 @@ def test_a_fault_of_the_observer_is_told_once_and_raises_nothing(run: RunDirecto
 
 def test_a_node_takes_its_number_from_its_first_usage(run: RunDirectory) -> None:
     folder = run.path.parent / TARGETS_FOLDER
-    with observed(run, None, metrics_port=0) as (observer, _):
+    with observed(run, None, metrics_port=0, name="job") as (observer, _):
         assert not folder.exists()
         observer.on_event(usage(1))
         (entry,) = json.loads((folder / "gpt-1.json").read_text())
-        assert entry["labels"]["host"] == socket.gethostname()
+        labels = entry["labels"]
+        assert (labels["host"], labels["job"]) == (socket.gethostname(), "job"), "the run is `gpt`"
         observer.on_event(usage(0))  # the first node was lost
         assert [path.name for path in folder.iterdir()] == ["gpt-0.json"]
 

@@ -85,11 +85,9 @@ def test_of_ones_own_data_set_nobody_knows() -> None:
 
 def test_only_what_computing_does_not_hide_is_waited_for() -> None:
     usual = forecast_step_time(given_problem(), PLAN)
-    assert usual is not None
     assert usual.loading == HANDOFF_SECONDS
     slow = given_problem(disk_bytes_per_second=1e3)
     step = forecast_step_time(slow, PLAN)
-    assert step is not None
     load = step_overhead(slow, PLAN).load_seconds
     assert step.loading == pytest.approx(
         HANDOFF_SECONDS + load - (usual.seconds - usual.loading - usual.checkpoint)
@@ -158,12 +156,9 @@ def test_a_run_also_waits_for_its_last_save() -> None:
     ):
         of = given_problem(with_section(job(steps=steps), "checkpoint", every_steps=every))
         parts, found = step_overhead(of, PLAN), forecast_plan(of, PLAN)
-        assert found.step is not None
-        assert found.run is not None
         assert found.step.checkpoint == pytest.approx(parts.checkpoint_copy_seconds * shares, abs=1e-12)
         steps_seconds = run_seconds(of.job.train, of.global_batch, PLAN, found.step)
         at_end = parts.checkpoint_write_seconds + copies * parts.checkpoint_copy_seconds
-        assert found.run.useful is not None
         assert found.run.seconds == pytest.approx(steps_seconds / found.run.useful.share + at_end)
 
 
@@ -216,5 +211,4 @@ def test_a_search_finds_the_best_plan_also_where_data_or_saves_are_waited_for(
         if (step := forecast_step_time(of, plan)) is not None
     )
     best = search(of, space, keep=1).best
-    assert best is not None
     assert best.seconds == pytest.approx(fastest, rel=1e-9)

@@ -76,17 +76,13 @@ def test_the_plan_is_the_fastest_that_a_search_of_the_job_finds() -> None:
     problem = build_problem(asked, H100, compute_decoder_workload(SMALL, SEQUENCE), SMALL)
     worlds = run_world_sizes(asked, H100)
     best = search(problem, SearchSpace.from_job(asked, H100, SMALL, world_sizes=worlds)).best
-    assert best is not None
     assert replace(result.plan, threads_per_rank=1) == best.plan
-    assert result.forecast is not None
     assert result.forecast.step == forecast_plan(problem, best.plan).step
-    assert result.search_result is not None
     assert result.search_result.plan_count > 100
 
 
 def test_it_says_why_and_what_was_next() -> None:
     forecast = planned(job()).forecast
-    assert forecast is not None
     told = "\n".join(forecast.reasons)
     assert "the fastest of " in told
     assert " plans, by forecast: " in told
@@ -156,13 +152,9 @@ def test_bf16_is_chosen_for_a_job_in_fp32_only_where_it_allows_it_by_name() -> N
     fp32 = {"train": {"precision": "fp32"}}
     exact = planned(job(**fp32))
     assert exact.plan.precision == "fp32"
-    assert exact.forecast is not None
     allowed = job({"auto": True, "allow": ["bf16"], **FEW}, **fp32)
     half = planned(allowed)
     assert (half.plan.precision, half.plan.approximate) == ("bf16", ("bf16",))
-    assert half.forecast is not None
-    assert half.forecast.step is not None
-    assert exact.forecast.step is not None
     assert half.forecast.step.seconds < exact.forecast.step.seconds
     same_plan = replace(half.plan, approximate=())
     in_bf16 = build_problem(job(), H100, compute_decoder_workload(SMALL, SEQUENCE), SMALL)
@@ -185,8 +177,6 @@ def test_compressed_gradients_are_chosen_on_slow_links_where_the_job_allows_them
     exact = search_plans(PlanningInputs(job(train=many), slow, workload, SMALL))
     allows = job({"auto": True, "allow": ["compression"], **FEW}, train=many)
     allowed = search_plans(PlanningInputs(allows, slow, workload, SMALL))
-    assert exact.best is not None
-    assert allowed.best is not None
     assert all(one.plan.compression == "none" for one in exact.candidates)
     assert allowed.best.plan.compression == "int8"
     assert allowed.best.plan.approximate == ("compression",)
@@ -252,7 +242,6 @@ def test_without_rates_the_rule_plans_and_says_what_is_missing() -> None:
     )
     result = planned(job(), unknown)
     assert (result.plan.dp_shard, result.plan.shard) == (8, "parameters")
-    assert result.forecast is not None
     assert result.forecast.step is None
     small = Cluster((replace(unknown.nodes[0], devices=(Device("cuda", "Mystery", 1 << 30, {}),) * 8),))
     with pytest.raises(JobError, match="default plan: step time unknown"):
@@ -268,7 +257,6 @@ def test_a_processor_that_was_never_measured_is_planned_for_by_rule() -> None:
     assert reason == "this CPU is not calibrated; run `wanma cluster --calibrate` to search plans by forecast"
     result = planned(asked, on)
     assert (result.plan.world_size, result.plan.threads_per_rank) == (1, 8)
-    assert result.forecast is not None
     assert any("one process" in told for told in result.forecast.reasons)
 
 
@@ -282,13 +270,11 @@ def test_on_measured_processors_each_number_of_ranks_is_looked_at() -> None:
     )
     asked = job(train={"precision": "fp32"})
     result = planned(asked, on, calibration=Calibration(measured))
-    assert result.search_result is not None
     worlds = {one.plan.world_size for one in result.search_result.candidates}
     assert worlds == {1, 2, 4, 8}
     assert all(
         one.plan.threads_per_rank == 8 // one.plan.world_size for one in result.search_result.candidates
     )
-    assert result.search_result.best is not None
     assert result.search_result.best.seconds == min(one.seconds for one in result.search_result.candidates)
 
 
@@ -299,8 +285,6 @@ def test_a_rank_of_fewer_threads_is_forecast_as_slower() -> None:
         asked = job(train={"precision": "fp32"}, cluster={"threads_per_rank": threads})
         result = planned(asked, on)
         assert result.plan.threads_per_rank == threads
-        assert result.forecast is not None
-        assert result.forecast.step is not None
         seconds.append(result.forecast.step.compute)
     assert seconds[1] == pytest.approx(4 * seconds[0], rel=0.2)
 
@@ -314,7 +298,6 @@ def test_micro_batch_and_recompute_are_those_of_the_fastest_plan_of_the_layout()
         asked, build_layout(asked, H100), H100, compute_decoder_workload(LARGE, SEQUENCE), LARGE
     )
     problem = build_problem(asked, H100, compute_decoder_workload(LARGE, SEQUENCE), LARGE)
-    assert result.forecast is not None
     assert result.forecast.step is not None
     for micro_batch in (1, 2, 4, 8):
         for recompute in ("none", "selective", "full"):
@@ -328,9 +311,7 @@ def test_micro_batch_and_recompute_are_those_of_the_fastest_plan_of_the_layout()
 def test_every_planned_job_has_a_forecast_of_time_where_rates_are_known() -> None:
     for parallel in ({"dp_replicate": 8}, {"tp": 4, "micro_batch": 2}, {"pp": 2, "dp_shard": 2}):
         forecast = planned(job(parallel)).forecast
-        assert forecast is not None
         assert forecast.step is not None
-        assert forecast.model_flops_utilisation is not None
         assert 0 < forecast.model_flops_utilisation < 1
 
 
@@ -348,14 +329,11 @@ def test_on_unlike_devices_equal_ranks_with_unlike_shares_run_and_placed_plans_a
     placed = [one for one in found.candidates if one.plan.placement]
     assert placed
     assert all("are not supported yet" in (one.unsupported_reason or "") for one in placed)
-    assert found.best is not None
     best = found.best.plan
     assert best.placement == ()
     assert best.world_size == 16
-    first, last = (
-        best.batch_shares[: best.data_parallel_size // 2],
-        best.batch_shares[best.data_parallel_size // 2 :],
-    )
+    first = best.batch_shares[: best.data_parallel_size // 2]
+    last = best.batch_shares[best.data_parallel_size // 2 :]
     assert min(first) > max(last), "the H100s are the first machine"
     kept = search_plans(
         PlanningInputs(job({"auto": True, **FEW}), mixed, compute_decoder_workload(few, SEQUENCE), few),
@@ -405,7 +383,6 @@ def test_model_flops_utilization_counts_each_device_of_unlike_machines_by_its_ow
     even = Plan(dp_replicate=16, micro_batch=4, precision=asked.train.precision, device="cuda")
     alike = forecast_plan(build_problem(asked, mixed, compute_decoder_workload(few, SEQUENCE), few), even)
     for one in (*shares, alike):
-        assert one.step is not None
         assert one.model_flops_utilisation == pytest.approx(flops / one.step.seconds / (8 * sum(peaks)))
 
 
@@ -418,7 +395,6 @@ def test_plans_that_run_come_first_each_the_fastest_first_and_the_one_taken_is_a
         PlanningInputs(asked, mixed, compute_decoder_workload(few, SEQUENCE), few), world_sizes=(16,)
     )
     found = result.search_result
-    assert found is not None
     assert found.candidates == (*found.supported, *found.unsupported)
     for part in (found.supported, found.unsupported):
         assert [one.seconds for one in part] == sorted(one.seconds for one in part)

@@ -161,6 +161,5 @@ def test_shares_that_may_move_are_forecast_to_add_up_gradients() -> None:
         workload = compute_decoder_workload(dimensions, 64)
         found = complete_plan(asked, build_layout(asked, LAPTOP), LAPTOP, workload, dimensions)
         assert found.plan.gradient_accumulation_steps(8) == 1
-        assert found.forecast is not None
         needed[balance] = found.forecast.memory_bytes
     assert needed["on"] > needed["off"]

@@ -23,7 +23,7 @@ from wanma.planner.explain.rank_layout import ranks_of_group, stage_layouts
 from wanma.planner.forecast.plan_forecast import forecast_plan
 from wanma.planner.forecast.problem import PlanningInputs, build_problem
 from wanma.planner.job_planner import build_layout, plan_for_job
-from wanma.planner.memory.model_states import ModelStates, model_states_of
+from wanma.planner.memory.model_states import MemoryInputs, ModelStates, model_states_of
 from wanma.planner.memory.rank_parameters import RankParameters
 from wanma.planner.replan import replan
 from wanma.planner.rules.capabilities import unsupported_reason
@@ -62,7 +62,6 @@ def test_local_sgd_takes_the_mean() -> None:
 
 def test_fragments_are_mixed_in_half_and_half() -> None:
     plan = build_layout(job(synchronize="diloco", fragments=4, overlap_steps=5), LAPTOP)
-    assert plan.synchronization is not None
     assert (plan.synchronization.fragments, plan.synchronization.overlap_steps) == (4, 5)
     assert plan.synchronization.overlap_mixing_factor == 0.5
 
@@ -81,7 +80,6 @@ def test_without_sites_a_plan_is_exact() -> None:
 def test_a_plan_with_sites_is_not_run_by_a_job_that_does_not_ask_for_it() -> None:
     plan = build_layout(job(synchronize="diloco"), LAPTOP)
     reason = unsupported_reason(job(), plan, LAPTOP, (2, 13))
-    assert reason is not None
     assert "diloco trains each site independently" in reason
 
 
@@ -147,13 +145,11 @@ EVERY_100 = Synchronization("diloco", 2, 100, outer_learning_rate=0.7, momentum=
 
 def step_seconds(plan: Plan) -> float:
     found = forecast_plan(problem(devices=16), plan).step
-    assert found is not None
     return found.seconds
 
 
 def data_seconds(plan: Plan) -> float:
     found = forecast_plan(problem(devices=16), plan).step
-    assert found is not None
     return found.data
 
 
@@ -185,7 +181,6 @@ def test_on_machines_of_unknown_speed_it_tells_what_is_sent() -> None:
     workload = compute_decoder_workload(SMALL, 512)
     text = job(synchronize="diloco", fragments=4)
     told = plan_for_job(PlanningInputs(text, LAPTOP, workload, SMALL)).forecast
-    assert told is not None
     (line,) = [reason for reason in told.reasons if reason.startswith("synchronization of 2 sites")]
     assert line == (
         f"synchronization of 2 sites: each rank sends about {bytes_text(workload.parameters)} every 25 steps "
@@ -197,10 +192,7 @@ def state(plan: Plan) -> ModelStates:
     return model_states_of(
         RankParameters(dense_blocks=1e6, experts=0.0, end_layers=0.0, largest_block=1e5),
         plan,
-        "adamw",
-        micro_batches=1,
-        weight_average=False,
-        framework=FrameworkTraits(),
+        MemoryInputs("adamw", 1, False, FrameworkTraits()),
     )
 
 

@@ -30,7 +30,32 @@ def job(model: dict[str, Any] | None = None, **sections: Any) -> Job:
     return Job.model_validate({"model": model or {"preset": "gpt-1m"}, **sections})
 
 
+CLICKS: dict[str, Any] = {"family": "recommender", "kind": "dlrm"}
+TABLES = Plan(embedding="row_wise")
 LIMITS: dict[str, tuple[Job, Plan, Cluster, tuple[int, int], str]] = {
+    "tables without an optimizer": (job(CLICKS), TABLES, LAPTOP, (2, 13), r"train\.embedding_optimizer"),
+    "an optimizer of tables without tables": (
+        job(CLICKS, train={"embedding_optimizer": "adam"}),
+        Plan(),
+        LAPTOP,
+        (2, 13),
+        r"parallel\.embedding",
+    ),
+    "tables of a decoder": (job(), TABLES, LAPTOP, (2, 13), r"parallel\.embedding"),
+    "compiled tables": (
+        job(CLICKS, train={"embedding_optimizer": "adam"}),
+        replace(TABLES, compile=True),
+        LAPTOP,
+        (2, 13),
+        r"parallel\.compile",
+    ),
+    "averaged tables": (
+        job(CLICKS, train={"embedding_optimizer": "adam", "weight_average": 0.9}),
+        TABLES,
+        LAPTOP,
+        (2, 13),
+        r"train\.weight_average",
+    ),
     "an accelerator that torch does not drive": (
         job(),
         GPU,
@@ -78,7 +103,7 @@ LIMITS: dict[str, tuple[Job, Plan, Cluster, tuple[int, int], str]] = {
         replace(GPU, precision="fp16", fp8=True, approximate=("fp8",)),
         H100,
         (2, 13),
-        "all other operators need bf16, and the plan's precision is fp16",
+        "'fp16': with fp8, all other operators need bf16",
     ),
     "an optimizer of rows and columns that are split": (
         job(train={"optimizer": "adafactor"}),

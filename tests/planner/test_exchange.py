@@ -93,7 +93,6 @@ def test_nodes_may_have_unequal_numbers_of_ranks_unless_gradients_are_compressed
     assert all_reduce_unavailable_reason(three, "hierarchical", 2) is None
     compressed = replace(three, compression="int8", approximate=("compression",))
     reason = all_reduce_unavailable_reason(compressed, "hierarchical", 2)
-    assert reason is not None
     assert "equally many replicas on each node" in reason
 
 

@@ -23,9 +23,13 @@ from wanma.planner.forecast.problem import (
     PlanningInputs,
     build_problem,
 )
-from wanma.planner.infeasibility import check_fixed_settings
+from wanma.planner.infeasibility import (
+    check_fixed_settings,
+    minimum_cluster,
+    minimum_memory_plan,
+    node_counts,
+)
 from wanma.planner.job_planner import plan_for_job
-from wanma.planner.minimum_cluster import minimum_cluster, minimum_memory_plan, node_counts
 from wanma.planner.plan_search import run_world_sizes
 
 LARGE = DecoderConfig(80, 8192, 64, 8, 28672, 128256)
@@ -76,12 +80,10 @@ def test_a_model_that_fits_nowhere_is_told_by_how_much_and_what_would_do() -> No
 def test_the_smallest_cluster_is_the_first_on_which_the_leanest_plan_fits() -> None:
     asked, workload = job(), compute_decoder_workload(LARGE, 2048)
     enough = minimum_cluster(asked, BOX, workload, LARGE)
-    assert enough is not None
     (node,) = enough.nodes
     assert len(node.devices) == 8
     problem = build_problem(asked, BOX, workload, LARGE)
     plan = minimum_memory_plan(problem, enough)
-    assert plan is not None
     assert plan.world_size == 8 * node.count
     assert forecast_plan_memory(problem, plan).memory_bytes <= problem.memory_limit_bytes
     fewer = [count for count in node_counts(1, node.count) if count < node.count]
@@ -208,7 +210,6 @@ def test_what_waits_in_the_hosts_memory_must_fit_there() -> None:
     medium = DecoderConfig(32, 4096, 32, 8, 14336, 128256)
     workload = compute_decoder_workload(medium, 2048)
     best = plan_for_job(PlanningInputs(asked, BOX, workload, medium))
-    assert best.forecast is not None
     assert best.forecast.host_bytes * 8 > (64 << 30) * USABLE_HOST_MEMORY_SHARE
     error = refused(asked, small, medium)
     assert re.search(r"of host memory on .*, which has 64\.0 GiB", error.message), error.message

@@ -12,9 +12,8 @@ from wanma.job.forecast.forecast import LayerWorkload, Workload
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
 from wanma.planner.forecast.problem import USABLE_DEVICE_MEMORY_SHARE
-from wanma.planner.job_planner import PlanResult, build_layout, complete_plan
+from wanma.planner.job_planner import PlanResult, build_layout, choose_recompute, complete_plan
 from wanma.planner.memory.peak import CUDA_CONTEXT_BYTES, forecast_memory
-from wanma.planner.recompute_policy import choose_recompute
 
 GIB = 1 << 30
 MODEL = Workload(
@@ -48,7 +47,6 @@ def on(memory_gib: float, **parallel: object) -> PlanResult:
 def test_nothing_recomputes_where_everything_fits() -> None:
     planned = on(80)
     assert planned.plan.recompute == "none"
-    assert planned.forecast is not None
     assert "recompute none: all activations fit" in planned.forecast.reasons
 
 
@@ -57,7 +55,6 @@ def test_the_chosen_one_fits_and_whatever_costs_less_does_not(memory_gib: float)
     planned = on(memory_gib)
     plan, limit = planned.plan, memory(memory_gib) * USABLE_DEVICE_MEMORY_SHARE
     assert plan.recompute != "none"
-    assert planned.forecast is not None
     assert planned.forecast.memory_bytes <= limit
     chosen = plan.recompute_share * (0.5 if plan.recompute == "selective" else 1.0)
     cheaper = [

@@ -56,11 +56,9 @@ def test_with_one_place_the_share_is_dalys_complete_model(
 
 @given(stall=seconds, restore=seconds, mean=means)
 def test_with_one_place_the_best_interval_is_dalys(stall: float, restore: float, mean: float) -> None:
-    recovery, failures, expected = (
-        CheckpointTiers(CheckpointTier(stall, restore)),
-        every(mean),
-        daly_interval(stall, mean),
-    )
+    recovery = CheckpointTiers(CheckpointTier(stall, restore))
+    failures = every(mean)
+    expected = daly_interval(stall, mean)
     (chosen,) = optimal_intervals(failures, recovery, 1, step_seconds=0.001)
     if stall < mean / 4:  # where his series still holds
         assert chosen == pytest.approx(expected, rel=0.05)
@@ -99,10 +97,8 @@ def test_the_simulation_agrees_with_the_closed_form(
 
 
 def test_what_fails_while_the_disk_is_read_does_not_make_that_shorter() -> None:
-    failures, recovery = (
-        FailureRates(1 / 200, 0.0, 1 / 2000),
-        CheckpointTiers(CheckpointTier(0.1, 300.0), None, CheckpointTier(0.1, 1.0)),
-    )
+    failures = FailureRates(1 / 200, 0.0, 1 / 2000)
+    recovery = CheckpointTiers(CheckpointTier(0.1, 300.0), None, CheckpointTier(0.1, 1.0))
     expected = expected_goodput(failures, recovery, (10.0, 20.0), 1)
     assert expected < 0.71
     assert simulate_goodput(failures, recovery, (10.0, 20.0), 1, days=40, seed=0) == pytest.approx(
@@ -151,10 +147,8 @@ def test_intervals_are_whole_steps_that_nest_and_wait_for_what_is_written(step: 
 
 
 def test_a_run_that_shrinks_loses_a_replicas_work_until_a_node_comes() -> None:
-    shrinking, lost = (
-        replace(EVERYWHERE, replica_loss_seconds=HOUR / 128),
-        LLAMA3_FAILURE_RATES.node * 16_384 * HOUR / 128,
-    )
+    shrinking = replace(EVERYWHERE, replica_loss_seconds=HOUR / 128)
+    lost = LLAMA3_FAILURE_RATES.node * 16_384 * HOUR / 128
     for share in (expected_goodput, partial(simulate_goodput, days=9, seed=3)):
         whole, less = (
             share(LLAMA3_FAILURE_RATES, place, INTERVALS, 16_384) for place in (EVERYWHERE, shrinking)

@@ -67,7 +67,6 @@ def test_amounts_do_not_depend_on_the_rates_of_the_machine() -> None:
 
 def test_no_device_can_be_faster_than_its_traffic() -> None:
     step = forecast_step_time(GIVEN, REPLICAS)
-    assert step is not None
     chip = GIVEN.hardware.chip
     rate = chip.bandwidth_bytes_per_second * chip.bandwidth_share
     assert traffic(REPLICAS).memory_bytes / rate <= step.compute + step.optimizer

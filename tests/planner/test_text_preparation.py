@@ -33,7 +33,6 @@ REMOTE = replace(TEXT, is_remote=True, store=StoreRates(bytes_per_second=24.0 * 
 
 def test_the_time_is_that_of_the_tokenizer_on_the_cores_of_a_node() -> None:
     found = forecast_preparation(TEXT, NODE, 8)
-    assert found is not None
     assert (found.processes, found.seconds) == (16, pytest.approx(12_288 / (3 * 16)))
     assert preparation_text(found) == (
         "the text is tokenized before the first step: 12.0 GiB in 4 min 16 s, while 8 devices wait "
@@ -47,7 +46,6 @@ def test_the_time_is_that_of_the_tokenizer_on_the_cores_of_a_node() -> None:
 
 def test_a_slow_store_is_the_cause_where_it_gives_less() -> None:
     found = forecast_preparation(REMOTE, NODE, 1)
-    assert found is not None
     assert [limit.cause for limit in found.limits] == ["store bandwidth", "tokenizing"]
     assert found.seconds == pytest.approx(12_288 / 24)
     assert "(store bandwidth: 24.0 MiB/s)" in preparation_text(found)
@@ -57,7 +55,6 @@ def test_a_slow_store_is_the_cause_where_it_gives_less() -> None:
 
 def test_a_small_text_takes_fewer_processes() -> None:
     found = forecast_preparation(replace(TEXT, missing_bytes=9 * MIB), NODE, 1)
-    assert found is not None
     assert (found.processes, found.seconds) == (2, pytest.approx(1.5))
     assert (found.remedies, preparation_reasons(TEXT, found)) == ((), ())
 
@@ -70,7 +67,6 @@ def test_prepared_text_needs_nothing() -> None:
 def test_an_assumed_rate_says_so() -> None:
     unknown = replace(TEXT, bytes_per_second=None, rate_origin="assumed: a.parquet is no text (Parquet)")
     found = forecast_preparation(unknown, NODE, 8)
-    assert found is not None
     assert found.seconds == pytest.approx(12_288 * MIB / (16 * ASSUMED_BYTES_PER_SECOND))
     assert found.origins[0].endswith("and process, assumed: a.parquet is no text (Parquet)")
 

@@ -83,6 +83,11 @@ class Ran:
         assert self.code == code, f"exit code {self.code} instead of {code}\n{self.text}"
         return self
 
+    def lines(self, rank: int) -> list[str]:
+        """Lines that a rank has printed."""
+        mark = f"[rank {rank}] "
+        return [line.removeprefix(mark) for line in self.out.splitlines() if line.startswith(mark)]
+
     def told_once(self) -> str:
         """The text, after a look that it tells one error and no traceback."""
         assert self.text.count("error: ") == 1, self.text

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from support.ranks import Outcome, run_job
 from wanma.job.plan.plan import Plan
@@ -78,3 +79,8 @@ def same_bits(one: Outcome, other: Outcome) -> None:
     assert expected.keys() == got.keys()
     for name, tensor in expected.items():
         assert torch.equal(tensor, got[name]), name
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The full tensor of a parameter, which a rank may hold in part; all ranks call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

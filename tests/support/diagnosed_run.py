@@ -43,6 +43,7 @@ class Records:
         steps: int = 300,
         growth: float = 0.0,
         groups: tuple[int, ...] = (0, 0),
+        foreign: float = 0.0,
         change: Callable[[int], dict[str, Any]] = lambda _: {},
         **values: Any,
     ) -> None:
@@ -53,6 +54,7 @@ class Records:
             ranks: seconds of each rank a step, `compute` and `data`, and `cores`.
             growth: bytes by which the memory of rank 1 grows a second.
             groups: peer group of each rank.
+            foreign: processors of the node's four that other programs use.
             change: values of a step's record that differ, by its number.
         """
         kinds = {kind: parts[kind] for kind in ("tensor", "context", "expert", "pipeline") if kind in parts}
@@ -86,7 +88,9 @@ class Records:
                 }
                 for rank, work in enumerate(ranks)
             ]
-            self.usage.append({"time": step * total, "ranks": entries, "disk_read_bytes": step * 1000})
+            usage = {"time": step * total, "ranks": entries, "disk_read_bytes": step * 1000, "cpus": 4}
+            usage["cpu_seconds"] = step * total * foreign + sum(entry["cpu_seconds"] for entry in entries)
+            self.usage.append(usage)
             times = [
                 RankWorkTime(
                     entry["rank"],

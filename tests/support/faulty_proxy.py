@@ -71,8 +71,10 @@ class FaultyProxy:
         self.fault: Callable[[Request], Fault | None] = lambda _: None
         self.requests: list[Request] = []
         self.delay_seconds = 0.0
+        self.is_away = False
         self.lock = threading.Lock()
-        self._server = ServerThread(_handler(self, upstream))
+        self._handler = _handler(self, upstream)
+        self._server = ServerThread(self._handler)
         self.url = f"http://127.0.0.1:{self._server.port}"
 
     @property
@@ -85,8 +87,19 @@ class FaultyProxy:
             self.requests.append(Request(len(self.requests) + 1, method, path, headers))
             return self.requests[-1]
 
-    def close(self) -> None:
+    def go_away(self) -> None:
+        """Refuse connections, and cut those that are open."""
+        self.is_away = True
         self._server.close()
+
+    def come_back(self) -> None:
+        """Answer again at the same address."""
+        self.is_away = False
+        self._server = ServerThread(self._handler, port=self._server.port)
+
+    def close(self) -> None:
+        if not self.is_away:
+            self._server.close()
 
 
 @contextmanager
@@ -107,6 +120,9 @@ def _handler(proxy: FaultyProxy, upstream: str) -> type[BaseHTTPRequestHandler]:
         wbufsize = 1 << 16
 
         def _pass(self) -> None:
+            if proxy.is_away:
+                self.close_connection = True
+                return
             content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             request = proxy.record(self.command, self.path, dict(self.headers))
             time.sleep(proxy.delay_seconds)

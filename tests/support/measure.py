@@ -110,8 +110,8 @@ def kept_activations(job: dict[str, Any], plan: Plan) -> int:
     """Bytes that autograd keeps of the first micro-batch of a job on one process, its loss included."""
     from wanma.data.opening import open_dataset
     from wanma.models.model_spec import build_model, resolve_model_spec
-    from wanma.parallel.data_parallel.sharded import PRECISION_DTYPES
     from wanma.parallel.memory.recompute import apply_recompute
+    from wanma.parallel.precision.autocast import PRECISION_DTYPES
     from wanma.training.loss.loss_functions import cross_entropy_loss
 
     parsed = Job.model_validate(job)

@@ -28,8 +28,16 @@ runnable: "no: generated from the source"
 _METRICS = """\
 Metrics of a run, as [Prometheus](../guides/prometheus-and-grafana.md) reads them from the endpoint of
 each node's supervisor, and as the [alerts](alerts.md) see them. Those of the run come from the node of
-rank 0. All have the label `run`; each node exports its own ranks and GPUs only, and a series ends with its
-rank. Prometheus adds `job` and `instance`, of its own configuration: `job` is `wanma`."""
+rank 0. All have the labels `run`, the name of the run directory, and `job`, the name of the job
+(`observe.name`, by default that of the job file). Each node exports its own ranks and GPUs only, and a series
+ends with its rank. Service discovery adds `job` and `host`, Prometheus `instance`; a
+[target without discovery](../guides/prometheus-and-grafana.md#targets-without-discovery) has the `job` of its
+scrape configuration.
+
+On GPUs the host's clock does not see the waits within the queue of a device. There the phases of a step are
+those of the host: `forward_backward` has computation, communication and bubble in one, up to the point where
+the host waits for the device. Exposed communication by axis and the bubble are not measured: `wanma profile`
+shows them. `wanma_rank_phase_seconds_total` has as `compute` three times the forward, by CUDA events."""
 _ALERTS = """\
 Each alert with its rule, as Prometheus has it, and its usual causes, the most frequent one first. The
 supervisor of a run [evaluates the same rules](../guides/alerts.md) from the same values, every five seconds.

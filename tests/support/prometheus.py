@@ -43,14 +43,11 @@ def running_prometheus(folder: Path, rendered: Path, webhook: str = "") -> Itera
     Args:
         folder: folder for its data.
         rendered: folder of the files.
-        webhook: URL that gets alerts, by Alertmanager; empty: none.
+        webhook: URL that gets alerts, by the Alertmanager that the files name; empty: none.
     """
-    port, manager_port = free_port(), free_port()
+    port = free_port()
     text = (rendered / "prometheus" / "prometheus.yml").read_text().replace('"15s"', '"1s"')
     model = json.loads(text)
-    if webhook:
-        targets = [{"targets": [f"127.0.0.1:{manager_port}"]}]
-        model["alerting"] = {"alertmanagers": [{"static_configs": targets}]}
     configuration = rendered / "prometheus" / "quick.yml"
     configuration.write_text(json.dumps(model))
     listen = "--web.listen-address=127.0.0.1:"
@@ -63,6 +60,7 @@ def running_prometheus(folder: Path, rendered: Path, webhook: str = "") -> Itera
         ]
     ]
     if webhook:
+        ((manager,),) = [one["static_configs"] for one in model["alerting"]["alertmanagers"]]
         receiver = {"name": "test", "webhook_configs": [{"url": webhook}]}
         route = {"receiver": "test", "group_wait": "1s", "group_interval": "1s", "group_by": ["..."]}
         (folder / "alertmanager.yml").write_text(json.dumps({"route": route, "receivers": [receiver]}))
@@ -71,7 +69,7 @@ def running_prometheus(folder: Path, rendered: Path, webhook: str = "") -> Itera
                 "prometheus-alertmanager",
                 f"--config.file={folder / 'alertmanager.yml'}",
                 f"--storage.path={folder / 'alerts'}",
-                f"{listen}{manager_port}",
+                f"--web.listen-address={manager['targets'][0]}",
                 "--cluster.listen-address=",
             ]
         )

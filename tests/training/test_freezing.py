@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import wanma
+from support.compare import full_tensor
 from support.full_batch import ROWS, adamw, full_batch_job, largest_error, plain_loop, trained
 from support.own import Numbers, seeded
 from support.ranks import run_job, run_ranks
@@ -104,7 +105,7 @@ def loop(worker: WorkerContext, job: dict[str, Any], folder: Path, before_batch:
             session.step(F.cross_entropy(model(*batch.inputs), batch.targets, reduction="none"))
             if not before_batch:
                 by_hand(model, step + 1)
-        return {name: parameter.full_tensor().tolist() for name, parameter in model.named_parameters()}
+        return {name: full_tensor(parameter).tolist() for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("before_batch", [True, False])

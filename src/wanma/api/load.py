@@ -14,7 +14,7 @@ from wanma.checkpoint.format.manifest import Box
 from wanma.checkpoint.load.reader import CheckpointReader, read_training_state
 from wanma.checkpoint.load.verification import find_valid
 from wanma.data.text.tokenizer import Tokenizer, load_tokenizer
-from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
+from wanma.job.errors import EXIT_USAGE, JobError, WanmaError, first_lines
 from wanma.job.file.loading import load_recorded_job
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.sections.job import Job
@@ -320,11 +320,13 @@ def _image_sizes(
 def _interaction_sizes(job: Job, shapes: Mapping[str, tuple[int, ...]]) -> InteractionSizes:
     """Return the sizes of the data of a recommender, derived from its weights: the data may be gone."""
     keys, prefix = job.data.interactions, "model.embeddings.tables.of_"
-    tables = {
+    rows = {
         name.removeprefix(prefix).removesuffix(".weight"): shape[0]
         for name, shape in shapes.items()
         if name.startswith(prefix)
     }
+    # In the order of the data: the network above the vectors depends on it.
+    tables = {name: rows[name] for name in (keys.user, keys.item, *keys.features) if name in rows}
     dense = shapes.get("model.bottom.0.weight", (0, 0))[1]
     return InteractionSizes(
         keys.user, keys.item, tables, dense=dense, target=keys.target, negatives=keys.negatives
@@ -374,12 +376,9 @@ class _CheckpointWeights:
                     f"{name}: shape {tuple(tensor.shape)} here, {saved.shape} in the checkpoint"
                 )
         if differences:
-            omitted_line = (
-                [f"and {len(differences) - _MAX_NAMED} more"] if len(differences) > _MAX_NAMED else []
-            )
             raise WanmaError(
                 f"{self._reader.name} is not a checkpoint of this model; first differences:\n    "
-                + "\n    ".join([*differences[:_MAX_NAMED], *omitted_line]),
+                + first_lines(differences, _MAX_NAMED),
                 f"restore the {run.job} of the run, or give its module (model=)",
             )
         # A user's own module has no mapping to the names of published weights.

@@ -22,6 +22,7 @@ from wanma.bench.meter.machine_meter import MachineMeter
 from wanma.bench.place import describe_code, describe_environment, describe_hardware
 from wanma.bench.programs.contender import Contender
 from wanma.bench.programs.job_program import run_of_execution
+from wanma.bench.programs.limited_link import require_link
 from wanma.bench.programs.live_contenders import check_turns
 from wanma.bench.programs.places import SUITE, filled, place_contender, with_words, word
 from wanma.bench.programs.places import TREES as TREES_WORD
@@ -192,6 +193,8 @@ def _check_job(contender: Contender, path: Path) -> None:
         WanmaError: a key is wrong, or its engine cannot do what the contender wants.
     """
     engine = load_job(path, contender.overrides).cluster.engine
+    if engine == "local" and contender.link_megabits_per_second is not None:
+        require_link()
     if engine != "local" and contender.fault is not None:
         raise WanmaError(
             f"{contender.name}: ranks are killed on this machine alone, and cluster.engine is '{engine}'",

@@ -11,6 +11,7 @@ from pathlib import Path
 from wanma.bench.benchmark import new_directory, run_benchmark
 from wanma.bench.machine_benchmark import smoke_suite
 from wanma.bench.meter.disturbance import NO_LIMITS
+from wanma.bench.programs.limited_link import missing_for_link
 from wanma.bench.runner import Rule
 from wanma.bench.suites.known_suites import known_suites
 from wanma.bench.suites.suite_file import Suite, find_suite, read_suite_file
@@ -96,11 +97,12 @@ def _in_small(path: Path, environments: Path | None) -> tuple[Suite, Rule]:
 
 def _missing(path: Path, environments: Path | None) -> list[str]:
     """Return modules and Python environments that a suite needs and that are not here."""
-    needs = read_suite_file(path).needs
+    needs, suite = read_suite_file(path).needs, _in_small(path, environments)[0]
     missing = [module for module in needs if importlib.util.find_spec(module) is None]
     absent = [
         f"the Python environment '{one.name}' in {Path(one.folder).parent}"
-        for one in _in_small(path, environments)[0].python_environments
+        for one in suite.python_environments
         if not one.python.exists()
     ]
-    return [*missing, *absent]
+    has_link = any(one.link_megabits_per_second is not None for one in suite.contenders)
+    return [*missing, *absent, *(missing_for_link() if has_link else [])]

@@ -86,6 +86,10 @@ def add_runs_folder_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_json_option(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
 def resolve_run(arguments: argparse.Namespace, *, allow_scripts: bool = False) -> RunDirectory:
     """Return the run of RUN: a folder, a name below `--runs`, or the newest.
 

@@ -49,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             target = error.filename or "the output of this command"
             _print_error(f"{error.strerror}: {target}", "free some space on its disk")
             return EXIT_FAILED
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            _print_error(f"{error.strerror}: this system's limit is too low", "raise it: ulimit -n 4096")
+            return EXIT_FAILED
         traceback.print_exc()
         _print_error(
             f"this is a bug in wanma ({type(error).__name__}), not in your job",

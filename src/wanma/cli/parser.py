@@ -17,14 +17,12 @@ from wanma.cli.commands import (
     launch,
     plan,
     render,
-    report,
     runs,
     sample,
-    show,
     train,
 )
 from wanma.cli.data import data
-from wanma.cli.engines import attach, cancel, engines, explain, logs, resize, shell, status
+from wanma.cli.engines import logs, submitted_runs
 from wanma.cli.installation import completion, init, version
 from wanma.cli.observe import dashboard, diagnose, observe, profile
 from wanma.job.errors import JobError, did_you_mean
@@ -36,16 +34,8 @@ COMMANDS = (
     render,
     launch,
     runs,
-    show,
-    status,
+    submitted_runs,
     logs,
-    attach,
-    cancel,
-    explain,
-    resize,
-    shell,
-    engines,
-    report,
     diagnose,
     profile,
     dashboard,
@@ -103,7 +93,7 @@ def build_parser() -> Parser:
     parser.add_argument("--local-rank", "--local_rank", dest="launcher_local_rank", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for module in COMMANDS:
-        module.add_parser(commands)
+        module.add_parsers(commands)
     _describe(parser)
 
     def overview(_: argparse.Namespace) -> int:
@@ -120,7 +110,7 @@ def parse(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
     Raises:
         JobError: unknown command or option, a missing or wrong argument.
     """
-    names = {module.__name__.rpartition(".")[2] for module in COMMANDS}
+    names = set(_subcommands(parser))
     if arguments and not arguments[0].startswith("-") and arguments[0] not in names:
         raise _unknown_command(arguments[0], names)
     # argparse accepts one block of positionals: later ones are returned as `unparsed`.
@@ -144,7 +134,7 @@ def _unknown_command(name: str, names: set[str]) -> JobError:
 
 def _unknown_argument(argument: str, parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> JobError:
     for name in (parsed.command, getattr(parsed, "action", None)):
-        parser = _command_parser(parser, name)
+        parser = _subcommands(parser).get(name or "", parser)
     prog = parser.prog
     hint = f"see `{prog} --help`"
     if not argument.startswith("-"):
@@ -154,6 +144,11 @@ def _unknown_argument(argument: str, parsed: argparse.Namespace, parser: argpars
         return JobError(
             f"{prog}: unknown option {argument}", "write overrides without dashes: train.steps=500"
         )
+    if hasattr(parsed, "overrides"):
+        from wanma.job.file.other_names import key_of_option
+
+        if (key := key_of_option(name)) is not None:
+            return JobError(f"{prog}: unknown option {name}", f"it is a key of the job: {key}=VALUE")
     options = parser._option_string_actions
     return JobError(f"{prog}: unknown option {name}.{did_you_mean(name, options)}", hint)
 
@@ -169,9 +164,10 @@ def _describe(parser: argparse.ArgumentParser) -> None:
                 _describe(command)
 
 
-def _command_parser(parser: argparse.ArgumentParser, command: str | None) -> argparse.ArgumentParser:
+def _subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Return the parsers of the commands, or of the actions of a command, by name."""
+    commands: dict[str, argparse.ArgumentParser] = {}
     for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction) and command in action.choices:
-            chosen: argparse.ArgumentParser = action.choices[command]
-            return chosen
-    return parser
+        if isinstance(action, argparse._SubParsersAction):
+            commands |= action.choices
+    return commands

@@ -142,9 +142,13 @@ def open_dataset(section: DataSection, train: TrainSection, dataset: Any = None)
 
         return open_dataset_mixture(section, train.seed, total)
     if section.is_own:
+        from wanma.data.datasets.map_dataset import wrap_user_dataset
         from wanma.data.tables.table_dataset import open_tables
 
-        return _open_user_dataset(open_tables(section)[0], section, train, total)
+        table = open_tables(section)[0]
+        data = wrap_user_dataset(table, section, train.seed, total)
+        data.take_tables([table])
+        return data
     if section.has_images:
         return _open_images(section, train, total)
     if section.interaction_log:

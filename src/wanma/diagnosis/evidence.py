@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
@@ -20,6 +21,8 @@ WINDOW_STEPS = 200
 """Number of newest steps that are judged."""
 MIN_RECORDS = 3
 """Fewest records of usage by which a rank is judged, where a window is shorter."""
+BUSY_SHARE = 0.9
+"""Share of a node's processors that are in use from which its programs wait for each other."""
 MAX_GPU_READINGS = 60
 """Number of the newest readings of a GPU that are judged, of some minutes."""
 MIN_LEAK_SECONDS = 60.0
@@ -77,6 +80,8 @@ class Evidence:
     ranks: Sequence[RankWork]
     nodes: Mapping[int, Sequence[Mapping[str, Any]]]
     """Newest records of usage of each node, oldest first."""
+    foreign_processors: Mapping[int, float]
+    """Share of its processors that other programs use, by node whose processors are all in use."""
     stragglers: Sequence[Event]
     """Event of each rank that is a straggler, the one that loses most first."""
     mfu: float | None
@@ -146,6 +151,11 @@ def read_evidence(report: Report) -> Evidence:
         },
         ranks=[work for node, records in nodes.items() for work in _rank_works(node, records, begin)],
         nodes=nodes,
+        foreign_processors={
+            node: share
+            for node, records in nodes.items()
+            if (share := _foreign_share(_recent(records, begin))) > 0
+        },
         stragglers=_stragglers(report),
         mfu=_mean(window.get("mfu", ())),
         non_finite=non_finite,
@@ -219,47 +229,65 @@ def _rank_works(node: int, records: Sequence[Mapping[str, Any]], begin: float) -
     works = []
     for rank in sorted({entry["rank"] for record in records[-1:] for entry in record.get("ranks", ())}):
         points = [
-            (record["time"], entry)
+            {"time": record["time"], **entry}
             for record in records
             for entry in record.get("ranks", ())
             if entry["rank"] == rank and entry.get("is_alive", True)
         ]
         # A restart begins to count again.
-        falls = [
-            number
-            for number, (_, entry) in enumerate(points)
-            if number and _fell(points[number - 1][1], entry)
-        ]
+        falls = [number for number, (before, after) in enumerate(pairwise(points), 1) if _fell(before, after)]
         points = points[falls[-1] if falls else 0 :]
         if not points:
             continue
-        newest = [point for point in points if point[0] >= begin]
-        newest = newest if len(newest) >= MIN_RECORDS else points[-MIN_RECORDS:]
-        (earlier, first), (later, last) = newest[0], newest[-1]
+        recent = _recent(points, begin)
+        first, last = recent[0], recent[-1]
+        seconds = last["time"] - first["time"]
         steps = (last.get("steps") or 0) - (first.get("steps") or 0)
         compute, data = (
             ((last[key] - first.get(key, 0.0)) / steps if steps > 0 and key in last else None)
             for key in ("compute_seconds", "data_seconds")
         )
-        cores = (last["cpu_seconds"] - first["cpu_seconds"]) / (later - earlier) if later > earlier else None
+        cores = (last["cpu_seconds"] - first["cpu_seconds"]) / seconds if seconds > 0 else None
         group, memory = last.get("peer_group") or 0, float(last["memory_bytes"])
         works.append(RankWork(rank, node, group, compute, data, cores, *_growth(points), memory))
     return works
+
+
+def _recent(records: Sequence[Mapping[str, Any]], begin: float) -> Sequence[Mapping[str, Any]]:
+    """Return the records since a time, or the newest where these are too few."""
+    newest = [record for record in records if record["time"] >= begin]
+    return newest if len(newest) >= MIN_RECORDS else records[-MIN_RECORDS:]
+
+
+def _foreign_share(records: Sequence[Mapping[str, Any]]) -> float:
+    """Return the share of a node's processors that other programs use; 0: some are free, or it is unknown."""
+    busy = used = available = 0.0
+    for before, after in pairwise(records):
+        ranks = {entry["rank"]: entry["cpu_seconds"] for entry in before["ranks"]}
+        spent = [entry["cpu_seconds"] - ranks.get(entry["rank"], math.inf) for entry in after["ranks"]]
+        if min(spent, default=-1.0) >= 0 and "cpu_seconds" in before and "cpu_seconds" in after:
+            busy += after["cpu_seconds"] - before["cpu_seconds"]
+            used += sum(spent)
+            available += after["cpus"] * (after["time"] - before["time"])
+    return (busy - used) / available if available and busy > BUSY_SHARE * available else 0.0
 
 
 def _fell(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
     return any((after.get(key) or 0) < (before.get(key) or 0) for key in ("steps", "cpu_seconds"))
 
 
-def _growth(points: Sequence[tuple[float, Mapping[str, Any]]]) -> tuple[float | None, float | None]:
+def _growth(points: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None]:
     """Return the steady growth of the memory by medians of the thirds of its records, and that an hour.
 
     Only points after the first that has steps count, since a start allocates. None: there are too few.
     """
-    started = points[0][1].get("steps") or 0
+    started = points[0].get("steps") or 0
     sizes = [
-        (time, entry["memory_bytes"] if entry.get("anonymous_bytes") is None else entry["anonymous_bytes"])
-        for time, entry in points
+        (
+            entry["time"],
+            entry["memory_bytes"] if entry.get("anonymous_bytes") is None else entry["anonymous_bytes"],
+        )
+        for entry in points
         if (entry.get("steps") or 0) > started
     ]
     third = len(sizes) // 3

@@ -23,6 +23,12 @@ SMALL_MICRO_BATCH, MANY_MICRO_BATCHES, SOUND_MFU = 2, 8, 0.25
 """Samples of a micro-batch, and number of micro-batches, beside which a lower MFU asks for larger ones."""
 HIGH_SHARE = 0.25
 """Share of the step that communication may take where no forecast is there to compare it with."""
+FOREIGN_SHARE = 0.2
+"""Share of a node's processors in use by other programs from which they count as a cause."""
+SOUND_CORES = 0.8
+"""Processors over the share of the time that a rank computes, below which it waits for them."""
+LACK_OF_PROCESSORS = frozenset({"communication", "computation", "host", "slow_loading", "slow_store"})
+"""Findings that other programs cause on a node without a free processor: all that its ranks do is slow."""
 HOST_SHARE = 0.15
 """Share of the step outside all that is measured from which it is worth a look."""
 MUCH_FREE_MEMORY = 0.3
@@ -45,6 +51,8 @@ def diagnose(evidence: Evidence) -> list[Finding]:
         if (finding := rule(evidence)) is not None
         if finding.urgency != "slow" or evidence.steps >= MIN_STEPS
     ]
+    if any(finding.name == "other_programs" for finding in findings):
+        findings = [finding for finding in findings if finding.name not in LACK_OF_PROCESSORS]
     order: Sequence[Urgency] = ("end", "wrong", "slow")
     findings.sort(key=lambda finding: (order.index(finding.urgency), -finding.lost_share))
     return with_forecasts(evidence.report, findings)
@@ -109,6 +117,27 @@ def _waits_for_work(evidence: Evidence) -> float:
         return 0.0
     peers = [work.work_seconds for work in evidence.ranks if first.is_peer(work)]
     return max((seconds - first.work_seconds for seconds in (first.work_seconds, *peers)), default=0.0)
+
+
+def _other_programs(evidence: Evidence) -> Finding | None:
+    if evidence.report.plan.get("device") == "cuda" or not evidence.foreign_processors:
+        return None
+    node, share = max(evidence.foreign_processors.items(), key=lambda item: item[1])
+    cores = min((work.cores for work in evidence.ranks if work.node == node and work.cores), default=None)
+    if share < FOREIGN_SHARE or cores is None or cores > SOUND_CORES * evidence.share("compute"):
+        return None
+    return Finding(
+        "other_programs",
+        "slow",
+        f"other programs take processors of node {node} from the ranks",
+        (
+            f"they use {percent_text(share)} of its processors, and none is free",
+            f"a rank computes {percent_text(evidence.share('compute'))} of the time, and gets {cores:.2f} "
+            "processors",
+        ),
+        "end or move the other programs; times of steps say nothing about the run beside them",
+        share,
+    )
 
 
 def _communication(evidence: Evidence) -> Finding | None:
@@ -317,6 +346,7 @@ RULES: Sequence[Rule] = (
     _learning_rate,
     _leak,
     find_straggler,
+    _other_programs,
     _communication,
     _data,
     *(rule.find for rule in PART_RULES),

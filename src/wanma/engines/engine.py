@@ -134,6 +134,8 @@ class Engine(Protocol):
 
     False if the engine holds each run, so that it goes on; so it is with a detached run of any engine.
     """
+    gives_way: bool = False
+    """True if runs must look themselves for other work that waits for their nodes."""
 
     def unusable_reason(self) -> str | None:
         """Return the reason why the engine cannot be used from here; None: it can."""
@@ -194,8 +196,16 @@ class Engine(Protocol):
         What was asked for already counts, so that a second call with the same number asks for nothing.
         """
 
-    def failed_requests(self, handle: Handle, /) -> int:
+    def failed_requests(self, _handle: Handle, /) -> int:
         """Return how many of the newest nodes that were asked for have failed, one after another."""
+        return 0
+
+    def give_way(self, handle: Handle, /) -> Handle:
+        """Give back a node beyond the run's minimum if other work waits for it; return the new handle.
+
+        Only an engine with `gives_way` does: the others' schedulers take nodes back themselves.
+        """
+        return handle
 
     def discard(self, _handle: Handle, /) -> None:
         """Remove the files of a run that has ended from its hosts; nothing to do where they are shared."""
@@ -203,6 +213,7 @@ class Engine(Protocol):
 
     def release(self, handle: Handle) -> Handle:
         """Withdraw the nodes that a run still waits for, as it has ended; return the new handle."""
+        return handle
 
     def explain(self, handle: Handle, /) -> Explanation:
         """Explain why the run waits, and what would start at once."""

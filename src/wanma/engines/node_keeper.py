@@ -1,4 +1,4 @@
-"""Keeper of a run's number of nodes: asks the engine for nodes that the run has lost or never had.
+"""Keeper of a run's number of nodes: asks for nodes that the run lacks, and gives nodes back to other work.
 
 It lives in the supervisor on the node of rank 0, in a thread of its own: a scheduler that does not answer
 must not delay the run. Only a run whose number of nodes may change has one.
@@ -66,7 +66,7 @@ class NodeKeeper:
 
     def _watch(self) -> None:
         while not self._is_closing:
-            self._changed.wait(CHECK_SECONDS if self._is_short else None)
+            self._changed.wait(CHECK_SECONDS if self._is_short or self._engine.gives_way else None)
             self._changed.clear()
             if not self._is_closing and self._nodes is not None:
                 self._change(self._request)
@@ -77,6 +77,9 @@ class NodeKeeper:
             raise WanmaError(
                 f"{MOST_FAILED_REQUESTS} nodes that were asked for failed to join; see `wanma logs`"
             )
+        if (given := self._engine.give_way(record.handle)) != record.handle:
+            self._notify(f"a node is given back: other work of the engine '{self._engine.name}' waits for it")
+            return given
         submission = record.read_submission(self._secret)
         wanted = int(record.handle.get(WANTED_NODES_KEY, submission.nodes))
         self._is_short = self._nodes is not None and self._nodes < wanted

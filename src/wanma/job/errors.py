@@ -7,7 +7,7 @@ message and exits with its code; nothing else in the system turns errors into te
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -129,3 +129,20 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 def closest_match(word: str, choices: Iterable[str], min_similarity: float = 0.6) -> str | None:
     """Return the choice that is most like `word`; None if none reaches `min_similarity` (0 .. 1)."""
     return next(iter(difflib.get_close_matches(word, list(choices), n=1, cutoff=min_similarity)), None)
+
+
+def first_names(names: Sequence[str], most: int) -> str:
+    """Return the first names as text, with the number of the others: 'a, b and 3 more'."""
+    others = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + others
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return ranks as text: 'rank 3', 'ranks 0, 1'."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {first_names([str(rank) for rank in ranks], 8)}"
+
+
+def first_lines(texts: Sequence[str], most: int) -> str:
+    """Return the first texts as indented lines, with the number of the others."""
+    others = [f"and {len(texts) - most:,} more"] if len(texts) > most else []
+    return "\n    ".join([*texts[:most], *others])

@@ -67,7 +67,8 @@ class RunObserver:
         if settings.metrics_port is not None and node in (0, None):  # its endpoint has totals of the run
             with self._guard():
                 self._monitor.replay(read_records(run, time.time() if began is None else began))
-        self._sinks = AlertSinks(settings, run.name, self._warn)
+        self._names = {"run": run.name, "job": settings.name or run.name}
+        self._sinks = AlertSinks(settings, self._names, self._warn)
         if settings.metrics_port is not None:
             self._open_endpoint(settings.metrics_port)
         if node is not None:
@@ -82,7 +83,7 @@ class RunObserver:
             port,
             read_secret(self._settings.metrics_token, "observe.metrics_token"),
             self._samples,
-            {"run": self._run.name},
+            {"run": self._names["run"]},
             self._warn,
         )
         self._stack.enter_context(self._endpoint)
@@ -95,7 +96,8 @@ class RunObserver:
 
             remove_stale_targets(self._run.path.parent)
             # Series have the run and the node themselves; Prometheus would rename one of two equal labels.
-            labels = {"host": socket.gethostname()}
+            # The job of the target replaces that of the scrape configuration.
+            labels = {"host": socket.gethostname(), "job": self._names["job"]}
             self._endpoint.announce(self._run.path.parent, f"{self._run.name}-{node}", labels)
         if node == 0 and self._settings.trackers and self._trackers is None:
             from wanma.observe.trackers.process import TrackerProcess

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +27,8 @@ from wanma.models.structure.parallel_spec import ParallelSpec
 from wanma.models.structure.parameter_roles import ParameterRole, find_parameter_roles
 from wanma.models.structure.repeated_blocks import find_repeated_blocks
 from wanma.models.user_modules.overlapping_parameters import reject_overlapping_parameters
-from wanma.parallel.context.context_parallel import apply_context_parallel
-from wanma.parallel.data_parallel.gather_order_check import install_gather_order_check
 from wanma.parallel.data_parallel.replicated import Replicated
-from wanma.parallel.data_parallel.sharded import PRECISION_DTYPES, Sharded, apply_data_parallel
-from wanma.parallel.data_parallel.shared_memory_weights import share_weights_in_memory
-from wanma.parallel.expert.expert_parallel import apply_expert_parallel
+from wanma.parallel.embedding.sharded_embedding import ShardedEmbedding, shard_embeddings
 from wanma.parallel.gradients.gradient_compression import GradientCompression, build_compression
 from wanma.parallel.gradients.gradient_hooks import GradientHooks
 from wanma.parallel.memory.disk_pool import DiskPool
@@ -44,15 +41,21 @@ from wanma.parallel.memory.recompute import apply_recompute
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh
 from wanma.parallel.parameters.freezing import RequiresGradSync, freeze_permanently
 from wanma.parallel.parameters.frozen_weights import cast_frozen_weights
-from wanma.parallel.parameters.initialization import initialize_parameters, materialize_parameters
+from wanma.parallel.parameters.initialization import (
+    WithoutValues,
+    initialize_parameters,
+    materialize_parameters,
+)
 from wanma.parallel.parameters.stale_parameters import StaleParameterCheck
-from wanma.parallel.pipeline.pipeline_runner import PipelineRunner
 from wanma.parallel.pipeline.stage_partition import extract_stage, pipeline_parallel_spec
 from wanma.parallel.pipeline.tied_weights import TiedWeights, find_tied_weights, tied_names_between_ends
-from wanma.parallel.precision.autocast import apply_autocast
+from wanma.parallel.precision.autocast import PRECISION_DTYPES, apply_autocast
 from wanma.parallel.precision.float8 import apply_float8
 from wanma.parallel.profiling.compute_timer import ComputeTimer
-from wanma.parallel.tensor.tensor_parallel import apply_tensor_parallel
+
+if TYPE_CHECKING:
+    from wanma.parallel.data_parallel.sharded import Sharded
+    from wanma.parallel.pipeline.pipeline_runner import PipelineRunner
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,8 @@ class ParallelModel:
     """Disk pool of this rank; None where the plan offloads nothing to disk."""
     compression: GradientCompression | None = None
     """Compressed exchanges of gradients; None where the plan compresses none."""
+    embeddings: tuple[ShardedEmbedding, ...] = ()
+    """Embedding tables that the data ranks share; none where tables are parameters like any other."""
 
     def initialize_parameters(self, exclude: Container[str] = ()) -> None:
         """Give the parameters their initial values, where no checkpoint does.
@@ -128,6 +133,8 @@ class ParallelModel:
         """Complete the gradients after the last backward of a step, where no pipeline drives them."""
         for part in self.data_parallel:
             part.finalize_gradients()
+        for embedding in self.embeddings:
+            embedding.finalize_gradients(self.gradient_divisor)
 
     def wait_until_weights_unused(self) -> None:
         """Wait until no rank computes with the weights, after an evaluation; all ranks call it."""
@@ -195,12 +202,8 @@ def parallelize(
         JobError: the plan asks for a split that this model does not declare.
     """
     module = _build_module(spec, plan, seed)
-    reject_overlapping_parameters(module)
     frozen = freeze_permanently(module, spec.is_frozen)
-    _require_fp32_weights(module, spec)
-    _require_dense_gradients(module, spec)
-    _require_layout_independence(module, spec, plan)
-    _make_contiguous(module)
+    _require_trainable(module, spec, plan)
     names = tuple(name for name, _ in module.named_parameters())
     trainable = tuple(name for name in names if name not in frozen)
     roles = find_parameter_roles(module)
@@ -212,12 +215,15 @@ def parallelize(
         parallel_spec = pipeline_parallel_spec(module, spec.parallel_spec, plan)
         parts = [extract_stage(module, parallel_spec, plan, number) for number in numbers]
     compression = build_compression(parallel_mesh, seed)
+    embeddings = shard_embeddings(module, parallel_mesh) if plan.embedding != "dense" else []
     data_parallel = tuple(
         _parallelize_part(
             part, spec, plan, parallel_mesh, parallel_mesh.communication_timer, disk_pool, compression, frozen
         )
         for part in parts
     )
+    for embedding in embeddings:  # after all that splits or moves parameters
+        embedding.allocate(parallel_mesh.device)
     ties = find_tied_weights(
         parts,
         tied_names_between_ends(spec.parallel_spec) if spec.parallel_spec is not None else (),
@@ -233,10 +239,11 @@ def parallelize(
     draws = _build_random_draws(spec, module, plan, seed)
     pipeline = None
     if plan.pp > 1:
+        from wanma.parallel.pipeline.pipeline_runner import PipelineRunner
+
         pipeline = PipelineRunner(
             parts, numbers, plan, parallel_mesh, data_parallel, clock, draws, StaleParameterCheck(module)
         )
-    initial_seed = None if spec.has_own_initialization else seed
     return ParallelModel(
         tuple(parts),
         pipeline,
@@ -249,9 +256,10 @@ def parallelize(
         hooks,
         clock,
         draws,
-        initial_seed,
+        None if spec.has_own_initialization else seed,
         disk_pool,
         compression,
+        tuple(embeddings),
     )
 
 
@@ -260,7 +268,7 @@ def _build_module(spec: ModelSpec, plan: Plan, seed: int) -> nn.Module:
         with seeded_generators(seed):
             module = spec.build_module()
     else:
-        with torch.device("meta"):
+        with torch.device("meta"), WithoutValues():
             module = spec.build_module()
     if not module.training:  # as `from_pretrained` leaves it. Parts alone in evaluation mode stay there.
         module.train()
@@ -331,10 +339,16 @@ def _parallelize_part(
     if not spec.has_own_initialization:  # users' weights would come back rounded
         cast_frozen_weights(part, PRECISION_DTYPES[plan.precision], permanently_frozen)
     if plan.ep > 1 or (spec.parallel_spec is not None and spec.parallel_spec.expert_modules is not None):
+        from wanma.parallel.expert.expert_parallel import apply_expert_parallel
+
         apply_expert_parallel(part, spec.require_parallel_spec("parallel.ep"), parallel_mesh)
     if plan.tp > 1:
+        from wanma.parallel.tensor.tensor_parallel import apply_tensor_parallel
+
         apply_tensor_parallel(part, spec.require_parallel_spec("parallel.tp"), parallel_mesh)
     if plan.cp > 1:
+        from wanma.parallel.context.context_parallel import apply_context_parallel
+
         apply_context_parallel(part, spec.require_parallel_spec("parallel.cp"), parallel_mesh)
     blocks = _blocks(part, spec.parallel_spec)
     apply_recompute(blocks, plan)  # before compile, so that compile sees it
@@ -346,19 +360,9 @@ def _parallelize_part(
             block.compile()
     apply_activation_offload(blocks, plan, disk_pool)
     # Last: it owns every parameter's storage. The losses of wanma's own models choose their precision.
-    data_parallel = apply_data_parallel(
-        part,
-        blocks,
-        _expert_modules(part, spec.parallel_spec),
-        plan,
-        parallel_mesh,
-        communication_timer,
-        full_precision_output=spec.input_kind == "custom",
-        compression=compression,
-        permanently_frozen=permanently_frozen,
+    data_parallel = _apply_data_parallel(
+        part, blocks, spec, plan, parallel_mesh, communication_timer, compression, permanently_frozen
     )
-    if spec.has_own_initialization and isinstance(data_parallel, Sharded):
-        data_parallel = replace(data_parallel, requires_grad_sync=RequiresGradSync(part, permanently_frozen))
     if not spec.has_own_initialization:
         materialize_parameters(
             part, parameter_storage_device(plan, parallel_mesh.device), parallel_mesh.device
@@ -366,7 +370,10 @@ def _parallelize_part(
     elif plan.offload_parameters == "none":  # else FSDP2 has put everything where it belongs
         part.to(parallel_mesh.device)
     apply_parameter_offload(part, blocks, plan, disk_pool)
-    if isinstance(data_parallel, Sharded):
+    if not isinstance(data_parallel, Replicated):
+        from wanma.parallel.data_parallel.gather_order_check import install_gather_order_check
+        from wanma.parallel.data_parallel.shared_memory_weights import share_weights_in_memory
+
         data_parallel = replace(
             data_parallel, shared_memory_weights=share_weights_in_memory(part, plan, communication_timer)
         )
@@ -377,6 +384,52 @@ def _parallelize_part(
     if spec.has_own_initialization and plan.precision in ("bf16", "fp16"):
         apply_autocast(part, PRECISION_DTYPES[plan.precision], parallel_mesh.device)
     return data_parallel
+
+
+def _apply_data_parallel(
+    part: nn.Module,
+    blocks: list[nn.Module],
+    spec: ModelSpec,
+    plan: Plan,
+    parallel_mesh: ParallelMesh,
+    communication_timer: CommunicationTimer,
+    compression: GradientCompression | None,
+    permanently_frozen: frozenset[str],
+) -> Sharded | Replicated:
+    if plan.computes_on_master_weights:
+        return Replicated(
+            part,
+            parallel_mesh,
+            communication_timer,
+            torch.float64 if plan.precision == "fp64" else None,
+            compression=compression,
+            permanently_frozen=permanently_frozen,
+        )
+    from wanma.parallel.data_parallel.sharded import apply_sharding
+
+    sharded = apply_sharding(
+        part,
+        blocks,
+        _expert_modules(part, spec.parallel_spec),
+        plan,
+        parallel_mesh,
+        communication_timer,
+        full_precision_output=spec.input_kind == "custom",
+        compression=compression,
+        permanently_frozen=permanently_frozen,
+    )
+    if spec.has_own_initialization:
+        return replace(sharded, requires_grad_sync=RequiresGradSync(part, permanently_frozen))
+    return sharded
+
+
+def _require_trainable(module: nn.Module, spec: ModelSpec, plan: Plan) -> None:
+    """Refuse a module that the plan cannot train, and make its parameters contiguous."""
+    reject_overlapping_parameters(module)
+    _require_fp32_weights(module, spec)
+    _require_dense_gradients(module, spec)
+    _require_layout_independence(module, spec, plan)
+    _make_contiguous(module)
 
 
 def _require_fp32_weights(module: nn.Module, spec: ModelSpec) -> None:

@@ -213,7 +213,7 @@ def largest_message_bytes(job: Job, plan: Plan, workload: Workload | None) -> fl
     limit = float(job.parallel.bucket_bytes or DEFAULT_BUCKET_BYTES)
     if workload is None:
         return limit
-    parameters = workload.parameters * workload.trainable_share / (plan.tp * plan.pp)
+    parameters = workload.dense_parameters * workload.trainable_share / (plan.tp * plan.pp)
     return min(limit, max(parameters, 1.0) * gradient_element_bytes(plan))
 
 

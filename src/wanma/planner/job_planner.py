@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from wanma.job.cluster import Cluster
@@ -15,6 +15,7 @@ from wanma.models.config.dimensions import DecoderConfig
 from wanma.observe.units import count_text
 from wanma.planner.all_reduce_choice import all_reduce_reasons, largest_message_bytes, nccl_switch_note
 from wanma.planner.batch_share_rules import check_job_shares, check_plan_shares
+from wanma.planner.embedding_placement import embedding_plan_fields
 from wanma.planner.forecast.plan_forecast import (
     forecast_plan,
     forecast_plan_memory,
@@ -29,14 +30,18 @@ from wanma.planner.forecast.problem import (
 from wanma.planner.gradient_reduction import check_buckets, with_gradient_reduction
 from wanma.planner.hardware_model.calibration import Calibration
 from wanma.planner.infeasibility import no_plan_error, plan_too_large_error
-from wanma.planner.pipeline.schedules import DEFAULT_VIRTUAL_STAGES, plan_stage_cuts
+from wanma.planner.pipeline.schedules import (
+    DEFAULT_VIRTUAL_STAGES,
+    SPLIT_BACKWARD,
+    plan_stage_cuts,
+    recompute_forwards,
+)
 from wanma.planner.plan_search import (
     run_world_sizes,
     search_plans,
     selection_reasons,
     time_search_unavailable_reason,
 )
-from wanma.planner.recompute_policy import choose_recompute
 from wanma.planner.rules.compression import compression_plan_fields
 from wanma.planner.rules.mesh import (
     check_mesh,
@@ -174,6 +179,7 @@ def build_layout(job: Job, cluster: Cluster, world_size: int | None = None) -> P
         fp8=job.train.fp8,
         device=device,
         **compression_plan_fields(job),
+        **embedding_plan_fields(job),
         batch_shares=tuple(parallel.batch_shares),
         synchronization=synchronization,
     )
@@ -413,3 +419,27 @@ def _micro_batch_sizes(job: Job, plan: Plan, group: SampleGroup, largest: int) -
     if not group_multiples:
         raise group.split_error(job, plan)
     return group_multiples
+
+
+def choose_recompute(plan: Plan, workload: Workload, fits: Callable[[Plan], bool]) -> tuple[Plan, str]:
+    """Return `plan` with the cheapest recompute under which it fits, or the most thorough if none does.
+
+    Returns:
+        the plan, and the reason in words.
+    """
+    if plan.schedule in SPLIT_BACKWARD:
+        return plan, (
+            f"recompute none: schedule {plan.schedule} would recompute a block once for each gradient"
+        )
+    blocks = sum(layer.count for layer in workload.layers if layer.count > 1 or layer.is_block)
+    in_stage = max(-(-blocks // plan.stage_count), 1)
+    options = [replace(plan, recompute="none", recompute_share=1.0)]
+    for number in range(1, in_stage + 1):
+        share = number / in_stage
+        options.append(replace(plan, recompute="selective", recompute_share=share))
+        options.append(replace(plan, recompute="full", recompute_share=share))
+    chosen = next((option for option in sorted(options, key=recompute_forwards) if fits(option)), options[-1])
+    if chosen.recompute == "none":
+        return chosen, "recompute none: all activations fit"
+    count = len(chosen.recomputed_blocks(in_stage))
+    return chosen, f"recompute {chosen.recompute} of {count} of {in_stage} blocks: the least that fits"

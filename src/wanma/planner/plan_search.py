@@ -19,6 +19,7 @@ from wanma.job.plan.plan import DEFAULT_BUCKET_BYTES, Plan
 from wanma.job.sections.job import Job
 from wanma.planner.all_reduce_choice import all_reduce_unavailable_reason, search_algorithm
 from wanma.planner.cost.compression_cost import SEARCHED_COMPRESSIONS
+from wanma.planner.embedding_placement import embedding_plan_fields
 from wanma.planner.forecast.plan_forecast import time_unavailable_reason
 from wanma.planner.forecast.problem import (
     USABLE_DEVICE_MEMORY_SHARE,
@@ -103,7 +104,7 @@ def is_heterogeneous(cluster: Cluster) -> bool:
 
 def fixed_parallel_keys(job: Job) -> list[str]:
     """List the keys of [parallel] by which the job narrows the choice of plans."""
-    return sorted(job.parallel.model_fields_set - {"auto", "allow"})
+    return sorted(job.parallel.model_fields_set - {"auto", "allow", "embedding", "embedding_tables"})
 
 
 def run_world_sizes(job: Job, cluster: Cluster) -> tuple[int, ...]:
@@ -222,6 +223,7 @@ def _base_plan(job: Job, cluster: Cluster) -> Plan:
         fp8=job.train.fp8,
         device=select_device_type(job, cluster),
         **compression_plan_fields(job),
+        **embedding_plan_fields(job),
         overlap=job.parallel.overlap,
         bucket_bytes=job.parallel.bucket_bytes or DEFAULT_BUCKET_BYTES,
         # Plans without use for it ignore it, and `job_planner` removes it.

@@ -191,10 +191,8 @@ def _step(report: Report) -> list[ForecastComparison]:
     plan = _plan(report)
     if step_forecast is None or measured is None or plan is None:
         return []
-    forecast, measured_phases = (
-        forecast_phases(step_forecast, plan),
-        comparable_phases(phase_medians(report), plan),
-    )
+    forecast = forecast_phases(step_forecast, plan)
+    measured_phases = comparable_phases(phase_medians(report), plan)
     phases = [
         ForecastComparison(name, forecast.get(name, 0.0), measured_phases.get(name, 0.0))
         for name in dict.fromkeys([*forecast, *measured_phases])

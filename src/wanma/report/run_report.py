@@ -324,12 +324,12 @@ class StepTable:
                 columns[key].append(value)
 
 
-def _bytes_before(path: Path, offset: int, count: int = 1024) -> bytes:
-    """Return the bytes before an offset, at most `count`; fewer if the file is shorter."""
+def _bytes_before(path: Path, offset: int) -> bytes:
+    """Return the bytes before an offset, at most 1024; fewer if the file is shorter."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, offset - count))
-            return file.read(min(count, offset))
+            file.seek(max(0, offset - 1024))
+            return file.read(min(1024, offset))
     except OSError:
         return b""
 

@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from wanma.job.errors import first_names
 from wanma.job.forecast.forecast import MEMORY_KINDS
 from wanma.job.run.run_directory import RunDirectory
 from wanma.observe.console.progress import DownsampledSeries, sparkline
@@ -169,6 +170,48 @@ def runs_table(runs: Iterable[RunDirectory], placements: Mapping[Path, Placement
     return table
 
 
+def run_json(
+    run: RunDirectory, placement: Placement | None = None, *, tail_only: bool = False
+) -> dict[str, Any]:
+    """Return a run in a form for JSON: state, steps and figures, None where unknown; bytes and seconds.
+
+    Args:
+        run: the run directory.
+        placement: engine of a submitted run.
+        tail_only: read only the last steps, for lists of many runs.
+    """
+    script = read_script_run(run)
+    report = None if script is not None else read_report(run, tail_only)
+    recorded: RunState = script.state if script is not None else report.state if report is not None else "new"
+    state = placement.state if placement is not None and placement.overrules(recorded) else recorded
+    common = {"run": run.name, "path": str(run.path), "state": state}
+    if report is None:
+        assert script is not None
+        figures = {"script": script.script, "exit_code": script.exit_code, "failure": script.failure}
+        return {
+            **common,
+            **figures,
+            "metrics": dict(script.newest_metrics),
+            "last_activity": script.last_activity,
+        }
+    best = report.best_validation
+    return {
+        **common,
+        "failure": report.failure,
+        "step": report.last_step,
+        "steps": report.total_steps,
+        "plan": report.plan_text,
+        "loss": report.last("loss"),
+        "best_validation": None if best is None else {"step": best["step"], "loss": best["loss"]},
+        "rate": report.median("tokens_per_second"),
+        "rate_unit": report.throughput_unit,
+        "step_seconds": report.median("step_seconds"),
+        "mfu": report.median("mfu"),
+        "memory_bytes": report.highest("memory_bytes"),
+        "last_activity": report.last_activity,
+    }
+
+
 def _state_cell(recorded: RunState, placement: Placement | None) -> Text:
     """Return the state by the records, or by the engine of a submitted run where that knows better."""
     from rich.text import Text
@@ -198,11 +241,10 @@ def _rank_lines(report: Report) -> list[str]:
     if len(ranks) < 2:
         return []
     texts = []
-    for comparison in ranks[:MAX_SHOWN_RANKS]:
+    for comparison in ranks:
         forecast, measured, deviation = comparison.texts
         texts.append(f"{comparison.name.removeprefix('memory of ')} {measured} / {forecast} ({deviation})")
-    more = f" and {len(ranks) - MAX_SHOWN_RANKS} more" if len(ranks) > MAX_SHOWN_RANKS else ""
-    return [f"  memory by rank, measured / forecast: {', '.join(texts)}{more}"]
+    return [f"  memory by rank, measured / forecast: {first_names(texts, MAX_SHOWN_RANKS)}"]
 
 
 def _forecast_lines(report: Report) -> list[str]:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor._collective_utils import MeshTopoInfo
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
-__all__ = ["StridedShard", "compute_local_shape_and_global_offset"]
+from wanma.torch_internals.loaded import DTensor, Placement
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
 def local_part(tensor: DTensor) -> Tensor:
@@ -48,6 +44,8 @@ def make_spec(
     mesh: DeviceMesh, placements: Sequence[Placement], like: Tensor, dtype: torch.dtype
 ) -> DTensorSpec:
     """Return the specification of a DTensor with the shape and strides of `like`."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
     meta = TensorMeta(like.shape, like.stride(), dtype)
     return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
 
@@ -66,11 +64,24 @@ def unflatten_mesh(
     return root._unflatten(0, sizes, names, dict(backends) or None)
 
 
+def local_shape_and_offset(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape of this rank's part of a DTensor, and its position in the whole."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
+
+
 def clear_dtensor_caches() -> None:
     """Empty the caches that DTensor fills in a process, so that the groups of meshes no longer used end.
 
     A process group of Gloo's has threads, file descriptors and shared memory. DTensor fills the caches anew.
     """
+    from torch.distributed.tensor._collective_utils import MeshTopoInfo
+    from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
     _clear_sharding_prop_cache()
     _gen_transform_infos.cache_clear()
     clear_redistribute_planner_cache()

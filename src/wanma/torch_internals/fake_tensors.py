@@ -1,4 +1,4 @@
-"""Fake tensors: tensors with shapes and dtypes, but without storage."""
+"""Fake tensors, with shapes and dtypes but without storage, and process groups without communication."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake
+from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
-__all__ = ["FakeTensor", "FakeTensorMode", "is_fake"]
+__all__ = ["FakeStore", "FakeTensor", "FakeTensorMode", "is_fake"]
+
+FAKE_BACKEND = "fake"
+"""Name of the backend of groups whose operations return at once, whatever their size."""
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 

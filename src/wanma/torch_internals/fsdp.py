@@ -7,21 +7,31 @@ are private too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
-from torch.distributed.tensor import Shard
 
 from wanma.torch_internals.table import is_available
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+    from torch.distributed.tensor import Shard
 
 __all__ = ["AllGather", "ReduceScatter"]
 
 _PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
+
+
+def __getattr__(name: str) -> Any:
+    """Return one of the base classes of communication, whose module imports the compiler."""
+    if name not in __all__:
+        raise AttributeError(name)
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+    return {"AllGather": AllGather, "ReduceScatter": ReduceScatter}[name]
 
 
 class FsdpMesh(Protocol):
@@ -194,6 +204,8 @@ def module_parameter(parameter: FsdpParameter) -> Tensor:
     It may be another than FSDP2 was given, which finds it before the first forward.
     """
     untyped: Any = parameter
+    from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+
     if untyped.sharded_state is ShardedState.SHARDED:
         info = untyped._module_info
         held: Tensor = getattr(info.module, info.param_name)

@@ -106,6 +106,9 @@ TORCH_INTERNALS: tuple[TorchInternal, ...] = (
         "_Options _Options._devices _Options._timeout",
         "wanma doctor fails at its check of Gloo",
     ),
+    # uncompiled.py
+    *_rows("torch._compile", "_disable_dynamo", _NO_RUN),
+    *_rows("torch.optim.optimizer", "_use_grad_for_differentiable", _NO_RUN),
     # loaded.py
     *_rows("torch", "_dynamo", _NO_RUN),
     *_rows("torch._dynamo", "OptimizedModule", "modules of torch.compile are trained under names of its own"),
@@ -113,7 +116,7 @@ TORCH_INTERNALS: tuple[TorchInternal, ...] = (
     *_rows("torch._C._distributed_c10d", "_dump_fr_trace_json", _NO_HANG_REPORT),
     *_rows("torch._C._distributed_c10d", "_dump_nccl_trace_json", _NO_HANG_REPORT, is_cuda_only=True),
     *_rows("torch.autograd.profiler", "_is_profiler_enabled", "`wanma profile` fails"),
-    # fake_groups.py, fake_tensors.py
+    # fake_tensors.py
     *_rows("torch.testing._internal.distributed.fake_pg", "FakeStore", _NO_RUN),
     *_rows("torch._subclasses.fake_tensor", "FakeTensor FakeTensorMode is_fake", _NO_RUN),
     # dispatch.py

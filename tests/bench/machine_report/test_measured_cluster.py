@@ -13,7 +13,9 @@ from wanma.hardware.cluster_file.export import export_cluster
 from wanma.hardware.cluster_file.reader import read_cluster
 from wanma.job.errors import WanmaError
 from wanma.job.file.loading import to_job
-from wanma.planner.presentation.plan_analysis import analyze_plan
+from wanma.job.forecast.forecast import StepTime
+from wanma.job.plan.plan import Plan
+from wanma.planner.presentation.plan_analysis import analyze_plan, may_be_faster_without
 
 NODES = 5
 
@@ -57,6 +59,22 @@ def test_a_node_behind_a_slow_link_is_a_group_of_its_own_which_the_plan_leaves_o
     assert slowing.nodes.name == "node 2"
     assert slowing.speedup > 1.05
     assert analyze_plan(job, cluster="4x8 cores EPYC 9654, 100G").slowing_nodes is None
+
+
+def test_nodes_are_left_out_on_trial_only_where_communication_or_unequal_work_may_cost_more() -> None:
+    fast, slow = (
+        replace(group, name=name)
+        for group in read_cluster("2x8 cores EPYC 9654, 100G").nodes
+        for name in ("fast", "slow")
+    )
+    groups, plan = (fast, slow), Plan(dp_replicate=4)
+    assert not may_be_faster_without(slow, StepTime(1.0, compute=0.9), plan, groups)
+    assert may_be_faster_without(slow, StepTime(3.0, compute=0.9), plan, groups)
+    weak = replace(slow, cores=1)
+    unequal = StepTime(1.0, compute=1.0)
+    assert may_be_faster_without(weak, unequal, plan, (fast, weak))
+    shared = Plan(dp_replicate=2, batch_shares=(8, 1))
+    assert not may_be_faster_without(weak, unequal, shared, (fast, weak))
 
 
 def crossed_link(first: int, second: int) -> float:

@@ -119,6 +119,20 @@ def test_fields_of_webdataset_hold_what_their_names_say(data: DataCommand) -> No
     ]
 
 
+def test_rows_of_a_job_s_table_that_training_cannot_use_are_found(data: DataCommand) -> None:
+    lines = ["a,b,kind", *(f"{n},{n / 2},{n % 3}" for n in range(30))]
+    lines[3], lines[8], lines[21], lines[30] = "2,,2", "many,3.5,1", "20,10.0,", "29,14.5"
+    (data.folder / "a.csv").write_text("\n".join(lines) + "\n")
+    (data.folder / "job.toml").write_text(
+        '[model]\npreset = "gpt-10m"\n[data]\npath = "a.csv"\n'
+        '[data.columns]\nfeatures = ["a", "b"]\ntarget = "kind"\n'
+    )
+    found = data.json("verify", "job.toml", code=1)
+    assert [one["row"] for one in found["damages"]] == [2, 7, 20, 29]
+    for one, field in zip(found["damages"], ("'b'", "'a'", "'kind'", "2 fields"), strict=True):
+        assert field in one["cause"]
+
+
 def test_numbers_that_training_cannot_use_are_found(data: DataCommand) -> None:
     pixels = np.zeros((3, 2, 2), np.float32)
     pixels[1, 0, 0] = np.nan

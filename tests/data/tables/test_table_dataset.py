@@ -33,6 +33,8 @@ from wanma.job.sections.train import TrainSection
 TRAIN = TrainSection(steps=7, global_batch=8, batch_ramp=[(2, 5), (4, 9)], seed=5)
 TOTAL = samples_consumed_before(TRAIN, TRAIN.steps)
 EXAMPLES = Path(__file__).parents[3] / "examples"
+SAVED = Path(__file__).parents[1] / "formats" / "library_files" / "datasets" / "saved"
+"""Data set on disk that the library `datasets` has written."""
 SHUFFLES = [("full", 1, 1), ("block", 3, 2), ("none", 1, 1)]
 ROWS = [
     {"id": n, "x1": n / 4, "x2": -n, "species": ("owl", "ant", "elk")[n % 3], "mass": n + 0.5}
@@ -65,7 +67,47 @@ def write_npz(folder: Path, rows: list[dict[str, Any]]) -> Path:
     return folder / "table.npz"
 
 
-WRITERS = {"csv": write_csv, "jsonl": write_jsonl, "parquet": write_parquet, "npz": write_npz}
+def write_tsv(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    with (folder / "table.tsv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), dialect="excel-tab")
+        writer.writeheader()
+        writer.writerows(rows)
+    return folder / "table.tsv"
+
+
+def write_arrow(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    table = pa.Table.from_pylist(rows)
+    with (
+        pa.OSFile(str(folder / "table.arrow"), "wb") as sink,
+        pa.ipc.new_file(sink, table.schema) as writer,
+    ):
+        writer.write_table(table, max_chunksize=7)
+    return folder / "table.arrow"
+
+
+def write_huggingface(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    """Write the layout of `Dataset.save_to_disk`."""
+    table, names = pa.Table.from_pylist(rows), []
+    (folder / "saved").mkdir()
+    for number in range(2):
+        names.append(f"data-{number:05d}-of-00002.arrow")
+        with pa.ipc.new_stream(folder / "saved" / names[-1], table.schema) as writer:
+            writer.write_table(table.slice(number * 13, 13 if number == 0 else None), max_chunksize=7)
+    state = {"_data_files": [{"filename": name} for name in names], "_fingerprint": "0", "_split": None}
+    (folder / "saved" / "state.json").write_text(json.dumps(state))
+    (folder / "saved" / "dataset_info.json").write_text("{}")
+    return folder / "saved"
+
+
+WRITERS = {
+    "csv": write_csv,
+    "tsv": write_tsv,
+    "jsonl": write_jsonl,
+    "parquet": write_parquet,
+    "arrow": write_arrow,
+    "huggingface": write_huggingface,
+    "npz": write_npz,
+}
 
 
 def section_of(tmp_path: Path, path: Path, **keys: Any) -> DataSection:
@@ -127,6 +169,12 @@ def test_a_fraction_is_a_number_and_an_integer_a_class_unless_the_job_says_other
     batch = open_dataset(section, TRAIN).batch([0, 1])
     assert batch.targets.dtype == dtype
     assert batch.targets.tolist() == first
+
+
+def test_a_data_set_that_hugging_face_has_saved_is_a_table(tmp_path: Path) -> None:
+    section = section_of(tmp_path, SAVED, columns={"features": ["id"], "target": "id"}, shuffle="none")
+    batch = open_dataset(section, TRAIN).batch(range(20))
+    assert batch.inputs[0].flatten().tolist() == batch.targets.tolist() == list(range(20))
 
 
 def test_patterns_name_columns_in_their_order_and_arrays_are_several_features(tmp_path: Path) -> None:

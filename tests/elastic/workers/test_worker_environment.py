@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from wanma.elastic.workers.environment import OPENMP_SPIN_ENVIRONMENT, make_worker_environment
+from wanma.elastic.workers import environment
+from wanma.elastic.workers.environment import (
+    OPENMP_SPIN_ENVIRONMENT,
+    early_worker_environment,
+    is_environment_for,
+    make_worker_environment,
+)
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.cluster import ClusterSection
 
@@ -36,3 +44,18 @@ def test_the_allocator_is_tuned_on_cpu_only_and_only_when_wanted() -> None:
     }
     assert make_worker_environment(ClusterSection(host_allocator="system"), plan) == {"OMP_NUM_THREADS": "1"}
     assert make_worker_environment(ClusterSection(), Plan(device="cuda")) == {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_early_fork_server_serves_ranks_on_cpus_whatever_their_threads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, threads: int
+) -> None:
+    monkeypatch.setattr(environment, "_GPU_DRIVER", tmp_path / "none")
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    plan, early = Plan(threads_per_rank=threads), early_worker_environment()
+    assert is_environment_for(early, make_worker_environment(ClusterSection(), plan))
+    system = make_worker_environment(ClusterSection(host_allocator="system"), plan)
+    assert not is_environment_for(early, system)
+    (tmp_path / "none").touch()
+    assert is_environment_for(early_worker_environment(), system)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import threading
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from engines.kubernetes.conftest import Site, losses
+from support.kubernetes.cluster import IMAGE
+from support.prometheus import free_port
 from wanma.api.engines.attachment import attach
 from wanma.api.engines.control import (
     cancel_run,
@@ -20,9 +25,15 @@ from wanma.api.engines.control import (
 )
 from wanma.api.engines.submission import submit_job
 from wanma.api.run.job_run import train_job
+from wanma.checkpoint.remote.remote_storage import RemoteStorage
 from wanma.cli.main import main
-from wanma.engines.kubernetes.manifests import RUN_LABEL, make_placement
-from wanma.job.errors import EXIT_USAGE, WanmaError
+from wanma.engines.kubernetes.manifests import (
+    KUEUE_PRIORITY_LABEL,
+    QUEUE_LABEL,
+    RUN_LABEL,
+    make_placement,
+)
+from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
 from wanma.job.file.loading import to_job
 from wanma.job.file.serialization import job_to_toml
 from wanma.report.run_report import read_report
@@ -86,9 +97,9 @@ def test_a_run_that_is_deleted_by_hand_is_cancelled(site: Site) -> None:
 
 @pytest.mark.full
 def test_an_api_server_that_is_away_costs_nothing(site: Site) -> None:
+    timers = [threading.Timer(3, site.cluster.stop), threading.Timer(23, site.cluster.start)]
     run, record = submit_job(site.job(steps=60))
     site.wait_for_step(run, 2)
-    timers = [threading.Timer(3, site.cluster.stop), threading.Timer(23, site.cluster.start)]
     for timer in timers:
         timer.start()
     try:
@@ -110,6 +121,94 @@ def test_a_queue_without_room_is_explained_and_the_run_starts_when_there_is(site
     assert run_status(run).state == "pending"
     site.cluster.set_queue({"cpu": "8"}, name="team")
     assert attach(run, record) == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("extensions", [None, ("kueue.x-k8s.io",)], ids=["jobset", "job"])
+def test_a_run_that_kueue_preempts_waits_suspended_and_resumes_in_order(site: Site) -> None:
+    site.cluster.set_queue({"cpu": "2"}, name="team", preemption="LowerPriority")
+    no_restarts = {"max_restarts": 0}  # the loss of the nodes is no failure
+    run, record = submit_job(site.job(steps=40, queue="team", cpu="1", cluster=no_restarts))
+    site.wait_for_step(run, 6)
+    site.cluster.add("priorityclasses", {"metadata": {"name": "high"}, "value": 100})
+    site.cluster.add("jobs", _competitor("2"), "default")
+    status = site.wait(
+        lambda: found if "priority" in (found := run_status(run)).reason else None, "pre-emption"
+    )
+    assert status.state == "pending"
+    site.wait(lambda: not site.client.list("Pod", f"{RUN_LABEL}={record.handle['name']}"), "end of the pods")
+    assert "priority" in explain_run(run).summary
+    assert run_status(run).state == "pending"
+    site.client.delete("Job", "competitor")
+    assert attach(run, record) == 0
+    alone = to_job({**site.job(steps=40).model_dump(exclude_unset=True), "cluster": {"device": "cpu"}})
+    assert train_job(alone, run_directory=site.folder / "alone") == 0
+    assert losses(run) == pytest.approx(losses(type(run)(site.folder / "alone")), rel=1e-4)
+    starts = [event["step"] for event in read_report(run).events if event["kind"] == "start"]
+    assert len(starts) == 2
+    assert starts[1] >= 6
+
+
+@pytest.mark.full
+def test_a_run_grows_by_idle_nodes_and_gives_them_to_who_has_a_higher_priority(site: Site) -> None:
+    site.cluster.set_queue({"cpu": "1"}, name="team", preemption="LowerPriority")
+    run, _ = submit_job(site.job(steps=100_000, nodes="1..2", queue="team", cpu="1"))
+
+    def computes_on(nodes: int) -> bool:
+        fetch_records(run)
+        starts = [event for event in read_report(run).events if event["kind"] == "start"]
+        return bool(
+            starts and starts[-1]["nodes"] == nodes and max(losses(run), default=0) > starts[-1]["step"]
+        )
+
+    site.wait(lambda: computes_on(1), "run on one node, while the other waits in the queue")
+    site.cluster.set_queue({"cpu": "2"}, name="team")
+    site.wait(lambda: computes_on(2), "run on two nodes")
+    site.cluster.add("priorityclasses", {"metadata": {"name": "high"}, "value": 100})
+    site.cluster.add("jobs", _competitor("1"), "default")
+    site.wait(lambda: computes_on(1), "run on the node that is left")
+    assert run_status(run).state == "running"
+    site.client.delete("Job", "competitor")
+    site.wait(lambda: computes_on(2), "run on two nodes again")
+    cancel_run(run, is_immediate=False)
+    site.wait_for_state(run, "cancelled")
+    assert sorted(losses(run)) == list(range(1, len(losses(run)) + 1))
+
+
+def _competitor(cpu: str) -> dict[str, Any]:
+    """Return a Job of a higher priority in the queue."""
+    container = {"name": "main", "image": IMAGE, "command": ["sleep", "600"]}
+    container["resources"] = {"requests": {"cpu": cpu}}
+    pod = {"restartPolicy": "Never", "terminationGracePeriodSeconds": 0, "containers": [container]}
+    labels = {QUEUE_LABEL: "team", KUEUE_PRIORITY_LABEL: "high"}
+    return {"metadata": {"name": "competitor", "labels": labels}, "spec": {"template": {"spec": pod}}}
+
+
+@pytest.mark.full
+def test_a_gang_of_volcano_waits_whole_says_so_and_starts_whole(site: Site) -> None:
+    container = {"name": "main", "image": IMAGE, "command": ["sleep", "600"]}
+    container["resources"] = {"requests": {"cpu": "5"}}
+    spec = {"restartPolicy": "Never", "terminationGracePeriodSeconds": 0, "containers": [container]}
+    site.cluster.add("pods", {"metadata": {"name": "other"}, "spec": spec}, "default")
+    run, record = submit_job(site.job(scheduler="volcano", cpu="5"))
+    found = site.wait(
+        lambda: found if "together" in (found := explain_run(run)).summary else None, "reason of Volcano"
+    )
+    assert "cpu" in found.summary
+    assert run_status(run).state == "pending"
+    pods = site.client.list("Pod", f"{RUN_LABEL}={record.handle['name']}")
+    assert [pod["status"]["phase"] for pod in pods] == ["Pending", "Pending"]
+    site.client.delete("Pod", "other")
+    assert attach(run, record) == 0
+    find_submitted(run)[0].discard(record.handle)
+    site.wait(lambda: not site.objects(), "empty cluster")
+
+
+@pytest.mark.parametrize("extensions", [()])
+def test_a_gang_without_volcano_is_refused(site: Site) -> None:
+    with pytest.raises(JobError) as refused:
+        submit_job(site.job(scheduler="volcano"))
+    assert "cluster.kubernetes.scheduler" in refused.value.message
 
 
 @pytest.mark.full
@@ -158,7 +257,23 @@ def test_an_image_that_is_missing_ends_the_wait(site: Site) -> None:
         submit_job(site.job(image="nowhere/none:1"))
     assert "image" in refused.value.message
     assert "cluster.kubernetes.image" in refused.value.hint
+    assert refused.value.exit_code == EXIT_USAGE
     site.wait(lambda: not site.objects(), "empty cluster")
+
+
+@pytest.mark.full
+def test_an_object_store_that_does_not_answer_is_one_message(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("s3fs")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    with pytest.raises(WanmaError) as refused:
+        submit_job(site.job(store="s3://bucket/runs"))
+    assert "cluster.kubernetes.store" in refused.value.message
+    assert refused.value.exit_code == EXIT_USAGE
+    assert site.objects() == []
 
 
 def test_missing_rights_are_one_message(site: Site) -> None:
@@ -174,8 +289,23 @@ def test_missing_rights_are_one_message(site: Site) -> None:
 def test_a_wait_beyond_the_limit_ends_with_its_reason(site: Site) -> None:
     site.cluster.set_quota({"requests.cpu": "3"})
     run, _ = submit_job(site.job(wait_seconds=3, cpu="2"))
-    status = site.wait_for_state(run, "failed")
+    site.wait(lambda: not site.objects(), "empty cluster")  # nobody has asked
+    status = run_status(run)
+    assert status.state == "failed"
     assert "ResourceQuota" in status.reason
+
+
+@pytest.mark.full
+def test_a_limit_range_that_forbids_the_pods_is_the_reason_of_the_wait(site: Site) -> None:
+    limits = [{"type": "Container", "max": {"cpu": "1"}}]
+    site.cluster.add("limitranges", {"metadata": {"name": "small"}, "spec": {"limits": limits}}, "default")
+    run, record = submit_job(site.job(cpu="2"))
+    found = site.wait(
+        lambda: found if "forbids" in (found := explain_run(run)).summary else None, "reason of the server"
+    )
+    assert "maximum cpu usage per Container is 1" in found.summary
+    assert any("cluster.kubernetes" in line for line in found.advice)
+    find_submitted(run)[0].discard(record.handle)
     site.wait(lambda: not site.objects(), "empty cluster")
 
 
@@ -204,6 +334,56 @@ def test_a_run_directory_on_the_volume_is_read_where_it_is(
     assert attach(run, record) == 0
     assert list(run.checkpoints.glob("step-*"))
     assert not list(run.engine_files.glob("kubernetes-fetched"))
+
+
+@pytest.fixture
+def store(site: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Settings of an object store in place of the volume, which this machine and the pods reach."""
+    s3fs, server = pytest.importorskip("s3fs"), pytest.importorskip("moto.server")
+    address = site.cluster.kubelets.network.gateway
+    s3 = server.ThreadedMotoServer(ip_address=address, port=0, verbose=False)
+    s3.start()
+    url = f"http://{address}:{s3.get_host_and_port()[1]}"
+    variables = {"AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+    variables |= {"AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    urllib.request.urlopen(urllib.request.Request(f"{url}/bucket", method="PUT")).close()
+    site.client.create(
+        {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s3"}, "stringData": variables}, "token"
+    )
+    references = {name: f"s3/{name}" for name in variables}
+    try:
+        yield {"store": "s3://bucket/runs", "secret_environment": references}
+    finally:
+        s3fs.S3FileSystem.clear_instance_cache()
+        s3.stop()
+
+
+@pytest.mark.full
+def test_an_object_store_keeps_a_run_whose_pods_have_no_volume(site: Site, store: dict[str, Any]) -> None:
+    run, record = submit_job(site.job(steps=24, **store))
+    site.wait_for_step(run, 6)
+    pods = site.client.list("Pod", f"{RUN_LABEL}={record.handle['name']}")
+    first = next(pod for pod in pods if pod["spec"]["hostname"].endswith("-0"))
+    site.client.delete("Pod", first["metadata"]["name"], grace_seconds=0)
+    assert attach(run, record) == 0
+    alone = to_job({**site.job(steps=24).model_dump(exclude_unset=True), "cluster": {"device": "cpu"}})
+    assert train_job(alone, run_directory=site.folder / "alone") == 0
+    reference, found = losses(type(run)(site.folder / "alone")), losses(run)
+    assert found == pytest.approx({step: reference[step] for step in found}, rel=1e-4)
+    starts = [event["step"] for event in read_report(run).events if event["kind"] == "start"]
+    missing = reference.keys() - found.keys()  # steps since the last copy of the pod that was killed
+    assert missing <= set(range(7, starts[1] + 1))
+    assert "rank 1" in run_log_files(run, [1])[0].read_text()
+    run, record = submit_job(site.job(steps=28, **store))  # all pods are new
+    assert attach(run, record) == 0
+    assert set(losses(run)) == {*found, 25, 26, 27, 28}
+    starts = [event["step"] for event in read_report(run).events if event["kind"] == "start"]
+    assert starts[-1] == 24
+    find_submitted(run)[0].discard(find_submitted(run)[1].handle)
+    assert not RemoteStorage(store["store"]).list_folders()
 
 
 def test_a_plan_is_made_for_the_nodes_that_are_there(site: Site, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,7 @@ PLURALS = {
     "Job": "jobs",
     "JobSet": "jobsets",
     "TrainJob": "trainjobs",
+    "PodGroup": "podgroups",
     "Secret": "secrets",
     "Pod": "pods",
     "ServiceAccount": "serviceaccounts",
@@ -47,6 +48,14 @@ FULL = {
     "secret_environment": {"WANDB_API_KEY": "wandb/key"},
 }
 
+STORE: dict[str, Any] = {
+    "volume": None,
+    "store": "s3://bucket/runs",
+    "secret_environment": {"AWS_SECRET": "s3/key"},
+}
+
+GANG = {**FULL, "scheduler": "volcano"}
+
 
 def submission(code: str = "", **settings: Any) -> Submission:
     run = Path("/home/me/project/runs/GPT_1")
@@ -63,6 +72,7 @@ def submission(code: str = "", **settings: Any) -> Submission:
         cores_per_node=64,
         settings=ClusterSection.model_validate(section),
         secret="nobody-sees-it",
+        job_text="[model]",
         code=run / "code" / f"{'a' * 64}.tar" if code else None,
     )
 
@@ -75,10 +85,14 @@ def pod_of(manifests: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["jobset", "job", "trainjob"])
-@pytest.mark.parametrize("settings", [{}, FULL], ids=["least", "full"])
+@pytest.mark.parametrize("settings", [{}, FULL, STORE, GANG], ids=["least", "full", "store", "gang"])
 @pytest.mark.parametrize("code", ["", "code"])
 def test_manifests_satisfy_the_schemas(kind: str, settings: dict[str, Any], code: str) -> None:
     given = submission(code, **settings)
+    if kind == "trainjob" and settings in (STORE, GANG):
+        with pytest.raises(JobError, match=r"cluster\.kubernetes\.(store|scheduler)"):
+            render_manifests(given, kind)
+        return
     manifests = render_manifests(given, kind)
     assert list(yaml.safe_load_all(to_yaml(manifests))) == manifests
     placement = make_placement(given.run_directory, given.settings.kubernetes)
@@ -120,6 +134,17 @@ def test_a_pod_has_its_code_its_volume_its_shared_memory_and_no_token() -> None:
     assert "priorityClassName" not in pod  # Kueue has its own
 
 
+@pytest.mark.parametrize("code", ["", "code"])
+def test_a_pod_without_a_volume_fetches_its_files_with_the_secrets_of_the_run(code: str) -> None:
+    pod = pod_of(render_manifests(submission(code, **STORE), "job"))
+    (starter,), (container,) = pod["initContainers"], pod["containers"]
+    assert not any("persistentVolumeClaim" in volume for volume in pod["volumes"])
+    for part in (starter, container):
+        assert any(word.startswith("s3://bucket/runs/wanma-gpt-1-") for word in part["command"])
+        references = [entry for entry in part["env"] if entry["name"] == "AWS_SECRET"]
+        assert references[0]["valueFrom"]["secretKeyRef"] == {"name": "s3", "key": "key"}
+
+
 def test_a_queue_suspends_the_run_and_joining_pods_belong_to_it() -> None:
     first = render_manifests(submission(queue="team"), "jobset")[-1]
     assert first["spec"]["suspend"]
@@ -128,6 +153,18 @@ def test_a_queue_suspends_the_run_and_joining_pods_belong_to_it() -> None:
     joining = render_manifests(submission(), "jobset", joining=f"{name}-2")[-1]
     assert joining["metadata"]["labels"]["wanma.dev/run"] == name
     assert pod_of([joining])["containers"] == pod_of([first])["containers"]
+
+
+def test_pods_of_a_gang_name_it_and_kueue_has_no_part_in_it() -> None:
+    _, gang, job = render_manifests(submission(**GANG), "job")
+    assert gang["spec"] == {"minMember": 2, "queue": "team", "priorityClassName": "high"}
+    name = gang["metadata"]["name"]
+    template = job["spec"]["template"]
+    assert template["metadata"]["annotations"] == {"scheduling.k8s.io/group-name": name}
+    assert template["spec"]["schedulerName"] == "volcano"
+    assert "suspend" not in job["spec"]
+    joining = render_manifests(submission(**GANG), "jobset", joining=f"{name}-2")[0]
+    assert (joining["metadata"]["name"], joining["spec"]["minMember"]) == (f"{name}-2", 1)
 
 
 def test_a_run_directory_on_the_volume_is_used_as_it_is() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,20 @@ def test_an_end_has_the_exit_code_of_a_pod(handle: dict[str, Any], code: int, st
     status = read_status(handle, Observation(first(Failed="PodFailurePolicy"), pods))
     assert (status.state, status.exit_code) == (state, code)
     assert read_status(handle, Observation(first(Complete="CompletionsReached"))).state == "finished"
+
+
+def test_a_wait_begins_with_the_submission_a_suspension_or_the_loss_of_a_pod() -> None:
+    def ago(seconds: float) -> str:
+        return (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat()
+
+    job = first(Suspended="JobSuspended")
+    job["metadata"]["creationTimestamp"] = ago(900)
+    job["status"]["conditions"][0]["lastTransitionTime"] = ago(600)
+    assert Observation(job).waiting_seconds == pytest.approx(600, abs=5)
+    lost = pod("wanma-gpt-1", {}) | {"metadata": {"name": "wanma-gpt-1", "creationTimestamp": ago(300)}}
+    assert Observation(job, [lost]).waiting_seconds == pytest.approx(300, abs=5)
+    job["status"]["conditions"] = []
+    assert Observation(job).waiting_seconds == pytest.approx(900, abs=5)
 
 
 def test_a_run_that_is_gone_was_deleted_unless_wanma_did_it(handle: dict[str, Any]) -> None:

@@ -17,7 +17,6 @@ import psutil
 import pytest
 
 from support import launcher_environments as of
-from wanma.elastic.supervisor.stop_signals import SIGNAL_REPEAT_SECONDS
 from wanma.engines.launchers import node_leader
 from wanma.engines.launchers.node_leader import mark_output_as_forwarded, run_on_node
 from wanma.engines.launchers.placement import read_placement
@@ -25,22 +24,40 @@ from wanma.job.errors import WanmaError
 
 PROGRAM = """
 import json, os, sys, time
+from wanma.elastic.supervisor.stop_signals import SIGNAL_REPEAT_SECONDS, ReceivedSignals
 from wanma.engines.launchers import node_leader
 from wanma.engines.launchers.placement import read_placement
 from wanma.job.errors import WanmaError
 
 node_leader.MEETING_SECONDS = float(os.environ.pop("TEST_MEETING_SECONDS", "60"))
+if seconds := os.environ.pop("TEST_REPEAT_SECONDS", ""):
+    for number in SIGNAL_REPEAT_SECONDS:
+        SIGNAL_REPEAT_SECONDS[number] = float(seconds)
 if user := os.environ.pop("TEST_USER", ""):
     os.setuid(int(user))
 if cores := os.environ.pop("TEST_CORES", ""):
     os.sched_setaffinity(0, json.loads(cores))
 
+class ReportedSignals(ReceivedSignals):  # with a line of output for each that has been handled
+    def is_repeat(self, number):
+        if repeats := super().is_repeat(number):
+            os.write(1, b"repeated\\n")
+        return repeats
+
+    def add(self, number):
+        is_second = super().add(number)
+        os.write(1, b"received\\n")
+        return is_second
+
+node_leader.ReceivedSignals = ReportedSignals
+
 def command():
+    if sys.argv[1] == "child" and os.fork() == 0:
+        time.sleep(60)
+        os._exit(0)
     print(json.dumps(["leads", sorted(os.sched_getaffinity(0)), dict(os.environ)]), flush=True)
     if sys.argv[1] == "error":
         raise WanmaError("wrong", exit_code=3)
-    if sys.argv[1] == "child" and os.fork() == 0:
-        time.sleep(60)
     if sys.argv[1] in ("wait", "child"):
         sys.stdin.read()
     return int(sys.argv[2])
@@ -148,26 +165,29 @@ def _end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
+def send(process: subprocess.Popen[str], number: signal.Signals) -> str:
+    """Send a signal to a process that waits; return what it says of it when it has handled it."""
+    process.send_signal(number)
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
 def test_who_waits_ignores_the_first_signal_of_each_kind() -> None:
-    with launched("wait", "143") as launch:
+    with launched("wait", "143", TEST_REPEAT_SECONDS="600") as launch:
         launch.until_led()
         _, first, second = launch.processes
         for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM):
-            first.send_signal(number)
-            second.send_signal(number)
-        second.send_signal(signal.SIGTERM)  # to the group and to the process: one request
-        time.sleep(0.3)
-        assert (first.poll(), second.poll()) == (None, None)
+            assert send(first, number) == send(second, number) == "received"
+        assert send(second, signal.SIGTERM) == "repeated"  # to the group and to the process: one request
         ended = launch.end()
     assert [code for code, _, _ in ended] == [143] * 3
 
 
 def test_a_second_interrupt_ends_who_waits() -> None:
-    with launched("wait", "0") as launch:
+    with launched("wait", "0", TEST_REPEAT_SECONDS="0") as launch:
         launch.until_led()
         waiting = launch.processes[1]
-        waiting.send_signal(signal.SIGINT)
-        time.sleep(SIGNAL_REPEAT_SECONDS[signal.SIGINT])
+        assert send(waiting, signal.SIGINT) == "received"
         assert waiting.poll() is None
         waiting.send_signal(signal.SIGINT)
         assert waiting.wait(60) == 130

@@ -9,7 +9,7 @@ import pytest
 from wanma.engines.lease.budget import BudgetWatch
 from wanma.job.cluster import Cluster, Device, NodeGroup
 from wanma.job.errors import JobError, WanmaError
-from wanma.job.sections.budget import BudgetSection
+from wanma.job.sections.cluster import BudgetSection
 
 CPU = Device("cpu", "processor", 1 << 34, {}, power_watts=200.0)
 NODE = NodeGroup("n", 4, 1 << 34, (), count=2, cpu=CPU, power_watts=400.0, price_per_hour=3.0)

@@ -11,18 +11,19 @@ import torch
 from torch.testing import assert_close
 
 from support.command import Training
+from support.paced_run import ENDLESS, FACTORY, Pace, last_start
 from support.prometheus import free_port, wait_until
 from support.ray_cluster import RayCluster, needs_ray, ray_cluster
 from support.run_state import describe_run
 from wanma.job.errors import EXIT_INTERRUPTED, EXIT_USAGE
-from wanma.job.run.run_directory import RunDirectory, write_atomically
+from wanma.job.run.run_directory import RunDirectory
 from wanma.report.run_report import read_report
 
 pytestmark = [needs_ray, pytest.mark.timeout(400, func_only=True)]
 
 JOB = """
 [model]
-factory = "paced:Paced"
+factory = "{factory}"
 [data]
 text = ["{text}"]
 sequence_length = 32
@@ -43,23 +44,6 @@ address = "{address}"
 [observe]
 console = "plain"
 """
-PACED = """
-import time
-from pathlib import Path
-import torch
-class Paced(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = torch.nn.Embedding(512, 8)
-        self.head = torch.nn.Linear(8, 512)
-        self.forwards = 0
-    def forward(self, tokens):
-        self.forwards += not tokens.is_meta
-        while self.forwards > int(Path({limit!r}).read_text()):
-            time.sleep(0.02)
-        return self.head(self.embedding(tokens))
-"""
-ENDLESS = 100_000
 STEPS = 200
 
 
@@ -77,13 +61,8 @@ class Paced:
         self.folder.mkdir()
         self.run = RunDirectory(self.folder / "runs" / name)
         self.job = self.folder / f"{name}.toml"
-        self.job.write_text(JOB.format(text=__file__, address=cluster.address, steps=STEPS))
-        (self.folder / "paced.py").write_text(PACED.format(limit=str(self.folder / "limit")))
-        self.allow(forwards)
-
-    def allow(self, forwards: int = ENDLESS) -> None:
-        self.allowed = forwards
-        write_atomically(self.folder / "limit", f"{forwards}")
+        self.job.write_text(JOB.format(factory=FACTORY, text=__file__, address=cluster.address, steps=STEPS))
+        self.pace = Pace(self.folder, forwards)
 
     def train(self, *words: str, code: int = 0) -> str:
         return self.cluster.wanma(self.folder, "train", str(self.job), *words, code=code)
@@ -95,13 +74,10 @@ class Paced:
         """Wait until the run computes on so many nodes, after so many starts."""
 
         def is_reached() -> bool:
-            report = read_report(self.run)
-            start = report.starts[-1] if report.starts else {"nodes": 0, "step": 0}
-            if start["nodes"] == nodes and len(report.starts) >= starts:
-                return bool(self.steps and self.steps[-1] >= start["step"] + 2)
-            if start["nodes"] not in (0, nodes):  # a node joins or leaves the run after a step
-                self.allow(self.allowed + next(pauses))
-            return False
+            current, is_there = last_start(self.run, nodes, starts)
+            if current not in (0, nodes):  # a node joins or leaves the run after a step
+                self.pace.allow_more(next(pauses))
+            return is_there
 
         pauses = itertools.cycle((0, 0, 0, 0, 1))
 
@@ -158,7 +134,7 @@ def test_a_cancelled_run_saves_leaves_nothing_and_resumes(
     explained = waiting.ask("explain")
     assert "CPU: in use on 2 nodes" in explained
     run.ask("cancel")
-    run.allow()
+    run.pace.allow()
     run.wait_for_state("cancelled")
     assert Training(run.run.path).checkpoints()
     waiting.wait_for_nodes(2)  # it has what the other gave back
@@ -185,10 +161,29 @@ def test_a_removed_node_is_replaced_and_the_number_of_nodes_changes(
     run.wait_for_nodes(1, starts=4)
     run.ask("resize", "--nodes", "2")
     run.wait_for_nodes(2, starts=5)
-    run.allow()
+    run.pace.allow()
     run.wait_for_state("finished")
     assert run.steps == list(range(1, STEPS + 1)), "one history"
     assert_close(run.weights(), here.weights(), rtol=1e-3, atol=1e-4)
+    cluster.assert_nothing_is_left(run.run.path)
+
+
+@pytest.mark.exhaustive
+def test_a_node_beyond_the_minimum_is_given_to_work_that_waits_for_it(
+    cluster: RayCluster, tmp_path: Path
+) -> None:
+    run, other = Paced(cluster, tmp_path, "generous"), Paced(cluster, tmp_path, "other")
+    run.train("-d", "--nodes", "1..2", "parallel.dp_replicate=", "parallel=auto")
+    run.wait_for_nodes(2)
+    other.train("-d", "--nodes", "1", "parallel.dp_replicate=1")
+    run.wait_for_nodes(1, starts=2)
+    other.wait_for_nodes(1)
+    other.pace.allow()
+    other.wait_for_state("finished")
+    run.wait_for_nodes(2, starts=3)
+    run.pace.allow()
+    run.wait_for_state("finished")
+    assert run.steps == list(range(1, STEPS + 1)), "one history"
     cluster.assert_nothing_is_left(run.run.path)
 
 

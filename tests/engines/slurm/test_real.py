@@ -20,11 +20,12 @@ from torch.testing import assert_close
 
 from support.command import Training, assert_bitwise_equal
 from support.frameworks import SCRIPTS
+from support.paced_run import ENDLESS, FACTORY, Pace, last_start
 from support.run_state import describe_processes, describe_run
 from support.slurm import SlurmCluster, slurm_cluster
 from support.wheels import make_wheel
 from wanma.engines.slurm.batch_script import CANCEL_FILE
-from wanma.job.run.run_directory import RunDirectory, write_atomically
+from wanma.job.run.run_directory import RunDirectory
 from wanma.report.run_report import read_report
 
 # A fixture waits for the cluster of another file.
@@ -50,24 +51,7 @@ nodes = 2
 runs = "{folder}/runs"
 console = "plain"
 """
-ENDLESS = 100_000
 STEPS = 100
-PACED = """
-import time
-from pathlib import Path
-import torch
-class Paced(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = torch.nn.Embedding(512, 8)
-        self.head = torch.nn.Linear(8, 512)
-        self.forwards = 0
-    def forward(self, tokens):
-        self.forwards += not tokens.is_meta
-        while self.forwards > int(Path({limit!r}).read_text()):
-            time.sleep(0.02)
-        return self.head(self.embedding(tokens))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -181,32 +165,19 @@ class PacedLogin(Login):
 
     def __init__(self, cluster: SlurmCluster, folder: Path, name: str, forwards: int = 4) -> None:
         super().__init__(cluster, folder, name, STEPS)
-        self.limit = folder / "limit"
-        self.allow(forwards)
-        (folder / "paced.py").write_text(PACED.format(limit=str(self.limit)))
-
-    def allow(self, forwards: int = ENDLESS) -> None:
-        """Let each process of a rank compute so many forwards."""
-        self.allowed = forwards
-        write_atomically(self.limit, f"{forwards}")
+        self.pace = Pace(folder, forwards)
 
     def train(self, *words: str, code: int = 0, seconds: float = 240) -> str:
-        return super().train("model.preset=", "model.factory=paced:Paced", *words, code=code, seconds=seconds)
+        return super().train("model.preset=", f"model.factory={FACTORY}", *words, code=code, seconds=seconds)
 
     def wait_for_nodes(self, nodes: int, starts: int = 1) -> None:
-        """Wait until the run computes on so many nodes, after so many starts.
-
-        Then every rank has finished a step, which another one records: before, a loss ends the run.
-        """
+        """Wait until the run computes on so many nodes, after so many starts."""
 
         def is_reached() -> bool:
-            report = read_report(self.run)
-            start = report.starts[-1] if report.starts else {"nodes": 0, "step": 0}
-            if start["nodes"] == nodes and len(report.starts) >= starts:
-                return bool(self.steps and self.steps[-1] >= start["step"] + 2)
-            if 0 < start["nodes"] < nodes:  # another node joins the run after a step
-                self.allow(self.allowed + 1)
-            return False
+            current, is_there = last_start(self.run, nodes, starts)
+            if 0 < current < nodes:  # another node joins the run after a step
+                self.pace.allow_more(1)
+            return is_there
 
         with self.describe_failure():
             self.cluster.wait_for(is_reached, f"start {starts}, on {nodes} nodes", 180)
@@ -217,7 +188,7 @@ class PacedLogin(Login):
 
     def finish(self) -> dict[str, torch.Tensor]:
         """Let the run go on to its end; return its weights and other state."""
-        self.allow()
+        self.pace.allow()
         with self.describe_failure():
             self.cluster.wait_for(
                 lambda: read_report(self.run).state == "finished", "the end of the run", 180
@@ -322,12 +293,12 @@ def test_a_run_stopped_by_its_time_limit_and_by_a_pre_emption_ends_with_equal_we
     cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes + 1}")
     login.wait_for_output("stopping after this step: SIGUSR1")
     cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=10")
-    login.allow(5)
+    login.pace.allow(5)
     login.wait_for_nodes(2, starts=2)
     assert cluster.job(job)["Restarts"] == "1"
     urgent = cluster.run("sbatch", "--parsable", "-purgent", "-N2", "--exclusive", "--wrap=true").strip()
     login.wait_for_output("stopping after this step: SIGTERM")
-    login.allow()
+    login.pace.allow()
     cluster.wait_for(lambda: cluster.job(urgent)["JobState"] == "COMPLETED", "the urgent job")
     assert_bitwise_equal(login.finish(), undisturbed)
     assert cluster.job(job)["Restarts"] == "2"

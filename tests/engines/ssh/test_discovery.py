@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from wanma.api.engines.submission import take_nodes
-from wanma.engines.ssh.connection import Reply
+from wanma.engines.hosts.connections import Host, Reply
 from wanma.engines.ssh.discovery import ProbedHosts, make_engine_cluster, probe_hosts, require_hosts
-from wanma.engines.ssh.hosts import Host, parse_host
+from wanma.engines.ssh.hosts import parse_host
 from wanma.engines.ssh.placement import candidate_addresses
 from wanma.hardware.discovery.node import discover_node
 from wanma.job.errors import WanmaError

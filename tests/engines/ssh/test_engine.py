@@ -32,10 +32,8 @@ from wanma.api.engines.control import (
 from wanma.api.engines.script_submission import submit_script
 from wanma.api.engines.submission import submit_job
 from wanma.api.run.job_run import train_job
-from wanma.engines.ssh.connection import Reply
+from wanma.engines.hosts.connections import Host, HostError, Reply
 from wanma.engines.ssh.engine import SshEngine
-from wanma.engines.ssh.failures import SshError
-from wanma.engines.ssh.hosts import Host
 from wanma.engines.ssh.placement import PlacedNode
 from wanma.job.errors import WanmaError
 from wanma.job.file.loading import to_job
@@ -339,9 +337,9 @@ def test_hosts_with_other_settings_of_ssh_are_asked_at_the_same_time(monkeypatch
         def ask(self) -> None:
             """Never called."""
 
-        def ask_all(self, questions: Mapping[Host, object]) -> tuple[dict[Host, Reply], list[SshError]]:
+        def ask_all(self, questions: Mapping[Host, object]) -> tuple[dict[Host, Reply], list[HostError]]:
             both.wait(60)
-            return {}, [SshError(host, f"{host.text}: it cannot be reached", "") for host in questions]
+            return {}, [HostError(host, f"{host.text}: it cannot be reached", "") for host in questions]
 
     monkeypatch.setattr(SshEngine, "_connect", lambda *_: Silent())
     nodes = [PlacedNode(Host(name, name), name, 0, "/run", "") for name in ("gpu1", "gpu2")]

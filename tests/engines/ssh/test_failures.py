@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from wanma.engines.ssh.failures import SshError, explain_exit, explain_problem, join_errors
+from wanma.engines.hosts.connections import HostError, join_errors
+from wanma.engines.ssh.failures import explain_exit, explain_problem
 from wanma.engines.ssh.hosts import parse_host
 
 HOST = parse_host("me@gpu1:2222", "here")
@@ -75,6 +76,7 @@ def test_problems_of_the_host_itself() -> None:
 
 def test_several_hosts_make_one_message_with_each_way_out_once() -> None:
     error = join_errors(
-        [SshError(HOST, "gpu1: down", "look"), SshError(HOST, "gpu2: down", "look")], "2 hosts do not answer:"
+        [HostError(HOST, "gpu1: down", "look"), HostError(HOST, "gpu2: down", "look")],
+        "2 hosts do not answer:",
     )
     assert str(error) == "2 hosts do not answer:\n  gpu1: down\n  gpu2: down\n  look"

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from wanma.engines.ssh.hosts import Host, list_hosts, parse_host, read_inventory
+from wanma.engines.hosts.connections import Host
+from wanma.engines.ssh.hosts import list_hosts, parse_host, read_inventory
 from wanma.job.errors import JobError
 from wanma.job.sections.engines import SshSection
 

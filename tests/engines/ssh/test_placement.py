@@ -6,7 +6,7 @@ from pathlib import Path
 
 from wanma.cli.parser import build_parser, parse
 from wanma.engines.engine import Submission
-from wanma.engines.ssh.hosts import Host
+from wanma.engines.hosts.connections import Host
 from wanma.engines.ssh.placement import PlacedNode, command_arguments
 from wanma.job.sections.cluster import ClusterSection
 

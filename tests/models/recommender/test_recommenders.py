@@ -101,7 +101,7 @@ def test_bags_are_sums_empty_ones_zeros_and_repeated_ids_count_twice(kind: str) 
         | {  # type: ignore[operator]
             f"{name}.offsets": torch.arange(3) for name in ("user", "item")
         }
-    )
+    )()
     torch.testing.assert_close(vectors[2], torch.stack([2 * table[4], 0 * table[0], table[6]]))
     output = model(dense, user=USERS, item=ITEMS, **bags)["scores"]
     assert output.shape == (3, 1)

@@ -20,7 +20,7 @@ from wanma.observe.alerts.expressions import (
 from wanma.observe.alerts.rules import RULES
 from wanma.observe.series.run_series import Labels, Sample
 
-RANK_UP = "max by (run, node, rank) (wanma_rank_up)"
+RANK_UP = "max by (run, job, node, rank) (wanma_rank_up)"
 RANKS = [(("node", "0"), ("rank", str(rank))) for rank in range(2)]
 
 
@@ -95,19 +95,22 @@ def test_given_labels_are_no_labels_of_the_result() -> None:
 @pytest.mark.parametrize(
     ("expression", "promql"),
     [
-        (value("up") > 0, "(max by (run) (wanma_up) > 0)"),
-        (value("rank_up") / value("up"), f"({RANK_UP} / on (run) group_left () max by (run) (wanma_up))"),
+        (value("up") > 0, "(max by (run, job) (wanma_up) > 0)"),
+        (
+            value("rank_up") / value("up"),
+            f"({RANK_UP} / on (run, job) group_left () max by (run, job) (wanma_up))",
+        ),
         (
             (value("rank_up") < 1) & (value("up") > 0),
-            f"(({RANK_UP} < 1) and on (run) (max by (run) (wanma_up) > 0))",
+            f"(({RANK_UP} < 1) and on (run, job) (max by (run, job) (wanma_up) > 0))",
         ),
         (
             increase("phase_seconds", 60.0, phase="data"),
-            'max by (run) (increase(wanma_phase_seconds_total{phase="data"}[60s]))',
+            'max by (run, job) (increase(wanma_phase_seconds_total{phase="data"}[60s]))',
         ),
         (
             shortest(value("rank_up")) > value("loss"),
-            f"(min by (run) ({RANK_UP}) > on (run) max by (run) (wanma_loss))",
+            f"(min by (run, job) ({RANK_UP}) > on (run, job) max by (run, job) (wanma_loss))",
         ),
     ],
 )

@@ -15,6 +15,7 @@ from wanma.job.sections.observe import ObserveSection
 from wanma.observe.alerts import sinks
 from wanma.observe.alerts.sinks import AlertSinks, render_body
 
+NAMES = {"run": "gpt", "job": "tuned"}
 EVENT = {
     "kind": "alert",
     "alert": "DataWait",
@@ -32,7 +33,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def deliver(settings: ObserveSection) -> list[str]:
     warnings: list[str] = []
-    alerts = AlertSinks(settings, "gpt", warnings.append)
+    alerts = AlertSinks(settings, NAMES, warnings.append)
     alerts.send(dict(EVENT))
     alerts.close()
     return warnings
@@ -42,7 +43,7 @@ def test_a_webhook_gets_the_event_or_a_body_of_ones_own(monkeypatch: pytest.Monk
     with Webhook(503) as webhook:
         monkeypatch.setenv("HOOK", webhook.url)
         assert deliver(ObserveSection(alert_webhook="env:HOOK")) == []
-        assert json.loads(webhook.bodies[-1]) == {**EVENT, "run": "gpt"}
+        assert json.loads(webhook.bodies[-1]) == {**EVENT, **NAMES}
         assert deliver(ObserveSection(alert_webhook="env:HOOK", alert_body='{"text": "{run}: {text}"}')) == []
         assert json.loads(webhook.bodies[-1]) == {"text": 'gpt: waits\n"30 %"'}
 
@@ -69,7 +70,7 @@ def test_a_command_reads_the_event(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ["env:UNSET_HOOK", "file:/nowhere"])
 def test_the_source_of_a_webhook_must_have_an_address(value: str) -> None:
     with pytest.raises(JobError, match=r"observe\.alert_webhook"):
-        AlertSinks(ObserveSection(alert_webhook=value), "gpt", print)
+        AlertSinks(ObserveSection(alert_webhook=value), NAMES, print)
 
 
 def test_an_address_that_no_request_can_have_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:

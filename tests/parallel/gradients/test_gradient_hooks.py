@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import wanma
-from support.compare import spread_over
+from support.compare import full_tensor, spread_over
 from support.own import Numbers, Plain, seeded
 from support.own_loop import per_sample, session_job
 from support.ranks import run_ranks
@@ -63,7 +63,7 @@ def weights(worker: WorkerContext, text: dict[str, Any], folder: Path) -> tuple[
         for batch in session.batches(Numbers()):
             seen.append((batch.inputs[0].tolist(), batch.targets.tolist()))
             session.step(per_sample(model, batch))
-        whole = {name: p.full_tensor().tolist() for name, p in model.named_parameters()}  # type: ignore[operator]
+        whole = {name: full_tensor(parameter).tolist() for name, parameter in model.named_parameters()}
     return whole, seen
 
 

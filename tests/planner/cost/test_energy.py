@@ -106,7 +106,6 @@ def test_no_machine_draws_more_than_its_limit(shares: tuple[float, float, float,
     doing = DeviceActivity(*(share / sum(shares) for share in shares))
     (node,) = read_cluster("1x8 H100").nodes
     watts = node_watts(node, doing)
-    assert watts is not None
     assert 0.3 * 5600 < watts < 10200
 
 
@@ -141,6 +140,5 @@ def test_price_and_energy_count_the_machines_that_the_plan_fills() -> None:
 def test_energy_of_unlike_machines_is_known_only_if_all_of_them_are() -> None:
     (h100,), (tpu,) = read_cluster("1x8 H100").nodes, read_cluster("1x4 TPU v5p").nodes
     watts = node_watts(h100, IDLE)
-    assert watts is not None
     assert price_run(60.0, [(h100, 2)], IDLE) == RunCost(60.0, 120.0 * watts, None)
     assert price_run(60.0, [(h100, 2), (tpu, 1)], IDLE).energy_joules is None

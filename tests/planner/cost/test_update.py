@@ -39,7 +39,6 @@ def forecast_of(plan: Plan = ALONE, **train: Any) -> Forecast:
 
 def update_seconds(plan: Plan = ALONE, **train: Any) -> float:
     step = forecast_of(plan, **train).step
-    assert step is not None
     return step.optimizer
 
 
@@ -90,6 +89,5 @@ def test_a_rule_without_state_keeps_and_saves_none() -> None:
     ):
         found = forecast_of(**train)
         assert found.optimizer_bytes == pytest.approx(4 * copies * parameters, rel=1e-3)
-        assert found.step is not None
         saved = found.step.checkpoint * 100 * given().hardware.host.link_bytes_per_second
         assert saved == pytest.approx(4 * (1 + copies) * parameters, rel=1e-6)

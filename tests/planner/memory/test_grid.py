@@ -14,7 +14,8 @@ from wanma.models.config.dimensions import DecoderConfig
 from wanma.models.workload.model_workload import compute_decoder_workload
 from wanma.planner.cost.decoder_layers import FrameworkTraits
 from wanma.planner.memory.memory_table import build_memory_table
-from wanma.planner.memory.peak import MemoryInputs, forecast_memory
+from wanma.planner.memory.model_states import MemoryInputs
+from wanma.planner.memory.peak import forecast_memory
 from wanma.planner.memory.vectorized import ShardingOptions, peak_memory_grid
 
 MODEL = Workload(

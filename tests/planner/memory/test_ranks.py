@@ -191,7 +191,6 @@ def test_adapters_of_llama_3_8b_fit_beside_its_weights_in_bf16_by_hand() -> None
     model = build_section_workload(
         section, vocabulary_size=None, sequence_length=2048, image_shape=None, classes=None
     )
-    assert model is not None
     # Of queries and outputs 4096 × 4096, of keys and values 4096 × 1024.
     trained = 32 * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024))
     frozen = 8_030_261_248
@@ -231,7 +230,6 @@ def test_deepseek_v3_on_2048_gpus_holds_a_64th_of_its_experts_by_hand() -> None:
     model = build_section_workload(
         section, vocabulary_size=None, sequence_length=4096, image_shape=None, classes=None
     )
-    assert model is not None
     dense, sparse = model.layers[1:3]
     assert (dense.count, sparse.count) == (3, 58)
     assert sparse.expert_parameters == 256 * 3 * 7168 * 2048

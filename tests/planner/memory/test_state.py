@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Shard
 from wanma.planner.cost.decoder_layers import FrameworkTraits
-from wanma.planner.memory.model_states import ModelStates, model_states_of
+from wanma.planner.memory.model_states import MemoryInputs, ModelStates, model_states_of
 from wanma.planner.memory.rank_parameters import RankParameters
 
 PSI = 1_000_000.0
@@ -26,10 +26,7 @@ def state(plan: Plan, software: FrameworkTraits | None = None, micro_batches: in
             dense_blocks=PSI, experts=0.0, end_layers=0.0, largest_block=PSI / 10, distinct_matrices=PSI / 10
         ),
         plan,
-        "adamw",
-        micro_batches=micro_batches,
-        weight_average=False,
-        framework=software or FrameworkTraits(),
+        MemoryInputs("adamw", micro_batches, False, software or FrameworkTraits()),
     )
 
 
@@ -95,14 +92,12 @@ def test_parts_of_a_sum_over_gloo_come_from_all_others_at_once() -> None:
 
 
 def test_units_are_exchanged_in_memory_that_ranks_share_and_that_stays() -> None:
-    arguments: dict[str, Any] = {"micro_batches": 1, "weight_average": False}
-
     def of(ends: float, share: float = 1.0, **more: Any) -> ModelStates:
         parameters = RankParameters(
             dense_blocks=PSI, experts=0.0, end_layers=ends, largest_block=PSI / 10, trainable_share=share
         )
         plan = Plan(dp_shard=2, **more)
-        return model_states_of(parameters, plan, "adamw", framework=FrameworkTraits(), **arguments)
+        return model_states_of(parameters, plan, MemoryInputs("adamw", 1, False, FrameworkTraits()))
 
     # Nothing is gathered; gradients of the largest unit are reduced.
     found = of(2 * PSI, shard="parameters")
@@ -130,7 +125,7 @@ def test_units_are_exchanged_in_memory_that_ranks_share_and_that_stays() -> None
         largest_block_experts=PSI / 10,
     )
     plan = Plan(dp_shard=2, ep=2, shard="parameters")
-    found = model_states_of(experts, plan, "adamw", framework=FrameworkTraits(), **arguments)
+    found = model_states_of(experts, plan, MemoryInputs("adamw", 1, False, FrameworkTraits()))
     assert (found.buffers, found.gathered_parameters) == (4 * 2 * PSI, 4 * PSI / 10)
 
 
@@ -153,9 +148,8 @@ def test_replicas_sum_small_gradients_in_memory_that_they_share() -> None:
     )
 
     def of(software: FrameworkTraits, **more: Any) -> ModelStates:
-        arguments = {"micro_batches": 1, "weight_average": False}
         plan = Plan(dp_replicate=2, bucket_bytes=1000, **more)
-        return model_states_of(parameters, plan, "adamw", framework=software, **arguments)
+        return model_states_of(parameters, plan, MemoryInputs("adamw", 1, False, software))
 
     shared, gloo = of(FrameworkTraits()), of(GLOO)
     assert shared.buffers == 4 * PSI / 4
@@ -169,13 +163,6 @@ def test_experts_are_shared_by_the_ranks_that_have_the_same() -> None:
     half = {"trainable_share": 0.5, "trainable_block_share": 0.5}
     parameters = RankParameters(dense_blocks=0.0, experts=PSI, end_layers=0.0, largest_block=PSI, **half)
     plan = Plan(dp_shard=8, ep=4, shard="optimizer")
-    found = model_states_of(
-        parameters,
-        plan,
-        "sgd",
-        micro_batches=1,
-        weight_average=True,
-        framework=FrameworkTraits(),
-    )
+    found = model_states_of(parameters, plan, MemoryInputs("sgd", 1, True, FrameworkTraits()))
     # 8 / 4 ranks share them; momentum and an average of half of them.
     assert found.optimizer == 2 * 4 * PSI / 2 * 0.5

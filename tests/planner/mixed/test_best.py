@@ -132,7 +132,6 @@ def test_no_option_does_more_than_its_bound(number: int, seconds: float) -> None
         at = number % len(options.samples_per_micro_batch)
         option = options[at]
         placed = StagePlacer(of).place(option, 1, 2, "optimizer")
-        assert placed is not None
         assert placed.max_micro_batches(seconds) <= options.max_micro_batches(seconds)[at]
         pace = StagePlacer(of).slowest_stage_bound(option, True)
         assert placed.max_micro_batches(seconds) <= options.max_micro_batches_at(at, seconds, pace)
@@ -154,7 +153,6 @@ def test_cuts_make_the_slowest_stage_as_fast_as_any_cuts_do(
     nodes = (1, 0) if slow_first else (0, 1)
     option = ReplicaShape((StageSegment(nodes[0], 1, first), StageSegment(nodes[1], tp, second)), 1, "none")
     found = StagePlacer(of).replicas(option, 1, "optimizer")
-    assert found is not None
     assert sum(place.blocks for place in found.places) == SMALL.layers
 
     def pace(sizes: tuple[int, ...]) -> float:
@@ -175,11 +173,9 @@ def test_cuts_make_the_slowest_stage_as_fast_as_any_cuts_do(
 def test_a_kind_with_little_memory_gets_fewer_blocks() -> None:
     option = ReplicaShape((StageSegment(0, 1, 1), StageSegment(1, 1, 1)), 4, "none")
     roomy = StagePlacer(costs()).replicas(option, 4, "none")
-    assert roomy is not None
     blocks = [place.blocks for place in roomy.places]
     needed = costs().memory(roomy, "none", 2)[0].memory_bytes
     tight = StagePlacer(costs(fleet(fast_bytes=needed - 1))).replicas(option, 4, "none")
-    assert tight is not None
     assert [place.blocks for place in tight.places] == [blocks[0] - 1, blocks[1] + 1]
     assert StagePlacer(costs(fleet(fast_bytes=1e9))).replicas(option, 4, "none") is None
 

@@ -211,10 +211,8 @@ def test_unlike_groups_sum_their_gradients_in_a_ring_over_the_joining_link() -> 
 
 
 def test_a_slower_joining_link_makes_mixed_plans_slower_and_no_others() -> None:
-    mixed, alone = (
-        CASES["replicas of two kinds"],
-        placed((ReplicaPlacement(4, (StagePlacement(FAST, 4),), 2), 24)),
-    )
+    mixed = CASES["replicas of two kinds"]
+    alone = placed((ReplicaPlacement(4, (StagePlacement(FAST, 4),), 2), 24))
     taken = {
         rate: [
             placed_step_time(costs(fleet(across=rate)), plan, sum(plan.batch_shares)).seconds

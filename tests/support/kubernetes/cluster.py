@@ -194,9 +194,6 @@ class KubernetesCluster:
         """Refuse a verb ('*': all) on a resource ('pods', 'pods/log') with 403."""
         self.denied.add((verb, resource))
 
-    def allow(self, verb: str, resource: str) -> None:
-        self.denied.discard((verb, resource))
-
     def set_quota(self, hard: dict[str, str], namespace: str = "default", name: str = "quota") -> None:
         """Set the ResourceQuota of a namespace."""
         found = self.store.find("resourcequotas", namespace, name)
@@ -226,11 +223,6 @@ class KubernetesCluster:
         }
         self.add("clusterqueues", {"metadata": {"name": name}, "spec": spec})
         self.add("localqueues", {"metadata": {"name": name}, "spec": {"clusterQueue": name}}, namespace)
-
-    def compact(self) -> None:
-        """Forget the history: a watch from an older resource version is answered 410."""
-        with self.store.changed:
-            self.store.oldest = self.store.version
 
     def claim_folder(self, claim: str, namespace: str = "default") -> Path:
         """Return the folder that a PersistentVolumeClaim's volume is on this machine."""

@@ -12,10 +12,7 @@ import shlex
 import signal
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +37,7 @@ class Container:
 
     Attributes:
         enter: command that takes on the user and the working directory, and becomes what follows it.
-        lines: (time stamp, text) of its output, both streams in the order of their arrival.
+        lines: lines of its output, both streams in the order of their arrival.
         code: exit code, None while it runs.
     """
 
@@ -53,7 +50,7 @@ class Container:
     code: int | None = None
     has_term: bool = False
     enter: list[str] = field(default_factory=list)
-    lines: list[tuple[str, bytes]] = field(default_factory=list)
+    lines: list[bytes] = field(default_factory=list)
     readers: list[threading.Thread] = field(default_factory=list)
 
     def poll(self) -> int | None:
@@ -62,7 +59,7 @@ class Container:
         if self.code is None and code is not None:
             for reader in self.readers:
                 reader.join(5)
-            if self.lines and self.lines[-1][1] == _KILLED:
+            if self.lines and self.lines[-1] == _KILLED:
                 self.lines.pop()
                 code = 137
             self.code = code if code >= 0 else 128 - code
@@ -115,26 +112,6 @@ class Container:
             [*enter, *self.enter, *command], stdin=pipe, stdout=pipe, stderr=pipe, env=self.environment
         )
 
-    def read(self, query: dict[str, str], is_over: Callable[[], bool]) -> Iterator[bytes]:
-        """Yield its output as the query of a log request wants it.
-
-        https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/pod-v1/#get-read-log
-        """
-        end = len(self.lines)
-        position = max(0, end - int(query["tailLines"])) if "tailLines" in query else 0
-        since = time.time() - float(query["sinceSeconds"]) if "sinceSeconds" in query else 0.0
-        since = datetime.fromisoformat(query["sinceTime"]).timestamp() if "sinceTime" in query else since
-        has_stamps = query.get("timestamps") in ("true", "1")
-        while True:
-            is_last = self.code is not None
-            for stamp, text in self.lines[position:]:
-                if datetime.fromisoformat(stamp).timestamp() >= since:
-                    yield (f"{stamp} ".encode() if has_stamps else b"") + text
-                position += 1
-            if query.get("follow") not in ("true", "1") or is_last or is_over():
-                return
-            time.sleep(0.05)
-
 
 def start(
     name: str, folder: Path, command: list[str], mounts: list[Mount], environment: dict[str, str], *,
@@ -182,9 +159,8 @@ def start(
     return made
 
 
-def _read(pipe: Any, lines: list[tuple[str, bytes]]) -> None:
-    for text in pipe:
-        lines.append((datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%f000Z"), text))
+def _read(pipe: Any, lines: list[bytes]) -> None:
+    lines.extend(pipe)
 
 
 def _script(

@@ -29,13 +29,13 @@ def complete(plural: str, found: Object) -> None:
     if plural != "jobsets":
         return
     spec, name = found["spec"], found["metadata"]["name"]
-    refuse_unknown(spec, "coordinator", "volumeClaimPolicies", "managedBy")
-    for rule in spec.get("failurePolicy", {}).get("rules", []):
-        refuse_unknown({rule["action"]: rule}, "RestartJob", "RestartJobAndIgnoreMaxRestarts")
+    refuse_unknown(spec, "coordinator", "volumeClaimPolicies", "managedBy", "successPolicy", "startupPolicy")
+    refuse_unknown(spec.get("failurePolicy", {}), "rules")
     spec["network"] = {"enableDNSHostnames": True, "publishNotReadyAddresses": True} | spec.get("network", {})
-    spec.setdefault("successPolicy", {"operator": "All"})
-    spec.setdefault("startupPolicy", {"startupPolicyOrder": "AnyOrder"})
+    spec["successPolicy"] = {"operator": "All"}
+    spec["startupPolicy"] = {"startupPolicyOrder": "AnyOrder"}
     for one in spec["replicatedJobs"]:
+        refuse_unknown(one, "dependsOn")
         job = one["template"]["spec"]
         job.setdefault("completionMode", "Indexed")
         job["template"]["spec"].setdefault("restartPolicy", "OnFailure")
@@ -91,14 +91,8 @@ class JobSets:
                 self.store.delete(job, "Foreground")
 
     def _is_complete(self, found: Object, jobs: list[Object]) -> bool:
-        policy = found["spec"]["successPolicy"]
-        targets = policy.get("targetReplicatedJobs") or [
-            one["name"] for one in found["spec"]["replicatedJobs"]
-        ]
-        label = f"{_PREFIX}replicatedjob-name"
-        done = [has_condition(job, "Complete") for job in jobs if job["metadata"]["labels"][label] in targets]
-        wanted = sum(one["replicas"] for one in found["spec"]["replicatedJobs"] if one["name"] in targets)
-        return any(done) if policy["operator"] == "Any" else sum(done) >= wanted
+        wanted = sum(one["replicas"] for one in found["spec"]["replicatedJobs"])
+        return sum(has_condition(job, "Complete") for job in jobs) >= wanted
 
     def _fail(self, found: Object, job: Object) -> None:
         """https://jobset.sigs.k8s.io/docs/tasks/failure_policies/ ."""
@@ -107,27 +101,14 @@ class JobSets:
         if policy is None:
             self._end(found, "Failed", "FailedJobs", "jobset failed due to one or more job failures" + first)
             return
-        reason = next(one["reason"] for one in job["status"]["conditions"] if one["type"] == "Failed")
-        name = job["metadata"]["labels"][f"{_PREFIX}replicatedjob-name"]
-        action = "RestartJobSet"
-        for rule in policy.get("rules", []):
-            is_target = name in rule.get("targetReplicatedJobs", [name])
-            if is_target and reason in rule.get("onJobFailureReasons", [reason]):
-                action = rule["action"]
-                break
-        if action == "FailJobSet":
-            words = "applying FailJobSet failure policy action" + first
-            self._end(found, "Failed", "FailJobSetFailurePolicyAction", words)
-        elif action == "RestartJobSet" and found["status"].get("restartsCountTowardsMax", 0) >= policy.get(
-            "maxRestarts", 0
-        ):
+        if found["status"].get("restartsCountTowardsMax", 0) >= policy.get("maxRestarts", 0):
             words = "jobset failed due to reaching max number of restarts" + first
             self._end(found, "Failed", "ReachedMaxRestarts", words)
         else:
             with self.store.edit(found) as after:
                 after["status"]["restarts"] = restarts + 1
                 counted = after["status"].get("restartsCountTowardsMax", 0)
-                after["status"]["restartsCountTowardsMax"] = counted + (action == "RestartJobSet")
+                after["status"]["restartsCountTowardsMax"] = counted + 1
             words = f"restarting jobset, attempt {restarts + 1}"
             self.store.event(found, "Warning", "Restarting", words, "jobset")
 
@@ -162,11 +143,7 @@ class JobSets:
         subdomain = spec["network"].get("subdomain", name)
         if spec["network"]["enableDNSHostnames"]:
             self._serve(found, subdomain)
-        is_in_order = spec["startupPolicy"]["startupPolicyOrder"] == "InOrder"
         for replicated in spec["replicatedJobs"]:
-            if any(not self._has_reached(found, one) for one in replicated.get("dependsOn", [])):
-                position += replicated["replicas"]
-                continue
             for index in range(replicated["replicas"]):
                 job_name = f"{name}-{replicated['name']}-{index}"
                 labels = {
@@ -183,8 +160,6 @@ class JobSets:
                 position += 1
                 if self.store.find("jobs", metadata["namespace"], job_name) is None:
                     self._create_job(found, replicated, job_name, labels, subdomain)
-            if is_in_order and not self._has_reached(found, {"name": replicated["name"], "status": "Ready"}):
-                return
 
     def _create_job(
         self, found: Object, replicated: Object, name: str, labels: dict[str, str], subdomain: str
@@ -215,21 +190,6 @@ class JobSets:
             }
             metadata = {"name": subdomain, "ownerReferences": [owner_reference(found)]}
             self.store.create("services", {"metadata": metadata, "spec": spec}, namespace)
-
-    def _has_reached(self, found: Object, wanted: Object) -> bool:
-        """Return True if a replicated job is as `dependsOn` or the startup policy wants it."""
-        replicas = next(one for one in found["spec"]["replicatedJobs"] if one["name"] == wanted["name"])[
-            "replicas"
-        ]
-        label = f"{_PREFIX}replicatedjob-name"
-        jobs = [
-            job
-            for job in self.store.owned("jobs", found)
-            if job["metadata"]["labels"][label] == wanted["name"]
-        ]
-        done = sum(has_condition(job, "Complete") for job in jobs)
-        ready = sum(_is_ready(job) for job in jobs)
-        return (done if wanted["status"] == "Complete" else ready) >= replicas
 
     def _report(self, found: Object, jobs: list[Object]) -> None:
         entries = []

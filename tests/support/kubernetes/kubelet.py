@@ -24,7 +24,7 @@ from support.kubernetes.pod_network import PodNetwork, service_names
 from support.kubernetes.resources import Object, RefusalError, now, refuse_unknown, set_condition
 from support.kubernetes.store import Store
 
-_FIELDS = {"name", "image", "imagePullPolicy", "command", "args", "workingDir", "env", "envFrom", "ports"}
+_FIELDS = {"name", "image", "imagePullPolicy", "command", "args", "workingDir", "env", "ports"}
 _FIELDS |= {"volumeMounts", "resources", "securityContext", "terminationMessagePath"}
 _FIELDS |= {"terminationMessagePolicy"}
 """Fields of containers that are honoured, or make no difference here."""
@@ -35,25 +35,19 @@ class _Run:
     """A pod on its node.
 
     Attributes:
-        containers: all instances of each container, oldest first.
+        containers: containers that have started, by name.
         waiting: of containers that cannot start, reason and message.
-        retry: time at which a container may start again.
+        retry: time at which the image of a container is pulled again.
     """
 
     network: str
     address: str
     folder: Path
-    containers: dict[str, list[Container]] = field(default_factory=dict)
+    containers: dict[str, Container] = field(default_factory=dict)
     waiting: dict[str, tuple[str, str]] = field(default_factory=dict)
     retry: dict[str, float] = field(default_factory=dict)
     kill_at: float = float("inf")
     is_stopped: bool = False
-
-    def last(self, name: str) -> Container | None:
-        return (self.containers.get(name) or [None])[-1]  # type: ignore[list-item]
-
-    def all(self) -> list[Container]:
-        return [one for some in self.containers.values() for one in some]
 
 
 class Kubelets:
@@ -109,16 +103,17 @@ class Kubelets:
                 after["status"]["startTime"] = now()
         spec = pod["spec"]
         for one in spec.get("initContainers", []):
-            self._run_container(pod, run, one, is_init=True)
-            last = run.last(one["name"])
+            self._run_container(pod, run, one)
+            last = run.containers.get(one["name"])
             if last is None or last.poll() != 0:
                 break
         else:
             for one in spec["containers"]:
-                self._run_container(pod, run, one, is_init=False)
+                self._run_container(pod, run, one)
         self._report(pod, run)
 
     def _set_up(self, pod: Object) -> _Run:
+        assert pod["spec"]["restartPolicy"] == "Never", "the stand-in starts no container anew"
         for key in ("containers", "initContainers"):
             for one in pod["spec"].get(key, []):
                 refuse_unknown(one, *one.keys() - _FIELDS)
@@ -130,7 +125,7 @@ class Kubelets:
         return _Run(network, address, folder)
 
     def _tear_down(self, run: _Run) -> None:
-        for one in run.all():
+        for one in run.containers.values():
             if one.code is None:
                 one.signal(signal.SIGKILL)
                 one.process.wait()
@@ -142,7 +137,7 @@ class Kubelets:
 
     def _stop(self, run: _Run | None, pod: Object) -> None:
         """https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/#pod-termination ."""
-        running = [one for one in run.all() if one.poll() is None] if run else []
+        running = [one for one in run.containers.values() if one.poll() is None] if run else []
         if run and running:
             grace = pod["metadata"]["deletionGracePeriodSeconds"]
             run.kill_at = min(run.kill_at, time.monotonic() + grace)
@@ -161,20 +156,10 @@ class Kubelets:
                 after["status"]["phase"] = "Failed"
             after["metadata"]["deletionGracePeriodSeconds"] = 0
 
-    def _run_container(self, pod: Object, run: _Run, container: Object, is_init: bool) -> None:
-        name, policy = container["name"], pod["spec"]["restartPolicy"]
-        last = run.last(name)
-        if last is not None:
-            code = last.poll()
-            if code is None or policy == "Never" or (code == 0 and (is_init or policy == "OnFailure")):
-                return
-            count = len(run.containers[name])
-            delay = self.backoff_seconds * 2 ** (count - 1)
-            if time.monotonic() < run.retry.setdefault(f"{name} {count}", time.monotonic() + delay):
-                words = f"back-off {count}0s restarting failed container={name} pod={pod['metadata']['name']}"
-                run.waiting[name] = ("CrashLoopBackOff", words)
-                self._event(pod, "Warning", "BackOff", f"Back-off restarting failed container {name}")
-                return
+    def _run_container(self, pod: Object, run: _Run, container: Object) -> None:
+        if (name := container["name"]) in run.containers:
+            run.containers[name].poll()
+            return
         try:
             self._start(pod, run, container)
             run.waiting.pop(name, None)
@@ -182,13 +167,10 @@ class Kubelets:
             reason, words = error.args
             if reason == "CreateContainerConfigError":
                 self._event(pod, "Warning", "Failed", f"Error: {words}")
-            if reason == "FailedMount":
-                self._event(pod, "Warning", reason, words)
-            run.waiting[name] = ("ContainerCreating", "") if reason == "FailedMount" else (reason, words)
+            run.waiting[name] = (reason, words)
 
     def _start(self, pod: Object, run: _Run, container: Object) -> None:
         name, image = container["name"], container["image"]
-        count = len(run.containers.get(name, []))
         if image not in self.images:
             failed = f'failed to pull and unpack image "{image}": not found'
             if run.waiting.get(name, ("",))[0] != "ErrImagePull" and name not in run.retry:
@@ -203,19 +185,19 @@ class Kubelets:
             self._event(pod, "Warning", "Failed", "Error: ImagePullBackOff")
             raise NotYetError("ImagePullBackOff", f'Back-off pulling image "{image}"')
         security = {**pod["spec"].get("securityContext", {}), **container.get("securityContext", {})}
-        variables = environment(self.store, pod, run.address, container)
+        variables = environment(self.store, pod, container)
         mounts = [Mount(run.folder / file, f"/etc/{file}") for file in ("hosts", "resolv.conf")]
         for mount in sorted(container.get("volumeMounts", []), key=lambda one: str(one["mountPath"])):
             volume = next(one for one in pod["spec"]["volumes"] if one["name"] == mount["name"])
-            source = volume_folder(self.store, pod, volume, run.folder / "volumes", self.folder / "claims")
+            source = volume_folder(pod, volume, run.folder / "volumes", self.folder / "claims")
             if "subPath" in mount:
                 source = source / mount["subPath"]
                 source.mkdir(parents=True, exist_ok=True)
             mounts.append(Mount(source, mount["mountPath"], mount.get("readOnly", False)))
         command = [*container.get("command", ["sh"]), *container.get("args", [])]
-        made = start(
+        run.containers[name] = start(
             name,
-            run.folder / f"{name}-{count}",
+            run.folder / name,
             [expand(word, variables) for word in command],
             mounts,
             variables,
@@ -225,7 +207,6 @@ class Kubelets:
             user=user_options(security),
             is_read_only=security.get("readOnlyRootFilesystem", False),
         )
-        run.containers.setdefault(name, []).append(made)
         self._event(pod, "Normal", "Pulled", f'Container image "{image}" already present on machine')
         self._event(pod, "Normal", "Created", f"Created container: {name}")
         self._event(pod, "Normal", "Started", f"Started container {name}")
@@ -237,18 +218,16 @@ class Kubelets:
             status |= {"podIP": run.address, "podIPs": [{"ip": run.address}]}
             status |= {"hostIP": self.network.gateway, "hostIPs": [{"ip": self.network.gateway}]}
             inits = spec.get("initContainers", [])
-            done = [run.last(one["name"]) for one in inits]
+            done = [run.containers.get(one["name"]) for one in inits]
             is_initialized = all(one is not None and one.code == 0 for one in done)
             for key, containers in (("initC", inits), ("c", spec["containers"])):
                 statuses = [self._status(run, one, is_initialized or key != "c") for one in containers]
                 status |= {f"{key}ontainerStatuses": statuses} if statuses else {}
-            lasts = [run.last(one["name"]) for one in spec["containers"]]
-            policy = spec["restartPolicy"]
+            lasts = [run.containers.get(one["name"]) for one in spec["containers"]]
             codes = [None if one is None else one.code for one in lasts]
-            is_init_failed = policy == "Never" and any(one is not None and one.code for one in done)
-            if is_init_failed:
+            if any(one is not None and one.code for one in done):
                 phase = "Failed"
-            elif None in codes or policy == "Always" or (policy == "OnFailure" and any(codes)):
+            elif None in codes:
                 phase = "Running" if any(one is not None and one.is_started for one in lasts) else "Pending"
             else:
                 phase = "Failed" if any(codes) else "Succeeded"
@@ -267,26 +246,24 @@ class Kubelets:
             self._tear_down(run)
 
     def _status(self, run: _Run, container: Object, is_initialized: bool) -> Object:
-        name, some = container["name"], run.containers.get(container["name"], [])
-        last = some[-1] if some else None
+        name, last = container["name"], run.containers.get(container["name"])
         first = "ContainerCreating" if is_initialized else "PodInitializing"
         reason, message = run.waiting.get(name, (first, ""))
-        if last is None or (name in run.waiting and last.code is not None):
+        if last is None:
             state = {"waiting": {"reason": reason, **({"message": message} if message else {})}}
         else:
             state = last.state()
-        before = last if "waiting" in state else some[-2] if len(some) > 1 else None
         is_running = "running" in state
         is_init_done = "terminated" in state and state["terminated"]["exitCode"] == 0
         return {
             "name": name,
             "state": state,
-            "lastState": before.state() if before is not None and before.code is not None else {},
+            "lastState": {},
             "ready": is_running or is_init_done,
             "started": is_running,
-            "restartCount": max(0, len(some) - 1),
+            "restartCount": 0,
             "image": container["image"],
-            "imageID": f"sha256:{container['image']}" if some else "",
+            "imageID": f"sha256:{container['image']}" if last else "",
             **({"containerID": f"containerd://{last.process.pid:064x}"} if last else {}),
         }
 
@@ -308,7 +285,7 @@ class Kubelets:
     def _event(self, pod: Object, kind: str, reason: str, message: str) -> None:
         self.store.event(pod, kind, reason, message, "kubelet")
 
-    def instance(self, pod: Object, container: str, is_previous: bool = False) -> Container:
+    def instance(self, pod: Object, container: str) -> Container:
         """Return the container that a request for logs or exec means, or refuse it."""
         name, run = pod["metadata"]["name"], self._runs.get(pod["metadata"]["uid"])
         known = [one["name"] for key in ("containers", "initContainers") for one in pod["spec"].get(key, [])]
@@ -322,11 +299,8 @@ class Kubelets:
         if node in self.lost:
             words = f'Get "https://{node}:10250/containerLogs": dial tcp: connect: no route to host'
             raise RefusalError(500, "InternalError", words)
-        some = run.containers.get(container, []) if run else []
-        if is_previous and len(some) > 1:
-            return some[-2]
-        if not some or is_previous:
+        if run is None or container not in run.containers:
             state = "ContainerCreating" if node else "Pending"
             words = f'container "{container}" in pod "{name}" is waiting to start: {state}'
             raise RefusalError(400, "BadRequest", words)
-        return some[-1]
+        return run.containers[container]

@@ -1,7 +1,8 @@
 """Kueue: Jobs and JobSets of a queue start when its quota admits them.
 
 https://kueue.sigs.k8s.io/docs/concepts/ ; conditions, reasons and messages: kubernetes-sigs/kueue
-apis/kueue/v1beta2/workload_types.go, pkg/scheduler/flavorassigner and pkg/workload/evict/evict.go .
+apis/kueue/v1beta2/workload_types.go, pkg/scheduler/flavorassigner, pkg/workload/workload.go (an eviction
+holds until quota is reserved again) and pkg/workload/evict/evict.go .
 One cohort per ClusterQueue: nothing is borrowed.
 """
 
@@ -57,7 +58,7 @@ class Kueue:
         if not found["spec"]["active"] and has_condition(found, "QuotaReserved"):
             self._evict(found, "Deactivated", "The workload is deactivated")
         found = self.store.fresh(found)
-        if has_condition(found, "Evicted"):
+        if has_condition(found, "Evicted") and has_condition(found, "QuotaReserved"):
             self._stop(plural, job, found)
         elif has_condition(found, "Admitted") and job["spec"]["suspend"]:
             self._start(plural, job, found)
@@ -142,8 +143,6 @@ class Kueue:
             words = "The workload has no reservation"
             set_condition(after["status"], "Admitted", "False", "NoReservation", words)
             if after["spec"]["active"]:
-                reason, words = "QuotaReserved", "Previously: " + evicted["message"]
-                set_condition(after["status"], "Evicted", "False", reason, words)
                 set_condition(after["status"], "Requeued", "True", evicted["reason"], evicted["message"])
 
     def _evict(self, found: Object, reason: str, words: str) -> None:
@@ -229,18 +228,23 @@ class Kueue:
             words = f"Quota reserved in ClusterQueue {queue}"
             set_condition(after["status"], "QuotaReserved", "True", "QuotaReserved", words)
             set_condition(after["status"], "Admitted", "True", "Admitted", "The workload is admitted")
+            for before in list(after["status"]["conditions"]):  # pkg/workload/workload.go
+                if before["type"] in ("Evicted", "Preempted") and before["status"] == "True":
+                    words = f"Previously: {before['message']}"
+                    set_condition(after["status"], before["type"], "False", "QuotaReserved", words)
         words = f"Quota reserved in ClusterQueue {queue}, wait time since queued was 0s"
         self.store.event(found, "Normal", "QuotaReserved", words, "kueue-admission")
         words = f"Admitted by ClusterQueue {queue}, wait time since reservation was 0s"
         self.store.event(found, "Normal", "Admitted", words, "kueue-admission")
 
     def _victims(self, queue: Object, found: Object, held: list[Object]) -> list[Object]:
-        """https://kueue.sigs.k8s.io/docs/concepts/preemption/ ."""
+        """https://kueue.sigs.k8s.io/docs/concepts/preemption/ ; pkg/scheduler/preemption/common ."""
         if queue["spec"]["preemption"].get("withinClusterQueue", "Never") == "Never":
             return []
         mine = found["spec"].get("priority", 0)
         lower = [one for one in held if one["spec"].get("priority", 0) < mine]
-        lower.sort(key=lambda one: (one["spec"]["priority"], one["metadata"]["creationTimestamp"]))
+        lower.sort(key=_reservation_time, reverse=True)  # the newest first
+        lower.sort(key=lambda one: int(one["spec"]["priority"]))
         victims: list[Object] = []
         for one in lower:
             victims.append(one)
@@ -285,6 +289,11 @@ def _lack(
         more = value + used[flavor, name] - quota
         return f"insufficient unused quota for {name} in flavor {flavor}, {more:g} more needed"
     return ""
+
+
+def _reservation_time(found: Object) -> str:
+    reserved = (one for one in found["status"]["conditions"] if one["type"] == "QuotaReserved")
+    return str(next(reserved)["lastTransitionTime"])
 
 
 def _usage(held: list[Object]) -> Counter[tuple[str, str]]:

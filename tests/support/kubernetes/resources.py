@@ -34,7 +34,6 @@ v1: namespaces/Namespace* nodes/Node*
 batch/v1: jobs/Job
 rbac.authorization.k8s.io/v1: roles/Role rolebindings/RoleBinding
 scheduling.k8s.io/v1: priorityclasses/PriorityClass*
-authorization.k8s.io/v1: selfsubjectaccessreviews/SelfSubjectAccessReview*
 jobset.x-k8s.io/v1alpha2: jobsets/JobSet
 kueue.x-k8s.io/v1beta2: workloads/Workload localqueues/LocalQueue clusterqueues/ClusterQueue*
 kueue.x-k8s.io/v1beta2: resourceflavors/ResourceFlavor*

@@ -1,5 +1,6 @@
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,9 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from support.ranks import run_here
 from wanma.data.batch import IGNORE_INDEX, Batch, concatenate_padded
 from wanma.data.datasets.dataset import make_batch
 from wanma.job.errors import WanmaError
+from wanma.job.plan.plan import Plan
 from wanma.training.loss.cross_entropy import cross_entropy_sum
 from wanma.training.loss.loss_functions import CrossEntropy, correct_count, cross_entropy_loss, wrap_user_loss
 from wanma.training.loss.target_counting import sum_and_count_losses
@@ -239,3 +242,18 @@ def test_a_loss_that_shifts_its_targets_itself_must_say_which_it_leaves_out() ->
         loss(logits, batch(partly))
     with pytest.raises(WanmaError, match="ignores targets"), torch.no_grad():
         loss(logits, batch(partly))
+
+
+def test_a_table_whose_target_is_a_number_trains_by_its_squared_error(tmp_path: Path) -> None:
+    table = tmp_path / "line.csv"
+    table.write_text("x,y\n" + "".join(f"{x / 64},{2 * x / 64 + 1}\n" for x in range(64)))
+    job: dict[str, Any] = {
+        "model": {"factory": "torch.nn:Linear", "arguments": {"in_features": 1, "out_features": 1}},
+        "data": {"path": str(table), "columns": {"features": ["x"], "target": "y"}, "validation_fraction": 0},
+        "train": {"steps": 60, "global_batch": 16, "learning_rate": 0.2, "weight_decay": 0.0},
+    }
+    ran = run_here(tmp_path / "run", job, Plan(micro_batch=16))
+    assert ran.losses[-1] < 1e-2 < ran.losses[0]
+    job["model"]["arguments"]["out_features"] = 2
+    with pytest.raises(WanmaError, match=r"\(16, 2\).*\(16,\)"):
+        run_here(tmp_path / "wide", job, Plan(micro_batch=16))

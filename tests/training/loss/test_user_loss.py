@@ -75,6 +75,16 @@ def test_a_loss_with_parameters_is_refused_and_one_whose_are_frozen_is_not() -> 
     check_loss(Margins().requires_grad_(False))
 
 
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.MSELoss(reduction="sum"), F.cross_entropy])
+def test_a_loss_of_torch_that_reduces_is_refused_at_once_with_the_way_out(loss: object) -> None:
+    with pytest.raises(JobError) as caught:
+        check_loss(loss)
+    assert "reduction='none'" in (caught.value.hint or "")
+    check_loss(nn.MSELoss(reduction="none"))
+    check_loss(partial(F.cross_entropy, reduction="none"))
+    check_loss(F.relu)
+
+
 @pytest.mark.parametrize("make", [lambda m: lambda o, t: m(o, t), lambda m: partial(m), lambda m: m.forward])
 def test_weights_that_a_function_holds_are_refused_before_they_would_have_been_updated(
     make: Callable[[Margins], Any],

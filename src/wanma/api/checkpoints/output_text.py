@@ -11,6 +11,7 @@ from rich.text import Text
 
 from wanma.checkpoint.inspection.integrity_scan import ScanResult
 from wanma.checkpoint.inspection.inventory import CheckpointEntry
+from wanma.job.errors import first_names
 from wanma.job.file.serialization import value_text
 from wanma.observe.units import MISSING_TEXT, bytes_text, count_text, duration_text, number_text
 
@@ -199,5 +200,4 @@ def _value_text(value: Any) -> str:
 
 
 def _names_text(names: Sequence[str], limit: int | None) -> str:
-    shown = ", ".join(names[:limit])
-    return shown if limit is None or len(names) <= limit else f"{shown} and {len(names) - limit:,} more"
+    return first_names(names, len(names) if limit is None else limit)

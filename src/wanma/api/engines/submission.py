@@ -18,8 +18,10 @@ from wanma.api.engines.placing import (
 )
 from wanma.api.run.callback_thread import load_callbacks
 from wanma.api.run.run_records import resolve_run_directory
+from wanma.checkpoint.remote.remote_storage import check_url
 from wanma.engines.engine import Engine, EngineCluster, Submission
 from wanma.engines.engine_record import EngineRecord
+from wanma.engines.kubernetes.manifests import make_placement
 from wanma.engines.selection import get_engine
 from wanma.engines.skypilot_task import render_skypilot_task
 from wanma.hardware.cluster_file.export import export_cluster
@@ -60,6 +62,7 @@ def submit_job(
         WanmaError: the job is wrong, its run is in progress, or the engine refuses it; nothing was started.
     """
     run = RunDirectory(resolve_run_directory(job, run_directory).path.absolute())
+    job = _keep_in_store(job, run)
     try:
         engine = usable_engine(job.cluster, engine)
         refuse_active_run(run)
@@ -89,6 +92,26 @@ def _submission_files(job: Job, run: RunDirectory, nodes: EngineCluster | None) 
     section = job.cluster.model_copy(update={"file": str(run.engine_files / CLUSTER_FILE)})
     placed = job.model_copy(update={"cluster": section})
     return {JOB_FILE: job_to_toml(placed), CLUSTER_FILE: export_cluster(nodes.cluster)}
+
+
+def _keep_in_store(job: Job, run: RunDirectory) -> Job:
+    """Return the job with claims and uploads in the object store that Kubernetes has in place of a volume.
+
+    Raises:
+        WanmaError: the object store cannot be served.
+    """
+    placement = make_placement(run.path, job.cluster.kubernetes)
+    if job.cluster.engine != "kubernetes" or not placement.store:
+        return job
+    check_url(placement.store, "cluster.kubernetes.store")
+    claims = job.cluster.claims or (f"{placement.store}/claims" if job.cluster.nodes > 1 else None)
+    upload = job.checkpoint.upload or f"{placement.store}/checkpoints"
+    return job.model_copy(
+        update={
+            "cluster": job.cluster.model_copy(update={"claims": claims} if claims else {}),
+            "checkpoint": job.checkpoint.model_copy(update={"upload": upload}),
+        }
+    )
 
 
 def needs_code(job: Job) -> bool:
@@ -122,6 +145,7 @@ def dry_submission(job: Job, run_directory: Path | None = None) -> RenderableTyp
         engine = usable_engine(job.cluster)
         run = RunDirectory(resolve_run_directory(job, run_directory).path.absolute())
         run.check_writable()
+        job = _keep_in_store(job, run)
         nodes = _discover(job, engine)
         prepared = _prepare(job, engine.name, nodes)
         submission = _make_submission(job, run, prepared, nodes)
@@ -142,6 +166,7 @@ def render_job(job: Job, run_directory: Path | None = None) -> str:
         WanmaError: the job is wrong.
     """
     run = RunDirectory(resolve_run_directory(job, run_directory).path.absolute())
+    job = _keep_in_store(job, run)
     engine = get_engine(job.cluster.engine)
     prepared = _prepare(job, engine.name, None, is_quiet=True)
     return engine.render(_make_submission(job, run, prepared, None))

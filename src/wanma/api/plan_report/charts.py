@@ -137,10 +137,8 @@ def _tick_text(seconds: float) -> str:
 
 def _plan_points(name: str, colour: int, plans: Iterable[Candidate], *, is_joined: bool) -> Series:
     ordered = sorted(plans, key=lambda candidate: candidate.seconds)
-    xs, ys = (
-        [candidate.seconds for candidate in ordered],
-        [float(candidate.memory_bytes) for candidate in ordered],
-    )
+    xs = [candidate.seconds for candidate in ordered]
+    ys = [float(candidate.memory_bytes) for candidate in ordered]
     return Series(name, colour, xs, ys, marks_all_points=True, draws_line=is_joined)
 
 

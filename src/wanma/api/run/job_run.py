@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wanma.api.run.callback_thread import CallbackThread, load_callbacks
+from wanma.api.run.parameter_servers import SERVED_ENTRY, RunServers
 from wanma.api.run.replanning import make_replanner
 from wanma.api.run.run_records import (
     SUPERVISOR_EVENT_KINDS,
@@ -48,6 +49,7 @@ from wanma.job.errors import EXIT_FAILED, EXIT_USAGE, WanmaError
 from wanma.job.file.serialization import job_hash
 from wanma.job.node_range import is_elastic
 from wanma.job.plan.plan import Plan
+from wanma.job.run.parameter_servers import ServerAccess
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event
 from wanma.job.sections.job import Job
@@ -74,8 +76,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 ENTRY = "wanma.training.loop.train_worker:train_worker"
-PRELOAD = ("torch", COMPILER_MODULE, "wanma.training.loop.train_worker")
-"""Modules imported once, before the ranks are forked; FSDP2 imports the compiler at its first use."""
 _FACTORY_KEYS = {
     "model": "model.factory",
     "data": "data.factory",
@@ -96,6 +96,7 @@ def train_job(
     callbacks: Sequence[Callback] = (),
     on_failure: Callable[[str], None] | None = None,
     world_size: int | None = None,
+    fork_server: ForkServerHandle | None = None,
 ) -> int:
     """Train `job` on this node, or this node's part of it; continue an interrupted run.
 
@@ -106,6 +107,7 @@ def train_job(
         callbacks: called during the run, before those that the job names.
         on_failure: receives the message of a failed run; default: it is shown on the console.
         world_size: number of ranks of an open layout (`parallel = "auto"`); default: the planner's choice.
+        fork_server: fork server that imports already; default: it starts once the layout is known.
 
     Returns:
         the exit code: 0 finished, 130 or 143 stopped in order or at once by a signal, else failed.
@@ -118,39 +120,35 @@ def train_job(
     run = resolve_run_directory(job, run_directory)
     called = _callbacks(job, run, callbacks, user_objects or {})
     start = initial_layout(job, world_size=world_size)
-    node = ForkServerHandle.start(preload_modules(job), make_worker_environment(job.cluster, start.plan))
+    start_node = ForkServerHandle.start if fork_server is None else fork_server.complete
+    node = start_node(preload_modules(job, start.plan), make_worker_environment(job.cluster, start.plan))
     try:
         # The fork server imports torch meanwhile.
         prepared = _prepare(job, start, user_objects)
         budget = BudgetWatch(job.cluster.budget, prepared.cluster, read_records(run, time.time()))
         run.create()
         with lock_run(run) if job.cluster.nodes == 1 else contextlib.nullcontext():
-            launch = _launch(run, job, prepared, user_objects)
+            servers = RunServers(job, prepared.plan, run)
+            launch = _launch(run, job, prepared, user_objects, servers.access)
             earlier_events = count_events(run)
             notes = _start_notes(run, job, prepared)
+            contents = (run, job, prepared, command_line or [])
             is_new = not run.job.exists()
             reads_text = _reads_text(job, user_objects)
             if is_new:
-                write_run_files(run, job, prepared, command_line or [], reads_text=reads_text)
+                write_run_files(*contents, reads_text=reads_text)
             with (
                 open_console(run, job.observe, job.train.steps) as console,
                 called,
                 _node_keeper(job, run, console.write) as keeper,
                 _observer(job, run, prepared, console) as observer,
+                servers.serve(console.write),
             ):
                 for note in notes:
-                    level = note_level(note, prepared.plan_result)
-                    console.write({"kind": "message", "level": level, "text": note})
-
-                def update_files() -> None:
-                    if not is_new:
-                        update_run_files(
-                            run, job, prepared, command_line or [], console.write, reads_text=reads_text
-                        )
-
-                on_event = _event_handler(
-                    run, prepared, console, called, keeper, observer, budget, update_files
-                )
+                    console.write(note)
+                update_files = partial(update_run_files, *contents, console.write, reads_text=reads_text)
+                first = None if is_new else update_files
+                on_event = _event_handler(run, prepared, console, called, keeper, observer, budget, first)
                 outcome = run_local(launch, on_event, node)
                 if job.cluster.nodes == 1:  # no rank is left that could still save
                     with contextlib.suppress(OSError):
@@ -196,12 +194,15 @@ def _reads_text(job: Job, user_objects: dict[str, Any] | None) -> bool:
     return "data" not in (user_objects or {}) and not has_no_text
 
 
-def _start_notes(run: RunDirectory, job: Job, prepared: PreparedJob) -> list[str]:
+def _start_notes(run: RunDirectory, job: Job, prepared: PreparedJob) -> list[Event]:
     """Return the notes to the user at the start of a run."""
-    return [
+    notes = [
         *job_change_notes(run, job),
         *plan_notes(job, prepared.plan_result),
         *workers_note(job, prepared.workers),
+    ]
+    return [
+        {"kind": "message", "level": note_level(note, prepared.plan_result), "text": note} for note in notes
     ]
 
 
@@ -213,7 +214,7 @@ def _event_handler(
     keeper: NodeKeeper | None,
     observer: RunObserver,
     budget: BudgetWatch,
-    on_first_step: Callable[[], None],
+    on_first_step: Callable[[], None] | None,
 ) -> Callable[[Event], str | None]:
     """Return the function that gets the run's events: it records and shows them, and passes them on.
 
@@ -240,7 +241,8 @@ def _event_handler(
             planned.update(event)
         if event["kind"] == "step" and not has_step:
             has_step = True
-            on_first_step()
+            if on_first_step is not None:
+                on_first_step()
             if planned:
                 update_plan_file(run, prepared, planned, console.write)
         if event["kind"] == "start" and planned and has_step:
@@ -296,9 +298,26 @@ def _end_callbacks(outcome: RunOutcome, callbacks: CallbackThread) -> tuple[str 
     return failure, exit_code
 
 
-def preload_modules(job: Job) -> tuple[str, ...]:
-    """Return the modules that the fork server imports."""
-    return PRELOAD if job.model.huggingface is None else (*PRELOAD, "wanma.models.huggingface.causal_model")
+def preload_modules(job: Job, plan: Plan) -> tuple[str, ...]:
+    """Return the modules that the fork server imports before it forks the ranks, and what it calls then.
+
+    Only what splits or compiles the model imports the compiler, with two thirds of a second and 80 MB.
+    """
+    needed = {
+        "wanma.parallel.data_parallel.sharded": not plan.computes_on_master_weights,
+        "wanma.parallel.tensor.tensor_parallel": plan.tp > 1,
+        "wanma.parallel.expert.expert_parallel": plan.ep > 1,
+        "wanma.parallel.pipeline.pipeline_runner": plan.pp > 1,
+        COMPILER_MODULE: plan.compile,
+    }
+    modules = [name for name, is_needed in needed.items() if is_needed]
+    return (
+        "torch",
+        *([COMPILER_MODULE, *modules] if modules else []),
+        "wanma.training.loop.train_worker",
+        *(["wanma.models.huggingface.causal_model"] if job.model.huggingface is not None else []),
+        *([] if modules else ["wanma.torch_internals.uncompiled:defer_compiler"]),
+    )
 
 
 def dry_run(job: Job, run_directory: Path | None = None, world_size: int | None = None) -> RenderableType:
@@ -333,7 +352,11 @@ def dry_run(job: Job, run_directory: Path | None = None, world_size: int | None 
 
 
 def _launch(
-    run: RunDirectory, job: Job, prepared: PreparedJob, user_objects: dict[str, Any] | None
+    run: RunDirectory,
+    job: Job,
+    prepared: PreparedJob,
+    user_objects: dict[str, Any] | None,
+    servers: ServerAccess | None,
 ) -> LaunchConfig:
     plan, workload = prepared.plan, prepared.workload
     fingerprint = _launch_fingerprint(job, plan)
@@ -343,12 +366,13 @@ def _launch(
         user_objects or {},
         {} if user_objects is None else _process_state(job, user_objects),
         workload.flops_per_sample if workload else None,
+        servers,
     )
     return LaunchConfig(
         run_directory=run.path.absolute(),
-        entry=ENTRY,
+        entry=ENTRY if servers is None else SERVED_ENTRY,
         payload=payload(job, plan, prepared.peak_flops_per_second),
-        preload_modules=preload_modules(job),
+        preload_modules=preload_modules(job, plan),
         ranks_per_node=plan.world_size // job.cluster.nodes,
         threads_per_rank=plan.threads_per_rank,
         nodes=job.cluster.nodes,
@@ -385,6 +409,7 @@ def _worker_payload(
     user_objects: dict[str, Any],
     process_state: dict[str, int],
     flops_per_sample: float | None,
+    servers: ServerAccess | None,
     job: Job,
     plan: Plan,
     peak: float | None,
@@ -397,7 +422,14 @@ def _worker_payload(
         seeded = is_seeded()
     return pickle_request(
         TrainRequest(
-            job, plan, flops_per_sample, peak, user_objects, seeded=seeded, process_state=process_state
+            job,
+            plan,
+            flops_per_sample,
+            peak,
+            user_objects,
+            seeded=seeded,
+            servers=servers,
+            process_state=process_state,
         )
     )
 

@@ -75,9 +75,6 @@ class CommandProgram:
     def leave_hosts(self) -> tuple[str, ...]:
         return ()
 
-    def read_plan(self) -> None:
-        return None
-
     def _steps(self) -> tuple[StepRecord, ...]:
         """Return the steps of the lines so far; the first has no beginning, so its seconds are NaN."""
         ends: list[tuple[float, dict[str, float]]] = []

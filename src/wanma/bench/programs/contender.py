@@ -64,6 +64,8 @@ class Contender:
     """Python environment of a command; None: that of the caller."""
     patterns: Patterns = Patterns()
     fault: Fault | None = None
+    link_megabits_per_second: float | None = None
+    """Rate of the link between two nodes of this machine on which a job runs; None: it runs as it says."""
     description: str = ""
     """Sentence on the contender; it decides nothing of an execution."""
 
@@ -85,6 +87,8 @@ class Contender:
         content["patterns"]["figures"] = dict(self.patterns.figures)
         if not self.description:
             del content["description"]  # as below
+        if self.link_megabits_per_second is None:
+            del content["link_megabits_per_second"]
         if self.python_environment is None:
             del content["python_environment"]  # as suites of earlier versions have it: equal hashes
         else:

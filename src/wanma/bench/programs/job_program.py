@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import secrets
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from wanma.bench.measurements.measurement import StepRecord
 from wanma.bench.programs.contender import Contender
+from wanma.bench.programs.limited_link import command_over_link
 from wanma.bench.programs.submitted_run import SubmittedRun
 from wanma.bench.programs.target import Progress
 from wanma.job.file.loading import load_job
@@ -66,6 +66,8 @@ class JobProgram:
         # The working directory is not a place of modules, unless the user has made it one.
         self.command = [sys.executable, "-P", "-m", "wanma", "train", contender.job]
         self.command += [*contender.overrides, *limit, "--run-dir", str(self.run.path)]
+        if contender.link_megabits_per_second is not None and self.engine == "local":
+            self.command = command_over_link(self.command, contender.link_megabits_per_second)
 
     def progress(self) -> list[Progress]:
         """Return the steps and validations so far."""
@@ -97,13 +99,6 @@ class JobProgram:
         hosts = self._submitted.other_hosts()
         self._submitted.discard()
         return hosts
-
-    def read_plan(self) -> dict[str, object] | None:
-        """Return the content of plan.json."""
-        try:
-            return dict(json.loads(self.run.plan.read_text()))
-        except (OSError, ValueError):
-            return None
 
 
 def step_records(report: Report) -> tuple[StepRecord, ...]:

@@ -146,6 +146,9 @@ class SuiteFile(Section):
     target: str | None = None
     metrics: list[str] = Field(default_factory=list)
     """Names of the metrics to be shown first."""
+    link_megabits_per_second: Annotated[float, Field(gt=0)] | None = None
+    """Rate of the link between two nodes of this machine on which each job runs; needs root. Jobs that an
+    engine places use the links that are there."""
     prepare: Literal["cifar10"] | None = None
     """Data that is made before the first execution; the job names its folder by `{data}`."""
     needs: list[str] = Field(default_factory=list)
@@ -263,6 +266,11 @@ def make_suite(
     if file.weak and not is_smoke:  # a suite in small has batches of its own
         contenders = with_weak_batches(contenders, text)
     contenders = with_equal_threads(contenders, text)
+    if file.link_megabits_per_second is not None:
+        rate = file.link_megabits_per_second
+        contenders = [
+            replace(one, link_megabits_per_second=rate) if one.kind == "job" else one for one in contenders
+        ]
     if is_smoke and file.smoke.contenders is not None:
         contenders = contenders[: file.smoke.contenders]
     names = [contender.name for contender in contenders]

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from wanma.checkpoint.format.manifest import DTYPE_BYTES, METADATA_KEY, Box
 from wanma.job.errors import WanmaError
-from wanma.torch_internals.dtensor import StridedShard, compute_local_shape_and_global_offset
+from wanma.torch_internals.dtensor import local_shape_and_offset
+from wanma.torch_internals.loaded import DTensor, Partial, Replicate, StridedShard
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -141,7 +141,7 @@ def local_box(name: str, tensor: torch.Tensor) -> Box | None:
                     "contiguous box",
                     "redistribute it to plain Shard placements before saving or loading",
                 )
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    shape, offset = local_shape_and_offset(tensor.shape, mesh, placements)
     local_shape = tuple(local_tensor(tensor).shape)
     if tuple(shape) != local_shape:
         raise WanmaError(

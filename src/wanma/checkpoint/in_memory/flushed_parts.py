@@ -13,7 +13,7 @@ import contextlib
 import errno
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from wanma.checkpoint.in_memory.memory_file import HEADER_BYTES, MemoryFileHeade
 from wanma.checkpoint.save.file_writer import write_file
 from wanma.checkpoint.store.checkpoint_folder import sync_folder
 from wanma.checkpoint.store.fallback_folder import create_fallback_folder, fallback_folders, is_own_folder
-from wanma.job.errors import WanmaError
+from wanma.job.errors import WanmaError, ranks_text
 
 _NAME = re.compile(r"part-step-\d{8,}-\d+-\d{5}(\.writing)?")
 
@@ -114,12 +114,6 @@ def remove_flushed_parts(folder: Path, last_step: int) -> None:
                 shutil.rmtree(path, ignore_errors=True)
         with contextlib.suppress(OSError):  # the folder is not empty
             fallback.rmdir()
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Format ranks in words, e.g. 'rank 3', 'ranks 0, 1'."""
-    numbers = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {numbers}"
 
 
 def _read_part(path: Path) -> FlushedPart | None:

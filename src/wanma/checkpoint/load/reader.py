@@ -30,7 +30,7 @@ from wanma.checkpoint.format.manifest import (
 from wanma.checkpoint.format.memory_map import map_private
 from wanma.checkpoint.load.verification import find_defects, find_newest_valid, read_training_state
 from wanma.checkpoint.store.checkpoint_folder import read_manifest
-from wanma.job.errors import WanmaError, did_you_mean
+from wanma.job.errors import WanmaError, did_you_mean, first_lines
 
 __all__ = [
     "CheckpointReader",
@@ -249,12 +249,9 @@ def _require_same_model(
         extra = set(manifest.tensors).difference(tensors, names_on_other_ranks)
         differences += [f"{name}: only in the checkpoint" for name in sorted(extra)]
     if differences:
-        rest_text = [f"and {len(differences) - _MAX_SHOWN} more"] if len(differences) > _MAX_SHOWN else []
         problem, hint = _classify_differences(differences)
         raise WanmaError(
-            f"{source.name} {problem}; first differences:\n    "
-            + "\n    ".join(differences[:_MAX_SHOWN] + rest_text),
-            hint,
+            f"{source.name} {problem}; first differences:\n    {first_lines(differences, _MAX_SHOWN)}", hint
         )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from wanma.checkpoint.format.manifest import dump_json
-from wanma.job.errors import WanmaError
+from wanma.job.errors import WanmaError, ranks_text
 from wanma.job.run.run_directory import write_atomically
 
 _ABORT_ATTEMPTS = 5
@@ -91,7 +91,7 @@ class CommitSession:
             )
         missing = [rank for rank in range(self._world_size) if self._path("table", rank).name not in names]
         raise WanmaError(
-            f"{_ranks_text(missing)} did not finish writing within {self._deadline_seconds:g} s after rank 0",
+            f"{ranks_text(missing)} did not finish writing within {self._deadline_seconds:g} s after rank 0",
             f"check that {self._partial.parent} is on a file system shared by all nodes, and check its write "
             "speed",
         )
@@ -178,9 +178,3 @@ class CommitSession:
 def _disk_full_message(file_name: str) -> str:
     """Return the message of an empty note, for whose text there was no room."""
     return f"rank {int(file_name.removeprefix('failed-').removesuffix('.json'))}: No space left on device"
-
-
-def _ranks_text(ranks: list[int]) -> str:
-    numbers = ", ".join(str(rank) for rank in ranks[:8])
-    rest_text = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {numbers}{rest_text}"

@@ -7,7 +7,7 @@ import argparse
 from wanma.cli.bench import collectives, environment, gate, machine, results, run, scale, smoke, train
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("bench", help="measure trainings, programs and collectives; compare results")
     actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
     for module in (train, scale, run, machine, collectives, gate, smoke, environment, results):

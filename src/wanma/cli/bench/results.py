@@ -94,10 +94,8 @@ def _compare(arguments: argparse.Namespace) -> int:
     from wanma.bench.results.directory import find_result
     from wanma.cli.output import print_content
 
-    before, after = (
-        find_result(arguments.results, arguments.before).read(),
-        find_result(arguments.results, arguments.after).read(),
-    )
+    before = find_result(arguments.results, arguments.before).read()
+    after = find_result(arguments.results, arguments.after).read()
     comparison = compare_results(before, after, allows_differences=arguments.allow_differences)
     print_content(comparison_tables(comparison))
     return 0

@@ -1,4 +1,4 @@
-"""Commands, one module each: `add_parser(commands)` declares it, `run(arguments)` returns its exit code.
+"""Commands: `add_parsers(commands)` of a module declares them, and functions run them and return exit codes.
 
-Modules that a command needs are imported inside `run`, so that `wanma --help` and completion answer at once.
+Modules that a command needs are imported inside these, so that `wanma --help` and completion answer at once.
 """

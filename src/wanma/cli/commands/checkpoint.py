@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from wanma.cli.arguments import (
+    add_json_option,
     add_runs_folder_option,
     complete_checkpoint_locations,
     resolve_checkpoint_location,
@@ -31,7 +32,7 @@ checkpoint use the newest complete one.
 Handler = Callable[[argparse.Namespace], int]
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "checkpoint", help="list, verify, compare and convert checkpoints", epilog=_EXAMPLES
     )
@@ -39,13 +40,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
     list_parser = _add_action(actions, "list", "list checkpoints, newest first", _list)
     _add_location_argument(list_parser, "place", "?")
-    _add_json_option(list_parser)
+    add_json_option(list_parser)
 
     verify_parser = _add_action(
         actions, "verify", "read every byte and report all defects; exit code 1 if any", _verify
     )
     _add_location_argument(verify_parser, "place", "?")
-    _add_json_option(verify_parser)
+    add_json_option(verify_parser)
 
     diff_parser = _add_action(actions, "diff", "compare two checkpoints; exit code 1 if they differ", _diff)
     _add_location_argument(diff_parser, "a")
@@ -53,7 +54,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     diff_parser.add_argument(
         "--all", action="store_true", help="show all tensors; default: the 20 with the largest differences"
     )
-    _add_json_option(diff_parser)
+    add_json_option(diff_parser)
 
     convert_parser = _add_action(
         actions, "convert", "write a checkpoint in another format; the source is not changed", _convert
@@ -95,10 +96,6 @@ def _add_location_argument(parser: argparse.ArgumentParser, name: str, nargs: st
         help=f"{description}; default: the newest run" if nargs else description,
     )
     set_completer(argument, complete_checkpoint_locations)
-
-
-def _add_json_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def _list(arguments: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ examples:
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("cluster", help="show or calibrate a cluster", epilog=_EXAMPLES)
     argument = parser.add_argument(
         "where", metavar="CLUSTER", nargs="?", help="cluster file, or one line; default: this node"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _STYLES = {"ok": ("green", "ok"), "warn": ("yellow", "look"), "missing": ("red", "missing")}
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "doctor", help="check this node: devices, network, packages", epilog="example:\n  wanma doctor"
     )

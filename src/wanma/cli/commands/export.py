@@ -8,7 +8,7 @@ from pathlib import Path
 from wanma.cli.arguments import add_run_arguments, add_step_option, resolve_run
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "export",
         help="export a trained model for transformers",

@@ -54,7 +54,7 @@ second Ctrl-C exits at once. Other scripts receive SIGINT, as from a terminal.
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "launch",
         help="run your own training script on several ranks",

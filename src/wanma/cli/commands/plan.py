@@ -7,7 +7,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wanma.cli.arguments import add_job_arguments, complete_job_files, override_texts, set_completer
+from wanma.cli.arguments import (
+    add_job_arguments,
+    add_json_option,
+    complete_job_files,
+    override_texts,
+    set_completer,
+)
 from wanma.job.errors import JobError
 
 if TYPE_CHECKING:
@@ -32,7 +38,7 @@ one rank of any layout on this node: its tensors have shapes but no memory, and 
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "plan", help="plan a job: layout, forecast time and memory, alternatives", epilog=_EXAMPLES
     )
@@ -73,7 +79,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--scale", metavar="A..B", help="best plan by number of GPUs, or of nodes without, e.g. 64..4096"
     )
     output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="print the result as JSON")
+    add_json_option(output)
     output.add_argument("--html", metavar="FILE", type=Path, help="write the result as one HTML page")
     output.add_argument(
         "--trace", metavar="FILE", type=Path, help="write the timeline of one step for ui.perfetto.dev"
@@ -135,7 +141,7 @@ def _write_output_files(arguments: argparse.Namespace, report: PlanAnalysis) -> 
     """Write the requested files; print their paths to standard error, beside output for programs."""
     if arguments.trace is None and arguments.html is None:
         return
-    from wanma.api.plan_report.output_files import write_page, write_trace
+    from wanma.api.plan_report.html_page import write_page, write_trace
 
     if arguments.trace is not None:
         write_trace(report, arguments.trace)

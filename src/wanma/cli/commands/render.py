@@ -18,7 +18,7 @@ No scheduler is asked: the plan is made for cluster.file, else for nodes like th
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "render", help="print what a submission to an engine would submit", epilog=_EXAMPLES
     )

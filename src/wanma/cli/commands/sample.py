@@ -8,7 +8,7 @@ from wanma.cli.arguments import add_run_arguments, add_step_option, resolve_run
 from wanma.job.errors import JobError
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "sample",
         help="generate text with a trained model",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,9 +16,10 @@ from wanma.cli.arguments import (
     override_texts,
 )
 from wanma.cli.output import print_submitted
-from wanma.engines.launchers.launcher_placement import LauncherPlacement
+from wanma.engines.launchers.launcher_placement import LauncherPlacement, may_be_launched
 
 if TYPE_CHECKING:
+    from wanma.elastic.workers.fork_server_handle import ForkServerHandle
     from wanma.job.sections.job import Job
 
 _EXAMPLES = """\
@@ -35,7 +37,7 @@ Ctrl-C completes the step and saves a checkpoint; a second Ctrl-C exits at once.
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("train", help="train a job, or resume it", epilog=_EXAMPLES)
     add_job_arguments(parser)
     parser.add_argument("--run-dir", metavar="DIR", type=Path, help="run directory; default: runs/NAME")
@@ -59,14 +61,34 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from wanma.engines.launchers.node_leader import run_on_node
-    from wanma.engines.launchers.placement import read_placement
+    with _early_fork_server(arguments) as fork_server:
+        from wanma.engines.launchers.node_leader import run_on_node
+        from wanma.engines.launchers.placement import read_placement
 
-    placement = read_placement()
-    return run_on_node(placement, lambda: _train(arguments, placement))
+        placement = read_placement()
+        return run_on_node(placement, lambda: _train(arguments, placement, fork_server))
 
 
-def _train(arguments: argparse.Namespace, placement: LauncherPlacement | None) -> int:
+def _early_fork_server(arguments: argparse.Namespace) -> AbstractContextManager[ForkServerHandle | None]:
+    """Start the fork server before this process imports, plans and reads, where the run is likely to be here.
+
+    Other launchers and engines choose cores and code for their processes, which must come first.
+    """
+    is_elsewhere = arguments.dry_run or arguments.detach or arguments.engine not in (None, "local")
+    if is_elsewhere or may_be_launched(os.environ):
+        return nullcontext()
+    from wanma.elastic.workers.environment import early_worker_environment
+    from wanma.elastic.workers.fork_server_handle import ForkServerHandle
+
+    modules = ("torch", "wanma.training.loop.train_worker")
+    return ForkServerHandle.start(modules, early_worker_environment(), is_complete=False)
+
+
+def _train(
+    arguments: argparse.Namespace,
+    placement: LauncherPlacement | None,
+    fork_server: ForkServerHandle | None,
+) -> int:
     from wanma.data.data_kinds import with_data_kinds
     from wanma.elastic.supervisor.stop_signals import stop_exit_code
     from wanma.engines.engine import CODE_ARCHIVE_VARIABLE
@@ -83,11 +105,15 @@ def _train(arguments: argparse.Namespace, placement: LauncherPlacement | None) -
         job = place_job(job, placement)
         world_size = launched_world_size(job.cluster, placement)
     with stop_exit_code(job.cluster.requeue_exit_code):
-        return _start(job, arguments, placement, world_size)
+        return _start(job, arguments, placement, world_size, fork_server)
 
 
 def _start(
-    job: Job, arguments: argparse.Namespace, placement: LauncherPlacement | None, world_size: int | None
+    job: Job,
+    arguments: argparse.Namespace,
+    placement: LauncherPlacement | None,
+    world_size: int | None,
+    fork_server: ForkServerHandle | None,
 ) -> int:
     """Train the valid job here, or submit it; modules that need torch are imported from here on."""
     from wanma.api.engines.placing import is_placed
@@ -96,6 +122,8 @@ def _start(
     reject_detach(arguments.detach, placement)
     is_started = placement is not None or is_placed(job.cluster)
     if (job.cluster.engine != "local" or arguments.detach) and not is_started:
+        if fork_server is not None:
+            fork_server.close()
         return _submit(job, arguments)
     from wanma.api.run.job_run import dry_run, train_job
 
@@ -112,6 +140,7 @@ def _start(
         run_directory=arguments.run_dir,
         command_line=arguments.command_line,
         world_size=world_size,
+        fork_server=fork_server,
     )
 
 

@@ -52,10 +52,6 @@ def add_process_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_json_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-
-
 def select_data(arguments: argparse.Namespace) -> DataSelection:
     """Return the data that the arguments name.
 

@@ -16,7 +16,7 @@ DATA is files, folders, globs or URLs, or one job file with overrides (KEY=VALUE
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("data", help="inspect, verify and prepare data", epilog=_EXAMPLES)
     actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
     for module in (inspect, verify, prepare):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from wanma.cli.arguments import parse_count
-from wanma.cli.data.arguments import add_data_arguments, add_json_option, select_data, shown_progress
+from wanma.cli.arguments import add_json_option, parse_count
+from wanma.cli.data.arguments import add_data_arguments, select_data, shown_progress
 from wanma.job.errors import EXIT_FAILED
 
 _EXAMPLES = """\

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+from wanma.cli.arguments import add_json_option
 from wanma.cli.data.arguments import (
     add_data_arguments,
-    add_json_option,
     add_process_option,
     select_data,
     shown_progress,

@@ -1,1 +1,1 @@
-"""Commands for runs on engines: a module per command."""
+"""Commands for runs on engines."""

@@ -21,7 +21,7 @@ LAST_FETCHES = 5
 """Times that the last lines of a run that is over are asked for."""
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "logs",
         help="print the output of a run, or of single ranks",

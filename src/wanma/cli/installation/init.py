@@ -23,7 +23,7 @@ An existing file is never changed.
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "init", help="write an example to start from: a job file or a script", epilog=_EXAMPLES
     )

@@ -11,7 +11,7 @@ from wanma.cli.arguments import add_runs_folder_option
 DEFAULT_PORT = 8265
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "dashboard",
         help="show the runs in a browser, as they train; changes nothing",

@@ -7,7 +7,7 @@ import argparse
 from wanma.cli.arguments import add_run_arguments, resolve_run
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "diagnose",
         help="tell what bounds a run, or ended it, and what to change",

@@ -17,7 +17,7 @@ The rules are those by which each run watches itself (observe.alerts).
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("observe", help="write files for Prometheus and Grafana", epilog=_EXAMPLES)
     actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
     render = actions.add_parser("render", help="write scrape configuration, rules, dashboards and runbook")
@@ -49,6 +49,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         type=parse_url,
         help="address at which runbook.md can be read, for the links of alerts; default: its file",
     )
+    render.add_argument(
+        "--alertmanager",
+        metavar="URL",
+        type=parse_url,
+        help="address of Alertmanager, which Prometheus then tells of alerts",
+    )
     add_runs_folder_option(render)
     render.set_defaults(run=_render)
 
@@ -65,6 +71,7 @@ def _render(arguments: argparse.Namespace) -> int:
             token_file=arguments.token_file,
             targets_url=arguments.targets_url,
             runbook_url=arguments.runbook_url,
+            alertmanager_url=arguments.alertmanager,
         )
     except OSError as error:
         raise WanmaError(

@@ -17,7 +17,7 @@ POLL_SECONDS, STATE_SECONDS = 0.2, 1.0
 """Intervals, in seconds, at which the traces and the state of the run are looked at."""
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "profile",
         help="profile some steps of a run that goes on",

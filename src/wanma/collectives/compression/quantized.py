@@ -128,10 +128,8 @@ class QuantizedCompressor:
     def _fill(self, rows: Tensor, slices: Sequence[BucketSlice]) -> None:
         """Fill the rows with gradients plus their error feedback."""
         for bucket_slice in slices:
-            values, target = (
-                bucket_slice.tensor.values[:, bucket_slice.start : bucket_slice.stop],
-                rows[:, bucket_slice.buffer_range],
-            )
+            values = bucket_slice.tensor.values[:, bucket_slice.start : bucket_slice.stop]
+            target = rows[:, bucket_slice.buffer_range]
             if self.codec.uses_error_feedback:
                 torch.add(
                     values,

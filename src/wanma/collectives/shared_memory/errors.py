@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from wanma.collectives.shared_memory.native_library import CollectiveStatus
+from wanma.job.errors import ranks_text
 
 
 class SharedMemoryError(dist.DistBackendError):
@@ -64,10 +65,3 @@ def failure_text(
         ),
     }
     return f"{collective}: {causes[status]}"
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Format ranks: 'rank 3', 'ranks 1, 2 and 5'."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(str(rank) for rank in ranks[:-1])} and {ranks[-1]}"

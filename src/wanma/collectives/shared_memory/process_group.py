@@ -78,10 +78,8 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         self._arena, self._gloo, self._timeout = arena, gloo, timeout
         self._rank, self._ranks = arena.rank, arena.layout.ranks
         self.ranks_by_host = ranks_by_host
-        self._flight_recorder, self._point_to_point = (
-            FlightRecorder(),
-            PointToPoint(arena, weakref.proxy(self)),
-        )
+        self._flight_recorder = FlightRecorder()
+        self._point_to_point = PointToPoint(arena, weakref.proxy(self))
         self._future_completer = FutureCompleter()
         self._lock = threading.Lock()
         self._shared_tensor_bytes = 0

@@ -22,6 +22,7 @@ from typing import Any
 
 from wanma.data.cache.block_store import TRAILER_BYTES, BlockStore, Reservation
 from wanma.data.stores.byte_source import ByteSource
+from wanma.data.stores.data_file import FileOpener
 from wanma.data.stores.file_locks import exclusive_lock
 from wanma.data.stores.filesystems import is_local, shown_cause
 from wanma.data.stores.listing import StoredFile
@@ -29,8 +30,10 @@ from wanma.data.stores.remote_file import (
     MAX_REQUEST_BYTES,
     READ_RETRY_POLICY,
     RemoteFile,
+    StoreOpener,
     WholeFilesOnlyError,
     open_file,
+    read_retry_policy,
 )
 from wanma.job.errors import WanmaError
 from wanma.job.retry import RetryPolicy, retry
@@ -73,13 +76,21 @@ class NodeCache:
         folder: folder on a local disk; made if it is missing.
         limit_bytes: largest size of the folder's blocks.
         block_bytes: size of a block; a download is one request for it.
+        policy: retries of each request to a store.
 
     Raises:
         WanmaError: the folder cannot be made.
     """
 
-    def __init__(self, folder: Path, limit_bytes: int, block_bytes: int = MAX_REQUEST_BYTES) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        limit_bytes: int,
+        block_bytes: int = MAX_REQUEST_BYTES,
+        policy: RetryPolicy = READ_RETRY_POLICY,
+    ) -> None:
         self.folder, self.limit_bytes, self.block_bytes = folder, limit_bytes, block_bytes
+        self.policy = policy
         try:
             self.store = BlockStore(folder, limit_bytes)
         except OSError as error:
@@ -91,11 +102,11 @@ class NodeCache:
         _caches.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.folder, self.limit_bytes, self.block_bytes)
+        return type(self), (self.folder, self.limit_bytes, self.block_bytes, self.policy)
 
     def open(self, file: StoredFile) -> ByteSource:
         """Return the bytes of a listed file through the cache; a local file is mapped and not copied."""
-        return open_file(file) if is_local(file.filesystem) else CachedFile(file, self)
+        return open_file(file) if is_local(file.filesystem) else CachedFile(file, self, self.policy)
 
     @property
     def traffic(self) -> CacheTraffic:
@@ -129,6 +140,18 @@ class NodeCache:
         if self.limit_bytes < self.block_bytes:  # none will find room
             return _MAX_MAPPED_BLOCKS
         return max(1, min(_MAX_MAPPED_BLOCKS, self.limit_bytes // self.block_bytes // 2))
+
+
+def opener_for(folder: Path, cache_bytes: int, retry_seconds: float) -> FileOpener:
+    """Return the opener of remote files: a node cache in `folder`, or their stores if it may hold no byte.
+
+    Args:
+        folder: folder of the cache.
+        cache_bytes: limit of the cache.
+        retry_seconds: time for which a failed read is tried again.
+    """
+    policy = read_retry_policy(retry_seconds)
+    return NodeCache(folder, cache_bytes, policy=policy) if cache_bytes else StoreOpener(policy)
 
 
 _caches: weakref.WeakSet[NodeCache] = weakref.WeakSet()

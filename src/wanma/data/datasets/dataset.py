@@ -6,8 +6,10 @@ Its core is `batch`: sample indices in, tensors out, a pure function. The subcla
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
@@ -15,14 +17,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wanma.data.batch import IGNORE_INDEX, Batch, widen_integers
+from wanma.data.batch import IGNORE_INDEX, BadSample, Batch, widen_integers
 from wanma.data.datasets.load_times import LoadTimes
+from wanma.data.index.sample_index import DamagedFile
 from wanma.data.sampling.order import SampleOrder
 from wanma.data.sampling.permutation import IndexArray, permute_indices
 from wanma.data.text.tokenizer import Tokenizer
 from wanma.job.forecast.data_feed import SampleLoading
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.recommender import InteractionSizes
+
+log = logging.getLogger("wanma.data")
+
+_SHOWN_DAMAGED_FILES = 3
 
 InputKind = Literal["tokens", "images", "interactions", "custom"]
 
@@ -71,6 +78,8 @@ class BatchedDataset(ABC):
     """True if a process can read any samples for others; False: it reads all in their order."""
     is_costly_to_read: bool = False
     """True if reading a sample costs more than its hand-over from another process."""
+    damaged_files: Sequence[DamagedFile] = ()
+    """Stored files that were left out as a whole."""
     padding_has_targets = False
     """Switch that lets padding rows keep a sample's targets, for losses that may not know `IGNORE_INDEX`.
 
@@ -155,12 +164,21 @@ class BatchedDataset(ABC):
     @property
     def bad_file_count(self) -> int:
         """Number of stored files that were left out as a whole, each of which counts as bad data."""
-        return 0
+        return len(self.damaged_files)
 
     @property
     def bad_data_note(self) -> str:
         """Sentence about stored data that was left out as bad, for the run's records; empty: none was."""
-        return ""
+        damaged = self.damaged_files
+        if not damaged:
+            return ""
+        shown = "; ".join(f"{one.file}: {one.cause}" for one in damaged[:_SHOWN_DAMAGED_FILES])
+        more = len(damaged) - _SHOWN_DAMAGED_FILES
+        return (
+            f"damaged files of the data were left out as a whole, {len(damaged):,} in all: {shown}"
+            + (f"; and {more:,} more" if more > 0 else "")
+            + "; `wanma data verify` lists all damage"
+        )
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
@@ -230,6 +248,45 @@ def class_range(targets: Tensor) -> tuple[int, int] | None:
         return minimum, maximum
     targets_used = targets[targets != IGNORE_INDEX]
     return (int(targets_used.min()), int(targets_used.max())) if len(targets_used) else None
+
+
+def with_bad_samples(batch: Batch, bad_samples: Sequence[BadSample], *, keeps_targets: bool = False) -> Batch:
+    """Return a batch with its bad samples; the rows of those that are skipped become padding.
+
+    Args:
+        batch: batch of real rows.
+        bad_samples: samples of it that cannot be read.
+        keeps_targets: leave the targets of padding as they are, see `BatchedDataset.padding_has_targets`.
+    """
+    skipped = [one.sample for one in bad_samples if not one.is_substituted]
+    if skipped:
+        real = torch.from_numpy(~np.isin(batch.samples.numpy(), skipped))
+        targets = batch.targets
+        if not keeps_targets:
+            rows = real.reshape(-1, *[1] * (targets.ndim - 1))
+            targets = torch.where(rows, widen_integers(targets), mask_targets(targets))
+        batch = replace(
+            batch,
+            real=real,
+            samples=torch.where(real, batch.samples, -1),
+            targets=targets,
+            class_range=class_range(targets),
+        )
+    return replace(batch, bad_samples=tuple(bad_samples))
+
+
+def log_bad_validation(bad_samples: Sequence[BadSample], reported: set[str]) -> None:
+    """Log samples of validation that cannot be read, each once; those of training a run lists.
+
+    Args:
+        bad_samples: the samples.
+        reported: places that were logged before; the new ones are added.
+    """
+    for one in bad_samples:
+        if one.place not in reported:
+            reported.add(one.place)
+            action = "another one is read instead" if one.is_substituted else "it is skipped"
+            log.warning("validation: %s: %s; %s", one.place, one.cause, action)
 
 
 def mask_targets(targets: Tensor) -> Tensor:

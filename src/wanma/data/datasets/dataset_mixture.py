@@ -168,7 +168,7 @@ def open_dataset_mixture(section: DataSection, seed: int, total_samples: int) ->
                 "implement `__len__` and `__getitem__`",
             )
         sources.append(DatasetSource(one.name, one.weight, train, validation))
-    return UserDatasetMixture(
+    data = UserDatasetMixture(
         sources,
         validation_fraction=section.validation_fraction,
         serialize_access=section.worker_count == 1,
@@ -177,3 +177,5 @@ def open_dataset_mixture(section: DataSection, seed: int, total_samples: int) ->
         total_samples=total_samples,
         worker_processes=section.worker_count if section.worker_processes else 0,
     )
+    data.take_tables(tables.values())
+    return data

@@ -41,6 +41,7 @@ def dataset_fingerprint(dataset: Any, read: ReadItem) -> str:
 
 
 def _describe_items(dataset: Any, size: int, read: ReadItem) -> list[str]:
+    """Describe some items; a row of a table that cannot be read counts as its padding."""
     first = _describe_item(read(dataset, 0), _describe_value)
     if first != _describe_item(read(dataset, 0), _describe_value):
         return [_describe_item(read(dataset, 0), _describe_type)]

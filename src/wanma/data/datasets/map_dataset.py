@@ -6,7 +6,7 @@ Items are joined by torch's default collate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,7 +19,13 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from wanma.data.batch import Batch
-from wanma.data.datasets.dataset import BatchedDataset, InputKind, make_batch
+from wanma.data.datasets.dataset import (
+    BatchedDataset,
+    InputKind,
+    log_bad_validation,
+    make_batch,
+    with_bad_samples,
+)
 from wanma.data.datasets.fingerprint import dataset_fingerprint, hash_texts
 from wanma.data.datasets.joined_datasets import JoinedDatasets
 from wanma.data.datasets.load_times import USER_DATASET_PARTS, LoadTimes
@@ -27,10 +33,12 @@ from wanma.data.datasets.reading_rates import ReadingRates
 from wanma.data.datasets.seeded_draws import SeededDraws, SeedGenerators
 from wanma.data.datasets.stream_reader import check_stream, is_stream
 from wanma.data.datasets.worker_processes import WorkerProcesses
+from wanma.data.formats.format import BadDataError
 from wanma.data.index.records import cache_folder
 from wanma.data.sampling.holdout import Holdout
 from wanma.data.sampling.order import SampleOrder, Shuffle
 from wanma.data.sampling.permutation import IndexArray
+from wanma.data.tables.table_dataset import TableDataset, replace_bad_rows
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.file.import_path import import_object
 from wanma.job.file.serialization import value_text
@@ -61,6 +69,8 @@ class UserDataset(BatchedDataset):
     targets_per_sample = 1
     read_labels: Callable[[Batch], Batch] | None = None
     """Function that prepares batches of samples that give their targets as `labels`; None: none."""
+    has_number_targets = False
+    """True if the targets are numbers of a table, with the squared error as the default loss."""
     _rates: ReadingRates | None = None
     """Times of reading samples, kept for forecasts; None: not measured."""
     _processes: WorkerProcesses | None = None
@@ -93,6 +103,7 @@ class UserDataset(BatchedDataset):
             worker_processes: processes that read the datasets; 0: threads of this one do.
             cache: folder that keeps the times of reading for forecasts; None: they are not kept.
         """
+        self._reported: set[str] = set()
         if cache is not None:
             # Unlike data of a common class, such as torch's TensorDataset, are told by their samples.
             self._rates = ReadingRates(cache, lambda: f"{type(train).__qualname__} {self.fingerprint}")
@@ -123,6 +134,12 @@ class UserDataset(BatchedDataset):
     @cached_property
     def fingerprint(self) -> str:  # type: ignore[override]  # it reads samples, and not every use wants it
         return hash_texts(*(dataset_fingerprint(part, self._read_item) for part in self.datasets))
+
+    def take_tables(self, tables: Iterable[TableDataset]) -> None:
+        """Take over the traits of the tables among the datasets."""
+        tables = list(tables)
+        self.damaged_files = [file for table in tables for file in table.damaged]
+        self.has_number_targets = any(table.classes is None for table in tables)
 
     @property
     def datasets(self) -> list[Any]:
@@ -164,8 +181,11 @@ class UserDataset(BatchedDataset):
 
     def _validation_batch(self, sample_indices: IndexArray, rows: IndexArray) -> Batch:
         if self._validation is not None:
-            return self._read(self._validation, rows, sample_indices)
-        return self._read(self._train, self._holdout.validation_row(rows), sample_indices)
+            batch = self._read(self._validation, rows, sample_indices)
+        else:
+            batch = self._read(self._train, self._holdout.validation_row(rows), sample_indices)
+        log_bad_validation(batch.bad_samples, self._reported)
+        return batch
 
     def _train_rows(self, sample_indices: IndexArray) -> IndexArray:
         """Return the row of each sample index in the dataset of training."""
@@ -177,10 +197,14 @@ class UserDataset(BatchedDataset):
 
     def _read(self, dataset: Any, rows: IndexArray, sample_indices: IndexArray) -> Batch:
         if self._processes is not None:
-            return self._prepare_labels(
+            batch = self._prepare_labels(
                 self._processes.read(dataset is not self._train, rows, sample_indices)
             )
-        return self._read_here(dataset, rows, sample_indices)
+        else:
+            batch = self._read_here(dataset, rows, sample_indices)
+        if not batch.bad_samples:
+            return batch
+        return with_bad_samples(batch, batch.bad_samples, keeps_targets=self.padding_has_targets)
 
     def _read_here(self, dataset: Any, rows: IndexArray, sample_indices: IndexArray) -> Batch:
         def read(seed: SeedGenerators) -> list[Any]:
@@ -201,6 +225,7 @@ class UserDataset(BatchedDataset):
 
     def _collate(self, items: list[Any], name: str, rows: IndexArray, sample_indices: IndexArray) -> Batch:
         """Join items, read from `rows` of the dataset of that name, into a batch."""
+        items, bad_samples = replace_bad_rows(items, sample_indices)
         samples = [_to_sample(item, name) for item in items]
         _check_same_keys(items, samples, name, rows)
         try:
@@ -236,7 +261,12 @@ class UserDataset(BatchedDataset):
                 )
         first = target if named_targets is None else next(iter(named_targets.values()))
         batch = make_batch(tuple(inputs), first, sample_indices, dict(keywords))
-        batch = replace(batch, target_key=_target_key(items[0]), named_targets=named_targets)
+        batch = replace(
+            batch,
+            target_key=_target_key(items[0]),
+            named_targets=named_targets,
+            bad_samples=bad_samples,
+        )
         if named_targets is not None:
             return replace(batch, class_range=None)
         return self._prepare_labels(batch)
@@ -250,6 +280,8 @@ class UserDataset(BatchedDataset):
     def _read_item(dataset: Any, row: int) -> Any:
         try:
             return dataset[row]
+        except BadDataError:  # it names the file and the row
+            raise
         except Exception as error:
             is_joined = isinstance(dataset, JoinedDatasets)
             place = dataset.name(row) if is_joined else f"sample {row} of {type(dataset).__name__}"
@@ -305,10 +337,15 @@ def check_dataset(dataset: Any) -> tuple[Any, Any]:
     """Return (training, validation) of a dataset or of a pair of them, checked.
 
     Raises:
-        JobError: neither a map-style dataset nor an iterable one, or an empty one.
+        JobError: neither a map-style dataset nor an iterable one, an empty one, or a tensor.
     """
     train, validation = dataset if isinstance(dataset, tuple) and len(dataset) == 2 else (dataset, None)
     for part in (train, validation):
+        if isinstance(part, torch.Tensor):
+            raise JobError(
+                "data: a tensor is no dataset of (input, target); a pair is (training, validation)",
+                "pass torch.utils.data.TensorDataset(inputs, targets)",
+            )
         if part is not None and is_stream(part):
             check_stream(part)
         elif part is not None:

@@ -8,12 +8,11 @@ cannot be read.
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -21,15 +20,22 @@ import torch
 from numpy.typing import NDArray
 
 from wanma.data.batch import IGNORE_INDEX, BadSample, Batch
-from wanma.data.datasets.dataset import BatchedDataset, InputKind, class_range, make_batch
+from wanma.data.datasets.dataset import (
+    BatchedDataset,
+    InputKind,
+    log_bad_validation,
+    make_batch,
+    with_bad_samples,
+)
 from wanma.data.datasets.load_times import STORED_IMAGE_PARTS, LoadTimes
 from wanma.data.formats.format import BadDataError, Record
 from wanma.data.images.fields import ImageFields, bad_sample, read_label
 from wanma.data.images.loading_measurement import mean_loading, measure_loading, record_loading
+from wanma.data.images.own_transforms import TransformError
 from wanma.data.images.stored_images import ImageSource, StoredImages, damaged_files, with_way_out
 from wanma.data.images.transform import uniform_draws
 from wanma.data.index.records import cache_folder, read_each
-from wanma.data.index.sample_index import DamagedFile, SampleIndex
+from wanma.data.index.sample_index import SampleIndex
 from wanma.data.sampling.holdout import Holdout
 from wanma.data.sampling.order import SampleOrder, Shuffle
 from wanma.data.sampling.permutation import IndexArray
@@ -37,15 +43,12 @@ from wanma.job.errors import JobError, WanmaError
 from wanma.job.forecast.data_feed import SampleLoading
 from wanma.job.sections.data import DataSection
 
-log = logging.getLogger("wanma.data")
-
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _REMOTE_LOADER_THREADS = 3
 """Steps that are read at once from a store, so that the link is not idle while one of them is decoded."""
 _READ_THREADS = 16
-_SHOWN_DAMAGED_FILES = 3
 _MAX_SUBSTITUTES = 32
 """Samples that are tried in place of one that cannot be read."""
 
@@ -87,6 +90,9 @@ class StoredImageDataset(BatchedDataset):
         self._is_mixture = bool(section.sources)
         self._cache, self._is_store_probed = cache_folder(section.cache), section.probe_store
         self._bad_data = section.bad_data or "refuse"
+        self.damaged_files = damaged_files(
+            index for source in sources for index in (source.images.train, source.images.validation)
+        )
         is_remote = any(source.images.is_remote for source in sources)
         self._pools = _Pools(section.worker_count, _READ_THREADS if is_remote else 0)
         self._reported: set[str] = set()
@@ -149,30 +155,6 @@ class StoredImageDataset(BatchedDataset):
                 for source, share, one in zip(self._sources, shares, described, strict=True)
             ],
         }
-
-    @property
-    def _damaged_files(self) -> list[DamagedFile]:
-        return damaged_files(
-            index for source in self._sources for index in (source.images.train, source.images.validation)
-        )
-
-    @property
-    def bad_file_count(self) -> int:
-        return len(self._damaged_files)
-
-    @property
-    def bad_data_note(self) -> str:
-        damaged = self._damaged_files
-        if not damaged:
-            return ""
-        key = "data.sources" if self._is_mixture else "data.images"
-        shown = "; ".join(f"{one.file}: {one.cause}" for one in damaged[:_SHOWN_DAMAGED_FILES])
-        more = len(damaged) - _SHOWN_DAMAGED_FILES
-        return (
-            f"damaged files of {key} were left out as a whole, {len(damaged):,} in all: {shown}"
-            + (f"; and {more:,} more" if more > 0 else "")
-            + "; `wanma data verify` lists all damage"
-        )
 
     @property
     def sample_form(self) -> str:
@@ -258,17 +240,10 @@ class StoredImageDataset(BatchedDataset):
 
         found = [one for one in self._pools.decode(decode, range(len(rows))) if one is not None]
         if parts is self._validation:
-            self._report_validation(found)
+            log_bad_validation(found, self._reported)
         with self.load_times.measure("collate"):
-            return _join(pixels, labels, sample_indices, found)
-
-    def _report_validation(self, bad_samples: Sequence[BadSample]) -> None:
-        """Log samples of validation that cannot be read, each once; those of training a run lists."""
-        for one in bad_samples:
-            if one.place not in self._reported:
-                self._reported.add(one.place)
-                action = "another one is read instead" if one.is_substituted else "it is skipped"
-                log.warning("validation: %s: %s; %s", one.place, one.cause, action)
+            batch = make_batch((torch.from_numpy(pixels),), torch.from_numpy(labels), sample_indices)
+            return with_bad_samples(batch, found)
 
     def _read_records(
         self, parts: Sequence[_Part], sources: IndexArray, rows: IndexArray
@@ -294,6 +269,7 @@ class StoredImageDataset(BatchedDataset):
 
         Raises:
             BadDataError: it cannot be read.
+            TransformError: a transform of another package fails on it.
         """
         if isinstance(record, BadDataError):
             raise record
@@ -305,6 +281,9 @@ class StoredImageDataset(BatchedDataset):
             return part.images.classes.number(read_label(record, part.fields.label))
         except ValueError as error:
             raise bad_sample(part.index, row, str(error)) from error
+        except TransformError as error:
+            place = _place(bad_sample(part.index, row, ""))
+            raise TransformError(f"{place} (sample {sample:,}): {error.message}", error.hint) from error
 
     def _substitute(self, part: _Part, sample: int, cause: BadDataError, out: NDArray[np.float32]) -> int:
         """Write another sample of the same part to `out`, drawn by (seed, sample), and return its class."""
@@ -423,26 +402,6 @@ def _put(
 ) -> None:
     for place, record in zip(places.tolist(), found, strict=True):
         records[place] = record
-
-
-def _join(
-    pixels: NDArray[np.float32],
-    labels: NDArray[np.int64],
-    sample_indices: IndexArray,
-    bad_samples: Sequence[BadSample],
-) -> Batch:
-    """Return a batch; the rows of skipped samples are padding."""
-    batch = make_batch((torch.from_numpy(pixels),), torch.from_numpy(labels), sample_indices)
-    skipped = [one.sample for one in bad_samples if not one.is_substituted]
-    if skipped:
-        real = torch.from_numpy(~np.isin(sample_indices, skipped))
-        batch = replace(
-            batch,
-            real=real,
-            samples=torch.where(real, batch.samples, -1),
-            class_range=class_range(batch.targets),
-        )
-    return replace(batch, bad_samples=tuple(bad_samples))
 
 
 def _place(error: BadDataError) -> str:

@@ -21,6 +21,7 @@ from wanma.data.formats.format import BadDataError
 from wanma.data.stores.data_file import FileOpener, OpenableFile
 from wanma.data.stores.filesystems import is_local, shown_cause, unreadable_error
 from wanma.data.stores.listing import (
+    MAX_RETRY_SECONDS,
     StoredFile,
     expand_entry,
     stored_file,
@@ -56,8 +57,10 @@ class ReadableStream(Protocol):
         """Return the next bytes, up to `size`; none at the end."""
 
 
-def list_documents(entries: Sequence[str], key: str = "data.text") -> list[StoredFile]:
-    """List the documents of `entries`, in the order of training.
+def list_documents(
+    entries: Sequence[str], key: str = "data.text", retry_seconds: float = MAX_RETRY_SECONDS
+) -> list[StoredFile]:
+    """List the documents of `entries`, in the order of training; arguments as of `list_files`.
 
     Raises:
         JobError: an entry that is missing, matches nothing, or whose storage is unknown; documents
@@ -70,7 +73,7 @@ def list_documents(entries: Sequence[str], key: str = "data.text") -> list[Store
         for document in (
             _standard_library(f"{key}[{number}]")
             if entry == STANDARD_LIBRARY
-            else expand_entry(entry, f"{key}[{number}]")
+            else expand_entry(entry, f"{key}[{number}]", retry_seconds)
         )
     )
     if not any(document.size for document in documents):

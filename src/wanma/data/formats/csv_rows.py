@@ -36,8 +36,8 @@ class Csv(RangeFormat):
 
     Args:
         delimiter: text between fields; empty: the one of tab, comma, semicolon, bar and `::` by which the
-            first lines have equally many fields, in a .tsv file at last blanks. A blank: any number of blanks
-            and tabs, as in tables that are padded for people.
+            first lines have equally many fields, else a tab in a .tsv file, a comma in others. A blank: any
+            number of blanks and tabs, as in tables that are padded for people.
         header: True if the first line holds the names; False: fields are named `0`, `1` and so on; None: it
             holds names unless one of its fields is empty or a number. A first line of text that reads like
             the lines below it is refused.
@@ -48,7 +48,7 @@ class Csv(RangeFormat):
     header: bool | None = None
     quoted: bool = True
     name: ClassVar[str] = "csv"
-    layout_version: ClassVar[int] = 3
+    layout_version: ClassVar[int] = 4
     suffixes: ClassVar[tuple[str, ...]] = (".csv", ".tsv", ".tab")
 
     def detect(self, probe: Probe) -> Certainty:
@@ -59,9 +59,8 @@ class Csv(RangeFormat):
 
     def scan_ranges(self, source: ByteSource, group: FileGroup) -> RangeScan:
         head = bytes(source.read(0, _SNIFFED_BYTES))
-        is_tabbed = any(suffix in group.url for suffix in (".tsv", ".tab"))
-        delimiters = (*_DELIMITERS, " ") if is_tabbed else _DELIMITERS
-        delimiter = self._find_delimiter(head, delimiters) or self.delimiter or ("\t" if is_tabbed else ",")
+        usual = "\t" if any(suffix in group.url for suffix in (".tsv", ".tab")) else ","
+        delimiter = self._find_delimiter(head) or self.delimiter or usual
         starts, ends, digest = find_lines(source, b" \r")
         is_quoted = self.quoted and len(delimiter) == 1 and delimiter != " "
         if is_quoted:
@@ -102,13 +101,13 @@ class Csv(RangeFormat):
             raise ValueError(f"{len(fields)} fields, but the file has {len(names)} columns")
         return dict(zip(names, fields, strict=True))
 
-    def _find_delimiter(self, head: bytes, delimiters: Sequence[str] = _DELIMITERS) -> str:
+    def _find_delimiter(self, head: bytes) -> str:
         """Return the delimiter that gives the first lines equally many fields, at least two; else empty."""
         lines = head.removeprefix(BYTE_ORDER_MARK).split(b"\n")
         if len(lines) > 1:
             lines = lines[:-1]  # it may be cut
         lines = [line for line in lines[:_SNIFFED_LINES] if line.strip()]
-        for delimiter in [self.delimiter] if self.delimiter else delimiters:
+        for delimiter in [self.delimiter] if self.delimiter else _DELIMITERS:
             counts = {_count_fields(line, delimiter, self.quoted) for line in lines}
             if len(counts) == 1 and min(counts) > 1:
                 return delimiter

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from wanma.data.images.image_files import UnknownImagesError, find_image_files
 from wanma.data.index.records import is_description
-from wanma.data.stores.listing import StoredFile, list_files
+from wanma.data.stores.listing import MAX_RETRY_SECONDS, StoredFile, list_files
 from wanma.job.sections.data_sources import EntriesSection
 
 _TRAIN = ("train", "training")
@@ -43,13 +43,16 @@ class ImageSplit:
     validation: SplitFiles
 
 
-def find_image_split(entries: Sequence[str], key: str, *, by_name: bool = True) -> ImageSplit:
+def find_image_split(
+    entries: Sequence[str], key: str, *, by_name: bool = True, retry_seconds: float = MAX_RETRY_SECONDS
+) -> ImageSplit:
     """List the files of entries, divided into training and validation.
 
     Args:
         entries: files, folders, globs and URLs.
         key: key of the job, for messages.
         by_name: recognize the files of MNIST, CIFAR-10 and .npz by their names.
+        retry_seconds: see `list_files`.
 
     Raises:
         JobError: an entry is missing or matches nothing.
@@ -61,7 +64,7 @@ def find_image_split(entries: Sequence[str], key: str, *, by_name: bool = True) 
         found = None
     if found is not None:
         return ImageSplit(_named_files(found.train, key), _named_files(found.test, key))
-    listed = list_files(entries, key)
+    listed = list_files(entries, key, retry_seconds)
     train, validation = split_files(
         [file for file in listed if file.is_named or not is_description(file.url)]
     )

@@ -123,15 +123,24 @@ def open_image_sources(section: DataSection, progress: Progress | None = None) -
     import_pillow()
     folder = cache_folder(section.cache)
     declared = _declared_sources(section)
-    splits = [find_image_split(one.entries, one.key, by_name=one.is_known_by_name) for one in declared]
+    splits = [
+        find_image_split(
+            one.entries,
+            one.key,
+            by_name=one.is_known_by_name,
+            retry_seconds=section.store_retry_seconds,
+        )
+        for one in declared
+    ]
     advance = _Advance(progress, sum(split.train.size + split.validation.size for split in splits))
     opened = [
         _open_source(keys, split, section, folder, advance)
         for keys, split in zip(declared, splits, strict=True)
     ]
-    _check_file_limit(
+    check_file_limit(
         damaged_files(index for one in opened for index in (one.train, one.validation)),
         section.bad_data_limit,
+        "images",
     )
     transform = _fit_transform(opened, section)
     skips_damaged = section.bad_data in ("skip", "substitute")
@@ -172,15 +181,15 @@ def damaged_files(indexes: Iterable[SampleIndex | None]) -> list[DamagedFile]:
     return list(dict.fromkeys(one for index in indexes if index is not None for one in index.damaged))
 
 
-def _check_file_limit(files: Sequence[DamagedFile], limit: int) -> None:
-    """Refuse more damaged files than the job allows.
+def check_file_limit(files: Sequence[DamagedFile], limit: int, kind: str) -> None:
+    """Refuse more damaged files of a kind, such as "images", than the job allows.
 
     Raises:
         JobError: they are more; names the first.
     """
     if len(files) > limit:
         raise JobError(
-            f"data.bad_data_limit: {len(files):,} files of images cannot be read, more than {limit:,}; "
+            f"data.bad_data_limit: {len(files):,} files of {kind} cannot be read, more than {limit:,}; "
             f"the first: {files[0].file}: {files[0].cause}",
             "list them with `wanma data verify`, mend them, or raise data.bad_data_limit",
         )
@@ -271,6 +280,7 @@ def _open_source(
                 data_format=NumpyArrays(part.arrays) if part.arrays else data_format,
                 skip_damaged=section.bad_data in ("skip", "substitute"),
                 progress=advance.of_index,
+                retry_seconds=section.store_retry_seconds,
             )
         except BadDataError as error:
             if isinstance(data_format, NumpyArrays):  # the job names arrays

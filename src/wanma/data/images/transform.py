@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wanma.data.images.own_transforms import OwnTransform, draw_generator, find_transforms
 from wanma.job.errors import JobError, missing_extra_error
-from wanma.job.sections.images import ImageTransformSection
+from wanma.job.sections.images import BUILT_IN_CHANGES, ImageTransformSection
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -71,7 +72,8 @@ class ImageTransform:
         mean, std: statistics by channel, of pixels in [0, 1].
         resizes: crop and resize images of other sizes; False: refuse them.
         converts_colors: let images with colors become gray; False: refuse them where `channels` is 1.
-        augment: names of random changes.
+        augment: names of built-in random changes.
+        own: transforms of other packages, called in this order after the built-in changes.
         key: key of the images in the job, for messages.
     """
 
@@ -83,6 +85,7 @@ class ImageTransform:
     resizes: bool
     converts_colors: bool
     augment: tuple[str, ...] = ()
+    own: tuple[OwnTransform, ...] = ()
     key: str = "data.images"
 
     @property
@@ -99,7 +102,7 @@ class ImageTransform:
 
         Raises:
             ValueError: the image is damaged; the message is the cause.
-            JobError: the job's transform does not fit it.
+            JobError: the job's transform does not fit it, or one of another package fails.
         """
         image = open_image(value)
         box = None
@@ -116,10 +119,12 @@ class ImageTransform:
             )
         pixels = _decode(image, box, (self.width, self.height))
         pixels = self._convert(pixels)
-        values = np.asarray(pixels)
-        planes = values[None] if values.ndim == 2 else values.transpose(2, 0, 1)
+        values = np.asarray(pixels).reshape(self.height, self.width, self.channels)
         if draws is not None and "horizontal_flip" in augment and next(draws) < 0.5:
-            planes = planes[:, :, ::-1]
+            values = values[:, ::-1]
+        for transform in self.own:
+            values = transform(values, draw_generator(draws))
+        planes = values.transpose(2, 0, 1)
         std = np.array(self.std, np.float32).reshape(-1, 1, 1)
         np.multiply(planes, 1 / (255 * std), out=out)
         out -= np.array(self.mean, np.float32).reshape(-1, 1, 1) / std
@@ -138,7 +143,8 @@ def fit_transform(section: ImageTransformSection, images: list[Image]) -> ImageT
     """Return the transform of a job; what it leaves open follows from sampled images, at least one.
 
     Raises:
-        JobError: mean or std has values for another number of channels.
+        JobError: mean or std has values for another number of channels, or a transform of another package
+            cannot be loaded.
     """
     has_colors = any(image.mode not in _GRAY_MODES for image in images)
     channels = section.channels or (3 if has_colors else 1)
@@ -161,7 +167,8 @@ def fit_transform(section: ImageTransformSection, images: list[Image]) -> ImageT
         std=statistics[1],
         resizes=section.size is not None,
         converts_colors=section.channels is not None,
-        augment=tuple(section.augment),
+        augment=tuple(name for name in section.augment if name in BUILT_IN_CHANGES),
+        own=find_transforms(section.augment),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from wanma.data.cache.node_cache import NodeCache
+from wanma.data.cache.node_cache import opener_for
 from wanma.data.formats.detection import detect_format, format_named
 from wanma.data.formats.format import BadDataError, DataFile, Format, Record, Rows
 from wanma.data.index.build import Progress, open_or_build_index
@@ -18,6 +18,7 @@ from wanma.data.index.sample_index import SampleIndex
 from wanma.data.stores.data_file import OpenableFile
 from wanma.data.stores.filesystems import is_local
 from wanma.data.stores.listing import StoredFile, list_files
+from wanma.data.stores.remote_file import READ_RETRY_POLICY
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.run.user_cache import user_cache_folder
 
@@ -125,12 +126,17 @@ def open_index(
     data_format: Format | None = None,
     skip_damaged: bool = False,
     progress: Progress | None = None,
+    retry_seconds: float = READ_RETRY_POLICY.deadline_seconds,
 ) -> SampleIndex:
-    """Open or build the index of listed files; arguments and errors as of `open_records`."""
+    """Open or build the index of listed files; arguments and errors as of `open_records`.
+
+    Args:
+        retry_seconds: time for which a failed read of a store is tried again.
+    """
     if not files:
         raise JobError("no file holds samples", "name files, or folders with files")
-    cache = NodeCache(folder / "blocks", cache_bytes) if cache_bytes and has_remote(files) else None
-    data_files: list[DataFile] = [OpenableFile(file, cache) for file in files]
+    opener = opener_for(folder / "blocks", cache_bytes, retry_seconds) if has_remote(files) else None
+    data_files: list[DataFile] = [OpenableFile(file, opener) for file in files]
     chosen = data_format or detect_format(data_files)
     index = open_or_build_index(data_files, chosen, folder, progress, skip_damaged=skip_damaged)
     if not index.rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any, ClassVar
 
 import numpy as np
@@ -120,9 +121,20 @@ class InteractionDataset(BatchedDataset):
             tables[name] = int(bags.ids.max(initial=0)) + 1
             largest = int(bags.ids.argmax()) if len(bags.ids) else 0
             rows[name] = int(np.searchsorted(bags.starts, largest, side="right")) - 1
+        bag_sizes = {
+            name: math.ceil(len(bags.ids) / max(len(log.users), 1)) for name, bags in log.features.items()
+        }
         mean = float(log.targets[self._train].mean()) if keys.target == "rating" else 0.0
         return InteractionSizes(
-            keys.user, keys.item, tables, rows, log.dense.shape[1], mean, keys.target, keys.negatives
+            keys.user,
+            keys.item,
+            tables,
+            rows,
+            bag_sizes,
+            log.dense.shape[1],
+            mean,
+            keys.target,
+            keys.negatives,
         )
 
     def _hash(self) -> str:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wanma.data.formats.format import Record
+from wanma.data.formats.csv_rows import Csv
+from wanma.data.formats.format import BadDataError, Record
 from wanma.data.index.records import open_records
 from wanma.data.interactions.synthetic import make_synthetic_log
 from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
@@ -99,9 +100,17 @@ def _read_columns(section: DataSection) -> dict[str, list[Any]]:
     open_as = partial(
         open_records, section.interaction_log, cache=section.cache, cache_bytes=section.cache_bytes
     )
-    records = open_as()
-    if list(records[0]) == ["text"]:  # lines of a file whose name does not say what they are: u.data
-        records = open_as("csv")
+    try:
+        records = open_as()
+        if list(records[0]) == ["text"]:  # lines of a file whose name does not say what they are: u.data
+            records = open_as("csv")
+        is_padded = len(records[0]) == 1
+    except BadDataError:
+        is_padded = len((records := open_as(Csv(delimiter=" ")))[0]) > 1
+        if not is_padded:
+            raise
+    if is_padded:  # for people, by blanks
+        records = open_as(Csv(delimiter=" "))
     first = _named(records[0], keys)
     needed = [keys.user, keys.item, *keys.features, *keys.dense]
     needed += [keys.rating] if keys.target == "rating" or keys.positive_from is not None else []

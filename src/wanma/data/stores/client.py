@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import sys
 import threading
@@ -25,6 +26,8 @@ from wanma.data.stores.range_requests import (
 )
 from wanma.data.stores.request_gate import MAX_REQUESTS, RequestGate
 from wanma.job.forecast.data_feed import StoreRates
+
+log = logging.getLogger("wanma.data")
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -116,6 +119,7 @@ class StoreClient:
         self._requests = self._failed_requests = self._received_bytes = 0
         self._times = RequestTimes()
         self._in_flight, self._busy_since = 0, 0.0
+        self._is_away = False
 
     @property
     def protocol(self) -> str:
@@ -166,8 +170,28 @@ class StoreClient:
         self._count(len(answer.content), failed=False)
         with self._lock:
             self._times = self._times.add(len(answer.content), seconds)
+            was_away, self._is_away = self._is_away, False
+        if was_away:
+            log.warning("the store (%s) answers again", self.protocol)
         self.gate.record_success()
         return answer
+
+    def report_outage(self, cause: str, retry_seconds: float) -> None:
+        """Log that the store is away, once until it answers again.
+
+        Args:
+            cause: failure of a read, without credentials.
+            retry_seconds: time for which the read is tried again.
+        """
+        with self._lock:
+            was_away, self._is_away = self._is_away, True
+        if not was_away:
+            log.warning(
+                "the store (%s) does not answer, and is asked again for up to %g s: %s",
+                self.protocol,
+                retry_seconds,
+                cause,
+            )
 
     def stream(self, path: str, piece_bytes: int, check: Callable[[RangeAnswer], None]) -> Iterator[bytes]:
         """Yield a whole file in pieces, by one request; arguments as of `stream_http`."""

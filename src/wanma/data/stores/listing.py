@@ -11,7 +11,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -73,19 +73,28 @@ class StoredFile:
     """Entry of the job that names the file or contains it; empty: unknown."""
 
 
-def list_files(entries: Sequence[str], key: str) -> list[StoredFile]:
+MAX_RETRY_SECONDS = STORAGE_RETRY_POLICY.deadline_seconds
+"""Longest time for which a failed listing is tried again: an address may be wrong."""
+
+
+def list_files(
+    entries: Sequence[str], key: str, retry_seconds: float = MAX_RETRY_SECONDS
+) -> list[StoredFile]:
     """List the files of `entries`, in their order, each once.
 
     Args:
         entries: files, folders, globs and URLs.
         key: key of the job file that holds them, for messages.
+        retry_seconds: time for which a failed listing is tried again, up to `MAX_RETRY_SECONDS`.
 
     Raises:
         JobError: an entry that is missing, matches nothing, or whose storage is unknown.
         WanmaError: storage that cannot be read.
     """
     return unique_files(
-        file for number, entry in enumerate(entries) for file in expand_entry(entry, f"{key}[{number}]")
+        file
+        for number, entry in enumerate(entries)
+        for file in expand_entry(entry, f"{key}[{number}]", retry_seconds)
     )
 
 
@@ -97,7 +106,7 @@ def unique_files(files: Iterable[StoredFile]) -> list[StoredFile]:
     return list(unique.values())
 
 
-def expand_entry(entry: str, key: str) -> list[StoredFile]:
+def expand_entry(entry: str, key: str, retry_seconds: float = MAX_RETRY_SECONDS) -> list[StoredFile]:
     """List the files of one entry; arguments and errors as for `list_files`."""
     if not entry.strip():
         raise JobError(f"{key} is empty text", "name a file, a folder ('.' is this one), a glob or a URL")
@@ -105,7 +114,8 @@ def expand_entry(entry: str, key: str) -> list[StoredFile]:
         filesystem, path = open_filesystem(entry)
         if is_local(filesystem):
             return _resolve_entry(filesystem, path, entry, key)
-        return retry(lambda: _resolve_entry(filesystem, path, entry, key), STORAGE_RETRY_POLICY)
+        policy = replace(STORAGE_RETRY_POLICY, deadline_seconds=min(retry_seconds, MAX_RETRY_SECONDS))
+        return retry(lambda: _resolve_entry(filesystem, path, entry, key), policy)
     except WanmaError:
         raise
     except Exception as error:  # a storage library may raise anything

@@ -6,6 +6,7 @@ import hashlib
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from wanma.data.stores.byte_source import ByteSource, MappedFile
@@ -19,13 +20,11 @@ from wanma.data.stores.range_requests import (
     RangeAnswer,
 )
 from wanma.job.errors import WanmaError
-from wanma.job.retry import RetryPolicy, retry
+from wanma.job.retry import RetryPolicy, is_permanent, retry
 from wanma.job.url_credentials import redact_credentials
 
-READ_RETRY_POLICY = RetryPolicy(
-    max_attempts=30, deadline_seconds=300.0, initial_backoff_seconds=0.2, max_backoff_seconds=15.0
-)
-"""Retries of a read: a store that is down for some minutes stops no training."""
+_REPORTED_FAILURE = 4
+"""Failure of one request, counted from 1, with which its store counts as away: after about a second."""
 MAX_REQUEST_BYTES = 8 << 20
 """Largest request; longer ranges are read by several in parallel."""
 MAX_GAP_BYTES = 64 << 10
@@ -34,14 +33,39 @@ RECHECK_SECONDS = 30.0
 """Interval of checks for a change, in stores whose answers do not name the version."""
 
 
-def open_file(file: StoredFile) -> ByteSource:
+def read_retry_policy(seconds: float = 240.0) -> RetryPolicy:
+    """Return the retries of a read from a store for `seconds`: one that is away for a while stops no run."""
+    return RetryPolicy(1_000_000, seconds, initial_backoff_seconds=0.2, max_backoff_seconds=15.0)
+
+
+READ_RETRY_POLICY = read_retry_policy()
+"""Retries of a read where no job says how long."""
+
+
+@dataclass(frozen=True)
+class StoreOpener:
+    """Opener of listed files without a cache."""
+
+    policy: RetryPolicy = READ_RETRY_POLICY
+    """Retries of each request."""
+
+    def open(self, file: StoredFile) -> ByteSource:
+        """Return the bytes of a listed file; errors as of `open_file`."""
+        return open_file(file, self.policy)
+
+
+def open_file(file: StoredFile, policy: RetryPolicy = READ_RETRY_POLICY) -> ByteSource:
     """Return the bytes of a listed file: mapped memory if it is local, ranges of its store otherwise.
+
+    Args:
+        file: the file.
+        policy: retries of each request to a store.
 
     Raises:
         WanmaError: a local file that cannot be opened, or that has changed since it was listed.
     """
     if not is_local(file.filesystem):
-        return RemoteFile(file)
+        return RemoteFile(file, policy)
     try:
         version = file_version(file.filesystem.info(file.path))
         source = MappedFile(Path(file.path), file.version)
@@ -115,8 +139,20 @@ class RemoteFile:
 
     def _read_piece(self, client: StoreClient, start: int, end: int) -> bytes:
         """Return bytes [start, end) by one request, repeated after passing failures."""
+        failures = 0
+
+        def request() -> bytes:
+            nonlocal failures
+            try:
+                return self._request(client, start, end)
+            except Exception as error:
+                failures += 1
+                if failures == _REPORTED_FAILURE and not is_permanent(error):
+                    client.report_outage(str(self.unreadable_error(error)), self._policy.deadline_seconds)
+                raise
+
         try:
-            return retry(lambda: self._request(client, start, end), self._policy)
+            return retry(request, self._policy)
         except WanmaError:
             raise
         except Exception as error:  # a storage library may raise anything

@@ -7,19 +7,20 @@ and other texts are classes.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from wanma.data.batch import BadSample
 from wanma.data.documents.record_fields import field_value
 from wanma.data.formats.arrays import NumpyArrays
 from wanma.data.formats.detection import format_named
-from wanma.data.formats.format import BadDataError, Record
+from wanma.data.formats.format import BadDataError, Record, UnreadableFileError
 from wanma.data.images.fields import (
     Classes,
     bad_sample,
@@ -28,13 +29,37 @@ from wanma.data.images.fields import (
     only_columns,
     read_label,
 )
-from wanma.data.images.stored_images import sampled_rows
-from wanma.data.index.records import cache_folder, is_description, open_index
+from wanma.data.images.stored_images import check_file_limit, sampled_rows
+from wanma.data.index.records import cache_folder, is_description, open_index, read_each
 from wanma.data.index.sample_index import SampleIndex
 from wanma.data.stores.listing import list_files
-from wanma.job.errors import JobError
+from wanma.data.tables.values import feature_names, feature_values, is_float, numbers_of
+from wanma.job.errors import EXIT_USAGE, JobError
 from wanma.job.sections.data import DataSection
 from wanma.job.sections.data_sources import EntriesSection
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """Row that cannot be read, in the place of a sample, where the job skips such rows."""
+
+    padding: tuple[Tensor, Tensor | int]
+    """Zeros in the form of a sample."""
+    place: str
+    """File, and the row within it."""
+    error: BadDataError = field(repr=False)
+
+
+def replace_bad_rows(
+    items: Sequence[Any], sample_indices: NDArray[np.int64]
+) -> tuple[list[Any], tuple[BadSample, ...]]:
+    """Return items with padding in the place of bad rows, and the bad samples."""
+    bad_samples = tuple(
+        BadSample(int(number), item.place, item.error.cause, is_substituted=False)
+        for number, item in zip(sample_indices, items, strict=True)
+        if isinstance(item, BadRow)
+    )
+    return [item.padding if isinstance(item, BadRow) else item for item in items], bad_samples
 
 
 class TableDataset:
@@ -46,6 +71,7 @@ class TableDataset:
         index: rows of the files.
         features: fields of the features, in order.
         classes: classes of the target; None: it is a number.
+        feature_count: numbers in the features of a row.
     """
 
     def __init__(
@@ -55,41 +81,58 @@ class TableDataset:
         index: SampleIndex,
         features: Sequence[str],
         classes: Classes | None,
+        feature_count: int,
     ) -> None:
         self._arguments = section, number
         self._index, self.features, self.classes = index, list(features), classes
         table, source = section.located_sources[number]
         self._target, self._columns_key = source.columns.target or "", f"{table}.columns"
+        self._skips, self._feature_count = section.bad_data == "skip", feature_count
+        self.damaged = index.damaged
+        """Files that cannot be read and count as empty."""
 
     def __len__(self) -> int:
         return self._index.rows
 
-    def __getitem__(self, row: int) -> tuple[Tensor, Tensor | int]:
-        """Return the sample of a row.
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor | int] | BadRow:
+        """Return the sample of a row; a bad row, if the job skips them.
 
         Raises:
-            BadDataError: a value is missing or has the wrong type; names file, row and field.
+            BadDataError: the row is damaged, or a value is missing or has the wrong type; names file, row and
+                field.
         """
+        try:
+            return self._read(row)
+        except UnreadableFileError:  # another time it may be whole
+            raise
+        except BadDataError as error:
+            if not self._skips:
+                raise BadDataError(
+                    error.file,
+                    error.cause,
+                    error.row,
+                    "mend or remove the row, set data.bad_data = 'skip', or name other fields in "
+                    f"{self._columns_key}",
+                    EXIT_USAGE,
+                ) from error
+            padding = torch.zeros(self._feature_count), 0 if self.classes is not None else torch.zeros(())
+            place = error.file if error.row is None else f"{error.file}, row {error.row}"
+            return BadRow(padding, place, error)
+
+    def _read(self, row: int) -> tuple[Tensor, Tensor | int]:
         (record,) = self._index.read(np.array([row]))
         try:
-            values = [
-                number for name in self.features for number in _numbers(field_value(record, name), name)
-            ]
-            features = torch.tensor(values, dtype=torch.float32)
-            return features, self._read_target(record)
+            values = feature_values(record, self.features)
+            if len(values) != self._feature_count:
+                raise ValueError(f"it has {len(values)} features, and other rows {self._feature_count}")
+            return torch.tensor(values, dtype=torch.float32), self._read_target(record)
         except ValueError as error:
-            found = bad_sample(self._index, row, str(error))
-            raise BadDataError(
-                found.file,
-                found.cause,
-                found.row,
-                f"mend or remove the row, or name other fields in {self._columns_key}",
-            ) from error
+            raise bad_sample(self._index, row, str(error)) from error
 
     def _read_target(self, record: Record) -> Tensor | int:
         if self.classes is not None:
             return self.classes.number(read_label(record, self._target))
-        values = _numbers(field_value(record, self._target), self._target)
+        values = numbers_of(field_value(record, self._target), self._target)
         if len(values) != 1:
             raise ValueError(f"the field '{self._target}' has {len(values)} values; a target is one number")
         return torch.tensor(values[0], dtype=torch.float32)
@@ -128,7 +171,7 @@ def _open_again(section: DataSection, number: int) -> TableDataset:
 def _open_table(section: DataSection, number: int) -> TableDataset:
     table, source = section.located_sources[number]
     columns, key = source.columns, f"{table}.columns"
-    listed = list_files(source.entries, f"{table}.{source.entries_key}")
+    listed = list_files(source.entries, f"{table}.{source.entries_key}", section.store_retry_seconds)
     files = [file for file in listed if file.is_named or not is_description(file.url)]
     assert columns.target is not None
     names = (*columns.features, columns.target)
@@ -141,42 +184,66 @@ def _open_table(section: DataSection, number: int) -> TableDataset:
         chosen = NumpyArrays(tuple(dict.fromkeys(names)))
     folder = cache_folder(section.cache)
     try:
-        index = open_index(files, folder, section.cache_bytes, data_format=chosen)
+        index = open_index(
+            files,
+            folder,
+            section.cache_bytes,
+            data_format=chosen,
+            skip_damaged=section.bad_data == "skip",
+            retry_seconds=section.store_retry_seconds,
+        )
     except BadDataError as error:
         raise JobError(f"{key}: {error.message}", error.hint or "name other files or fields") from error
-    rows = sampled_rows(index)
-    records = index.read(rows)
-    features = [
-        name
-        for one in columns.features
-        for name in ([name for name in records[0] if fnmatchcase(name, one)] if "*" in one else [one])
-        if name != columns.target or "*" not in one
-    ]
+    check_file_limit(index.damaged, section.bad_data_limit, "tables")
+    sampled = read_each(index, sampled_rows(index))
+    records = [one for one in sampled if not isinstance(one, BadDataError)]
+    errors = [one for one in sampled if isinstance(one, BadDataError)]
+    if errors and (section.bad_data != "skip" or not records):
+        hint = errors[0].hint or "mend or remove the row, or set data.bad_data = 'skip'"
+        raise JobError(f"{key}: {errors[0].message}", hint)
+    features = feature_names(records[0], columns)
     if not features:
         raise JobError(
             f"{key}.features: no column matches {', '.join(columns.features)}",
             f"the columns are {', '.join(records[0])}",
         )
     for role, name in (*(("features", one) for one in features), ("target", columns.target)):
-        try:
-            field_value(records[0], name)
-        except ValueError as error:
-            raise JobError(
-                f"{key}.{role}: {error} ({index.groups[0].url})", f"correct {key}.{role}"
-            ) from error
+        faults = [fault for record in records if (fault := _fault(field_value, record, name))]
+        if len(faults) == len(records):
+            raise JobError(f"{key}.{role}: {faults[0]} ({index.groups[0].url})", f"correct {key}.{role}")
     index = only_columns(index, (*features, columns.target))
     classes = None
     if not _is_number(source, records):
         try:
             classes = find_classes(
-                index, columns.target, folder, skips_damaged=False, sampled=records, key=f"{key}.target"
+                index,
+                columns.target,
+                folder,
+                skips_damaged=section.bad_data == "skip",
+                sampled=records,
+                key=f"{key}.target",
             )
         except BadDataError as error:
             raise JobError(
                 f"{key}.target: {error.message}",
-                f"mend the row; or set {key}.target_type to 'number' if it is one",
+                "mend the row, or set data.bad_data = 'skip'; or set "
+                f"{key}.target_type to 'number' if it is one",
             ) from error
-    return TableDataset(section, number, index, features, classes)
+    causes = [_fault(feature_values, record, features) for record in records]
+    whole = [record for record, cause in zip(records, causes, strict=True) if cause is None]
+    if not whole and section.bad_data == "skip":
+        raise JobError(f"{key}.features: none of {len(records)} sampled rows can be read; {causes[0]}")
+    count = len(feature_values(whole[0], features)) if whole else len(features)
+    return TableDataset(section, number, index, features, classes, count)
+
+
+def _fault(read: Callable[[Record, Any], Any], record: Record, name: Any) -> str | None:
+    """Return the message of a reading that fails; None: it does not."""
+    try:
+        read(record, name)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _is_number(source: EntriesSection, records: Sequence[Record]) -> bool:
@@ -185,6 +252,8 @@ def _is_number(source: EntriesSection, records: Sequence[Record]) -> bool:
     if columns.target_type is not None:
         return columns.target_type == "number"
     for record in records:
+        if _fault(field_value, record, columns.target):
+            continue  # reported with its row when it is read
         value = field_value(record, columns.target or "")
         if isinstance(value, np.ndarray | list) and len(value) == 1:
             value = value[0]
@@ -192,37 +261,9 @@ def _is_number(source: EntriesSection, records: Sequence[Record]) -> bool:
             value = bytes(value).decode("utf-8", "replace")
         if isinstance(value, str):
             text = value.strip()
-            if text.lstrip("+-").isdecimal() or not _is_float(text):
+            if text.lstrip("+-").isdecimal() or not is_float(text):
                 continue
             return True
         if isinstance(value, float | np.floating):
             return True
     return False
-
-
-def _is_float(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
-
-
-def _numbers(value: Any, name: str) -> list[float]:
-    """Return the numbers in a field: one, those of a list or an array, or one that a text holds.
-
-    Raises:
-        ValueError: it is missing, no number, or not finite.
-    """
-    if isinstance(value, bytes | memoryview):
-        value = bytes(value).decode("utf-8", "replace")
-    if isinstance(value, np.ndarray | list | tuple):
-        return [number for one in np.asarray(value, object).reshape(-1) for number in _numbers(one, name)]
-    if value is None or value == "":
-        raise ValueError(f"the field '{name}' is missing")
-    if (isinstance(value, str) and _is_float(value)) or isinstance(
-        value, bool | int | float | np.number | np.bool_
-    ):
-        number = float(value)
-        if math.isfinite(number):
-            return [number]
-    raise ValueError(f"the field '{name}' is no finite number: {value!r:.40}")

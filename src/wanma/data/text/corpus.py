@@ -147,7 +147,11 @@ def resolve_text_sources(section: DataSection) -> list[TextSource]:
         TextSource(
             source.name if isinstance(source, SourceSection) else "text",
             source.weight if isinstance(source, SourceSection) else 1.0,
-            list_documents(source.entries or [STANDARD_LIBRARY], f"{table}.{source.entries_key}"),
+            list_documents(
+                source.entries or [STANDARD_LIBRARY],
+                f"{table}.{source.entries_key}",
+                section.store_retry_seconds,
+            ),
             _settings(section, source),
         )
         for table, source in section.located_sources
@@ -164,4 +168,5 @@ def _settings(section: DataSection, source: EntriesSection) -> ReadingSettings:
         bad_data=section.bad_data,
         bad_data_limit=section.bad_data_limit,
         cache_bytes=section.cache_bytes,
+        retry_seconds=section.store_retry_seconds,
     )

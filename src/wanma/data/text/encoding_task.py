@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from wanma.data.cache.node_cache import NodeCache
+from wanma.data.cache.node_cache import opener_for
 from wanma.data.chat.encoding import NO_TARGET, TOKEN_DTYPE, encode_conversation
 from wanma.data.documents.content_detection import (
     detect_content,
@@ -32,6 +32,7 @@ from wanma.data.index.group_scan import open_or_scan
 from wanma.data.stores.data_file import FileOpener, OpenableFile
 from wanma.data.stores.filesystems import is_local, is_shared_memory
 from wanma.data.stores.listing import StoredFile
+from wanma.data.stores.remote_file import READ_RETRY_POLICY
 from wanma.data.text.document_encoding import check_tokens, document_digest, encode_document, without_end
 from wanma.data.text.part_writer import PartWriter
 from wanma.data.text.tokenizer import Tokenizer
@@ -59,6 +60,8 @@ class ReadingSettings:
     bad_data_limit: int = 100
     cache_bytes: int = 64 << 30
     """Limit of the node cache of remote files; 0: there is none."""
+    retry_seconds: float = READ_RETRY_POLICY.deadline_seconds
+    """Time for which a failed read of a store is tried again."""
     cache_folder: str = ""
     """Folder of the node cache; empty: in that of the unfinished token file."""
     node: str = ""
@@ -80,11 +83,11 @@ class ReadingSettings:
         return TOKEN_DTYPE if self.is_chat else tokenizer.dtype
 
     def opener(self, files: Sequence[StoredFile]) -> FileOpener | None:
-        """Return the node cache through which remote files are read; None: there is none, or no such file."""
+        """Return the node cache or store through which remote files are read; None: there is no such file."""
         filesystems = {id(file.filesystem): file.filesystem for file in files}
         is_remote = any(not is_local(one) and not is_shared_memory(one) for one in filesystems.values())
         return (
-            NodeCache(Path(self.cache_folder), self.cache_bytes) if is_remote and self.cache_bytes else None
+            opener_for(Path(self.cache_folder), self.cache_bytes, self.retry_seconds) if is_remote else None
         )
 
 

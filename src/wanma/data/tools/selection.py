@@ -41,7 +41,7 @@ from wanma.data.stores.listing import StoredFile, expand_entry, list_files, uniq
 from wanma.data.text.corpus import TextSource, resolve_text_sources
 from wanma.job.errors import JobError, WanmaError, did_you_mean
 from wanma.job.sections.data import DataSection
-from wanma.job.sections.data_sources import EntriesSection, SourceSection
+from wanma.job.sections.data_sources import ColumnsSection, EntriesSection, SourceSection
 from wanma.job.url_credentials import CREDENTIALS_HINT, has_secret
 
 Progress = Callable[[int, int], None]
@@ -90,6 +90,8 @@ class DataSource:
     """Files that training leaves out, because they hold no text."""
     is_in_memory: bool = False
     """True if no other process can read the files."""
+    columns: ColumnsSection | None = None
+    """Columns of a job's table; None: other data."""
 
     @property
     def size(self) -> int:
@@ -234,10 +236,13 @@ def select_job_data(section: DataSection, choice: FormatChoice, cache: str | Non
         return DataSelection(tuple(_image_sources(section, choice)), folder)
     if section.has_table:
         tables = [
-            _source(
-                getattr(source, "name", "data"),
-                list_files(source.entries, f"{table}.path"),
-                _choice(source, choice),
+            replace(
+                _source(
+                    getattr(source, "name", "data"),
+                    list_files(source.entries, f"{table}.path"),
+                    _choice(source, choice),
+                ),
+                columns=source.columns,
             )
             for table, source in section.located_sources
         ]

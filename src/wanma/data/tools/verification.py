@@ -20,6 +20,7 @@ from wanma.data.formats.arrow_tables import ArrowTables, Parquet
 from wanma.data.formats.format import BadDataError, Record
 from wanma.data.formats.image_folder import is_image
 from wanma.data.index.sample_index import SampleIndex
+from wanma.data.tables.values import row_faults
 from wanma.data.text.tokenizer import load_tokenizer
 from wanma.data.tools.images import check_image, has_pillow
 from wanma.data.tools.record_content import record_decoder
@@ -28,6 +29,7 @@ from wanma.data.tools.selection import DataSelection, Progress
 from wanma.data.tools.task_processes import ProcessCrash, Work, useful_processes
 from wanma.data.tools.values import image_bytes
 from wanma.job.errors import WanmaError
+from wanma.job.sections.data_sources import ColumnsSection
 
 _IMAGE_FIELDS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
 """Fields whose bytes are images, by the suffixes of WebDataset."""
@@ -113,7 +115,8 @@ def _read_tasks(
     processes = useful_processes(sum(task.size for task in tasks), limit, is_shared=is_shared)
     tables = any(isinstance(index.data_format, Parquet | ArrowTables) for index in indexes)
     vocabulary = load_tokenizer(selection.tokenizer).vocabulary_size if selection.tokenizer else 0
-    work = Work(_verify_rows, indexes, (names, vocabulary))
+    columns = [source.columns for source in selection.sources]
+    work = Work(_verify_rows, indexes, (names, columns, vocabulary))
     for task, found in work.run(tasks, processes, is_isolated=tables and is_shared):
         if isinstance(found, ProcessCrash):
             url = shown_path(indexes[task.source].groups[task.group].url)
@@ -123,10 +126,12 @@ def _read_tasks(
 
 
 def _verify_rows(
-    indexes: Sequence[SampleIndex], common: tuple[Sequence[str], int], task: RowTask
+    indexes: Sequence[SampleIndex],
+    common: tuple[Sequence[str], Sequence[ColumnsSection | None], int],
+    task: RowTask,
 ) -> list[Damage]:
     """Read the rows of a task, and return what is damaged."""
-    names, vocabulary = common
+    names, columns, vocabulary = common
     index, name = indexes[task.source], names[task.source]
     damages = []
     for row, rows, found in read_rows(index, task, record_decoder(index.data_format)):
@@ -135,9 +140,13 @@ def _verify_rows(
         else:
             damages += [
                 Damage(name, row_url(index, task.group, row), row, cause)
-                for cause in record_faults(found, vocabulary)
+                for cause in _faults(found, columns[task.source], vocabulary)
             ]
     return damages
+
+
+def _faults(record: Record, columns: ColumnsSection | None, vocabulary: int) -> Iterator[str]:
+    return record_faults(record, vocabulary) if columns is None else row_faults(record, columns)
 
 
 def record_faults(record: Record, vocabulary: int = 0) -> Iterator[str]:

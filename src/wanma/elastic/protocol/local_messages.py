@@ -35,7 +35,10 @@ class PreloadCommand(Message):
 
     is_generation_scoped: ClassVar[bool] = False
     modules: tuple[str, ...]
+    """Names of modules; "module:function" names a function that is called, too."""
     sys_path: tuple[str, ...]
+    is_last: bool = True
+    """False if another command to import follows, before the first rank."""
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from wanma.checkpoint.in_memory.flush import flush_with_fallback, remove_failed_flush
-from wanma.checkpoint.in_memory.flushed_parts import ranks_text, write_flushed_part
+from wanma.checkpoint.in_memory.flushed_parts import write_flushed_part
 from wanma.checkpoint.remote.remote_checkpoints import RemoteCheckpoints
 from wanma.checkpoint.remote.remote_storage import RemoteStorage
 from wanma.checkpoint.store.checkpoint_folder import list_committed, read_manifest
 from wanma.elastic.protocol.messages import FlushReport
 from wanma.elastic.transport.event_loop import EventLoop
 from wanma.elastic.workers.linux_processes import kill_on_parent_exit
-from wanma.job.errors import WanmaError
+from wanma.job.errors import WanmaError, ranks_text
 from wanma.job.run.run_directory import RunDirectory
 from wanma.observe.sinks.jsonl import append_final_event, restore_steps
 from wanma.observe.units import bytes_text, duration_text

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from wanma.elastic.workers.malloc_reserve import DISABLE_SMALL_CACHES_TUNABLES
-from wanma.job.plan.plan import Plan
-from wanma.job.sections.cluster import ClusterSection
+
+if TYPE_CHECKING:
+    from wanma.job.plan.plan import Plan
+    from wanma.job.sections.cluster import ClusterSection
 
 TUNED_MALLOC_ENVIRONMENT = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=8589934592"
@@ -32,6 +37,7 @@ It is libgomp's own value for more threads than cores; otherwise that is 300,000
 two cores that other programs use too took 30 times as long for a small step: each spins where another has
 work to do.
 """
+_GPU_DRIVER = Path("/dev/nvidiactl")
 _WAIT_POLICIES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
@@ -46,3 +52,20 @@ def make_worker_environment(cluster: ClusterSection, plan: Plan) -> dict[str, st
         threads |= OPENMP_SPIN_ENVIRONMENT
     tuned = cluster.host_allocator == "tuned" and plan.device == "cpu"
     return {**TUNED_MALLOC_ENVIRONMENT, **threads} if tuned else threads
+
+
+def early_worker_environment() -> dict[str, str]:
+    """Return the variables for a fork server that starts before the job is read: what most jobs need here."""
+    threads = {} if any(name in os.environ for name in _WAIT_POLICIES) else OPENMP_SPIN_ENVIRONMENT
+    return {**({} if _GPU_DRIVER.exists() else TUNED_MALLOC_ENVIRONMENT), **threads}
+
+
+def is_environment_for(early: Mapping[str, str], needed: Mapping[str, str]) -> bool:
+    """Return whether a fork server that has started with variables `early` can fork ranks that need others.
+
+    Each rank sets its number of threads itself; one thread waits for no other.
+    """
+    late = {"OMP_NUM_THREADS"}
+    if needed["OMP_NUM_THREADS"] == "1":
+        late |= OPENMP_SPIN_ENVIRONMENT.keys()
+    return {**early, **dict.fromkeys(late)} == {**needed, **dict.fromkeys(late)}

@@ -52,6 +52,7 @@ class ForkServer:
         self._ranks: dict[int, int] = {}
         self._store_pid: int | None = None
         """Process that serves the newest generation's store."""
+        self._import_errors: list[str] = []
         self._wake_read, self._wake_write = os.pipe()
         for descriptor in (self._wake_read, self._wake_write):
             os.set_blocking(descriptor, False)
@@ -89,8 +90,8 @@ class ForkServer:
         framer.feed(data)
         message = framer.read_message()
         match message:
-            case PreloadCommand(modules, path):
-                self._preload(modules, path)
+            case PreloadCommand():
+                self._preload(message)
             case ForkCommand(spec):
                 self._start_worker(spec, descriptors)
             case ServeStoreCommand():
@@ -101,19 +102,23 @@ class ForkServer:
             os.close(descriptor)
         return True
 
-    def _preload(self, modules: tuple[str, ...], sys_path: tuple[str, ...]) -> None:
-        sys.path[:] = sys_path
-        notes = []
+    def _preload(self, command: PreloadCommand) -> None:
+        sys.path[:] = command.sys_path
         gc.disable()  # imports make only long-lived objects
-        for module in modules:
+        for module in command.modules:
             try:
-                importlib.import_module(module)
+                name, _, function = module.partition(":")
+                imported = importlib.import_module(name)
+                if function:
+                    getattr(imported, function)()
             except Exception:
-                notes.append(f"{module} could not be preloaded:\n{traceback.format_exc()}")
+                self._import_errors.append(f"{module} could not be preloaded:\n{traceback.format_exc()}")
+        if not command.is_last:
+            return
         reserve_small_blocks(os.environ.get("GLIBC_TUNABLES", ""))
         gc.freeze()  # collections in the workers leave the shared pages alone, so they stay shared
         gc.enable()
-        self._send(PreloadReport(tuple(notes)))
+        self._send(PreloadReport(tuple(self._import_errors)))
 
     def _start_worker(self, spec: WorkerSpec, descriptors: list[int]) -> None:
         obstacle = find_fork_hazard({self._control.fileno(), *descriptors})

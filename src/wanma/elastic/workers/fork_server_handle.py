@@ -21,6 +21,7 @@ from wanma.elastic.protocol.messages import (
     Message,
 )
 from wanma.elastic.protocol.shared_secret import SECRET_VARIABLE
+from wanma.elastic.workers.environment import is_environment_for
 from wanma.elastic.workers.linux_processes import require_linux
 from wanma.job.run.resource_limits import count_oom_kills
 
@@ -35,15 +36,25 @@ class ForkServerHandle:
     that lives as long as the node: the kernel ends the ranks with that thread.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, output: int) -> None:
-        self.control = control
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        control: socket.socket,
+        output: int,
+        environment: Mapping[str, str],
+    ) -> None:
+        self.control, self.environment = control, environment
         self._process, self._output = process, output
         self._has_forked = self._closed = False
         self._oom_kills_at_start = count_oom_kills()
 
     @classmethod
     def start(
-        cls, preload_modules: Sequence[str] = ("torch",), environment: Mapping[str, str] | None = None
+        cls,
+        preload_modules: Sequence[str] = ("torch",),
+        environment: Mapping[str, str] | None = None,
+        *,
+        is_complete: bool = True,
     ) -> ForkServerHandle:
         """Start the fork server, which imports `preload_modules`.
 
@@ -51,6 +62,7 @@ class ForkServerHandle:
             preload_modules: modules to import.
             environment: added to this process's; variables that must be set before a process starts
                 (`environment.make_worker_environment`) belong here.
+            is_complete: False if `complete` follows, with further modules.
 
         Raises:
             WanmaError: this is not Linux.
@@ -80,9 +92,20 @@ class ForkServerHandle:
             start_new_session=True,
         )
         child_socket.close()
-        node = cls(process, parent_socket, output)
-        node.send(PreloadCommand(tuple(preload_modules), tuple(sys.path)))
+        node = cls(process, parent_socket, output, environment or {})
+        node._preload(preload_modules, is_last=is_complete)
         return node
+
+    def complete(self, preload_modules: Sequence[str], environment: Mapping[str, str]) -> ForkServerHandle:
+        """Import what is missing; return this fork server, or another that has the environment."""
+        if not is_environment_for(self.environment, environment):
+            self.close()
+            return ForkServerHandle.start(preload_modules, environment)
+        self._preload(preload_modules, is_last=True)
+        return self
+
+    def _preload(self, modules: Sequence[str], *, is_last: bool) -> None:
+        self.send(PreloadCommand(tuple(modules), tuple(sys.path), is_last))
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Send one packet; `receive` notices a fork server that has ended, a closed one gets nothing."""

@@ -32,6 +32,7 @@ KINDS: dict[str, str | tuple[str, str, str]] = {
     "Job": ("batch", "v1", "jobs"),
     "JobSet": ("jobset.x-k8s.io", "v1alpha2", "jobsets"),
     "Workload": ("kueue.x-k8s.io", "v1beta2", "workloads"),
+    "PodGroup": ("scheduling.volcano.sh", "v1beta1", "podgroups"),
     "LocalQueue": ("kueue.x-k8s.io", "v1beta2", "localqueues"),
 }
 """Name of each core kind in the client's methods; of others API group, version and plural."""
@@ -238,7 +239,7 @@ def _load_configuration(context: str | None) -> tuple[Any, str]:
         return client.ApiClient(settings), chosen.get("namespace", "default")
     except (config.ConfigException, OSError) as error:
         raise KubernetesError(
-            f"no Kubernetes cluster is configured here: {error}",
+            f"no Kubernetes cluster is configured here: {str(error).rstrip('.')}",
             "set KUBECONFIG to a kubeconfig; cluster.kubernetes.context chooses one of its contexts",
             exit_code=EXIT_USAGE,
         ) from error

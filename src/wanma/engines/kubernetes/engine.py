@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import secrets
+import subprocess
+import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 from wanma.engines.engine import (
+    Engine,
     EngineCluster,
     Explanation,
     Handle,
@@ -20,11 +24,13 @@ from wanma.engines.kubernetes.manifests import (
     CONTAINER,
     RUN_LABEL,
     Manifest,
+    first_host,
     make_placement,
     render_manifests,
     render_secret,
     to_yaml,
 )
+from wanma.engines.kubernetes.object_store import ObjectStore, check_store
 from wanma.engines.kubernetes.states import (
     CANCEL_FILE,
     Observation,
@@ -49,7 +55,7 @@ OUTPUT_LINES = 2_000
 """Last lines of a supervisor's output that are kept."""
 
 
-class KubernetesEngine:
+class KubernetesEngine(Engine):
     """Engine of a Kubernetes cluster; its handle holds the names of a run's objects and the settings."""
 
     name = "kubernetes"
@@ -78,9 +84,6 @@ class KubernetesEngine:
         note = f"# The Secret {name}, with the key 'secret', is made by the submission, and not shown."
         return f"{note}\n{to_yaml(manifests)}"
 
-    def foreground_command(self, _submission: Submission, /) -> list[str] | None:
-        return None
-
     def submit(self, submission: Submission) -> Handle:
         settings, run = submission.settings.kubernetes, RunDirectory(submission.run_directory)
         kind = self._kind(settings)
@@ -95,12 +98,12 @@ class KubernetesEngine:
                 f"`kubectl delete {kind} {placement.name}` ends it, with a checkpoint",
                 EXIT_USAGE,
             )
-        for ended in (_api_kind(kind), "Secret", "Service"):
+        for ended in (_api_kind(kind), "Secret", "Service", "PodGroup"):
             client.delete(ended, placement.name)
         client.await_absence(_api_kind(kind), f"{RUN_LABEL}={placement.name}")
         if not placement.is_shared:
-            with Volume(client, settings, placement) as volume:
-                volume.send(run, submission.code)
+            with _files(client, settings, run, kind) as files:
+                files.send(run, submission.code)
         for file in (CANCEL_FILE, FETCHED_FILE):
             (run.engine_files / file).unlink(missing_ok=True)
         first = _create(client, [render_secret(submission), *manifests])
@@ -116,10 +119,13 @@ class KubernetesEngine:
             "run_directory": str(run.path),
         }
         try:
-            return self._join(handle, submission, first, submission.nodes - submission.min_nodes)
+            handle = self._join(handle, submission, first, submission.nodes - submission.min_nodes)
         except BaseException:
             client.delete(_api_kind(kind), placement.name)
             raise
+        if settings.wait_seconds is not None:
+            _start_deadline(run, settings.wait_seconds)
+        return handle
 
     def statuses(self, handles: Sequence[Handle]) -> list[RunStatus]:
         found: list[RunStatus] = []
@@ -130,7 +136,7 @@ class KubernetesEngine:
             if status.is_over and observation.first is not None:
                 for name in handle["jobs"][1:]:  # they wait in vain
                     self._client(_settings(handle)).delete(_api_kind(handle["kind"]), name)
-            if status.state == "pending" and limit is not None and observation.age_seconds > limit:
+            if status.state == "pending" and limit is not None and observation.waiting_seconds > limit:
                 reason = explain_wait(handle, observation).summary
                 reason = f"withdrawn after {duration_text(limit)}: {reason}"
                 mark_cancelled(handle, reason)
@@ -166,15 +172,15 @@ class KubernetesEngine:
         is_over = read_status(handle, observation).is_over
         if not is_over and not any(is_ready(pod) for pod in observation.pods):
             return  # it waits, so nothing is new
-        with Volume(client, settings, placement) as volume:
-            volume.fetch(run)
+        with _files(client, settings, run, handle["kind"]) as files:
+            files.fetch(run)
         if is_over:
             marker.touch()
 
     def checkpoint_advice(self, handle: Handle, /) -> str | None:
         settings, run = _settings(handle), Path(handle["run_directory"])
         placement = make_placement(run, settings)
-        if placement.is_shared:
+        if placement.is_shared or placement.store:
             return None
         return (
             f"kubectl cp POD:{placement.folder}/checkpoints {run}/checkpoints (a pod with {settings.volume})"
@@ -198,7 +204,8 @@ class KubernetesEngine:
         if missing > 0:
             return self._join(handle, submission, first, missing)
         for name in jobs[missing:]:  # its pod leaves the run in order
-            client.delete(_api_kind(handle["kind"]), name)
+            for kind in (_api_kind(handle["kind"]), "PodGroup"):
+                client.delete(kind, name)
         return {**handle, "jobs": jobs[:missing]}
 
     def _join(self, handle: Handle, submission: Submission, first: Manifest, count: int) -> Handle:
@@ -210,20 +217,14 @@ class KubernetesEngine:
         newest = int(handle["newest"]) + count
         return {**handle, "jobs": [*handle["jobs"], *names], "newest": newest}
 
-    def failed_requests(self, _handle: Handle, /) -> int:
-        return 0
-
     def discard(self, handle: Handle, /) -> None:
         run = RunDirectory(Path(handle["run_directory"]))
         settings = _settings(handle)
         placement = make_placement(run.path, settings)
         self._delete(handle, is_immediate=True)
         if not placement.is_shared:
-            with Volume(self._client(settings), settings, placement) as volume:
-                volume.remove(run)
-
-    def release(self, handle: Handle) -> Handle:
-        return handle  # a pod that starts after the end of the run ends at once; `statuses` removes the rest
+            with _files(self._client(settings), settings, run, handle["kind"]) as files:
+                files.remove(run)
 
     def explain(self, handle: Handle, /) -> Explanation:
         observation = self._observe(handle)
@@ -268,22 +269,20 @@ class KubernetesEngine:
     def _check(self, client: KubernetesClient, submission: Submission) -> None:
         """Refuse a submission that could never start. Raises `WanmaError`."""
         settings = submission.settings.kubernetes
-        claim = client.get("PersistentVolumeClaim", settings.volume or "")
         place = f"in the namespace {client.namespace}"
-        if claim is None:
+        if store := make_placement(submission.run_directory, settings).store:
+            check_store(store)
+        if settings.volume is not None:
+            _check_claim(client, settings.volume, submission.nodes, place)
+        if settings.scheduler == "volcano" and not client.has_kind("PodGroup"):
             raise JobError(
-                f"cluster.kubernetes.volume = '{settings.volume}': there is no such claim {place}",
-                "`kubectl get pvc` lists them; cluster.kubernetes.namespace chooses another namespace",
+                "cluster.kubernetes.scheduler = 'volcano': the cluster has no PodGroups of Volcano",
+                "remove it, or have Volcano installed",
             )
-        modes = claim.get("spec", {}).get("accessModes", [])
-        if submission.nodes > 1 and "ReadWriteMany" not in modes:
+        queue = settings.kueue_queue
+        if queue is not None and client.get("LocalQueue", queue) is None:
             raise JobError(
-                f"cluster.kubernetes.volume = '{settings.volume}' is for one node ({', '.join(modes)})",
-                "name a claim with access mode ReadWriteMany, or use one node",
-            )
-        if settings.queue is not None and client.get("LocalQueue", settings.queue) is None:
-            raise JobError(
-                f"cluster.kubernetes.queue = '{settings.queue}': there is no such LocalQueue {place}",
+                f"cluster.kubernetes.queue = '{queue}': there is no such LocalQueue {place}",
                 "`kubectl get localqueues` lists them",
             )
 
@@ -298,20 +297,23 @@ class KubernetesEngine:
         is_waiting = sum(map(is_ready, pods)) < handle["min_nodes"]
         events: list[Manifest] = []
         workloads: list[Manifest] = []
+        gangs: list[Manifest] = []
         if is_waiting:
+            if settings.scheduler == "volcano":
+                gangs = client.list("PodGroup", selector)
             events = [
                 event
                 for event in client.list("Event")
                 if str(event.get("involvedObject", {}).get("name", "")).startswith(handle["name"])
             ]
-            if settings.queue is not None:
+            if settings.kueue_queue is not None:
                 uid = first["metadata"]["uid"]
                 workloads = [
                     entry
                     for entry in client.list("Workload")
                     if any(owner["uid"] == uid for owner in entry["metadata"].get("ownerReferences", []))
                 ]
-        return Observation(first, pods, events, workloads)
+        return Observation(first, pods, events, workloads, gangs)
 
     def _delete(self, handle: Handle, *, is_immediate: bool) -> None:
         """Delete what the run was started by, which owns all else; pods save and end in time, or at once."""
@@ -320,6 +322,42 @@ class KubernetesEngine:
         if is_immediate:
             for pod in client.list("Pod", f"{RUN_LABEL}={handle['name']}"):
                 client.delete("Pod", pod["metadata"]["name"], grace_seconds=0)
+
+
+def _start_deadline(run: RunDirectory, seconds: float) -> None:
+    """Start the process that withdraws the run if it still waits by then; it outlives this one."""
+    subprocess.Popen(
+        [sys.executable, "-P", "-m", "wanma.engines.kubernetes.deadline", str(run.path), f"{seconds + 1}"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _check_claim(client: KubernetesClient, volume: str, nodes: int, place: str) -> None:
+    claim = client.get("PersistentVolumeClaim", volume)
+    if claim is None:
+        raise JobError(
+            f"cluster.kubernetes.volume = '{volume}': there is no such claim {place}",
+            "`kubectl get pvc` lists them; cluster.kubernetes.namespace chooses another namespace",
+        )
+    modes = claim.get("spec", {}).get("accessModes", [])
+    if nodes > 1 and "ReadWriteMany" not in modes:
+        raise JobError(
+            f"cluster.kubernetes.volume = '{volume}' is for one node ({', '.join(modes)})",
+            "name a claim with access mode ReadWriteMany, or use one node",
+        )
+
+
+def _files(
+    client: KubernetesClient, settings: KubernetesSection, run: RunDirectory, kind: str
+) -> AbstractContextManager[Volume | ObjectStore]:
+    """Return the files of a run on its volume or in its object store."""
+    placement = make_placement(run.path, settings)
+    if placement.store:
+        return nullcontext(ObjectStore(placement.store, first_host(placement, kind), run))
+    return Volume(client, settings, placement)
 
 
 def _create(

@@ -1,7 +1,8 @@
 """Manifests of a run: JobSet, Indexed Job with a headless Service, or TrainJob; plain dictionaries and YAML.
 
 Sources: kubernetes.io/docs/concepts/workloads/controllers/job (Indexed Jobs, pod failure policy),
-jobset.sigs.k8s.io/docs/concepts, kueue.sigs.k8s.io/docs/tasks/run/jobs, kubeflow.org trainer v1alpha1.
+jobset.sigs.k8s.io/docs/concepts, kueue.sigs.k8s.io/docs/tasks/run/jobs, kubeflow.org trainer v1alpha1,
+volcano.sh/en/docs/podgroup (and volcano-sh/apis pkg/apis/scheduling/v1beta1/labels.go for the annotation).
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ TOKEN_ANNOTATION = "wanma.dev/submission"
 """Annotation by which a submission recognizes an object that it has created before an answer was lost."""
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 KUEUE_PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
+GANG_ANNOTATION = "scheduling.k8s.io/group-name"
+"""Annotation of a pod by which Volcano knows its PodGroup."""
 CONTAINER, CODE_CONTAINER, JOB_OF_SET = "wanma", "code", "node"
 SECRET_KEY = "secret"
 CODE_MOUNT = "/run/wanma/code"
@@ -56,26 +59,50 @@ class Placement:
     """Run directory in the pods."""
     is_shared: bool
     """True if that is the run directory of this machine, too."""
+    store: str = ""
+    """URL of the run in an object store; empty: it is on a volume."""
 
 
 def make_placement(run_directory: Path, settings: KubernetesSection) -> Placement:
     """Return names and folders of a run; the same run directory always has the same."""
-    is_shared = run_directory.is_relative_to(settings.mount_path)
+    is_shared = settings.store is None and run_directory.is_relative_to(settings.mount_path)
     origin = f"{'' if is_shared else socket.gethostname()}:{run_directory}"
     words = re.sub(r"[^a-z0-9]+", "-", run_directory.name.lower()).strip("-")[:24].strip("-")
     name = "-".join(["wanma", *([words] if words else []), hashlib.sha256(origin.encode()).hexdigest()[:8]])
     folder = str(run_directory) if is_shared else f"{settings.mount_path}/runs/{run_directory.name}"
-    return Placement(name, folder, is_shared)
+    store = f"{settings.store.rstrip('/')}/{name}" if settings.store is not None else ""
+    return Placement(name, folder, is_shared, store)
 
 
-def check_settings(settings: KubernetesSection) -> None:
+def first_host(placement: Placement, kind: str) -> str:
+    """Return the host name of a run's first pod; a TrainJob makes a JobSet."""
+    return f"{placement.name}-0" if kind == "job" else f"{placement.name}-{JOB_OF_SET}-0-0"
+
+
+def check_settings(submission: Submission, kind: str) -> None:
     """Refuse settings without which no pod can run. Raises `JobError`."""
-    for key, way_out in (
-        ("image", "name an image with wanma and torch; docs/guides/image.md shows how one is made"),
-        ("volume", "name a PersistentVolumeClaim with access mode ReadWriteMany, for run directory and code"),
-    ):
-        if getattr(settings, key) is None:
-            raise JobError(f"cluster.kubernetes.{key} is not set", way_out)
+    settings = submission.settings.kubernetes
+    if settings.image is None:
+        raise JobError(
+            "cluster.kubernetes.image is not set",
+            "name an image with wanma and torch; docs/guides/image.md shows how one is made",
+        )
+    if settings.volume is None and settings.store is None:
+        raise JobError(
+            "neither cluster.kubernetes.volume nor cluster.kubernetes.store is set",
+            "name a PersistentVolumeClaim with access mode ReadWriteMany, or a URL in an object store",
+        )
+    if settings.scheduler == "volcano" and kind == "trainjob":
+        raise JobError(
+            "cluster.kubernetes.scheduler = 'volcano' is not possible with a TrainJob",
+            "remove it: the runtime of a TrainJob has a podGroupPolicy",
+        )
+    if settings.store is not None and (kind == "trainjob" or not submission.job_text):
+        subject = "a TrainJob, which has no init container" if kind == "trainjob" else "a script"
+        raise JobError(
+            f"cluster.kubernetes.store is set, and not possible with {subject}",
+            "set cluster.kubernetes.volume instead",
+        )
 
 
 def render_manifests(submission: Submission, kind: str, *, joining: str = "") -> list[Manifest]:
@@ -91,18 +118,23 @@ def render_manifests(submission: Submission, kind: str, *, joining: str = "") ->
         JobError: a setting is missing.
     """
     settings = submission.settings.kubernetes
-    check_settings(settings)
+    check_settings(submission, kind)
     placement = make_placement(submission.run_directory, settings)
     name = joining or placement.name
-    first = "0" if kind == "job" else f"{JOB_OF_SET}-0-0"  # a TrainJob makes such a JobSet
-    host = f"{placement.name}-{first}.{placement.name}"
+    host = f"{first_host(placement, kind)}.{placement.name}"
     port = 20_000 + int(hashlib.sha256(placement.name.encode()).hexdigest()[:8], 16) % 10_000
     rendezvous = f"{host}:{port}" if submission.nodes > 1 else ""
     pod = _pod_spec(submission, placement, rendezvous, unpacks=kind != "trainjob")
     metadata = _metadata(submission, placement, name)
     if kind == "trainjob":
         return [_train_job(submission, pod, metadata)]
-    job = _job_spec(submission, 1 if joining else submission.min_nodes, pod, placement)
+    pods = 1 if joining else submission.min_nodes
+    job = _job_spec(submission, pods, pod, placement)
+    gang = []
+    if settings.scheduler == "volcano":
+        pod["schedulerName"] = "volcano"
+        job["template"]["metadata"]["annotations"] = {GANG_ANNOTATION: name}
+        gang.append(_pod_group(settings, pods, metadata))
     if kind == "jobset":
         spec: Manifest = {
             "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
@@ -110,11 +142,11 @@ def render_manifests(submission: Submission, kind: str, *, joining: str = "") ->
             "failurePolicy": {"maxRestarts": 0},
             "ttlSecondsAfterFinished": KEPT_SECONDS,
         }
-        if settings.queue is not None:
+        if settings.kueue_queue is not None:
             spec["suspend"] = True
-        return [_object("jobset.x-k8s.io/v1alpha2", "JobSet", metadata, spec=spec)]
+        return [*gang, _object("jobset.x-k8s.io/v1alpha2", "JobSet", metadata, spec=spec)]
     job["ttlSecondsAfterFinished"] = KEPT_SECONDS
-    if settings.queue is not None:
+    if settings.kueue_queue is not None:
         job["suspend"] = True
     pod["subdomain"] = placement.name
     service = {
@@ -123,7 +155,7 @@ def render_manifests(submission: Submission, kind: str, *, joining: str = "") ->
         "publishNotReadyAddresses": True,
         "ports": [{"name": "rendezvous", "port": port}],
     }
-    jobs = [_object("batch/v1", "Job", metadata, spec=job)]
+    jobs = [*gang, _object("batch/v1", "Job", metadata, spec=job)]
     if joining:
         return jobs
     place = _metadata(submission, placement, name, is_queued=False)
@@ -166,26 +198,31 @@ def _pod_spec(submission: Submission, placement: Placement, rendezvous: str, *, 
         {"name": "shm", "mountPath": "/dev/shm"},
     ]
     limit = {"sizeLimit": settings.shared_memory} if settings.shared_memory is not None else {}
-    volumes = [_claim(settings), {"name": "shm", "emptyDir": {"medium": "Memory", **limit}}]
+    volumes = [_run_volume(settings), {"name": "shm", "emptyDir": {"medium": "Memory", **limit}}]
     environment = dict(submission.environment)
-    is_visible = submission.folder.is_relative_to(settings.mount_path)
+    is_visible = settings.store is None and submission.folder.is_relative_to(settings.mount_path)
     working_folder = str(submission.folder) if is_visible else settings.mount_path
     secured, starters = _security(settings), []
     module = [settings.python, "-P", "-m"]
     archive = f"{placement.folder}/code/{submission.code.name}" if submission.code is not None else ""
-    if archive and not unpacks:
-        environment[CODE_ARCHIVE_VARIABLE] = archive
-    elif submission.code is not None:
+    preparation = ["wanma.engines.kubernetes.object_store", placement.store, placement.folder]
+    preparation = preparation if placement.store else ["wanma.engines.code.unpack"]
+    if submission.code is not None and unpacks:
         mounts.append({"name": "code", "mountPath": CODE_MOUNT})
         volumes.append({"name": "code", "emptyDir": {}})
         environment[CODE_FOLDER_VARIABLE] = f"{CODE_MOUNT}/snapshots/{submission.code.stem}"
         working_folder = working_folder if is_visible else environment[CODE_FOLDER_VARIABLE]
+        preparation += [archive, f"{CODE_MOUNT}/snapshots"]
+    elif archive:
+        environment[CODE_ARCHIVE_VARIABLE] = archive
+    if unpacks and (archive or placement.store):
         starters.append(
             {
                 "name": CODE_CONTAINER,
                 "image": settings.image,
-                "command": [*module, "wanma.engines.code.unpack", archive, f"{CODE_MOUNT}/snapshots"],
-                "volumeMounts": [mounts[0], mounts[-1]],
+                "command": [*module, *preparation],
+                **({"env": _environment(settings, placement, environment)} if placement.store else {}),
+                "volumeMounts": [mount for mount in mounts if mount["name"] in ("runs", "code")],
                 "resources": _resources(replace(submission, gpus_per_node=0)),  # a quota asks for them
                 **secured,
             }
@@ -195,6 +232,7 @@ def _pod_spec(submission: Submission, placement: Placement, rendezvous: str, *, 
     entry = [*module, "wanma.engines.kubernetes.pod", "--run", placement.folder]
     entry += ["--rendezvous", rendezvous, "--seconds", f"{submission.settings.start_timeout_seconds:g}"]
     entry += ["--claims", submission.settings.claims] if submission.settings.claims else []
+    entry += ["--store", placement.store] if placement.store else []
     container = {
         "name": CONTAINER,
         "image": settings.image,
@@ -228,7 +266,7 @@ def render_files_pod(name: str, settings: KubernetesSection, placement: Placemen
         **_security(settings),
     }
     spec = {
-        **_base_pod(settings, 0, [_claim(settings)]),
+        **_base_pod(settings, 0, [_run_volume(settings)]),
         "activeDeadlineSeconds": FILES_POD_SECONDS,
         "containers": [container],
     }
@@ -236,7 +274,9 @@ def render_files_pod(name: str, settings: KubernetesSection, placement: Placemen
     return _object("v1", "Pod", {"name": name, "labels": labels}, spec=spec)
 
 
-def _claim(settings: KubernetesSection) -> Manifest:
+def _run_volume(settings: KubernetesSection) -> Manifest:
+    if settings.store is not None:
+        return {"name": "runs", "emptyDir": {}}
     return {"name": "runs", "persistentVolumeClaim": {"claimName": settings.volume}}
 
 
@@ -252,7 +292,7 @@ def _base_pod(settings: KubernetesSection, grace_seconds: int, volumes: list[Man
     given = {
         "imagePullSecrets": [{"name": name} for name in settings.image_pull_secrets],
         "serviceAccountName": settings.service_account,
-        "priorityClassName": settings.priority_class if settings.queue is None else None,
+        "priorityClassName": settings.priority_class if settings.kueue_queue is None else None,
     }
     spec |= {key: value for key, value in given.items() if value}
     if settings.run_as_user is not None:
@@ -361,6 +401,13 @@ def _job_spec(submission: Submission, nodes: int, pod: Manifest, placement: Plac
     }
 
 
+def _pod_group(settings: KubernetesSection, pods: int, metadata: Manifest) -> Manifest:
+    """Return the gang of an object's pods, which Volcano starts together."""
+    given = {"queue": settings.queue, "priorityClassName": settings.priority_class}
+    spec = {"minMember": pods, **{key: value for key, value in given.items() if value}}
+    return _object("scheduling.volcano.sh/v1beta1", "PodGroup", metadata, spec=spec)
+
+
 def _train_job(submission: Submission, pod: Manifest, metadata: Manifest) -> Manifest:
     """Return a TrainJob; what its trainer cannot say is a patch of the runtime's pod template."""
     (container,) = pod.pop("containers")
@@ -388,7 +435,7 @@ def _train_job(submission: Submission, pod: Manifest, metadata: Manifest) -> Man
             "runtimeRef": {"name": "torch-distributed"},
             "trainer": trainer,
             "runtimePatches": [{"manager": "wanma.dev/render", "trainingRuntimeSpec": runtime}],
-            **({"suspend": True} if submission.settings.kubernetes.queue else {}),
+            **({"suspend": True} if submission.settings.kubernetes.kueue_queue else {}),
         },
     )
 
@@ -396,8 +443,8 @@ def _train_job(submission: Submission, pod: Manifest, metadata: Manifest) -> Man
 def _metadata(submission: Submission, placement: Placement, name: str, *, is_queued: bool = True) -> Manifest:
     settings = submission.settings.kubernetes
     labels = {RUN_LABEL: placement.name, MANAGER_LABEL: "wanma"}
-    if settings.queue is not None and is_queued:
-        labels[QUEUE_LABEL] = settings.queue
+    if settings.kueue_queue is not None and is_queued:
+        labels[QUEUE_LABEL] = settings.kueue_queue
         if settings.priority_class is not None:
             labels[KUEUE_PRIORITY_LABEL] = settings.priority_class
     place = {"namespace": settings.namespace} if settings.namespace is not None else {}

@@ -31,14 +31,20 @@ class Observation:
     events: Sequence[Manifest] = ()
     """Events of the run's objects; only read while it waits."""
     workloads: Sequence[Manifest] = ()
+    gangs: Sequence[Manifest] = ()
+    """PodGroups of Volcano."""
 
     @property
-    def age_seconds(self) -> float:
-        """Time since its creation, in seconds; 0 if it is gone."""
+    def waiting_seconds(self) -> float:
+        """Time, in seconds, since the newest wait began: submission, suspension, or loss of a pod."""
         if self.first is None:
             return 0.0
-        created = datetime.fromisoformat(self.first["metadata"]["creationTimestamp"])
-        return (datetime.now(UTC) - created).total_seconds()
+        waiting = [pod for pod in self.pods if pod.get("status", {}).get("phase") == "Pending"]
+        begun = [entry["metadata"]["creationTimestamp"] for entry in (self.first, *waiting)]
+        if "Suspended" in (conditions := true_conditions(self.first)):
+            begun.append(conditions["Suspended"]["lastTransitionTime"])
+        newest = max(datetime.fromisoformat(time) for time in begun)
+        return (datetime.now(UTC) - newest).total_seconds()
 
 
 def mark_cancelled(handle: Handle, reason: str) -> None:
@@ -79,7 +85,7 @@ def read_status(handle: Handle, found: Observation) -> RunStatus:
     done = [pod for pod in found.pods if pod.get("status", {}).get("phase") == "Succeeded"]
     if running and len(running) + len(done) >= int(handle["min_nodes"]):
         return RunStatus("running", None, "", pod_names(running), ids)
-    cause = find_cause(found.pods, found.events, found.workloads)
+    cause = find_cause(found.pods, found.events, found.workloads, found.gangs)
     reason = f"{cause.meaning}: {cause.message}" if cause is not None else ""
     if running:
         reason = f"{len(running)} of {count_text(int(handle['min_nodes']), 'pod')} run; {reason}".rstrip("; ")
@@ -131,7 +137,7 @@ def explain_wait(handle: Handle, found: Observation, nodes: EngineCluster | None
     head = f"{handle['kind']} {handle['name']} waits for {count_text(wanted, 'node')}"
     if running:
         head = f"{handle['kind']} {handle['name']} has {running} of {count_text(wanted, 'node')}, which wait"
-    cause = find_cause(found.pods, found.events, found.workloads)
+    cause = find_cause(found.pods, found.events, found.workloads, found.gangs)
     if cause is None:
         text = "Kubernetes has given no reason yet"
         if (

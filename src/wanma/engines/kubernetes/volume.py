@@ -1,21 +1,30 @@
 """Files of a run on its volume: sent before the start, and small records fetched, through a pod.
 
-The programs are those that the engine 'ssh' runs on hosts. `exec` starts them in a pod: one of the run's own,
-or a short-lived one on the same PersistentVolumeClaim.
+`exec` starts programs in a pod: one of the run's own, or a short-lived one on the same PersistentVolumeClaim.
 """
 
 from __future__ import annotations
 
-import json
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Self
 
 from wanma.engines.engine import QUERY_SECONDS
+from wanma.engines.hosts import host_files
+from wanma.engines.hosts.connections import (
+    BOOTSTRAP,
+    Connections,
+    Host,
+    HostError,
+    Reply,
+    make_message,
+    read_reply,
+)
+from wanma.engines.hosts.records import RecordSource, fetch_records, send_history
 from wanma.engines.kubernetes.client import KubernetesClient, KubernetesError
 from wanma.engines.kubernetes.manifests import (
     CONTAINER,
@@ -25,12 +34,7 @@ from wanma.engines.kubernetes.manifests import (
     render_files_pod,
 )
 from wanma.engines.kubernetes.waiting import find_cause
-from wanma.engines.ssh import host_files
-from wanma.engines.ssh.connection import BOOTSTRAP, REPLY_MARK, Reply, make_message
-from wanma.engines.ssh.failures import SshError
-from wanma.engines.ssh.hosts import Host
-from wanma.engines.ssh.records import RecordSource, fetch_records, send_history
-from wanma.job.errors import WanmaError
+from wanma.job.errors import EXIT_FAILED, EXIT_USAGE, WanmaError
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.sections.kubernetes import KubernetesSection
 
@@ -48,7 +52,7 @@ _HINTS = {
 """Way out of each problem of the programs."""
 
 
-class Volume:
+class Volume(Connections):
     """Volume of a run, reached through a pod; a context manager, whose end removes a pod made for it.
 
     Args:
@@ -112,39 +116,26 @@ class Volume:
         data: bytes | Path = b"",
         seconds: float = QUERY_SECONDS,
     ) -> Reply:
-        """Run a program in the pod and return its answer. Raises `SshError`."""
+        """Run a program in the pod and return its answer. Raises `HostError`."""
         try:
             output, errors = self._execute(_blocks(make_message(program, request), data), seconds)
         except WanmaError as error:
-            raise SshError(host, error.message, error.hint) from error
-        before, mark, after = output.partition(REPLY_MARK)
-        if not mark:
-            text = (errors or before).decode(errors="replace").strip().splitlines()
+            failure = HostError(host, error.message, error.hint)
+            failure.exit_code = error.exit_code
+            raise failure from error
+        reply = read_reply(output)
+        if reply is None:
+            text = (errors or output).decode(errors="replace").strip().splitlines()
             cause = text[-1] if text else "it gave no answer"
-            raise SshError(
+            raise HostError(
                 host,
                 f"{self._settings.python} in the pod {self._pod} failed: {cause}",
                 "set cluster.kubernetes.python to the interpreter of the image",
             )
-        line, _, rest = after.partition(b"\n")
-        value = json.loads(line)
-        if isinstance(value, dict) and value.get("problem"):
-            hint = _HINTS.get(value["problem"], "see the message of the pod")
-            raise SshError(host, f"the volume '{self._settings.volume}': {value['text']}", hint)
-        return Reply(value, rest)
-
-    def ask_all(
-        self, questions: Mapping[Host, Callable[[], Reply]]
-    ) -> tuple[dict[Host, Reply], list[SshError]]:
-        """Ask; a volume is one host."""
-        answers: dict[Host, Reply] = {}
-        failures = []
-        for host, question in questions.items():
-            try:
-                answers[host] = question()
-            except SshError as error:
-                failures.append(error)
-        return answers, failures
+        if isinstance(reply.value, dict) and reply.value.get("problem"):
+            hint = _HINTS.get(reply.value["problem"], "see the message of the pod")
+            raise HostError(host, f"the volume '{self._settings.volume}': {reply.value['text']}", hint)
+        return reply
 
     def _source(self) -> RecordSource:
         return RecordSource(VOLUME, self._placement.folder)
@@ -219,6 +210,7 @@ class Volume:
                 raise KubernetesError(
                     f"the pod {name}, for the files of the run, waits: {text}",
                     cause.way_out if cause is not None else "see `kubectl describe pod`",
+                    exit_code=EXIT_USAGE if cause is not None and cause.is_final else EXIT_FAILED,
                 )
             time.sleep(0.5)
 

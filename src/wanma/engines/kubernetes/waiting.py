@@ -1,7 +1,8 @@
 """Causes for which a run waits or cannot start, from conditions and events, in plain words.
 
 Messages: kube-scheduler and kubelet (kubernetes.io/docs/tasks/debug/debug-application/debug-pods), Kueue
-(kueue.sigs.k8s.io/docs/tasks/troubleshooting), cluster-autoscaler (its FAQ), Karpenter (karpenter.sh).
+(kueue.sigs.k8s.io/docs/tasks/troubleshooting), Volcano (volcano-sh/volcano pkg/scheduler/cache/cache.go and
+plugins/proportion), cluster-autoscaler (its FAQ), Karpenter (karpenter.sh).
 """
 
 from __future__ import annotations
@@ -53,11 +54,17 @@ FINAL_CAUSES: tuple[tuple[str, str, str], ...] = (
         "correct cluster.kubernetes.queue; `kubectl get localqueues` lists them",
     ),
     (
+        r"queue \S+ (not found|does not exist)|queue .* (Closed|not open)",
+        "Volcano has no such queue, or it is closed",
+        "correct cluster.kubernetes.queue; `kubectl get queues.scheduling.volcano.sh` lists them",
+    ),
+    (
         r"maximum capacity|unavailable in ClusterQueue|namespace doesn't match",
         "the queue of Kueue can never give so much",
         "use fewer nodes, or another queue: `kubectl describe clusterqueue` shows its quota",
     ),
 )
+GANG_MESSAGE = "tasks in gang unschedulable"
 PASSING_CAUSES: tuple[tuple[str, str, str], ...] = (
     (
         r"exceeded quota",
@@ -72,6 +79,11 @@ PASSING_CAUSES: tuple[tuple[str, str, str], ...] = (
     (
         r"insufficient unused quota|^Pending: ",
         "the quota of the queue of Kueue is in use",
+        "it starts when others end; fewer nodes may start sooner",
+    ),
+    (
+        r"queue resource quota insufficient",
+        "the capability of the queue of Volcano is in use",
         "it starts when others end; fewer nodes may start sooner",
     ),
     (r"TriggeredScaleUp: |Nominated: ", "new nodes are asked of the autoscaler, and awaited", ""),
@@ -91,13 +103,17 @@ PASSING_CAUSES: tuple[tuple[str, str, str], ...] = (
         "no node has the labels",
         "correct cluster.kubernetes.node_selector or gpu_product; see `kubectl get nodes --show-labels`",
     ),
-    (r"unschedulable|not-ready|no nodes available", "the nodes are cordoned or not ready", ""),
+    (r"node\(s\) were unschedulable|not-ready|no nodes available", "the nodes are cordoned or not ready", ""),
+    (GANG_MESSAGE, "no room for all of its pods", ""),
 )
 """Pattern of a message, its meaning, and the way out."""
 
 
 def find_cause(
-    pods: Sequence[Manifest], events: Sequence[Manifest], workloads: Sequence[Manifest] = ()
+    pods: Sequence[Manifest],
+    events: Sequence[Manifest],
+    workloads: Sequence[Manifest] = (),
+    gangs: Sequence[Manifest] = (),
 ) -> Cause | None:
     """Return the first cause of a wait that the messages name; None: there is none.
 
@@ -105,19 +121,26 @@ def find_cause(
         pods: pods of the run.
         events: events of these, and of their Job or JobSet.
         workloads: Workloads of Kueue.
+        gangs: PodGroups of Volcano.
     """
-    texts = list(_messages(pods, events, workloads))
+    texts = list(_messages(pods, events, workloads, gangs))
+    is_gang = any(GANG_MESSAGE in text for text in texts)
+    start = "the pods start together or not at all, and the cause is: " if is_gang else ""
     for pattern, meaning, way_out in (*FINAL_CAUSES, *PASSING_CAUSES):
         for text in texts:
             if match := re.search(pattern, text):
                 is_final = any(pattern == final for final, *_ in FINAL_CAUSES)
-                return Cause(meaning.format(match[match.lastindex or 0].rstrip(".")), way_out, text, is_final)
+                meaning = start + meaning.format(match[match.lastindex or 0].rstrip("."))
+                return Cause(meaning, way_out, text, is_final)
     known = "Kubernetes gives a reason that wanma does not know"
     return Cause(known, "", texts[0], is_final=False) if texts else None
 
 
 def _messages(
-    pods: Sequence[Manifest], events: Sequence[Manifest], workloads: Sequence[Manifest]
+    pods: Sequence[Manifest],
+    events: Sequence[Manifest],
+    workloads: Sequence[Manifest],
+    gangs: Sequence[Manifest],
 ) -> Iterator[str]:
     """Yield the newest messages; of pods that run, or are gone, none."""
     for workload in workloads:
@@ -138,10 +161,15 @@ def _messages(
         for entry in status.get("conditions", []):
             if entry["type"] == "PodScheduled" and entry["status"] == "False":
                 yield f"{entry.get('reason', '')}: {entry.get('message', '')}"
-    names = {pod["metadata"]["name"] for pod in waiting}
+    held = [group for group in gangs if group.get("status", {}).get("phase") in (None, "Pending", "Inqueue")]
+    for group in held:
+        for entry in group.get("status", {}).get("conditions", []):
+            if entry["type"] == "Unschedulable" and entry["status"] == "True":
+                yield f"{entry.get('reason', '')}: {entry.get('message', '')}"
+    names = {entry["metadata"]["name"] for entry in (*waiting, *held)}
     for event in sorted(events, key=event_time, reverse=True):
         about = event.get("involvedObject", {})
-        is_current = about.get("name") in names if about.get("kind") == "Pod" else not names
+        is_current = about.get("name") in names if about.get("kind") in ("Pod", "PodGroup") else not waiting
         if is_current and event.get("reason") not in ("Scheduled", "Pulling", "Pulled", "Created", "Started"):
             yield f"{event.get('reason', '')}: {event.get('message', '')}"
 

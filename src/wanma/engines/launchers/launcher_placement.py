@@ -7,6 +7,12 @@ from dataclasses import dataclass
 
 from wanma.job.errors import JobError
 
+_LAUNCHER_PREFIXES = (
+    *("CROSS_", "FLUX_", "GROUP_RANK", "JSM_", "LOCAL_", "LSB_", "MPI_", "OMPI_", "PBS_", "PMI", "RANK"),
+    *("SLURM_", "TORCHELASTIC_", "WANMA_CODE_ARCHIVE", "WANMA_PLACED_BY", "WORLD_SIZE"),
+)
+"""Beginnings of the names of variables that launchers and engines set."""
+
 
 @dataclass(frozen=True)
 class LauncherPlacement:
@@ -79,6 +85,11 @@ class LauncherPlacement:
                 "`mpirun -x MASTER_ADDR=node1 ...`",
             )
         return self.host
+
+
+def may_be_launched(environment: Mapping[str, str]) -> bool:
+    """Return whether a launcher, or an engine of wanma, may have started this process, by cheap signs."""
+    return any(name.startswith(_LAUNCHER_PREFIXES) for name in environment)
 
 
 def read_integer(environment: Mapping[str, str], *names: str) -> int | None:

@@ -9,7 +9,7 @@ from wanma.engines.lease.spending import JOULES_PER_KWH, NodeRates, Spending
 from wanma.job.cluster import Cluster
 from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
 from wanma.job.run.worker import Event
-from wanma.job.sections.budget import BudgetSection
+from wanma.job.sections.cluster import BudgetSection
 
 STEPS_AHEAD = 2
 """Steps that a run still does after the request to end: the one that it is in, and the next."""

@@ -118,12 +118,6 @@ class LocalEngine(Engine):
             EXIT_USAGE,
         )
 
-    def failed_requests(self, _handle: Handle, /) -> int:
-        return 0
-
-    def release(self, handle: Handle) -> Handle:
-        return handle
-
     def explain(self, _handle: Handle, /) -> Explanation:
         return Explanation("nothing blocks it: the engine 'local' starts each run at once")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
@@ -22,6 +23,10 @@ from wanma.job.sections.cluster import ClusterSection
 
 START_SECONDS = 90.0
 """Deadline, in seconds, of a start: the processes of the actors import wanma."""
+GRANT_SECONDS = 2.0
+"""Time, in seconds, after which a placement group that waits does so for want of nodes."""
+JOINING_GROUP = re.compile(r"wanma-.+-[0-9a-f]{8}-g[1-9]\d*")
+"""Names of the placement groups of nodes that join a run."""
 STOP_SECONDS = 10.0
 """Time, in seconds, that supervisors have for an end at once."""
 CANCEL_FILE = "cancelled"
@@ -36,6 +41,7 @@ class RayEngine(Engine):
 
     name = "ray"
     ends_with_caller = False
+    gives_way = True
 
     def unusable_reason(self) -> str | None:
         error = missing_ray()
@@ -108,9 +114,18 @@ class RayEngine(Engine):
             lost = [bundle for bundle in range(handle["first_nodes"]) if bundle not in used][:missing]
             index = handle["started_nodes"] + len(lost)
             further = {number: [0] for number in range(index, index + missing - len(lost))}
+            if not may_shrink and _is_waited_for(handle):
+                further = {}  # others come first
             return _start_nodes(handle, submission, {0: lost, **further})[0]
-        joined = [name for name in reversed(run.living) if group_of(name) != first]
-        leaving = joined[:-missing] if may_shrink else []
+        leaving = run.joined[:-missing] if may_shrink else []
+        run.stop(leaving, "SIGTERM")
+        return _without(handle, leaving)
+
+    def give_way(self, handle: Handle, /) -> Handle:
+        if not _is_waited_for(handle):
+            return handle
+        run = _look(handle)
+        leaving = [name for name in run.joined if not run.is_waiting(name)][:1]
         run.stop(leaving, "SIGTERM")
         return _without(handle, leaving)
 
@@ -156,6 +171,11 @@ class _Run:
     living: Sequence[str]
     records: Mapping[int, Mapping[str, Any]]
 
+    @property
+    def joined(self) -> list[str]:
+        """Actors of nodes beyond the first ones, the newest first."""
+        return [name for name in reversed(self.living) if not group_of(name).endswith("-g0")]
+
     def is_waiting(self, actor: str) -> bool:
         return self.groups.get(group_of(actor), {}).get("state") == "PENDING"
 
@@ -179,6 +199,31 @@ def _look(handle: Handle) -> _Run:
     ended = {index for index, record in records.items() if record["exit"] is not None}
     living = [name for name in handle["actors"] if name in actors and index_of(name) not in ended]
     return _Run(client, groups, actors, living, records)
+
+
+def _is_waited_for(handle: Handle) -> bool:
+    """Return True if a placement group of other work waits, for some time, for what one node of a run has.
+
+    Nodes by which other runs of wanma grow do not count: two runs would take them from each other.
+    """
+    client, bundle, waiting = ray_client(handle["address"]), handle["bundle"], None
+    for pause in (GRANT_SECONDS, 0):
+        found = {
+            name
+            for name, group in client.ask("groups", prefix="").items()
+            if group["state"] == "PENDING"
+            and not group["is_infeasible"]
+            and not name.startswith(handle["prefix"])
+            and not JOINING_GROUP.fullmatch(name)
+            and any(
+                all(need <= bundle.get(key, 0) for key, need in part.items()) for part in group["bundles"]
+            )
+        }
+        waiting = found if waiting is None else waiting & found
+        if not waiting:
+            return False
+        time.sleep(pause)
+    return True
 
 
 def _without(handle: Handle, actors: Sequence[str]) -> Handle:

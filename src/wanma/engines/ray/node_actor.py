@@ -160,13 +160,14 @@ class NodeActor:
 
 
 def find_groups(prefix: str) -> dict[str, dict[str, Any]]:
-    """Return the placement groups of a run by name: `state`, such as PENDING, and `is_infeasible`."""
+    """Return the placement groups of a run by name: `state`, such as PENDING, `is_infeasible`, `bundles`."""
     import ray
 
     return {
         group["name"]: {
             "state": group["state"],
             "is_infeasible": group["stats"].get("scheduling_state") == "INFEASIBLE",
+            "bundles": list(group["bundles"].values()),
         }
         for group in ray.util.placement_group_table().values()
         if group["name"].startswith(prefix) and group["state"] != "REMOVED"

@@ -8,7 +8,6 @@ ssh_config is honoured instead.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import json
 import os
 import re
@@ -20,22 +19,27 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from wanma.engines.engine import QUERY_SECONDS
-from wanma.engines.ssh.failures import SSH_FAILED, SshError, explain_exit, explain_problem
-from wanma.engines.ssh.hosts import Host
+from wanma.engines.hosts.connections import (
+    BOOTSTRAP,
+    REPLY_MARK,
+    Connections,
+    Host,
+    HostError,
+    Reply,
+    make_message,
+    read_reply,
+)
+from wanma.engines.ssh.failures import SSH_FAILED, explain_exit, explain_problem
 
 CONNECT_SECONDS = 10
 """Deadline of a connection, in seconds."""
 PERSIST_SECONDS = 60
 """Time, in seconds, after which an unused connection ends if this process could not end it."""
-AT_ONCE = 64
-"""Most hosts that are asked at the same time."""
 _OPTIONS = (
     "-T",
     "-oBatchMode=yes",
@@ -45,47 +49,9 @@ _OPTIONS = (
     "-oClearAllForwardings=yes",
     "-oRemoteCommand=none",
 )
-REPLY_MARK = b"\nWANMA-REPLY "
-"""Text before the answer of a program: a line of JSON, after which its bytes follow."""
-BOOTSTRAP = (
-    "import sys,json;sys.path[:]=[p for p in sys.path if p];i=sys.stdin.buffer\n"
-    "h=json.loads(i.readline().decode())\n"
-    'r=lambda v:(sys.stdout.write("\\nWANMA-REPLY "+json.dumps(v)+"\\n"),sys.stdout.flush())\n'
-    'n={"__name__":"host"};exec(compile(i.read(h["program"]).decode(),"<wanma>","exec"),n)\n'
-    'sys.exit(n["main"](h["request"],r))\n'
-)
-"""Program that runs the one on standard input, for `python -c`."""
 
 
-@dataclass(frozen=True)
-class Reply:
-    """Answer of a host."""
-
-    value: Any
-    data: bytes = b""
-    """Bytes after the JSON value."""
-
-
-class Connections(Protocol):
-    """Connections over which programs of this package run where the files of a run are."""
-
-    def ask(
-        self,
-        host: Host,
-        program: ModuleType,
-        request: Mapping[str, Any],
-        data: bytes | Path = b"",
-        seconds: float = QUERY_SECONDS,
-    ) -> Reply:
-        """Run a program and return its answer. Raises `SshError`."""
-
-    def ask_all(
-        self, questions: Mapping[Host, Callable[[], Reply]]
-    ) -> tuple[dict[Host, Reply], list[SshError]]:
-        """Ask all hosts; return the answers, and the failures in the order of the hosts."""
-
-
-class SshConnections:
+class SshConnections(Connections):
     """Connections to hosts with the same settings.
 
     Args:
@@ -120,7 +86,7 @@ class SshConnections:
             python: interpreter for this question; empty: that of the connections.
 
         Raises:
-            SshError: the host cannot be asked, or its program could not do its work.
+            HostError: the host cannot be asked, or its program could not do its work.
         """
         with tempfile.TemporaryFile() as errors, tempfile.TemporaryFile() as given:
             given.write(make_message(program, request))
@@ -135,7 +101,7 @@ class SshConnections:
                 output, _ = process.communicate(timeout=seconds)
             except subprocess.TimeoutExpired:
                 _kill(process)
-                raise SshError(
+                raise HostError(
                     host,
                     f"{host.text}: it gave no answer within {seconds:.0f} s",
                     "the host or the network may be overloaded; try again",
@@ -145,29 +111,12 @@ class SshConnections:
                 raise
             errors.seek(0)
             text = errors.read().decode(errors="replace")
-        before, mark, after = output.partition(REPLY_MARK)
-        if process.returncode != 0 or not mark:
+        reply = read_reply(output)
+        if process.returncode != 0 or reply is None:
             code = process.returncode if process.returncode > 0 else SSH_FAILED
-            raise explain_exit(host, code, text or before.decode(errors="replace"), python or self._python)
-        line, _, rest = after.partition(b"\n")
-        return Reply(_checked(host, json.loads(line)), rest)
-
-    def ask_all(
-        self, questions: Mapping[Host, Callable[[], Reply]]
-    ) -> tuple[dict[Host, Reply], list[SshError]]:
-        """Ask all hosts at the same time; return the answers, and the failures in the order of the hosts."""
-        answers: dict[Host, Reply] = {}
-        failures: list[SshError] = []
-        if not questions:
-            return answers, failures
-        with ThreadPoolExecutor(min(AT_ONCE, len(questions))) as pool:
-            running = {host: pool.submit(question) for host, question in questions.items()}
-            for host, future in running.items():
-                try:
-                    answers[host] = future.result()
-                except SshError as error:
-                    failures.append(error)
-        return answers, failures
+            raise explain_exit(host, code, text or output.decode(errors="replace"), python or self._python)
+        _checked(host, reply.value)
+        return reply
 
     def hold(
         self, host: Host, program: ModuleType, request: Mapping[str, Any], seconds: float = QUERY_SECONDS
@@ -175,7 +124,7 @@ class SshConnections:
         """Start a program on a host, and return with its first answer; its standard input stays open.
 
         Raises:
-            SshError: as of `ask`.
+            HostError: as of `ask`.
         """
         errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the call
         process = self._start(host, subprocess.PIPE, errors)
@@ -208,7 +157,7 @@ class SshConnections:
                 start_new_session=True,  # Ctrl-C reaches this process alone
             )
         except FileNotFoundError:
-            raise SshError(
+            raise HostError(
                 host, "there is no program ssh here", "install OpenSSH, e.g. apt-get install openssh-client"
             ) from None
 
@@ -270,7 +219,7 @@ class HeldCall:
         """Return the next answer.
 
         Raises:
-            SshError: the call ended without one, or the deadline passed.
+            HostError: the call ended without one, or the deadline passed.
         """
         assert self._process.stdout is not None
         timer = threading.Timer(seconds, self._process.kill)
@@ -292,7 +241,7 @@ class HeldCall:
         text = self._errors.read().decode(errors="replace")
         if code < 0:
             message = f"{self.host.text}: it gave no answer within {seconds:.0f} s"
-            raise SshError(self.host, message, "try again")
+            raise HostError(self.host, message, "try again")
         raise explain_exit(self.host, code or SSH_FAILED, text, python)
 
     @property
@@ -318,12 +267,6 @@ class HeldCall:
         self.close()
         _kill(self._process)
         self._errors.close()
-
-
-def make_message(program: ModuleType, request: Mapping[str, Any]) -> bytes:
-    """Return the standard input of `BOOTSTRAP`: a program of this package and its request."""
-    source = inspect.getsource(program).encode()
-    return json.dumps({"program": len(source), "request": request}).encode() + b"\n" + source
 
 
 def _checked(host: Host, value: Any) -> Any:

@@ -12,11 +12,10 @@ from typing import Any
 
 from wanma.engines.engine import EngineCluster
 from wanma.engines.environment.archive import EnvironmentArchive
+from wanma.engines.hosts.connections import Host, HostError, Reply, join_errors
 from wanma.engines.ssh import host_probe
-from wanma.engines.ssh.connection import Reply, SshConnections
+from wanma.engines.ssh.connection import SshConnections
 from wanma.engines.ssh.environments import install_environments
-from wanma.engines.ssh.failures import SshError, join_errors
-from wanma.engines.ssh.hosts import Host
 from wanma.job.cluster import Cluster, NodeGroup
 from wanma.job.errors import WanmaError
 from wanma.observe.units import bytes_text
@@ -52,7 +51,7 @@ class ProbedHosts:
     """Hosts that a run can use, and the reasons why others are left out."""
 
     usable: tuple[HostFacts, ...]
-    failures: tuple[SshError, ...]
+    failures: tuple[HostError, ...]
     notes: tuple[str, ...]
     """Warnings for the user: clocks and disks."""
 
@@ -85,7 +84,7 @@ def probe_hosts(
 
 def _check_interpreters(
     connections: SshConnections, hosts: Sequence[Host], folder: str
-) -> tuple[list[Host], list[SshError]]:
+) -> tuple[list[Host], list[HostError]]:
     """Return the hosts whose interpreter can make an environment for this wanma, and the failures."""
     request = {"folder": folder, "has_hardware": False}
     answers, failures = connections.ask_all(
@@ -202,7 +201,7 @@ def _kind(node: NodeGroup) -> tuple[object, ...]:
     return tuple(device.name for device in node.devices), node.cores, round(node.memory_bytes / 2**30)
 
 
-def _version_problem(facts: HostFacts) -> SshError | None:
+def _version_problem(facts: HostFacts) -> HostError | None:
     """Return the error of a host whose Python, wanma or torch is missing or another than here."""
     host, values = facts.host, facts.values
     text, executable = host.text, values["executable"]
@@ -212,7 +211,7 @@ def _version_problem(facts: HostFacts) -> SshError | None:
         there, own = values["versions"][name], _own_version(name)
         if there is None:
             package = f"{name}=={own.partition('+')[0]}" if own else name
-            return SshError(
+            return HostError(
                 host,
                 f"{text}: {name} is not installed for {executable}",
                 f"add {package} to the lock file, cluster.environment"
@@ -221,7 +220,7 @@ def _version_problem(facts: HostFacts) -> SshError | None:
                 "cluster.environment",
             )
         if own is not None and there.partition("+")[0] != own.partition("+")[0]:
-            return SshError(
+            return HostError(
                 host,
                 f"{text}: {name} {there} is installed for {executable}, and {name} {own} here",
                 f"lock {name}=={own.partition('+')[0]}, or install {name} {there.partition('+')[0]} here"
@@ -229,7 +228,7 @@ def _version_problem(facts: HostFacts) -> SshError | None:
                 else "install the same version on all machines",
             )
     if values["cluster"] is None:
-        return SshError(
+        return HostError(
             host,
             f"{text}: its hardware cannot be read: {values['discovery_problem']}",
             f"see `ssh {text} {executable} -m wanma doctor`",
@@ -237,12 +236,12 @@ def _version_problem(facts: HostFacts) -> SshError | None:
     return None
 
 
-def _interpreter_problem(host: Host, values: Mapping[str, Any]) -> SshError | None:
+def _interpreter_problem(host: Host, values: Mapping[str, Any]) -> HostError | None:
     """Return the error of a host whose interpreter has another version than this one."""
     here = platform.python_version()
     if values["python"].split(".")[:2] == here.split(".")[:2]:
         return None
-    return SshError(
+    return HostError(
         host,
         f"{host.text}: {values['executable']} is Python {values['python']}, and this is {here}",
         "set cluster.ssh.python to an interpreter of the same version",

@@ -15,6 +15,7 @@ from wanma.engines.code.provenance import record_provenance
 from wanma.engines.code.snapshot import CodeSnapshot, make_snapshot
 from wanma.engines.engine import (
     NOTES_KEY,
+    Engine,
     EngineCluster,
     Explanation,
     Handle,
@@ -28,6 +29,8 @@ from wanma.engines.environment.archive import (
     make_archive,
     save_archive,
 )
+from wanma.engines.hosts.connections import Host, HostError, join_errors
+from wanma.engines.hosts.records import RecordSource, fetch_records, record_owner, send_history
 from wanma.engines.ssh import host_supervision
 from wanma.engines.ssh.connection import SshConnections
 from wanma.engines.ssh.discovery import (
@@ -37,8 +40,8 @@ from wanma.engines.ssh.discovery import (
     probe_hosts,
     require_hosts,
 )
-from wanma.engines.ssh.failures import SshError, explain_problem, join_errors
-from wanma.engines.ssh.hosts import Host, list_hosts
+from wanma.engines.ssh.failures import explain_problem
+from wanma.engines.ssh.hosts import list_hosts
 from wanma.engines.ssh.placement import (
     HeldRun,
     PlacedNode,
@@ -52,13 +55,12 @@ from wanma.engines.ssh.placement import (
     stop_supervisors,
     without_hold,
 )
-from wanma.engines.ssh.records import RecordSource, fetch_records, record_owner, send_history
 from wanma.job.errors import EXIT_INTERRUPTED, EXIT_USAGE, WanmaError
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.sections.cluster import ClusterSection
 
 
-class SshEngine:
+class SshEngine(Engine):
     """Engine of hosts that ssh reaches; its handle names them, and the settings of ssh."""
 
     name = "ssh"
@@ -91,9 +93,6 @@ class SshEngine:
             python = node.python or settings.python
             lines.append(f"{host.text}: {shlex.join([python, '-m', 'wanma', *words])}")
         return "\n".join(lines) + "\n"
-
-    def foreground_command(self, _submission: Submission, /) -> list[str] | None:
-        return None
 
     def submit(self, submission: Submission) -> Handle:
         hosts = _ordered(submission)
@@ -130,7 +129,7 @@ class SshEngine:
     def statuses(self, handles: Sequence[Handle]) -> list[RunStatus]:
         states: list[dict[int, dict[str, Any]]] = [{} for _ in handles]
 
-        def ask(key: tuple[str, tuple[str, ...]], chosen: Sequence[int]) -> list[SshError]:
+        def ask(key: tuple[str, tuple[str, ...]], chosen: Sequence[int]) -> list[HostError]:
             questions: dict[Host, list[tuple[int, PlacedNode]]] = {}
             for number in chosen:
                 for node in _nodes(handles[number]):
@@ -216,14 +215,8 @@ class SshEngine:
         start_supervisors(connections, added, unheld, handle["digest"], handle["rendezvous"], joins=True)
         return {**handle, "nodes": [node.to_json() for node in (*placed, *added)]}
 
-    def failed_requests(self, _handle: Handle, /) -> int:
-        return 0
-
     def discard(self, handle: Handle, /) -> None:
         remove_run(self._connect_to(handle), _nodes(handle), Path(handle["run_directory"]))
-
-    def release(self, handle: Handle) -> Handle:
-        return handle
 
     def explain(self, handle: Handle, /) -> Explanation:
         (status,) = self.statuses([handle])
@@ -301,7 +294,7 @@ class SshEngine:
             if not node.is_leaving and node.host in answers and answers[node.host].value[0]["is_alive"]
         ]
 
-    def _failures(self, handle: Handle) -> list[SshError]:
+    def _failures(self, handle: Handle) -> list[HostError]:
         """Return the hosts of a run that do not answer."""
         connections = self._connect_to(handle)
         questions = {
@@ -371,7 +364,7 @@ def _by_connection(handles: Iterable[Handle]) -> dict[tuple[str, tuple[str, ...]
 
 
 def _status(
-    handle: Handle, states: Mapping[int, Mapping[str, Any]], failures: Mapping[Host, SshError]
+    handle: Handle, states: Mapping[int, Mapping[str, Any]], failures: Mapping[Host, HostError]
 ) -> RunStatus:
     """Return the state of a run from those of its supervisors, of which one that finished speaks for all."""
     nodes = [

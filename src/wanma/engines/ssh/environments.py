@@ -11,9 +11,8 @@ from wanma.engines.environment import install
 from wanma.engines.environment.archive import EnvironmentArchive
 from wanma.engines.environment.progress import InstallProgress
 from wanma.engines.environment.shared_folder import FOLDER
-from wanma.engines.ssh.connection import AT_ONCE, HeldCall, SshConnections
-from wanma.engines.ssh.failures import SshError
-from wanma.engines.ssh.hosts import Host
+from wanma.engines.hosts.connections import AT_ONCE, Host, HostError
+from wanma.engines.ssh.connection import HeldCall, SshConnections
 
 SILENCE_SECONDS = 120.0
 """Deadline of each sign of life of an installation, in seconds."""
@@ -21,7 +20,7 @@ SILENCE_SECONDS = 120.0
 
 def install_environments(
     connections: SshConnections, hosts: Sequence[Host], archive: EnvironmentArchive, folder: str
-) -> tuple[dict[Host, str], list[SshError]]:
+) -> tuple[dict[Host, str], list[HostError]]:
     """Return the interpreter of the environment on each host, made unless it exists, and the failures.
 
     Args:
@@ -38,7 +37,7 @@ def install_environments(
         "values": archive.values(os.environ),
     }
     pythons: dict[Host, str] = {}
-    failures: list[SshError] = []
+    failures: list[HostError] = []
     calls: list[HeldCall] = []
     with ThreadPoolExecutor(min(AT_ONCE, max(len(hosts), 1))) as pool:
         running = {
@@ -49,7 +48,7 @@ def install_environments(
             for host, future in running.items():
                 try:
                     pythons[host] = future.result()
-                except SshError as error:
+                except HostError as error:
                     failures.append(error)
         except BaseException:  # Ctrl-C: what goes on would be waited for
             pool.shutdown(wait=False, cancel_futures=True)
@@ -83,6 +82,6 @@ def _install(
         call.wait(5)
         call.kill()
     if "problem" in answer:
-        raise SshError(host, f"{host.text}: {answer['text']}", answer["hint"])
+        raise HostError(host, f"{host.text}: {answer['text']}", answer["hint"])
     progress.end(host.text, is_new=answer["is_new"])
     return str(answer["python"])

@@ -4,30 +4,12 @@ from __future__ import annotations
 
 import re
 
-from wanma.engines.ssh.hosts import Host
-from wanma.job.errors import WanmaError
+from wanma.engines.hosts.connections import Host, HostError
 
 SSH_FAILED = 255
 """Exit code of ssh for its own failures; any other one is the remote command's."""
 _NOT_FOUND = (126, 127)
 """Exit codes of a shell that cannot start a command."""
-
-
-class SshError(WanmaError):
-    """Failure to ask a host.
-
-    Args:
-        host: the host.
-        message: the failure.
-        hint: the way out.
-    """
-
-    def __init__(self, host: Host, message: str, hint: str) -> None:
-        super().__init__(message, hint)
-        self.host = host
-
-    def __reduce__(self) -> tuple[type[SshError], tuple[Host, str, str]]:
-        return type(self), (self.host, self.message, self.hint)
 
 
 _FAILURES: tuple[tuple[str, str, str], ...] = (
@@ -79,7 +61,7 @@ _FAILURES: tuple[tuple[str, str, str], ...] = (
 )
 
 
-def explain_exit(host: Host, code: int, errors: str, python: str) -> SshError:
+def explain_exit(host: Host, code: int, errors: str, python: str) -> HostError:
     """Return the error of a call of ssh that ended with a code other than 0.
 
     Args:
@@ -95,54 +77,46 @@ def explain_exit(host: Host, code: int, errors: str, python: str) -> SshError:
             if match is not None:
                 cause = next((line for line in lines if match[0] in line), match[0])
                 values = {"text": host.text, "name": host.name, "cause": cause}
-                return SshError(host, f"{host.text}: {meaning.format(**values)}", way_out.format(**values))
+                return HostError(host, f"{host.text}: {meaning.format(**values)}", way_out.format(**values))
         cause = lines[-1] if lines else "ssh gave no reason"
-        return SshError(host, f"{host.text}: {cause}", f"try `ssh {host.text} true`")
+        return HostError(host, f"{host.text}: {cause}", f"try `ssh {host.text} true`")
     if code in _NOT_FOUND:
-        return SshError(
+        return HostError(
             host,
             f"{host.text}: the interpreter {python} cannot be started: {lines[-1] if lines else 'not found'}",
             "set cluster.ssh.python to the interpreter with wanma, e.g. '/opt/wanma/bin/python'",
         )
-    return SshError(
+    return HostError(
         host,
         f"{host.text}: {python} ended with exit code {code}: {' '.join(lines[-3:]) or 'it gave no reason'}",
         "set cluster.ssh.python to an interpreter of Python 3.11 or newer",
     )
 
 
-def explain_problem(host: Host, problem: str, text: str) -> SshError:
+def explain_problem(host: Host, problem: str, text: str) -> HostError:
     """Return the error of a program of ours on the host that could not do its work."""
     if problem == "full":
-        return SshError(
+        return HostError(
             host,
             f"{host.text}: the disk is full: {text}",
             "free space there, or choose another folder with cluster.ssh.folder",
         )
     if problem == "unwritable":
-        return SshError(
+        return HostError(
             host,
             f"{host.text}: cannot write {text}",
             "make the folder writable, or choose another with cluster.ssh.folder",
         )
     if problem == "origin":
-        return SshError(
+        return HostError(
             host,
             f"{host.text}: the run directory there belongs to another run, {text}",
             "choose another observe.name or cluster.ssh.folder, or remove that directory",
         )
     if problem == "active":
-        return SshError(
+        return HostError(
             host,
             f"{host.text}: the run is running there already",
             "`wanma attach` shows it, `wanma cancel` stops it",
         )
-    return SshError(host, f"{host.text}: {text}", "see the message of the host")
-
-
-def join_errors(errors: list[SshError], title: str) -> WanmaError:
-    """Return one error for several hosts, with each way out once."""
-    if len(errors) == 1:
-        return WanmaError(errors[0].message, errors[0].hint)
-    hints = list(dict.fromkeys(error.hint for error in errors if error.hint))
-    return WanmaError("\n  ".join([title, *(error.message for error in errors)]), "; ".join(hints))
+    return HostError(host, f"{host.text}: {text}", "see the message of the host")

@@ -4,32 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+from wanma.engines.hosts.connections import Host
 from wanma.hardware.cluster_file.host_list import expand_host_list
 from wanma.job.errors import JobError
 from wanma.job.sections.engines import SshSection
 
 _HOST = re.compile(r"(?:(?P<user>[^@\s]+)@)?(?P<name>\[[0-9A-Fa-f:.%\w]+\]|[^\s:@\[\]]+)(?::(?P<port>\d+))?")
 _VARIABLE = re.compile(r"""([A-Za-z_]\w*)\s*=\s*("[^"]*"|'[^']*'|\S+)""")
-
-
-@dataclass(frozen=True)
-class Host:
-    """Host as ssh is given it."""
-
-    text: str
-    """Host as the user wrote it, for messages, e.g. 'me@gpu1:2222'."""
-    destination: str
-    """Destination of ssh without the port, e.g. 'me@gpu1'."""
-    port: int | None = None
-    """Port; None: that of ssh_config."""
-
-    @property
-    def name(self) -> str:
-        """Name or address without user and port."""
-        return self.destination.rpartition("@")[2]
 
 
 def list_hosts(section: SshSection, folder: Path) -> list[Host]:

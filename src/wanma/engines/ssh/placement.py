@@ -15,10 +15,10 @@ from wanma.elastic.protocol.shared_secret import SECRET_VARIABLE
 from wanma.engines.code.cache import unpack_program
 from wanma.engines.code.snapshot import CodeSnapshot
 from wanma.engines.engine import PLACED_BY_VARIABLE, Submission
-from wanma.engines.ssh import host_files, host_network, host_supervision
-from wanma.engines.ssh.connection import HeldCall, Reply, SshConnections
-from wanma.engines.ssh.failures import SshError, join_errors
-from wanma.engines.ssh.hosts import Host
+from wanma.engines.hosts import host_files
+from wanma.engines.hosts.connections import Host, HostError, Reply, join_errors
+from wanma.engines.ssh import host_network, host_supervision
+from wanma.engines.ssh.connection import HeldCall, SshConnections
 from wanma.job.errors import WanmaError
 from wanma.job.run.run_directory import RunDirectory
 
@@ -312,7 +312,7 @@ def command_arguments(
 
 def stop_supervisors(
     connections: SshConnections, nodes: Sequence[PlacedNode], *, is_immediate: bool
-) -> list[SshError]:
+) -> list[HostError]:
     """Ask the supervisors to end in order, or end them at once; return the hosts that do not answer."""
     _, failures = connections.ask_all(
         {

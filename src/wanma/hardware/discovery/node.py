@@ -7,19 +7,26 @@ none. Takes milliseconds on a node without a GPU, so every command can afford it
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from wanma.hardware.catalogue.lookup import find_by_driver_name
-from wanma.hardware.cluster_file.node_builder import inter_node_levels, intra_node_levels
+from wanma.hardware.cluster_file.node_builder import (
+    MAX_NIC_GIGABITS,
+    MAX_NICS,
+    Nics,
+    inter_node_levels,
+    intra_node_levels,
+)
 from wanma.hardware.discovery.cpu_peak import read_cpu_peak
-from wanma.hardware.discovery.nics import detect_nics
 from wanma.job.cluster import Cluster, Device, NodeGroup
 from wanma.job.errors import WanmaError
-from wanma.job.run.resource_limits import cpu_model, usable_cores, usable_memory_bytes
+from wanma.job.run.resource_limits import ROOT, cpu_model, usable_cores, usable_memory_bytes
 
 MEBIBYTE = 2**20
 NVIDIA_SMI_TIMEOUT_SECONDS = 30
@@ -174,3 +181,43 @@ def _driver_error(reason: str) -> WanmaError:
 
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
+
+
+# ---------------------------------------------------------------- network cards
+
+
+def detect_nics(root: Path = ROOT) -> Nics | None:
+    """Return the fastest cards that are up, since a run uses those; None: no card reports its speed.
+
+    Args:
+        root: root of the file system that holds `sys`.
+    """
+    rates = list(_rdma_speeds(root)) or list(_ethernet_speeds(root))
+    valid_rates = [rate for rate in rates if 0 < rate <= MAX_NIC_GIGABITS * 1e9]
+    if not valid_rates:
+        return None
+    fastest = max(valid_rates)
+    return Nics(min(valid_rates.count(fastest), MAX_NICS), fastest)
+
+
+def _rdma_speeds(root: Path) -> Iterator[float]:
+    """Yield the bits per second of every active InfiniBand or RoCE port: '200 Gb/sec (4X HDR)'."""
+    for port in root.glob("sys/class/infiniband/*/ports/*"):
+        rate = re.match(r"([\d.]+) Gb/sec", _read(port / "rate"))
+        if rate and "ACTIVE" in _read(port / "state"):
+            yield float(rate[1]) * 1e9
+
+
+def _ethernet_speeds(root: Path) -> Iterator[float]:
+    """Yield the bits per second of every physical Ethernet card that is up; bridges have no device."""
+    for interface in root.glob("sys/class/net/*"):
+        speed = _read(interface / "speed").strip()  # megabits; -1 when unknown, unreadable when down
+        if (interface / "device").exists() and speed.isdigit():
+            yield int(speed) * 1e6
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from wanma.job.errors import JobError
 from wanma.job.file.loading import parse_override, to_job
 from wanma.job.node_range import require_fixed_nodes
-from wanma.job.sections.budget import BudgetSection
-from wanma.job.sections.cluster import ClusterSection
+from wanma.job.sections.cluster import BudgetSection, ClusterSection
 
 _ANY_MODEL = {"model": {"preset": "gpt-1m"}}
 """Model of the job that validates the overrides; it is never built."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from wanma.job.errors import JobError, closest_match, missing_extra_error
+from wanma.job.errors import JobError, closest_match, first_names, missing_extra_error
 from wanma.job.file.key_lines import KeyPath, Token, toml_key_lines, toml_tokens, yaml_key_lines, yaml_tokens
 
 _TEMPLATE_HINT = "print one to start from with `wanma job --toml`"
@@ -98,8 +98,7 @@ def _nearby_files_hint(path: Path, missing_file_hint: str | None) -> str:
     files = _job_files(path)
     if not files:
         return _TEMPLATE_HINT
-    rest_text = f" and {len(files) - 8} more" if len(files) > 8 else ""
-    return f"job files nearby: {', '.join(str(file) for file in files[:8])}{rest_text}"
+    return f"job files nearby: {first_names([str(file) for file in files], 8)}"
 
 
 def _job_files(path: Path) -> list[Path]:

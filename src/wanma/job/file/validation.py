@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from wanma.job.errors import JobError, closest_match, did_you_mean
 from wanma.job.file.key_lines import KeyPath
+from wanma.job.file.other_names import key_of_other_name
 from wanma.job.file.renamed_keys import KEYS
 from wanma.job.file.schema import TableSchema, schema_keys, schema_tables
 from wanma.job.file.serialization import value_text
@@ -149,9 +150,9 @@ def _unknown_key_text(path: KeyPath, root: type[Section]) -> str:
     name = str(name)
     if not table_path:
         headers = [table.header for table in schema_tables(root) if name in {key.name for key in table.keys}]
-        suggestion = did_you_mean(name, root.model_fields) or (
-            f" It belongs in {headers[0]}." if headers else ""
-        )
+        other = key_of_other_name(name) if root is Job else None
+        suggestion = f" Did you mean '{other}'?" if other else did_you_mean(name, root.model_fields)
+        suggestion = suggestion or (f" It belongs in {headers[0]}." if headers else "")
         return f"unknown section '{name}'.{suggestion}" + (
             "" if suggestion else f" There are: {', '.join(root.model_fields)}."
         )
@@ -159,11 +160,16 @@ def _unknown_key_text(path: KeyPath, root: type[Section]) -> str:
     if name in root.model_fields:
         return f"unknown key '{prefix}{name}'. [{name}] is a section of its own."
     former = KEYS if root is Job else {}
+    tables = [table.path for table in schema_tables(root)]
     own = {
-        old.rpartition(".")[2]: old for old in (*former, *schema_keys(root)) if _section(old) == table_path
+        old.rpartition(".")[2]: old
+        for old in (*former, *schema_keys(root), *tables)
+        if _section(old) == table_path
     }
     present = {key.name: key.path for key in reversed(schema_keys(root).values())}
     everywhere = {**{old.rpartition(".")[2]: old for old in former}, **present}
+    if root is Job and name not in present and (other := key_of_other_name(name)) is not None:
+        return f"unknown key '{prefix}{name}'. Did you mean '{other}'?"
     if name not in present and (close := closest_match(name, own)) is not None:
         key, table_matches = own[close], f"{prefix}{close}"
     elif (close := closest_match(name, everywhere, min_similarity=0.8)) is not None:

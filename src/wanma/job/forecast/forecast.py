@@ -59,6 +59,21 @@ class LayerWorkload:
 
 
 @dataclass(frozen=True)
+class EmbeddingTable:
+    """Embedding table of a model that data ranks share."""
+
+    module: str
+    """Module of the table; tables of one module have rows of one width, and are looked up together."""
+    name: str
+    rows: int
+    width: int
+    ids_per_sample: int
+    """Usual number of ids of one sample."""
+    state_elements_per_row: float
+    """Elements of optimizer state of one row."""
+
+
+@dataclass(frozen=True)
 class Workload:
     """Workload of a model, input of the cost model: parameters, FLOPs and saved elements by layer."""
 
@@ -75,9 +90,16 @@ class Workload:
     """Loading cost of a sample in stored files; None: token files, or arrays in memory."""
     preparation: TextPreparation | None = None
     """Preparation of the text; None: no text, or it is not known here."""
+    tables: tuple[EmbeddingTable, ...] = ()
+    """Embedding tables that data ranks share, which are in no layer; empty where tables are dense."""
 
     @property
     def parameters(self) -> int:
+        return self.dense_parameters + sum(table.rows * table.width for table in self.tables)
+
+    @property
+    def dense_parameters(self) -> int:
+        """Parameters with dense gradients: all but those of `tables`."""
         return sum(layer.count * layer.parameters for layer in self.layers)
 
     @property
@@ -87,9 +109,9 @@ class Workload:
 
     @property
     def trainable_share(self) -> float:
-        """Share of the parameters that are trained, 0 .. 1."""
+        """Share of the dense parameters that are trained, 0 .. 1."""
         trained = (layer.count * layer.parameters * layer.trainable_share for layer in self.layers)
-        return sum(trained) / max(self.parameters, 1)
+        return sum(trained) / max(self.dense_parameters, 1)
 
     @property
     def flops_per_sample(self) -> float:
@@ -114,7 +136,8 @@ class Workload:
         )
         loading = SampleLoading.from_json(value["loading"]) if value.get("loading") else None
         text = TextPreparation.from_json(value["preparation"]) if value.get("preparation") else None
-        return cls(**{**value, "layers": layers, "loading": loading, "preparation": text})
+        tables = tuple(EmbeddingTable(**table) for table in value.get("tables", ()))
+        return cls(**{**value, "layers": layers, "loading": loading, "preparation": text, "tables": tables})
 
 
 @dataclass(frozen=True)
@@ -261,6 +284,16 @@ class Forecast:
     def tensor_bytes(self) -> int:
         """Part of `memory_bytes` that torch allocates: the memory that a recorder measures on a GPU."""
         return self.memory_bytes - self.runtime_bytes - self.fragmentation_bytes
+
+    def __repr__(self) -> str:
+        """Return the three numbers that plans are compared by; `to_json` has all."""
+        utilisation = self.model_flops_utilisation
+        figures = [
+            *(() if self.step is None else (f"{self.step.seconds:.3g} s per step",)),
+            f"{self.memory_bytes / 2**30:.3g} GiB per rank",
+            *(() if utilisation is None else (f"MFU {utilisation:.1%}",)),
+        ]
+        return f"<Forecast {', '.join(figures)}>"
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "memory_bytes": self.memory_bytes, "tensor_bytes": self.tensor_bytes}

@@ -22,10 +22,12 @@ from wanma.job.sections.parallel import (
     AllReduceAlgorithm,
     Compression,
     ContextParallelMethod,
+    EmbeddingMode,
     Offload,
     Recompute,
     Schedule,
     Shard,
+    TableSharding,
 )
 from wanma.job.sections.train import Precision
 
@@ -36,14 +38,10 @@ OPTIMIZER_CHUNK_PARAMETERS = 1 << 23
 """Parameters per chunk of an offloaded optimizer state that is on the device at once."""
 
 DEFAULT_BUCKET_BYTES = 25 << 20
-"""Maximum bytes of unsharded gradients in one all-reduce, as in DDP.
-
-Many small messages cost more switches between ranks than the copy saves, and a single message would be a
-second copy of all gradients."""
+"""Maximum bytes of unsharded gradients in one all-reduce, as in DDP. Many small messages cost more switches
+between ranks than the copy saves, and a single message would be a second copy of all gradients."""
 MIN_BUCKET_BYTES = 1 << 20
 """Minimum bytes of unsharded gradients in one all-reduce."""
-
-_NO_COMPRESSION_METHODS: frozenset[Compression] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -90,6 +88,9 @@ class Plan:
     """Optimizer steps before compression begins."""
     compression_groups: tuple[tuple[str, Compression], ...] = ()
     """Compression by parameter: (pattern of names, method); the first match replaces `compression`."""
+    embedding: EmbeddingMode = "dense"
+    embedding_tables: tuple[tuple[str, TableSharding], ...] = ()
+    """Placement of embedding tables; instead of `embedding` the first (pattern of names, sharding) counts."""
     overlap: bool = True
     """Overlap of gradient reduction and parameter gathering with backward."""
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
@@ -218,7 +219,7 @@ class Plan:
     def compression_methods(self) -> frozenset[Compression]:
         """Compression methods of the gradients; empty if all are exchanged uncompressed."""
         if self.compression == "none" and not self.compression_groups:
-            return _NO_COMPRESSION_METHODS
+            return frozenset()
         methods = {self.compression, *(method for _, method in self.compression_groups)}
         return frozenset(methods - {"none"})
 
@@ -415,26 +416,28 @@ class Plan:
             ValueError: an unknown field.
         """
         value = _with_new_names(value)
-        field_names = {f.name for f in fields(cls)}
-        if unknown := set(value) - field_names:
+        if unknown := set(value) - {field.name for field in fields(cls)}:
             raise ValueError(f"unknown plan fields {sorted(unknown)}")
-        tuples: dict[str, Any] = {
-            key: tuple(value[key]) for key in ("stage_cuts", "approximate", "batch_shares") if key in value
-        }
-        if "compression_groups" in value:
-            tuples["compression_groups"] = tuple(map(tuple, value["compression_groups"]))
+        tuples: dict[str, Any] = {}
+        for key in value.keys() & {"stage_cuts", "approximate", "batch_shares"}:
+            tuples[key] = tuple(value[key])
+        for key in value.keys() & {"compression_groups", "embedding_tables"}:
+            tuples[key] = tuple(map(tuple, value[key]))
         if "placement" in value:
-            tuples["placement"] = tuple(
-                ReplicaPlacement.from_json(replicas) for replicas in value["placement"]
-            )
+            tuples["placement"] = tuple(map(ReplicaPlacement.from_json, value["placement"]))
         if value.get("synchronization") is not None:
             tuples["synchronization"] = Synchronization.from_json(value["synchronization"])
         return cls(**{**value, **tuples})
 
+    def __repr__(self) -> str:
+        """Return the fields that differ from their defaults, as in `Plan(dp_shard=8, shard='optimizer')`."""
+        values = {field: getattr(self, field.name) for field in fields(self)}
+        changed = [f"{field.name}={value!r}" for field, value in values.items() if value != field.default]
+        return f"Plan({', '.join(changed)})"
+
     def __str__(self) -> str:
-        axes = " × ".join(
-            f"{axis} {getattr(self, axis)}" for axis in (*MESH_DIMS, "ep") if getattr(self, axis) > 1
-        )
+        sizes = {axis: getattr(self, axis) for axis in (*MESH_DIMS, "ep")}
+        axes = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
         if self.placement:
             axes = " + ".join(
                 f"{replicas.count} × {'-'.join(str(stage.tp) for stage in replicas.places)}"
@@ -456,9 +459,7 @@ def _with_new_names(value: dict[str, Any]) -> dict[str, Any]:
     renamed: dict[str, Any] = with_new_names({"parallel": value})["parallel"]
     if "compression_groups" in renamed:
         kinds = VALUES["parallel.compression_groups.compression"]
-        renamed["compression_groups"] = [
-            (m, kinds.get(kind, kind)) for m, kind in value["compression_groups"]
-        ]
+        renamed["compression_groups"] = [(m, kinds.get(k, k)) for m, k in value["compression_groups"]]
     if "approximate" in renamed:
         kinds = VALUES["parallel.synchronize"]
         renamed["approximate"] = [kinds.get(method, method) for method in value["approximate"]]
@@ -482,6 +483,8 @@ def uniform_count_reason(plan: Plan) -> str | None:
     """
     if plan.ep > 1:
         return "tokens visit the experts of other data ranks within every micro-batch (ep)"
+    if plan.embedding != "dense":
+        return "ranks look up embeddings of each other within every micro-batch"
     if plan.pp > 1:
         if plan.virtual_stages > 1 and not plan.computes_on_master_weights:
             return (

@@ -104,9 +104,16 @@ class DataSection(EntriesSection):
         description="measure latency and bandwidth of a remote store for forecasts, weekly, by the first "
         "bytes of some files",
     )
+    store_retry_seconds: float = Field(
+        240.0,
+        ge=0.1,
+        le=31_536_000,
+        description="seconds for which a failed read of a remote store is tried again before it ends the "
+        "run; below `cluster.hang_timeout_seconds`",
+    )
     bad_data: Literal["refuse", "skip", "substitute"] | None = Field(
         None,
-        description="consequence of damaged files and rows: an error, left out and listed, or (not for text) "
+        description="consequence of damaged files and rows: an error, left out and listed, or (images alone) "
         "another sample; unset: an error, but invalid UTF-8 in plain text becomes U+FFFD",
     )
     bad_data_limit: int = Field(
@@ -218,6 +225,8 @@ class DataSection(EntriesSection):
                 "bad_data = 'substitute' gives a sample another content in its place, but text is packed "
                 "into sequences and a document has no place of its own: use 'skip'"
             )
+        if self.bad_data == "substitute" and self.has_table:
+            raise ValueError("bad_data = 'substitute' applies to images; for tables use 'skip'")
         if self.placement == "parts" and (self.sources or self.is_own or not self.entries):
             raise ValueError("placement = 'parts' needs entries of text or images")
         names = [source.name for source in self.sources]

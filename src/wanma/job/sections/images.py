@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from wanma.job.sections.base import Section
+
+BUILT_IN_CHANGES = ("random_resized_crop", "horizontal_flip")
+"""Names of the random changes of images that come with wanma."""
 
 
 class ImageTransformSection(Section):
@@ -21,8 +24,10 @@ class ImageTransformSection(Section):
     channels: Literal[1, 3] | None = Field(
         None, description="1: gray, 3: RGB; unset: 3 if an image among those sampled has colors"
     )
-    augment: list[Literal["random_resized_crop", "horizontal_flip"]] = Field(
-        default_factory=list, description="random changes of training images, drawn by (seed, sample)"
+    augment: list[Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=list,
+        description="random changes of training images, drawn by (seed, sample): random_resized_crop, "
+        "horizontal_flip; or names of entry points in the group wanma.image_transforms of installed packages",
     )
     mean: list[float] = Field(
         default_factory=list,
@@ -43,6 +48,8 @@ class ImageTransformSection(Section):
     def _check_values(self) -> ImageTransformSection:
         if "random_resized_crop" in self.augment and self.size is None:
             raise ValueError("random_resized_crop needs a size")
+        if duplicates := sorted({name for name in self.augment if self.augment.count(name) > 1}):
+            raise ValueError(f"augment has {', '.join(duplicates)} twice")
         for name in ("mean", "std"):
             values = getattr(self, name)
             if len(values) not in (0, 1, 3):

@@ -16,7 +16,7 @@ from wanma.job.sections.cluster import ClusterSection
 from wanma.job.sections.data import DataSection
 from wanma.job.sections.model import ModelSection
 from wanma.job.sections.observe import ObserveSection
-from wanma.job.sections.parallel import ParallelSection
+from wanma.job.sections.parallel import ParallelSection, ServersSection
 from wanma.job.sections.train import TrainSection
 
 
@@ -33,6 +33,7 @@ class Job(Section):
     parallel: Annotated[ParallelSection, BeforeValidator(_expand_auto)] = Field(
         default_factory=ParallelSection
     )
+    servers: ServersSection = Field(default_factory=ServersSection)
     cluster: ClusterSection = Field(default_factory=ClusterSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     observe: ObserveSection = Field(default_factory=ObserveSection)

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from wanma.job.sections.base import Section
+from wanma.job.url_credentials import CREDENTIALS_HINT, has_credentials
 
 _TOLERATION = re.compile(r"[\w./-]+(=[\w.-]*)?(:(NoSchedule|PreferNoSchedule|NoExecute))?")
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]|[KMGTPE]i)?")
@@ -30,15 +31,29 @@ class KubernetesSection(Section):
         description="kind of the object: a JobSet, an Indexed Job with a headless Service, or, by `wanma "
         "render` alone, a TrainJob of Kubeflow; auto: a JobSet where the cluster has that kind",
     )
+    scheduler: Literal["default", "volcano"] = Field(
+        "default",
+        description="scheduler of the pods; volcano: they start as a gang, all or none, by a PodGroup of "
+        "Volcano",
+    )
     queue: str | None = Field(
-        None, description="LocalQueue of Kueue, which starts the run when its quota has room"
+        None,
+        description="LocalQueue of Kueue, which starts the run when its quota has room; with scheduler = "
+        "'volcano' a Queue of Volcano",
     )
     priority_class: str | None = Field(
-        None, description="PriorityClass of the pods; with a queue Kueue's own"
+        None, description="PriorityClass of the pods; with a LocalQueue Kueue's own"
     )
     volume: str | None = Field(
         None,
-        description="PersistentVolumeClaim (ReadWriteMany) of run directories, code and data; it must be set",
+        description="PersistentVolumeClaim (ReadWriteMany) of run directories, code and data; it, or store, "
+        "must be set",
+    )
+    store: str | None = Field(
+        None,
+        pattern=r"^[a-z][a-z0-9+.-]*://.+",
+        description="URL in an object store in place of a volume, e.g. 's3://bucket/runs', for code, records "
+        "and checkpoints; each pod has a run directory of its own",
     )
     mount_path: str = Field(
         "/wanma",
@@ -84,9 +99,14 @@ class KubernetesSection(Section):
         None,
         gt=0,
         le=31_536_000,
-        description="longest wait in seconds for nodes, after which the run is withdrawn with the reason; "
-        "default: no limit",
+        description="longest wait in seconds for nodes, after which the run is withdrawn with the reason, by "
+        "a process on this machine; default: no limit",
     )
+
+    @property
+    def kueue_queue(self) -> str | None:
+        """LocalQueue of Kueue; None: Kueue does not manage the run."""
+        return self.queue if self.scheduler == "default" else None
 
     @model_validator(mode="after")
     def _check_forms(self) -> KubernetesSection:
@@ -98,6 +118,12 @@ class KubernetesSection(Section):
             value = getattr(self, name)
             if value is not None and not _NAME.fullmatch(value):
                 raise ValueError(f"{name} must be a name: small letters, digits, dashes (given: '{value}')")
+        if self.store is not None and self.volume is not None:
+            raise ValueError("volume and store both keep the files of the run: set one of them")
+        if self.store is not None and has_credentials(self.store):  # not repeated in the message
+            raise ValueError(
+                f"store contains credentials or a query, which records would show; {CREDENTIALS_HINT}"
+            )
         for text in self.tolerations:
             if not _TOLERATION.fullmatch(text):
                 raise ValueError(f"tolerations are KEY, KEY=VALUE or KEY=VALUE:EFFECT (given: '{text}')")

@@ -17,7 +17,7 @@ class ObserveSection(Section):
 
     model_config = ConfigDict(hide_input_in_errors=True)  # one may be a secret by mistake
 
-    name: str | None = Field(None, description="run name; default: the job file's name")
+    name: str | None = Field(None, description="name of the job and its run; default: the job file's name")
     runs: str = Field("runs", description="folder of run directories")
     console: Literal["auto", "live", "plain", "quiet"] = Field(
         "auto", description="console style; auto: live on a terminal, else plain"
@@ -52,7 +52,8 @@ class ObserveSection(Section):
     alert_webhook: str = Field("", description="URL that gets each alert; env:NAME or file:PATH of it")
     alert_body: str = Field(
         "",
-        description="body of that request, with {text}, {alert}, {severity}, {run}; default: all as JSON",
+        description="body of that request, with {text}, {alert}, {severity}, {run}, {job}; "
+        "default: all as JSON",
     )
     alert_command: list[str] = Field(
         default_factory=list, description="command, as words, that reads each alert as JSON"

@@ -1,10 +1,10 @@
-"""Section `[parallel]` of a job file: sizes of the mesh dimensions and methods of parallelism."""
+"""Sections `[parallel]` and `[servers]` of a job file: mesh dimensions, methods, parameter servers."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from wanma.job.sections.base import Section
 
@@ -19,7 +19,10 @@ Compression = Literal["none", "bf16", "fp16", "int8", "topk", "powersgd"]
 OuterCompression = Literal["none", "bf16", "int8"]
 SyncMethod = Literal["local_sgd", "diloco", "delayed"]
 OuterOffload = Literal["none", "host"]
-Approximation = Literal["bf16", "fp8", "compression"]
+EmbeddingMode = Literal["dense", "auto", "row_wise", "table_wise", "replicated"]
+TableSharding = Literal["row_wise", "table_wise", "replicated"]
+ServerMode = Literal["synchronous", "bounded", "asynchronous"]
+Approximation = Literal["bf16", "fp8", "compression", "staleness"]
 """Approximations, which change the mathematics and are never chosen unless a job allows them by name."""
 
 
@@ -42,7 +45,9 @@ class ParallelSection(Section):
         False, description='let the planner choose the layout; also written `parallel = "auto"`'
     )
     allow: list[Approximation] = Field(
-        default_factory=list, description="auto: approximations that it may choose, which change the numbers"
+        default_factory=list,
+        description="approximations, which change the numbers: those that auto may choose, and staleness for "
+        "parameter servers that are not synchronous",
     )
     pp: int = Field(1, ge=1, le=1_000_000, description="pipeline parallelism: ranks per pipeline")
     dp_replicate: int = Field(1, ge=1, le=1_000_000, description="replicas of the model (data parallelism)")
@@ -130,6 +135,16 @@ class ParallelSection(Section):
         description="transport of collectives on CPUs: memory shared by the ranks of one node "
         "(shared_memory), or TCP (gloo); auto: shared_memory on one node that has a C++ compiler",
     )
+    embedding: EmbeddingMode = Field(
+        "dense",
+        description="recommenders: placement of embedding tables: as parameters like any other (dense), rows "
+        "split over the data ranks, each table on one of them, or on all; auto: by table",
+    )
+    embedding_tables: dict[str, TableSharding] = Field(
+        default_factory=dict,
+        description="embedding by table: a shell pattern of names = row_wise, table_wise or replicated; the "
+        "first match applies, all others: embedding",
+    )
     compression: Compression = Field(
         "none",
         description="compression of gradients before the reduction: rounded (bf16, fp16, int8), largest "
@@ -206,3 +221,45 @@ class ParallelSection(Section):
     staleness: int | None = Field(
         None, ge=0, le=1_000, description="delayed: delay of gradients between sites, in steps; default: 1"
     )
+
+
+class ServersSection(Section):
+    """Parameter servers, which hold the parameters and the optimizer for all workers."""
+
+    count: int = Field(
+        0, ge=0, le=1_024, description="server processes, which share all parameters by rows; 0: no servers"
+    )
+    mode: ServerMode = Field(
+        "synchronous",
+        description="synchronous: workers share each global batch, same numbers as one process; "
+        "asynchronous: each worker takes global batches of its own and waits for no other; bounded: the "
+        "same, with at most `staleness` updates between a worker's read and its update. The last two need "
+        "parallel.allow = ['staleness']",
+    )
+    staleness: int | None = Field(
+        None,
+        ge=0,
+        le=1_000_000,
+        description="bounded: most updates of other workers between a worker's read and its update; "
+        "default: 4",
+    )
+    replicas: Literal[1, 2] = Field(
+        1,
+        description="servers that hold each shard; 2: an update is acknowledged when both have it, so that "
+        "no killed server loses one",
+    )
+    compression: Literal["none", "bf16", "fp16"] = Field(
+        "none", description="rounding of the gradients that workers push; changes the numbers"
+    )
+
+    @model_validator(mode="after")
+    def _check_combination(self) -> ServersSection:
+        fields = type(self).model_fields.items()
+        changed = [name for name, field in fields if name != "count" and getattr(self, name) != field.default]
+        if self.count == 0 and changed:
+            raise ValueError(f"{changed[0]} has no effect without count")
+        if self.count and self.replicas > self.count:
+            raise ValueError(f"replicas = {self.replicas} needs count of at least {self.replicas}")
+        if self.staleness is not None and self.mode != "bounded":
+            raise ValueError("staleness has an effect only with mode = 'bounded'")
+        return self

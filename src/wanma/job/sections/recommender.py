@@ -120,6 +120,8 @@ class InteractionSizes:
     """Rows of the embedding table that each column of ids needs: its largest id + 1."""
     largest_rows: Mapping[str, int] = field(default_factory=dict)
     """Number of the row that holds the largest id of a column."""
+    bag_sizes: Mapping[str, int] = field(default_factory=dict)
+    """Mean number of ids in a row of a column that holds lists, rounded up."""
     dense: int = 0
     """Number of dense features."""
     mean_target: float = 0.0

@@ -52,6 +52,11 @@ class TrainSection(Section):
     optimizer_arguments: dict[str, Any] = Field(
         default_factory=dict, description="keyword arguments of optimizer_factory"
     )
+    embedding_optimizer: Literal["sgd", "adagrad", "rowwise_adagrad", "adam"] | None = Field(
+        None,
+        description="optimizer of the embedding tables that parallel.embedding places; it changes only the "
+        "rows that a step uses",
+    )
     learning_rate: float = Field(1e-3, gt=0, le=1_000, description="peak learning rate")
     schedule: Literal["cosine", "linear", "constant"] = Field(
         "cosine", description="decay of the learning rate after warm-up"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ class ClickModel(Recommender):
 
     def __init__(self, config: RecommenderConfig) -> None:
         super().__init__(config)
-        self.embeddings = EmbeddingTables(config.tables, config.embedding)
+        self.embeddings = EmbeddingTables(config.tables, config.embedding, config.bag_sizes)
         self.bottom = (
             perceptron((config.dense, *config.bottom), ends_with_relu=True) if config.dense else None
         )
@@ -31,9 +32,10 @@ class ClickModel(Recommender):
             dense: dense features, (rows, dense); None without any.
             features: ids and offsets as of `EmbeddingTables`; a feature without offsets has one id a row.
         """
-        vectors = self.embeddings(_with_offsets(self.embeddings.names, features))
-        if self.bottom is not None:
-            vectors = [self.bottom(dense), *vectors]
+        embeddings = self.embeddings(_with_offsets(self.embeddings.rows, features))
+        # The network of the dense features runs while vectors are on their way.
+        first = [] if self.bottom is None else [self.bottom(dense)]
+        vectors = [*first, *embeddings()]
         return {"scores": self.score(torch.stack(vectors, 1))}
 
     @abstractmethod
@@ -92,7 +94,7 @@ class _CrossLayer(nn.Module):
         return start * change + x
 
 
-def _with_offsets(names: tuple[str, ...], features: dict[str, Tensor]) -> dict[str, Tensor]:
+def _with_offsets(names: Iterable[str], features: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return features of which those without offsets are bags of one id, that of the first candidate."""
     bags = dict(features)
     for name in names:

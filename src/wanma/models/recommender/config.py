@@ -157,6 +157,7 @@ def _with_data(
             "remove data.interactions.features and dense, or use kind 'dlrm' or 'dcnv2'",
         )
     tables = config.tables or sizes.tables
+    config = replace(config, bag_sizes=config.bag_sizes or sizes.bag_sizes)
     named = {**tables, **section.recommender.tables}
     for name in (*section.recommender.tables, *tables):
         if name not in sizes.tables:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,32 +12,49 @@ OFFSETS = ".offsets"
 """Suffix of the keyword with the start of each row's bag in the ids of a feature."""
 
 
+class TableLookup(Protocol):
+    """Lookup in tables that lie elsewhere, with the methods of `EmbeddingTables`."""
+
+    def start(self, features: Mapping[str, Tensor]) -> Callable[[], list[Tensor]]: ...
+    def lookup(self, name: str, ids: Tensor) -> Tensor: ...
+
+
 class EmbeddingTables(nn.Module):
     """Embedding tables by feature name; a bag of ids becomes the sum of their rows, an empty one zeros."""
 
-    def __init__(self, rows: Mapping[str, int], width: int) -> None:
+    def __init__(
+        self, rows: Mapping[str, int], width: int, bag_sizes: Mapping[str, int] | None = None
+    ) -> None:
         super().__init__()
-        self.names = tuple(rows)
+        self.rows, self.width = dict(rows), width
+        self.bag_sizes = dict(bag_sizes or {})
+        """Usual number of ids in a bag of a table; 1 where a table has no entry."""
         # The prefix keeps names such as "type" apart from attributes of modules.
         self.tables = nn.ModuleDict(
             {f"of_{name}": nn.EmbeddingBag(count, width, mode="sum") for name, count in rows.items()}
         )
+        self.sharded_lookup: TableLookup | None = None
+        """Lookup in tables that ranks share; None: the tables are in this module."""
 
-    def forward(self, features: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return the vector of each table's bags, (rows, width), in the order of the tables.
+    def forward(self, features: Mapping[str, Tensor]) -> Callable[[], list[Tensor]]:
+        """Start the lookup of bags, and return a function that returns their vectors.
+
+        Vectors of tables that ranks share are on their way until then. There is one vector for each bag of a
+        table, (rows, width), in the order of the tables.
 
         Args:
             features: by feature the ids of all bags, (ids,) int64; and by feature with the suffix `.offsets`
                 the start of each bag among them, (rows,) int64.
         """
-        return [self.tables[f"of_{name}"](features[name], features[name + OFFSETS]) for name in self.names]
+        if self.sharded_lookup is not None:
+            return self.sharded_lookup.start(features)
+        vectors = [self.tables[f"of_{name}"](features[name], features[name + OFFSETS]) for name in self.rows]
+        return lambda: vectors
 
     def lookup(self, name: str, ids: Tensor) -> Tensor:
         """Return the vectors (..., width) of single ids (...)."""
-        return F.embedding(ids, self.weight(name))
-
-    def weight(self, name: str) -> Tensor:
-        """Return the whole table of a feature, (table rows, width)."""
+        if self.sharded_lookup is not None:
+            return self.sharded_lookup.lookup(name, ids)
         table = self.tables[f"of_{name}"]
         assert isinstance(table, nn.EmbeddingBag)
-        return table.weight
+        return F.embedding(ids, table.weight)

@@ -7,10 +7,11 @@ but no storage.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from wanma.job.forecast.forecast import LayerWorkload, Workload
+from wanma.job.forecast.forecast import EmbeddingTable, LayerWorkload, Workload
 from wanma.job.sections.model import ModelSection
 from wanma.job.sections.recommender import InteractionSizes
 from wanma.job.sections.train import ParameterGroupSection, Precision
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from wanma.models.model_spec import ModelSpec
+    from wanma.models.recommender.config import RecommenderConfig
 
 
 def build_section_workload(
@@ -35,6 +37,7 @@ def build_section_workload(
     interaction_sizes: InteractionSizes | None = None,
     precision: Precision = "fp32",
     parameter_groups: Sequence[ParameterGroupSection] = (),
+    table_optimizer: str | None = None,
 ) -> Workload | None:
     """Return the workload of a `[model]` section; arguments as for `resolve_model_spec`.
 
@@ -47,6 +50,7 @@ def build_section_workload(
         interaction_sizes: sizes of an interaction log; None without one.
         precision: precision of a traced model's computation.
         parameter_groups: `train.parameter_groups`, which may freeze parameters.
+        table_optimizer: optimizer of embedding tables that data ranks share; None: tables are dense.
 
     Returns:
         None for a factory, whose inputs only its user knows: see `trace_module_workload`.
@@ -92,7 +96,7 @@ def build_section_workload(
     if kind == "tokens":
         return _trace_transformers_workload(spec, sequence_length, precision, frozen)
     if kind == "interactions":
-        return _trace_recommender(section, interaction_sizes, precision, frozen)
+        return _trace_recommender(section, interaction_sizes, precision, frozen, table_optimizer)
     from wanma.models.config.resolution import resolve_vision_config
 
     vision = resolve_vision_config(section, image_shape, classes)
@@ -108,12 +112,13 @@ def _trace_recommender(
     sizes: InteractionSizes | None,
     precision: Precision,
     is_frozen: Callable[[str], bool],
+    table_optimizer: str | None,
 ) -> Workload:
     from wanma.models.recommender.build import build_recommender, example_features
     from wanma.models.recommender.config import resolve_recommender_config
 
     config = resolve_recommender_config(section, sizes)
-    return trace_module_workload(
+    workload = trace_module_workload(
         partial(build_recommender, config),
         (),
         keywords=example_features(config),
@@ -121,6 +126,47 @@ def _trace_recommender(
         precision=precision,
         is_frozen=is_frozen,
     )
+    return workload if table_optimizer is None else _with_shared_tables(workload, config, table_optimizer)
+
+
+def _with_shared_tables(workload: Workload, config: RecommenderConfig, optimizer: str) -> Workload:
+    """Return the workload of a recommender whose tables data ranks share: they are in no layer."""
+    import torch
+
+    from wanma.models.recommender.build import build_recommender
+    from wanma.models.recommender.embedding_tables import EmbeddingTables
+
+    with torch.device("meta"):
+        model = build_recommender(config)
+    modules = {path: part for path, part in model.named_modules() if isinstance(part, EmbeddingTables)}
+    tables = tuple(
+        EmbeddingTable(
+            path,
+            name,
+            rows,
+            part.width,
+            part.bag_sizes.get(name, 1),
+            table_state_elements(optimizer, part.width),
+        )
+        for path, part in modules.items()
+        for name, rows in part.rows.items()
+    )
+    layers = []
+    for layer in workload.layers:
+        operators = tuple(operator for operator in layer.operators if operator.kind != "lookup")
+        if layer.name in modules:
+            own = [table for table in tables if table.module == layer.name]
+            # The vectors of all ids as they arrive, and their sums.
+            elements = sum(table.width * (table.ids_per_sample + 1) for table in own)
+            layer = replace(layer, parameters=0, trainable_parameters=None)
+            layer, operators = replace(layer, activation_elements_per_sample=elements), ()
+        layers.append(replace(layer, operators=operators))
+    return replace(workload, layers=tuple(layers), tables=tables)
+
+
+def table_state_elements(optimizer: str, width: int) -> float:
+    """Return the elements of state of one row under `train.embedding_optimizer`."""
+    return {"sgd": 0.0, "adagrad": float(width), "rowwise_adagrad": 1.0, "adam": 2.0 * width}[optimizer]
 
 
 def resolve_section_decoder_config(

@@ -6,7 +6,7 @@ import json
 import queue
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from wanma.job.errors import JobError
@@ -28,15 +28,17 @@ class AlertSinks:
 
     Args:
         settings: section [observe] of the job.
-        run: name of the run, which each event gets.
+        names: names of the run and its job, which each event gets.
         warn: shows a text to the user: a sink does not work.
 
     Raises:
         JobError: the variable or file of the webhook is missing, or has no URL.
     """
 
-    def __init__(self, settings: ObserveSection, run: str, warn: Callable[[str], object]) -> None:
-        self._settings, self._run, self._warn = settings, run, warn
+    def __init__(
+        self, settings: ObserveSection, names: Mapping[str, str], warn: Callable[[str], object]
+    ) -> None:
+        self._settings, self._names, self._warn = settings, names, warn
         self._url = read_secret(settings.alert_webhook, WEBHOOK_KEY)
         if self._url and not self._url.startswith(("http://", "https://")):
             raise JobError(f"{WEBHOOK_KEY} = {settings.alert_webhook!r} gives no URL of http or https")
@@ -51,7 +53,7 @@ class AlertSinks:
         if self._thread is None:
             self._thread = threading.Thread(target=self._deliver_all, daemon=True, name="wanma-alerts")
             self._thread.start()
-        self._queue.put({**event, "run": self._run})
+        self._queue.put({**event, **self._names})
 
     def close(self) -> None:
         if self._thread is not None:

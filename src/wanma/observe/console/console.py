@@ -45,10 +45,11 @@ class Console:
     def write(self, event: Event) -> None:
         """Handle one event of the stream."""
         self.progress.update(event)
-        if event["kind"] in ("message", "alert") and event.get("level") in ("warning", "error"):
-            self.print_message(event)
-        elif event["kind"] in ("recovery", "resize"):
-            self.print_message(recovery_as_message(event))
+        message = as_message(event)
+        if message is not None and (
+            message.get("level") in ("warning", "error") or event["kind"] == "resize"
+        ):
+            self.print_message(message)
 
     def print_message(self, event: Event) -> None:
         """Print the text of a message event."""
@@ -82,10 +83,8 @@ class PlainConsole(Console):
         elif kind == "start":
             if not event.get("is_restart"):  # the recovery tells it, when it is done
                 self.print_line(start_text(self.progress))
-        elif kind in ("recovery", "resize"):
-            self.print_message(recovery_as_message(event))
-        elif kind in ("message", "joined", "batch_shares", "alert"):
-            self.print_message(event)
+        elif (message := as_message(event)) is not None:
+            self.print_message(message)
         elif kind == "validation":
             self.print_line(validation_text(event))
         elif kind == "checkpoint":
@@ -109,11 +108,16 @@ class PlainConsole(Console):
         return "  ".join(parts)
 
 
-def recovery_as_message(event: Event) -> Event:
-    """Return a recovery, or a growth of the run, as a message event, which every console shows."""
-    if event["kind"] == "resize":
-        return {"kind": "message", "level": "info", "text": resize_event_text(event)}
-    return {"kind": "message", "level": "warning", "text": recovery_text(event)}
+def as_message(event: Event) -> Event | None:
+    """Return an event that is shown by its text, such as a recovery; None: it is shown otherwise."""
+    match event["kind"]:
+        case "resize":
+            return {**event, "level": "info", "text": resize_event_text(event)}
+        case "recovery":
+            return {**event, "level": "warning", "text": recovery_text(event)}
+        case "message" | "joined" | "batch_shares" | "alert":
+            return event
+    return None
 
 
 def start_text(progress: RunProgress) -> str:

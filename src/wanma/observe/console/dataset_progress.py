@@ -24,7 +24,7 @@ def show_dataset_progress(
 ) -> Iterator[Callable[[int, int], None]]:
     """Yield a callback for (bytes done, bytes in total); nothing is shown if it is never called.
 
-    with show_dataset_progress(quiet=False) as progress:
+    with show_dataset_progress(is_quiet=False) as progress:
         prepare(section, progress)
 
     Args:
@@ -42,11 +42,11 @@ def show_dataset_progress(
         yield _line_progress(stream, label, first_line_seconds)
 
 
-def announcer(*, is_quiet: bool, stream: TextIO | None = None) -> Callable[[str], None] | None:
+def announcer(*, is_quiet: bool) -> Callable[[str], None] | None:
     """Return the function that shows a sentence about work on data before it begins; None if quiet."""
     if is_quiet:
         return None
-    return lambda text: print(f"preparing data: {text}", file=stream or sys.stdout, flush=True)
+    return lambda text: print(f"preparing data: {text}", flush=True)
 
 
 def _ignore_progress(_done: int, _total: int) -> None:

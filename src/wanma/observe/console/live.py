@@ -15,7 +15,7 @@ from rich.text import Text
 
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event
-from wanma.observe.console.console import LEVEL_PREFIXES, Console, recovery_as_message
+from wanma.observe.console.console import LEVEL_PREFIXES, Console, as_message
 from wanma.observe.console.progress import checkpoint_text, finish_text, sparkline, validation_text
 from wanma.observe.units import duration_text
 
@@ -44,10 +44,8 @@ class LiveConsole(Console):
     def write(self, event: Event) -> None:
         with self._lock:
             self.progress.update(event)
-        if event["kind"] in ("message", "joined", "batch_shares", "alert"):
-            self.print_message(event)
-        elif event["kind"] in ("recovery", "resize"):
-            self.print_message(recovery_as_message(event))
+        if (message := as_message(event)) is not None:
+            self.print_message(message)
 
     def print_message(self, event: Event) -> None:
         level = event.get("level", "info")

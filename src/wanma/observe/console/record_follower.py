@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import heapq
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event
+from wanma.observe.sinks.jsonl import parse_record
 
 READ_BYTES = 1 << 22
 """Most bytes of one file that are read at a time."""
@@ -49,15 +49,7 @@ class RecordFollower:
             block = file.read(READ_BYTES)
         complete = block[: block.rfind(b"\n") + 1]
         self._offsets[path] = offset + len(complete)
-        records = []
-        for line in complete.splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:  # a torn line, which a resumed run drops
-                continue
-            if isinstance(record, dict):
-                records.append(record)
-        return records
+        return [record for line in complete.splitlines() if (record := parse_record(line)) is not None]
 
 
 def read_records(run: RunDirectory, before: float) -> Iterator[Event]:
@@ -74,11 +66,8 @@ def _read_lines(path: Path, key: str) -> Iterator[Event]:
         return
     with path.open("rb") as file:
         for line in file:
-            try:
-                record = json.loads(line)
-            except ValueError:  # a torn line
-                continue
-            if isinstance(record, dict) and key in record and isinstance(record.get("time"), int | float):
+            record = parse_record(line)
+            if record is not None and key in record and isinstance(record.get("time"), int | float):
                 yield record
 
 

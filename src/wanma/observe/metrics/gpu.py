@@ -1,9 +1,9 @@
-"""State of GPUs through NVML: a background sampler of one GPU, and a reader of all GPUs of the node."""
+"""State of GPUs through NVML: a reader of the GPUs of the node, and a background sampler of one of them."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -23,75 +23,6 @@ NVML_UNCORRECTED_ERRORS, NVML_VOLATILE_ERRORS = 1, 0
 """NVML's numbers of memory errors that could not be corrected, and of those since the driver's start."""
 NVML_XID_EVENT = 0x08
 """NVML's bit of the event that the driver has reported an error of a GPU, by its XID number."""
-
-
-class GpuSampler:
-    """Sampler of means between two calls of `collect`; only for ranks on a GPU.
-
-        with GpuSampler(str(torch.cuda.get_device_properties(0).uuid)) as gpu:
-            record |= gpu.take()    # {"gpu_utilization": 0.97, "gpu_power_watts": 640.0}
-
-    Args:
-        uuid: UUID of the GPU, with or without the leading 'GPU-'.
-        interval_seconds: sampling interval.
-
-    Raises:
-        WanmaError: the package `nvidia-ml-py` is not installed.
-    """
-
-    def __init__(self, uuid: str, interval_seconds: float = SAMPLE_INTERVAL_SECONDS) -> None:
-        try:
-            import pynvml
-        except ImportError as error:
-            raise missing_extra_error("nvidia-ml-py", "gpu", "reading GPU utilization and power") from error
-        self.failure_reason = ""
-        """Reason why sampling stopped, such as a GPU that does not report its power; empty while it runs."""
-        self._nvml: Any = pynvml
-        self._uuid = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-        self._interval_seconds = interval_seconds
-        self._lock = threading.Lock()
-        self._samples: list[tuple[float, float]] = []
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample, name="gpu-sampler", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop.set()
-        self._thread.join(5 * self._interval_seconds)
-
-    def collect(self) -> dict[str, float | None]:
-        """Return the means since the last call: `gpu_utilization` (0 .. 1) and `gpu_power_watts`.
-
-        They are None if no sample was taken: less than the sampling interval passed, or see `problem`.
-        """
-        with self._lock:
-            samples, self._samples = self._samples, []
-        if not samples:
-            return {"gpu_utilization": None, "gpu_power_watts": None}
-        utilization, power = (sum(column) / len(samples) for column in zip(*samples, strict=True))
-        return {"gpu_utilization": utilization, "gpu_power_watts": power}
-
-    def _sample(self) -> None:
-        """Sample until the sampler is closed, or until the first error of the driver; body of the thread."""
-        nvml = self._nvml
-        try:
-            nvml.nvmlInit()
-            try:
-                handle = nvml.nvmlDeviceGetHandleByUUID(self._uuid)
-                while not self._stop.wait(self._interval_seconds):
-                    utilization = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
-                    power = nvml.nvmlDeviceGetPowerUsage(handle) * WATTS_PER_MILLIWATT
-                    with self._lock:
-                        self._samples.append((utilization, power))
-            finally:
-                nvml.nvmlShutdown()
-        except nvml.NVMLError as error:
-            self.failure_reason = f"GPU utilization and power are no longer recorded: {error}"
 
 
 @dataclass(frozen=True)
@@ -120,19 +51,24 @@ class GpuReading:
 
 
 class GpuReader:
-    """Reader of all GPUs of this node, also of those that others use.
+    """Reader of GPUs of this node, also of those that others use.
 
     Args:
         nvml: module `pynvml`.
+        uuid: UUID of the one to read; None: all.
 
     Raises:
         NVMLError: there is no driver.
     """
 
-    def __init__(self, nvml: Any) -> None:
+    def __init__(self, nvml: Any, uuid: str | None = None) -> None:
         self._nvml = nvml
         nvml.nvmlInit()
-        self._handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        if uuid is not None:
+            self._handles = [nvml.nvmlDeviceGetHandleByUUID(uuid)]
+        else:
+            numbers = range(nvml.nvmlDeviceGetCount())
+            self._handles = [nvml.nvmlDeviceGetHandleByIndex(number) for number in numbers]
         self._events = [self._value(self._open_events, handle) for handle in self._handles]
         """Set of events of each GPU; None: it does not report errors."""
         self._xids = [None if events is None else 0 for events in self._events]
@@ -203,17 +139,83 @@ class GpuReader:
             return None
 
 
-def open_gpu_reader() -> GpuReader | None:
-    """Return a reader of this node's GPUs; None without `nvidia-ml-py`, without a driver or without a GPU."""
+def open_gpu_reader(uuid: str | None = None) -> GpuReader | None:
+    """Return a reader of this node's GPUs, or of one; None without `nvidia-ml-py`, a driver or a GPU."""
     try:
         import pynvml
     except ImportError:
         return None
     try:
-        reader = GpuReader(pynvml)
+        reader = GpuReader(pynvml, uuid)
     except pynvml.NVMLError:
         return None
     if reader.is_empty:
         reader.close()
         return None
     return reader
+
+
+class GpuSampler:
+    """Sampler of means between two calls of `collect`; only for ranks on a GPU.
+
+        with GpuSampler(str(torch.cuda.get_device_properties(0).uuid)) as gpu:
+            record |= gpu.collect()    # {"gpu_utilization": 0.97, "gpu_power_watts": 640.0}
+
+    Args:
+        uuid: UUID of the GPU, with or without the leading 'GPU-'.
+        interval_seconds: sampling interval.
+
+    Raises:
+        WanmaError: the package `nvidia-ml-py` is not installed.
+    """
+
+    def __init__(self, uuid: str, interval_seconds: float = SAMPLE_INTERVAL_SECONDS) -> None:
+        try:
+            import pynvml  # noqa: F401
+        except ImportError as error:
+            raise missing_extra_error("nvidia-ml-py", "gpu", "reading GPU utilization and power") from error
+        self._uuid = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+        self._interval_seconds = interval_seconds
+        self._lock = threading.Lock()
+        self._readings: list[GpuReading] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="gpu-sampler", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join(5 * self._interval_seconds)
+
+    def collect(self) -> dict[str, float | None]:
+        """Return the means since the last call: `gpu_utilization` (0 .. 1) and `gpu_power_watts`.
+
+        None: less than the sampling interval passed, or the GPU does not report this.
+        """
+        with self._lock:
+            readings, self._readings = self._readings, []
+        return {
+            "gpu_utilization": _mean(reading.utilization for reading in readings),
+            "gpu_power_watts": _mean(reading.power_watts for reading in readings),
+        }
+
+    def _sample(self) -> None:
+        """Sample until the sampler is closed; body of the thread."""
+        reader = open_gpu_reader(self._uuid)
+        if reader is None:
+            return
+        while not self._stop.wait(self._interval_seconds):
+            readings = reader.read()
+            with self._lock:
+                self._readings += readings
+        reader.close()
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are known; None: none is."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

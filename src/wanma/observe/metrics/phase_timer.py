@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from types import TracebackType
 
 PHASES = ("data", "forward_backward", "communication", "optimizer", "checkpoint", "host", "validation")
@@ -18,16 +17,12 @@ class PhaseTimer:
             ...
             with timer.phase("communication"):  # counted here, and no longer as forward_backward
                 ...
-        record["phases"] = timer.take()
+        record["phases"] = timer.collect()
 
-    Args:
-        synchronize: called at every change of phase, such as `torch.cuda.synchronize`. Without it GPU work
-            is counted when the host waits for it, not when it was started; with it the times are
-            exact and the step is slower.
+    Work of a GPU counts when the host waits for it, not when it was started.
     """
 
-    def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
-        self._synchronize = synchronize
+    def __init__(self) -> None:
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._active_phases: list[str] = []
         """Phases entered and not left, outermost first; only the innermost one's clock runs."""
@@ -58,8 +53,6 @@ class PhaseTimer:
 
     def _attribute_elapsed(self) -> None:
         """Add the time since the last change to the running phase."""
-        if self._synchronize is not None:
-            self._synchronize()
         now = time.perf_counter()
         if self._active_phases:
             self._seconds[self._active_phases[-1]] += now - self._phase_start

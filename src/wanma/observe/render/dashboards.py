@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from wanma.observe.series.catalogue import CATALOGUE
+from wanma.observe.series.catalogue import CATALOGUE, RANK_LABELS, RUN_LABELS
 
 DATA_SOURCE = {"type": "prometheus", "uid": "wanma"}
 SCHEMA_VERSION = 39
@@ -16,21 +16,30 @@ _SIZES = {"stat": (4, 4), "timeseries": (8, 8), "table": (12, 8), "status-histor
 """Width and height of a panel in the grid by its kind."""
 Panel = dict[str, Any]
 Rows = Mapping[str, tuple[Panel, ...]]
+_CHOSEN = {label: f"${label}" for label in RUN_LABELS}
+"""Labels of the run that the variables of a dashboard choose."""
+_SAME_RUN = f"on ({', '.join(RUN_LABELS)})"
 
 
 def dashboards() -> dict[str, dict[str, Any]]:
     """Return the dashboards as Grafana reads them, by their uid."""
-    variable = {
-        "name": "run",
+    runs = CATALOGUE["run_info"].full_name
+    variables = [_variable("job", runs), _variable("run", f'{runs}{{job="$job"}}')]
+    fleet = _dashboard("wanma-fleet", "wanma: all runs", _FLEET, [], 'run!=""')
+    run = _dashboard("wanma-run", "wanma: a run", _RUN, variables, 'job="$job",run="$run"')
+    return {"wanma-fleet": fleet, "wanma-run": run}
+
+
+def _variable(label: str, series: str) -> dict[str, Any]:
+    """Return the variable of a dashboard with the values of a label."""
+    return {
+        "name": label,
         "type": "query",
         "datasource": DATA_SOURCE,
-        "query": {"query": f"label_values({CATALOGUE['run_info'].full_name}, run)", "refId": "run"},
+        "query": {"query": f"label_values({series}, {label})", "refId": label},
         "refresh": 2,
         "sort": 1,
     }
-    fleet = _dashboard("wanma-fleet", "wanma: all runs", _FLEET, [], "")
-    run = _dashboard("wanma-run", "wanma: a run", _RUN, [variable], ',run="$run"')
-    return {"wanma-fleet": fleet, "wanma-run": run}
 
 
 def _dashboard(uid: str, title: str, rows: Rows, variables: list[Any], matcher: str) -> dict[str, Any]:
@@ -51,7 +60,7 @@ def _dashboard(uid: str, title: str, rows: Rows, variables: list[Any], matcher: 
         "name": "alerts",
         "enable": True,
         "datasource": DATA_SOURCE,
-        "expr": f'ALERTS{{alertstate="firing"{matcher}}}',
+        "expr": f'ALERTS{{alertstate="firing",{matcher}}}',
         "titleFormat": "{{alertname}}",
         "iconColor": "red",
     }
@@ -126,13 +135,13 @@ def _all(metric: str, function: str = "", window: str = "$__rate_interval", matc
 
 def _run(metric: str, function: str = "", **labels: str) -> str:
     """Return a metric of the chosen run, or a function of it."""
-    matchers = ",".join(f'{name}="{text}"' for name, text in {"run": "$run", **labels}.items())
+    matchers = ",".join(f'{name}="{text}"' for name, text in {**_CHOSEN, **labels}.items())
     return _all(metric, function, matchers=matchers)
 
 
 def _per_step(metric: str, **labels: str) -> str:
     """Return the part of a counter of seconds in the time of a mean step."""
-    return f"{_run(metric, 'rate', **labels)} / on (run) group_left () {_run('steps', 'rate')}"
+    return f"{_run(metric, 'rate', **labels)} / {_SAME_RUN} group_left () {_run('steps', 'rate')}"
 
 
 def _beside_forecast(metric: str) -> dict[str, str]:
@@ -142,13 +151,13 @@ def _beside_forecast(metric: str) -> dict[str, str]:
 
 def _rank_work(phase: str) -> str:
     per_rank = _run("rank_phase_seconds", "rate", phase=phase)
-    return f"{per_rank} / on (run, node, rank) {_run('rank_steps', 'rate')}"
+    return f"{per_rank} / on ({', '.join(RANK_LABELS)}) {_run('rank_steps', 'rate')}"
 
 
 _CPUS = f"{_all('node_cpu_seconds', 'rate')} / {_all('node_cpus')}"
 _MEMORY = f"1 - {_all('node_memory_available_bytes')} / {_all('node_memory_bytes')}"
 _GOODPUT = f"sum({_all('used_device_seconds')}) / sum({_all('device_seconds')})"
-_CHECKPOINT_AGE = f"{_run('completed_steps')} - on (run) {_run('checkpoint_step')}"
+_CHECKPOINT_AGE = f"{_run('completed_steps')} - {_SAME_RUN} {_run('checkpoint_step')}"
 _SILENCE = "seconds since the last report of progress"
 _COUNTED = "device time of steps that count over device time allocated"
 _NODE, _RANK, _GPU = "{{run}} {{node}}", "rank {{rank}}", "{{node}}/{{gpu}}"
@@ -168,7 +177,7 @@ _FLEET: Rows = {
             {name: _all(name) for name in ("run_info", "completed_steps", "loss", "goodput_ratio")},
             kind="table",
         ),
-        _panel("Alerts", {"{{alertname}} {{run}}": 'ALERTS{alertstate="firing"}'}, kind="table"),
+        _panel("Alerts", {"{{alertname}} {{run}}": 'ALERTS{alertstate="firing",run!=""}'}, kind="table"),
     ),
     "Over time": (
         _panel("loss", {"{{run}}": _all("loss")}),

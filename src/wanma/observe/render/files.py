@@ -7,11 +7,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from wanma.job.run.run_directory import write_atomically
 from wanma.observe.alerts.rules import RULES, Rule
 from wanma.observe.endpoint import TARGETS_FOLDER
 from wanma.observe.render.dashboards import DATA_SOURCE, dashboards
+from wanma.observe.series.catalogue import RUN_LABELS
 
 SCRAPE_SECONDS = 15
 
@@ -24,6 +26,7 @@ def render_files(
     token_file: Path | None = None,
     targets_url: str | None = None,
     runbook_url: str | None = None,
+    alertmanager_url: str | None = None,
 ) -> list[Path]:
     """Write the files below a folder; return them.
 
@@ -34,6 +37,7 @@ def render_files(
         token_file: file with the token of the endpoints (observe.metrics_token); None: they have none.
         targets_url: address at which Prometheus asks for the endpoints instead; None: files below `runs`.
         runbook_url: address of the runbook, to which alerts link; None: that of the file.
+        alertmanager_url: address of Alertmanager; None: Prometheus only shows alerts.
 
     Raises:
         OSError: a file cannot be written.
@@ -41,7 +45,9 @@ def render_files(
     provisioning = "grafana/provisioning"
     runbook_url = runbook_url or (folder.absolute() / "runbook.md").as_uri()
     files: dict[str, str] = {
-        "prometheus/prometheus.yml": _json(_scrape_configuration(runs, token_file, targets_url)),
+        "prometheus/prometheus.yml": _json(
+            _scrape_configuration(runs, token_file, targets_url) | _alerting(alertmanager_url)
+        ),
         "prometheus/wanma-rules.yml": _json(alerting_rules(runbook_url)),
         "runbook.md": "\n".join(runbook()),
         f"{provisioning}/datasources/wanma.yml": _json(
@@ -116,7 +122,7 @@ def runbook() -> Iterator[str]:
 def _summary(rule: Rule) -> str:
     """Return the summary with Prometheus's own placeholders."""
     labels = " ".join(
-        f"{label} {{{{ $labels.{label} }}}}" for label in rule.condition.labels if label != "run"
+        f"{label} {{{{ $labels.{label} }}}}" for label in rule.condition.labels if label not in RUN_LABELS
     )
     text = rule.summary.replace("{labels}", labels)
     text = re.sub(r"\{value:\.\d%\}", "{{ $value | humanizePercentage }}", text)
@@ -140,6 +146,18 @@ def _scrape_configuration(runs: Path, token_file: Path | None, targets_url: str 
         "rule_files": ["wanma-rules.yml"],
         "scrape_configs": [scrape],
     }
+
+
+def _alerting(url: str | None) -> dict[str, Any]:
+    if url is None:
+        return {}
+    address = urlsplit(url)
+    manager = {
+        "scheme": address.scheme,
+        "path_prefix": address.path or "/",
+        "static_configs": [{"targets": [address.netloc]}],
+    }
+    return {"alerting": {"alertmanagers": [manager]}}
 
 
 def _json(value: Any) -> str:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-RUN_LABELS = ("run",)
-NODE_LABELS, RANK_LABELS, GPU_LABELS = ("run", "node"), ("run", "node", "rank"), ("run", "node", "gpu")
+RUN_LABELS = ("run", "job")
+"""Labels of every series: the endpoint exports `run`, and its target in service discovery has `job`."""
+NODE_LABELS = (*RUN_LABELS, "node")
+RANK_LABELS, GPU_LABELS = (*NODE_LABELS, "rank"), (*NODE_LABELS, "gpu")
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ STEP_GAUGES = (
     _gauge("learning_rate", "learning rate of the last update"),
     _gauge("gradient_norm", "global L2 norm of the last gradient before clipping", key="grad_norm"),
     _gauge("loss_scale", "fp16: scale of the loss in the next step"),
+    _gauge("staleness", "parameter servers, not synchronous: updates that the last update missed"),
     _gauge("expert_load_imbalance", "mixtures of experts: maximum tokens of an expert over the mean"),
     _gauge("balance_loss", "mixtures of experts: balancing loss per target"),
     _gauge("samples", "samples consumed: the position in the data"),

@@ -16,7 +16,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,8 @@ class JsonLinesSink:
         self._run, self._metrics, self._events = run, run.metrics, run.events
         self._first_step: int | None = first_step
         try:
-            truncate_after_last(run.metrics, lambda _: True)
-            truncate_after_last(run.events, lambda _: True)
+            drop_torn_lines(run.metrics)
+            drop_torn_lines(run.events)
             self._files = {path: AppendFile(path) for path in (run.metrics, run.events)}
         except OSError as error:
             raise WanmaError(
@@ -73,7 +73,7 @@ def append_final_event(run: RunDirectory, kind: str, **fields: Any) -> None:
     Raises:
         OSError: the event could not be written.
     """
-    truncate_after_last(run.events, lambda _: True)
+    drop_torn_lines(run.events)
     append_concurrent_event(run, kind, **fields)
 
 
@@ -147,11 +147,12 @@ def restore_steps(run: RunDirectory, last_step: int) -> None:
         return
     newest = last_record(run.metrics)
     last_recorded_step = newest["step"] if newest is not None else 0
-    lines = [line for line in dropped_file.read_bytes().splitlines() if isinstance(_parse_record(line), dict)]
+    lines = dropped_file.read_bytes().splitlines()
     file = AppendFile(run.metrics)
     try:
         for line in lines:
-            if last_recorded_step < _parse_record(line)["step"] <= last_step:
+            record = parse_record(line)
+            if record is not None and last_recorded_step < record["step"] <= last_step:
                 file.write(line + b"\n")
     finally:
         file.close()
@@ -162,8 +163,8 @@ def _dropped_steps_file(run: RunDirectory) -> Path:
     return run.path / ".metrics-dropped.jsonl"
 
 
-def truncate_after_last(path: Path, predicate: Callable[[dict[str, Any]], bool]) -> None:
-    """Cut the file after its last complete line that parses and that `predicate` accepts.
+def drop_torn_lines(path: Path) -> None:
+    """Cut the file after its last complete line that parses.
 
     It reads backwards, so the cost is that of the dropped part; one `truncate` makes the cut, so a kill
     leaves the file either as it was or as it should be.
@@ -172,7 +173,7 @@ def truncate_after_last(path: Path, predicate: Callable[[dict[str, Any]], bool])
         return
     with path.open("r+b") as file:
         size = file.seek(0, os.SEEK_END)
-        end = next((end for record, end in _read_records_backwards(file) if predicate(record)), 0)
+        _, end = next(_read_records_backwards(file), (None, 0))
         if end < size:
             file.truncate(end)
 
@@ -192,17 +193,19 @@ def _read_records_backwards(file: Any) -> Iterator[tuple[dict[str, Any], int]]:
         start = _line_start(file, end)
         file.seek(start)
         line = file.read(end - start)
-        record = _parse_record(line) if line.endswith(b"\n") else None
-        if isinstance(record, dict):
+        record = parse_record(line) if line.endswith(b"\n") else None
+        if record is not None:
             yield record, end
         end = start
 
 
-def _parse_record(line: bytes) -> Any:
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """Return the record in a line; None: the line is torn, as by a kill, or no record."""
     try:
-        return json.loads(line)
+        record = json.loads(line)
     except ValueError:
         return None
+    return record if isinstance(record, dict) else None
 
 
 def _line_start(file: Any, end: int) -> int:

@@ -20,6 +20,7 @@ from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh
 from wanma.torch_internals.distributed import all_gather_single, reduce_scatter_single
+from wanma.torch_internals.uncompiled import uncompiled
 
 _SUMMED_AS = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 """Dtype in which gradients of low precision are summed over ranks, so that no summand is rounded away."""
@@ -143,12 +144,12 @@ class _SharedRows:
     plan: Plan
     samples: int
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+    @uncompiled
     def gather(self, x: Tensor) -> Tensor:
         sizes = self._sizes(x)
         return self.gatherer.all_gather_rows(x[: sizes[self.gatherer.data_rank]], sizes)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+    @uncompiled
     def indices(self, x: Tensor) -> Tensor:
         sizes, rank = self._sizes(x), self.gatherer.data_rank
         if sizes[rank] == 0:  # one padding row

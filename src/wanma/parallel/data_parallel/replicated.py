@@ -36,6 +36,8 @@ from wanma.parallel.parameters.replicated_parameters import (
 )
 from wanma.parallel.parameters.stale_parameters import StaleParameterCheck
 from wanma.torch_internals.dispatch import tree_map_only
+from wanma.torch_internals.loaded import DTensor
+from wanma.torch_internals.uncompiled import uncompiled
 
 
 class Replicated:
@@ -91,7 +93,7 @@ class Replicated:
                 self._compression.register(slot)
         self._is_bound_for_compute = self._has_changed = False
         # Outside what is compiled, as FSDP2's are.
-        pre_hook = torch.compiler.disable(self._before_forward)
+        pre_hook = uncompiled(self._before_forward)
         model.register_forward_pre_hook(pre_hook, prepend=True, with_kwargs=True)
 
     def begin_micro_batch(self, is_last: bool) -> None:
@@ -124,8 +126,12 @@ class Replicated:
             parameter = self._parameters[index]
             if self.gradient_divisor != 1:
                 gradient.div_(self.gradient_divisor)
-            state: Any = parameter.state
-            state.grad = wrap_local(gradient, state.device_mesh, state.placements, like=state)
+            state = parameter.state
+            state.grad = (
+                wrap_local(gradient, state.device_mesh, state.placements, like=state)
+                if isinstance(state, DTensor)
+                else gradient
+            )
 
     def forward_parameters(self) -> Iterator[Tensor]:
         """Yield the tensors beside the module's parameters that are or were its parameters."""

@@ -34,7 +34,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from wanma.collectives.fsdp.point_to_point_collectives import (
@@ -53,25 +59,18 @@ from wanma.parallel.data_parallel.replicated import Replicated, find_replicated_
 from wanma.parallel.data_parallel.shared_memory_weights import SharedMemoryWeights, is_in_shared_memory
 from wanma.parallel.gradients.gradient_compression import GradientCompression
 from wanma.parallel.gradients.sharded_compression import compress_fsdp_unit, parameter_names_by_id
-from wanma.parallel.memory.offload import fsdp_offload_policy
 from wanma.parallel.memory.recompute import exclude_hooks_from_recompute
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh
 from wanma.parallel.parameters.freezing import RequiresGradSync
 from wanma.parallel.parameters.frozen_weights import FrozenWeights, find_gather_free_weights
 from wanma.parallel.parameters.fsdp_units import fsdp_units
 from wanma.parallel.parameters.stale_parameters import StaleParameterCheck
+from wanma.parallel.precision.autocast import PRECISION_DTYPES
 from wanma.torch_internals.fsdp import AllGather, ReduceScatter, parameter_group, unsharded_or_none
 from wanma.torch_internals.versions import SHARDED_INTEGER_PARAMETERS, installed_torch_version
 
-PRECISION_DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
 
-
-def apply_data_parallel(
+def apply_sharding(
     model: nn.Module,
     blocks: list[nn.Module],
     experts: list[nn.Module],
@@ -82,7 +81,7 @@ def apply_data_parallel(
     full_precision_output: bool,
     compression: GradientCompression | None = None,
     permanently_frozen: Collection[str] = (),
-) -> Sharded | Replicated:
+) -> Sharded:
     """Shard `model` over the data ranks: each block is one unit of communication, the rest another.
 
     Args:
@@ -95,16 +94,6 @@ def apply_data_parallel(
     Raises:
         JobError: the installed torch cannot shard one of the parameters.
     """
-    if plan.computes_on_master_weights:
-        input_dtype = torch.float64 if plan.precision == "fp64" else None
-        return Replicated(
-            model,
-            parallel_mesh,
-            communication_timer,
-            input_dtype,
-            compression=compression,
-            permanently_frozen=permanently_frozen,
-        )
     stale_check, frozen = StaleParameterCheck(model), None
     averages = _divides_by_replicas(plan)
     divisor = plan.replicate_group_size if averages else 1
@@ -130,7 +119,7 @@ def apply_data_parallel(
     shard = partial(
         fully_shard,
         mesh=parallel_mesh.hsdp_mesh,
-        offload_policy=fsdp_offload_policy(plan),
+        offload_policy=_offload_policy(plan),
         ignored_params=unsharded,
         shard_placement_fn=placement,
     )
@@ -149,6 +138,13 @@ def apply_data_parallel(
         frozen,
         UnitReducer(model, parallel_mesh, communication_timer),
     )
+
+
+def _offload_policy(plan: Plan) -> OffloadPolicy:
+    """Return FSDP2's offload policy: on GPUs, shards in host memory, be it mapped from a disk."""
+    if plan.device == "cpu" or plan.offload_parameters == "none":
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=plan.offload_parameters == "host")
 
 
 def _require_shardable(model: nn.Module, unsharded: Collection[nn.Parameter], plan: Plan) -> None:
@@ -233,7 +229,7 @@ def _shard_experts(
             module,
             mesh=parallel_mesh.expert_hsdp_mesh,
             mp_policy=expert_policy,
-            offload_policy=fsdp_offload_policy(plan),
+            offload_policy=_offload_policy(plan),
             ignored_params=unsharded,
             reshard_after_forward=plan.reshards_after_forward,
             shard_placement_fn=partial(

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from wanma.collectives.compression import int8_codec
 from wanma.collectives.compression.bucket_tensors import BucketTensor, Compressor, ErrorFeedback
@@ -34,7 +33,7 @@ from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Compression
 from wanma.parallel.gradients.reduction_groups import build_node_groups
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh
-from wanma.torch_internals.dtensor import StridedShard
+from wanma.torch_internals.loaded import DTensor, Placement, Replicate, Shard, StridedShard
 from wanma.torch_internals.operators import foreach_norm
 
 ERROR_KIND, POWER_SGD_Q_KIND = "error", "q"

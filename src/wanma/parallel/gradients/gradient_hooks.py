@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from wanma.checkpoint.format.local_shards import local_tensor
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.models.user_modules.parameter_hooks import Hook, ParameterHooks, has_hooks
+from wanma.torch_internals.loaded import DTensor
 
 
 class GradientHooks:
@@ -141,6 +141,8 @@ def _store_gradient(name: str, full_gradient: Tensor, gradient: Tensor) -> None:
             "return a gradient of the parameter's shape",
         )
     if isinstance(gradient, DTensor):
+        from torch.distributed.tensor import distribute_tensor
+
         full_gradient = local_tensor(
             distribute_tensor(full_gradient, gradient.device_mesh, gradient.placements, src_data_rank=None)
         )

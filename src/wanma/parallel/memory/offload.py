@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
 
 from wanma.job.plan.plan import Plan
 from wanma.parallel.memory.disk_pool import DiskPool
@@ -25,16 +23,10 @@ from wanma.parallel.parameters.fsdp_units import fsdp_units
 from wanma.torch_internals.autograd import storage_id, version_counter
 from wanma.torch_internals.dtensor import local_part, set_local_part, spec_of, wrap_by_spec
 from wanma.torch_internals.fsdp import parameter_group, set_shard_data, shard_data
+from wanma.torch_internals.loaded import DTensor
 
 MIN_OFFLOAD_BYTES = 1 << 12
 """Largest tensor, in bytes, that is not offloaded: to fetch one takes longer than it is worth."""
-
-
-def fsdp_offload_policy(plan: Plan) -> OffloadPolicy:
-    """Return FSDP2's offload policy: on GPUs, shards in host memory, be it mapped from a disk."""
-    if plan.device == "cpu" or plan.offload_parameters == "none":
-        return OffloadPolicy()
-    return CPUOffloadPolicy(pin_memory=plan.offload_parameters == "host")
 
 
 def parameter_storage_device(plan: Plan, device: torch.device) -> torch.device:

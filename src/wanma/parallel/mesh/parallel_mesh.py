@@ -21,7 +21,8 @@ from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.parallel import CollectiveTransport
 from wanma.parallel.mesh.backend_selection import log_backend, select_backend
 from wanma.torch_internals.dtensor import clear_dtensor_caches, unflatten_mesh
-from wanma.torch_internals.fake_groups import FAKE_BACKEND
+from wanma.torch_internals.fake_tensors import FAKE_BACKEND
+from wanma.torch_internals.loaded import is_dtensor_loaded
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,9 @@ class ParallelMesh:
     parameter_mesh: DeviceMesh
     expert_mesh: DeviceMesh | None
     """Expert mesh (expert_stage, expert_replicate, expert_shard, ep, expert_tp); None without `ep`."""
+    embedding_mesh: DeviceMesh | None = None
+    """Mesh (embedding, embedding_holder) of all data ranks, and of this rank alone, for embedding tables that
+    they share; None where embedding tables are dense."""
     local_world_sizes: tuple[int, ...] = ()
     """Ranks of each node, as in `WorkerContext`."""
     communication_timer: CommunicationTimer = field(default_factory=CommunicationTimer, compare=False)
@@ -136,7 +140,8 @@ def open_mesh(
             with use_timer(parallel_mesh.communication_timer) if device.type == "cpu" else nullcontext():
                 yield parallel_mesh
             # Not after an error: the end of a group waits for its collectives, in which peers may have died.
-            clear_dtensor_caches()
+            if is_dtensor_loaded():
+                clear_dtensor_caches()
         finally:
             dist.destroy_process_group()
 
@@ -157,7 +162,7 @@ def build_mesh(
         # dimension of one rank gets a fake group, as in torchtitan. So does the sites' in all views but the
         # first: nothing is sent by it. Without sites the first name is not needed.
         names = names[-len(sizes) :]
-        unused_dims = ("state_site", "expert_site")
+        unused_dims = ("state_site", "expert_site", "embedding_holder")
         fake_dims = [
             name for name, size in zip(names, sizes, strict=True) if size == 1 or name in unused_dims
         ]
@@ -183,7 +188,10 @@ def build_mesh(
             (*sites, plan.pp, *plan.expert_group_sizes, plan.ep, plan.tp),
             ("expert_site", "expert_stage", "expert_replicate", "expert_shard", "ep", "expert_tp"),
         )
-    return ParallelMesh(plan, rank, device, axes, state, experts, local_world_sizes)
+    embeddings = None
+    if plan.embedding != "dense":
+        embeddings = seen_as((plan.world_size, 1), ("embedding", "embedding_holder"))
+    return ParallelMesh(plan, rank, device, axes, state, experts, embeddings, local_world_sizes)
 
 
 def _device(worker: WorkerContext, plan: Plan) -> torch.device:

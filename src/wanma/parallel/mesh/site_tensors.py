@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 
 from wanma.checkpoint.format.local_shards import local_tensor
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh
 from wanma.torch_internals.dtensor import make_spec, wrap_by_spec
+from wanma.torch_internals.loaded import DTensor, Replicate
 
 
 def replicate_local_over_sites(local: Tensor, like: Tensor, parallel_mesh: ParallelMesh) -> Tensor:

@@ -22,6 +22,7 @@ from wanma.torch_internals.fsdp import (
     parameter_group,
     unsharded_or_none,
 )
+from wanma.torch_internals.uncompiled import uncompiled
 
 LOW_PRECISION_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -93,7 +94,7 @@ class RequiresGradSync:
 
             # Before FSDP2's own, which may put the shards in their places again.
             assert isinstance(unit, nn.Module)
-            unit.register_forward_hook(torch.compiler.disable(follow), prepend=True)
+            unit.register_forward_hook(uncompiled(follow), prepend=True)
 
     def adopt_late_changes(self) -> None:
         """Adopt the flags that have changed since the forward, after the last backward of a step."""

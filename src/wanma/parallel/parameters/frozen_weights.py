@@ -33,6 +33,7 @@ from wanma.parallel.parameters.replicated_parameters import (
     replicate_parameters,
 )
 from wanma.torch_internals.autograd import version_counter
+from wanma.torch_internals.uncompiled import uncompiled
 
 
 @torch.no_grad()
@@ -108,7 +109,7 @@ class FrozenWeights:
         self._checksums: list[Tensor] = []
         """Checksums of the weights at the start of a step in which values are compared."""
         # Outside what is compiled, as FSDP2's are.
-        model.register_forward_pre_hook(torch.compiler.disable(self._before_forward), prepend=True)
+        model.register_forward_pre_hook(uncompiled(self._before_forward), prepend=True)
 
     @property
     def parameters(self) -> set[nn.Parameter]:

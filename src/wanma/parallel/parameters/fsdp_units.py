@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+
+from wanma.torch_internals.loaded import FSDPModule
 
 
 def fsdp_units(model: nn.Module | FSDPModule) -> Iterator[FSDPModule]:

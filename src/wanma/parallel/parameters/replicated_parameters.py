@@ -1,6 +1,7 @@
 """Parameters whose state is replicated on every data rank, and the tensors that compute in its memory.
 
 From outside they look as sharded ones do: DTensors under the module's own names, over (replicate, shard).
+Where all ranks of a stage are alike, they are plain tensors, which the other rooms take for that.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from wanma.checkpoint.format.local_shards import local_tensor
+from wanma.job.plan.plan import Plan
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh
 from wanma.parallel.parameters.freezing import raise_frozen_released
 from wanma.torch_internals.fake_tensors import is_fake
+from wanma.torch_internals.loaded import DTensor, Placement, Replicate
 from wanma.torch_internals.modules import registered_parameters
 
 
@@ -35,19 +37,22 @@ def replicate_parameters(
         selected: parameters to hold; None: all.
         permanently_frozen: names of parameters that are frozen for good.
     """
-    replicated = (Replicate(), Replicate())
+    # On the meta device a dry run allocates the model afterwards, and only DTensors stay the same parameters.
+    is_real = parallel_mesh.device.type != "meta"
+    is_plain = selected is None and is_real and _are_ranks_alike(parallel_mesh.plan)
     replicated_by_parameter: dict[nn.Parameter, ReplicatedParameter] = {}
     for path, module in model.named_modules():
         for name, parameter in registered_parameters(module).items():
             if parameter is None or (selected is not None and parameter not in selected):
                 continue
             if parameter not in replicated_by_parameter:
-                if isinstance(parameter, DTensor):
-                    ranks = parameter.device_mesh, tuple(parameter.placements)
-                    mesh, placements = _full_mesh(parameter, parallel_mesh), (*replicated, *ranks[1])
-                else:
-                    ranks, mesh, placements = None, parallel_mesh.hsdp_mesh, replicated
-                state = wrap_local(local_tensor(parameter), mesh, placements, like=parameter)
+                state, ranks = local_tensor(parameter), None
+                if is_plain and state.device.type == "meta":
+                    # `empty_like` from the meta device to another would import sympy.
+                    size, stride = state.shape, state.stride()
+                    state = torch.empty_strided(size, stride, dtype=state.dtype, device=parallel_mesh.device)
+                elif not is_plain:
+                    state, ranks = _over_all_ranks(parameter, parallel_mesh)
                 full_name = f"{path}.{name}" if path else name
                 state_parameter = nn.Parameter(state, parameter.requires_grad)
                 replicated_by_parameter[parameter] = ReplicatedParameter(
@@ -57,6 +62,23 @@ def replicate_parameters(
     for entry in replicated_by_parameter.values():
         entry.install(entry.state)
     return list(replicated_by_parameter.values())
+
+
+def _are_ranks_alike(plan: Plan) -> bool:
+    """Return whether all ranks of a stage hold the same state: no split parameter, no error feedback."""
+    return plan.tp == plan.ep == plan.sites == 1 and not plan.compression_methods
+
+
+def _over_all_ranks(
+    parameter: Tensor, parallel_mesh: ParallelMesh
+) -> tuple[Tensor, tuple[DeviceMesh, tuple[Placement, ...]] | None]:
+    """Return a parameter as DTensor over all ranks that hold it, and how `tp` and `ep` split it."""
+    replicated = (Replicate(), Replicate())
+    if not isinstance(parameter, DTensor):
+        return wrap_local(local_tensor(parameter), parallel_mesh.hsdp_mesh, replicated, like=parameter), None
+    ranks = parameter.device_mesh, tuple(parameter.placements)
+    mesh, placements = _full_mesh(parameter, parallel_mesh), (*replicated, *ranks[1])
+    return wrap_local(local_tensor(parameter), mesh, placements, like=parameter), ranks
 
 
 def install_states(parameters: Iterable[ReplicatedParameter]) -> None:

@@ -8,6 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+PRECISION_DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
 
 def apply_autocast(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Run `model`'s forward under autocast.

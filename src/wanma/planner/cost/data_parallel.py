@@ -239,10 +239,8 @@ class DataParallelCost:
         elif software.weight_storage == "copies":
             traffic, kernels = added * (computed + 2 * accumulated), 1
         else:
-            traffic, kernels = (
-                (computed + accumulated) * (computed != accumulated) + added * 3 * accumulated,
-                2,
-            )
+            traffic = (computed + accumulated) * (computed != accumulated) + added * 3 * accumulated
+            kernels = 2
         return memory_bound_seconds(self.hardware.chip, gradients * traffic, kernels)
 
     def reduce_gather_per_step(self, parameters: float) -> tuple[float, float]:

@@ -156,6 +156,37 @@ def matmul_precision(plan: Plan, framework: FrameworkTraits) -> str:
     return framework.matmul_precision or ("fp8" if plan.fp8 else plan.precision)
 
 
+@dataclass(frozen=True)
+class _Block:
+    """Block whose operators are added up, with what their cost depends on."""
+
+    add: CostAccumulator
+    dimensions: DecoderConfig
+    sequence_length: int
+    plan: Plan
+    hardware: HardwareModel
+    framework: FrameworkTraits
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a micro-batch on one rank."""
+        return self.plan.micro_batch * self.sequence_length / self.plan.cp
+
+    @property
+    def precision(self) -> str:
+        return matmul_precision(self.plan, self.framework)
+
+    @property
+    def recomputes_all(self) -> bool:
+        return self.plan.recompute == "full"
+
+    @property
+    def recomputes_second(self) -> bool:
+        """True if every second product, and what lies between the products, runs again."""
+        selective = self.plan.recompute == "selective" and self.framework.selective_recompute == "products"
+        return self.recomputes_all or selective
+
+
 def block_cost(
     dimensions: DecoderConfig,
     sequence_length: int,
@@ -167,13 +198,10 @@ def block_cost(
 ) -> LayerCost:
     """Return the cost of one block; literals of streams are bytes per element in 16 bits."""
     add = _accumulator(hardware, framework, plan)
-    hidden, tp = dimensions.hidden, plan.tp
-    tokens = plan.micro_batch * sequence_length / plan.cp
+    block = _Block(add, dimensions, sequence_length, plan, hardware, framework)
+    hidden, tp, tokens = dimensions.hidden, plan.tp, block.tokens
     # Layers between the split matrices run on every `tp` rank for all tokens, or for its part of them.
     between = tokens / tp if plan.sequence_parallel else tokens
-    full = plan.recompute == "full"
-    halves = full or (plan.recompute == "selective" and framework.selective_recompute == "products")
-    precision = matmul_precision(plan, framework)
 
     # Two normalizations, and two branches that join the residual stream (with bias and dropout in GPT).
     is_gpt = framework.architecture == "gpt"
@@ -185,15 +213,15 @@ def block_cost(
         # Queries, keys and values, and both halves of SwiGLU, are products of one tensor each.
         add.add_gradient_sums(between * hidden, dimensions.feed_forward_matrices)
     for _ in range(2):
-        add.add_memory_bound(between * hidden, *norm, is_recomputed=halves)
-        add.add_memory_bound(between * hidden, *join, 1, is_recomputed=halves)
+        add.add_memory_bound(between * hidden, *norm, is_recomputed=block.recomputes_second)
+        add.add_memory_bound(between * hidden, *join, 1, is_recomputed=block.recomputes_second)
 
-    context = _attention(add, dimensions, sequence_length, plan, hardware, framework, tokens, precision)
+    context = _attention(block)
     expert = 0.0
     if experts:
-        expert = _experts(add, dimensions, plan, hardware, framework, tokens, precision)
+        expert = _experts(block)
     else:
-        _feed_forward(add, dimensions.feed_forward, dimensions, plan, framework, tokens, precision)
+        _feed_forward(block, dimensions.feed_forward)
 
     activation = tokens * hidden * ELEMENT_BYTES[plan.precision]
     exchange_seconds = _tensor_parallel_seconds(hardware, plan, activation) * (1 - framework.tensor_overlap)
@@ -203,7 +231,7 @@ def block_cost(
         add.layer_cost(),
         tensor_forward=2 * exchange_seconds,
         tensor_backward=2 * exchange_seconds,
-        tensor_recompute=2 * exchange_seconds if full else 0.0,
+        tensor_recompute=2 * exchange_seconds if block.recomputes_all else 0.0,
         context_forward=context,
         context_backward=2 * context,
         expert_forward=expert,
@@ -234,22 +262,15 @@ def _rotary_traffic(add: CostAccumulator, framework: FrameworkTraits) -> tuple[f
     return 20.0, 24.0, 5
 
 
-def _attention(
-    add: CostAccumulator,
-    dimensions: DecoderConfig,
-    sequence_length: int,
-    plan: Plan,
-    hardware: HardwareModel,
-    framework: FrameworkTraits,
-    tokens: float,
-    precision: str,
-) -> float:
+def _attention(block: _Block) -> float:
     """Add attention's products and scores; return the exposed `cp` communication of forward, in seconds."""
-    tp, hidden = plan.tp, dimensions.hidden
+    add, dimensions, plan, framework = block.add, block.dimensions, block.plan, block.framework
+    hardware, sequence_length = block.hardware, block.sequence_length
+    tp, hidden, tokens, precision = plan.tp, dimensions.hidden, block.tokens, block.precision
     heads = dimensions.heads / tp
     kv_heads = max(dimensions.kv_heads / tp, 1.0)
-    full, selective = plan.recompute == "full", plan.recompute == "selective"
-    second = full or (selective and framework.selective_recompute == "products")
+    full, selective = block.recomputes_all, plan.recompute == "selective"
+    second = block.recomputes_second
     if dimensions.uses_latent_attention:
         plain, rotary_width, value = dimensions.head_dim, dimensions.rope_head_dim, dimensions.value_head_dim
         rank, query_rank = dimensions.key_value_rank, dimensions.query_rank
@@ -331,34 +352,20 @@ def _exposed_context_seconds(
     return max(0.0, (plan.cp - 1) * (step - forward_seconds / plan.cp))
 
 
-def _feed_forward(
-    add: CostAccumulator,
-    width: int,
-    dimensions: DecoderConfig,
-    plan: Plan,
-    framework: FrameworkTraits,
-    tokens: float,
-    precision: str,
-) -> None:
-    rank_width = width / plan.tp
-    full = plan.recompute == "full"
-    recomputes_down = full or (plan.recompute == "selective" and framework.selective_recompute == "products")
-    inputs = dimensions.feed_forward_matrices - 1
-    add.add_matmul(tokens, inputs * rank_width, dimensions.hidden, precision, is_recomputed=full)
-    add.add_matmul(tokens, dimensions.hidden, rank_width, precision, is_recomputed=recomputes_down)
-    _activation(add, tokens * rank_width, dimensions, framework, is_recomputed=recomputes_down)
+def _feed_forward(block: _Block, width: int) -> None:
+    add, dimensions, rank_width = block.add, block.dimensions, width / block.plan.tp
+    tokens, precision, inputs = block.tokens, block.precision, dimensions.feed_forward_matrices - 1
+    add.add_matmul(
+        tokens, inputs * rank_width, dimensions.hidden, precision, is_recomputed=block.recomputes_all
+    )
+    add.add_matmul(tokens, dimensions.hidden, rank_width, precision, is_recomputed=block.recomputes_second)
+    _activation(block, tokens * rank_width)
 
 
-def _activation(
-    add: CostAccumulator,
-    elements: float,
-    dimensions: DecoderConfig,
-    framework: FrameworkTraits,
-    *,
-    is_recomputed: bool,
-) -> None:
+def _activation(block: _Block, elements: float) -> None:
     """Add the activation function: SiLU of one half times the other, or GELU, in GPT after a bias."""
-    if dimensions.activation_function == "gelu":
+    add, framework, is_recomputed = block.add, block.framework, block.recomputes_second
+    if block.dimensions.activation_function == "gelu":
         plain = (4.0, 6.0, 1)
         if add.is_eager_on_cpu:
             plain = (*(CPU_GELU_16_BITS if add.precision_scale == 1.0 else CPU_GELU), 1)
@@ -374,22 +381,14 @@ def _activation(
         )
 
 
-def _experts(
-    add: CostAccumulator,
-    dimensions: DecoderConfig,
-    plan: Plan,
-    hardware: HardwareModel,
-    framework: FrameworkTraits,
-    tokens: float,
-    precision: str,
-) -> float:
+def _experts(block: _Block) -> float:
     """Add router, experts and shared experts; return the token exchange under `ep` in forward, in seconds."""
-    hidden, choices = dimensions.hidden, dimensions.experts_per_token
-    full = plan.recompute == "full"
-    is_recomputed = full or (plan.recompute == "selective" and framework.selective_recompute == "products")
+    add, dimensions, plan, framework = block.add, block.dimensions, block.plan, block.framework
+    hidden, choices, precision = dimensions.hidden, dimensions.experts_per_token, block.precision
+    full, is_recomputed = block.recomputes_all, block.recomputes_second
     local = max(dimensions.experts // plan.ep, 1)
     parts = plan.tp if framework.splits_experts else 1
-    routed = tokens * parts / plan.tp
+    routed = block.tokens * parts / plan.tp
     rows = routed * choices
     rank_width = dimensions.expert_width / parts
     add.add_matmul(routed, dimensions.experts, hidden, plan.precision, is_recomputed=full)
@@ -405,21 +404,13 @@ def _experts(
         # For two products, each expert's input, weight and gradient are cast on their own, along both sides.
         extra = 2 * (local - 1) * (6 if ELEMENT_BYTES[precision] < 2 else 1)
         add.add_kernels(extra, 2 * extra, extra if full else 0)
-    _activation(add, rows * rank_width, dimensions, framework, is_recomputed=is_recomputed)
+    _activation(block, rows * rank_width)
     if dimensions.shared_experts:
-        _feed_forward(
-            add,
-            dimensions.shared_experts * dimensions.expert_width,
-            dimensions,
-            plan,
-            framework,
-            tokens,
-            precision,
-        )
+        _feed_forward(block, dimensions.shared_experts * dimensions.expert_width)
     group, element = RankGroup(plan.ep, parts), ELEMENT_BYTES[plan.precision]
     if framework.deduplicates_dispatch:
-        return 2 * deduplicated_dispatch_seconds(hardware, group, routed * hidden * element, choices)
-    return 2 * all_to_all_seconds(hardware, group, rows * hidden * element)
+        return 2 * deduplicated_dispatch_seconds(block.hardware, group, routed * hidden * element, choices)
+    return 2 * all_to_all_seconds(block.hardware, group, rows * hidden * element)
 
 
 def head_cost(

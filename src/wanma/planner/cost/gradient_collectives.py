@@ -68,10 +68,8 @@ class GradientCollectives:
         parts = self._message_count(elements, is_chunked=is_chunked)
         if not by_machines:
             return self._overlapped_seconds(kind, group, elements, parts)
-        inner_group, total_bytes = (
-            RankGroup(local_size, group.stride),
-            elements * self.uncompressed_element_bytes,
-        )
+        inner_group = RankGroup(local_size, group.stride)
+        total_bytes = elements * self.uncompressed_element_bytes
         outer_group = RankGroup(-(-group.size // local_size), group.stride * local_size)
         scattered = reduce_scatter_seconds(machine, inner_group, total_bytes)
         gathered = all_gather_seconds(machine, inner_group, total_bytes)

@@ -33,6 +33,10 @@ class LayerCost:
     context_backward: float = 0.0
     expert_forward: float = 0.0
     expert_backward: float = 0.0
+    embedding_forward: float = 0.0
+    """Seconds of exchanging ids and vectors of embedding tables between data ranks."""
+    embedding_backward: float = 0.0
+    """Seconds of exchanging their gradients."""
     activation_bytes: float = 0.0
     """Activations that a plan with offload stores until backward, of a block that does not recompute. For
     other layers: logits and the tensors that they are computed from, which stay on the device."""

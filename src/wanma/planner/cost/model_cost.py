@@ -6,14 +6,14 @@ others. A search therefore computes layer costs once for many plans. Pure functi
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import NamedTuple
 
 from wanma.job.plan.plan import Plan
 from wanma.planner.cost.layer_cost import LayerCost
 from wanma.planner.cost.offload import uses_offload
 from wanma.planner.cost.step import StageLayers
-from wanma.planner.pipeline.schedules import blocks_of_stages
+from wanma.planner.embedding_placement import shared_table_ranks
+from wanma.planner.pipeline.schedules import block_counts_of_stages
 
 
 class BlockGroup(NamedTuple):
@@ -53,30 +53,16 @@ def model_cost_key(plan: Plan) -> tuple[object, ...]:
         plan.precision,
         plan.fp8,
         uses_offload(plan),
+        shared_table_ranks(plan),
     )
-
-
-def block_counts_of_stages(model_cost: ModelCost, plan: Plan) -> list[tuple[int, ...]]:
-    """Return the number of blocks of each group in every stage."""
-    ends = list(accumulate(kind.block_count for kind in model_cost.blocks))
-    counts, start = [], 0
-    for size in blocks_of_stages(ends[-1] if ends else 0, plan):
-        stop = start + size
-        counts.append(
-            tuple(
-                max(min(stop, end) - max(start, end - kind.block_count), 0)
-                for kind, end in zip(model_cost.blocks, ends, strict=True)
-            )
-        )
-        start = stop
-    return counts
 
 
 def build_stages(model_cost: ModelCost, plan: Plan) -> list[StageLayers]:
     """Return the plan's stages in the order of the model; equal ones are one object."""
     stages: dict[object, StageLayers] = {}
     result = []
-    for number, counts in enumerate(block_counts_of_stages(model_cost, plan)):
+    block_counts = [group.block_count for group in model_cost.blocks]
+    for number, counts in enumerate(block_counts_of_stages(block_counts, plan)):
         key = (counts, number == 0, number == plan.stage_count - 1)
         if key not in stages:
             stages[key] = _stage(model_cost, plan, *key)

@@ -321,13 +321,13 @@ def stage_cost(
         ahead_kinds["tensor"] += count * tensor_forward
         ahead_kinds["context"] += count * part.context_forward
         ahead_kinds["expert"] += count * expert_forward
-        ahead_kinds["data"] += count * gathered_forward
+        ahead_kinds["data"] += count * (gathered_forward + part.embedding_forward)
         adding = data.accumulation_seconds(size, micro_batches)
         back_kinds["compute"] += count * (recompute_seconds + backward_seconds + adding)
         back_kinds["tensor"] += count * (tensor_backward + tensor_again)
         back_kinds["context"] += count * part.context_backward
         back_kinds["expert"] += count * expert_backward
-        back_kinds["data"] += count * gathered_backward
+        back_kinds["data"] += count * (gathered_backward + part.embedding_backward)
         weights += count * (scale * part.backward_weight + adding)
     forward, backward = sum(ahead_kinds.values()), sum(back_kinds.values())
     if plan.schedule in SPLIT_BACKWARD:

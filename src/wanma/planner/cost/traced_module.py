@@ -14,6 +14,7 @@ from wanma.job.forecast.forecast import LayerWorkload, StepTime, Workload
 from wanma.job.forecast.operators import Attention, Matmul, Operator
 from wanma.job.plan.plan import Plan
 from wanma.planner.cost.decoder_layers import FrameworkTraits, matmul_precision
+from wanma.planner.cost.embedding_exchange import embedding_cost
 from wanma.planner.cost.layer_cost import LayerCost
 from wanma.planner.cost.model_cost import BlockGroup, EndLayer, ModelCost
 from wanma.planner.hardware_model.collective_time import (
@@ -59,6 +60,8 @@ def module_model_cost(
         else:
             end = EndLayer(_scaled_cost(part, layer.count), float(layer.count * layer.parameters))
             (before if number < first else after).append(end)
+    if workload.tables:
+        before.append(EndLayer(embedding_cost(workload.tables, plan, hardware), 0.0))
     after.append(EndLayer(_loss_cost(workload, plan, hardware, framework), 0.0))
     return ModelCost(tuple(before), tuple(blocks), tuple(after))
 

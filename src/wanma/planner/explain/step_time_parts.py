@@ -17,7 +17,6 @@ from wanma.planner.forecast.plan_forecast import (
     framework_traits_of,
     model_cost_of,
     step_components,
-    trainable_share,
 )
 from wanma.planner.forecast.problem import PlanningProblem
 
@@ -55,7 +54,7 @@ def _exchange_weights(problem: PlanningProblem, plan: Plan) -> dict[str, float]:
     """Return exposed seconds by collective, of all stages together; only their proportions count."""
     components = step_components(problem, plan)
     data = DataParallelCost(
-        plan, problem.hardware, framework_traits_of(problem, plan), trainable_share(problem)
+        plan, problem.hardware, framework_traits_of(problem, plan), problem.workload.trainable_share
     )
     weights: defaultdict[str, float] = defaultdict(float)
     stages = build_stages(model_cost_of(problem, plan), plan)

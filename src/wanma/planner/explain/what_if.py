@@ -138,27 +138,29 @@ def with_device_count(cluster: Cluster, count: int) -> Cluster:
                 f"nodes have {node_devices} devices each",
                 f"set gpus={lower_count} or gpus={lower_count + node_devices}",
             )
+    return _in_proportion(cluster, count, present)
+
+
+def _in_proportion(cluster: Cluster, count: int, present: int) -> Cluster:
+    """Return `cluster` with its node groups scaled by `count` / `present`.
+
+    Raises:
+        JobError: that gives no whole nodes.
+    """
     nodes = []
     for node in cluster.nodes:
         machines_then, remainder = divmod(node.count * count, present)
         if remainder or machines_then < 1:
+            sizes = (size for size in range(1, present + 1) if present % size == 0)
+            unit = next(
+                size for size in sizes if all(node.count * size % present == 0 for node in cluster.nodes)
+            )
             raise JobError(
                 f"{cluster} cannot be scaled to that number in proportion",
-                f"use a multiple of {_smallest_proportional_count(cluster)}, or describe the cluster "
-                "with --cluster",
+                f"use a multiple of {unit}, or describe the cluster with --cluster",
             )
         nodes.append(replace(node, count=machines_then))
     return replace(cluster, nodes=tuple(nodes))
-
-
-def _smallest_proportional_count(cluster: Cluster) -> int:
-    """Return the smallest number of devices with the same proportions of whole nodes."""
-    present = cluster.device_count
-    return next(
-        size
-        for size in range(1, present + 1)
-        if present % size == 0 and all(node.count * size % present == 0 for node in cluster.nodes)
-    )
 
 
 def _gpus(cluster: Cluster, value: str) -> Cluster:
@@ -167,17 +169,7 @@ def _gpus(cluster: Cluster, value: str) -> Cluster:
 
 def _nodes(cluster: Cluster, value: str) -> Cluster:
     count = _count("nodes", value, MAX_NODES)
-    nodes = []
-    for node in cluster.nodes:
-        machines_then, remainder = divmod(node.count * count, cluster.node_count)
-        if remainder or machines_then < 1:
-            raise _change_error(
-                f"nodes={value}",
-                f"{cluster} cannot be scaled to that number in proportion",
-                "describe the cluster with --cluster",
-            )
-        nodes.append(replace(node, count=machines_then))
-    return replace(cluster, nodes=tuple(nodes))
+    return _in_proportion(cluster, count, cluster.node_count)
 
 
 def _device(cluster: Cluster, value: str) -> Cluster:

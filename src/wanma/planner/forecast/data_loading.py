@@ -100,11 +100,9 @@ def load_cost(
         return cost_of(problem, plan, data, loading, workers)
     input_elements = problem.workload.input_elements_per_sample
     if input_elements is None:
-        number, item_seconds, stored = (
-            problem.sequence_length + 1.0,
-            TOKEN_LOAD_SECONDS,
-            STORED_ELEMENT_BYTES["tokens"],
-        )
+        number = problem.sequence_length + 1.0
+        item_seconds = TOKEN_LOAD_SECONDS
+        stored = STORED_ELEMENT_BYTES["tokens"]
     else:
         number, item_seconds, stored = input_elements, PIXEL_LOAD_SECONDS, STORED_ELEMENT_BYTES["images"]
     parallel_loads = steps_at_once(problem, plan, data, workers)

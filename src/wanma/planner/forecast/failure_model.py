@@ -157,11 +157,9 @@ def goodput_of_tiers(levels: Sequence[tuple[CheckpointTier, float]], intervals: 
             if level:
                 blocks = intervals[level] / intervals[level - 1]
                 attempted = np.where(success < 1, (1 - success**blocks) / (1 - success), blocks)
-                success, seconds, ends = (
-                    success**blocks,
-                    seconds * attempted,
-                    [end * attempted for end in ends],
-                )
+                success = success**blocks
+                seconds = seconds * attempted
+                ends = [end * attempted for end in ends]
             undisturbed = np.exp(-total * copy.restore_seconds)
             completed = (
                 1 - (1 - undisturbed) * sum(rates[: level + 1]) / total

@@ -12,11 +12,12 @@ from functools import lru_cache
 from typing import TypeVar
 
 from wanma.job.errors import JobError
-from wanma.job.forecast.forecast import STEP_TIME_KINDS, Forecast, PipelineRankMemory, StepTime
+from wanma.job.forecast.forecast import STEP_TIME_KINDS, Forecast, PipelineRankMemory, StepTime, Workload
 from wanma.job.plan.plan import Plan
 from wanma.observe.units import bytes_text, count_text, duration_text
 from wanma.planner.cost.decoder import decoder_block_groups, decoder_model_cost, decoder_stage_send_seconds
 from wanma.planner.cost.decoder_layers import FrameworkTraits, matmul_precision
+from wanma.planner.cost.embedding_exchange import embedding_reasons
 from wanma.planner.cost.frozen import block_groups_with_frozen_parts, model_cost_with_frozen_parts
 from wanma.planner.cost.model_cost import BlockGroup, ModelCost, build_stages
 from wanma.planner.cost.offload import updates_on_cpu, uses_offload
@@ -35,15 +36,14 @@ from wanma.planner.forecast.node_crossing import (
     node_crossing_reasons,
     with_single_node_links,
 )
-from wanma.planner.forecast.offloaded_activations import with_activation_bytes
 from wanma.planner.forecast.problem import PlanningProblem
 from wanma.planner.forecast.run_cost import MIN_GOODPUT, run_cost
 from wanma.planner.forecast.step_overhead import step_overhead
 from wanma.planner.forecast.text_preparation import forecast_preparation, preparation_reasons
 from wanma.planner.memory.in_memory_checkpoints import in_memory_checkpoint_bytes
-from wanma.planner.memory.memory_table import build_memory_table
-from wanma.planner.memory.model_states import optimizer_rule
-from wanma.planner.memory.peak import MemoryInputs, forecast_memory, pipeline_rank_memory
+from wanma.planner.memory.memory_table import MemoryTable, build_memory_table
+from wanma.planner.memory.model_states import MemoryInputs, optimizer_rule
+from wanma.planner.memory.peak import forecast_memory, pipeline_rank_memory
 from wanma.planner.pipeline.simulation import PipelineSimulator, simulate_pipeline
 from wanma.planner.rules.compression import compression_reason
 from wanma.planner.rules.mesh import global_batches
@@ -130,7 +130,6 @@ def memory_inputs(problem: PlanningProblem, plan: Plan) -> MemoryInputs:
         count,
         train.weight_average > 0,
         framework_traits_of(problem, plan),
-        None,
     )
 
 
@@ -172,10 +171,8 @@ def forecast_step_time(
     """
     if time_unavailable_reason(problem, plan) is not None:
         return None
-    step, overhead = (
-        assemble_step_time(step_components(problem, plan), simulate),
-        step_overhead(problem, plan),
-    )
+    step = assemble_step_time(step_components(problem, plan), simulate)
+    overhead = step_overhead(problem, plan)
     loading = overhead.loading_stall(step.seconds)
     saving = overhead.checkpoint_stall(step.seconds + loading)
     return replace(step, seconds=step.seconds + loading + saving, loading=loading, checkpoint=saving)
@@ -194,7 +191,7 @@ def step_components(problem: PlanningProblem, plan: Plan) -> StepComponents:
         problem.hardware,
         framework_traits_of(problem, plan),
         stage_send_seconds=stage_send_seconds(problem, plan),
-        trainable_share=trainable_share(problem),
+        trainable_share=problem.workload.trainable_share,
     )
 
 
@@ -226,11 +223,6 @@ def stage_send_seconds(problem: PlanningProblem, plan: Plan) -> float:
     if problem.dimensions is None:
         return module_stage_send_seconds(problem.workload, plan, problem.hardware)
     return decoder_stage_send_seconds(problem.dimensions, problem.sequence_length, plan, problem.hardware)
-
-
-def trainable_share(problem: PlanningProblem) -> float:
-    """Return the share of the parameters that is trained: reduced and updated."""
-    return problem.workload.trainable_share
 
 
 def with_step_time(
@@ -272,9 +264,10 @@ def with_step_time(
             *data_parts_reasons(problem),
             *preparation_reasons(problem.workload.preparation, preparation),
             *_node_crossing_reasons(problem, plan, step),
-            *compression_reason(plan, problem.workload.parameters * trainable_share(problem)),
+            *compression_reason(plan, problem.workload.dense_parameters * problem.workload.trainable_share),
             *synchronization_reasons(problem, plan, step),
             *embedding_table_reasons(problem.workload, step),
+            *embedding_reasons(problem.workload, plan),
             *(() if run is not None else (unbounded_run_reason(problem, plan, step),)),
             *problem.hardware.assumed,
         ),
@@ -319,7 +312,9 @@ def synchronization_reasons(problem: PlanningProblem, plan: Plan, step: StepTime
     between = step_components(problem, plan).site_exchange if step is not None else None
     if step is None or between is None:
         parameters = problem.workload.parameters / plan.pp
-        sent = site_sent_bytes(plan, framework_traits_of(problem, plan), parameters, trainable_share(problem))
+        sent = site_sent_bytes(
+            plan, framework_traits_of(problem, plan), parameters, problem.workload.trainable_share
+        )
         return (
             (
                 f"synchronization of {synchronization.sites} sites: each rank sends about "
@@ -342,3 +337,32 @@ def step_time_text(step: StepTime) -> str:
     shares = sorted(((getattr(step, field) / step.seconds, name) for field, name in kinds), reverse=True)
     named = [f"{kind} {share:.0%}" for share, kind in shares if share >= 0.05]
     return "step time: " + ", ".join(named) + ("" if len(named) == len(kinds) else ", others below 5%")
+
+
+def with_activation_bytes(
+    model_cost: ModelCost, table: MemoryTable, workload: Workload, logits_copies: float
+) -> ModelCost:
+    """Return `model_cost` with the bytes of their activations, for plans that offload something.
+
+    Layers of models without repeated blocks get none, since nothing of them would be offloaded.
+
+    Args:
+        table: memory table of the same model and plan.
+        logits_copies: copies of a micro-batch's logits, as in `FrameworkTraits.logits_copies`.
+    """
+    repeated = [layer for layer in workload.layers if layer.is_block or layer.count > 1]
+    kinds = [kind for layer, kind in zip(repeated, table.kinds, strict=False) if layer.is_block]
+    blocks = tuple(
+        group._replace(
+            cost=replace(
+                group.cost,
+                activation_bytes=kind.activations.saved,
+                recomputed_activation_bytes=kind.activations.inputs,
+            )
+        )
+        for group, kind in zip(model_cost.blocks, kinds, strict=True)
+    )
+    *earlier, last = model_cost.post_block
+    head_bytes = logits_copies * table.logits_bytes + table.head_saved_bytes
+    last = last._replace(cost=replace(last.cost, activation_bytes=head_bytes))
+    return model_cost._replace(blocks=blocks, post_block=(*earlier, last))

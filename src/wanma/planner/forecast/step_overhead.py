@@ -127,7 +127,7 @@ def _checkpoint_bytes(problem: PlanningProblem, plan: Plan) -> float:
     average = workload.parameters * (workload.trainable_share if rounds else 1.0)
     elements = optimizer_state_elements(workload, train) + (average if train.weight_average > 0 else 0.0)
     saved = weight_bytes(workload, plan, casts_frozen_weights=rounds) + master_weight_bytes(plan) * elements
-    rank_parameters = workload.parameters / plan.tp / plan.pp
+    rank_parameters = workload.dense_parameters / plan.tp / plan.pp
     feedback = error_feedback_bytes(plan, rank_parameters, rank_parameters / plan.shard_group_size)
     return saved / plan.world_size + feedback
 

@@ -117,12 +117,10 @@ class _UnknownRateError(Exception):
     """Error for a rate that nothing is known of; its message names the rate, and the place to give it."""
 
 
-(
-    _SIMILAR_DEVICE_UNCERTAINTY,
-    _DISSIMILAR_DEVICE_UNCERTAINTY,
-    _UNCALIBRATED_CPU_UNCERTAINTY,
-    _ASSUMED_LINK_UNCERTAINTY,
-) = 0.12, 0.20, 0.40, 0.15
+_SIMILAR_DEVICE_UNCERTAINTY = 0.12
+_DISSIMILAR_DEVICE_UNCERTAINTY = 0.20
+_UNCALIBRATED_CPU_UNCERTAINTY = 0.40
+_ASSUMED_LINK_UNCERTAINTY = 0.15
 """Uncertainties, each half of a 90 % interval: of an unmeasured kind near a measured one; of a device of
 which only figures are known; of a CPU without calibration, where compilers, threads and neighbours decide;
 and of an assumed link. They are judged, not measured: a calibration removes all of them."""
@@ -355,10 +353,8 @@ def _inter_node_links(node: NodeGroup, devices_per_node: int) -> list[LinkLevel]
     for level in node.network:
         nodes = nodes_per_domain(node.count, level.size or node.count)
         if level.name in node_links:  # the devices' own link, through several machines
-            efficiency, step_factor = (
-                LINK_EFFICIENCIES.get(level.name, DEFAULT_LINK_EFFICIENCY).many_devices,
-                INTRA_NODE_STEP_FACTOR,
-            )
+            efficiency = LINK_EFFICIENCIES.get(level.name, DEFAULT_LINK_EFFICIENCY).many_devices
+            step_factor = INTRA_NODE_STEP_FACTOR
         else:
             efficiency, step_factor = NETWORK_EFFICIENCY.many_devices, INTER_NODE_STEP_FACTOR
         links.append(_link_level(level, nodes * devices_per_node, efficiency * share, step_factor))

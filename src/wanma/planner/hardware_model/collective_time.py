@@ -172,11 +172,7 @@ def all_to_all_seconds(
 
 
 def deduplicated_dispatch_seconds(
-    hardware: HardwareModel,
-    group: RankGroup,
-    token_bytes: float,
-    experts_per_token: int,
-    concurrent_dimensions: int = 1,
+    hardware: HardwareModel, group: RankGroup, token_bytes: float, experts_per_token: int
 ) -> float:
     """Return the seconds of sending each token to the members of its `experts_per_token` experts.
 
@@ -198,12 +194,7 @@ def deduplicated_dispatch_seconds(
         # Inside a unit, tokens from other units are forwarded too.
         remote_share = 1 - inner / outer if inner == 1 else (outer - inner) / group.size
         level_bytes = token_bytes * reached_units * remote_share
-        slowest = max(
-            slowest,
-            link.transfer_seconds(
-                level_bytes, token_bytes, link_share(link, hardware, concurrent_dimensions)
-            ),
-        )
+        slowest = max(slowest, link.transfer_seconds(level_bytes, token_bytes, link_share(link, hardware, 1)))
         inner = outer
     return hardware.start_seconds + _all_to_all_latency(levels, group) + slowest
 

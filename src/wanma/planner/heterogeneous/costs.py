@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 from wanma.job.forecast.forecast import Forecast, StepTime
@@ -38,6 +39,7 @@ from wanma.planner.heterogeneous.replica_pipeline import ReplicaPipeline, StageT
 from wanma.planner.memory.memory_table import MemoryTable, build_memory_table
 from wanma.planner.memory.model_states import optimizer_rule
 from wanma.planner.memory.peak import stage_rank_memory
+from wanma.planner.pipeline.schedules import block_counts_between
 
 MANY_MICRO_BATCHES = 1 << 16
 """Number of micro-batches where only "more than one" matters."""
@@ -98,12 +100,11 @@ class HeterogeneousCosts:
             problem.framework, fuses_pointwise=problem.framework.fuses_pointwise or base_plan.compile
         )
         dense = self.dimensions.dense_layers if self.dimensions.experts else self.dimensions.layers
-        self._block_ends = sorted({dense, self.dimensions.layers} - {0})
-        self._units: dict[tuple[object, ...], LayerTimes] = {}
+        self._block_counts = tuple(count for count in (dense, self.dimensions.layers - dense) if count)
+        self.layer_times = cache(self._layer_times)
         self._stages: dict[tuple[object, ...], StageTime] = {}
         self._tails: dict[tuple[object, ...], StepTail] = {}
         self._tables: dict[tuple[object, ...], tuple[MemoryTable, Plan]] = {}
-        self._views: dict[tuple[object, ...], Plan] = {}
         self._memory: dict[tuple[object, ...], Forecast] = {}
         self._trained_share = problem.workload.trainable_share
 
@@ -111,7 +112,7 @@ class HeterogeneousCosts:
         """Return whether the kind's devices have a rate for the plan's precision."""
         return not pool.hardware.unknown and self.base_plan.precision in pool.hardware.chip.products
 
-    def layer_times(
+    def _layer_times(
         self,
         pool: int,
         tp: int,
@@ -128,21 +129,6 @@ class HeterogeneousCosts:
             accumulates_gradients: a step has several micro-batches, whose gradients are added up.
             sharded: replicas shard the optimizer state.
         """
-        key = (pool, tp, micro_batch, recompute, pipelined, accumulates_gradients, sharded)
-        if key not in self._units:
-            self._units[key] = self._compute_layer_times(*key)
-        return self._units[key]
-
-    def _compute_layer_times(
-        self,
-        pool: int,
-        tp: int,
-        micro_batch: int,
-        recompute: Recompute,
-        pipelined: bool,
-        accumulates_gradients: bool,
-        sharded: bool,
-    ) -> LayerTimes:
         machine, software = self.hardware.pools[pool].hardware, self.framework
         view = self._homogeneous_plan(tp, micro_batch, recompute).with_changes(pp=2 if pipelined else 1)
         view = _with_replicas(view, 2, "optimizer" if sharded else "none")
@@ -204,13 +190,9 @@ class HeterogeneousCosts:
             start += place.blocks
         return times
 
-    def block_counts(self, start: int, stop: int) -> list[int]:
+    def block_counts(self, start: int, stop: int) -> tuple[int, ...]:
         """Return the number of blocks of each group among those from `start` to `stop`."""
-        counts, begin = [], 0
-        for end in self._block_ends:
-            counts.append(max(min(stop, end) - max(start, begin), 0))
-            begin = end
-        return counts
+        return block_counts_between(self._block_counts, start, stop)
 
     def replica_pipeline(
         self, replicas: ReplicaPlacement, shard: Shard, accumulates_gradients: bool = True
@@ -304,25 +286,21 @@ class HeterogeneousCosts:
 
     def memory(self, replicas: ReplicaPlacement, shard: Shard, micro_batches: int) -> list[Forecast]:
         """Return the memory of one rank of each stage, in a step of so many micro-batches on each replica."""
-        return self._memory_of_stages(replicas, shard, micro_batches)
-
-    def fits(self, replicas: ReplicaPlacement, shard: Shard, micro_batches: int) -> bool:
-        """Return whether every stage fits into its device."""
-        stage_bytes = self._memory_of_stages(replicas, shard, micro_batches)
-        return all(
-            memory.memory_bytes <= self.hardware.pools[place.node].memory_limit_bytes
-            for memory, place in zip(stage_bytes, replicas.places, strict=True)
-        )
-
-    def _memory_of_stages(
-        self, replicas: ReplicaPlacement, shard: Shard, micro_batches: int
-    ) -> list[Forecast]:
         stage_bytes, start = [], 0
         for number, place in enumerate(replicas.places):
-            counts = tuple(self.block_counts(start, start + place.blocks))
+            counts = self.block_counts(start, start + place.blocks)
             stage_bytes.append(self.stage_memory(replicas, shard, micro_batches, number, counts))
             start += place.blocks
         return stage_bytes
+
+    def fits(self, replicas: ReplicaPlacement, shard: Shard, micro_batches: int) -> bool:
+        """Return whether every stage fits into its device."""
+        return all(
+            memory.memory_bytes <= self.hardware.pools[place.node].memory_limit_bytes
+            for memory, place in zip(
+                self.memory(replicas, shard, micro_batches), replicas.places, strict=True
+            )
+        )
 
     def stage_memory(
         self,
@@ -366,10 +344,7 @@ class HeterogeneousCosts:
             table = build_memory_table(self.problem.workload, view, self.dimensions, self.framework)
             self._tables[key] = (table, view)
         table, view = self._tables[key]
-        shared = (*key, replicas.count, shard)
-        if shared not in self._views:
-            self._views[shared] = _with_replicas(view, replicas.count, shard)
-        return table, self._views[shared]
+        return table, _with_replicas(view, replicas.count, shard)
 
 
 def shards_optimizer_state(count: int, shard: Shard) -> bool:

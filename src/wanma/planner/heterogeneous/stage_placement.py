@@ -223,7 +223,7 @@ class StagePlacer:
         middle = layers  # in a deep pipeline all of them usually fit
         while low < high:
             # Blocks of the group that ends the model.
-            blocks = tuple(self.costs.block_counts(layers - middle, layers))
+            blocks = self.costs.block_counts(layers - middle, layers)
             memory = self.costs.stage_memory(replicas, shard, micro_batches, stage, blocks)
             if memory.memory_bytes <= memory_bytes:
                 low = middle

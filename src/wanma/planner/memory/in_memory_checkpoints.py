@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from wanma.job.forecast.forecast import Workload
 from wanma.job.plan.plan import Plan
@@ -39,6 +40,12 @@ def checkpoint_copy_bytes(job: Job, workload: Workload, plan: Plan) -> float:
     if job.checkpoint.in_memory_every_steps == "off" or job.cluster.max_restarts == 0 or on_disk:
         return 0.0
     element_bytes = master_weight_bytes(plan)
+    # Tables lie on all data ranks, once.
+    dense = replace(workload, tables=())
+    tables = workload.parameters - dense.parameters
+    tables_state = optimizer_state_elements(workload, job.train) - optimizer_state_elements(dense, job.train)
+    shared = element_bytes * (tables + tables_state) / plan.world_size
+    workload = dense
     rounds = job.model.factory is None
     trained = element_bytes * workload.parameters * (workload.trainable_share if rounds else 1.0)
     weights = weight_bytes(workload, plan, casts_frozen_weights=rounds)
@@ -69,7 +76,7 @@ def checkpoint_copy_bytes(job: Job, workload: Workload, plan: Plan) -> float:
     feedback = error_feedback_bytes(
         plan, rank_parameters, rank_parameters / plan.shard_group_size
     )  # differs on every rank
-    return saved / parts + frozen / frozen_parts + feedback
+    return saved / parts + frozen / frozen_parts + feedback + shared
 
 
 def has_partner_node(job: Job) -> bool:

@@ -12,6 +12,8 @@ from wanma.job.forecast.forecast import LayerWorkload, Workload
 from wanma.job.plan.plan import Plan
 from wanma.models.config.dimensions import DecoderConfig
 from wanma.planner.cost.decoder_layers import FrameworkTraits
+from wanma.planner.cost.embedding_exchange import table_bytes
+from wanma.planner.embedding_placement import shared_table_ranks
 from wanma.planner.hardware_model.operator_time import ELEMENT_BYTES
 from wanma.planner.memory.activations import (
     BlockBytes,
@@ -63,12 +65,16 @@ class MemoryTable(NamedTuple):
     """Trained share of `first`."""
     trainable_post_block_share: float = 1.0
     """Trained share of `last`."""
+    table_weight_bytes: float = 0.0
+    """Bytes of embedding tables that data ranks share, on the fullest rank."""
+    table_state_bytes: float = 0.0
+    """Bytes of their optimizer state."""
 
 
 def memory_table_key(plan: Plan) -> tuple[object, ...]:
     """Return the key of plans with the same memory table, for one workload and one framework."""
     model_key = (plan.tp, plan.sequence_parallel, plan.cp, plan.cp_method, plan.ep, plan.pp > 1)
-    return (*model_key, plan.micro_batch, plan.precision, plan.compile)
+    return (*model_key, plan.micro_batch, plan.precision, plan.compile, shared_table_ranks(plan))
 
 
 def build_memory_table(
@@ -95,6 +101,7 @@ def build_memory_table(
             end_elements = 0.0
         size = compute * plan.micro_batch / plan.cp
         inputs = max((layer.full_recompute_elements_per_sample or 0.0 for layer in blocks), default=0.0)
+        tables = table_bytes(workload, plan)
         return MemoryTable(
             tuple(kinds),
             first,
@@ -106,6 +113,8 @@ def build_memory_table(
             workload.trainable_share,
             trainable_pre_block_share=_trainable_share(before),
             trainable_post_block_share=_trainable_share(after),
+            table_weight_bytes=tables.weights,
+            table_state_bytes=tables.state,
         )
     kinds = []
     for layer in blocks:

@@ -27,6 +27,19 @@ from wanma.planner.memory.sharded_weights import (
 from wanma.planner.memory.state_layout import StateLayout, build_state_layout, frozen_element_bytes
 
 
+class MemoryInputs(NamedTuple):
+    """Settings of a memory forecast beside the plan."""
+
+    optimizer: str
+    """Key of `OPTIMIZER_STATE_COPIES`, as `optimizer_rule` returns it."""
+    micro_batches: int
+    """Largest number of micro-batches of one step and rank."""
+    weight_average: bool
+    framework: FrameworkTraits
+    in_flight: int | None = None
+    """Largest number of in-flight micro-batches of each stage, for a schedule with such a limit."""
+
+
 class ModelStates(NamedTuple):
     """Model states of one rank, in bytes."""
 
@@ -67,8 +80,9 @@ def weight_bytes(workload: Workload, plan: Plan, *, casts_frozen_weights: bool) 
     """Return the bytes of a whole model's weights as they are stored and saved."""
     master = master_weight_bytes(plan)
     frozen = frozen_element_bytes(plan) if casts_frozen_weights else master
-    trained = workload.parameters * workload.trainable_share
-    return trained * master + (workload.parameters - trained) * frozen
+    trained = workload.dense_parameters * workload.trainable_share
+    tables = workload.parameters - workload.dense_parameters
+    return (trained + tables) * master + (workload.dense_parameters - trained) * frozen
 
 
 OPTIMIZER_STATE_COPIES = {
@@ -91,34 +105,23 @@ def optimizer_rule(train: TrainSection) -> str:
 def optimizer_state_elements(workload: Workload, train: TrainSection) -> float:
     """Return the number of elements of the whole model's optimizer state."""
     block_copies, end_layer_copies = OPTIMIZER_STATE_COPIES[optimizer_rule(train)]
-    return sum(
+    layers = sum(
         (block_copies if layer.is_block or layer.count > 1 else end_layer_copies)
         * (layer.count * layer.parameters * layer.trainable_share)
         for layer in workload.layers
     )
+    return layers + sum(table.rows * table.state_elements_per_row for table in workload.tables)
 
 
-def model_states_of(
-    rank_parameters: RankParameters,
-    plan: Plan,
-    optimizer: str,
-    *,
-    micro_batches: int,
-    weight_average: bool,
-    framework: FrameworkTraits,
-) -> ModelStates:
-    """Return the model states of one rank, in bytes.
-
-    Args:
-        optimizer: key of `OPTIMIZER_STATE_COPIES`, as `optimizer_rule` returns it.
-        micro_batches: largest number of micro-batches of one step and rank.
-    """
+def model_states_of(rank_parameters: RankParameters, plan: Plan, memory_inputs: MemoryInputs) -> ModelStates:
+    """Return the model states of one rank, in bytes."""
+    framework = memory_inputs.framework
     trained_share = rank_parameters.trainable_share
     sharded_blocks = rank_parameters.dense_blocks / plan.shard_group_size
     if rank_parameters.experts:
         sharded_blocks += rank_parameters.experts / plan.expert_group_sizes[1]
     sharded_ends = rank_parameters.end_layers / plan.shard_group_size
-    block_copies, end_layer_copies = OPTIMIZER_STATE_COPIES[optimizer]
+    block_copies, end_layer_copies = OPTIMIZER_STATE_COPIES[memory_inputs.optimizer]
     elements = (
         block_copies * sharded_blocks * rank_parameters.trainable_block_share
         + end_layer_copies * sharded_ends * rank_parameters.trainable_end_layer_share
@@ -126,8 +129,8 @@ def model_states_of(
     shards = sharded_blocks + sharded_ends
     if framework.weight_storage == "copies":
         return _unsharded_model_states(rank_parameters, shards, elements, trained_share, framework)
-    layout = build_state_layout(rank_parameters, shards, plan, micro_batches, framework)
-    return _sharded_model_states(layout, elements, weight_average=weight_average)
+    layout = build_state_layout(rank_parameters, shards, plan, memory_inputs.micro_batches, framework)
+    return _sharded_model_states(layout, elements, weight_average=memory_inputs.weight_average)
 
 
 def _unsharded_model_states(
@@ -170,10 +173,10 @@ def _sharded_model_states(
     gradients = gradient_bytes(layout)
     placement = _place_states(layout, stored, optimizer_elements, weight_average=weight_average)
     return ModelStates(
-        parameters=(0 if layout.offloads_parameters else stored) + gathered,
+        parameters=(0 if layout.offloads_parameters else stored) + gathered + parameters.table_weight_bytes,
         gathered_parameters=gathered,
         buffers=exchange_buffer_bytes(layout) + gradients.shared_sums * trained,
-        optimizer=placement.device_optimizer,
+        optimizer=placement.device_optimizer + parameters.table_state_bytes,
         accumulated_gradients=gradients.accumulated_gradients * trained,
         post_block_gradients=parameters.post_block
         * layout.compute_bytes

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from itertools import accumulate
 from typing import NamedTuple
 
 from wanma.job.forecast.forecast import Forecast, Workload
@@ -18,9 +17,9 @@ from wanma.job.plan.plan import Plan
 from wanma.models.config.dimensions import DecoderConfig
 from wanma.planner.cost.decoder_layers import FrameworkTraits
 from wanma.planner.memory.memory_table import MemoryTable, build_memory_table
-from wanma.planner.memory.model_states import ModelStates, model_states_of
+from wanma.planner.memory.model_states import MemoryInputs, ModelStates, model_states_of
 from wanma.planner.memory.rank_parameters import RankParameters
-from wanma.planner.pipeline.schedules import blocks_of_stages, in_flight_by_stage
+from wanma.planner.pipeline import schedules
 
 CPU_RUNTIME_BYTES = 325 << 20
 """Resident bytes of a CPU rank beside its tensors: 300 to 310 MiB of Python, torch and their libraries, half
@@ -142,7 +141,7 @@ def stage_rank_memory(
     It holds whatever the other ranks hold, for a schedule with one stage on each rank. Other arguments as in
     `forecast_memory`.
     """
-    step = MemoryInputs(optimizer, micro_batches, weight_average, framework, None)
+    step = MemoryInputs(optimizer, micro_batches, weight_average, framework)
     return _rank_memory(rank, table, plan, [block_counts] * plan.pp, step)
 
 
@@ -184,10 +183,8 @@ class RankMemory(NamedTuple):
     @property
     def total(self) -> float:
         """Return the peak bytes on the device, without those of CUDA's context or Python."""
-        constant, transient = (
-            self.model_states.parameters + self.model_states.optimizer,
-            max(map(sum, self.moments)),
-        )
+        constant = self.model_states.parameters + self.model_states.optimizer
+        transient = max(map(sum, self.moments))
         return constant + self.model_states.buffers + transient + self._fragmentation(transient)
 
     def _fragmentation(self, transient: float) -> float:
@@ -198,10 +195,8 @@ class RankMemory(NamedTuple):
     @property
     def forecast(self) -> Forecast:
         """Return the memory forecast of this rank, by kind."""
-        peak, offloaded = (
-            self.peak,
-            {"none": 0.0, "host": self.model_states.host, "disk": self.model_states.disk},
-        )
+        peak = self.peak
+        offloaded = {"none": 0.0, "host": self.model_states.host, "disk": self.model_states.disk}
         offloaded[self.plan.offload_activations] += self.offloaded_activations
         return Forecast(
             parameters_bytes=int(self.model_states.parameters + peak.released),
@@ -220,34 +215,10 @@ class RankMemory(NamedTuple):
 # ---------------------------------------------------------------- one rank
 
 
-class MemoryInputs(NamedTuple):
-    """Settings of a memory forecast beside the plan."""
-
-    optimizer: str
-    micro_batches: int
-    weight_average: bool
-    framework: FrameworkTraits
-    in_flight: int | None
-
-
 def block_counts_of_stages(table: MemoryTable, plan: Plan) -> list[tuple[int, ...]]:
-    """Return the number of blocks of each kind in every stage."""
-    if plan.pp == 1:  # whatever schedule it would have
-        return [tuple(kind.block_count for kind in table.kinds)]
-    totals = list(accumulate(kind.block_count for kind in table.kinds))
-    sizes = blocks_of_stages(totals[-1] if totals else 0, plan)
-    if len(totals) == 1:
-        return [(size,) for size in sizes]
-    before = [0] * len(totals)
-    counts = []
-    for stop in accumulate(sizes):
-        now = [
-            min(max(stop - total + kind.block_count, 0), kind.block_count)
-            for kind, total in zip(table.kinds, totals, strict=True)
-        ]
-        counts.append(tuple(later - earlier for later, earlier in zip(now, before, strict=True)))
-        before = now
-    return counts
+    """Return the number of blocks of each of the table's kinds in every stage."""
+    counts = tuple(kind.block_count for kind in table.kinds)
+    return [counts] if plan.pp == 1 else schedules.block_counts_of_stages(counts, plan)
 
 
 def representative_ranks(
@@ -288,14 +259,8 @@ def _rank_memory(
 ) -> RankMemory:
     """Return the memory of one pipeline rank."""
     numbers = plan.stages_of_pipeline_rank(rank) if plan.pp > 1 else (0,)
-    state = model_states_of(
-        rank_parameters_of(rank, table, plan, block_counts),
-        plan,
-        memory_inputs.optimizer,
-        micro_batches=memory_inputs.micro_batches,
-        weight_average=memory_inputs.weight_average,
-        framework=memory_inputs.framework,
-    )
+    parameters = rank_parameters_of(rank, table, plan, block_counts)
+    state = model_states_of(parameters, plan, memory_inputs)
     activations = _activations(rank, table, plan, [block_counts[number] for number in numbers], memory_inputs)
     logits, head = (
         (table.logits_bytes, table.head_saved_bytes) if len(block_counts) - 1 in numbers else (0.0, 0.0)
@@ -394,6 +359,8 @@ def rank_parameters_of(
         largest_block_experts=routed,
         tensors=tuple(sorted(tensors.items())),
         trainable_share=share,
+        table_weight_bytes=table.table_weight_bytes,
+        table_state_bytes=table.table_state_bytes,
         trainable_block_share=trainable_blocks,
         trainable_pre_block_share=table.trainable_pre_block_share,
         trainable_post_block_share=table.trainable_post_block_share,
@@ -454,7 +421,9 @@ def in_flight_of_rank(rank: int, plan: Plan, memory_inputs: MemoryInputs) -> tup
         return (1,)
     if memory_inputs.in_flight is not None:
         return (min(memory_inputs.in_flight, memory_inputs.micro_batches),) * plan.virtual_stages
-    return in_flight_by_stage(plan.schedule, plan.pp, plan.virtual_stages, memory_inputs.micro_batches, rank)
+    return schedules.in_flight_by_stage(
+        plan.schedule, plan.pp, plan.virtual_stages, memory_inputs.micro_batches, rank
+    )
 
 
 def remaining_share(in_flight: tuple[int, ...]) -> float:

@@ -28,6 +28,10 @@ class RankParameters(NamedTuple):
     """(elements, number) of large tensors that are known one by one; the others may be of any size."""
     trainable_share: float = 1.0
     """Trained share of all parameters, 0 .. 1."""
+    table_weight_bytes: float = 0.0
+    """Bytes of embedding tables that data ranks share, on the fullest rank; in no other field."""
+    table_state_bytes: float = 0.0
+    """Bytes of their optimizer state."""
     trainable_block_share: float = 1.0
     """Trained share of the blocks' parameters."""
     trainable_pre_block_share: float = 1.0

@@ -15,9 +15,8 @@ from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Recompute
 from wanma.planner.cost.data_parallel import data_parallel_key
 from wanma.planner.memory.memory_table import MemoryTable
-from wanma.planner.memory.model_states import ModelStates, model_states_of
+from wanma.planner.memory.model_states import MemoryInputs, ModelStates, model_states_of
 from wanma.planner.memory.peak import (
-    MemoryInputs,
     block_counts_of_stages,
     fragmentation_shares,
     in_flight_of_rank,
@@ -61,17 +60,7 @@ class ShardingOptions:
         """Return the bytes of a rank with these parameters, by field of `ModelStates`, over the shardings."""
         key = (rank_parameters, memory_inputs.micro_batches > 1, memory_inputs.framework)
         if key not in self._bytes_by_key:
-            model_states = [
-                model_states_of(
-                    rank_parameters,
-                    plan,
-                    memory_inputs.optimizer,
-                    micro_batches=memory_inputs.micro_batches,
-                    weight_average=memory_inputs.weight_average,
-                    framework=memory_inputs.framework,
-                )
-                for plan in self.plans
-            ]
+            model_states = [model_states_of(rank_parameters, plan, memory_inputs) for plan in self.plans]
             arrays = {
                 name: np.array([getattr(states, name) for states in model_states])
                 for name in ModelStates._fields

@@ -103,11 +103,9 @@ class _GreedySimulation:
         """Arrival time of each slot's first input that was not used yet, in seconds; infinite if there is
         none."""
         ranks = range(len(stages_by_rank))
-        self.clocks, self.busy, self.held_activations = (
-            [0.0 for _ in ranks],
-            [0.0 for _ in ranks],
-            [0 for _ in ranks],
-        )
+        self.clocks = [0.0 for _ in ranks]
+        self.busy = [0.0 for _ in ranks]
+        self.held_activations = [0 for _ in ranks]
 
     def run(self, records_intervals: bool) -> SimulatedPipeline | None:  # noqa: PLR0915  # one hot loop
         """Simulate the schedule; return None where ranks wait for each other."""

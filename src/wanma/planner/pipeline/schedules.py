@@ -236,3 +236,17 @@ def blocks_of_stages(blocks: int, plan: Plan) -> list[int]:
     order = [*range(1, stages), 0]
     larger_stages = set(order[:extra])
     return [base + (stage in larger_stages) for stage in range(stages)]
+
+
+def block_counts_of_stages(block_counts: Sequence[int], plan: Plan) -> list[tuple[int, ...]]:
+    """Return the number of blocks of each kind in every stage; `block_counts`: those of the model."""
+    bounds = accumulate(blocks_of_stages(sum(block_counts), plan), initial=0)
+    return [block_counts_between(block_counts, start, stop) for start, stop in pairwise(bounds)]
+
+
+def block_counts_between(block_counts: Sequence[int], start: int, stop: int) -> tuple[int, ...]:
+    """Return the number of blocks of each kind among the model's blocks from `start` to `stop`."""
+    return tuple(
+        max(min(stop, end) - max(start, end - count), 0)
+        for count, end in zip(block_counts, accumulate(block_counts), strict=True)
+    )

@@ -310,14 +310,9 @@ def job_dimensions(job: Job) -> DecoderConfig | None:
     return resolve_section_decoder_config(job.model, tokenizer_vocabulary_size(job))
 
 
-def job_workload(job: Job, objects: dict[str, Any] | None = None) -> Workload | None:
-    """Return the workload of a job's model; None for a user's own module that cannot be read.
-
-    Args:
-        job: the job.
-        objects: model and data that the user passed in Python.
-    """
-    return read_model(job, objects).workload
+def job_workload(job: Job) -> Workload | None:
+    """Return the workload of a job's model; None for a user's own module that cannot be read."""
+    return read_model(job).workload
 
 
 def peak_flops_per_second(plan: Plan, cluster: Cluster) -> float | None:

@@ -79,6 +79,7 @@ def read_model(job: Job, objects: dict[str, Any] | None = None) -> WorkloadResul
         interaction_sizes=data.interaction_sizes if data is not None else None,
         precision=precision,
         parameter_groups=job.train.parameter_groups,
+        table_optimizer=job.train.embedding_optimizer if job.parallel.embedding != "dense" else None,
     )
     if workload is not None and data is not None:
         workload = replace(workload, loading=data.sample_loading())

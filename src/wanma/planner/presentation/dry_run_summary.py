@@ -35,7 +35,7 @@ def render_dry_run(job: Job, prepared: PreparedJob, notes: Sequence[str] = ()) -
         notes: notes of the checks before the start.
     """
     parts = [
-        _head("Job"),
+        heading("Job"),
         Syntax(job_to_toml(job).rstrip(), "toml", background_color="default"),
         render_plan_summary(job, prepared),
     ]
@@ -44,9 +44,9 @@ def render_dry_run(job: Job, prepared: PreparedJob, notes: Sequence[str] = ()) -
 
 def render_plan_summary(job: Job, prepared: PreparedJob) -> RenderableType:
     """Render the summary without the job."""
-    parts: list[RenderableType] = [_head("Plan"), _plan_table(job, prepared)]
+    parts: list[RenderableType] = [heading("Plan"), _plan_table(job, prepared)]
     if shares := share_lines(prepared.plan, prepared.cluster):
-        parts += [_head("Placement and batch shares"), *map(Text, shares)]
+        parts += [heading("Placement and batch shares"), *map(Text, shares)]
     forecast, workload = prepared.plan_result.forecast, prepared.workload
     if workload is None or forecast is None:
         parts += [Text(f"· {note}", style="dim") for note in plan_notes(job, prepared.plan_result)]
@@ -61,17 +61,17 @@ def render_plan_summary(job: Job, prepared: PreparedJob) -> RenderableType:
         )
         return Group(*parts)
     if forecast.step is not None:
-        parts += [_head("Step time, forecast"), step_table(forecast, workload)]
+        parts += [heading("Step time, forecast"), step_table(forecast, workload)]
     if (feed := forecast.data_feed) is not None and (workload.loading is not None or feed.share < 1):
-        parts += [_head("Data feed, forecast"), data_feed_table(feed)]
-    parts += [_head("Memory per rank, forecast"), _memory_table(forecast, prepared)]
-    parts += [_head("Model"), _size_table(workload)]
+        parts += [heading("Data feed, forecast"), data_feed_table(feed)]
+    parts += [heading("Memory per rank, forecast"), _memory_table(forecast, prepared)]
+    parts += [heading("Model"), _size_table(workload)]
     notes = dict.fromkeys([*forecast.reasons, *plan_notes(job, prepared.plan_result)])
     parts += [Text(f"· {note}", style="dim") for note in notes]
     return Group(*parts)
 
 
-def _head(text: str) -> Text:
+def heading(text: str) -> Text:
     return Text(f"\n{text}", style="bold")
 
 

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from wanma.job.cluster import Cluster
+from wanma.job.errors import first_names
 from wanma.job.forecast.forecast import (
     MEMORY_KINDS,
     STEP_TIME_KINDS,
@@ -299,14 +300,12 @@ def in_memory_checkpoint_text(forecast: Forecast, plan: Plan, cluster: Cluster) 
     return f"{bytes_text(used)} of {bytes_text(memory)} per node"
 
 
-def pipeline_memory_text(forecast: Forecast, max_ranks: int = 8) -> str:
+def pipeline_memory_text(forecast: Forecast) -> str:
     """Return the memory of the ranks of a pipeline, in their order; empty without a pipeline.
 
     Example: '3.10 GiB, 2.40 GiB, 2.40 GiB, 2.90 GiB'.
     """
-    ranks = forecast.pipeline_ranks
-    text = ", ".join(bytes_text(rank.memory_bytes) for rank in ranks[:max_ranks])
-    return f"{text} and {len(ranks) - max_ranks} more" if len(ranks) > max_ranks else text
+    return first_names([bytes_text(rank.memory_bytes) for rank in forecast.pipeline_ranks], 8)
 
 
 def evenly_spread_indices(count: int, max_count: int) -> list[int]:

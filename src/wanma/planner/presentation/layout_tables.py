@@ -31,8 +31,8 @@ STYLES = ("cyan", "magenta", "green", "yellow", "blue", "red")
 def render_rank_layout(
     plan: Plan,
     dimensions: DecoderConfig | None,
-    rank: int | None = None,
-    sequence_length: int | None = None,
+    rank: int | None,
+    sequence_length: int,
 ) -> RenderableType:
     """Render the rank layout of a plan.
 
@@ -50,13 +50,8 @@ def render_rank_layout(
         parts += [Text(), _stage_table(layouts)]
     parts += [Text(), _picture(plan)]
     if dimensions is not None:
-        for shown_rank in [0] if rank is None else [rank]:
-            parts += [
-                Text(),
-                _rank_contents_table(
-                    rank_contents(plan, dimensions, shown_rank, sequence_length), plan, dimensions
-                ),
-            ]
+        contents = rank_contents(plan, dimensions, rank or 0, sequence_length)
+        parts += [Text(), _rank_contents_table(contents, plan, dimensions)]
     return Group(*parts)
 
 

@@ -17,7 +17,8 @@ from wanma.hardware.discovery.node import discover_node
 from wanma.job.cluster import Cluster, NodeGroup
 from wanma.job.errors import JobError
 from wanma.job.file.loading import to_job
-from wanma.job.forecast.forecast import Workload
+from wanma.job.forecast.forecast import StepTime, Workload
+from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
 from wanma.models.config.dimensions import DecoderConfig
 from wanma.observe.units import count_text, duration_text
@@ -42,7 +43,7 @@ MIN_SPEEDUP_WITHOUT = 1.05
 """Least speed-up by leaving nodes out that is told: forecasts of two clusters differ by some percent."""
 MAX_COMPARED_GROUPS = 4
 """Most groups of nodes each of which is left out in turn, as each takes another search."""
-_KEYS_WITHOUT_LAYOUT = {"auto", "allow", "compile"}
+_KEYS_WITHOUT_LAYOUT = {"auto", "allow", "compile", "embedding", "embedding_tables"}
 """Keys of [parallel] that leave the layout open."""
 
 
@@ -359,6 +360,8 @@ class _Analyzer:
             return None
         found = []
         for number, group in enumerate(groups):
+            if not may_be_faster_without(group, step, study.plan_result.plan, groups):
+                continue
             rest = replace(study.cluster, nodes=(*groups[:number], *groups[number + 1 :]))
             try:
                 other = self.study(job_on_cluster(self.job, rest), rest)
@@ -385,6 +388,27 @@ class _Analyzer:
     def _inputs(self, job: Job, cluster: Cluster) -> PlanningInputs:
         assert self.workload is not None
         return PlanningInputs(job, cluster, self.workload, self.dimensions, self.calibration)
+
+
+def may_be_faster_without(group: NodeGroup, step: StepTime, plan: Plan, groups: Sequence[NodeGroup]) -> bool:
+    """Return whether a job may gain by leaving nodes out: the others take over the work, and nothing else.
+
+    Without a search: the others' shortest time is that of their peak rates, with no communication at all.
+    """
+    peaks = [
+        [device.peak_flops_per_second.get(plan.precision) or 0.0 for device in one.devices]
+        or [float(one.cores)]
+        for one in groups
+    ]
+    slowest = min(peak for one in peaks for peak in one)
+    if slowest == 0:
+        return True
+    rates = [one.count * sum(own) for one, own in zip(groups, peaks, strict=True)]
+    devices = sum(one.count * len(own) for one, own in zip(groups, peaks, strict=True))
+    is_balanced = plan.pp > 1 or plan.batch_shares
+    used = sum(rates) if is_balanced else slowest * devices
+    left = sum(rates) - rates[[one is group for one in groups].index(True)]
+    return step.seconds >= MIN_SPEEDUP_WITHOUT * step.compute * used / left
 
 
 def _fixes_layout(job: Job) -> bool:

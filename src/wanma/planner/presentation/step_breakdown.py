@@ -70,13 +70,13 @@ def data_feed_table(feed: DataFeed) -> RenderableType:
     return Group(*parts)
 
 
-def time_bar(step: StepTime, width: int = BAR_WIDTH) -> Text:
+def time_bar(step: StepTime) -> Text:
     """Draw the kinds of a step's time side by side; kinds below half a column are invisible."""
     bar = Text(no_wrap=True)
     end, drawn_columns = 0.0, 0
     for kind, _, share in time_shares(step):
         end += share
-        columns = round(width * end) - drawn_columns
+        columns = round(BAR_WIDTH * end) - drawn_columns
         bar.append(kind.glyph * columns, style=kind.style)
         drawn_columns += columns
     return bar

@@ -15,7 +15,7 @@ from wanma.observe.units import count_text, duration_text, percent_text
 from wanma.planner.explain.comparison import PlanComparison
 from wanma.planner.explain.scaling import ScalingPoint, scaling_unit
 from wanma.planner.preparation.job_planning import PreparedJob
-from wanma.planner.presentation.dry_run_summary import render_plan_summary
+from wanma.planner.presentation.dry_run_summary import heading, render_plan_summary
 from wanma.planner.presentation.formatting import (
     evenly_spread_indices,
     memory_text,
@@ -66,17 +66,13 @@ def render_analysis(analysis: PlanAnalysis) -> RenderableType:
     for answer in analysis.why_answers:
         parts += _why_answer(answer)
     if analysis.what_if_answers:
-        parts += [_head("What if"), _what_if_table(study, analysis.what_if_answers)]
+        parts += [heading("What if"), _what_if_table(study, analysis.what_if_answers)]
     if analysis.scaling_points:
         parts += [
-            _head("Scaling over device counts"),
+            heading("Scaling over device counts"),
             _ResponsiveTable(_scale_rows(analysis.scaling_points, study.workload)),
         ]
     return Group(*parts)
-
-
-def _head(text: str) -> Text:
-    return Text(f"\n{text}", style="bold")
 
 
 # ---------------------------------------------------------------- tables that fit
@@ -130,11 +126,11 @@ def _search_tables(study: Study, search_result: SearchResult) -> Iterable[Render
     searched = (
         f"{count_text(search_result.plan_count, 'plan')} searched in {duration_text(search_result.seconds)}"
     )
-    yield _head(f"Best plans ({searched})")
+    yield heading(f"Best plans ({searched})")
     shown, unsupported = split_by_support(search_result, MAX_SHOWN_PLANS)
     yield _plans_table(shown, study)
     if unsupported:
-        yield _head(UNSUPPORTED_PLANS_TITLE)
+        yield heading(UNSUPPORTED_PLANS_TITLE)
         yield _plans_table(unsupported, study, len(shown) + 1)
     steps = [
         candidate.forecast.step for candidate in (*shown, *unsupported) if candidate.forecast.step is not None
@@ -142,10 +138,10 @@ def _search_tables(study: Study, search_result: SearchResult) -> Iterable[Render
     if steps:
         yield time_legend(steps)
     if study.best_comparison is not None:
-        yield _head("The job's own plan")
+        yield heading("The job's own plan")
         yield from _comparison(study.best_comparison)
     if len(search_result.pareto_front) > 1:
-        yield _head("Pareto front: no other plan is both faster and smaller")
+        yield heading("Pareto front: no other plan is both faster and smaller")
         yield _front_table(search_result.pareto_front)
 
 
@@ -207,7 +203,7 @@ def _front_table(front: Sequence[Candidate]) -> RenderableType:
 
 
 def _why_answer(why_answer: WhyAnswer) -> Iterable[RenderableType]:
-    yield _head(f"Why not {why_answer.question}?")
+    yield heading(f"Why not {why_answer.question}?")
     answer = why_answer.comparison
     if answer is None:
         yield Text(why_answer.sentence)

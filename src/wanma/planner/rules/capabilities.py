@@ -18,6 +18,7 @@ from wanma.job.sections.job import Job
 from wanma.models.config.resolution import input_kind
 from wanma.planner.pipeline.schedules import SPLIT_BACKWARD
 from wanma.planner.rules.compression import requests_compression, unsupported_compression_error
+from wanma.planner.rules.parameter_servers import unsupported_servers_error
 from wanma.torch_internals.versions import (
     COMPILED_TENSOR_PARALLEL_RECOMPUTE,
     SPLIT_BACKWARD_OF_REUSED_PARAMETERS,
@@ -32,6 +33,7 @@ APPROXIMATIONS = {
     "bf16": "computes in bf16 where the job sets fp32",
     "fp8": "rounds the inputs of matrix products in blocks to 8 bits",
     "compression": "drops or rounds parts of the gradients that ranks exchange",
+    "staleness": "applies gradients of parameters that other workers have updated meanwhile",
 }
 """Approximations of the mathematics that a plan may use (`Plan.approximate`), with their effect.
 
@@ -57,7 +59,7 @@ def unsupported_reason(
         torch_version: version to run with; default: the installed one.
     """
     reason = _first_unsupported(_SupportQuery(job, plan, cluster, torch_version or installed_torch_version()))
-    return reason.text if reason is not None else None
+    return reason.message if reason is not None else None
 
 
 def check_supported(job: Job, plan: Plan, cluster: Cluster, torch_version: Version | None = None) -> None:
@@ -68,7 +70,7 @@ def check_supported(job: Job, plan: Plan, cluster: Cluster, torch_version: Versi
     """
     reason = _first_unsupported(_SupportQuery(job, plan, cluster, torch_version or installed_torch_version()))
     if reason is not None:
-        raise JobError(f"wanma cannot train this plan: {reason.text}", reason.remedy)
+        raise JobError(f"wanma cannot train this plan: {reason.message}", reason.hint)
 
 
 def supports_compiled_recompute(plan: Plan, torch_version: Version) -> bool:
@@ -95,6 +97,26 @@ def factored_optimizer_error(optimizer: str, plan: Plan) -> JobError | None:
     )
 
 
+def unsupported_fp8_error(plan: Plan, cluster: Cluster) -> JobError | None:
+    """Return the error for fp8 on devices, or with a precision, that do not allow it, or None."""
+    if not plan.fp8:
+        return None
+    way_out = "unset train.fp8, or train on GPUs of compute capability 8.9 or higher (L40S, H100, B200)"
+    if plan.device == "cpu":
+        return JobError("train.fp8: CPUs do not support fp8 matrix products", way_out)
+    for node in cluster.nodes:
+        for device in node.devices:
+            # GPUs of the catalogue have rates, and one for fp8 if they compute in it.
+            if device.peak_flops_per_second and "fp8" not in device.peak_flops_per_second:
+                return JobError(f"train.fp8: {device.name} does not support fp8 matrix products", way_out)
+    if plan.precision != "bf16":
+        return JobError(
+            f"train.fp8 with train.precision = '{plan.precision}': with fp8, all other operators need bf16",
+            "set train.precision = 'bf16'",
+        )
+    return None
+
+
 def allowed_approximations(job: Job) -> frozenset[str]:
     """Return the approximations that the job allows (`parallel.allow`) or asks for itself."""
     requested = {"fp8"} if job.train.fp8 else set()
@@ -113,100 +135,78 @@ class _SupportQuery:
     torch_version: Version
 
 
-@dataclass(frozen=True)
-class _Unsupported:
-    text: str
-    remedy: str
-
-
-def _first_unsupported(query: _SupportQuery) -> _Unsupported | None:
+def _first_unsupported(query: _SupportQuery) -> JobError | None:
     return next((reason for limit in _SUPPORT_CHECKS if (reason := limit(query)) is not None), None)
 
 
-def _unsupported_device(query: _SupportQuery) -> _Unsupported | None:
+def _unsupported_device(query: _SupportQuery) -> JobError | None:
     devices = {
         device.name for node in query.cluster.nodes for device in node.devices if device.kind == "other"
     }
     if query.plan.device == "cpu" or not devices:
         return None
-    return _Unsupported(
+    return JobError(
         f"wanma does not support {', '.join(sorted(devices))}",
         "train on CPUs, or on GPUs with torch's device type cuda (NVIDIA, AMD)",
     )
 
 
-def _placed_replicas(query: _SupportQuery) -> _Unsupported | None:
+def _placed_replicas(query: _SupportQuery) -> JobError | None:
     if not query.plan.placement:
         return None
-    return _Unsupported(
+    return JobError(
         "replicas on different devices (other stages, other tp) are not supported yet, only their forecast",
         "set batch shares for the different devices (parallel.batch_shares), or train on one kind of device",
     )
 
 
-def _balance_without_timing(query: _SupportQuery) -> _Unsupported | None:
+def _balance_without_timing(query: _SupportQuery) -> JobError | None:
     """Refuse load balancing where the plan's ranks cannot be timed."""
     reason = rank_timing_obstacle(query.plan) if query.job.parallel.load_balancing == "on" else None
     if reason is None or query.plan.data_parallel_size == 1:
         return None
-    return _Unsupported(
+    return JobError(
         f"parallel.load_balancing = 'on': {reason}",
         "set parallel.load_balancing = 'off' and parallel.batch_shares, or set parallel.shard = 'none' "
         "or 'optimizer'",
     )
 
 
-def _disallowed_approximation(query: _SupportQuery) -> _Unsupported | None:
+def _disallowed_approximation(query: _SupportQuery) -> JobError | None:
     allowed = allowed_approximations(query.job)
     for name in query.plan.approximate:
         if name in SYNCHRONIZATION_APPROXIMATIONS and name not in allowed:
-            return _Unsupported(
+            return JobError(
                 f"{name} {SYNCHRONIZATION_APPROXIMATIONS[name]}, and the job does not set it",
                 f"set parallel.synchronize = '{name}'",
             )
         if name not in allowed:
             changed = APPROXIMATIONS.get(name, "changes the mathematics")
-            return _Unsupported(
+            return JobError(
                 f"{name} {changed}, and the job does not allow it", f"set parallel.allow = ['{name}']"
             )
     return None
 
 
-def _compressed(query: _SupportQuery) -> _Unsupported | None:
-    error = unsupported_compression_error(query.plan, query.cluster)
-    return None if error is None else _Unsupported(error.message, error.hint)
+def _compressed(query: _SupportQuery) -> JobError | None:
+    return unsupported_compression_error(query.plan, query.cluster)
 
 
-def _fp8(query: _SupportQuery) -> _Unsupported | None:
-    if not query.plan.fp8:
-        return None
-    way_out = "unset train.fp8, or train on GPUs of compute capability 8.9 or higher (L40S, H100, B200)"
-    if query.plan.device == "cpu":
-        return _Unsupported("CPUs do not support fp8 matrix products", way_out)
-    for node in query.cluster.nodes:
-        for device in node.devices:
-            # GPUs of the catalogue have rates, and one for fp8 if they compute in it.
-            if device.peak_flops_per_second and "fp8" not in device.peak_flops_per_second:
-                return _Unsupported(f"{device.name} does not support fp8 matrix products", way_out)
-    if query.plan.precision != "bf16":
-        return _Unsupported(
-            f"with fp8, all other operators need bf16, and the plan's precision is {query.plan.precision}",
-            "set train.precision = 'bf16'",
-        )
-    return None
+def _fp8(query: _SupportQuery) -> JobError | None:
+    return unsupported_fp8_error(query.plan, query.cluster)
 
 
-def _compiled_recompute(query: _SupportQuery) -> _Unsupported | None:
+def _compiled_recompute(query: _SupportQuery) -> JobError | None:
     if supports_compiled_recompute(query.plan, query.torch_version):
         return None
-    return _Unsupported(
+    return JobError(
         COMPILED_TENSOR_PARALLEL_RECOMPUTE.describe(query.torch_version),
         "set parallel.recompute = 'selective', parallel.compile = false, or parallel.tp = 1; or "
         f"{COMPILED_TENSOR_PARALLEL_RECOMPUTE.update_hint}",
     )
 
 
-def _undeclared_model_layout(query: _SupportQuery) -> _Unsupported | None:
+def _undeclared_model_layout(query: _SupportQuery) -> JobError | None:
     """Refuse mesh dimensions that split a model without a declaration of how to split it."""
     kind, plan = input_kind(query.job.model), query.plan
     if kind == "tokens":
@@ -218,35 +218,74 @@ def _undeclared_model_layout(query: _SupportQuery) -> _Unsupported | None:
         return None
     model = query.job.model
     name = model.factory or model.preset or model.family
-    return _Unsupported(
+    return JobError(
         f"{name} does not declare how to split it over {' and '.join(axes)}",
         f"set {' = '.join(f'parallel.{axis}' for axis in axes)} = 1; dp_replicate and dp_shard work "
         "with any module",
     )
 
 
-def _in_batch_negatives(query: _SupportQuery) -> _Unsupported | None:
+def _in_batch_negatives(query: _SupportQuery) -> JobError | None:
     """Refuse several micro-batches of a rank where a loss compares all items of the global batch."""
-    model, plan, samples = query.job.model, query.plan, query.job.train.global_batch
-    keys, objective = query.job.data.interactions, model.recommender.objective
-    is_default = model.kind == "two_tower" and keys.target == "click" and not keys.negatives
-    if not (objective == "in_batch_softmax" or (objective is None and is_default)):
+    plan, samples = query.plan, query.job.train.global_batch
+    if not _compares_items_of_batch(query.job):
         return None
     if plan.gradient_accumulation_steps(samples) == 1:
         return None
-    return _Unsupported(
+    return JobError(
         f"in_batch_softmax needs the global batch of {samples} samples at once, and micro_batch = "
         f"{plan.micro_batch} cuts it",
         f"set parallel.micro_batch = {plan.max_rows_per_data_rank(samples)}",
     )
 
 
-def _split_factors(query: _SupportQuery) -> _Unsupported | None:
-    error = factored_optimizer_error(query.job.train.optimizer, query.plan)
-    return None if error is None else _Unsupported(error.message, error.hint)
+def _embedding_tables(query: _SupportQuery) -> JobError | None:
+    """Refuse embedding tables that ranks share beside settings that know nothing of them."""
+    job, plan = query.job, query.plan
+    if plan.embedding == "dense":
+        if job.train.embedding_optimizer is None:
+            return None
+        return JobError(
+            f"train.embedding_optimizer = '{job.train.embedding_optimizer}' updates tables that "
+            "parallel.embedding places, and it is 'dense'",
+            "set parallel.embedding = 'auto', or unset train.embedding_optimizer",
+        )
+    key = f"parallel.embedding = '{plan.embedding}'"
+    if input_kind(job.model) != "interactions":
+        return JobError(
+            f"{key}: only wanma's recommenders have embedding tables that it places",
+            "set parallel.embedding = 'dense', or use model.family = 'recommender'",
+        )
+    if job.train.embedding_optimizer is None:
+        return JobError(
+            f"{key} needs an optimizer that leaves rows alone that a step does not use, and "
+            "train.embedding_optimizer is not set",
+            "set train.embedding_optimizer = 'rowwise_adagrad', 'adagrad', 'adam' or 'sgd'",
+        )
+    settings = {
+        "parallel.compile": plan.compile,
+        "parallel.synchronize": plan.synchronization is not None,
+        "parallel.offload_parameters": plan.offload_parameters != "none",
+        "parallel.offload_optimizer": plan.offload_optimizer != "none",
+        "train.weight_average": job.train.weight_average > 0,
+    }
+    if (other := next((name for name, is_set in settings.items() if is_set), None)) is None:
+        return None
+    return JobError(f"{key} is not supported with {other}", f"unset {other}, or parallel.embedding")
 
 
-def _split_backward(query: _SupportQuery) -> _Unsupported | None:
+def _compares_items_of_batch(job: Job) -> bool:
+    """Return whether the loss is the softmax over the items of the global batch."""
+    keys, objective = job.data.interactions, job.model.recommender.objective
+    is_default = job.model.kind == "two_tower" and keys.target == "click" and not keys.negatives
+    return objective == "in_batch_softmax" or (objective is None and is_default)
+
+
+def _split_factors(query: _SupportQuery) -> JobError | None:
+    return factored_optimizer_error(query.job.train.optimizer, query.plan)
+
+
+def _split_backward(query: _SupportQuery) -> JobError | None:
     plan = query.plan
     splits_backward = plan.pp > 1 and plan.schedule in SPLIT_BACKWARD
     problem = SPLIT_BACKWARD_OF_REUSED_PARAMETERS
@@ -256,19 +295,27 @@ def _split_backward(query: _SupportQuery) -> _Unsupported | None:
         or input_kind(query.job.model) != "custom"
     ):
         return None
-    return _Unsupported(
+    return JobError(
         f"with schedule '{plan.schedule}', {problem.describe(query.torch_version)}, which a custom module "
         "may do",
         f"set parallel.schedule = 'interleaved_1f1b', or {problem.update_hint}",
     )
 
 
+def _servers(query: _SupportQuery) -> JobError | None:
+    return unsupported_servers_error(
+        query.job, query.plan, compares_items=_compares_items_of_batch(query.job)
+    )
+
+
 _SUPPORT_CHECKS = (
     _unsupported_device,
+    _servers,
     _placed_replicas,
     _balance_without_timing,
     _undeclared_model_layout,
     _in_batch_negatives,
+    _embedding_tables,
     _disallowed_approximation,
     _compressed,
     _fp8,

@@ -22,6 +22,7 @@ from wanma.planner.pipeline.schedules import (
     invalid_micro_batches_reason,
     invalid_virtual_stages_reason,
 )
+from wanma.planner.rules.capabilities import unsupported_fp8_error
 from wanma.planner.rules.compression import unsupported_compression_error, unused_compression_key_error
 from wanma.planner.rules.predicates import (
     cp_divides_heads,
@@ -79,11 +80,13 @@ def check_mesh(job: Job, plan: Plan, cluster: Cluster) -> None:
         _check_expert_ranks(job, plan)
     _check_sequence(job, plan)
     _check_offload_and_recompute(job, plan)
-    _check_fp8(plan, cluster)
-    if (
-        error := unused_compression_key_error(job) or unsupported_compression_error(plan, cluster)
-    ) is not None:
-        raise error
+    for error in (
+        unsupported_fp8_error(plan, cluster),
+        unused_compression_key_error(job),
+        unsupported_compression_error(plan, cluster),
+    ):
+        if error is not None:
+            raise error
     if min(global_batches(job)) < plan.data_parallel_size:
         raise JobError(
             f"train.global_batch = {min(global_batches(job))} gives {plan.data_parallel_size} data ranks "
@@ -358,27 +361,4 @@ def _check_offload_and_recompute(job: Job, plan: Plan) -> None:
             f"parallel.recompute_share = {parallel.recompute_share:g} with parallel.recompute = "
             f"'{parallel.recompute}'" + (", which chooses the share" if parallel.recompute == "auto" else ""),
             "unset parallel.recompute_share, or set parallel.recompute = 'full' or 'selective'",
-        )
-
-
-def _check_fp8(plan: Plan, cluster: Cluster) -> None:
-    if not plan.fp8:
-        return
-    if plan.device == "cpu":
-        raise JobError(
-            "train.fp8: CPUs do not support fp8 matrix products",
-            "unset train.fp8, or train on GPUs of compute capability 8.9 or higher (L40S, H100, B200)",
-        )
-    devices = [device for node in cluster.nodes for device in node.devices]
-    for device in devices:
-        # GPUs of the catalogue have rates, and one for fp8 if they compute in it.
-        if device.peak_flops_per_second and "fp8" not in device.peak_flops_per_second:
-            raise JobError(
-                f"train.fp8: {device.name} does not support fp8 matrix products",
-                "unset train.fp8, or train on GPUs of compute capability 8.9 or higher (L40S, H100, B200)",
-            )
-    if plan.precision != "bf16":
-        raise JobError(
-            f"train.fp8 with train.precision = '{plan.precision}': with fp8, all other operators need bf16",
-            "set train.precision = 'bf16'",
         )

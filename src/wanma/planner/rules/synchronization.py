@@ -14,13 +14,11 @@ from wanma.job.plan.synchronization import Synchronization
 from wanma.job.sections.job import Job
 from wanma.job.sections.parallel import ParallelSection
 
-(
-    DEFAULT_SYNCHRONIZE_EVERY,
-    DEFAULT_OUTER_LEARNING_RATE,
-    DEFAULT_OUTER_MOMENTUM,
-    DEFAULT_OVERLAP_MIX,
-    DEFAULT_STALENESS,
-) = 100, 0.7, 0.9, 0.5, 1
+DEFAULT_SYNCHRONIZE_EVERY = 100
+DEFAULT_OUTER_LEARNING_RATE = 0.7
+DEFAULT_OUTER_MOMENTUM = 0.9
+DEFAULT_OVERLAP_MIX = 0.5
+DEFAULT_STALENESS = 1
 """Defaults of the synchronization settings: interval in steps, outer rate and momentum, mix, staleness.
 
 Outer rate and momentum are those of Douillard et al. 2023, section 3, the mixing factor that of Douillard et

@@ -58,9 +58,9 @@ def _unused_keys(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
         own_model = ("sequence_length",) if job.model.factory is not None else ()
         for name in ("tokenizer", "document_masks", "text_field", *own_model):
             yield f"data.{name}", f"it applies to text, and the data come from {kind}"
-    if job.data.is_own:
-        for name in ("bad_data", "bad_data_limit", *(() if job.data.has_table else ("cache",))):
-            yield f"data.{name}", f"it applies to text and images, and the data come from {kind}"
+    if job.data.is_own and not job.data.has_table:
+        for name in ("bad_data", "bad_data_limit", "cache"):
+            yield f"data.{name}", f"it applies to stored data, and the data come from {kind}"
     elif job.data.bad_data not in ("skip", "substitute"):
         yield "data.bad_data_limit", "no bad data is skipped or substituted (data.bad_data)"
 

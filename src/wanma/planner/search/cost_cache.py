@@ -24,11 +24,10 @@ from wanma.planner.forecast.plan_forecast import (
     memory_inputs,
     model_cost_of,
     stage_send_seconds,
-    trainable_share,
 )
 from wanma.planner.forecast.problem import PlanningProblem
 from wanma.planner.memory.memory_table import MemoryTable, build_memory_table, memory_table_key
-from wanma.planner.memory.peak import MemoryInputs
+from wanma.planner.memory.model_states import MemoryInputs
 from wanma.planner.pipeline.schedules import blocks_of_stages
 from wanma.planner.pipeline.simulation import PipelineTime, StageCost, simulate_pipeline
 
@@ -205,7 +204,7 @@ class CostCache:
             is_recomputed: True for a block that is recomputed; None for an end layer.
         """
         machine, traits = self.problem.hardware, framework_traits_of(self.problem, plan)
-        data = DataParallelCost(plan, machine, traits, trainable_share(self.problem))
+        data = DataParallelCost(plan, machine, traits, self.problem.workload.trainable_share)
         split_plan = plan.with_changes(schedule="zbv")
 
         def cost(share: float) -> tuple[float, float, float]:
@@ -293,7 +292,10 @@ class CostCache:
         problem, pieces = self.problem, self.model_cost(plan)
         sharded_plan = plan.with_changes(shard="optimizer")
         data = DataParallelCost(
-            sharded_plan, problem.hardware, framework_traits_of(problem, plan), trainable_share(problem)
+            sharded_plan,
+            problem.hardware,
+            framework_traits_of(problem, plan),
+            problem.workload.trainable_share,
         )
 
         def seconds(parameters: float) -> float:
@@ -312,11 +314,9 @@ class CostCache:
         return self._memoize(key, lambda: self._step_exchange_cost(plan, parameters))
 
     def _step_exchange_cost(self, plan: Plan, parameters: float) -> StepExchangeCost:
-        machine, traits, trained = (
-            self.problem.hardware,
-            framework_traits_of(self.problem, plan),
-            trainable_share(self.problem),
-        )
+        machine = self.problem.hardware
+        traits = framework_traits_of(self.problem, plan)
+        trained = self.problem.workload.trainable_share
         reduce, gather = DataParallelCost(plan, machine, traits, trained).reduce_gather_per_step(parameters)
         return StepExchangeCost(reduce, gather, optimizer_seconds(parameters, plan, machine, traits, trained))
 

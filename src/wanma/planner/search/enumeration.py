@@ -72,10 +72,8 @@ class PlanEnumeration:
         """Return the seconds of a sample in an endless micro-batch, on a rank that holds the whole model."""
         key = model_cost_key(split)
         if key not in self._samples:
-            numbers, bare = (
-                self._tables.block_counts(split),
-                self._tables.compute_costs(split, (_ASYMPTOTIC_MICRO_BATCH,)),
-            )
+            numbers = self._tables.block_counts(split)
+            bare = self._tables.compute_costs(split, (_ASYMPTOTIC_MICRO_BATCH,))
             self._samples[key] = float(bubble_free_seconds(numbers, bare, None)[0]) / _ASYMPTOTIC_MICRO_BATCH
         return self._samples[key]
 
@@ -149,12 +147,10 @@ class MeshOptions:
         micro_batch_options: MicroBatchOptions,
         space: SearchSpace,
     ) -> None:
-        self.mesh_shape, self.state_shardings, self.micro_batch_options, self._space = (
-            mesh_shape,
-            state_shardings,
-            micro_batch_options,
-            space,
-        )
+        self.mesh_shape = mesh_shape
+        self.state_shardings = state_shardings
+        self.micro_batch_options = micro_batch_options
+        self._space = space
         self.counts: dict[object, int] = {}
         """Number of plans of a split, by the settings it depends on."""
 

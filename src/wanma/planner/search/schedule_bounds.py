@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from wanma.job.plan.plan import Plan
 from wanma.planner.forecast.plan_forecast import framework_traits_of
+from wanma.planner.memory.model_states import MemoryInputs
 from wanma.planner.memory.peak import (
-    MemoryInputs,
     block_counts_of_stages,
     fragmentation_shares,
     in_flight_of_rank,
@@ -139,11 +139,9 @@ class ScheduleBounds:
             weights[:, stage] += ends[:, 2] + added
         traits = framework_traits_of(self._tables.problem, plan)
         if traits.blocking_sends and plan.virtual_stages > 1:
-            forward, backward, send_seconds = (
-                forward + send_seconds,
-                backward + send_seconds,
-                np.zeros_like(send_seconds),
-            )
+            forward = forward + send_seconds
+            backward = backward + send_seconds
+            send_seconds = np.zeros_like(send_seconds)
         recomputed = self.recompute_options.stage_shares(sizes)  # (recomputes, stages)
         selective = (compute_costs.selective_recompute @ counts)[:, None] * (
             recomputed * self.recompute_options.is_selective[:, None]
@@ -203,10 +201,8 @@ class ScheduleBounds:
             memory_inputs: inputs of the memory forecast of each size, which differ in the number of
                 micro-batches.
         """
-        plan, workspace_factor = (
-            self.plan,
-            1 + fragmentation_shares(self.plan, memory_inputs[0].framework).transient,
-        )
+        plan = self.plan
+        workspace_factor = 1 + fragmentation_shares(self.plan, memory_inputs[0].framework).transient
         flights = np.array(
             [in_flight_of_rank(0, plan, setting) for setting in memory_inputs], dtype=np.float64
         )

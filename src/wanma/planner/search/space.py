@@ -21,6 +21,7 @@ from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
 from wanma.job.sections.parallel import ContextParallelMethod, Recompute, Schedule, Shard
 from wanma.models.config.dimensions import DecoderConfig
+from wanma.planner.embedding_placement import embedding_plan_fields
 from wanma.planner.pipeline.schedules import (
     DEFAULT_VIRTUAL_STAGES,
     invalid_cuts_reason,
@@ -135,6 +136,7 @@ class SearchSpace:
             fp8=job.train.fp8,
             device="cpu" if job.cluster.device == "cpu" else kind,
             **compression_plan_fields(job),
+            **embedding_plan_fields(job),
         )
 
         def sizes(axis: str, default: AllowedSizes) -> AllowedSizes:

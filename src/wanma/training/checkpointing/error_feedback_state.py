@@ -18,7 +18,7 @@ from torch import Tensor
 from wanma.checkpoint.format.local_shards import local_box, local_tensor
 from wanma.checkpoint.format.manifest import Box, TensorEntry
 from wanma.checkpoint.load.reader import CheckpointReader, CheckpointSource
-from wanma.job.errors import JobError, did_you_mean
+from wanma.job.errors import JobError, did_you_mean, first_names
 from wanma.job.plan.plan import Plan
 from wanma.parallel.gradients.gradient_compression import ERROR_KIND
 from wanma.training.checkpointing.training_state import COMPRESSION_PREFIX
@@ -76,13 +76,8 @@ def split_compression_state(
         before, now = saved[shared[0]].shape[0], tensors[shared[0]].shape[0]
         notes.append(f"gradient compression: error feedback of {before} ranks redistributed to {now} ranks")
     if dropped:
-        others = (
-            f" and {len(dropped) - _MAX_NAMES_IN_MESSAGE} more"
-            if len(dropped) > _MAX_NAMES_IN_MESSAGE
-            else ""
-        )
         notes.append(
-            f"gradient compression: error feedback of {', '.join(dropped[:_MAX_NAMES_IN_MESSAGE])}{others} "
+            f"gradient compression: error feedback of {first_names(dropped, _MAX_NAMES_IN_MESSAGE)} "
             "is dropped: the compression of these parameters no longer keeps any"
         )
     return loadable, unloadable, notes

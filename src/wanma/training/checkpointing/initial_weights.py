@@ -10,7 +10,7 @@ from torch import Tensor
 from wanma.checkpoint.conversion.huggingface_weights import INDEX_FILE, WEIGHTS_FILE, has_huggingface_weights
 from wanma.checkpoint.load.reader import find_defects, load_tensors
 from wanma.checkpoint.store.checkpoint_folder import read_manifest
-from wanma.job.errors import EXIT_USAGE, WanmaError
+from wanma.job.errors import EXIT_USAGE, WanmaError, first_names
 from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import WorkerContext
 from wanma.models.architectures.decoder import Decoder
@@ -113,17 +113,13 @@ def _load_weights_of_run(state: TrainingState, path: Path, plan: Plan) -> list[s
         for n, t in fills.items()
         if entries[n].dtype in _LOW_PRECISION_DTYPES and t.dtype not in LOW_PRECISION_DTYPES
     ):
-        others = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
         notes.append(
-            f"{rounded[0]}{others} were saved in {entries[rounded[0]].dtype}: their initial values have only "
-            "that precision"
+            f"{first_names(rounded, 1)} were saved in {entries[rounded[0]].dtype}: their initial values have "
+            "only that precision"
         )
-    others = f" and {len(unused) - MAX_NAMES_IN_MESSAGE} more" if len(unused) > MAX_NAMES_IN_MESSAGE else ""
     if unused:
-        notes.append(
-            "tensors that this model does not have are not loaded: "
-            f"{', '.join(unused[:MAX_NAMES_IN_MESSAGE])}{others}"
-        )
+        names = first_names(unused, MAX_NAMES_IN_MESSAGE)
+        notes.append(f"tensors that this model does not have are not loaded: {names}")
     return notes
 
 
@@ -158,8 +154,8 @@ def gather_problems(local_problems: list[str], worker: WorkerContext) -> list[st
 
 
 def find_names_on_other_ranks(tensors: dict[str, Tensor], plan: Plan) -> list[str]:
-    """Return the names that only other pipeline stages, or other sites, hold."""
-    if plan.pp == 1 and plan.sites == 1:
+    """Return the names that only other ranks hold: of other stages, sites or embedding tables."""
+    if plan.pp == 1 and plan.sites == 1 and plan.embedding == "dense":
         return []
     names_by_rank: list[list[str]] = [[]] * plan.world_size
     dist.all_gather_object(names_by_rank, list(tensors))

@@ -15,12 +15,11 @@ from wanma.checkpoint.in_memory.flush import flush_to_disk
 from wanma.checkpoint.in_memory.flushed_parts import (
     InMemoryCheckpointKey,
     list_flushed_parts,
-    ranks_text,
     remove_flushed_parts,
 )
 from wanma.checkpoint.store.checkpoint_folder import list_committed
 from wanma.checkpoint.store.fallback_folder import list_flushed
-from wanma.job.errors import WanmaError
+from wanma.job.errors import WanmaError, ranks_text
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import WorkerContext
 from wanma.observe.sinks.jsonl import restore_steps

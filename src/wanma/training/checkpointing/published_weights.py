@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from wanma.checkpoint.conversion.huggingface_weights import HuggingFaceWeights
 from wanma.checkpoint.format.local_shards import local_box, local_tensor
 from wanma.checkpoint.format.manifest import Box, intersect_boxes
-from wanma.job.errors import EXIT_USAGE, WanmaError, did_you_mean
+from wanma.job.errors import EXIT_USAGE, WanmaError, did_you_mean, first_lines
 from wanma.job.run.worker import WorkerContext
 from wanma.models.config.huggingface_config import CONFIG_FILE_NAME, read_config_file
 from wanma.models.state_dict.module_adapter import get_state_dict_adapter
@@ -200,11 +200,6 @@ def _require_no_differences(
     extra = sorted(weights.files.keys() - set(matched_tensors))
     differences = [*differences, *(f"{tensor}: not in this model" for tensor in extra)]
     if differences:
-        omitted_line = (
-            [f"and {len(differences) - _MAX_DIFFERENCES_IN_MESSAGE} more"]
-            if len(differences) > _MAX_DIFFERENCES_IN_MESSAGE
-            else []
-        )
         way_out = f"set the published model in the job: model.huggingface = '{folder}'"
         if weights.files.keys() >= set(parameter_names):
             way_out = (
@@ -214,7 +209,7 @@ def _require_no_differences(
             )
         raise WanmaError(
             f"checkpoint.start_from = '{folder}' does not match the model {model} of the job:\n    "
-            + "\n    ".join(differences[:_MAX_DIFFERENCES_IN_MESSAGE] + omitted_line),
+            + first_lines(differences, _MAX_DIFFERENCES_IN_MESSAGE),
             way_out,
             EXIT_USAGE,
         )

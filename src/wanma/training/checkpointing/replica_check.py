@@ -20,7 +20,7 @@ from wanma.checkpoint.inspection.replica_hashes import (
     find_mismatched_groups,
     find_mismatches,
 )
-from wanma.job.errors import AllRanksError
+from wanma.job.errors import AllRanksError, first_names
 from wanma.job.run.worker import WorkerContext
 from wanma.training.checkpointing.training_state import TrainingState
 
@@ -129,13 +129,8 @@ def replica_mismatch_error(
         for ranks in mismatch.ranks_by_content
         for rank in ranks
     }
-    names = ", ".join(mismatch.name for mismatch in differences[:_MAX_NAMES_IN_MESSAGE])
-    others = (
-        f" and {len(differences) - _MAX_NAMES_IN_MESSAGE:,} more"
-        if len(differences) > _MAX_NAMES_IN_MESSAGE
-        else ""
-    )
-    values = f"their values of {names}{others} differ"
+    names = first_names([mismatch.name for mismatch in differences], _MAX_NAMES_IN_MESSAGE)
+    values = f"their values of {names} differ"
     if outliers:
         subject = f"rank{'s' if len(outliers) > 1 else ''} {named(outliers)}"
         verb = "differ" if len(outliers) > 1 else "differs"

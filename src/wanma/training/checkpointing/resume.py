@@ -21,7 +21,7 @@ from wanma.checkpoint.load.reader import CheckpointSource, load_tensors, open_di
 from wanma.checkpoint.store.checkpoint_folder import archive_run_checkpoints, list_committed
 from wanma.checkpoint.store.fallback_folder import archive_flushed, list_flushed, move_back_flushed
 from wanma.data.sampling.batch_size_schedule import samples_consumed_before
-from wanma.job.errors import WanmaError
+from wanma.job.errors import WanmaError, first_lines
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import WorkerContext
@@ -274,12 +274,8 @@ def _no_complete_checkpoint(folder: Path, skipped: list[str]) -> WanmaError:
 
     A run with checkpoints does not restart unasked, and overwrite files that may still be recovered.
     """
-    shown = [
-        *skipped[:MAX_NAMES_IN_MESSAGE],
-        *([f"and {len(skipped) - MAX_NAMES_IN_MESSAGE} more"] if len(skipped) > MAX_NAMES_IN_MESSAGE else []),
-    ]
     return WanmaError(
-        f"no complete checkpoint in {folder}:\n    " + "\n    ".join(shown),
+        f"no complete checkpoint in {folder}:\n    " + first_lines(skipped, MAX_NAMES_IN_MESSAGE),
         "restore a complete checkpoint into this folder, or start a new run with --fresh, which "
         "keeps the damaged ones",
     )

@@ -25,6 +25,7 @@ from wanma.models.layers.batch_norm import GroupedBatchNorm, find_step_statistic
 from wanma.parallel.data_parallel.global_batch import GlobalBatchGatherer
 from wanma.torch_internals.dispatch import tree_map_only
 from wanma.torch_internals.loaded import is_compiler_loaded
+from wanma.torch_internals.uncompiled import uncompiled
 from wanma.training.checks.sample_coupling import is_batch_split, refuse_if_coupled
 from wanma.training.checks.state_restoration import SavedState, preserve_state
 from wanma.training.loss.model_outputs import output_tensors
@@ -119,7 +120,7 @@ class CarriedStateCheck:
         self._trainer, self._gatherer, self._samples = trainer, gatherer, samples
         module = trainer.state.parallel_model.module
         # Outside what is compiled.
-        check = torch.compiler.disable(self._check)
+        check = uncompiled(self._check)
         self._hook = module.register_forward_pre_hook(check, prepend=True, with_kwargs=True)
 
     def _check(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:

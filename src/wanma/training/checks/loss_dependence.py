@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from wanma.data.batch import Batch
 from wanma.parallel.data_parallel.global_batch import GlobalBatchGatherer
+from wanma.torch_internals.uncompiled import uncompiled
 from wanma.training.checks.exchanged_rows import ExchangedRows
 from wanma.training.checks.sample_coupling import is_batch_split, is_coupled_by_content, refuse_if_coupled
 from wanma.training.loss.foreign_weights import refuse_foreign_weights
@@ -38,7 +39,7 @@ class SampleDependenceCheck:
         self._depth = 0
         self._rows_of_output: Any = None
         module = trainer.state.parallel_model.module
-        begin, end = torch.compiler.disable(self._begin), torch.compiler.disable(self._end)
+        begin, end = uncompiled(self._begin), uncompiled(self._end)
         self._hooks = (
             module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
             module.register_forward_hook(end, always_call=True),

@@ -22,10 +22,10 @@ from wanma.job.plan.plan import Plan
 from wanma.models.keyed_random.dropout import bind_samples
 from wanma.models.model_spec import ModelSpec
 from wanma.parallel.context.sequence_shards import residual_positions, shard_sequence
-from wanma.parallel.data_parallel.sharded import PRECISION_DTYPES
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh, build_mesh
 from wanma.parallel.parallelize import ParallelModel, parallelize
 from wanma.parallel.pipeline.pipeline_runner import SAMPLE_INDICES_KEYWORD
+from wanma.parallel.precision.autocast import PRECISION_DTYPES
 from wanma.parallel.profiling.collective_counter import CollectiveCall, CollectiveCounter
 from wanma.torch_internals.autograd import storage_id
 from wanma.training.loss.cross_entropy import cross_entropy_sum
@@ -209,7 +209,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 @contextmanager
 def _fake_process_group(world_size: int, rank: int) -> Iterator[None]:
     """Open a process group of any size whose operations return at once, as torch tests its own with."""
-    from wanma.torch_internals.fake_groups import FAKE_BACKEND, FakeStore
+    from wanma.torch_internals.fake_tensors import FAKE_BACKEND, FakeStore
 
     dist.init_process_group(FAKE_BACKEND, store=FakeStore(), rank=rank, world_size=world_size)
     try:

@@ -32,8 +32,8 @@ from wanma.models.recommender.config import resolve_recommender_config
 from wanma.models.structure.parameter_roles import find_parameter_roles, is_frozen
 from wanma.models.user_modules.forward_error import forward_error
 from wanma.models.workload.fake_tensors import fake_tensor_mode
-from wanma.parallel.data_parallel.sharded import PRECISION_DTYPES
 from wanma.parallel.parameters.freezing import LOW_PRECISION_DTYPES
+from wanma.parallel.precision.autocast import PRECISION_DTYPES
 from wanma.training.checkpointing.error_feedback_state import check_compression_patterns
 from wanma.training.checkpointing.initial_weights import check_start_folder, incomplete_start_error
 from wanma.training.checkpointing.published_weights import check_huggingface_weights

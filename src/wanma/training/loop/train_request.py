@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wanma.job.plan.plan import Plan
+from wanma.job.run.parameter_servers import ServerAccess
 from wanma.job.sections.job import Job
 
 
@@ -30,6 +31,8 @@ class TrainRequest:
     """Hooks of that model's parameters, which are sent without them."""
     seeded: bool = False
     """True if the user's program has seeded torch, so that it makes the same model when it runs again."""
+    servers: ServerAccess | None = None
+    """Access to the parameter servers that hold the model; None: the ranks hold it."""
     process_state: dict[str, int] = field(default_factory=dict)
     """State of the user's process, as of `process_state.process_state`; empty: it is not compared."""
 

@@ -74,10 +74,15 @@ def train_worker(worker: WorkerContext, payload: bytes) -> None:
             inherited descriptor from the very command that started this process, never from a file, which
             another user could write.
     """
+    train(worker, read_request(payload))
+
+
+def read_request(payload: bytes) -> TrainRequest:
+    """Apply the settings of the user's process, and return the request, as `train_worker` gets both."""
     with io.BytesIO(payload) as file:
         pickle.load(file).apply()
-        request = pickle.load(file)
-    train(worker, request)
+        request: TrainRequest = pickle.load(file)
+    return request
 
 
 def train(worker: WorkerContext, request: TrainRequest) -> str:
@@ -195,6 +200,7 @@ def build_loss(
 ) -> LossFunction:
     """Return the loss that the user passed or named; else that of the model's own library, or cross entropy.
 
+    For tables whose target is a number it is the squared error.
     Data whose samples have `labels` are told how the model interprets them.
     """
     function = user_loss_of(request)

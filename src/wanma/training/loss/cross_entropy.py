@@ -19,11 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 
 from wanma.collectives.timing.communication_timer import time_blocking_transfer
 from wanma.data.batch import IGNORE_INDEX
 from wanma.torch_internals.autograd import DTENSOR_VIEW_NODES
+from wanma.torch_internals.loaded import DTensor, Shard
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 27}
 """Logits per block: on CPU 512 KiB of fp32, so that a block stays in a core's cache."""

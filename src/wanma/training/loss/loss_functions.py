@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from wanma.data.batch import IGNORE_INDEX, Batch
 from wanma.job.errors import WanmaError
 from wanma.models.user_modules.forward_error import loss_error
 from wanma.models.user_modules.label_task import LABEL_KEYS
+from wanma.torch_internals.loaded import DTensor
 from wanma.training.loss.cross_entropy import cross_entropy_sum
 from wanma.training.loss.target_counting import Losses, TargetCounter, UserLoss
 
@@ -125,6 +125,27 @@ class CrossEntropy:
 def cross_entropy_loss(output: Any, batch: Batch, *, overwrite_logits: bool = False) -> tuple[Tensor, Tensor]:
     """Return the loss of `CrossEntropy` for logits whose classes are the last dim."""
     return CrossEntropy(overwrite_logits, classes_last=True)(output, batch)
+
+
+def squared_error(output: Any, targets: Tensor) -> Tensor:
+    """Return one squared error per target: the loss of tables whose target is a number.
+
+    Args:
+        output: model output, or an object with `logits`, (rows,) or (rows, 1).
+        targets: numbers (rows,).
+
+    Raises:
+        WanmaError: the output has another shape, which would be broadcast.
+    """
+    numbers = logits_of(output)
+    if tuple(numbers.shape) not in (tuple(targets.shape), (*targets.shape, 1)):
+        raise WanmaError(
+            f"the model returns shape {tuple(numbers.shape)} for targets of shape {tuple(targets.shape)}, "
+            "but the target column is a number, whose loss is the squared error of one output per row",
+            "return (rows,) or (rows, 1), set data.columns.target_type = 'class', or set model.loss",
+        )
+    precise = numbers.to(torch.promote_types(numbers.dtype, torch.float32))
+    return (precise.reshape(targets.shape) - targets).square()
 
 
 def class_range(batches: Iterable[Batch]) -> tuple[int, int] | None:

@@ -18,7 +18,14 @@ from wanma.job.errors import JobError, WanmaError
 from wanma.models.model_spec import ModelSpec
 from wanma.models.user_modules.label_task import LABEL_KEYS, LabelTask, find_label_task, unwrap_peft_model
 from wanma.parallel.parallelize import ParallelModel
-from wanma.training.loss.loss_functions import CrossEntropy, LossFunction, logits_of, require_single_target
+from wanma.training.loss.loss_functions import (
+    CrossEntropy,
+    LossFunction,
+    logits_of,
+    require_single_target,
+    squared_error,
+    wrap_user_loss,
+)
 from wanma.training.loss.target_counting import Losses, sum_and_count_losses
 
 _DECODER_KEYWORDS = {"attention_mask": "documents", "position_ids": "positions"}
@@ -39,6 +46,8 @@ def default_loss(spec: ModelSpec, data: BatchedDataset, parallel_model: Parallel
     )
     if not isinstance(data, UserDataset):
         return replace(plain, classes_last=plain.classes_last or data.input_kind == "tokens")
+    if data.has_number_targets:
+        return wrap_user_loss(squared_error)
     if spec.input_kind == "tokens":
         data.read_labels = partial(
             prepare_for_decoder, keep_attention_mask=parallel_model.pipeline is not None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from inspect import signature
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from wanma.job.errors import JobError, WanmaError
 from wanma.torch_internals.autograd import version_counter
@@ -21,7 +23,8 @@ def check_loss(loss: object) -> None:
     """Refuse an object that is no loss.
 
     Raises:
-        JobError: a class, something that cannot be called, or a module with parameters to train.
+        JobError: a class, something that cannot be called, a loss of torch that reduces, or a module with
+            parameters to train.
     """
     if isinstance(loss, type):
         raise JobError(
@@ -33,6 +36,7 @@ def check_loss(loss: object) -> None:
             f"the loss is a {type(loss).__name__}, which cannot be called",
             "pass a function (output, targets) -> one loss per target",
         )
+    _refuse_torch_mean(loss)
     if isinstance(loss, nn.Module):
         trained = [name for name, parameter in loss.named_parameters() if parameter.requires_grad]
         if trained:
@@ -42,6 +46,24 @@ def check_loss(loss: object) -> None:
                 f"{_MOVE_INTO_MODEL_HINT}. For parameters that must not be trained: call "
                 "loss.requires_grad_(False)",
             )
+
+
+def _refuse_torch_mean(loss: Any) -> None:
+    """Refuse losses of torch as they are by default; others are refused once a rank has seen their value."""
+    if type(loss).__module__ == nn.CrossEntropyLoss.__module__:
+        name, way_out = type(loss).__name__, f"{type(loss).__name__}(..., reduction='none')"
+        reduces = getattr(loss, "reduction", "none") != "none"
+    else:
+        name = getattr(loss, "__name__", "")
+        way_out = f"functools.partial(F.{name}, reduction='none')"
+        is_of_torch = loss is getattr(functional, name, None) and isinstance(loss, FunctionType)
+        reduces = is_of_torch and "reduction" in signature(loss).parameters
+    if reduces:
+        raise JobError(
+            f"the loss {name} returns one mean, but wanma needs one loss per target: it divides their sum "
+            "once, by the target count of the global batch",
+            f"pass {way_out}",
+        )
 
 
 def prepare_loss(loss: Any, model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> Any:

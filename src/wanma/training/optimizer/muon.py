@@ -19,10 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from wanma.checkpoint.format.local_shards import local_box, local_tensor
+from wanma.job.errors import JobError
+from wanma.job.sections.train import ParameterGroupSection
+from wanma.models.structure.parameter_roles import ParameterRole
+from wanma.torch_internals.loaded import DTensor
 
 _NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients with the steepest slope at zero; singular values end between about 0.7 and 1.2."""
@@ -88,6 +91,29 @@ class Muon(Optimizer):
         gradient, average = local_tensor(matrix.grad), local_tensor(state["momentum_buffer"])
         average.lerp_(gradient, 1 - momentum)
         return gradient.lerp(average, momentum).bfloat16()
+
+
+def is_for_muon(name: str, role: ParameterRole, group: ParameterGroupSection | None) -> bool:
+    """Return whether Muon updates a parameter: hidden matrices only (Jordan et al. 2024).
+
+    Embeddings, heads, norms and biases go to AdamW.
+    """
+    if group is not None and group.frozen:
+        return False
+    if group is not None and group.muon is not None:
+        if group.muon and not role.is_matrix:
+            raise JobError(
+                f"train.parameter_groups: muon = true matches {name}, which is not a matrix",
+                "match only parameters with two dimensions",
+            )
+        return group.muon
+    if role.is_hidden_matrix is None:
+        raise JobError(
+            f"train.optimizer = 'muon': {name} is a matrix of a custom module, so wanma cannot see "
+            "whether it is a hidden matrix (for Muon) or a lookup table (for AdamW)",
+            f'set it: [[train.parameter_groups]] match = "{name}", muon = true or false',
+        )
+    return role.is_hidden_matrix
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:

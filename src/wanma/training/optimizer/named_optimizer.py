@@ -16,17 +16,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from wanma.checkpoint.format.local_shards import local_tensor
 from wanma.job.errors import JobError, WanmaError, did_you_mean
 from wanma.job.plan.plan import OPTIMIZER_CHUNK_PARAMETERS, Plan
-from wanma.job.sections.train import ParameterGroupSection, TrainSection
+from wanma.job.sections.train import TrainSection
 from wanma.models.structure.parameter_roles import ParameterRole, find_parameter_group, is_frozen
+from wanma.parallel.embedding.sharded_embedding import ShardedEmbedding, TableGradient
+from wanma.parallel.gradients.gradient_norm import local_squared_norm
 from wanma.planner.rules.capabilities import factored_optimizer_error
 from wanma.torch_internals.dtensor import wrap_like
-from wanma.training.optimizer.muon import Muon
+from wanma.torch_internals.loaded import DTensor
+from wanma.torch_internals.uncompiled import step_uncompiled
+from wanma.training.optimizer.muon import Muon, is_for_muon
 from wanma.training.optimizer.optimizer_attributes import (
     changed_attributes,
     read_attributes,
@@ -34,6 +37,7 @@ from wanma.training.optimizer.optimizer_attributes import (
     write_attributes,
 )
 from wanma.training.optimizer.optimizer_state_offload import OptimizerStateOffload
+from wanma.training.optimizer.table_optimizer import TableOptimizer
 from wanma.training.optimizer.user_optimizer import UserOptimizer, step_optimizer
 
 _STEP_KEY = "step"
@@ -62,6 +66,7 @@ class NamedOptimizer:
         state_offload: offload of the state between updates; it limits the number of parameters updated
             together.
         user_optimizer: user's optimizer, instead of `train.optimizer`.
+        table_optimizers: optimizers of embedding tables that data ranks share, which are not in `parameters`.
     """
 
     def __init__(
@@ -72,9 +77,11 @@ class NamedOptimizer:
         tied_copies: Mapping[str, str] = MappingProxyType({}),
         state_offload: OptimizerStateOffload | None = None,
         user_optimizer: UserOptimizer | None = None,
+        table_optimizers: Sequence[TableOptimizer] = (),
     ):
         self.parameters = {name: parameters[name] for name in rules}
         self._user_optimizer = user_optimizer
+        self._table_optimizers = table_optimizers
         self.tied_copies = tied_copies
         self._state_offload = state_offload
         self._update_count = 0
@@ -107,16 +114,30 @@ class NamedOptimizer:
         self._initial_attributes = self._read_attributes()
 
     def gradients(self) -> list[Tensor]:
-        return [p.grad for p in self.parameters.values() if p.grad is not None]
+        """Return the gradients, in whose memory they may be changed; of a table those of the used rows."""
+        dense = [p.grad for p in self.parameters.values() if p.grad is not None]
+        return [*dense, *(gradient.values for gradient in self._table_gradients())]
 
-    def owned_gradients(self) -> list[Tensor]:
-        """Return the gradients without those of tied copies: each tensor is counted by one stage."""
+    def squared_norm(self, plan: Plan) -> Tensor:
+        """Return this rank's share of the gradients' squared norm, as of `local_squared_norm`.
+
+        Tied copies are left out: each tensor is counted by one stage.
+        """
         owned_parameters = (p for name, p in self.parameters.items() if name not in self.tied_copies)
-        return [p.grad for p in owned_parameters if p.grad is not None]
+        owned = [p.grad for p in owned_parameters if p.grad is not None]
+        tables = self._table_gradients()
+        replicated = [gradient.replicated for gradient in tables]
+        return local_squared_norm([*owned, *replicated], plan, [gradient.shared for gradient in tables])
 
     def zero_gradients(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
+        for table_optimizer in self._table_optimizers:
+            table_optimizer.embedding.reset_gradients()
+
+    def _table_gradients(self) -> list[TableGradient]:
+        gradients = [table_optimizer.embedding.gradient for table_optimizer in self._table_optimizers]
+        return [gradient for gradient in gradients if gradient is not None]
 
     def step(self, learning_rate: float) -> None:
         for optimizer in self._optimizers:
@@ -127,6 +148,8 @@ class NamedOptimizer:
         )
         self._step_optimizers()
         self._update_count += 1
+        for table_optimizer in self._table_optimizers:
+            table_optimizer.step(learning_rate, self._update_count)
 
     def preallocate_state(self) -> None:
         """Allocate AdamW's moments of trained parameters that have none yet; a first update takes them over.
@@ -258,9 +281,10 @@ class NamedOptimizer:
             with (
                 self._state_offload.on_device(optimizer) if self._state_offload is not None else nullcontext()
             ):
-                optimizer.step() if self._user_optimizer is None else step_optimizer(
-                    self._user_optimizer.name, optimizer
-                )
+                if self._user_optimizer is None:
+                    step_uncompiled(optimizer)
+                else:
+                    step_optimizer(self._user_optimizer.name, optimizer)
         for local in self._local_parameters.values():
             local.grad = None
 
@@ -306,6 +330,8 @@ class NamedOptimizer:
                         yield name, key, wrap_local(value, self.parameters[name])
                     else:
                         yield name, key, value
+        for table_optimizer in self._table_optimizers:
+            yield from table_optimizer.state_entries()
 
 
 def build_optimizer(
@@ -318,6 +344,7 @@ def build_optimizer(
     tied_copies: Mapping[str, str] = MappingProxyType({}),
     state_offload: OptimizerStateOffload | None = None,
     user_optimizer: UserOptimizer | None = None,
+    embeddings: Sequence[ShardedEmbedding] = (),
 ) -> NamedOptimizer:
     """Build the optimizer of `train` over a model's parameters.
 
@@ -334,6 +361,7 @@ def build_optimizer(
         tied_copies: name of a tied copy -> name of its tensor; a copy follows the rule of its tensor.
         state_offload: offload of the state between updates.
         user_optimizer: user's optimizer, instead of `train.optimizer`.
+        embeddings: embedding tables that data ranks share; `train.embedding_optimizer` updates them.
 
     Raises:
         JobError: nothing is left to train, or Muon does not know what to do with a matrix.
@@ -344,7 +372,10 @@ def build_optimizer(
     require_trainable(trainable)
     if user_optimizer is None and (error := factored_optimizer_error(train.optimizer, plan)):
         raise error
-    roles = {name: role for name, role in roles.items() if name in trainable}
+    table_optimizers = [TableOptimizer(embedding, train) for embedding in embeddings]
+    table_names = {name for embedding in embeddings for name in embedding.parameter_names.values()}
+    parameters = {name: p for name, p in parameters.items() if name not in table_names}
+    roles = {name: role for name, role in roles.items() if name in trainable and name not in table_names}
     by_saved_name = parameter_rules(roles, train, user_optimizer is not None)
     rules = {}
     for name, parameter in parameters.items():
@@ -352,7 +383,9 @@ def build_optimizer(
             rules[name] = rule
         else:
             parameter.requires_grad_(False)
-    return NamedOptimizer(parameters, rules, train, tied_copies, state_offload, user_optimizer)
+    return NamedOptimizer(
+        parameters, rules, train, tied_copies, state_offload, user_optimizer, table_optimizers
+    )
 
 
 def require_trainable(names: Collection[str]) -> None:
@@ -410,7 +443,7 @@ def parameter_rules(
         if group is not None:
             scale = group.learning_rate_scale
             decay = decay if group.weight_decay is None else group.weight_decay
-        orthogonalised = train.optimizer == "muon" and _is_for_muon(name, role, group)
+        orthogonalised = train.optimizer == "muon" and is_for_muon(name, role, group)
         rules[name] = ParameterRule(scale, decay, orthogonalised)
     return rules
 
@@ -426,32 +459,8 @@ def local_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 def wrap_local(local: Tensor, like: nn.Parameter) -> Tensor:
-    """Return the DTensor of which `local` is this rank's part, in whatever memory that is."""
-    assert isinstance(like, DTensor)
-    return wrap_like(local, like)
-
-
-def _is_for_muon(name: str, role: ParameterRole, group: ParameterGroupSection | None) -> bool:
-    """Return whether Muon updates a parameter: hidden matrices only (Jordan et al. 2024).
-
-    Embeddings, heads, norms and biases go to AdamW.
-    """
-    if group is not None and group.frozen:
-        return False
-    if group is not None and group.muon is not None:
-        if group.muon and not role.is_matrix:
-            raise JobError(
-                f"train.parameter_groups: muon = true matches {name}, which is not a matrix",
-                "match only parameters with two dimensions",
-            )
-        return group.muon
-    if role.is_hidden_matrix is None:
-        raise JobError(
-            f"train.optimizer = 'muon': {name} is a matrix of a custom module, so wanma cannot see "
-            "whether it is a hidden matrix (for Muon) or a lookup table (for AdamW)",
-            f'set it: [[train.parameter_groups]] match = "{name}", muon = true or false',
-        )
-    return role.is_hidden_matrix
+    """Return the tensor, placed as a parameter, of which `local` is this rank's part, in whatever memory."""
+    return wrap_like(local, like) if isinstance(like, DTensor) else local
 
 
 def _parameter_groups(

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from wanma.checkpoint.format.local_shards import local_tensor
@@ -16,6 +15,7 @@ from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Offload
 from wanma.parallel.memory.disk_pool import DiskPool
 from wanma.torch_internals.dtensor import wrap_like
+from wanma.torch_internals.loaded import DTensor
 
 
 class OptimizerStateOffload:

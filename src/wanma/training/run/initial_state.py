@@ -35,6 +35,7 @@ def build_training_state(
             tied_copies=parallel_model.tied_weights.saved_names,
             state_offload=build_state_offload(plan, parallel_model.disk_pool),
             user_optimizer=user_optimization.optimizer,
+            embeddings=parallel_model.embeddings,
         ),
         LossScale.from_section(train),
         WeightAverage(parallel_model.trainable_parameters(), train.weight_average)

@@ -21,7 +21,10 @@ def configure_numerics(job: Job, plan: Plan) -> None:
     torch.set_num_threads(plan.threads_per_rank)
     warm_up_vector_math()
     if job.train.deterministic:
-        torch.use_deterministic_algorithms(True)
+        if plan.compile:
+            torch.use_deterministic_algorithms(True)
+        else:
+            torch.set_deterministic_debug_mode("error")  # the same, without the import of the compiler
         if plan.device == "cuda":
             # Without it cuBLAS refuses to be deterministic; read when its first handle is made.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from itertools import islice
 from types import TracebackType
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from wanma.collectives.timing.communication_timer import CommunicationTime
 from wanma.job.plan.plan import Plan
+from wanma.job.run.parameter_servers import AppliedStep
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.job import Job
@@ -78,6 +80,7 @@ class Trainer:
     Args:
         flops_per_sample: model FLOPs of one sample, forward and backward; None when unknown.
         peak_flops_per_second: of one rank's device; None when unknown.
+        restore: choice of the initial state.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class Trainer:
         user_optimization: UserOptimization = NO_USER_OPTIMIZATION,
         flops_per_sample: float | None = None,
         peak_flops_per_second: float | None = None,
+        restore: Callable[..., ResumeResult] = resume,
     ) -> None:
         self.job, self.worker, self.parallel_mesh = job, worker, parallel_mesh
         self._devices = plan.world_size
@@ -113,7 +117,7 @@ class Trainer:
             job, plan, worker, self.state, same_tensors, self.message, self._record_event, folders
         )
         identity = with_optimization(identity, user_optimization)
-        resumed = resume(self.state, job, plan, worker, identity, folders)
+        resumed = restore(self.state, job, plan, worker, identity, folders)
         self._identity = resumed.identity
         self._share_rebalancer = ShareRebalancer(job, plan, parallel_mesh, parallel_model, self.state)
         self._replica_check = ReplicaCheck(
@@ -134,10 +138,8 @@ class Trainer:
             interval_steps=resumed.in_memory_interval_steps,
         )
         interval = job.observe.gradient_norms_every_steps
-        self._layer_gradient_norms, self._last_layer_norms = (
-            LayerGradientNorms(parallel_model.parameter_names, plan, interval),
-            dict[str, float](),
-        )
+        self._layer_gradient_norms = LayerGradientNorms(parallel_model.parameter_names, plan, interval)
+        self._last_layer_norms: dict[str, float] = {}
         self._log = RankStepLog(job, worker)
         self._timing_reporter = RankTimingReporter(plan, parallel_mesh, worker.supervisor_client)
         self._recorder: Recorder | None = None
@@ -157,8 +159,8 @@ class Trainer:
         self._expert_statistics: dict[str, Tensor] = {}
         bad_samples = RunDirectory(worker.run_directory).bad_samples(worker.rank)
         self.step_data = StepData(bad_samples, parallel_mesh, self.message, job.data.bad_data_limit)
-        self._outer_result: OuterStepResult | None = None
-        """Outer update after the last step; None where no exchange ended."""
+        self._outer_result: OuterStepResult | AppliedStep | None = None
+        """Outer update after the last step, or update of parameter servers; None: there was none."""
         self._step_started = time.perf_counter()
 
     def _open_records(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,13 +21,15 @@ from wanma.parallel.context.sequence_shards import residual_positions, shard_seq
 from wanma.parallel.data_parallel.fsdp_errors import to_job_error
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh
 from wanma.parallel.parallelize import ParallelModel
-from wanma.parallel.pipeline.pipeline_runner import MicroBatchLoss
 from wanma.training.loss.foreign_weights import refuse_foreign_weights
 from wanma.training.loss.loss_functions import CrossEntropy, LossFunction, class_range
 from wanma.training.loss.model_outputs import output_tensors
 from wanma.training.loss.transformers_labels import SampleClassificationLoss
 from wanma.training.loss.validation_metrics import Metrics
 from wanma.training.step.float64_errors import explain_float64_errors, float64_tensor_names
+
+if TYPE_CHECKING:
+    from wanma.parallel.pipeline.pipeline_runner import MicroBatchLoss
 
 _EVALUATION_MICRO_BATCHES_PER_STAGE = 4
 """Micro-batches per stage in one run of an evaluating pipeline: its bubble is a fifth of the time."""

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wanma.checkpoint.format.local_shards import local_tensor
-from wanma.job.errors import WanmaError
+from wanma.job.errors import WanmaError, first_names
 from wanma.job.sections.train import TrainSection
 from wanma.parallel.gradients.gradient_hooks import GradientHooks
-from wanma.parallel.gradients.gradient_norm import local_squared_norm
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh
 from wanma.torch_internals.operators import foreach_mul_, foreach_norm
 from wanma.training.optimizer.loss_scale import LossScale
@@ -94,7 +93,7 @@ def reduce_step_totals(
     Raises:
         WanmaError: no sample has a target, while gradients of earlier steps are due; the same on all ranks.
     """
-    share = local_squared_norm(named_optimizer.owned_gradients(), parallel_mesh.plan).to(parallel_mesh.device)
+    share = named_optimizer.squared_norm(parallel_mesh.plan).to(parallel_mesh.device)
     sites = parallel_mesh.plan.sites
     by_site = torch.zeros(2, sites, dtype=torch.float64, device=parallel_mesh.device)
     by_site[:, parallel_mesh.site] = torch.stack([share, target_count.double()])
@@ -201,9 +200,7 @@ def reduce_delayed_gradient_norm(
         parallel_mesh: device meshes of the plan.
         normalization: normalization of the gradients.
     """
-    square = local_squared_norm(named_optimizer.owned_gradients(), parallel_mesh.plan).to(
-        parallel_mesh.device
-    )
+    square = named_optimizer.squared_norm(parallel_mesh.plan).to(parallel_mesh.device)
     if parallel_mesh.plan.world_size > 1:
         dist.all_reduce(square)
     target_count = totals.target_count if normalization.target_count is None else normalization.target_count
@@ -279,7 +276,7 @@ def describe_non_finite(
         parallel_mesh: device meshes of the plan.
         non_finite_sample_names: names of this rank's samples that are not finite themselves.
     """
-    share = local_squared_norm(named_optimizer.owned_gradients(), parallel_mesh.plan)
+    share = named_optimizer.squared_norm(parallel_mesh.plan)
     local_verdict = (
         not bool(torch.isfinite(loss_sum)),
         not bool(torch.isfinite(share)),
@@ -316,5 +313,4 @@ def describe_missing_targets(parallel_mesh: ParallelMesh, sample_names: list[str
 def _list_samples(names_by_rank: Iterable[list[str]]) -> str:
     """Return the names of samples as text, each once; empty without any."""
     names = list(dict.fromkeys(name for names in names_by_rank for name in names))
-    others = f" and {len(names) - _MAX_NAMES_IN_MESSAGE} more" if len(names) > _MAX_NAMES_IN_MESSAGE else ""
-    return f"{', '.join(names[:_MAX_NAMES_IN_MESSAGE])}{others}"
+    return first_names(names, _MAX_NAMES_IN_MESSAGE)

@@ -1,0 +1,165 @@
+"""Interface between training and parameter servers, as pure data and one protocol.
+
+`wanma.training` computes gradients and takes a `ParameterServers`; `wanma.parameter_server` implements it.
+Neither imports the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class ServerAccess:
+    """Endpoint of the coordinator of a run's parameter servers, and the secret of the run."""
+
+    host: str
+    port: int
+    secret: bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
+class ServedParameter:
+    """Parameter that servers hold, cut by rows: its first dimension, or one row for a scalar."""
+
+    name: str
+    shape: tuple[int, ...]
+    is_table: bool = False
+    """True for an embedding table, of which workers pull and push single rows."""
+    learning_rate_scale: float = 1.0
+    weight_decay: float = 0.0
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def width(self) -> int:
+        """Number of elements of a row."""
+        width = 1
+        for size in self.shape[1:]:
+            width *= size
+        return width
+
+
+@dataclass(frozen=True)
+class ServedStep:
+    """Permission of a worker to compute a step, or the reason why there is none."""
+
+    step: int | None = None
+    """Step to compute, counted from 0; None: none."""
+    is_pause: bool = False
+    """True for the chief where all steps before a pause are applied: it validates and saves."""
+    outcome: str = ""
+    """Outcome of the run where it has ended."""
+    records: tuple[AppliedStep, ...] = ()
+    """Steps that were applied since the chief's last request, in their order."""
+
+
+@dataclass(frozen=True)
+class StepContribution:
+    """Numbers of a worker's part of a step."""
+
+    step: int
+    loss_sum: float
+    target_count: float
+    loss_multiplier: float
+    """Ratio of the pushed gradients to those of the summed losses."""
+    learning_rate: float
+    statistics: bytes = b""
+    """Sums of the model's statistics, as float64."""
+
+
+@dataclass(frozen=True)
+class AppliedStep:
+    """Record of a step that the servers have applied."""
+
+    step: int
+    loss: float
+    target_count: float
+    gradient_norm: float
+    applied: bool
+    """False if the step was skipped: its gradient was not finite."""
+    learning_rate: float
+    staleness: int
+    """Number of updates that other workers made between the read of the parameters and this update."""
+    worker: int
+    """Rank of the worker that finished the step last."""
+    statistics: tuple[bytes, ...] = ()
+
+    def metrics(self) -> dict[str, int]:
+        """Return the metrics of the step's record."""
+        return {"staleness": self.staleness}
+
+
+@dataclass(frozen=True)
+class ServerPosition:
+    """Position of the servers' parameters in the run."""
+
+    is_loaded: bool
+    """False while the servers hold no parameters."""
+    step: int = 0
+    updates: int = 0
+
+
+class ParameterServers(Protocol):
+    """Parameter servers, as one worker uses them. Tensors are dictionaries by parameter name."""
+
+    mode: str
+
+    def join(self) -> ServerPosition:
+        """Join as a worker of this generation."""
+
+    def load(
+        self,
+        parameters: Sequence[ServedParameter],
+        optimizer: Mapping[str, Any],
+        weights: Mapping[str, Any],
+        state: Mapping[str, Mapping[str, Any]],
+        position: ServerPosition,
+    ) -> None:
+        """Fill the servers; the chief calls it.
+
+        Args:
+            parameters: parameters that are trained.
+            optimizer: settings of the optimizer.
+            weights: full tensors.
+            state: optimizer state by kind, such as 'exp_avg', and by parameter.
+            position: position of the state.
+        """
+
+    def begin(self, pause_step: int, position: ServerPosition | None = None) -> int:
+        """Begin the steps; workers wait until the servers are filled.
+
+        Args:
+            pause_step: chief: step before which all workers pause.
+            position: chief: position of what it has filled them with.
+
+        Returns:
+            the step before which they pause: of an earlier start of the chief if a pause was not over.
+        """
+
+    def next_step(self, is_drain_requested: bool) -> ServedStep:
+        """Wait for the next step of this worker."""
+
+    def pull(self, rows: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all dense parameters, and of each table the rows with the given ids."""
+
+    def push(self, step: int, gradients: Mapping[str, Any], rows: Mapping[str, Any]) -> None:
+        """Send gradients: of tables those of the rows with the given ids, each id once."""
+
+    def finish(self, contribution: StepContribution) -> None:
+        """Wait until the servers have applied the step; the last push is repeated where a server is lost."""
+
+    def fetch(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]], ServerPosition]:
+        """Return all weights and the optimizer's state, as of `load`; only within a pause."""
+
+    def resume(self, pause_step: int, outcome: str = "") -> None:
+        """End a pause: until which step the workers go on, or with which outcome the run ends."""
+
+    def staleness_histogram(self) -> dict[int, int]:
+        """Return the number of updates by staleness."""
+
+    def close(self) -> None: ...

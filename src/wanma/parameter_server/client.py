@@ -1,0 +1,353 @@
+"""Client of the parameter servers in one worker: a pull or a push is one request to each server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wanma.job.errors import AllRanksError, WanmaError
+from wanma.job.run.parameter_servers import (
+    AppliedStep,
+    ServedParameter,
+    ServedStep,
+    ServerAccess,
+    ServerPosition,
+    StepContribution,
+)
+from wanma.parameter_server.frames import Buffers, Connection, PeerLostError
+from wanma.parameter_server.shards import pack_tensors, unpack_tensors
+from wanma.parameter_server.table import ServerTable
+
+_SECONDS = 120.0
+"""Longest wait for an answer."""
+_WIRE_DTYPES = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Entries = dict[int, list[tuple[dict[str, Any], Tensor]]]
+"""Tensors by shard, each with its keys."""
+
+
+class ParameterServerClient:
+    """Parameter servers, as one worker uses them: the implementation of `ParameterServers`.
+
+    Args:
+        access: coordinator of the servers.
+        worker: rank of this worker.
+        generation: number of this start of the workers.
+        mode: `servers.mode` of the job.
+        compression: `servers.compression` of the job.
+        show_life: function that is called in each wait.
+    """
+
+    def __init__(
+        self,
+        access: ServerAccess,
+        worker: int,
+        generation: int,
+        mode: str,
+        compression: str = "none",
+        show_life: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.mode, self._worker, self._generation = mode, worker, generation
+        self._secret, self._wire_dtype, self._show_life = access.secret, _WIRE_DTYPES[compression], show_life
+        self._coordinator = Connection((access.host, access.port), access.secret)
+        self._servers: dict[tuple[str, int], Connection] = {}
+        self._table: ServerTable | None = None
+        self._last_push: tuple[int, Mapping[str, Tensor], Mapping[str, Tensor]] | None = None
+
+    def close(self) -> None:
+        for connection in (self._coordinator, *self._servers.values()):
+            connection.close()
+
+    def join(self) -> ServerPosition:
+        answer, _ = self._ask("join")
+        return ServerPosition(answer["is_loaded"], answer["step"], answer["updates"])
+
+    def load(
+        self,
+        parameters: Sequence[ServedParameter],
+        optimizer: Mapping[str, Any],
+        weights: Mapping[str, Tensor],
+        state: Mapping[str, Mapping[str, Tensor]],
+        position: ServerPosition,
+    ) -> None:
+        answer, _ = self._ask(
+            "open",
+            parameters=[asdict(one) for one in parameters],
+            optimizer=dict(optimizer),
+            steps=position.step,
+        )
+        self._table = table = ServerTable.from_json(answer["table"])
+        for parameter in table.parameters:
+            name, starts = parameter.name, [*table.starts(parameter), parameter.rows]
+            tensors = {"weight": weights[name], **{key: by[name] for key, by in state.items() if name in by}}
+            if len(tensors) > 1:
+                tensors["step"] = torch.tensor(float(position.updates))
+            for shard, holders in enumerate(table.holders):
+                rows = slice(starts[shard], starts[shard + 1])
+                if rows.start == rows.stop:
+                    continue
+                own = {
+                    key: tensor if key == "step" else tensor.reshape(parameter.rows, parameter.width)[rows]
+                    for key, tensor in tensors.items()
+                }
+                descriptions, buffers = pack_tensors(({"field": key}, tensor) for key, tensor in own.items())
+                message = {"op": "load", "shard": shard, "name": name, "tensors": descriptions}
+                for server in holders:
+                    try:
+                        self._server(server).request(message, buffers, _SECONDS)
+                    except PeerLostError as error:
+                        raise WanmaError(
+                            f"parameter server {server} is lost while it is filled: {error}"
+                        ) from error
+
+    def begin(self, pause_step: int, position: ServerPosition | None = None) -> int:
+        numbers = {} if position is None else {"steps": position.step, "updates": position.updates}
+        answer, _ = self._ask_patiently("begin", (), pause_step=pause_step, **numbers)
+        self._refresh_table(None)
+        return int(answer.get("pause_step", 0))
+
+    def next_step(self, is_drain_requested: bool) -> ServedStep:
+        answer, buffers = self._ask_patiently("next", (), is_drain_requested=is_drain_requested)
+        blobs = iter(buffers)
+        records = tuple(
+            _record(one, [bytes(next(blobs)) for _ in range(one["statistics"])])
+            for one in answer.get("records", ())
+        )
+        return ServedStep(
+            answer.get("step"), answer.get("is_pause", False), answer.get("outcome", ""), records
+        )
+
+    def pull(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return all dense parameters, and of each table the rows with the given ids, as `ParameterServers`.
+
+        Raises:
+            WanmaError: an id is negative or not in its table.
+        """
+        while True:
+            table = self._require_table()
+            self._check_ids(table, rows)
+            entries: Entries = {}
+            for parameter, shard, ids, _ in _pieces(table, rows):
+                keys = {"shard": shard, "name": parameter.name, "is_table": parameter.is_table}
+                entries.setdefault(shard, []).append((keys, torch.empty(0) if ids is None else ids))
+            if (answers := self._ask_servers("pull", entries, {})) is not None:
+                break
+        by_key = {(keys["shard"], keys["name"]): tensor for keys, tensor in answers}
+        found: dict[str, Tensor] = {}
+        for parameter in table.parameters:
+            name = parameter.name
+            pieces = _pieces(table, rows, parameter)
+            if parameter.is_table:
+                full = torch.empty(len(rows[name]), parameter.width)
+                for _, shard, _, places in pieces:
+                    full[places] = by_key[shard, name]
+                found[name] = full
+            else:
+                found[name] = torch.cat([by_key[shard, name] for _, shard, _, _ in pieces]).reshape(
+                    parameter.shape
+                )
+        return found
+
+    def push(self, step: int, gradients: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> None:
+        self._last_push = (step, gradients, rows)
+        while True:
+            table = self._require_table()
+            entries: Entries = {}
+            for parameter, shard, ids, places in _pieces(table, rows, includes_empty=True):
+                gradient = gradients[parameter.name].reshape(-1, parameter.width)
+                keys = {"shard": shard, "name": parameter.name, "is_table": parameter.is_table}
+                of_shard = entries.setdefault(shard, [])
+                if ids is not None:
+                    of_shard.append(({**keys, "field": "ids"}, ids))
+                of_shard.append(({**keys, "field": "values"}, gradient[places].to(self._wire_dtype)))
+            if self._ask_servers("push", entries, {"step": step}) is not None:
+                return
+
+    def finish(self, contribution: StepContribution) -> None:
+        fields = asdict(contribution)
+        statistics = fields.pop("statistics")
+        while True:
+            answer, _ = self._ask_patiently("finish", (statistics,), **fields)
+            if answer["result"] == "applied":
+                self._last_push = None
+                return
+            assert self._last_push is not None
+            self._refresh_table(None)
+            self.push(*self._last_push)
+
+    def fetch(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]], ServerPosition]:
+        self._refresh_table(None)
+        weights: dict[str, Tensor] = {}
+        state: dict[str, dict[str, Tensor]] = {}
+        for parameter in self._require_table().parameters:
+            parts: dict[str, list[Tensor]] = {}
+            for shard in range(len(self._require_table().holders)):
+                for key, tensor in self._fetch_shard(parameter, shard):
+                    parts.setdefault(key, []).append(tensor)
+            weights[parameter.name] = torch.cat(parts.pop("weight")).reshape(parameter.shape)
+            for key, tensors in parts.items():
+                value = tensors[0] if tensors[0].ndim == 0 else torch.cat(tensors).reshape(parameter.shape)
+                state.setdefault(key, {})[parameter.name] = value
+        return weights, state, self.join()
+
+    def _fetch_shard(self, parameter: ServedParameter, shard: int) -> list[tuple[str, Tensor]]:
+        while True:
+            table = self._require_table()
+            primary, rows = table.holders[shard][0], len(table.row_range(parameter, shard))
+            if not rows:
+                return []
+            message = {"op": "rows", "shard": shard, "name": parameter.name, "start": 0, "stop": rows}
+            try:
+                header, buffers = self._server(primary).request(message, (), _SECONDS)
+            except PeerLostError:
+                self._refresh_table(primary)
+                continue
+            return [(keys["field"], tensor) for keys, tensor in unpack_tensors(header["tensors"], buffers)]
+
+    def resume(self, pause_step: int, outcome: str = "") -> None:
+        self._ask("resume", pause_step=pause_step, outcome=outcome)
+
+    def staleness_histogram(self) -> dict[int, int]:
+        answer, _ = self._ask("staleness")
+        return {int(staleness): int(count) for staleness, count in answer["counts"]}
+
+    # ---------------------------------------------------------------- inside
+
+    def _ask(
+        self, operation: str, buffers: Buffers = (), **fields: Any
+    ) -> tuple[dict[str, Any], list[bytearray]]:
+        message = {"op": operation, "worker": self._worker, "generation": self._generation, **fields}
+        try:
+            return self._coordinator.request(message, buffers, _SECONDS)
+        except PeerLostError as error:
+            raise WanmaError(
+                f"worker {self._worker}: the coordinator of the parameter servers is lost: {error}"
+            ) from error
+        except AllRanksError:
+            raise
+        except WanmaError as error:
+            raise AllRanksError(error.message, error.hint) from error
+
+    def _ask_patiently(
+        self, operation: str, buffers: Buffers = (), **fields: Any
+    ) -> tuple[dict[str, Any], list[bytearray]]:
+        """Ask the coordinator until its answer is not to wait."""
+        while True:
+            answer, content = self._ask(operation, buffers, **fields)
+            if "wait" not in answer:
+                return answer, content
+            self._show_life()
+
+    def _ask_servers(
+        self, operation: str, entries: Entries, fields: Mapping[str, Any]
+    ) -> list[tuple[dict[str, Any], Tensor]] | None:
+        """Send one request to each primary at once; None: the table has changed, and was read again."""
+        table = self._require_table()
+        by_server: Entries = {}
+        for shard, tensors in entries.items():
+            by_server.setdefault(table.holders[shard][0], []).extend(tensors)
+        answers: list[tuple[dict[str, Any], Tensor]] = []
+        lost: int | None = None
+        is_stale, sent = False, []
+        for server, tensors in sorted(by_server.items()):
+            descriptions, buffers = pack_tensors(tensors)
+            message = {
+                "op": operation,
+                "table": table.version,
+                "worker": self._worker,
+                "generation": self._generation,
+                "tensors": descriptions,
+                **fields,
+            }
+            try:
+                self._server(server).send(message, buffers, _SECONDS)
+                sent.append(server)
+            except PeerLostError:
+                lost = server
+        for server in sent:
+            try:
+                header, content = self._server(server).receive()
+            except PeerLostError:
+                lost = server
+                continue
+            is_stale |= "stale" in header
+            answers += unpack_tensors(header.get("tensors", ()), content)
+        if lost is None and not is_stale:
+            return answers
+        self._refresh_table(lost)
+        return None
+
+    def _server(self, number: int) -> Connection:
+        address = self._require_table().endpoints[number]
+        if address not in self._servers:
+            self._servers[address] = Connection(address, self._secret, 0.0)
+        return self._servers[address]
+
+    def _refresh_table(self, lost: int | None) -> None:
+        """Read the table again; a lost server is replaced first."""
+        version = -1 if self._table is None else self._table.version
+        if lost is not None and self._table is not None:
+            connection = self._servers.pop(self._table.endpoints[lost], None)
+            if connection is not None:
+                connection.close()
+        answer, _ = self._ask("table", lost=lost, table=version)
+        if "table" not in answer:
+            raise AllRanksError(
+                "the parameter servers hold nothing", "the same command continues from the newest checkpoint"
+            )
+        self._table = ServerTable.from_json(answer["table"])
+
+    def _require_table(self) -> ServerTable:
+        assert self._table is not None
+        return self._table
+
+    def _check_ids(self, table: ServerTable, rows: Mapping[str, Tensor]) -> None:
+        for parameter in table.parameters:
+            if not parameter.is_table or not len(ids := rows[parameter.name]):
+                continue
+            low, high = int(ids.min()), int(ids.max())
+            if low < 0 or high >= parameter.rows:
+                raise WanmaError(
+                    f"worker {self._worker}: {parameter.name} has rows 0 to {parameter.rows - 1}, and the "
+                    f"data have id {low if low < 0 else high}",
+                    "remove the row from the data, or set model.recommender.tables",
+                )
+
+
+def _pieces(
+    table: ServerTable,
+    rows: Mapping[str, Tensor],
+    only: ServedParameter | None = None,
+    *,
+    includes_empty: bool = False,
+) -> list[tuple[ServedParameter, int, Tensor | None, Any]]:
+    """Return what of each parameter concerns each shard.
+
+    Returns:
+        (parameter, shard, ids within the shard or None for all, index of its rows in the full tensor). Shards
+            without a row of the parameter have none; those without an id of a table too, unless included.
+    """
+    pieces: list[tuple[ServedParameter, int, Tensor | None, Any]] = []
+    for parameter in table.parameters if only is None else (only,):
+        starts = [*table.starts(parameter), parameter.rows]
+        owners = None
+        if parameter.is_table:
+            ids = rows[parameter.name]
+            owners = torch.bucketize(ids, torch.tensor(starts[1:]), right=True)
+        for shard in range(len(table.holders)):
+            if starts[shard] == starts[shard + 1]:
+                continue
+            if owners is None:
+                pieces.append((parameter, shard, None, slice(starts[shard], starts[shard + 1])))
+            else:
+                places = (owners == shard).nonzero().squeeze(1)
+                if len(places) or includes_empty:
+                    pieces.append((parameter, shard, ids[places] - starts[shard], places))
+    return pieces
+
+
+def _record(value: dict[str, Any], statistics: list[bytes]) -> AppliedStep:
+    return AppliedStep(**{**value, "statistics": tuple(statistics)})

@@ -1,0 +1,318 @@
+"""Coordinator of a run's parameter servers: it gives out steps, orders updates, and replaces lost servers.
+
+It runs in the process of the run's supervisor and holds no tensor. An update is ordered once all its pushes
+have arrived, one at a time, and acknowledged once all holders of all shards have it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from wanma.job.errors import WanmaError
+from wanma.job.run.parameter_servers import AppliedStep, ServedParameter, ServerAccess
+from wanma.parameter_server.frames import Buffers, FrameServer
+from wanma.parameter_server.server_group import ServerGroup, ServersLostError
+from wanma.parameter_server.step_clock import StepClock
+
+_ANSWER_SECONDS = 15.0
+"""Longest wait of a request before its sender is told to ask again, and shows that it is alive."""
+CHIEF = 0
+"""Worker that fills the servers, validates and saves."""
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """Rule from summed gradients to an update, as `[train]` has it."""
+
+    gradient_clip: float
+    stops_if_not_finite: bool
+
+
+class ServerCoordinator:
+    """Coordinator: state of the run's steps, and the requests of workers.
+
+    Args:
+        secret: secret of the run.
+        clock: clock of the steps.
+        rule: rule of updates.
+    """
+
+    def __init__(self, secret: bytes, clock: StepClock, rule: UpdateRule) -> None:
+        self._clock, self._rule = clock, rule
+        self._group_of_run: ServerGroup | None = None
+        self._show: Callable[[str, str], None] = lambda _text, _level: None
+        self._condition = threading.Condition()
+        self._generation = 0
+        self._is_loaded = False
+        self._outcome = ""
+        self._failure: WanmaError | None = None
+        self._contributions: dict[int, tuple[dict[str, Any], bytes]] = {}
+        self._results: dict[tuple[int, int], str] = {}
+        """By (worker, step): 'applied', or 'repeat' where the push has to be repeated."""
+        self._unrecorded: list[AppliedStep] = []
+        """Steps that the chief has not recorded."""
+        self._decision: tuple[int, float, float, bool] | None = None
+        """Update in progress: its number, factor, gradient norm, and whether it is skipped."""
+        self._updating: tuple[int, ...] | None = None
+        """Workers of the update in progress, which ends before another begins."""
+        self._frames = FrameServer(self._handle, secret)
+        self.access = ServerAccess(*self._frames.address, secret)
+
+    def start(self, group: ServerGroup, show: Callable[[str, str], None]) -> None:
+        """Take the server processes.
+
+        Args:
+            group: processes of the servers.
+            show: function that shows the user a text of a level.
+        """
+        self._group_of_run, self._show = group, show
+        group.on_loss = self._fail
+
+    @property
+    def _group(self) -> ServerGroup:
+        assert self._group_of_run is not None
+        return self._group_of_run
+
+    def close(self) -> None:
+        with self._condition:
+            self._outcome = self._outcome or "closed"
+            self._condition.notify_all()
+        self._frames.close()
+
+    def resize(self, count: int) -> None:
+        """Let servers join or leave: row ranges move, between two updates."""
+        with self._condition:
+            while self._updating is not None:
+                self._condition.wait()
+            self._group.resize(count, self._clock.steps)
+
+    # ---------------------------------------------------------------- requests
+
+    def _handle(self, header: dict[str, Any], buffers: list[bytearray]) -> tuple[dict[str, Any], Buffers]:
+        operation = header["op"]
+        if operation == "join":
+            return self._join(header["generation"]), ()
+        with self._condition:
+            if header["generation"] != self._generation:
+                raise WanmaError(f"worker {header['worker']} is of an earlier start of the run")
+            if self._failure is not None:
+                raise self._failure
+        if operation == "table":
+            return self._current_table(header), ()
+        if operation == "open":
+            parameters = [
+                ServedParameter(**{**one, "shape": tuple(one["shape"])}) for one in header["parameters"]
+            ]
+            table = self._group.fill(parameters, header["optimizer"], header["steps"])
+            return {"table": table.to_json()}, ()
+        if operation == "begin":
+            return self._begin(header), ()
+        if operation == "next":
+            return self._next(header)
+        if operation == "finish":
+            return self._finish(header, buffers)
+        if operation == "resume":
+            return self._resume(header), ()
+        if operation == "staleness":
+            return {"counts": sorted(self._clock.staleness.items())}, ()
+        raise WanmaError(f"the coordinator of the parameter servers has no operation {operation}")
+
+    def _join(self, generation: int) -> dict[str, Any]:
+        """Admit a worker; the first of a new generation ends what the one before has in progress."""
+        with self._condition:
+            if generation > self._generation:
+                self._generation = generation
+                if self._failure is not None or self._updating is not None:
+                    self._is_loaded = False  # an update may be applied in part: the checkpoint is whole
+                self._failure, self._outcome, self._decision, self._updating = None, "", None, None
+                self._clock.abandon()
+                self._contributions, self._results = {}, {}
+                self._condition.notify_all()
+            elif generation < self._generation:
+                raise WanmaError("a worker is of an earlier start of the run")
+            steps = self._clock.steps - len(self._unrecorded)
+            return {"is_loaded": self._is_loaded, "step": steps, "updates": self._clock.updates}
+
+    def _current_table(self, header: dict[str, Any]) -> dict[str, Any]:
+        """Return the table; a worker that names a lost server waits until that is replaced."""
+        if header.get("lost") is not None:
+            try:
+                self._group.replace_if_lost(header["lost"], header["table"])
+            except ServersLostError as error:
+                self._fail(error)
+                raise
+        table = self._group.table
+        return {} if table is None else {"table": table.to_json()}
+
+    def _begin(self, header: dict[str, Any]) -> dict[str, Any]:
+        """Begin or carry on with a run's steps, once the chief says that the servers are filled."""
+        with self._condition:
+            if header["worker"] == CHIEF:
+                if not self._is_loaded:
+                    self._clock.begin(header["steps"], header["updates"], header["pause_step"])
+                    self._unrecorded, self._is_loaded = [], True
+                    self._condition.notify_all()
+                return {"pause_step": self._clock.pause_step}
+            self._wait(lambda: self._is_loaded)
+            return {} if self._is_loaded else {"wait": True}
+
+    def _next(self, header: dict[str, Any]) -> tuple[dict[str, Any], Buffers]:
+        worker = header["worker"]
+        with self._condition:
+            if header["is_drain_requested"]:
+                self._clock.pause()
+            found: dict[str, Any] = {}
+
+            def is_decided() -> bool:
+                if self._outcome:
+                    found["outcome"] = self._outcome
+                elif worker == CHIEF and self._clock.is_paused:
+                    found["is_pause"] = True
+                elif (step := self._clock.try_start(worker)) is not None:
+                    found["step"] = step
+                return bool(found)
+
+            self._wait(is_decided)
+            statistics: list[bytes] = []
+            if worker == CHIEF and found:
+                found["records"] = [_record_json(record) for record in self._unrecorded]
+                statistics = [blob for record in self._unrecorded for blob in record.statistics]
+                if "is_pause" not in found:  # of a pause they are kept until it is over
+                    self._unrecorded = []
+            return found or {"wait": True}, statistics
+
+    def _resume(self, header: dict[str, Any]) -> dict[str, Any]:
+        with self._condition:
+            self._unrecorded = []
+            self._outcome = header["outcome"]
+            self._clock.pause_step = header["pause_step"]
+            self._condition.notify_all()
+        return {}
+
+    # ---------------------------------------------------------------- updates
+
+    def _finish(self, header: dict[str, Any], buffers: list[bytearray]) -> tuple[dict[str, Any], Buffers]:
+        worker, step = header["worker"], header["step"]
+        with self._condition:
+            if (worker, step) not in self._results:
+                self._contributions[worker] = (header, bytes(buffers[0]))
+                workers = self._clock.finish(worker, step)
+                while workers and self._updating not in (None, tuple(workers)):
+                    self._condition.wait(1.0)
+                    self._check_generation(header)
+                if workers and not any((one, step) in self._results for one in workers):
+                    self._updating = tuple(workers)
+                    self._update(step, workers)
+            self._wait(lambda: (worker, step) in self._results)
+            self._check_generation(header)
+            result = self._results.pop((worker, step), None)
+            return ({"wait": True} if result is None else {"result": result}), ()
+
+    def _update(self, step: int, workers: list[int]) -> None:
+        """Order the update of a step whose pushes are complete, or tell its workers to push again."""
+        number = self._clock.steps + 1
+        headers = [self._contributions[worker][0] for worker in workers]
+        order = {"update": number, "contributors": [[worker, step] for worker in workers]}
+        targets = sum(header["target_count"] for header in headers)
+        losses = sum(header["loss_sum"] for header in headers)
+        missing: set[int] = set()
+        try:
+            if self._decision is None or self._decision[0] != number:
+                replies = self._group.ask_primaries({"op": "reduce", **order})
+                missing = {worker for reply in replies for worker in reply["missing"]}
+                if not missing:
+                    square = sum(reply["square"] for reply in replies)
+                    self._decision = self._decide(number, headers, losses, targets, square)
+            if not missing:
+                assert self._decision is not None
+                _, factor, norm, is_skipped = self._decision
+                numbers = {
+                    "factor": factor,
+                    "learning_rate": headers[0]["learning_rate"],
+                    "is_skipped": is_skipped,
+                }
+                replies = self._group.ask_primaries({"op": "apply", **order, **numbers})
+                missing = {worker for reply in replies for worker in reply["missing"]}
+        except WanmaError as error:
+            self._fail(error)
+            return
+        if missing:
+            for worker in missing:
+                self._results[worker, step] = "repeat"
+            self._condition.notify_all()
+            return
+        staleness = self._clock.apply(workers, applied=not is_skipped)
+        record = AppliedStep(
+            step=self._clock.steps - 1,
+            loss=losses / targets if targets else math.nan,
+            target_count=targets,
+            gradient_norm=norm,
+            applied=not is_skipped,
+            learning_rate=headers[0]["learning_rate"],
+            staleness=staleness,
+            worker=workers[-1],
+            statistics=tuple(self._contributions.pop(worker)[1] for worker in workers),
+        )
+        self._unrecorded.append(record)
+        self._decision, self._updating = None, None
+        self._group.note_update()
+        for worker in workers:
+            self._results[worker, step] = "applied"
+        self._condition.notify_all()
+
+    def _decide(
+        self, number: int, headers: list[dict[str, Any]], losses: float, targets: float, square: float
+    ) -> tuple[int, float, float, bool]:
+        """Return the number of an update, its factor, its gradient's norm, and whether it is skipped.
+
+        Raises:
+            WanmaError: the loss or the gradient is not finite, and the job stops then.
+        """
+        scale = 1.0 / (targets * headers[0]["loss_multiplier"]) if targets else 0.0
+        norm = math.sqrt(square) * scale if square >= 0 else math.nan
+        if not (math.isfinite(norm) and math.isfinite(losses)) or not targets:
+            if self._rule.stops_if_not_finite:
+                broken = [str(one["worker"]) for one in headers if not math.isfinite(one["loss_sum"])]
+                workers = broken or [str(one["worker"]) for one in headers]
+                loss = losses / targets if targets else math.nan
+                raise WanmaError(
+                    f"step {number}: the loss is {loss} and the gradient norm {norm}; not finite on worker "
+                    f"{', '.join(workers)}",
+                    "lower train.learning_rate, or set train.non_finite = 'skip'",
+                )
+            return number, 0.0, norm, True
+        clip = self._rule.gradient_clip
+        return number, scale * (min(1.0, clip / (norm + 1e-6)) if clip else 1.0), norm, False
+
+    # ---------------------------------------------------------------- inside
+
+    def _wait(self, is_done: Callable[[], bool]) -> None:
+        """Wait for a condition, a failure or some seconds; the lock is held."""
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while not is_done() and self._failure is None and (left := deadline - time.monotonic()) > 0:
+            self._condition.wait(left)
+        if self._failure is not None:
+            raise self._failure
+
+    def _check_generation(self, header: dict[str, Any]) -> None:
+        if header["generation"] != self._generation:
+            raise WanmaError(f"worker {header['worker']} is of an earlier start of the run")
+        if self._failure is not None:
+            raise self._failure
+
+    def _fail(self, error: WanmaError) -> None:
+        """End the work of this generation of workers; the next begins from the checkpoint."""
+        with self._condition:
+            if self._failure is None and not self._outcome:
+                self._failure, self._is_loaded = error, False
+                self._show(str(error), "error")
+            self._condition.notify_all()
+
+
+def _record_json(record: AppliedStep) -> dict[str, Any]:
+    return {**asdict(record), "statistics": len(record.statistics)}

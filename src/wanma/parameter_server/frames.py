@@ -1,0 +1,234 @@
+"""Frames between workers, servers and their coordinator: a JSON header, then raw buffers, over TCP.
+
+Both sides of a connection prove that they know the run's secret before the first frame. A connection carries
+one request at a time, so that a server holds at most one unanswered frame of each peer. Free of torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from wanma.data.handover.messages import receive_bytes, set_tcp_options
+from wanma.job.errors import WanmaError
+
+PROTOCOL_VERSION = 1
+_SIZES = struct.Struct(">II")
+"""Bytes of the header and number of buffers, each preceded by its size."""
+_SIZE = struct.Struct(">Q")
+_MAX_HEADER_BYTES = 64 << 20
+_MAX_HANDSHAKE_BYTES = 4096
+"""Most bytes of a header from a peer that has not proved the secret; it may send no buffer."""
+_HANDSHAKE_SECONDS = 10.0
+_RETRY_SECONDS = 0.05
+Buffers = Sequence[Any]
+"""Objects with the buffer protocol."""
+Handler = Callable[[dict[str, Any], list[bytearray]], tuple[dict[str, Any], Buffers]]
+
+
+class PeerLostError(Exception):
+    """Loss of a connection: the peer has ended, is unreachable, or did not answer in time."""
+
+
+class Connection:
+    """Connection to a peer: one request, one answer.
+
+    Args:
+        address: host and port.
+        secret: secret of the run.
+        connect_seconds: time in which the peer must accept.
+    """
+
+    def __init__(self, address: tuple[str, int], secret: bytes, connect_seconds: float = 10.0) -> None:
+        self.address = address
+        deadline = time.monotonic() + connect_seconds
+        while True:
+            try:
+                self._socket = socket.create_connection(address, timeout=_HANDSHAKE_SECONDS)
+                break
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise PeerLostError(f"{address[0]}:{address[1]}: {error}") from error
+                time.sleep(_RETRY_SECONDS)
+        try:
+            set_tcp_options(self._socket)
+            _prove_to_server(self._socket, secret)
+        except (OSError, EOFError, ValueError, KeyError) as error:
+            self.close()
+            raise PeerLostError(f"{address[0]}:{address[1]}: {error or 'closed'}") from error
+        except WanmaError:
+            self.close()
+            raise
+
+    def request(
+        self, header: dict[str, Any], buffers: Buffers = (), timeout: float | None = None
+    ) -> tuple[dict[str, Any], list[bytearray]]:
+        """Send a request and return its answer.
+
+        Raises:
+            PeerLostError: the peer is gone, or did not answer within `timeout` seconds.
+            WanmaError: the peer refused the request.
+        """
+        self.send(header, buffers, timeout)
+        return self.receive()
+
+    def send(self, header: dict[str, Any], buffers: Buffers = (), timeout: float | None = None) -> None:
+        """Send a request, whose answer `receive` returns."""
+        try:
+            self._socket.settimeout(timeout)
+            _send_frame(self._socket, header, buffers)
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def receive(self) -> tuple[dict[str, Any], list[bytearray]]:
+        try:
+            header, buffers = _receive_frame(self._socket)
+        except (OSError, EOFError, ValueError) as error:
+            raise self._lost(error) from error
+        if "error" in header:
+            raise WanmaError(header["error"], header.get("hint", ""))
+        return header, buffers
+
+    def close(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):
+            self._socket.close()
+
+    def _lost(self, error: Exception) -> PeerLostError:
+        self.close()
+        return PeerLostError(f"{self.address[0]}:{self.address[1]}: {error or 'closed the connection'}")
+
+
+class FrameServer:
+    """Server of requests, with a thread for each connection.
+
+    Args:
+        handler: function from a request to its answer; a `WanmaError` that it raises is the answer.
+        secret: secret of the run.
+        host: address to listen on.
+    """
+
+    def __init__(self, handler: Handler, secret: bytes, host: str = "127.0.0.1") -> None:
+        self._handler, self._secret = handler, secret
+        self._listener = socket.create_server((host, 0), backlog=512)
+        self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
+        self._connections: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        threading.Thread(target=self._accept, daemon=True, name="wanma-servers").start()
+
+    def close(self) -> None:
+        """Close all connections; requests in progress are not answered."""
+        with self._lock:
+            self._is_closed = True
+            connections = list(self._connections)
+        for connection in (self._listener, *connections):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+
+    def _accept(self) -> None:
+        while not self._is_closed:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                time.sleep(_RETRY_SECONDS)  # closed, or this process may open no more files
+                continue
+            with self._lock:
+                self._connections.add(connection)
+            threading.Thread(
+                target=self._serve, args=(connection,), daemon=True, name="wanma-servers-peer"
+            ).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            set_tcp_options(connection)
+            connection.settimeout(_HANDSHAKE_SECONDS)
+            if _check_client(connection, self._secret):
+                connection.settimeout(None)
+                while True:
+                    _send_frame(connection, *self._answer(*_receive_frame(connection)))
+        except (OSError, EOFError, ValueError, KeyError):
+            pass  # the peer has ended, or is none
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
+            connection.close()
+
+    def _answer(self, header: dict[str, Any], buffers: list[bytearray]) -> tuple[dict[str, Any], Buffers]:
+        try:
+            return self._handler(header, buffers)
+        except WanmaError as error:
+            return {"error": error.message, "hint": error.hint}, ()
+        except Exception as error:
+            return {"error": f"{header.get('op')}: {type(error).__name__}: {error}"}, ()
+
+
+def _send_frame(connection: socket.socket, header: dict[str, Any], buffers: Buffers) -> None:
+    content = json.dumps(header).encode()
+    connection.sendall(_SIZES.pack(len(content), len(buffers)) + content)
+    for buffer in buffers:
+        view = memoryview(buffer).cast("B") if len(buffer) else memoryview(b"")
+        connection.sendall(_SIZE.pack(len(view)))
+        connection.sendall(view)
+
+
+def _receive_frame(
+    connection: socket.socket, max_header_bytes: int = _MAX_HEADER_BYTES
+) -> tuple[dict[str, Any], list[bytearray]]:
+    size, count = _SIZES.unpack(receive_bytes(connection, _SIZES.size))
+    if size > max_header_bytes or (count and max_header_bytes < _MAX_HEADER_BYTES):
+        raise ValueError(f"a header of {size} bytes")
+    header = json.loads(bytes(receive_bytes(connection, size)))
+    buffers = []
+    for _ in range(count):
+        (length,) = _SIZE.unpack(receive_bytes(connection, _SIZE.size))
+        buffers.append(receive_bytes(connection, length))
+    return header, buffers
+
+
+def _proof(secret: bytes, role: str, nonce: str) -> str:
+    return hmac.new(secret, f"wanma servers {PROTOCOL_VERSION} {role} {nonce}".encode(), "sha256").hexdigest()
+
+
+def _check_client(connection: socket.socket, secret: bytes) -> bool:
+    """Return whether the peer knows the secret, and prove the same to it."""
+    nonce = secrets.token_hex(16)
+    _send_frame(connection, {"nonce": nonce, "version": PROTOCOL_VERSION}, ())
+    answer, _ = _receive_frame(connection, _MAX_HANDSHAKE_BYTES)
+    if not hmac.compare_digest(str(answer["proof"]), _proof(secret, "client", nonce)):
+        _send_frame(connection, {"refused": True}, ())
+        return False
+    _send_frame(connection, {"proof": _proof(secret, "server", str(answer["nonce"]))}, ())
+    return True
+
+
+def _prove_to_server(connection: socket.socket, secret: bytes) -> None:
+    """Prove the secret to the peer, and check that the peer knows it.
+
+    Raises:
+        WanmaError: the peer is of another version, or does not know the secret.
+    """
+    greeting, _ = _receive_frame(connection, _MAX_HANDSHAKE_BYTES)
+    if greeting["version"] != PROTOCOL_VERSION:
+        raise WanmaError(
+            f"the peer speaks version {greeting['version']} of the parameter servers' protocol, this process "
+            f"version {PROTOCOL_VERSION}",
+            "install the same wanma on all machines of the run",
+        )
+    nonce = secrets.token_hex(16)
+    proof = _proof(secret, "client", greeting["nonce"])
+    _send_frame(connection, {"proof": proof, "nonce": nonce}, ())
+    answer, _ = _receive_frame(connection, _MAX_HANDSHAKE_BYTES)
+    if not hmac.compare_digest(str(answer.get("proof")), _proof(secret, "server", nonce)):
+        raise WanmaError(
+            "the peer does not know the secret of this run",
+            "another program listens there: start the run again",
+        )

@@ -1,0 +1,199 @@
+"""Shards of parameters with their optimizer state, and the tensors of frames."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from wanma.job.errors import WanmaError
+from wanma.job.run.parameter_servers import ServedParameter
+from wanma.parameter_server.table import ServerTable
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
+}
+"""Dtypes that frames may have, by name."""
+_STEP_KEY = "step"
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """Gradient of a shard's rows of one parameter."""
+
+    values: Tensor
+    """Gradient of all rows, or of those with the ids, (rows, width) fp32."""
+    ids: Tensor | None = None
+    """Rows within the shard, each once, (rows,) int64; None: all, in their order."""
+
+    def dense(self, like: Tensor) -> Tensor:
+        """Return the gradient of all rows of `like`."""
+        if self.ids is None:
+            return self.values
+        return torch.zeros_like(like).index_add_(0, self.ids, self.values)
+
+
+def sum_gradients(gradients: Sequence[Gradient]) -> Gradient:
+    """Return the sum of the workers' gradients, in the order of the workers."""
+    if len(gradients) == 1:
+        return gradients[0]
+    if gradients[0].ids is None:
+        total = gradients[0].values.clone()
+        for gradient in gradients[1:]:
+            total += gradient.values
+        return Gradient(total)
+    all_ids = torch.cat([gradient.ids for gradient in gradients if gradient.ids is not None])
+    ids, places = all_ids.unique(return_inverse=True)
+    values = torch.cat([gradient.values for gradient in gradients])
+    return Gradient(values.new_zeros(len(ids), values.shape[1]).index_add_(0, places, values), ids)
+
+
+class Shard:
+    """Row range of each parameter, and the optimizer over them.
+
+    Args:
+        table: table of the servers.
+        index: number of the shard.
+        optimizer: `kind` of the optimizer, and its settings.
+    """
+
+    def __init__(self, table: ServerTable, index: int, optimizer: Mapping[str, Any]) -> None:
+        self.index = index
+        self.lock = threading.Lock()
+        self.version = 0
+        """Number of updates that it has seen."""
+        self.weights: dict[str, nn.Parameter] = {}
+        self._settings = dict(optimizer)
+        groups = []
+        for parameter in table.parameters:
+            if rows := table.row_range(parameter, index):
+                weight = nn.Parameter(torch.zeros(len(rows), parameter.width))
+                self.weights[parameter.name] = weight
+                groups.append(
+                    {
+                        "params": [weight],
+                        "learning_rate_scale": parameter.learning_rate_scale,
+                        "weight_decay": parameter.weight_decay,
+                        "name": parameter.name,
+                    }
+                )
+        self._optimizer = _build_optimizer(groups, optimizer) if groups else None
+
+    def rows(self, name: str, ids: Tensor | None) -> Tensor:
+        """Return rows of a parameter."""
+        weight = self.weights[name].detach()
+        return weight if ids is None else weight[ids]
+
+    def apply(self, update: int, gradients: Mapping[str, Gradient], factor: float, rate: float) -> None:
+        """Apply update number `update`: gradients times `factor`. An update that it has seen changes nothing.
+
+        Args:
+            update: number of the update, from 1.
+            gradients: summed gradients; none: the step is skipped.
+            factor: factor from the sums to the clipped gradient of the mean loss.
+            rate: learning rate.
+        """
+        if update <= self.version:
+            return
+        if gradients and self._optimizer is not None:
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate * group["learning_rate_scale"]
+                gradient, (weight,) = gradients[group["name"]], group["params"]
+                if gradient.ids is not None and self._leaves_other_rows(group):
+                    with torch.no_grad():
+                        weight.index_add_(0, gradient.ids, gradient.values, alpha=-group["lr"] * factor)
+                else:
+                    weight.grad = gradient.dense(weight) * factor
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        self.version = update
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Return a parameter's rows as `weight`, and the optimizer's state of them."""
+        weight = self.weights[name]
+        state = self._optimizer.state[weight] if self._optimizer is not None else {}
+        values = {key: torch.as_tensor(value) for key, value in state.items() if value is not None}
+        return {"weight": weight.detach(), **values}
+
+    def fill(self, name: str, start: int, tensors: Mapping[str, Tensor]) -> None:
+        """Fill rows from `start` on with what `tensors` returned for them.
+
+        Raises:
+            WanmaError: a weight is not finite.
+        """
+        weight, state = self.weights[name], {}
+        assert self._optimizer is not None
+        if not bool(torch.isfinite(tensors["weight"]).all()):
+            raise WanmaError(
+                f"the parameter servers refuse {name}: some of its values are not finite",
+                "continue from a checkpoint with finite weights",
+            )
+        stop = start + len(tensors["weight"])
+        weight.detach()[start:stop] = tensors["weight"]
+        state = self._optimizer.state[weight]
+        for key, tensor in tensors.items():
+            if key == _STEP_KEY:
+                state[key] = tensor.clone()
+            elif key != "weight":
+                if key not in state:
+                    state[key] = torch.zeros_like(weight)
+                state[key][start:stop] = tensor
+
+    def _leaves_other_rows(self, group: Mapping[str, Any]) -> bool:
+        """Return whether the optimizer's rule leaves rows without a gradient as they are."""
+        return self._settings["kind"] == "sgd" and not group["momentum"] and not group["weight_decay"]
+
+
+def _build_optimizer(groups: list[dict[str, Any]], settings: Mapping[str, Any]) -> Optimizer:
+    """Return the optimizer that one process would have: its rules compute element by element."""
+    if settings["kind"] == "sgd":
+        return SGD(groups, lr=0.0, momentum=settings["momentum"])
+    if settings["kind"] == "adamw":
+        betas = (settings["betas"][0], settings["betas"][1])
+        return AdamW(groups, lr=0.0, betas=betas, eps=settings["epsilon"], fused=True)
+    raise WanmaError(
+        f"parameter servers have no optimizer '{settings['kind']}'", "set train.optimizer = 'adamw'"
+    )
+
+
+def pack_tensors(tensors: Iterable[tuple[dict[str, Any], Tensor]]) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Return (descriptions, buffers) of tensors, each of which has some keys of its own."""
+    descriptions, buffers = [], []
+    for keys, tensor in tensors:
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        descriptions.append({**keys, "dtype": dtype, "shape": list(tensor.shape)})
+        buffers.append(flat.view(torch.uint8).numpy() if flat.numel() else b"")
+    return descriptions, buffers
+
+
+def unpack_tensors(
+    descriptions: Sequence[dict[str, Any]], buffers: Sequence[bytearray]
+) -> list[tuple[dict[str, Any], Tensor]]:
+    """Return the tensors that `pack_tensors` described; they share the memory of the buffers."""
+    tensors = []
+    for keys, buffer in zip(descriptions, buffers, strict=True):
+        dtype = _DTYPES[keys["dtype"]]
+        flat = torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype)
+        tensors.append((keys, flat.reshape(keys["shape"])))
+    return tensors
+
+
+def overlapping_rows(
+    old: ServerTable, new: ServerTable, parameter: ServedParameter, shard: int
+) -> list[tuple[int, range]]:
+    """Return the shards of `old`, with their rows, of which a shard of `new` is made."""
+    rows = new.row_range(parameter, shard)
+    parts = []
+    for other in range(len(old.holders)):
+        theirs = old.row_range(parameter, other)
+        both = range(max(rows.start, theirs.start), min(rows.stop, theirs.stop))
+        if both:
+            parts.append((other, both))
+    return parts

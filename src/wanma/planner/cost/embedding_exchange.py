@@ -1,0 +1,150 @@
+"""Cost of embedding tables that data ranks share: memory, lookups, exchanged vectors and updates of one rank.
+
+Ids are taken to follow Zipf's law, as those of click logs do: few rows get most lookups, and an id that a
+rank uses again in a micro-batch does not travel again. Pure functions, without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from wanma.job.forecast.forecast import EmbeddingTable, Workload
+from wanma.job.plan.plan import Plan
+from wanma.observe.units import bytes_text
+from wanma.planner.cost.layer_cost import LayerCost
+from wanma.planner.cost.offload import master_weight_bytes
+from wanma.planner.embedding_placement import TablePlacement, place_tables
+from wanma.planner.hardware_model.collective_time import RankGroup, all_reduce_seconds, all_to_all_seconds
+from wanma.planner.hardware_model.model import HardwareModel
+from wanma.planner.hardware_model.operator_time import ELEMENT_BYTES, memory_bound_seconds
+
+ZIPF_EXPONENT = 1.05
+"""Exponent of the frequencies of ids: an assumption, which plans state. A larger one exchanges less."""
+_ID_BYTES = 8
+_EXCHANGE_KERNELS = 20
+"""Kernels of one lookup and its exchange; its gradient takes as many."""
+
+
+class TableBytes(NamedTuple):
+    """Bytes of the tables on the rank that holds most."""
+
+    weights: float
+    state: float
+
+
+def table_bytes(workload: Workload, plan: Plan) -> TableBytes:
+    """Return the bytes of the tables on the fullest rank."""
+    weights, state = [0.0] * plan.data_parallel_size, [0.0] * plan.data_parallel_size
+    for table, placement in _placed(workload.tables, plan):
+        for rank in range(plan.data_parallel_size):
+            rows = len(placement.rows_of(rank, table.rows, plan.data_parallel_size))
+            weights[rank] += rows * table.width * master_weight_bytes(plan)
+            state[rank] += rows * table.state_elements_per_row * master_weight_bytes(plan)
+    fullest = max(range(len(weights)), key=lambda rank: weights[rank] + state[rank])
+    return TableBytes(weights[fullest], state[fullest])
+
+
+class _Exchange(NamedTuple):
+    """Traffic of one rank and micro-batch; of the rank with most, where they differ."""
+
+    rows_read: float
+    """Bytes of rows that the rank looks up for all ranks."""
+    id_bytes: float
+    vector_bytes: float
+    """Bytes of vectors that the rank receives, or sends if that is more."""
+    replicated_bytes: float
+    """Bytes of the gradient of replicated tables."""
+
+
+def embedding_cost(tables: Sequence[EmbeddingTable], plan: Plan, hardware: HardwareModel) -> LayerCost:
+    """Return the cost of all tables for one micro-batch on the busiest rank."""
+    traffic, group = _exchange(tables, plan), RankGroup(plan.data_parallel_size)
+    look_up = memory_bound_seconds(hardware.chip, 2 * traffic.rows_read, _EXCHANGE_KERNELS)
+    # Rows of gradients are sorted, added, and applied to weights and state, which are read and written.
+    update = memory_bound_seconds(hardware.chip, 8 * traffic.rows_read, 2 * _EXCHANGE_KERNELS)
+    vectors = all_to_all_seconds(hardware, group, traffic.vector_bytes)
+    ids = all_to_all_seconds(hardware, group, traffic.id_bytes)
+    reduce = all_reduce_seconds(hardware, group, traffic.replicated_bytes)
+    return LayerCost(
+        forward=look_up,
+        backward_weight=update,
+        kernels_forward=_EXCHANGE_KERNELS,
+        kernels_backward=2 * _EXCHANGE_KERNELS,
+        embedding_forward=ids + vectors,
+        embedding_backward=vectors + reduce,
+    )
+
+
+def embedding_reasons(workload: Workload, plan: Plan) -> tuple[str, ...]:
+    """Describe the placement of the tables and what ranks exchange; empty where tables are dense."""
+    if not workload.tables:
+        return ()
+    names: dict[str, list[str]] = {}
+    for table, placement in _placed(workload.tables, plan):
+        holder = f" (rank {placement.rank})" if placement.sharding == "table_wise" else ""
+        names.setdefault(placement.sharding, []).append(f"{table.name}{holder}")
+    placed = "; ".join(f"{sharding}: {', '.join(members)}" for sharding, members in sorted(names.items()))
+    traffic, fullest = _exchange(workload.tables, plan), table_bytes(workload, plan)
+    return (
+        f"embedding tables, {placed}",
+        f"the rank with most of them holds {bytes_text(int(fullest.weights))} of rows and "
+        f"{bytes_text(int(fullest.state))} of optimizer state; a micro-batch exchanges "
+        f"{bytes_text(int(traffic.vector_bytes))} of vectors and as much of gradients on a rank (ids by "
+        f"Zipf's law, exponent {ZIPF_EXPONENT})",
+    )
+
+
+def distinct_ids(rows: int, draws: float, exponent: float = ZIPF_EXPONENT) -> float:
+    """Return the expected number of different ids among `draws` of a table's, which follow Zipf's law.
+
+    A row of probability p is drawn with probability 1 − exp(−draws × p); rows are added up in groups of like
+    probability.
+    """
+    edges = np.unique(np.geomspace(1, rows + 1, 400).astype(np.int64))
+    counts = np.diff(edges)
+    weights = ((edges[:-1] + edges[1:] - 1) / 2) ** -exponent
+    probabilities = weights / (weights * counts).sum()
+    return float((counts * -np.expm1(-draws * probabilities)).sum())
+
+
+def _exchange(tables: Sequence[EmbeddingTable], plan: Plan) -> _Exchange:
+    ranks, element = plan.data_parallel_size, ELEMENT_BYTES[plan.precision]
+    received = ids = replicated = shared_reads = 0.0
+    sent, reads = [0.0] * ranks, [0.0] * ranks
+    for table, placement in _placed(tables, plan):
+        draws = plan.micro_batch * table.ids_per_sample
+        distinct = distinct_ids(table.rows, draws)
+        if placement.sharding == "replicated":
+            replicated += table.rows * table.width * ELEMENT_BYTES["fp32"]
+            shared_reads += distinct * table.width
+            continue
+        if placement.sharding == "row_wise":
+            vectors = wanted = distinct
+            shared_reads += distinct * table.width
+        else:
+            is_summed = table.ids_per_sample > 1 and table.rows > plan.micro_batch
+            vectors, wanted = (float(plan.micro_batch), draws) if is_summed else (distinct, distinct)
+            sent[placement.rank] += ranks * vectors * table.width
+            reads[placement.rank] += ranks * wanted * table.width
+        received += vectors * table.width
+        ids += wanted * _ID_BYTES
+    even = received - sum(sent) / ranks  # what row-wise tables send, as much as they receive
+    return _Exchange(
+        (shared_reads + max(reads)) * ELEMENT_BYTES["fp32"],
+        ids,
+        max(received, even + max(sent)) * element,
+        replicated,
+    )
+
+
+def _placed(tables: Sequence[EmbeddingTable], plan: Plan) -> Iterator[tuple[EmbeddingTable, TablePlacement]]:
+    for module in dict.fromkeys(table.module for table in tables):
+        members = {table.name: table for table in tables if table.module == module}
+        rows = {name: table.rows for name, table in members.items()}
+        sizes = {name: table.ids_per_sample for name, table in members.items()}
+        width = next(iter(members.values())).width
+        for name, placement in place_tables(rows, width, sizes, plan).items():
+            yield members[name], placement

@@ -1,0 +1,419 @@
+"""Training by parameter servers: workers pull parameters, push gradients, and hold no optimizer.
+
+Worker 0 is the chief: it fills the servers, records the steps, and validates and saves while all pause.
+Between pauses only the servers have the newest parameters.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wanma.checkpoint.format.local_shards import local_tensor
+from wanma.data.datasets.dataset import BatchedDataset
+from wanma.data.opening import open_dataset
+from wanma.data.sampling.batch_size_schedule import global_batch_size, samples_consumed_before
+from wanma.data.step_loader import StepLoader
+from wanma.job.errors import JobError
+from wanma.job.file.run_settings import run_settings
+from wanma.job.plan.plan import Plan
+from wanma.job.run.parameter_servers import (
+    AppliedStep,
+    ParameterServers,
+    ServedParameter,
+    ServerPosition,
+    StepContribution,
+)
+from wanma.job.run.worker import WorkerContext
+from wanma.models.layers.batch_norm import find_step_statistics_modules
+from wanma.models.layers.router import TopKRouter
+from wanma.models.model_spec import ModelSpec
+from wanma.parallel.data_parallel.global_batch import GlobalBatchGatherer
+from wanma.parallel.mesh.parallel_mesh import ParallelMesh, open_mesh
+from wanma.parallel.parallelize import parallelize
+from wanma.training.checkpointing.resume import ResumeResult, resume
+from wanma.training.checkpointing.run_identity import Identity
+from wanma.training.checkpointing.training_state import TrainingState, seed_generators
+from wanma.training.loop.data_position import seek_data
+from wanma.training.loop.train_request import TrainRequest
+from wanma.training.loop.train_worker import (
+    build_loss,
+    build_metrics,
+    build_model_spec,
+    hang_timeout_seconds,
+    loss_fingerprint,
+)
+from wanma.training.loop.training_loop import run_step_tasks, validate
+from wanma.training.optimizer.learning_rate_schedule import learning_rate_function
+from wanma.training.optimizer.named_optimizer import parameter_rules
+from wanma.training.run.numerics import configure_numerics
+from wanma.training.run.trainer import Trainer
+from wanma.training.step.early_stopping import check_validation_keys
+from wanma.training.step.forward_backward import ForwardBackward
+from wanma.training.step.parameter_update import StepTotals
+from wanma.training.step.pulled_tables import WorkerTables
+
+
+def train_with_servers(worker: WorkerContext, request: TrainRequest, servers: ParameterServers) -> str:
+    """Train as one worker of parameter servers.
+
+    Returns:
+        outcome: "finished" or "interrupted".
+    """
+    job, plan = request.job, request.plan
+    configure_numerics(job, plan)
+    seed_generators(job.train.seed, worker.rank)
+    worker.supervisor_client.report_progress(0, "joining")
+    alone = replace(plan, dp_replicate=1, batch_shares=())
+    # Each worker is a run of one process: it communicates by the servers alone.
+    local = replace(
+        worker, rank=0, world_size=1, local_world_size=1, local_world_sizes=(), store=None, memory_files=None
+    )
+    with open_mesh(local, alone, hang_timeout_seconds(job), job.parallel.collectives) as mesh:
+        data = open_dataset(job.data, job.train)
+        spec = build_model_spec(request, data)
+        with ServerWorker(worker, request, servers, spec, data, mesh, alone) as runner:
+            if worker.rank != 0:
+                servers.join()
+                servers.begin(0)
+                return runner.run(None)
+            chief = Chief(request, local, mesh, alone, spec, data, servers)
+            with chief.trainer:
+                chief.begin(runner.tables.names)
+                return runner.run(chief)
+
+
+class ServerWorker:
+    """Worker: it computes the gradients of steps with the parameters of the servers."""
+
+    def __init__(
+        self,
+        worker: WorkerContext,
+        request: TrainRequest,
+        servers: ParameterServers,
+        spec: ModelSpec,
+        data: BatchedDataset,
+        mesh: ParallelMesh,
+        alone: Plan,
+    ) -> None:
+        self._worker, self._servers, self._data, self._mesh = worker, servers, data, mesh
+        self._job, self._targets_per_sample = request.job, data.targets_per_sample
+        self._plan = request.plan if servers.mode == "synchronous" else alone
+        self._data_rank = worker.rank if servers.mode == "synchronous" else 0
+        self.tables = WorkerTables(torch.nn.Module())
+
+        def build_module() -> torch.nn.Module:
+            module = spec.build_module()
+            self.tables = WorkerTables(module)
+            return module
+
+        self._model = parallelize(
+            replace(spec, build_module=build_module), alone, mesh, request.job.train.seed
+        )
+        if any(isinstance(module, TopKRouter) for module in self._model.modules()):
+            raise JobError(
+                f"parameter servers do not support the experts of {spec.name}", "train without servers"
+            )
+        self._model.initialize_parameters()  # buffers, too
+        loss = build_loss(request, spec, data, self._model, mesh.device)
+        self._forward_backward = ForwardBackward(self._model, request.job, alone, mesh, loss)
+        self._gatherer = GlobalBatchGatherer(mesh, request.job.train.global_batch)
+        self._learning_rate_at = learning_rate_function(request.job.train, None)
+        self._last_step = -2
+        section, train = request.job.data, request.job.train
+        self._loader = StepLoader(
+            data,
+            self._plan,
+            train,
+            self._data_rank,
+            start_step=0,
+            prefetch=section.prefetch,
+            threads=section.worker_count,
+            pin_memory=alone.device == "cuda",
+            prefetch_bytes=section.prefetch_bytes,
+        )
+
+    def __enter__(self) -> ServerWorker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loader.close()
+        self._data.close()
+        self._servers.close()
+
+    def run(self, chief: Chief | None) -> str:
+        """Compute steps until the run ends; the chief's tasks are done in its pauses."""
+        client = self._worker.supervisor_client
+        while True:
+            client.report_progress(self._last_step + 1, "waiting for a step")
+            offer = self._servers.next_step(client.is_drain_requested())
+            if chief is not None:
+                chief.record(offer.records)
+                if offer.is_pause:
+                    chief.end_pause(client.is_drain_requested())
+                    continue
+            if offer.outcome:
+                client.report_drain(self._last_step + 1)
+                return offer.outcome if chief is None else chief.finish(offer.outcome)
+            if offer.step is not None:
+                self.compute(offer.step)
+                self._last_step = offer.step
+
+    def compute(self, step: int) -> None:
+        """Compute one step: load, pull, forward and backward, push."""
+        client, train = self._worker.supervisor_client, self._job.train
+        client.report_progress(step, "waiting for data")
+        batches = self._loader.load(step).micro_batches
+        size = global_batch_size(train, step)
+        ids = self.tables.ids(batches)
+        client.report_progress(step, "pull")
+        self._fill(self._servers.pull(ids), ids)
+        client.report_progress(step, "forward and backward")
+        self._model.random_draws.step = step
+        multiplier = self._model.gradient_divisor / (size * self._targets_per_sample)
+        shares_batch = self._plan.world_size > 1
+        with nullcontext() if shares_batch else self._gatherer.provide(self._plan, size):
+            loss_sum, targets = self._forward_backward(batches, multiplier)
+        client.report_progress(step, "push")
+        self._servers.push(step, self._gradients(), ids)
+        sums = [
+            part.double().reshape(-1).cpu()
+            for module in find_step_statistics_modules(self._model.module).values()
+            for part in module.pop_sums()
+        ]
+        self._servers.finish(
+            StepContribution(
+                step,
+                float(loss_sum),
+                float(targets),
+                multiplier / self._model.gradient_divisor,
+                self._learning_rate_at(step),
+                torch.cat(sums).numpy().tobytes() if sums else b"",
+            )
+        )
+
+    def _fill(self, tensors: dict[str, Tensor], ids: dict[str, Tensor]) -> None:
+        for name, parameter in self._model.named_parameters():
+            local_tensor(parameter).detach().copy_(tensors[name])
+            parameter.grad = None
+        self.tables.fill(ids, tensors, self._mesh.device)
+
+    def _gradients(self) -> dict[str, Tensor]:
+        gradients = self.tables.gradients()
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is None:
+                raise JobError(
+                    f"{name} has no gradient: the loss does not depend on it, and parameter servers need one",
+                    "remove the parameter from the model, or train without servers",
+                )
+            gradients[name] = local_tensor(parameter.grad)
+        return gradients
+
+
+class Chief:
+    """State of the run in the chief, filled from the servers in each pause."""
+
+    def __init__(
+        self,
+        request: TrainRequest,
+        local: WorkerContext,
+        mesh: ParallelMesh,
+        alone: Plan,
+        spec: ModelSpec,
+        data: BatchedDataset,
+        servers: ParameterServers,
+    ) -> None:
+        self._servers, self._data, self._job = servers, data, request.job
+        position = servers.join()
+
+        def restore(state: TrainingState, *arguments: Any) -> ResumeResult:
+            result = resume(state, *arguments)
+            if position.is_loaded:  # the servers are ahead of the newest checkpoint
+                self._take_state(state, position)
+            return result
+
+        parallel = parallelize(spec, alone, mesh, request.job.train.seed)
+        identity = Identity(
+            data=data.fingerprint,
+            order=data.order_identity,
+            loss=loss_fingerprint(request),
+            settings=run_settings(request.job, spec.settings),
+        )
+        self.trainer = ChiefTrainer(
+            request.job,
+            alone,
+            local,
+            mesh,
+            parallel,
+            targets_per_sample=data.targets_per_sample,
+            identity=identity,
+            flops_per_sample=request.flops_per_sample,
+            peak_flops_per_second=request.peak_flops_per_second,
+            restore=restore,
+        )
+        self.trainer.records_staleness = servers.mode != "synchronous"
+        self._is_loaded = position.is_loaded
+        loss = build_loss(request, spec, data, parallel, mesh.device)
+        metrics = build_metrics(request, data, loss)
+        standard = ("loss", "perplexity") if data.input_kind == "tokens" else ("loss",)
+        check_validation_keys(request.job, (*standard, *metrics.names), data.validation_samples)
+        forward_backward = ForwardBackward(parallel, request.job, alone, mesh, loss, metrics)
+        gatherer = GlobalBatchGatherer(mesh, request.job.train.global_batch)
+        self._validate = partial(
+            validate, self.trainer, data, forward_backward.evaluate, gatherer, lambda: metrics.names
+        )
+        self._last: AppliedStep | None = None
+        self._pause_step = 0
+
+    def begin(self, tables: frozenset[str]) -> None:
+        """Fill the servers, unless they hold the run's parameters already, and begin its steps."""
+        state, job = self.trainer.state, self._job
+        seek_data(self.trainer, self._data)
+        if not self._is_loaded:
+            rules = parameter_rules(state.parallel_model.roles, job.train)
+            parameters = [
+                ServedParameter(
+                    name,
+                    tuple(parameter.shape),
+                    name in tables,
+                    rules[name].learning_rate_scale,
+                    rules[name].weight_decay or 0.0,
+                )
+                for name, parameter in state.parallel_model.trainable_parameters().items()
+            ]
+            optimizer = {
+                "kind": job.train.optimizer,
+                "betas": job.train.betas,
+                "epsilon": job.train.epsilon,
+                "momentum": job.train.momentum,
+            }
+            weights = {
+                name: local_tensor(parameter).detach()
+                for name, parameter in state.parallel_model.named_parameters()
+            }
+            saved = {
+                kind: {name: local_tensor(tensor) for name, tensor in by_name.items()}
+                for kind, by_name in state.named_optimizer.state_by_kind().items()
+            }
+            updates = state.named_optimizer.update_count
+            self._servers.load(
+                parameters, optimizer, weights, saved, ServerPosition(True, state.step, updates)
+            )
+        position = ServerPosition(True, state.step, state.named_optimizer.update_count)
+        self._pause_step = self._servers.begin(self._next_pause(), position)
+
+    def record(self, records: tuple[AppliedStep, ...]) -> None:
+        """Record applied steps; of the last one before a pause, `end_pause` does."""
+        for index, record in enumerate(records):
+            self.trainer.take_step(record, len(records) - index)
+            if self.trainer.state.step == self._pause_step:
+                self._last = record
+            else:
+                self.trainer.record_step(_totals(record))
+
+    def end_pause(self, is_drain_requested: bool) -> None:
+        """Validate and save with the parameters of the servers, and let the workers go on."""
+        trainer, train = self.trainer, self._job.train
+        state = trainer.state
+        self._take_state(state, None)
+        is_interrupted = is_drain_requested or state.step != self._pause_step
+        if self._last is not None:
+            totals = replace(_totals(self._last), is_drain_requested=is_drain_requested)
+            run_step_tasks(trainer, totals, self._validate)
+        elif state.step > 0:
+            trainer.save()
+        self._last = None
+        outcome = "interrupted" if is_interrupted else ""
+        if state.is_over(train):
+            outcome = "finished"
+        else:
+            self._pause_step = self._next_pause()
+        self._servers.resume(self._pause_step, outcome)
+
+    def finish(self, outcome: str) -> str:
+        """Wait for pending saves, and record the end."""
+        if self._servers.mode != "synchronous":
+            counts = self._servers.staleness_histogram()
+            text = ", ".join(f"{staleness}: {count}" for staleness, count in sorted(counts.items()))
+            self.trainer.message(f"updates by staleness: {text}")
+        self.trainer.finish(outcome)
+        return outcome
+
+    def _next_pause(self) -> int:
+        """Return the next step before which the run validates or saves."""
+        train, step = self._job.train, self.trainer.state.step
+        intervals = (train.validate_every_steps, self._job.checkpoint.every_steps)
+        stops = [(step // interval + 1) * interval for interval in intervals if interval]
+        return min([train.steps, *stops])
+
+    def _take_state(self, state: TrainingState, position: ServerPosition | None) -> None:
+        """Copy the servers' parameters and optimizer state into the chief's."""
+        weights, kinds, current = self._servers.fetch()
+        for name, parameter in state.parallel_model.named_parameters():
+            local_tensor(parameter).detach().copy_(weights[name])
+        kinds.pop("step", None)
+        optimizer = state.named_optimizer
+        optimizer.update_count = current.updates
+        optimizer.allocate_state({f"{name}.{kind}" for kind, by_name in kinds.items() for name in by_name})
+        for kind, by_name in optimizer.state_by_kind().items():
+            for name, tensor in by_name.items():
+                local_tensor(tensor).copy_(kinds[kind][name])
+        optimizer.update_count = current.updates
+        if position is not None:
+            state.step = position.step
+            state.samples = samples_consumed_before(self._job.train, position.step)
+
+
+class ChiefTrainer(Trainer):
+    """Trainer whose steps are made elsewhere."""
+
+    records_staleness = False
+
+    def take_step(self, record: AppliedStep, remaining: int) -> None:
+        """Count a step that the servers have applied.
+
+        Args:
+            record: the step.
+            remaining: number of steps that are recorded now, this one included: they share the time since
+                the last.
+        """
+        now = time.perf_counter()
+        self._step_started = now - (now - self._step_started) / remaining
+        samples = global_batch_size(self.job.train, self.state.step)
+        self._end_forward_backward()
+        self.state.end_step(record.applied, samples)
+        self._learning_rate, self._global_batch = record.learning_rate, samples
+        self._outer_result = record if self.records_staleness else None
+        self.worker.supervisor_client.report_finished_step(self.state.step)
+        if not record.applied:
+            self.message(f"step {self.state.step}: skipped, gradient norm {record.gradient_norm}", "warning")
+        if record.applied and record.statistics and record.statistics[0]:
+            self._apply_statistics(record)
+
+    def _apply_statistics(self, record: AppliedStep) -> None:
+        """Update batch statistics once, by the sums of all workers."""
+        packed = torch.from_numpy(sum(np.frombuffer(one, np.float64) for one in record.statistics))
+        place = 0
+        for module in find_step_statistics_modules(self.state.parallel_model.module).values():
+            parts = []
+            for like in module.pop_sums():
+                parts.append(packed[place : place + like.numel()].view_as(like).to(like))
+                place += like.numel()
+            module.apply_sums(*parts)
+
+
+def _totals(record: AppliedStep) -> StepTotals:
+    return StepTotals(
+        loss=record.loss,
+        target_count=record.target_count,
+        gradient_norm=record.gradient_norm,
+        gradient_multiplier=1.0,
+        is_drain_requested=False,
+    )

@@ -1,0 +1,142 @@
+"""Embedding tables that ranks share train as those of one process, however they are placed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.compare import same_numbers
+from support.ranks import Outcome, run_here, run_job
+from wanma.job.plan.plan import Plan
+
+SHARDINGS: dict[str, dict[str, Any]] = {
+    "row_wise": {"embedding": "row_wise"},
+    "table_wise": {"embedding": "table_wise"},
+    "replicated": {"embedding": "replicated"},
+    "auto": {"embedding": "auto"},
+    "mixed": {"embedding": "row_wise", "embedding_tables": (("t*", "table_wise"), ("user", "replicated"))},
+}
+LAYOUTS: dict[str, Plan] = {
+    "1": Plan(),
+    "2": Plan(dp_replicate=2),
+    "3": Plan(dp_replicate=3),
+    "4": Plan(dp_replicate=4),
+    "ZeRO 1": Plan(dp_shard=2, shard="optimizer"),
+    "ZeRO 3": Plan(dp_shard=3, shard="parameters"),
+    "HSDP": Plan(dp_replicate=2, dp_shard=2, shard="parameters"),
+}
+OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+DEFAULT_CASES = {
+    ("row_wise", "2", "adagrad"),
+    ("table_wise", "3", "adam"),
+    ("replicated", "2", "rowwise_adagrad"),
+    ("mixed", "ZeRO 3", "adam"),
+}
+
+
+def job(folder: Path, table_optimizer: str | None, **train: Any) -> dict[str, Any]:
+    """A DLRM with bags that are empty or repeat ids, and tables whose rows no world size divides."""
+    generator = np.random.default_rng(0)
+    rows = ["user,item,rating,tags,words,age"]
+    for n in range(60):
+        tags = generator.integers(0, 7, generator.integers(0, 5))
+        words = generator.zipf(1.3, generator.integers(0, 14)) % 11
+        bags = ("|".join(map(str, bag)) for bag in (tags, words))
+        rows.append(",".join(map(str, (n % 13, n % 3, n % 2, *bags, n / 60))))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "log.csv").write_text("\n".join(rows) + "\n")
+    return {
+        "model": {
+            "family": "recommender",
+            "kind": "dlrm",
+            "recommender": {"embedding": 6, "bottom": [5, 6], "top": [9]},
+        },
+        "data": {
+            "interaction_log": str(folder / "log.csv"),
+            "cache": str(folder / "cache"),
+            "interactions": {
+                "target": "click",
+                "positive_from": 1,
+                "features": ["tags", "words"],
+                "dense": ["age"],
+            },
+        },
+        "train": {
+            "precision": "fp64",
+            "steps": 4,
+            "global_batch": 9,
+            "learning_rate": 0.05,
+            "schedule": "constant",
+            "gradient_clip": 0.05,
+            "validation_samples": 12,
+            "embedding_optimizer": table_optimizer,
+            **train,
+        },
+        "checkpoint": {"every_steps": 2},
+        "observe": {"console": "quiet"},
+    }
+
+
+def placed(layout: str, sharding: str, micro_batch: int = 2) -> Plan:
+    """Some ranks have no samples in their last micro-batch."""
+    return LAYOUTS[layout].with_changes(micro_batch=micro_batch, precision="fp64", **SHARDINGS[sharding])
+
+
+def reference(folder: Path, optimizer: str) -> Outcome:
+    return run_here(folder, job(folder, optimizer), placed("1", "row_wise", micro_batch=9))
+
+
+@pytest.mark.parametrize(
+    ("sharding", "layout", "optimizer"),
+    [
+        case if case in DEFAULT_CASES else pytest.param(*case, marks=pytest.mark.full)
+        for case in ((s, layout, o) for s in SHARDINGS for layout in LAYOUTS for o in OPTIMIZERS)
+    ],
+)
+def test_a_placement_has_the_numbers_of_one_process(
+    sharding: str, layout: str, optimizer: str, tmp_path: Path
+) -> None:
+    one = reference(tmp_path / "one", optimizer)
+    other = run_job(tmp_path / "other", job(tmp_path / "other", optimizer), placed(layout, sharding))
+    assert max(one.norms) > 0.05  # the gradients are clipped
+    same_numbers(one, other, 1e-9)
+
+
+def test_sgd_has_the_numbers_of_dense_tables(tmp_path: Path) -> None:
+    plain = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0}
+    dense = run_here(tmp_path, job(tmp_path, None, **plain), Plan(micro_batch=9, precision="fp64"))
+    sparse = run_here(
+        tmp_path / "sparse", job(tmp_path, "sgd", **plain), placed("1", "table_wise", micro_batch=4)
+    )
+    same_numbers(dense, sparse, 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (("2", "row_wise"), ("3", "table_wise")),
+        pytest.param(("4", "table_wise"), ("HSDP", "mixed"), marks=pytest.mark.full),
+        pytest.param(("3", "replicated"), ("1", "auto"), marks=pytest.mark.full),
+    ],
+)
+def test_a_checkpoint_goes_on_under_another_placement(
+    before: tuple[str, str], after: tuple[str, str], tmp_path: Path
+) -> None:
+    one = reference(tmp_path / "one", "adam")
+    folder = tmp_path / "two"
+    run_job(folder, job(folder, "adam", steps=2), placed(*before))
+    again = run_job(folder, job(folder, "adam"), placed(*after))
+    assert again.losses[-2:] == pytest.approx(one.losses[-2:], rel=1e-9)
+    same_numbers(one, again, 1e-9)
+
+
+@pytest.mark.parametrize("kind", ["two_tower", "matrix_factorization"])
+def test_single_ids_of_candidates_are_looked_up_too(kind: str, tmp_path: Path) -> None:
+    text = job(tmp_path, "adagrad")
+    text["model"] = {"family": "recommender", "kind": kind, "recommender": {"embedding": 6}}
+    text["data"]["interactions"] = {"target": "click", "negatives": 3}
+    one = run_here(tmp_path / "one", text, placed("1", "row_wise", micro_batch=9))
+    same_numbers(one, run_job(tmp_path / "two", text, placed("2", "row_wise", micro_batch=5)), 1e-9)

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from wanma.job.errors import WanmaError
+from wanma.parameter_server import frames
+from wanma.parameter_server.frames import Connection, FrameServer, PeerLostError
+
+SECRET = b"s" * 32
+
+
+def answer(header: dict[str, Any], buffers: list[bytearray]) -> tuple[dict[str, Any], list[bytes]]:
+    if header["op"] == "refuse":
+        raise WanmaError("refused", "a way out")
+    if header["op"] == "break":
+        raise ZeroDivisionError("a defect")
+    return {"sizes": [len(one) for one in buffers]}, [bytes(one) for one in reversed(buffers)]
+
+
+@pytest.fixture
+def server() -> Iterator[FrameServer]:
+    server = FrameServer(answer, SECRET)
+    yield server
+    server.close()
+
+
+def test_buffers_arrive_as_they_were_sent(server: FrameServer) -> None:
+    connection = Connection(server.address, SECRET)
+    for sent in ([b"abc", b"", bytes(1 << 20)], []):
+        header, received = connection.request({"op": "echo"}, sent, 10.0)
+        assert header["sizes"] == [len(one) for one in sent]
+        assert received == [bytearray(one) for one in reversed(sent)]
+    connection.close()
+
+
+def test_an_error_is_an_answer_and_the_connection_goes_on(server: FrameServer) -> None:
+    connection = Connection(server.address, SECRET)
+    with pytest.raises(WanmaError) as refused:
+        connection.request({"op": "refuse"})
+    assert refused.value.hint == "a way out"
+    with pytest.raises(WanmaError, match="ZeroDivisionError"):
+        connection.request({"op": "break"})
+    assert connection.request({"op": "echo"})[0] == {"sizes": []}
+    connection.close()
+
+
+def test_a_peer_without_the_secret_is_refused_on_both_sides(server: FrameServer) -> None:
+    with pytest.raises(WanmaError, match="secret"):
+        Connection(server.address, b"x" * 32)
+
+
+def test_a_server_without_the_secret_gets_no_frame() -> None:
+    stranger = FrameServer(answer, b"x" * 32)
+    with pytest.raises(WanmaError, match="secret"):
+        Connection(stranger.address, SECRET)
+    stranger.close()
+
+
+def test_another_version_is_refused(server: FrameServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def greet() -> None:
+            connection, _ = listener.accept()
+            content = json.dumps({"nonce": "n", "version": frames.PROTOCOL_VERSION + 1}).encode()
+            connection.sendall(len(content).to_bytes(4, "big") + bytes(4) + content)
+
+        threading.Thread(target=greet, daemon=True).start()
+        with pytest.raises(WanmaError, match="version"):
+            Connection(listener.getsockname(), SECRET)
+
+
+def test_a_peer_that_is_gone_or_silent_is_lost(server: FrameServer) -> None:
+    connection = Connection(server.address, SECRET)
+    server.close()
+    with pytest.raises(PeerLostError):
+        connection.request({"op": "echo"})
+    with pytest.raises(PeerLostError):
+        Connection(server.address, SECRET, connect_seconds=0.0)
+    silent = threading.Event()
+    waiting = FrameServer(lambda _header, _buffers: ({"is_over": silent.wait(30)}, ()), SECRET)
+    with pytest.raises(PeerLostError):
+        Connection(waiting.address, SECRET).request({"op": "echo"}, (), 0.05)
+    silent.set()
+    waiting.close()
+
+
+def test_what_is_no_frame_ends_the_connection_and_not_the_server(server: FrameServer) -> None:
+    for garbage in (b"GET / HTTP/1.0\r\n\r\n" * 10, b"\xff" * 64):
+        with socket.create_connection(server.address, timeout=10) as stranger:
+            stranger.sendall(garbage)
+            with contextlib.suppress(ConnectionResetError):
+                while stranger.recv(1 << 16):
+                    pass
+    assert Connection(server.address, SECRET).request({"op": "echo"})[0] == {"sizes": []}

@@ -1,0 +1,283 @@
+"""Training by parameter servers in real processes: the numbers of one process, and no lost update."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support.command import Desk, Running, Training, small_disk
+
+JOBS = {
+    "ratings": """\
+[model]
+family = "recommender"
+kind = "matrix_factorization"
+[model.recommender]
+embedding = 8
+[data]
+interaction_log = "synthetic:100x150x4000"
+[data.interactions]
+split = "random"
+[train]
+steps = 40
+global_batch = 48
+learning_rate = 1e-2
+validate_every_steps = 20
+""",
+    "dlrm": """\
+[model]
+family = "recommender"
+kind = "dlrm"
+[model.recommender]
+embedding = 8
+[data]
+interaction_log = "synthetic:100x150x4000"
+[data.interactions]
+target = "click"
+positive_from = 4
+[train]
+steps = 8
+global_batch = 50
+learning_rate = 1e-2
+validate_every_steps = 4
+""",
+    "gpt": """\
+[model]
+family = "decoder"
+layers = 2
+hidden = 32
+heads = 2
+[data]
+text = ["corpus"]
+sequence_length = 32
+cache = "cache"
+[train]
+steps = 6
+global_batch = 14
+learning_rate = 1e-2
+validate_every_steps = 3
+""",
+    "cnn": """\
+[model]
+family = "resnet"
+depth = 18
+batch_norm_group = 4
+[data]
+images = "images.npz"
+[train]
+steps = 2
+global_batch = 16
+learning_rate = 1e-2
+optimizer = "sgd"
+""",
+}
+ASYNCHRONOUS = ("servers.mode=asynchronous", 'parallel.allow=["staleness"]')
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
+    desk = Desk(tmp_path_factory.mktemp("served"), Path(__file__).parent)
+    for name, text in JOBS.items():
+        (desk.folder / f"{name}.toml").write_text(
+            text + '[observe]\nlog_every_steps = 1\nconsole = "plain"\n'
+        )
+    images = np.random.default_rng(1).integers(0, 255, (48, 12, 12, 3), dtype=np.uint8)
+    np.savez(desk.folder / "images.npz", images=images, labels=np.arange(48) % 3)
+    return desk
+
+
+def trained(desk: Desk, job: str, name: str, *overrides: str) -> Training:
+    """The finished run `name`, trained once for all tests."""
+    training = desk.training(name)
+    if not training.path.exists():
+        desk.run("train", f"{job}.toml", "--run-dir", name, *overrides).check()
+    return training
+
+
+def largest_difference(one: Training, other: Training) -> float:
+    """The largest difference of weights and optimizer state."""
+    a, b = one.state(), other.state()
+    assert a.keys() == b.keys()
+    return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
+
+
+def server_process(training: Training, server: int) -> int:
+    """Process of the newest start of a server."""
+    return int(
+        re.findall(r"process (\d+)", (training.path / "logs" / f"server-{server}.log").read_text())[-1]
+    )
+
+
+def start_until(desk: Desk, training: Training, steps: int, *overrides: str) -> Running:
+    running = desk.start("train", "ratings.toml", "--run-dir", training.path.name, *overrides)
+    assert running.until(lambda: training.steps_begun() >= steps), running.end().text
+    running.look()
+    return running
+
+
+@pytest.mark.parametrize(
+    ("job", "servers", "workers"),
+    [
+        ("dlrm", 2, 2),
+        *(
+            pytest.param(job, servers, workers, marks=pytest.mark.full)
+            for job in ("gpt", "cnn", "dlrm")
+            for servers, workers in ((1, 1), (1, 4), (2, 3), (3, 2), (3, 4))
+        ),
+    ],
+)
+def test_synchronous_servers_train_the_numbers_of_one_process(
+    desk: Desk, job: str, servers: int, workers: int
+) -> None:
+    alone = trained(desk, job, f"{job}-alone")
+    keys = (f"servers.count={servers}", f"parallel.dp_replicate={workers}", "parallel.micro_batch=16")
+    if job == "cnn":
+        keys = (*keys[:2], "parallel.micro_batch=4")
+    served = trained(desk, job, f"{job}-{servers}-{workers}", *keys)
+    assert np.allclose(served.losses, alone.losses, rtol=0, atol=2e-6)
+    assert largest_difference(served, alone) <= 1e-6
+
+
+@pytest.mark.full
+def test_a_checkpoint_of_servers_loads_without_servers_and_the_other_way_round(desk: Desk) -> None:
+    alone = trained(desk, "ratings", "ratings-alone")
+    half = ("train.steps=40", "train.schedule=constant", "checkpoint.every_steps=20")
+    for first, then in ((("servers.count=2",), ("servers.count=0",)), ((), ("servers.count=3",))):
+        name = f"resumed-{len(first)}"
+        training = desk.training(name)
+        desk.run("train", "ratings.toml", "--run-dir", name, "train.steps=20", *half[1:], *first).check()
+        desk.run(
+            "train", "ratings.toml", "--run-dir", name, *half, *then, "checkpoint.resume=changed"
+        ).check()
+        assert training.metrics[-1]["step"] == len(alone.metrics)
+        whole = trained(desk, "ratings", "ratings-constant", *half)
+        assert largest_difference(training, whole) <= 1e-6
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("keys", [("parallel.dp_replicate=2",), ("parallel.dp_replicate=2", *ASYNCHRONOUS)])
+@pytest.mark.parametrize("server", [0, 1, 2])
+def test_a_killed_server_loses_no_acknowledged_update(desk: Desk, server: int, keys: tuple[str, ...]) -> None:
+    training = desk.training(f"killed-{server}-{len(keys)}")
+    running = start_until(desk, training, 12, "servers.count=3", "servers.replicas=2", *keys)
+    os.kill(server_process(training, server), signal.SIGKILL)
+    running.end().check()
+    assert running.left() == []
+    assert [step["step"] for step in training.metrics] == list(range(1, 41))
+    assert "recovery" not in {event["kind"] for event in training.events}, "no worker was restarted"
+    if len(keys) == 1:
+        assert largest_difference(training, trained(desk, "ratings", "ratings-alone")) <= 1e-6
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("keys", [(), ASYNCHRONOUS])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_worker_repeats_no_step(desk: Desk, rank: int, keys: tuple[str, ...]) -> None:
+    training = desk.training(f"killed-worker-{rank}-{len(keys)}")
+    running = start_until(desk, training, 12, "servers.count=2", "parallel.dp_replicate=2", *keys)
+    process = training.rank_process(rank)
+    assert process is not None
+    os.kill(process, signal.SIGKILL)
+    running.end().check()
+    assert running.left() == []
+    (recovery,) = (event for event in training.events if event["kind"] == "recovery")
+    assert recovery["repeated_steps"] == 0
+    assert training.metrics[-1]["step"] == 40
+    if not keys:
+        assert largest_difference(training, trained(desk, "ratings", "ratings-alone")) <= 1e-6
+
+
+@pytest.mark.full
+def test_a_killed_supervisor_leaves_nothing_and_the_same_command_carries_on(desk: Desk) -> None:
+    training = desk.training("killed-supervisor")
+    keys = ("servers.count=2", "parallel.dp_replicate=2", "checkpoint.every_steps=5")
+    running = start_until(desk, training, 12, *keys)
+    os.kill(running.process.pid, signal.SIGKILL)
+    running.end()
+    assert running.left() == []
+    desk.run("train", "ratings.toml", "--run-dir", training.path.name, *keys).check()
+    assert largest_difference(training, trained(desk, "ratings", "ratings-alone")) <= 1e-6
+
+
+@pytest.mark.full
+def test_both_holders_of_a_shard_killed_end_the_run_and_the_same_command_carries_on(desk: Desk) -> None:
+    training = desk.training("killed-both")
+    keys = ("servers.count=2", "servers.replicas=2", "checkpoint.every_steps=5", "cluster.max_restarts=0")
+    running = start_until(desk, training, 12, *keys, "parallel.dp_replicate=2")
+    for server in (0, 1):
+        os.kill(server_process(training, server), signal.SIGKILL)
+    ran = running.end().check(1)
+    assert re.search(r"parameter server [01] ended by signal 9", ran.text)
+    assert running.left() == []
+    desk.run("train", "ratings.toml", "--run-dir", training.path.name, *keys).check()
+    assert largest_difference(training, trained(desk, "ratings", "ratings-alone")) <= 1e-6
+
+
+@pytest.mark.full
+def test_ctrl_c_saves_what_the_servers_hold_and_the_same_command_carries_on(desk: Desk) -> None:
+    training = desk.training("stopped")
+    keys = ("servers.count=2", "parallel.dp_replicate=2")
+    running = start_until(desk, training, 12, *keys)
+    running.signal(signal.SIGINT)
+    running.end().check(130)
+    assert running.left() == []
+    assert training.checkpoints() == [f"step-{len(training.metrics):08d}"]
+    desk.run("train", "ratings.toml", "--run-dir", training.path.name, *keys).check()
+    assert largest_difference(training, trained(desk, "ratings", "ratings-alone")) <= 1e-6
+
+
+@pytest.mark.full
+@pytest.mark.skipif(os.geteuid() != 0, reason="a file system of one's own needs root")
+def test_a_full_disk_ends_the_run_with_one_error_and_the_same_command_carries_on(desk: Desk) -> None:
+    training = desk.training("full-disk")
+    keys = (
+        "servers.count=2",
+        "parallel.dp_replicate=2",
+        "checkpoint.every_steps=10",
+        "model.recommender.embedding=512",
+    )
+    training.path.mkdir()
+    with small_disk(training.path / "checkpoints", "1600k"):
+        ran = desk.run(
+            "train", "ratings.toml", "--run-dir", training.path.name, *keys, "cluster.max_restarts=0"
+        )
+        assert ran.code not in (0, 130)
+        assert "no space" in ran.text.lower()
+    desk.run("train", "ratings.toml", "--run-dir", training.path.name, *keys).check()
+    alone = trained(desk, "ratings", "ratings-wide", keys[-1])
+    assert largest_difference(training, alone) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("key", "overrides"),
+    [
+        ("servers.mode", ("servers.mode=asynchronous",)),
+        ("servers.mode", ("servers.mode=bounded",)),
+        ("parallel.dp_shard", ("parallel.dp_shard=2",)),
+        (
+            "cluster.nodes",
+            ("cluster.nodes=2", "cluster.rendezvous=127.0.0.1:29500", "parallel.dp_replicate=2"),
+        ),
+        ("train.optimizer", ("train.optimizer=adafactor",)),
+        ("train.precision", ("train.precision=bf16",)),
+        ("train.weight_average", ("train.weight_average=0.9",)),
+        ("train.non_finite", ("train.non_finite=retry",)),
+        ("replicas", ("servers.replicas=2", "servers.count=1")),
+        (
+            "in_batch_softmax",
+            ("model.kind=two_tower", "data.interactions.target=click", "parallel.dp_replicate=2"),
+        ),
+        ("staleness", ("servers.staleness=3",)),
+    ],
+)
+def test_what_servers_cannot_do_is_refused_by_its_key(
+    desk: Desk, key: str, overrides: tuple[str, ...]
+) -> None:
+    ran = desk.call("train", "ratings.toml", "--dry-run", "servers.count=2", *overrides)
+    assert ran.code == 2
+    assert key in ran.told_once()
