@@ -19,7 +19,7 @@ from wanma.job.sections.job import Job
 from wanma.job.sections.kubernetes import KubernetesSection
 from wanma.job.sections.model import ModelSection
 from wanma.job.sections.observe import ObserveSection, invalid_run_name_reason
-from wanma.job.sections.parallel import ParallelSection, TableSharding
+from wanma.job.sections.parallel import ParallelSection, ServersSection, TableSharding
 from wanma.job.sections.recommender import InteractionsSection, RecommenderSection
 from wanma.job.sections.train import TrainSection
 
@@ -76,6 +76,7 @@ RULES: dict[type[Section], dict[str, st.SearchStrategy[Any]]] = {
             st.tuples(st.integers(), st.lists(st.integers(1, 99), max_size=3)), max_size=2
         ),
     },
+    ServersSection: {"count": st.integers(2, 1_024), "staleness": st.none()},
     ClusterSection: {
         "engine": st.sampled_from(("local", "ssh", "slurm")),  # kubernetes excludes `environment`
         "node_rank": st.just(0),

@@ -12,7 +12,7 @@ _NAMES_BY_KEY = {
     "parallel.micro_batch": "micro_batch_size local_batch_size per_device_train_batch_size "
     "train_micro_batch_size_per_gpu gradient_accumulation_steps accumulate_grad_batches",
     "train.learning_rate": "lr max_lr",
-    "train.schedule": "scheduler lr_scheduler lr_scheduler_type lr_schedule",
+    "train.schedule": "lr_scheduler lr_scheduler_type lr_schedule",
     "train.warmup_steps": "warmup warmup_iters warmup_ratio",
     "train.gradient_clip": "grad_clip clip_grad max_norm max_grad_norm gradient_clip_val gradient_clipping",
     "train.precision": "dtype mixed_precision bf16 fp16 amp",
