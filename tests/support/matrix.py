@@ -227,7 +227,7 @@ model."""
 def refusal(variants: tuple[str, ...]) -> str | None:
     """Reason for which the planner refuses to combine these; None when it does not."""
     plan = Case(variants, "dense").plan
-    keys = set(ParallelSection.model_fields) & {field.name for field in fields(Plan)}
+    keys = set(ParallelSection.model_fields) & {field.name for field in fields(Plan)} - {"embedding_tables"}
     job = Job.model_validate(
         {
             "model": MODELS["experts, balanced by bias" if "experts" in variants else "dense"],

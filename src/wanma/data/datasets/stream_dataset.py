@@ -48,6 +48,7 @@ class StreamDataset(UserDataset):
                 f"data.worker_processes is not supported: {type(dataset).__name__} is an iterable dataset",
                 "remove data.worker_processes, or use a map-style dataset",
             )
+        self._reported: set[str] = set()
         self.seed = train.seed
         self._train, self._validation, self._total = dataset, validation, total_samples
         self._draws = SeededDraws(train.seed, serialize_access=True)
