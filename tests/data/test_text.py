@@ -18,7 +18,7 @@ from wanma.data.documents.text_files import _chunk_end, list_documents, read_chu
 from wanma.data.formats.compression import detect_compression
 from wanma.data.formats.format import BadDataError
 from wanma.data.stores.filesystems import is_remote_entry, uses_async_filesystem
-from wanma.data.stores.remote_file import RemoteFile
+from wanma.data.stores.remote_file import open_file
 from wanma.data.text.tokenizer import load_tokenizer
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.retry import RetryPolicy
@@ -82,7 +82,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> type[FailingFileSystem]:
     quick = RetryPolicy(max_attempts=4, initial_backoff_seconds=0.001)
     for module in (wanma.data.stores.listing, wanma.data.text.tokenizer):
         monkeypatch.setattr(module, "STORAGE_RETRY_POLICY", quick)
-    monkeypatch.setattr(RemoteFile.__init__, "__defaults__", (quick,))
+    monkeypatch.setattr(open_file, "__defaults__", (quick,))
     return register()
 
 
