@@ -335,11 +335,11 @@ def the_divisor_is_forgotten() -> None:
 
 
 def replicated_gradients_count_on_every_rank() -> None:
-    def share(gradients: Any, _: Any) -> Tensor:
+    def share(gradients: Any, *_: Any) -> Tensor:
         parts = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
         return torch.stack([part.double().square().sum() for part in parts]).sum()
 
-    parameter_update.local_squared_norm = share
+    named_optimizer.local_squared_norm = share
 
 
 def ranks_do_not_agree_on_the_step() -> None:
