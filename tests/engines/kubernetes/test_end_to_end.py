@@ -363,13 +363,13 @@ def store(site: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any
 
 @pytest.mark.full
 def test_an_object_store_keeps_a_run_whose_pods_have_no_volume(site: Site, store: dict[str, Any]) -> None:
-    run, record = submit_job(site.job(steps=24, **store))
+    run, record = submit_job(site.job(steps=72, **store))
     site.wait_for_step(run, 6)
     pods = site.client.list("Pod", f"{RUN_LABEL}={record.handle['name']}")
     first = next(pod for pod in pods if pod["spec"]["hostname"].endswith("-0"))
     site.client.delete("Pod", first["metadata"]["name"], grace_seconds=0)
     assert attach(run, record) == 0
-    alone = to_job({**site.job(steps=24).model_dump(exclude_unset=True), "cluster": {"device": "cpu"}})
+    alone = to_job({**site.job(steps=72).model_dump(exclude_unset=True), "cluster": {"device": "cpu"}})
     assert train_job(alone, run_directory=site.folder / "alone") == 0
     reference, found = losses(type(run)(site.folder / "alone")), losses(run)
     assert found == pytest.approx({step: reference[step] for step in found}, rel=1e-4)
