@@ -328,8 +328,8 @@ def shards_keep_their_own_gradient() -> None:
 
 
 def the_divisor_is_forgotten() -> None:
-    right = parallelize.apply_data_parallel
-    parallelize.apply_data_parallel = lambda *arguments, **keywords: replace(
+    right = parallelize._apply_data_parallel
+    parallelize._apply_data_parallel = lambda *arguments, **keywords: replace(
         right(*arguments, **keywords), gradient_divisor=1
     )
 
