@@ -23,6 +23,7 @@ PAGES = {
     "parallel": "parallel.report",
     "planner-mixed": "planner.mixed",
     "planner-real": "planner.real_report",
+    "ray": "ray.run",
     "recovery": "recovery.report",
     "slow-links": "slow_links.report",
     "startup": "startup.run",
@@ -38,6 +39,7 @@ SUMMARIES = {
     "Collectives on one node": "collectives",
     "Startup": "startup",
     "On Slurm": "engines",
+    "On Ray": "ray",
 }
 """Page from which a section of performance.md has its tables."""
 
