@@ -29,6 +29,7 @@ def rounds(
     rule: Rule,
     around: Surroundings | None = None,
     earlier: Sequence[Measurement] = (),
+    lines: list[str] | None = None,
 ) -> tuple[list[tuple[int, str]], list[Measurement]]:
     saved: list[Measurement] = []
     done = run_rounds(
@@ -39,7 +40,7 @@ def rounds(
         around or surroundings(),
         earlier=earlier,
         save=saved.append,
-        progress=lambda _: None,
+        progress=([] if lines is None else lines).append,
     )
     assert done == [*earlier, *saved]
     return [(one.round, one.contender) for one in saved], done
@@ -84,7 +85,9 @@ def test_a_contender_that_fails_is_given_up_and_the_others_go_on(tmp_path: Path)
 
 def test_nothing_starts_that_the_budget_does_not_hold(tmp_path: Path) -> None:
     slow = contender("slow", "import time; time.sleep(0.5)")
-    order, done = rounds([slow], tmp_path, Rule(rounds=9, budget_seconds=1.3))
+    lines: list[str] = []
+    order, done = rounds([slow], tmp_path, Rule(rounds=9, budget_seconds=1.3), lines=lines)
     assert 1 <= len(order) <= 2
+    assert len(lines) == len(order) + 1  # and that is said once
     with pytest.raises(dataclasses.FrozenInstanceError):
         done[0].round = 3  # type: ignore[misc]

@@ -21,6 +21,7 @@ from wanma.bench.programs.execution import ExecutionRule, MeterFactory, execute
 from wanma.bench.programs.job_program import end_earlier_execution, run_of_execution
 from wanma.bench.programs.redaction import known_secrets, redact_text
 from wanma.bench.programs.target import Target
+from wanma.bench.statistics.warm_up import MIN_STEPS
 from wanma.bench.turns.turn_count import too_few_turns
 
 RUNS_FOLDER = "runs"
@@ -99,16 +100,20 @@ def run_rounds(
         groups = [[one] for one in wanted if one.name not in measured]
         if rule.turn_seconds:  # a pair that lacks one is no pair
             groups = [] if measured else [[one for one in turns if not is_given_up(one, done)]]
+        left_out: list[str] = []
         for group in groups:
-            names = " and ".join(one.name for one in group)
             left = None if rule.budget_seconds is None else rule.budget_seconds - (time.monotonic() - began)
             if left is not None and left < sum(expected_seconds(one, done) for one in group):
-                progress(f"the budget is spent: round {number + 1} is without {names}")
+                left_out.append(" and ".join(one.name for one in group))
                 continue
             for measurement in _measure(group, number, rule, target, scratch, surroundings):
                 done.append(measurement)
                 save(measurement)
                 progress(describe(measurement))
+        if left_out:
+            progress(f"the budget is spent: round {number + 1} is without {', '.join(left_out)}")
+            if len(left_out) == len(groups):  # nor does any later round fit
+                break
     return done
 
 
@@ -208,6 +213,8 @@ def describe(measurement: Measurement) -> str:
     seconds = sorted(step.seconds for step in measurement.steps if step.seconds == step.seconds)
     if seconds:
         text += f"  {len(measurement.steps)} steps, median {seconds[len(seconds) // 2] * 1e3:.1f} ms"
+        if len(measurement.steps) < MIN_STEPS:
+            text += f", too few for a step time: {MIN_STEPS} are needed"
     if measurement.error:
         text += f"  failed: {measurement.error}"
     elif measurement.disturbances:
