@@ -45,6 +45,7 @@ def test_all_runs_are_listed_and_one_is_shown_with_its_ranks(client: Client, tmp
     page = client.get("/runs/gpt/").text
     assert "diagnosis of gpt" in page
     assert "rank 1: 2.00 s a step, median 1.50 s a step" in page
+    assert "rank 1: 0 ms a step, median 0 ms a step" in page, "its wait for data"
     assert "&lt;b&gt;" in page
     assert client.get("/runs/gpt/logs/rank-0.log").headers["content-type"].startswith("text/plain")
 

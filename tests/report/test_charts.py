@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from wanma.report.components.axis import AxisScale, linear_range, log_range, tick_text
 from wanma.report.components.downsampling import downsample
+from wanma.report.components.heat_map import heat_map
 from wanma.report.components.line_chart import Chart, Series, chart_figure
 
 numbers = st.floats(-1e12, 1e12)
@@ -180,3 +181,9 @@ def test_points_may_stand_alone() -> None:
     drawing = chart_figure(Chart("Plans", [Series("others", 1, [1.0, 2.0], [3.0, 4.0], draws_line=False)]))
     assert "polyline" not in drawing
     assert drawing.count('class="dot c1"') == 2
+
+
+def test_a_colour_of_a_heat_map_is_as_strong_as_the_part_matters_to_the_whole() -> None:
+    part, whole = {"rank 0": [0.1], "rank 1": [0.2]}, {"rank 0": [1.0], "rank 1": [1.1]}
+    assert re.findall(r'opacity="([0-9.]+)"', heat_map(part, str, whole)) == ["0.17", "0.17"]
+    assert re.findall(r'opacity="([0-9.]+)"', heat_map(part, str, part)) == ["0.69", "0.69"]

@@ -74,6 +74,22 @@ def test_it_is_told_in_words_in_the_summary_and_on_the_page(new_run: NewRun) -> 
     assert "Communication of a median step" in render_report_page(report)
 
 
+def test_a_gpus_record_has_no_total(new_run: NewRun) -> None:
+    run = communicating(new_run(20))
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    for line in lines:
+        del line["communication_seconds"]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = read_report(run)
+    data, _ = exposed_communication(report)
+    assert (data.exposed_seconds, data.total_seconds, data.exposed_share) == (0.1, None, None)
+    assert "data parallel 0.10 s, pipeline 50 ms" in run_summary(report)
+    assert "Communication of a median step" in render_report_page(report)
+    assert exposed_communication_text(ExposedCommunication("data parallel", 0.1, None, 0.15)) == (
+        "data parallel 0.10 s (forecast 0.15 s)"
+    )
+
+
 def test_a_run_that_says_nothing_of_it_shows_nothing(new_run: NewRun) -> None:
     report = read_report(new_run(20))
     assert exposed_communication(report) == []

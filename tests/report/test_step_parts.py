@@ -57,6 +57,14 @@ def test_a_gpus_forward_and_backward_are_one_part_less_what_it_idled() -> None:
     assert step_parts(1.0, PHASES | {"gpu_idle": 0.04})["host"] == pytest.approx(0.03)
 
 
+def test_idle_is_part_of_a_gpus_compute_where_that_is_known() -> None:
+    parts = step_parts(1.0, PHASES | {"compute": 0.6, "exposed.tensor": 0.1, "gpu_idle": 0.3})
+    assert parts["compute"] == pytest.approx(0.6 - 0.2)
+    assert parts["host"] == pytest.approx(0.03 + 0.2)
+    assert "forward_backward" not in parts
+    assert sum(parts.values()) == pytest.approx(1.0)
+
+
 def test_what_is_not_explained_may_be_negative_and_is_shown() -> None:
     assert step_parts(0.5, {"compute": 0.6}) == pytest.approx({"compute": 0.6, "other": -0.1})
 

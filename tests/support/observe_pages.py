@@ -34,10 +34,13 @@ ends with its rank. Service discovery adds `job` and `host`, Prometheus `instanc
 [target without discovery](../guides/prometheus-and-grafana.md#targets-without-discovery) has the `job` of its
 scrape configuration.
 
-On GPUs the host's clock does not see the waits within the queue of a device. There the phases of a step are
-those of the host: `forward_backward` has computation, communication and bubble in one, up to the point where
-the host waits for the device. Exposed communication by axis and the bubble are not measured: `wanma profile`
-shows them. `wanma_rank_phase_seconds_total` has as `compute` three times the forward, by CUDA events."""
+Waits for other ranks are timed on CPUs by the host's clock where they happen, on GPUs by CUDA events on
+both sides of a wait of the stream that computes. The host reads them once a step, when it has waited for
+the device anyway. From them come exposed communication by axis, the bubble, and a record's
+`compute_seconds`. On GPUs the exposed communication of sharded parameters includes the copies into and out
+of its buffers; a step with more than 32,768 waits has none of these times, and `forward_backward` is one
+part there. This has been tested with events of the tests' own, and not yet on a GPU.
+`wanma_rank_phase_seconds_total` has as `compute` on GPUs three times the forward."""
 _ALERTS = """\
 Each alert with its rule, as Prometheus has it, and its usual causes, the most frequent one first. The
 supervisor of a run [evaluates the same rules](../guides/alerts.md) from the same values, every five seconds.

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote, urlencode
 
 from wanma.job.run.run_directory import RunDirectory
 from wanma.observe.units import bytes_text, duration_text, number_text, percent_text
 from wanma.report.components.heat_map import heat_map
-from wanma.report.components.html_elements import card, document, table_header
+from wanma.report.components.html_elements import card, document, table_header, table_row
 from wanma.report.components.line_chart import Chart, Series, chart_figure
 from wanma.report.rank_work import RankWindows, read_rank_windows
-from wanma.report.report_page import report_parts
+from wanma.report.report_page import flat_values, report_parts
 from wanma.report.run_report import Report, read_report
 
 LOG_TAIL_BYTES = 1 << 14
@@ -85,21 +84,33 @@ def run_page(report: Report, diagnosis: str) -> str:
 
 
 def _ranks(report: Report) -> str:
-    """Render the work of each rank over time, and its newest share by phase."""
+    """Render the work of each rank over time, phase by phase, and the newest values."""
     windows = read_rank_windows(report.run)
     if not windows:
         return ""
-    rows = {work.name: work.work_seconds for work in windows}
-    drawing = heat_map(rows, lambda seconds: f"{duration_text(seconds)} a step")
-    return card("Work of a step by rank, without waits for others", drawing + _rank_table(windows))
+    whole = {work.name: work.work_seconds for work in windows}
+    phases = {
+        "Computation": {work.name: work.compute_seconds for work in windows},
+        "Waiting for data": {work.name: work.data_seconds for work in windows},
+    }
+    maps = (
+        f"<p>{phase}</p>{heat_map(rows, lambda seconds: f'{duration_text(seconds)} a step', whole)}"
+        for phase, rows in phases.items()
+    )
+    title = "Work of a step by rank and phase, without waits for others"
+    return card(title, "".join(maps) + _rank_table(windows))
 
 
 def _rank_table(windows: Sequence[RankWindows]) -> str:
     columns = ("compute", "data", "processors", "memory")
     rows = "".join(
-        f'<tr><td>{escape(work.name)}</td><td class="n">{duration_text(work.compute_seconds[-1])}</td>'
-        f'<td class="n">{duration_text(work.data_seconds[-1])}</td>'
-        f'<td class="n">{number_text(work.cores)}</td><td class="n">{bytes_text(work.memory_bytes)}</td></tr>'
+        table_row(
+            escape(work.name),
+            duration_text(work.compute_seconds[-1]),
+            duration_text(work.data_seconds[-1]),
+            number_text(work.cores),
+            bytes_text(work.memory_bytes),
+        )
         for work in sorted(
             windows,
             key=lambda work: work.work_seconds[-1] if math.isfinite(work.work_seconds[-1]) else -1.0,
@@ -150,26 +161,17 @@ def comparison_page(reports: Sequence[Report]) -> str:
 
 def _settings(reports: Sequence[Report]) -> str:
     """Render the settings in which the runs differ."""
-    flat = [_flat(report.job) for report in reports]
+    flat = [dict(flat_values(report.job)) for report in reports]
     keys = [key for key in dict.fromkeys(key for values in flat for key in values) if key != "observe.name"]
-    differing = [key for key in keys if len({str(values.get(key, "–")) for values in flat}) > 1]
+    differing = [key for key in keys if len({values.get(key, "–") for values in flat}) > 1]
     rows = "".join(
         f"<tr><td>{escape(key)}</td>"
-        + "".join(f"<td>{escape(str(values.get(key, '–')))}</td>" for values in flat)
+        + "".join(f"<td>{escape(values.get(key, '–'))}</td>" for values in flat)
         + "</tr>"
         for key in differing[:60]
     )
     heads = table_header(("", *(report.run.name for report in reports)))
     return card("Settings that differ", f"<table>{heads}{rows}</table>") if rows else ""
-
-
-def _flat(job: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        f"{section}.{key}": value
-        for section, values in job.items()
-        if isinstance(values, Mapping)
-        for key, value in values.items()
-    }
 
 
 def log_page(run: RunDirectory, rank: int, text: str) -> str:

@@ -13,7 +13,7 @@ from wanma.job.run.worker import Event
 from wanma.report.forecast_comparison import first_measured_row
 from wanma.report.rank_work import read_node_records
 from wanma.report.run_report import Report
-from wanma.report.step_parts import EXPOSED, GPU_IDLE, HOST, step_parts
+from wanma.report.step_parts import GPU_IDLE, HOST, step_parts, time_name
 
 DISPATCH = "dispatch of kernels"
 """Part of a step in which the GPU waits for kernels of forward and backward; in reports it is the host's."""
@@ -196,11 +196,8 @@ def _step_times(window: Mapping[str, Sequence[float]]) -> tuple[float | None, di
     rows = known[: len(known) - len(known) // 20]
     times = {}
     for key, column in window.items():
-        name = {"compute_seconds": "compute", "bubble_seconds": "bubble"}.get(key, "")
-        for prefix, kind in (("phases.", ""), ("exposed_communication_seconds.", EXPOSED)):
-            if key.startswith(prefix) and key != "phases.checkpoint":
-                name = kind + key.removeprefix(prefix)
-        if name and (value := _mean(column[row] for row in rows)) is not None:
+        name = time_name(key)
+        if name not in ("", "checkpoint") and (value := _mean(column[row] for row in rows)) is not None:
             times[name] = value
     busy = window.get("gpu_utilization")
     if busy and (idle := _mean((1.0 - busy[row]) * unsaved[row] for row in rows)) is not None:

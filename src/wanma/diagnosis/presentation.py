@@ -52,8 +52,8 @@ def _lines(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[str]:
             yield f"fewer than {MIN_STEPS} steps: too early to judge"
         elif FORWARD_BACKWARD in evidence.parts:
             yield (
-                "nothing stands out outside forward and backward, whose computation and communication the "
-                "host of a GPU does not see apart: `wanma profile` shows them"
+                "nothing stands out outside forward and backward, of which the run has no parts: "
+                "`wanma profile` shows them"
             )
         else:
             yield "nothing stands out: no part but computation takes a share that is worth a change"

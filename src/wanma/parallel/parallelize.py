@@ -230,12 +230,8 @@ def parallelize(
         plan,
         parallel_mesh,
     )
-    waits = _time_functional_collectives(plan, parallel_mesh)
-    clock = ComputeTimer(
-        parallel_mesh.device.type,
-        lambda: parallel_mesh.communication_timer.exposed_seconds + waits.seconds,
-        per_micro_batch=plan.pp > 1,
-    )
+    timer, waits = parallel_mesh.communication_timer, _time_functional_collectives(plan, parallel_mesh)
+    clock = ComputeTimer(timer.clock, lambda: timer.position + waits.seconds, per_micro_batch=plan.pp > 1)
     draws = _build_random_draws(spec, module, plan, seed)
     pipeline = None
     if plan.pp > 1:
@@ -320,6 +316,9 @@ def _time_functional_collectives(plan: Plan, parallel_mesh: ParallelMesh) -> Fun
         timer.functional_kind = "context" if plan.cp > 1 else "data"
     if plan.ep > 1:
         timer.expert_group = parallel_mesh.dim_mesh("ep").get_group().group_name
+    if timer.clock is not None:
+        get_functional_wait_time("cuda")
+        return FunctionalWaitTime()  # the timer of a GPU gets the waits of all threads
     return get_functional_wait_time()
 
 

@@ -1,7 +1,4 @@
-"""Exposed and total communication of a median step by mesh dimension.
-
-On CPUs, of rank 0: a GPU's host does not know what it waits for.
-"""
+"""Exposed and total communication of a median step of rank 0 by mesh dimension; on GPUs the exposed alone."""
 
 from __future__ import annotations
 
@@ -29,13 +26,16 @@ class ExposedCommunication:
 
     name: str
     exposed_seconds: float
-    total_seconds: float
+    total_seconds: float | None
+    """Time in flight; None on GPUs."""
     forecast: float | None
     """Forecast of `exposed_seconds` in seconds; None where there is none."""
 
     @property
-    def exposed_share(self) -> float:
-        """Return the exposed share of the communication, 0 .. 1."""
+    def exposed_share(self) -> float | None:
+        """Return the exposed share of the communication, 0 .. 1; None: it is unknown."""
+        if self.total_seconds is None:
+            return None
         return self.exposed_seconds / self.total_seconds if self.total_seconds else 0.0
 
 
@@ -50,7 +50,7 @@ def exposed_communication(report: Report) -> list[ExposedCommunication]:
             _median(report, f"{group}.{kind}")
             for group in ("exposed_communication_seconds", "communication_seconds")
         )
-        if waited is not None and total is not None:
+        if waited is not None:
             forecast = getattr(step_forecast, field) if step_forecast is not None else None
             communication.append(ExposedCommunication(name, waited, total, forecast))
     return sorted(communication, key=lambda part: -part.exposed_seconds)
@@ -61,11 +61,12 @@ def exposed_communication_text(communication: ExposedCommunication) -> str:
 
     Example: 'data parallel 0.12 s of 1.10 s (11 %; forecast 0.10 s)'.
     """
-    note = "" if communication.forecast is None else f"; forecast {duration_text(communication.forecast)}"
-    return (
-        f"{communication.name} {duration_text(communication.exposed_seconds)} of "
-        f"{duration_text(communication.total_seconds)} ({100 * communication.exposed_share:.0f} %{note})"
-    )
+    share, forecast = communication.exposed_share, communication.forecast
+    notes = [] if share is None else [f"{100 * share:.0f} %"]
+    notes += [] if forecast is None else [f"forecast {duration_text(forecast)}"]
+    total = "" if share is None else f" of {duration_text(communication.total_seconds)}"
+    note = f" ({'; '.join(notes)})" if notes else ""
+    return f"{communication.name} {duration_text(communication.exposed_seconds)}{total}{note}"
 
 
 def _median(report: Report, key: str) -> float | None:

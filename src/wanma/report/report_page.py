@@ -235,7 +235,7 @@ def _exposed(report: Report) -> str:
             "–" if kind.forecast is None else duration_text(kind.forecast),
             duration_text(kind.exposed_seconds),
             duration_text(kind.total_seconds),
-            f"{100 * kind.exposed_share:.0f} %",
+            "" if kind.exposed_share is None else f"{100 * kind.exposed_share:.0f} %",
         )
         for kind in kinds
     )
@@ -257,19 +257,19 @@ def _details(report: Report) -> str:
 
 def _table(values: Mapping[str, Any]) -> str:
     rows = "".join(
-        f"<tr><td>{escape(key)}</td><td>{escape(value)}</td></tr>" for key, value in _flat(values, "")
+        f"<tr><td>{escape(key)}</td><td>{escape(value)}</td></tr>" for key, value in flat_values(values)
     )
     return f"<table>{rows}</table>" if rows else ""
 
 
-def _flat(value: Any, name: str) -> Iterable[tuple[str, str]]:
+def flat_values(value: Any, name: str = "") -> Iterable[tuple[str, str]]:
     """Yield nested values as pairs of a dotted name ('devices.0.name') and text."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
-            yield from _flat(inner, f"{name}.{key}" if name else str(key))
+            yield from flat_values(inner, f"{name}.{key}" if name else str(key))
     elif isinstance(value, list) and any(isinstance(inner, dict | list) for inner in value):
         for index, inner in enumerate(value):
-            yield from _flat(inner, f"{name}.{index}")
+            yield from flat_values(inner, f"{name}.{index}")
     elif isinstance(value, list):
         yield name, " ".join(str(inner) for inner in value) or "none"
     else:

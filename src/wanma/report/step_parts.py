@@ -1,7 +1,7 @@
 """Parts of a step that add up to its time, from the times that a run records, and the same of a forecast.
 
-On a CPU every wait is timed where it happens. The host of a GPU does not see what happens inside forward and
-backward, which are one part then; only the time in which no kernel ran is known, from NVML.
+On a CPU every wait is timed where it happens, on a GPU where its stream waits. Where a run has no such times,
+forward and backward are one part. The time in which a GPU ran no kernel is known from NVML.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ PART_NAMES = {
 _PHASE_PARTS = {"communication": "data", "data": "loading"}
 """Phases of a recorder whose part has another name."""
 _MODEL_AXES = ("tensor", "context", "expert")
+_TIMES = {"compute_seconds": "compute", "bubble_seconds": "bubble"}
+_TIME_PREFIXES = {"phases.": "", "exposed_communication_seconds.": EXPOSED}
+"""Names for `step_parts` of the columns of a report's steps that are times of a step, and of their groups."""
 
 
 def step_parts(seconds: float, times: Mapping[str, float]) -> dict[str, float]:
@@ -39,8 +42,8 @@ def step_parts(seconds: float, times: Mapping[str, float]) -> dict[str, float]:
     Args:
         seconds: wall clock of the step.
         times: seconds by phase, as in metrics.jsonl; `exposed.KIND` of communication inside forward and
-            backward; `compute` and `bubble` of ranks on CPUs; `gpu_idle` of ranks on GPUs. Another name is a
-            part of its own. Means over steps give means of the parts.
+            backward; `compute` and `bubble`, if they are known; `gpu_idle` of ranks on GPUs. Another name is
+            a part of its own. Means over steps give means of the parts.
     """
     left = {name: value for name, value in times.items() if name != "validation"}
     exposed = {name.removeprefix(EXPOSED): left.pop(name) for name in tuple(left) if name.startswith(EXPOSED)}
@@ -57,11 +60,13 @@ def step_parts(seconds: float, times: Mapping[str, float]) -> dict[str, float]:
         part = _PHASE_PARTS.get(name, name)
         parts[part] = parts.get(part, 0.0) + value
     if compute is None:
-        # Idle while the host waited for data or saved is explained; the rest is the host's dispatch.
-        dispatch = max(idle - parts["loading"] - parts["checkpoint"] - parts[HOST], 0.0)
-        dispatch = min(dispatch, forward_backward)
-        parts[FORWARD_BACKWARD] = forward_backward - dispatch
-        parts[HOST] += dispatch
+        parts[FORWARD_BACKWARD] = forward_backward
+    # Idle while the host waited for data or saved is explained; the rest is the host's dispatch.
+    kernels = "compute" if compute is not None else FORWARD_BACKWARD
+    dispatch = max(idle - parts["loading"] - parts["checkpoint"] - parts[HOST], 0.0)
+    dispatch = min(dispatch, parts[kernels])
+    parts[kernels] -= dispatch
+    parts[HOST] += dispatch
     parts[OTHER] = seconds - sum(parts.values())
     return {name: value for name, value in parts.items() if value != 0 or name == OTHER}
 
@@ -83,3 +88,11 @@ def forecast_parts(step: StepTime, separates_compute: bool) -> dict[str, float]:
         inside = {FORWARD_BACKWARD: sum(inside.values())}
     after = {name: getattr(step, name) for name in ("optimizer", "loading", "checkpoint")}
     return {name: seconds for name, seconds in (inside | after).items() if seconds > 0}
+
+
+def time_name(column: str) -> str:
+    """Return the name of a column of a report's steps as `step_parts` takes it; empty: it is no such time."""
+    for prefix, kind in _TIME_PREFIXES.items():
+        if column.startswith(prefix):
+            return kind + column.removeprefix(prefix)
+    return _TIMES.get(column, "")

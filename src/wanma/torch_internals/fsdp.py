@@ -75,7 +75,9 @@ class FsdpParameterGroup(Protocol):
     pre_forward: Callable[..., Any]
     post_forward: Callable[..., Any]
     post_backward: Callable[..., Any]
-    """Hooks around uses of the unit; an attribute of the group takes their place."""
+    wait_for_unshard: Callable[..., Any]
+    finalize_backward: Callable[..., Any]
+    """Hooks around uses of the unit, and waits; an attribute of the group takes their place."""
 
     @property
     def is_sharded(self) -> bool: ...

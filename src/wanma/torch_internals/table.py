@@ -243,7 +243,7 @@ TORCH_INTERNALS: tuple[TorchInternal, ...] = (
     *_rows(
         f"{_FSDP}._fsdp_param_group:FSDPParamGroup",
         "fsdp_params mesh_info device reduce_grads reshard_after_backward pre_forward post_forward "
-        "post_backward is_sharded is_unsharded finalize_backward reshard _training_state "
+        "post_backward wait_for_unshard is_sharded is_unsharded finalize_backward reshard _training_state "
         "_all_gather_comm _reduce_scatter_comm _init_mp_dtypes _wait_for_post_backward",
         _NO_FSDP,
     ),

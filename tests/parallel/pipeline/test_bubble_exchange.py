@@ -71,7 +71,7 @@ def test_a_backward_may_be_whole_or_split() -> None:
     assert bubble_seconds(sums, plan, GLOBAL_BATCH) == pytest.approx(3.0)
 
 
-def test_gpus_and_single_stages_exchange_nothing() -> None:
-    for plan in (Plan(dp_replicate=2), Plan(pp=2, device="cuda")):
-        assert operation_terms([], plan, 0, GLOBAL_BATCH) == ()
-        assert bubble_seconds([], plan, GLOBAL_BATCH) is None
+def test_a_single_stage_exchanges_nothing() -> None:
+    plan = Plan(dp_replicate=2)
+    assert operation_terms([], plan, 0, GLOBAL_BATCH) == ()
+    assert bubble_seconds([], plan, GLOBAL_BATCH) is None

@@ -34,7 +34,7 @@ def test_the_logits_are_gone_when_backward_has_left_the_head() -> None:
         pipeline=None,
         modules=model.modules,
         forward_parameters=model.parameters,
-        compute_timer=ComputeTimer("cpu", lambda: 0.0, per_micro_batch=False),
+        compute_timer=ComputeTimer(None, lambda: 0.0, per_micro_batch=False),
         begin_micro_batch=lambda **_: None,
         finalize_gradients=lambda: None,
         random_draws=RandomDraws(0),

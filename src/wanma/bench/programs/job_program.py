@@ -18,12 +18,7 @@ from wanma.bench.programs.target import Progress
 from wanma.job.file.loading import load_job
 from wanma.job.run.run_directory import RunDirectory
 from wanma.report.run_report import Report, read_report
-from wanma.report.step_parts import EXPOSED, GPU_IDLE
-
-_EXPOSED = "exposed_communication_seconds."
-_TIMES = {"compute_seconds": "compute", "bubble_seconds": "bubble"}
-"""Keys of a record that are times of a step, besides its phases, and their names as such."""
-
+from wanma.report.step_parts import GPU_IDLE, time_name
 
 LOCAL_RUN = "run"
 """Name of the run directory of a run on this machine."""
@@ -104,7 +99,7 @@ class JobProgram:
 def step_records(report: Report) -> tuple[StepRecord, ...]:
     """Return the steps of a run's metrics."""
     columns = report.steps
-    phases = {name: short for name in columns if (short := _time_name(name))}
+    phases = {name: short for name in columns if (short := time_name(name))}
     begun = float(report.starts[0].get("step", 0)) if report.starts else 0.0
     records, before = [], _samples_before(columns, begun)
     for row, step in enumerate(columns["step"]):
@@ -130,15 +125,6 @@ def step_records(report: Report) -> tuple[StepRecord, ...]:
         )
         before = before if samples is None else samples
     return tuple(records)
-
-
-def _time_name(column: str) -> str:
-    """Return the name in a step's times of a column of metrics.jsonl; empty: it is no time of a step."""
-    if column.startswith("phases."):
-        return column.removeprefix("phases.")
-    if column.startswith(_EXPOSED):
-        return f"{EXPOSED}{column.removeprefix(_EXPOSED)}"
-    return _TIMES.get(column, "")
 
 
 def _gpu_idle(columns: Mapping[str, Sequence[float]], row: int) -> dict[str, float]:

@@ -27,9 +27,10 @@ precision. `parameters/frozen_weights.py` says how frozen weights are held.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -97,9 +98,7 @@ def apply_sharding(
     stale_check, frozen = StaleParameterCheck(model), None
     averages = _divides_by_replicas(plan)
     divisor = plan.replicate_group_size if averages else 1
-    scalars = _replicate_unshardable(
-        model, plan, parallel_mesh, communication_timer, divisor, permanently_frozen
-    )
+    scalars = _replicate_unshardable(model, parallel_mesh, communication_timer, divisor, permanently_frozen)
     if gather_free := find_gather_free_weights(
         model, plan, parallel_mesh, PRECISION_DTYPES[plan.precision], permanently_frozen
     ):
@@ -177,7 +176,6 @@ def _communication_units(
 
 def _replicate_unshardable(
     model: nn.Module,
-    plan: Plan,
     parallel_mesh: ParallelMesh,
     communication_timer: CommunicationTimer,
     gradient_divisor: int,
@@ -190,8 +188,7 @@ def _replicate_unshardable(
     return Replicated(
         model,
         parallel_mesh,
-        # Communication is timed on CPUs alone.
-        communication_timer if plan.device == "cpu" else CommunicationTimer(),
+        communication_timer,
         None,
         gradient_divisor=gradient_divisor,
         selected=selected,
@@ -260,6 +257,8 @@ def _prepare_units(
         unit.set_force_sum_reduction_for_comms(True)
         if plan.device == "cpu":
             _set_cpu_collectives(unit, communication_timer, mesh, prefetch=plan.overlap)
+        if communication_timer.clock is not None:
+            _time_device_waits(unit, communication_timer)
         if compression is not None:
             compress_fsdp_unit(unit, compression, names)
         if not averages:
@@ -273,10 +272,7 @@ class Sharded:
     model: FSDPModule
     plan: Plan
     communication_timer: CommunicationTimer
-    """Time of the communication of gradients and parameters (CPU only).
-
-    On a GPU communication overlaps with compute and is not separable by the host's clock.
-    """
+    """Time of the communication of gradients and parameters."""
     gradient_divisor: int
     """Number by which communication divides the summed gradients; the loss is multiplied by it beforehand."""
     stale_parameter_check: StaleParameterCheck
@@ -447,3 +443,24 @@ def _set_cpu_collectives(
     # The replicas' all-reduce is FSDP2's own call: it begins right after the allocation of the
     # output, which starts the stopwatch, and ends at this hook.
     unit.set_all_reduce_hook(lambda _: communication_timer.end_data_wait(time.perf_counter()))
+
+
+def _time_device_waits(unit: FSDPModule, communication_timer: CommunicationTimer) -> None:
+    """Time the waits of a GPU's stream for a unit's gathers and reductions, with the copies around them.
+
+    FSDP2 communicates on streams of its own. In these calls, and there alone, the one that computes waits for
+    them.
+    """
+    if (group := parameter_group(unit)) is None:
+        return
+
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed_call(*arguments: Any) -> Any:
+            with communication_timer.time_blocking_transfer("data"):
+                return call(*arguments)
+
+        return timed_call
+
+    group.wait_for_unshard = timed(group.wait_for_unshard)
+    group.post_backward = timed(group.post_backward)
+    group.finalize_backward = timed(group.finalize_backward)

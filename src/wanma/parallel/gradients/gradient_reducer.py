@@ -152,7 +152,7 @@ class GradientReducer:
         """
         if not self._bucket_layout:
             return {}
-        start = time.perf_counter()
+        start = self._communication_timer.now()
         self._communication_timer.begin_transfer("data", start)
         started_buckets, self._pop_gradient = self._next_bucket, pop_gradient
         while self._next_bucket < len(self._bucket_layout):
@@ -186,9 +186,7 @@ class GradientReducer:
             self._start_bucket(late_gradient)
             self._wait()
             sums[size.parameter_index] += late_gradient
-        end = time.perf_counter()
-        self._communication_timer.end_transfer("data", end)
-        self._communication_timer.add_exposed("data", end - start)
+        self._communication_timer.end_wait("data", start)
         return sums
 
     def _pop_late_gradients(self, started_buckets: int) -> dict[int, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from wanma.collectives.all_reduce.nccl_switch import nccl_algorithm, nccl_algorithm_environment
 from wanma.collectives.functional_all_gather import patch_functional_all_gather
 from wanma.collectives.timing.communication_timer import CommunicationTimer, use_timer
+from wanma.collectives.timing.event_clock import EventClock
 from wanma.job.errors import WanmaError
 from wanma.job.plan.plan import MESH_DIMS, Plan
 from wanma.job.run.worker import WorkerContext
@@ -136,8 +137,7 @@ def open_mesh(
         try:
             log_backend(worker, collectives)
             parallel_mesh = build_mesh(plan, worker.rank, device, worker.local_world_sizes)
-            # The host's clock times the waits of a CPU, not the work of a GPU.
-            with use_timer(parallel_mesh.communication_timer) if device.type == "cpu" else nullcontext():
+            with use_timer(parallel_mesh.communication_timer):
                 yield parallel_mesh
             # Not after an error: the end of a group waits for its collectives, in which peers may have died.
             if is_dtensor_loaded():
@@ -191,7 +191,8 @@ def build_mesh(
     embeddings = None
     if plan.embedding != "dense":
         embeddings = seen_as((plan.world_size, 1), ("embedding", "embedding_holder"))
-    return ParallelMesh(plan, rank, device, axes, state, experts, embeddings, local_world_sizes)
+    timer = CommunicationTimer(EventClock() if device.type == "cuda" else None)
+    return ParallelMesh(plan, rank, device, axes, state, experts, embeddings, local_world_sizes, timer)
 
 
 def _device(worker: WorkerContext, plan: Plan) -> torch.device:

@@ -20,9 +20,9 @@ _KINDS: tuple[OperationKind, ...] = ("forward", "backward", "weight gradient")
 def exchanges_operations(plan: Plan) -> bool:
     """Return True if the ranks of a plan exchange the durations of their operations.
 
-    A GPU's host does not know them; replicas of different shapes have no pipeline in common.
+    Replicas of different shapes have no pipeline in common.
     """
-    return plan.pp > 1 and plan.device == "cpu" and not plan.placement
+    return plan.pp > 1 and not plan.placement
 
 
 def operation_terms(

@@ -138,8 +138,12 @@ class PipelineRunner:
 
     @property
     def operations(self) -> Sequence[TimedOperation]:
-        """Operations of this rank in its last training step, in their order, by the host's clock."""
+        """Operations of this rank in its last training step, in their order; on a GPU after `read_times`."""
         return self._bubble_timer.operations
+
+    def read_times(self) -> None:
+        """Read the times of the last training step on a GPU; its host has just waited for the stream."""
+        self._bubble_timer.read()
 
     def evaluate(
         self, batch: Batch, positions: Tensor | None, micro_batches: int, loss: MicroBatchLoss

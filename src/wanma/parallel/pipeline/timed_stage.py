@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,37 +19,64 @@ _CHANGED = "a leaf Variable that requires grad is being used in an in-place oper
 
 
 class BubbleTimer:
-    """Timer of a rank's operations within a schedule; all other time it waits for other stages."""
+    """Timer of a rank's operations within a schedule; all other time it waits for other stages.
+
+    On a GPU that is the time in which its stream has none of them: other stages' work, messages, and a host
+    that is late with the next operation. Its times are there after `read`.
+    """
 
     def __init__(self, communication_timer: CommunicationTimer) -> None:
-        self._communication_timer = communication_timer
+        self._communication_timer, self._clock = communication_timer, communication_timer.clock
+        self._now: Callable[[], Any] = time.perf_counter if self._clock is None else self._clock.now
         self.operations: list[TimedOperation] = []
         """Operations of the last schedule, in their order; the loss is part of the last stage's forward."""
+        self._unread: list[tuple[Operation | None, Any, Any]] = []
+        """Operations with their start and end; None: a loss, which belongs to the operation before it."""
+        self._schedule: tuple[Any, Any] | None = None
 
     @contextmanager
     def time_operation(self, kind: OperationKind, stage: int, micro_batch: int) -> Iterator[None]:
         """Time one operation of a stage."""
-        start = time.perf_counter()
+        start = self._now()
         yield
-        seconds = time.perf_counter() - start
-        self.operations.append(TimedOperation(Operation(kind, stage, micro_batch), seconds))
+        self._unread.append((Operation(kind, stage, micro_batch), start, self._now()))
 
     @contextmanager
     def time_loss(self) -> Iterator[None]:
         """Time a loss, which belongs to the forward that has just ended."""
-        start = time.perf_counter()
+        start = self._now()
         yield
-        operation, seconds = self.operations[-1]
-        self.operations[-1] = TimedOperation(operation, seconds + time.perf_counter() - start)
+        self._unread.append((None, start, self._now()))
 
     @contextmanager
     def measure_bubble(self) -> Iterator[None]:
         """Record the wait for other stages, around a complete schedule."""
         self.operations.clear()
-        start = time.perf_counter()
+        self._unread.clear()
+        start = self._now()
         yield
-        wait = time.perf_counter() - start - sum(operation.seconds for operation in self.operations)
+        self._schedule = start, self._now()
+        if self._clock is None:
+            self.read()
+
+    def read(self) -> None:
+        """Read the times of the last schedule; the host of a GPU has just waited for the stream."""
+        if self._schedule is None:
+            return
+        for operation, start, end in self._unread:
+            seconds = self._seconds(start, end)
+            if operation is None:
+                operation, before = self.operations.pop()
+                seconds += before
+            self.operations.append(TimedOperation(operation, seconds))
+        wait = self._seconds(*self._schedule) - sum(operation.seconds for operation in self.operations)
         self._communication_timer.add_blocking_transfer("pipeline", max(wait, 0.0))
+        self._unread.clear()
+        self._schedule = None
+
+    def _seconds(self, start: Any, end: Any) -> float:
+        seconds: float = end - start if self._clock is None else self._clock.seconds(start, end)
+        return seconds
 
 
 class TimedPipelineStage(NeighborPipelineStage):

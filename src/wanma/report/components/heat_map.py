@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from html import escape
 from statistics import median
 
@@ -11,32 +11,39 @@ WIDTH, ROW, LEFT = 1120, 14, 70
 MAX_ROWS = 64
 """Most rows that are drawn; of more, those that differ most from the median."""
 FULL_DEVIATION = 0.5
-"""Deviation from the median of all rows, as a share, at which a colour is full."""
+"""Deviation from the median of all rows, as a share of the whole, at which a colour is full."""
 
 
-def heat_map(rows: Mapping[str, Sequence[float]], value_text: Callable[[float], str]) -> str:
-    """Render rows of values, each relative to the median of all rows in the same column.
+def heat_map(
+    rows: Mapping[str, Sequence[float]],
+    value_text: Callable[[float], str],
+    whole: Mapping[str, Sequence[float]],
+) -> str:
+    """Render rows of values, each beside the median of all rows in the same column.
 
     Args:
         rows: values by name, oldest first, the newest in the same column; NaN: there is none.
         value_text: returns a value as text.
+        whole: rows of what the values are a part of. Deviations are shares of its medians, so that those of
+            a small part are pale.
     """
     columns = max(map(len, rows.values()), default=0)
     values = {name: [math.nan] * (columns - len(row)) + [*row] for name, row in rows.items()}
-    medians = [_median([row[index] for row in values.values()]) for index in range(columns)]
+    medians = _medians(values.values(), columns)
+    scales = _medians(whole.values(), columns)
     shown = list(values)
     if len(shown) > MAX_ROWS:
-        chosen = sorted(shown, key=lambda name: -_deviation(values[name], medians))[:MAX_ROWS]
-        shown = [name for name in shown if name in set(chosen)]
+        largest = {name: max(map(abs, _deviations(row, medians, scales))) for name, row in values.items()}
+        chosen = set(sorted(shown, key=lambda name: -largest[name])[:MAX_ROWS])
+        shown = [name for name in shown if name in chosen]
     width = (WIDTH - LEFT) / max(columns, 1)
     parts = []
     for number, name in enumerate(shown):
         top = number * ROW
         parts.append(f'<text x="{LEFT - 8}" y="{top + ROW - 3}" text-anchor="end">{escape(name)}</text>')
-        for index, value in enumerate(values[name]):
-            if not math.isfinite(value) or not medians[index]:
+        for index, deviation in enumerate(_deviations(values[name], medians, scales)):
+            if not math.isfinite(value := values[name][index]) or not scales[index]:
                 continue
-            deviation = value / medians[index] - 1
             colour, strength = "c10" if deviation > 0 else "c1", min(abs(deviation) / FULL_DEVIATION, 1.0)
             parts.append(
                 f'<rect class="piece part {colour}" x="{LEFT + index * width:.1f}" y="{top}" '
@@ -52,17 +59,18 @@ def heat_map(rows: Mapping[str, Sequence[float]], value_text: Callable[[float], 
     )
 
 
-def _median(values: Sequence[float]) -> float:
-    finite = [value for value in values if math.isfinite(value)]
-    return median(finite) if finite else 0.0
+def _medians(rows: Collection[Sequence[float]], columns: int) -> list[float]:
+    """Return the median of each column, the last values of all rows in the last; 0: it has no value."""
+    medians = []
+    for index in range(-columns, 0):
+        finite = [row[index] for row in rows if len(row) >= -index and math.isfinite(row[index])]
+        medians.append(median(finite) if finite else 0.0)
+    return medians
 
 
-def _deviation(values: Sequence[float], medians: Sequence[float]) -> float:
-    return max(
-        (
-            abs(value / middle - 1)
-            for value, middle in zip(values, medians, strict=True)
-            if middle and math.isfinite(value)
-        ),
-        default=0.0,
-    )
+def _deviations(row: Sequence[float], medians: Sequence[float], scales: Sequence[float]) -> list[float]:
+    """Return the deviation of each value from the median, as a share of the scale; 0: it is unknown."""
+    return [
+        (value - middle) / scale if scale and math.isfinite(value) else 0.0
+        for value, middle, scale in zip(row, medians, scales, strict=True)
+    ]

@@ -10,6 +10,7 @@ from wanma.job.plan.plan import Plan
 from wanma.observe.metrics.phase_timer import PhaseTimer
 from wanma.parallel.parallelize import ParallelModel
 from wanma.parallel.pipeline.bubble_exchange import bubble_seconds, operation_terms
+from wanma.parallel.profiling.compute_timer import ComputeTime
 
 
 class StepTimes:
@@ -18,21 +19,31 @@ class StepTimes:
     Args:
         phases: timer of the phases.
         parallel_model: this rank's part of the model, with its timers.
-        device: type of the rank's device. The host's clock does not see the work and the waits of a GPU.
     """
 
-    def __init__(self, phases: PhaseTimer, parallel_model: ParallelModel, device: str) -> None:
-        self._phases, self._model, self._is_cpu = phases, parallel_model, device == "cpu"
-        self.compute_seconds = 0.0
-        """Compute of forward and backward, without waits for other ranks; on a GPU 3 × the forward's."""
+    def __init__(self, phases: PhaseTimer, parallel_model: ParallelModel) -> None:
+        self._phases, self._model = phases, parallel_model
+        self.compute = ComputeTime(0.0, None)
+        """Compute of forward and backward, without waits for other ranks."""
         self._exposed_seconds: dict[str, float] = {}
         """Waits inside forward and backward, by kind of communication."""
         self._bubble_seconds: float | None = None
 
     def end_forward_backward(self) -> None:
-        """Take the times of forward and backward; called once per step, right after its last backward."""
-        self.compute_seconds = self._model.compute_timer.pop_seconds()
-        self._exposed_seconds = self._model.communication_timer.exposed_so_far()
+        """Take the times of forward and backward; called once per step, right after its last backward.
+
+        The host of a GPU has just waited for all that was queued.
+        """
+        timer = self._model.communication_timer
+        if timer.clock is None:
+            self.compute = self._model.compute_timer.pop()
+        else:
+            self.compute = self._model.compute_timer.pop(timer.read_waits())
+            if self._model.pipeline is not None:
+                self._model.pipeline.read_times()
+            timer.clock.restart()
+        # Where compute is unknown, so are the waits in it.
+        self._exposed_seconds = {} if self.compute.seconds is None else timer.exposed_so_far()
 
     def exchanged_terms(self, plan: Plan, rank: int, global_batch: int) -> tuple[float, ...]:
         """Return the numbers that the rank adds to the step's all-reduce, as many on every rank."""
@@ -51,8 +62,6 @@ class StepTimes:
         other kinds those of a validation, which is not step time, are left out.
         """
         phases, spent = self._phases.collect(), self._model.communication_timer.take_totals()
-        if not self._is_cpu:
-            return phases, CommunicationTime({}, {})
         data_wait_seconds = self._exposed_seconds.get("data", 0.0)
         phases["communication"] += data_wait_seconds
         phases["forward_backward"] = max(phases["forward_backward"] - data_wait_seconds, 0.0)
@@ -60,8 +69,8 @@ class StepTimes:
         return phases, CommunicationTime(self._exposed_seconds | of_data, spent.total_seconds)
 
     def metrics(self) -> dict[str, Any]:
-        """Return the metrics of the step that ended; none on a GPU."""
-        if not self._is_cpu:
+        """Return the metrics of the step that ended; none where compute is unknown."""
+        if self.compute.seconds is None:
             return {}
         bubble = {} if self._bubble_seconds is None else {"bubble_seconds": self._bubble_seconds}
-        return {"compute_seconds": self.compute_seconds, **bubble}
+        return {"compute_seconds": self.compute.seconds, **bubble}

@@ -110,7 +110,7 @@ class Trainer:
         check_parameter_patterns(parallel_model.parameter_names, train)
         check_compression_patterns(parallel_model.parameter_names, plan)
         self.state = build_training_state(job, plan, parallel_mesh, parallel_model, user_optimization)
-        self._times = StepTimes(self.phases, parallel_model, parallel_mesh.device.type)
+        self._times = StepTimes(self.phases, parallel_model)
         same_tensors = plan.cross_site_stage_group(worker.rank)
         folders = find_private_folders(worker)
         self._saves = CheckpointSaves(
@@ -277,7 +277,7 @@ class Trainer:
                 torch.cuda.current_stream().synchronize()
         self._times.end_forward_backward()
         self._timed_plan = self.plan
-        self._share_rebalancer.record_compute(self._times.compute_seconds)
+        self._share_rebalancer.record_compute(self._times.compute.pace)
         with self.phases.phase("checkpoint"):
             # Before the agreement, which then implies that all ranks have settled.
             self._in_memory_checkpoints.finish_pending()
@@ -331,8 +331,8 @@ class Trainer:
         self._log.log_step(
             self.state.step, totals.loss, totals.gradient_norm, seconds, self.parallel_mesh.device.type
         )
-        compute_seconds = self._times.compute_seconds
-        self._timing_reporter.report_step(phases, compute_seconds, self._global_batch, self._timed_plan)
+        pace = self._times.compute.pace
+        self._timing_reporter.report_step(phases, pace, self._global_batch, self._timed_plan)
         self._share_rebalancer.record_step(phases, seconds)
         self._write_record(totals, seconds, phases, spent)
         with self.phases.phase("checkpoint"):
