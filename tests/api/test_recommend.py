@@ -12,6 +12,7 @@ import torch
 
 import wanma
 from support.ranks import Outcome, run_here
+from wanma.data.data_kinds import with_data_kinds
 from wanma.data.interactions.dataset import InteractionDataset
 from wanma.job.errors import WanmaError
 from wanma.job.file.loading import load_job
@@ -30,8 +31,9 @@ needs_movielens = pytest.mark.skipif(not REAL.exists(), reason="no ../shared/dat
 
 def train_here(folder: Path, example: str, log: str, **overrides: Any) -> Outcome:
     """Train an example by one rank in this process."""
-    keys = [f"data.interaction_log={log}", f"data.cache={folder / 'cache'}", "observe.console=quiet"]
-    job = load_job(EXAMPLES / example, [*keys, *(f"{key}={value}" for key, value in overrides.items())])
+    keys = [f"data.path={log}", f"data.cache={folder / 'cache'}", "observe.console=quiet"]
+    keys += [f"{key}={value}" for key, value in overrides.items()]
+    job = with_data_kinds(load_job(EXAMPLES / example, keys))
     outcome = run_here(
         folder, job.model_dump(), Plan(micro_batch=job.train.global_batch, precision=job.train.precision)
     )

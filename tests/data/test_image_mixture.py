@@ -122,9 +122,9 @@ def test_sources_of_several_sizes_need_a_size(tmp_path: Path) -> None:
 def test_a_message_names_the_source_by_its_key(tmp_path: Path) -> None:
     write_classes(tmp_path / "a", {"ant": 1, "bee": 2})
     write_labels(tmp_path / "b", ["ant", "cat"])
-    with pytest.raises(JobError, match=r"sources\[1\]\.label_field = 'kind'") as raised:
-        opened(tmp_path, {"name": "a"}, {"name": "b", "label_field": "kind"})
-    assert "data.sources[1].label_field" in raised.value.hint
+    with pytest.raises(JobError, match=r"sources\[1\]\.columns\.target = 'kind'") as raised:
+        opened(tmp_path, {"name": "a"}, {"name": "b", "columns": {"target": "kind"}})
+    assert "data.sources[1].columns.target" in raised.value.hint
     with pytest.raises(JobError, match=r"data\.sources\[1\]\.images"):
         opened(tmp_path, {"name": "a"}, {"name": "missing"})
 
@@ -135,8 +135,8 @@ def test_a_message_names_the_source_by_its_key(tmp_path: Path) -> None:
         ([{"name": "a"}], r"'a' needs one of path, text, images, factory"),
         ([{"name": "a", "text": "x", "images": "y"}], r"\(given: text and images\)"),
         ([{"name": "a", "text": "x"}, {"name": "b", "images": "y"}], r"\(text: a, images: b\)"),
-        ([{"name": "a", "images": "y", "text_field": "t"}], "text_field has no effect: .* holds images"),
-        ([{"name": "a", "text": "y", "label_field": "t"}], "label_field has no effect: .* holds text"),
+        ([{"name": "a", "images": "y", "columns": {"text": "t"}}], "images says images"),
+        ([{"name": "a", "text": "y", "class_names": ["t"]}], "class_names has no effect: .* holds text"),
         ([{"name": "a", "images": "y", "class_names": ["x", "x"]}], "class_names has x twice"),
     ],
 )
@@ -222,7 +222,7 @@ def test_a_damaged_image_is_replaced_by_one_of_its_source(tmp_path: Path) -> Non
         opened(tmp_path, *sources).batch(range(20))
     skipped = opened(tmp_path, *sources, bad_data="skip").batch(range(20))
     replaced = opened(tmp_path, *sources, bad_data="substitute").batch(range(20))
-    assert [one.place.rpartition("/")[2] for one in skipped.bad_samples] == ["a.tar, row 4"] * 2
+    assert [one.place.rpartition("/")[2] for one in skipped.bad_samples] == ["a.tar: row 4"] * 2
     bad = [one.sample for one in replaced.bad_samples]
     assert bad == skipped.samples.eq(-1).nonzero().flatten().tolist()
     places = {one.sample: one.place for one in replaced.bad_samples}

@@ -139,6 +139,23 @@ class LatePool:
         """Nothing runs."""
 
 
+@pytest.mark.parametrize(("prefetch", "limit", "depth"), [("auto", 90, 64), ("auto", 5, 5), (2, 90, 2)])
+def test_a_loop_that_waits_gets_more_steps_ahead_up_to_a_size(
+    prefetch: Any, limit: int, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = TrainSection(steps=90, global_batch=1)
+    with loader(Numbers(), train=train) as steps:
+        size = limit * steps.load(0).memory_bytes
+    with loader(Numbers(), train=train, prefetch_bytes=size, prefetch=prefetch) as steps:
+        steps._pool.shutdown()
+        monkeypatch.setattr(steps, "_pool", pool := LatePool())
+        ahead = []
+        for step in range(20):
+            assert next(steps).step == step
+            ahead.append(len(pool.submitted) - step - 1)
+    assert max(ahead) == depth
+
+
 @pytest.mark.parametrize(("copies", "handover"), [(True, 1e9), (True, 0.0), (False, 1e9)])
 def test_a_loop_that_waits_for_quick_steps_loads_them_itself(
     copies: bool, handover: float, monkeypatch: pytest.MonkeyPatch

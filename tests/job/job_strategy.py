@@ -51,8 +51,14 @@ RULES: dict[type[Section], dict[str, st.SearchStrategy[Any]]] = {
         )
     },
     DataSection: {
-        "text_field": text.filter(bool),
         "bad_data": st.sampled_from([None, "refuse", "skip"]),  # a substitute is for images only
+    },
+    ColumnsSection: {
+        "user": st.just("who"),
+        "item": st.sampled_from([None, "item", "what"]),
+        "rating": st.sampled_from([None, "stars"]),
+        "time": st.sampled_from([None, "meta.time"]),
+        "sparse": st.lists(st.sampled_from(["tags", "place"]), max_size=2, unique=True),
     },
     ImageTransformSection: {
         "augment": st.lists(st.just("horizontal_flip"), max_size=1),
@@ -60,9 +66,6 @@ RULES: dict[type[Section], dict[str, st.SearchStrategy[Any]]] = {
         "std": st.sampled_from([[], [0.5], [0.1, 0.2, 0.3]]),
     },
     InteractionsSection: {
-        "user": st.just("who"),
-        "item": st.sampled_from(["item", "what"]),
-        "features": st.lists(st.sampled_from(["tags", "place"]), max_size=2, unique=True),
         "target": st.just("click"),
         "fold": st.integers(0, 1),
     },
@@ -127,10 +130,10 @@ RULES: dict[type[Section], dict[str, st.SearchStrategy[Any]]] = {
 
 ONE_OF: dict[type[Section], tuple[str, ...]] = {
     ModelSection: ("preset", "family", "factory", "huggingface"),
-    DataSection: ("path", "text", "sources", "images", "interaction_log", "factory"),
+    DataSection: ("path", "text", "sources", "images", "factory"),
     SourceSection: ("path", "text", "images", "factory"),
     KubernetesSection: ("volume", "store"),
-    ColumnsSection: ("text", "tokens", "messages", "image", "features"),
+    ColumnsSection: ("text", "tokens", "messages", "image", "features", "user"),
 }
 
 
@@ -159,21 +162,22 @@ def sections(section: type[Section]) -> st.SearchStrategy[Section]:
             drawn[kept] = drawn[kept] or ([] if kept == "features" else "x")
             drawn["target"] = "y" if kept in ("image", "features") else None
             drawn["target_type"] = drawn["target_type"] if drawn.get("features") else None
+            if kept != "user":
+                drawn |= {"item": None, "rating": None, "time": None, "sparse": [], "dense": []}
         if section in (DataSection, SourceSection):
             columns, has_entries = drawn["columns"], kept in ("path", "text", "images") and drawn[kept]
             if kept == "sources" or (kept != "path" and columns.kind not in (kept, None)):
                 drawn["columns"] = columns = ColumnsSection()
-            drawn |= {"text_field": "text"} if columns.kind == "text" else {}
             fitting = columns.kind if kept == "path" else kept
             drawn["kind"] = drawn["kind"] if has_entries and drawn["kind"] == fitting else None
             drawn["format"] = (drawn["format"] or None) if has_entries else None
             own = section is SourceSection and kept == "path"
-            drawn |= dict.fromkeys(("text_field", "image_field", "label_field"), None) if own else {}
             drawn |= {"class_names": []} if own else {}
         if section is DataSection and (kept not in ("text", "images") or not drawn[kept]):
             drawn["placement"] = "shared"  # only entries lie in parts
         if "sources" in drawn:
-            named = list({source.name: source for source in drawn["sources"]}.values())
+            mixed = [source for source in drawn["sources"] if source.content != "interactions"]
+            named = list({source.name: source for source in mixed}.values())
             drawn["sources"] = [source for source in named if source_kind(source) == source_kind(named[0])]
         return section(**drawn)
 
@@ -187,8 +191,7 @@ def source_kind(source: SourceSection) -> tuple[bool, bool]:
 def source_keys(drawn: dict[str, Any], kept: str) -> dict[str, Any]:
     """Keys of a source of the kind that is kept."""
     own = {
-        "text": ("text_field",),
-        "images": ("image_field", "label_field", "class_names"),
+        "images": ("class_names",),
         "factory": ("arguments",),
     }
     others = {name for kind, names in own.items() if kind != kept for name in names}

@@ -16,6 +16,8 @@ from wanma.job.plan.plan import Plan
 from wanma.job.plan.synchronization import Synchronization
 
 OLDER_RUN = Path(__file__).parents[1] / "support" / "older_run"
+YOUNGER = {"cluster.interface", "data.interaction_log", "parallel.outer_rate", "parallel.overlap_mix"}
+"""Keys that the older run did not have."""
 MODEL = '[model]\npreset = "gpt-10m"\n'
 OLD_VALUES = [(key, old, new) for key, values in VALUES.items() for old, new in values.items()]
 
@@ -74,6 +76,16 @@ def test_an_old_value_is_refused_with_its_new_name(key: str, old: str, new: str)
         assert text in refusal({"model": {"preset": "gpt-10m"}}, f"{key}={written.strip(chr(39))}")
 
 
+def test_columns_of_interactions_are_refused_with_their_new_keys(tmp_path: Path) -> None:
+    path = tmp_path / "gpt.toml"
+    path.write_text(f'{MODEL}[data.interactions]\nfold = 1\nuser = "who"\nfeatures = ["tags"]\n')
+    told = refusal(path)
+    assert f"{path}:5: " in told
+    assert all(key in told for key in ("data.columns.user", "data.columns.sparse"))
+    old = {"data": {"interactions": {"columns": ["user"]}}, "model": {"preset": "gpt-10m"}}
+    assert "data.columns" in refusal(old)
+
+
 def test_old_names_stand_in_one_error_with_all_other_mistakes(tmp_path: Path) -> None:
     path = tmp_path / "gpt.yaml"
     path.write_text(
@@ -124,7 +136,7 @@ def test_a_key_under_both_names_has_the_value_of_the_new_one() -> None:
 def test_the_job_of_an_older_run_is_the_upgraded_job() -> None:
     text = (OLDER_RUN / "job.toml").read_text()
     old = {one.old for one in renamings(tomllib.loads(text)) if not one.is_value}
-    assert old == set(KEYS) - {"cluster.interface", "parallel.outer_rate", "parallel.overlap_mix"}
+    assert old == set(KEYS) - YOUNGER
     with pytest.raises(JobError, match="is renamed to"):
         load_job(OLDER_RUN / "job.toml")
     job = load_recorded_job(OLDER_RUN / "job.toml")

@@ -109,6 +109,7 @@ def test_every_renamed_key_and_value_of_a_full_file_is_rewritten(tmp_path: Path)
     path = tmp_path / "job.toml"
     text = (Path(__file__).parents[1] / "support" / "older_run" / "job.toml").read_text()
     text = text.replace("[cluster]\n", '[cluster]\ninterface = "eth0"\n')
+    text = text.replace("[data]\n", "[data]\ninteraction_log = []\n")
     text = text.replace("[parallel]\n", "[parallel]\nouter_rate = 0.5\noverlap_mix = 0.25\n")
     path.write_text(text)
     changes = [change.text for change in upgrade_file(path)]

@@ -20,7 +20,7 @@ kind = "matrix_factorization"
 [model.recommender]
 embedding = 8
 [data]
-interaction_log = "synthetic:100x150x4000"
+path = "synthetic:100x150x4000"
 [data.interactions]
 split = "random"
 [train]
@@ -36,7 +36,7 @@ kind = "dlrm"
 [model.recommender]
 embedding = 8
 [data]
-interaction_log = "synthetic:100x150x4000"
+path = "synthetic:100x150x4000"
 [data.interactions]
 target = "click"
 positive_from = 4

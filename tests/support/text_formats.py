@@ -25,7 +25,7 @@ class TextCase:
 
     Args:
         write: function (folder, documents) that writes them into a folder.
-        field: `data.text_field`.
+        field: `data.columns.text`.
     """
 
     write: Write

@@ -319,18 +319,17 @@ def _image_sizes(
 
 def _interaction_sizes(job: Job, shapes: Mapping[str, tuple[int, ...]]) -> InteractionSizes:
     """Return the sizes of the data of a recommender, derived from its weights: the data may be gone."""
-    keys, prefix = job.data.interactions, "model.embeddings.tables.of_"
+    keys, columns, prefix = job.data.interactions, job.data.columns, "model.embeddings.tables.of_"
+    user, item = columns.table_name("user"), columns.table_name("item")
     rows = {
         name.removeprefix(prefix).removesuffix(".weight"): shape[0]
         for name, shape in shapes.items()
         if name.startswith(prefix)
     }
     # In the order of the data: the network above the vectors depends on it.
-    tables = {name: rows[name] for name in (keys.user, keys.item, *keys.features) if name in rows}
+    tables = {name: rows[name] for name in (user, item, *columns.sparse) if name in rows}
     dense = shapes.get("model.bottom.0.weight", (0, 0))[1]
-    return InteractionSizes(
-        keys.user, keys.item, tables, dense=dense, target=keys.target, negatives=keys.negatives
-    )
+    return InteractionSizes(user, item, tables, dense=dense, target=keys.target, negatives=keys.negatives)
 
 
 class _CheckpointWeights:

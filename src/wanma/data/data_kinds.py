@@ -19,8 +19,7 @@ from wanma.data.index.records import is_description
 from wanma.data.stores.data_file import OpenableFile
 from wanma.data.stores.listing import list_files
 from wanma.job.errors import JobError, WanmaError
-from wanma.job.sections.data import DataSection
-from wanma.job.sections.data_sources import EntriesSection, SourceSection
+from wanma.job.sections.data_sources import EntriesSection
 from wanma.job.sections.job import Job
 
 _KIND_OF_FORMAT = {
@@ -42,21 +41,26 @@ def with_data_kinds(job: Job) -> Job:
     machine than it runs on, and reading it says what is wrong.
 
     Raises:
-        JobError: a format is unknown or contradicts the content; the content does not tell the kind; or the
-            sources of a mixture have different kinds.
+        JobError: a format is unknown or contradicts the content; the content does not tell the kind; the
+            sources of a mixture have different kinds; or the kind does not lie in parts.
     """
     section = job.data
-    if not any(source.is_open_kind or source.format for _, source in section.located_sources):
-        return job
+    if section.is_open_kind and job.model.family == "recommender":
+        section = section.model_copy(update={"kind": "interactions"})
     if not section.sources:
-        return job.model_copy(update={"data": _resolve(section, "data")})
-    sources = [_resolve(source, f"data.sources[{n}]") for n, source in enumerate(section.sources)]
-    resolved = section.model_copy(update={"sources": sources})
-    try:
-        resolved.check_one_kind()
-    except ValueError as error:
-        raise JobError(f"data.sources: {error}", "set kind or columns of the sources") from error
-    return job.model_copy(update={"data": resolved})
+        section = _resolve(section, "data")
+    elif any(source.is_open_kind or source.format for source in section.sources):
+        sources = [_resolve(source, f"data.sources[{n}]") for n, source in enumerate(section.sources)]
+        section = section.model_copy(update={"sources": sources})
+        try:
+            section.check_one_kind()
+        except ValueError as error:
+            raise JobError(f"data.sources: {error}", "set kind or columns of the sources") from error
+    if section.placement == "parts" and section.has_interactions:
+        raise JobError(
+            "data.placement = 'parts' is not supported for interactions", "set data.placement = 'shared'"
+        )
+    return job if section is job.data else job.model_copy(update={"data": section})
 
 
 class _ContentError(JobError):
@@ -122,9 +126,10 @@ def _find_kind(source: Source, files: Sequence[OpenableFile], table: str, is_nam
         return of_kind(kind)
     first = next((group for group in groups if any(file.size for file in group.files)), groups[0])
     fields = first_fields(data_format, first) or []
-    own_field = source.text_field if isinstance(source, SourceSection | DataSection) else None
-    if "text" in fields or own_field in fields:
+    if "text" in fields:
         return of_kind("text")
+    if {"user", "item"} <= set(fields):
+        return of_kind("interactions")
     if "messages" in fields:
         return of_kind("text", messages="messages")
     if tokens := next((name for name in TOKEN_FIELDS if name in fields), None):
@@ -136,7 +141,8 @@ def _find_kind(source: Source, files: Sequence[OpenableFile], table: str, is_nam
     raise _ContentError(
         f"{table}.path: the content of {first.url} ({data_format.name}) does not tell what a sample is; its "
         f"fields are {', '.join(fields)}",
-        f"name them by their use in {table}.columns: text, tokens, messages, image, or features and target",
+        f"name them by their use in {table}.columns: text, tokens, messages, image, user and item, or "
+        "features and target",
     )
 
 

@@ -12,6 +12,7 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wanma.data.cache.prepared_entries import mark_prepared_entries
 from wanma.data.documents.text_files import STANDARD_LIBRARY
 from wanma.data.images.image_files import ImageFiles, UnknownImagesError, find_image_files, read_image_files
 from wanma.data.images.image_splits import may_be_known_by_name, only_entry
@@ -69,7 +70,7 @@ def prepare_job_data(
         from wanma.data.tables.table_dataset import open_tables
 
         open_tables(section)
-    elif section.interaction_log:
+    elif section.has_interactions:
         from wanma.data.interactions.log import read_log
 
         read_log(section)  # builds its index, and names a bad row before ranks start
@@ -85,6 +86,7 @@ def prepare_job_data(
             if announce is not None:
                 announce(preparation_of(section, texts, tokenizer))
             build_token_files(section, texts, tokenizer, progress)
+    mark_prepared_entries(section)
 
 
 def text_preparation(section: DataSection) -> TextPreparation | None:
@@ -97,7 +99,7 @@ def text_preparation(section: DataSection) -> TextPreparation | None:
     if section.placement == "parts":
         return None  # what this node lacks, others prepare
     is_text = any(entry != STANDARD_LIBRARY for entry in entries)
-    if section.interaction_log or section.has_images or section.is_own or not is_text:
+    if section.has_interactions or section.has_images or section.is_own or not is_text:
         return None
     try:
         if reads_remote_storage(section):
@@ -151,7 +153,7 @@ def open_dataset(section: DataSection, train: TrainSection, dataset: Any = None)
         return data
     if section.has_images:
         return _open_images(section, train, total)
-    if section.interaction_log:
+    if section.has_interactions:
         from wanma.data.interactions.dataset import InteractionDataset
 
         return InteractionDataset(section, train.seed, total)

@@ -2,8 +2,8 @@
 
 Threads and not processes: a step of text is a few memory copies, which numpy makes without the interpreter's
 lock, and Pillow decodes images without it. At most `prefetch` steps exist ahead of the loop, loaded or being
-loaded, and no more than fit into `prefetch_bytes`. A loop that waits for steps which load faster than threads
-hand them over loads them itself.
+loaded, and no more than fit into `prefetch_bytes`. A loop that waits may get more steps ahead. Where steps
+load faster than threads hand them over, it loads them itself.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import TracebackType
+from typing import Literal
 
 from torch import Tensor
 
@@ -21,12 +22,15 @@ from wanma.data.batch import BadSample, Batch
 from wanma.data.datasets.dataset import BatchedDataset
 from wanma.data.sampling.batch_size_schedule import global_batch_size, samples_consumed_before
 from wanma.job.plan.plan import Plan
+from wanma.job.sections.data import LEAST_STEPS_AHEAD
 from wanma.job.sections.train import TrainSection
 
 _HANDOVER_SECONDS = 0.5e-3
 """Time to load a step below which its hand-over between threads takes about as long."""
 _DIRECT_STEPS = 64
 """Steps that a loop loads itself before the threads get ahead again, if they can."""
+_MOST_STEPS_AHEAD = 64
+"""Steps up to which a loop that waits gets more of them ahead."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class StepLoader:
         train: TrainSection,
         data_parallel_rank: int,
         start_step: int,
-        prefetch: int,
+        prefetch: int | Literal["auto"],
         threads: int = 1,
         pin_memory: bool = False,
         prefetch_bytes: int | None = None,
@@ -87,7 +91,8 @@ class StepLoader:
             train: the job's `[train]`.
             data_parallel_rank: index of this rank among those that read different samples.
             start_step: the first step to yield.
-            prefetch: maximum number of steps in memory ahead of the loop.
+            prefetch: maximum number of steps in memory ahead of the loop; auto: at least 4 and one for each
+                thread, doubled when the loop waits for a step that was begun before, up to 64.
             threads: number of steps loaded at once; more than 1 calls a user's dataset concurrently. A data
                 set may ask for more (`BatchedDataset.loader_threads`).
             pin_memory: page-locked tensors, which copy to a CUDA device without blocking.
@@ -99,7 +104,9 @@ class StepLoader:
         self._train = train
         self._data_parallel_rank = data_parallel_rank
         self._next_step = start_step
-        self._prefetch, self._prefetch_bytes = prefetch, prefetch_bytes
+        self._is_deepened = prefetch == "auto"
+        self._prefetch = prefetch if isinstance(prefetch, int) else max(LEAST_STEPS_AHEAD, threads)
+        self._prefetch_bytes = prefetch_bytes
         self._sample_bytes: float | None = None
         """Largest size of a sample in the steps loaded so far; None: none is loaded."""
         self._load_seconds: float | None = None
@@ -126,8 +133,11 @@ class StepLoader:
         if not self._prefetched:
             return self._load_directly()
         future = self._prefetched.popleft()
-        if had_time and not future.done() and self._loads_quickly and not self._direct_steps:
-            self._direct_steps = _DIRECT_STEPS
+        if had_time and not future.done() and not self._direct_steps:
+            if self._loads_quickly:
+                self._direct_steps = _DIRECT_STEPS
+            elif self._is_deepened:
+                self._prefetch = max(self._prefetch, min(2 * self._prefetch, _MOST_STEPS_AHEAD))
         step = future.result()
         self._prefetch_steps()
         return step

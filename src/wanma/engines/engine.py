@@ -140,13 +140,15 @@ class Engine(Protocol):
     def unusable_reason(self) -> str | None:
         """Return the reason why the engine cannot be used from here; None: it can."""
 
-    def discover(self, section: ClusterSection, data: Sequence[str] = (), /) -> EngineCluster | None:
+    def discover(
+        self, section: ClusterSection, data: Mapping[str, str] | None = None, /
+    ) -> EngineCluster | None:
         """Return the nodes of the engine; None: the nodes are this machine, which the planner knows.
 
         Args:
             section: settings of the cluster.
-            data: absolute paths and globs of the job's data. An engine that chooses among nodes one by one
-                takes those first that have most of them.
+            data: entries of the job's data, each with the path or glob that a node has which holds it. An
+                engine that chooses among nodes one by one takes those first that have most of them.
         """
 
     def render(self, submission: Submission) -> str:

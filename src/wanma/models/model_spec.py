@@ -134,7 +134,8 @@ def resolve_model_spec(
     if kind == "interactions":
         if image_shape is not None or vocabulary_size is not None:
             raise JobError(
-                f"model '{name}' needs interactions of users and items", "set data.interaction_log"
+                f"model '{name}' needs interactions of users and items",
+                "name them in data.path, with data.kind = 'interactions'",
             )
         return _recommender_spec(section, name, interaction_sizes)
     if interaction_sizes is not None:

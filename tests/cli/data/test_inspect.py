@@ -86,7 +86,8 @@ def test_a_job_is_inspected_by_its_tokenizer_and_sequence_length(data: DataComma
 def test_the_sources_of_a_job_are_shown_by_format_and_field(data: DataCommand) -> None:
     data.write_lines("corpus/a.jsonl", [{"meta": {"body": "horse" * 4}}, {"meta": {"body": "camel"}}])
     (data.folder / "corpus" / "b.txt").write_text("ten")
-    (data.folder / "job.toml").write_text(JOB.replace("sequence", 'text_field = "meta.body"\nsequence', 1))
+    columns = 'columns = { text = "meta.body" }\n'
+    (data.folder / "job.toml").write_text(JOB.replace("sequence", f"{columns}sequence", 1))
     lines, text = data.json("inspect", "job.toml")
     assert (lines["name"], lines["format"], lines["rows"]) == ("text/jsonl", "jsonl", 2)
     assert (lines["token_lengths"]["minimum"], lines["token_lengths"]["maximum"]) == (6, 21)

@@ -23,7 +23,7 @@ def made(**values: Any) -> Batch:
         "keywords": {"documents": torch.arange(6, dtype=torch.int16).reshape(3, 2)},
         "target_key": "labels",
         "class_range": (2, 4),
-        "bad_samples": (BadSample(8, "a.tar, row 8", "the image is empty", is_substituted=False),),
+        "bad_samples": (BadSample(8, "a.tar: row 8", "the image is empty", is_substituted=False),),
     }
     return Batch(**{**given, **values})
 

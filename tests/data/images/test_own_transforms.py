@@ -118,7 +118,7 @@ def test_a_failing_transform_ends_the_run_with_its_name_and_the_sample(
     with pytest.raises(JobError) as raised:
         dataset.batch([17])
     assert raised.value.exit_code == EXIT_USAGE
-    for part in (f"own_transforms:{name}", "data.image_transform.augment", ".tar, row", "sample 17", cause):
+    for part in (f"own_transforms:{name}", "data.image_transform.augment", ".tar: row", "sample 17", cause):
         assert part in raised.value.message
     assert name in raised.value.hint
 

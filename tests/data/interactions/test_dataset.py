@@ -14,7 +14,7 @@ from wanma.job.sections.data import DataSection
 
 
 def opened(seed: int = 1, validation_fraction: float = 0.1, **keys: Any) -> InteractionDataset:
-    section = {"interaction_log": "synthetic:30x40x600", "interactions": keys}
+    section = {"path": "synthetic:30x40x600", "interactions": keys}
     section["validation_fraction"] = validation_fraction
     return InteractionDataset(DataSection.model_validate(section), seed, 1000)
 

@@ -1,29 +1,41 @@
-"""Reading of interaction logs: formats, bags, and one clear error for a bad value."""
+"""Reading of interactions: formats, fields, bags, bad rows refused by file and row, or left out."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from wanma.cli.main import main
+from wanma.data.data_kinds import with_data_kinds
+from wanma.data.interactions.dataset import InteractionDataset
 from wanma.data.interactions.log import InteractionLog, read_log
 from wanma.data.interactions.synthetic import make_synthetic_log
 from wanma.job.errors import EXIT_USAGE, WanmaError
+from wanma.job.file.loading import to_job
 from wanma.job.sections.data import DataSection
-from wanma.job.sections.recommender import InteractionsSection
+
+HEADER = "user,item,rating,time\n"
 
 
-def read(path: Path, text: str, **keys: Any) -> InteractionLog:
+def section_of(path: Path, columns: dict[str, Any] | None = None, **keys: Any) -> DataSection:
+    own = {name: keys.pop(name) for name in ("bad_data", "bad_data_limit", "format") if name in keys}
+    cache = path.parent / "cache"
+    data = {"path": str(path), "kind": "interactions", "columns": columns or {}, "interactions": keys}
+    return DataSection.model_validate({**data, "cache": str(cache), **own})
+
+
+def read(path: Path, text: str, columns: dict[str, Any] | None = None, **keys: Any) -> InteractionLog:
     path.write_text(text)
-    section = {"interaction_log": str(path), "interactions": keys, "cache": str(path.parent / "cache")}
-    return read_log(DataSection.model_validate(section))
+    return read_log(section_of(path, columns, **keys))
 
 
 @pytest.mark.parametrize(
     ("name", "separator", "header"),
-    [("u.data", "\t", ""), ("u.tsv", "  ", ""), ("u.csv", ",", "user,item,rating,time\n")],
+    [("u.data", "\t", ""), ("u.tsv", "  ", ""), ("u.csv", ",", HEADER)],
     ids=["tabs", "blanks", "comma and header"],
 )
 def test_text_files_give_the_same_log(tmp_path: Path, name: str, separator: str, header: str) -> None:
@@ -40,14 +52,21 @@ def test_a_file_of_blanks_whose_later_lines_have_tabs_is_read(tmp_path: Path) ->
     assert (log.users.tolist(), log.items.tolist()) == ([0, 0, 196], [50, 17, 242])
 
 
+def test_fields_of_a_file_without_header_have_numbers(tmp_path: Path) -> None:
+    columns = {"user": "1", "item": "0", "time": "2", "sparse": ["3"]}
+    log = read(tmp_path / "log.csv", "7,3,10,1|2\n2,0,9,\n", columns, target="click")
+    assert (log.users.tolist(), log.items.tolist(), log.times.tolist()) == ([3, 0], [7, 2], [10, 9])
+    assert log.targets.tolist() == [1, 1]  # the third field is the time, and no rating
+    assert log.features["3"].ids.tolist() == [1, 2]
+
+
 def test_parquet_gives_lists_and_dense_columns(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     table = {"user": [1, 0], "item": [5, 6], "click": [1, 0], "tags": [[3, 3], []], "age": [0.5, 2.0]}
     parquet.write_table(pyarrow.table(table), tmp_path / "log.parquet")
-    keys = {"rating": "click", "target": "click", "positive_from": 1, "features": ["tags"], "dense": ["age"]}
-    section = {"interaction_log": str(tmp_path / "log.parquet"), "interactions": keys, "cache": str(tmp_path)}
-    log = read_log(DataSection.model_validate(section))
+    columns = {"rating": "click", "sparse": ["tags"], "dense": ["age"]}
+    log = read_log(section_of(tmp_path / "log.parquet", columns, target="click", positive_from=1))
     assert log.targets.tolist() == [1, 0]
     assert log.dense.tolist() == [[0.5], [2.0]]
     ids, offsets = log.features["tags"].take(np.array([1, 0, 1]))
@@ -56,7 +75,7 @@ def test_parquet_gives_lists_and_dense_columns(tmp_path: Path) -> None:
 
 def test_a_text_of_ids_is_a_bag(tmp_path: Path) -> None:
     text = 'user,item,rating,genres\n0,1,5,3|17\n1,1,4,\n2,2,3,"9"\n'
-    log = read(tmp_path / "log.csv", text, features=["genres"])
+    log = read(tmp_path / "log.csv", text, {"sparse": ["genres"]})
     assert log.features["genres"].ids.tolist() == [3, 17, 9]
     assert log.features["genres"].starts.tolist() == [0, 2, 2, 3]
 
@@ -64,22 +83,102 @@ def test_a_text_of_ids_is_a_bag(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("column", "value"), [("user", "-4"), ("item", "1.5"), ("item", "x"), ("rating", "nan"), ("tags", "2|-7")]
 )
-def test_a_bad_value_is_named_with_its_column_and_row(tmp_path: Path, column: str, value: str) -> None:
+def test_a_bad_value_is_named_with_its_file_row_and_column(tmp_path: Path, column: str, value: str) -> None:
     row = {"user": "1", "item": "2", "rating": "3", "tags": "4"}
     lines = [",".join(row), ",".join(row.values()), ",".join({**row, column: value}.values())]
     with pytest.raises(WanmaError) as raised:
-        read(tmp_path / "log.csv", "\n".join(lines) + "\n", features=["tags"])
+        read(tmp_path / "log.csv", "\n".join(lines) + "\n", {"sparse": ["tags"]})
     assert raised.value.exit_code == EXIT_USAGE
-    assert all(part in raised.value.message for part in ("row 1", f"column {column}", value.split("|")[-1]))
+    place = f"data.path: {tmp_path / 'log.csv'}: row 1: "
+    assert all(part in raised.value.message for part in (place, f"column {column}", value.split("|")[-1]))
 
 
-def test_a_missing_column_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(WanmaError, match="time"):
+ROWS = [f"{n % 5},{n % 7},{n % 3},{n}" for n in range(40)]
+BAD = {3: "x,1,2,3", 11: "1,2", 30: "1,2,nan,4"}
+
+
+def write_damaged(folder: Path) -> Path:
+    """Write rows of which three are bad, in two files."""
+    rows = [BAD.get(number, row) for number, row in enumerate(ROWS)]
+    folder.mkdir()
+    for name, part in (("a.csv", rows[:25]), ("b.csv", rows[25:])):
+        (folder / name).write_text(HEADER + "\n".join(part) + "\n")
+    return folder
+
+
+def test_bad_rows_are_left_out_listed_and_limited(tmp_path: Path) -> None:
+    folder = write_damaged(tmp_path / "log")
+    section = section_of(folder, bad_data="skip", split="time")
+    log = read_log(section)
+    whole = read(
+        tmp_path / "whole.csv",
+        HEADER + "".join(f"{row}\n" for number, row in enumerate(ROWS) if number not in BAD),
+    )
+    for name in ("users", "items", "targets", "times"):
+        assert np.array_equal(getattr(log, name), getattr(whole, name))
+    places = [(str(folder / "a.csv"), 3), (str(folder / "a.csv"), 11), (str(folder / "b.csv"), 5)]
+    assert [(file, row) for file, row, _ in log.bad_rows] == places
+    assert (log.place(3), log.place(25)) == (f"{folder / 'a.csv'}: row 4", f"{folder / 'b.csv'}: row 2")
+    data = InteractionDataset(section, 1, 100)
+    assert data.describe()["bad_rows"]["count"] == 3
+    assert f"{folder / 'a.csv'}: row 3: " in data.bad_data_note
+    with pytest.raises(WanmaError, match=r"data\.bad_data_limit"):
+        read_log(section.model_copy(update={"bad_data_limit": 2}))
+    with pytest.raises(WanmaError, match=f"{folder / 'a.csv'}: row 3: ") as raised:
+        read_log(section.model_copy(update={"bad_data": None}))
+    assert raised.value.exit_code == EXIT_USAGE
+
+
+def test_a_file_that_cannot_be_read_is_left_out_as_a_whole(tmp_path: Path) -> None:
+    folder = write_damaged(tmp_path / "log")
+    (folder / "a.csv").write_bytes(b"user,item\n\xff\0")
+    section = section_of(folder, bad_data="skip", split="time")
+    log = read_log(section)
+    assert len(log) == 14
+    assert [one.file for one in log.damaged] == [str(folder / "a.csv")]
+    with pytest.raises(WanmaError, match=r"a\.csv"):
+        read_log(section.model_copy(update={"bad_data": "refuse"}))
+
+
+def test_verification_lists_the_same_rows_as_reading(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_damaged(tmp_path / "log")
+    (tmp_path / "job.toml").write_text(
+        f'[model]\nfamily = "recommender"\n[data]\npath = "{folder}"\ncache = "{tmp_path / "cache"}"\n'
+    )
+    assert main(["data", "verify", str(tmp_path / "job.toml"), "--json", "--processes", "1"]) == 1
+    damages = json.loads(capsys.readouterr().out)["damages"]
+    listed = read_log(section_of(folder, bad_data="skip")).bad_rows
+    assert [(one["file"], one["row"], one["cause"]) for one in damages] == [tuple(row) for row in listed]
+
+
+def test_a_missing_field_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WanmaError, match=r"data\.columns.*time"):
         read(tmp_path / "log.csv", "user,item,rating\n0,1,5\n", split="leave_last")
+    with pytest.raises(WanmaError, match=r"data\.columns.*who"):
+        read(tmp_path / "log.csv", "user,item,rating\n0,1,5\n", {"user": "who"})
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "kind"),
+    [
+        ({"family": "recommender"}, {}, "interactions"),
+        ({"preset": "dlrm-small"}, {}, "interactions"),  # by its fields user and item
+        ({"preset": "dlrm-small"}, {"columns": {"user": "item", "item": "user"}}, "interactions"),
+        ({"preset": "gpt-1m"}, {"kind": "text"}, "text"),
+    ],
+)
+def test_interactions_are_known_by_the_model_by_columns_or_by_their_fields(
+    model: dict[str, Any], data: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
+    (tmp_path / "log.csv").write_text(HEADER + "\n".join(ROWS))
+    job = to_job({"model": model, "data": {"path": str(tmp_path / "log.csv"), **data}})
+    assert with_data_kinds(job).data.content == kind
 
 
 def test_a_synthetic_log_has_the_rows_that_it_names_each_pair_once() -> None:
-    log = make_synthetic_log(50, 80, 1000, InteractionsSection())
+    log = make_synthetic_log(50, 80, 1000)
     pairs = log["user"] * 80 + log["item"]
     assert len(pairs) == len(set(pairs.tolist())) == 1000
     assert set(log["user"].tolist()) == set(range(50))
@@ -90,5 +189,7 @@ def test_a_synthetic_log_has_the_rows_that_it_names_each_pair_once() -> None:
 
 @pytest.mark.parametrize("entry", ["synthetic:5x5x30", "synthetic:5x5", "synthetic:9x9x5"])
 def test_an_impossible_synthetic_log_is_refused(entry: str) -> None:
+    section = DataSection(path=[entry])
+    assert section.content == "interactions"
     with pytest.raises(WanmaError, match="synthetic"):
-        read_log(DataSection(interaction_log=[entry]))
+        read_log(section)

@@ -64,7 +64,7 @@ def section(folder: Path, stages: list[tuple[int, list[int]]], **keys: Any) -> D
             "name": name,
             "images": [str(folder / name)],
             "weight": list(zip(starts, [weights[number] for _, weights in stages], strict=True)),
-            **({"label_field": "kind"} if name == "b" else {}),
+            **({"columns": {"target": "kind"}} if name == "b" else {}),
         }
         for number, name in enumerate("abc")
     ]

@@ -26,6 +26,7 @@ from wanma.data.text.token_file import TokenFile, open_or_build_token_file
 from wanma.data.text.tokenizer import BytesTokenizer, load_tokenizer
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.sections.data import DataSection, SourceSection
+from wanma.job.sections.data_sources import ColumnsSection
 from wanma.job.sections.train import TrainSection
 
 LONG = "".join(f"{number} a long document\n" for number in range(60_000))
@@ -217,7 +218,7 @@ def test_sources_of_a_mixture_have_fields_and_formats_of_their_own(tmp_path: Pat
     pq.write_table(pa.table({"content": DOCUMENTS[::-1]}), tmp_path / "b.parquet")
     sources = [
         SourceSection(name="a", text=[str(tmp_path / "a.jsonl")], weight=3),
-        SourceSection(name="b", text=[str(tmp_path / "b.parquet")], text_field="content"),
+        SourceSection(name="b", text=[str(tmp_path / "b.parquet")], columns=ColumnsSection(text="content")),
     ]
     section = DataSection(
         sources=sources, sequence_length=8, cache=str(tmp_path / "cache"), validation_fraction=0

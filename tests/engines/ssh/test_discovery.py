@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from wanma.api.engines.submission import take_nodes
+from wanma.data.cache.prepared_entries import mark_prepared_entries, marks_of_remote_entries
 from wanma.engines.hosts.connections import Host, Reply
+from wanma.engines.ssh import host_probe
 from wanma.engines.ssh.discovery import ProbedHosts, make_engine_cluster, probe_hosts, require_hosts
 from wanma.engines.ssh.hosts import parse_host
 from wanma.engines.ssh.placement import candidate_addresses
 from wanma.hardware.discovery.node import discover_node
 from wanma.job.errors import WanmaError
+from wanma.job.sections.data import DataSection
 
 VERSIONS = {"wanma": None, "torch": None}
 
@@ -54,7 +58,7 @@ class Hosts:
     def ask_all(self, questions: dict[Host, Any]) -> tuple[dict[Host, Reply], list[Any]]:
         return {host: question() for host, question in questions.items()}, []
 
-    def probe(self, data: Sequence[str] = ()) -> ProbedHosts:
+    def probe(self, data: Mapping[str, str] | None = None) -> ProbedHosts:
         hosts = [parse_host(name, "test") for name in self._answers]
         return probe_hosts(self, hosts, "~/.wanma", data=data)  # type: ignore[arg-type]
 
@@ -82,11 +86,33 @@ def test_hosts_of_a_kind_are_one_group_in_order() -> None:
 
 def test_hosts_that_have_the_data_are_taken_first() -> None:
     answers = {"a": {}, "b": {"data": ["/data/x"]}, "c": {"data": ["/data/x", "/data/y*"]}, "d": {}}
-    found = make_engine_cluster(Hosts(**answers).probe(["/data/x", "/data/y*"]), 2)
+    found = make_engine_cluster(Hosts(**answers).probe({"/data/x": "/data/x", "/data/y*": "/data/y*"}), 2)
     assert [group.hosts for group in found.cluster.nodes] == [("c", "b", "a", "d")]
     assert [note.partition(":")[0] for note in found.notes] == ["a, d lack /data/x", "a, b, d lack /data/y*"]
-    (note,) = Hosts(a={}, b={}).probe(["/data/z"]).notes
+    (note,) = Hosts(a={}, b={}).probe({"/data/z": "/data/z"}).notes
     assert note.startswith("no host has /data/z")
+
+
+def test_hosts_that_have_prepared_remote_data_are_taken_first() -> None:
+    data = {"s3://bucket/x": "~/.cache/wanma/entries/0", "s3://bucket/y": "~/.cache/wanma/entries/1"}
+    found = make_engine_cluster(Hosts(a={}, b={"data": ["s3://bucket/x"]}).probe(data), 1)
+    assert [group.hosts for group in found.cluster.nodes] == [("b", "a")]
+    (note,) = found.notes
+    assert note.startswith("a lack s3://bucket/x")
+
+
+def test_a_host_has_what_lies_at_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    section = DataSection(path=["s3://bucket/x", "/data/y"])
+    data = marks_of_remote_entries(section)
+    assert list(data) == ["s3://bucket/x"]
+    facts: list[dict[str, Any]] = []
+    request = {"folder": str(tmp_path), "has_hardware": False, "data": {**data, "here": f"{tmp_path}/.c*"}}
+    host_probe.main(request, facts.append)
+    mark_prepared_entries(section)
+    host_probe.main(request, facts.append)
+    assert [one["data"] for one in facts] == [[], ["s3://bucket/x", "here"]]
 
 
 def test_a_clock_that_is_wrong_and_a_disk_that_is_nearly_full_are_named() -> None:

@@ -151,9 +151,9 @@ def test_a_preset_has_its_published_size_without_memory_for_it(preset: str, para
         ("dcnv2", {"objective": "in_batch_softmax"}, {"target": "click"}, "log_loss"),
         ("two_tower", {"objective": "sampled_softmax"}, {"target": "click"}, "data.interactions.negatives"),
         ("two_tower", {"objective": "log_loss"}, {}, "squared_error"),
-        ("two_tower", {}, {"tables": {"user": 2, "item": 2, "tags": 4}}, "data.interactions.features"),
+        ("two_tower", {}, {"tables": {"user": 2, "item": 2, "tags": 4}}, "data.columns.sparse"),
         ("dlrm", {}, {"target": "click", "negatives": 4}, "0"),
-        ("dlrm", {"tables": {"other": 5}}, {}, "data.interactions.user"),
+        ("dlrm", {"tables": {"other": 5}}, {}, "data.columns.user"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_key_to_change(
@@ -166,8 +166,8 @@ def test_what_does_not_fit_is_refused_with_the_key_to_change(
 
 def test_an_id_outside_a_table_is_named_with_value_size_and_row() -> None:
     with pytest.raises(JobError) as raised:
-        build("dlrm", sizes(largest_rows={"item": 41}), tables={"item": 5})
-    assert all(part in raised.value.message for part in ("item", "id 8", "5 rows", "row 41"))
+        build("dlrm", sizes(largest_rows={"item": "log.csv: row 41"}), tables={"item": 5})
+    assert all(part in raised.value.message for part in ("item", "id 8", "5 rows", "log.csv: row 41"))
 
 
 @pytest.mark.parametrize("keys", [{"kind": "dlrm"}, {"recommender": {"embedding": 4}}])

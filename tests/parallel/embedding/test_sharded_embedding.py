@@ -55,14 +55,10 @@ def job(folder: Path, table_optimizer: str | None, **train: Any) -> dict[str, An
             "recommender": {"embedding": 6, "bottom": [5, 6], "top": [9]},
         },
         "data": {
-            "interaction_log": str(folder / "log.csv"),
+            "path": str(folder / "log.csv"),
+            "columns": {"sparse": ["tags", "words"], "dense": ["age"]},
+            "interactions": {"target": "click", "positive_from": 1},
             "cache": str(folder / "cache"),
-            "interactions": {
-                "target": "click",
-                "positive_from": 1,
-                "features": ["tags", "words"],
-                "dense": ["age"],
-            },
         },
         "train": {
             "precision": "fp64",
@@ -137,6 +133,7 @@ def test_a_checkpoint_goes_on_under_another_placement(
 def test_single_ids_of_candidates_are_looked_up_too(kind: str, tmp_path: Path) -> None:
     text = job(tmp_path, "adagrad")
     text["model"] = {"family": "recommender", "kind": kind, "recommender": {"embedding": 6}}
+    text["data"] |= {"kind": "interactions", "columns": {}}
     text["data"]["interactions"] = {"target": "click", "negatives": 3}
     one = run_here(tmp_path / "one", text, placed("1", "row_wise", micro_batch=9))
     same_numbers(one, run_job(tmp_path / "two", text, placed("2", "row_wise", micro_batch=5)), 1e-9)

@@ -33,7 +33,7 @@ def values(metrics: RecommenderMetrics, cuts: list[int]) -> dict[str, float]:
 
 def test_all_metrics_are_the_same_for_any_cut_into_batches() -> None:
     keys = {"target": "click", "split": "leave_last", "negatives": 2}
-    section = DataSection.model_validate({"interaction_log": "synthetic:9x9x40", "interactions": keys})
+    section = DataSection.model_validate({"path": "synthetic:9x9x40", "interactions": keys})
     config = RecommenderConfig("matrix_factorization", objective="log_loss")
     metrics = RecommenderMetrics(config, InteractionDataset(section, 0, 1), {})
     whole, cut = values(metrics, []), values(metrics, [7, 8, 30])

@@ -37,7 +37,7 @@ def job(name: str, steps: int = 4) -> dict[str, Any]:
     kind, keys = KINDS[name]
     return {
         "model": {"family": "recommender", "kind": kind, "recommender": {"embedding": 8}},
-        "data": {"interaction_log": "synthetic:20x30x300", "interactions": keys},
+        "data": {"path": "synthetic:20x30x300", "interactions": keys},
         "train": {
             "precision": "fp32",
             "steps": steps,
@@ -92,9 +92,12 @@ def test_bags_and_dense_features_have_the_numbers_of_one_process(kind: str, tmp_
         "kind": kind,
         "recommender": {"embedding": 8, "bottom": [6, 8]},
     }
-    keys = {"target": "click", "positive_from": 1, "features": ["tags"], "dense": ["age"]}
-    cache = str(tmp_path / "cache")
-    text["data"] = {"interaction_log": str(tmp_path / "log.csv"), "interactions": keys, "cache": cache}
+    text["data"] = {
+        "path": str(tmp_path / "log.csv"),
+        "columns": {"sparse": ["tags"], "dense": ["age"]},
+        "interactions": {"target": "click", "positive_from": 1},
+        "cache": str(tmp_path / "cache"),
+    }
     one = run_here(tmp_path / "one", text, Plan(micro_batch=11, precision="fp32"))
     plan = Plan(dp_shard=2, shard="parameters", micro_batch=3, precision="fp32")
     other = run_job(tmp_path / "other", text, plan)

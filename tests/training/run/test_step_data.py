@@ -32,7 +32,7 @@ def step(number: int, *bad: BadSample) -> StepBatches:
 
 
 def bad(sample: int, *, is_substituted: bool = False) -> BadSample:
-    return BadSample(sample, f"a.tar, row {sample}", "the image is empty", is_substituted)
+    return BadSample(sample, f"a.tar: row {sample}", "the image is empty", is_substituted)
 
 
 def data() -> Any:
@@ -59,12 +59,12 @@ def test_bad_samples_are_listed_and_the_first_one_is_told(tmp_path: Path) -> Non
     report.begin(data(), step(2, bad(4)))
     lines = [json.loads(line) for line in (tmp_path / "bad-samples-0.jsonl").read_text().splitlines()]
     assert [(line["step"], line["sample"], line["place"], line["action"]) for line in lines] == [
-        (2, 2, "a.tar, row 2", "skip"),
-        (2, 3, "a.tar, row 3", "substitute"),
-        (3, 4, "a.tar, row 4", "skip"),
+        (2, 2, "a.tar: row 2", "skip"),
+        (2, 3, "a.tar: row 3", "substitute"),
+        (3, 4, "a.tar: row 4", "skip"),
     ]
     assert messages == [
-        "data: a.tar, row 2: the image is empty; its position is skipped. "
+        "data: a.tar: row 2: the image is empty; its position is skipped. "
         "All are listed in bad-samples-0.jsonl"
     ]
     assert report.metrics()["bad_samples"] == 3

@@ -11,11 +11,14 @@ from reading import parse
 from text_data import TextData
 from wanma_steps import measure_text
 
+from wanma.job.sections.data_sources import ColumnsSection
+
 
 def main() -> None:
     options = parse(__doc__)
     data = TextData.of(options)
-    measure_text(options, data, data.parquet_files, data.content_of_packed_parquet(), text_field="tokens")
+    content, columns = data.content_of_packed_parquet(), ColumnsSection(tokens="tokens")
+    measure_text(options, data, data.parquet_files, content, columns=columns)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from wanma.data.tools.row_reading import shown_path
 from wanma.observe.units import MISSING_TEXT, bytes_text, count_text, number_text, percent_text
 
 if TYPE_CHECKING:
@@ -145,6 +144,5 @@ def _table() -> Table:
 
 def file_text(url: str) -> str:
     """Return a path from the working directory for files below it, and the whole address of others."""
-    text = shown_path(url)
-    path, folder = Path(text), Path.cwd()
-    return str(path.relative_to(folder)) if path.is_absolute() and path.is_relative_to(folder) else text
+    path, folder = Path(url), Path.cwd()
+    return str(path.relative_to(folder)) if path.is_absolute() and path.is_relative_to(folder) else url

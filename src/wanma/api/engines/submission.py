@@ -19,6 +19,7 @@ from wanma.api.engines.placing import (
 from wanma.api.run.callback_thread import load_callbacks
 from wanma.api.run.run_records import resolve_run_directory
 from wanma.checkpoint.remote.remote_storage import check_url
+from wanma.data.cache.prepared_entries import marks_of_remote_entries
 from wanma.engines.engine import Engine, EngineCluster, Submission
 from wanma.engines.engine_record import EngineRecord
 from wanma.engines.kubernetes.manifests import make_placement
@@ -203,7 +204,7 @@ def render_submission(engine: Engine, text: str, nodes: EngineCluster | None) ->
 
 def _discover(job: Job, engine: Engine) -> EngineCluster | None:
     """Return the nodes of the engine, or None: the job has a cluster file, or they are this machine."""
-    nodes = engine.discover(job.cluster, _local_paths(job.data)) if job.cluster.file is None else None
+    nodes = engine.discover(job.cluster, _data_places(job.data)) if job.cluster.file is None else None
     if nodes is not None and job.cluster.nodes > nodes.max_nodes:
         raise JobError(
             f"cluster.nodes = {job.cluster.nodes}, and a run may have {nodes.max_nodes} nodes there",
@@ -244,10 +245,11 @@ def _prepare(job: Job, engine: str, nodes: EngineCluster | None, *, is_quiet: bo
         )
 
 
-def _local_paths(data: DataSection) -> list[str]:
-    """Return the absolute paths and globs of a job's data; relative ones travel with the code."""
-    entries = [entry for part in (data, *data.sources) for entry in (*part.path, *part.text, *part.images)]
-    return [entry for entry in entries if entry.startswith("/")]
+def _data_places(data: DataSection) -> dict[str, str]:
+    """Return the entries of data for `Engine.discover`; those with a relative path travel with the code."""
+    entries = [entry for _, source in data.located_sources for entry in source.entries]
+    local = {entry: entry for entry in entries if entry.startswith("/")}
+    return local | marks_of_remote_entries(data)
 
 
 def take_nodes(cluster: Cluster, count: int) -> Cluster:

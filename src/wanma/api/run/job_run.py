@@ -190,7 +190,7 @@ def _callbacks(
 
 
 def _reads_text(job: Job, user_objects: dict[str, Any] | None) -> bool:
-    has_no_text = job.data.is_own or job.data.has_images or bool(job.data.interaction_log)
+    has_no_text = job.data.is_own or job.data.has_images or job.data.has_interactions
     return "data" not in (user_objects or {}) and not has_no_text
 
 

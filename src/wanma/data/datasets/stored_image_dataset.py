@@ -192,7 +192,7 @@ class StoredImageDataset(BatchedDataset):
         sources, positions = self.order.locate(np.asarray([sample_index]))
         part = self._train[int(sources[0])]
         (row,) = part.locate(positions).tolist()
-        return _place(bad_sample(part.index, row, ""))
+        return bad_sample(part.index, row, "").place
 
     def _train_batch(self, sample_indices: IndexArray) -> Batch:
         sources, positions = self.order.locate(sample_indices)
@@ -234,9 +234,9 @@ class StoredImageDataset(BatchedDataset):
                     cause = error
             if self._bad_data == "skip":
                 pixels[place] = 0
-                return BadSample(sample, _place(cause), cause.cause, is_substituted=False)
+                return BadSample(sample, cause.place, cause.cause, is_substituted=False)
             labels[place] = self._substitute(part, sample, cause, pixels[place])
-            return BadSample(sample, _place(cause), cause.cause, is_substituted=True)
+            return BadSample(sample, cause.place, cause.cause, is_substituted=True)
 
         found = [one for one in self._pools.decode(decode, range(len(rows))) if one is not None]
         if parts is self._validation:
@@ -282,7 +282,7 @@ class StoredImageDataset(BatchedDataset):
         except ValueError as error:
             raise bad_sample(part.index, row, str(error)) from error
         except TransformError as error:
-            place = _place(bad_sample(part.index, row, ""))
+            place = bad_sample(part.index, row, "").place
             raise TransformError(f"{place} (sample {sample:,}): {error.message}", error.hint) from error
 
     def _substitute(self, part: _Part, sample: int, cause: BadDataError, out: NDArray[np.float32]) -> int:
@@ -295,9 +295,9 @@ class StoredImageDataset(BatchedDataset):
             except BadDataError:
                 continue
         raise WanmaError(
-            f"data.bad_data = 'substitute': {_place(cause)}: {cause.cause}; none of {_MAX_SUBSTITUTES} other "
+            f"data.bad_data = 'substitute': {cause.place}: {cause.cause}; none of {_MAX_SUBSTITUTES} other "
             "samples can be read either",
-            "mend the data, or check data.image_transform.image_field and label_field",
+            "mend the data, or check data.columns.image and target",
         ) from cause
 
 
@@ -402,7 +402,3 @@ def _put(
 ) -> None:
     for place, record in zip(places.tolist(), found, strict=True):
         records[place] = record
-
-
-def _place(error: BadDataError) -> str:
-    return error.file if error.row is None else f"{error.file}, row {error.row}"

@@ -19,7 +19,7 @@ from wanma.data.formats.tar_samples import TarSamples, split_path
 from wanma.data.formats.tfrecord import TFRecord
 
 DEFAULT_TEXT_FIELD = "text"
-"""Default of `data.text_field`."""
+"""Default of `data.columns.text`."""
 TOKEN_FIELDS = ("tokens", "input_ids")
 """Usual names of fields that hold tokens."""
 

@@ -22,6 +22,11 @@ Rows = NDArray[np.int64]
 Content = bytes | memoryview
 
 
+def row_place(file: str, row: int | None) -> str:
+    """Return a file and the row within it, from 0, as messages and lists name them; None: the whole file."""
+    return file if row is None else f"{file}: row {row}"
+
+
 class BadDataError(WanmaError):
     """Error: stored data that cannot be read as its format.
 
@@ -41,9 +46,9 @@ class BadDataError(WanmaError):
         hint: str = "",
         exit_code: int = EXIT_FAILED,
     ) -> None:
-        message = f"{file}: {cause}" if row is None else f"{file}: row {row}: {cause}"
-        super().__init__(message, hint, exit_code)
         self.file, self.cause, self.row = file, cause, row
+        self.place = row_place(file, row)
+        super().__init__(f"{self.place}: {cause}", hint, exit_code)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.file, self.cause, self.row, self.hint, self.exit_code)

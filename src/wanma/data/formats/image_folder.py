@@ -56,7 +56,7 @@ class ImageFolder(Format):
     def group(self, files: Sequence[DataFile]) -> list[FileGroup]:
         if not files:
             return []
-        urls = [file.url for file in files]
+        urls = [file.url.lstrip("/") for file in files]  # paths and URLs have a common path, if an empty one
         root = os.path.commonpath(urls) if len(urls) > 1 else urls[0].rpartition("/")[0]
         # `commonpath` joins the slashes of `s3://`.
         depth = len([part for part in root.split("/") if part])

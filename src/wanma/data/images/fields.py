@@ -85,8 +85,7 @@ def find_fields(
     label_field: str | None,
     *,
     key: str = "data.images",
-    image_key: str = "data.columns.image",
-    label_key: str = "data.columns.target",
+    columns_key: str = "data.columns",
 ) -> ImageFields:
     """Find the fields of image and class among sampled records, at least one.
 
@@ -94,7 +93,7 @@ def find_fields(
         records: sampled records.
         image_field, label_field: names that the job gives; None: none.
         key: key of the images in the job, for messages.
-        image_key, label_key: keys of the job that name the fields, for messages.
+        columns_key: key of the table that names the fields, for messages.
 
     Raises:
         JobError: a field is missing, or several may hold the image.
@@ -107,19 +106,20 @@ def find_fields(
         if not found:
             raise JobError(
                 f"{key}: no field of the samples holds an image; they have {names}",
-                f"set {image_key}, or name files that hold JPEG, PNG, WebP or arrays of pixels",
+                f"set {columns_key}.image, or name files that hold JPEG, PNG, WebP or arrays of pixels",
             )
         if len(found) > 1 and not known:
             raise JobError(
                 f"{key}: several fields of the samples hold an image: {', '.join(found)}",
-                f"set {image_key} to one of them",
+                f"set {columns_key}.image to one of them",
             )
         image = known[0] if known else found[0]
     elif not any(image in record for record in records):
-        raise JobError(f"{image_key} = '{image}' is no field of the samples", f"they have {names}")
+        raise JobError(f"{columns_key}.image = '{image}' is no field of the samples", f"they have {names}")
     candidates = _LABEL_FIELDS if label_field is None else (label_field,)
     label = next((name for name in candidates if any(_has(record, name) for record in records)), None)
     if label is None:
+        label_key = f"{columns_key}.target"
         given = f"{label_key} = '{label_field}' is no field" if label_field else "no class is a field"
         raise JobError(
             f"{key}: {given} of the samples; they have {names}",
@@ -247,7 +247,7 @@ def _find_own_classes(
         return Classes(len(names), names)
     is_table = isinstance(index.data_format, Parquet | ArrowTables)
     files = [file for group in index.groups for file in group.files]
-    is_remote = any("://" in file.url and not file.url.startswith("file://") for file in files)
+    is_remote = any("://" in file.url for file in files)
     if not is_table and is_remote and sum(file.size for file in files) > _SCANNED_BYTES:
         if any(_is_name(record, field) for record in sampled):
             raise JobError(

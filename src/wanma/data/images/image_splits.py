@@ -101,7 +101,7 @@ def files_by_split(files: Sequence[StoredFile]) -> dict[str, list[StoredFile]]:
     Empty if one file names no split, or none is for training.
     """
     candidates = [file for file in files if file.url.rpartition("/")[2] not in _FILES_OF_ALL_SPLITS]
-    urls = [file.url for file in candidates]
+    urls = [file.url.lstrip("/") for file in candidates]  # paths and URLs have a common path, if an empty one
     if len(urls) < 2:
         return {}
     depth = len([part for part in os.path.commonpath(urls).split("/") if part])

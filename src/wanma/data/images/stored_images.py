@@ -88,10 +88,8 @@ class _SourceKeys:
     class_names: tuple[str, ...]
     key: str
     """Key of the entries, for messages."""
-    image_key: str
-    """Key that names the field of the image, for messages."""
-    label_key: str
-    """Key that names the field of the class, for messages."""
+    columns_key: str
+    """Key of the table of its fields, for messages."""
     is_known_by_name: bool
     """True if files of MNIST, CIFAR-10 and .npz may be known by their names."""
     data_format: Format | None
@@ -211,26 +209,20 @@ def sampled_rows(index: SampleIndex) -> NDArray[np.int64]:
 
 
 def _declared_sources(section: DataSection) -> list[_SourceKeys]:
-    return [_declared_source(section, table, source) for table, source in section.located_sources]
+    return [_declared_source(table, source) for table, source in section.located_sources]
 
 
-def _declared_source(section: DataSection, table: str, source: EntriesSection) -> _SourceKeys:
-    options, columns = section.image_transform, source.columns
+def _declared_source(table: str, source: EntriesSection) -> _SourceKeys:
     own = source if isinstance(source, SourceSection) else None
-    own_image, own_label = (own.image_field, own.label_field) if own is not None else (None, None)
-    has_old_image = not columns.image and (own_image or options.image_field)
-    has_old_label = not columns.target and (own_label or options.label_field)
-    fields_table = table if own_image or own_label else "data.image_transform"
     return _SourceKeys(
         own.name if own is not None else "images",
         own.weight if own is not None else 1.0,
         source.entries,
-        columns.image or own_image or options.image_field,
-        columns.target or own_label or options.label_field,
+        source.columns.image,
+        source.columns.target,
         tuple(own.class_names) if own is not None else (),
         f"{table}.{source.entries_key}",
-        f"{fields_table}.image_field" if has_old_image else f"{table}.columns.image",
-        f"{fields_table}.label_field" if has_old_label else f"{table}.columns.target",
+        f"{table}.columns",
         may_be_known_by_name(source) and own is not None,  # a lone one is read into memory
         _named_format(source),
     )
@@ -284,7 +276,7 @@ def _open_source(
             )
         except BadDataError as error:
             if isinstance(data_format, NumpyArrays):  # the job names arrays
-                raise JobError(f"{keys.image_key}, {keys.label_key}: {error.message}", error.hint) from error
+                raise JobError(f"{keys.columns_key}: {error.message}", error.hint) from error
             raise with_way_out(error) from error
         advance.finish_index(part.size)
         return index
@@ -316,9 +308,7 @@ def _find_fields(index: SampleIndex, records: list[Record], keys: _SourceKeys) -
     label = keys.label_field
     if label is None and isinstance(index.data_format, ImageFolder) and "class" in records[0]:
         label = "class"  # names, so that the numbers of another split's folders do not matter
-    return find_fields(
-        records, keys.image_field, label, key=keys.key, image_key=keys.image_key, label_key=keys.label_key
-    )
+    return find_fields(records, keys.image_field, label, key=keys.key, columns_key=keys.columns_key)
 
 
 def _fit_transform(sources: Sequence[_OpenSource], section: DataSection) -> ImageTransform:
@@ -352,6 +342,6 @@ def _decodable_images(source: _OpenSource) -> list[Image]:
         raise JobError(
             f"{source.keys.key}: none of {len(source.records)} sampled images can be decoded; "
             f"{first.message}",
-            f"set {source.keys.image_key} to the field of the images, or write them again",
+            f"set {source.keys.columns_key}.image to the field of the images, or write them again",
         )
     return images

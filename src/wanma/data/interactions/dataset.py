@@ -17,8 +17,11 @@ from wanma.data.interactions.log import read_log
 from wanma.data.interactions.splits import split_rows
 from wanma.data.sampling.order import SampleOrder, Shuffle
 from wanma.data.sampling.permutation import IndexArray
+from wanma.data.text.encoding_task import describe_bad_rows
 from wanma.job.sections.data import DataSection
 from wanma.job.sections.recommender import InteractionSizes
+
+_DESCRIBED_BAD_ROWS = 20
 
 
 class InteractionDataset(BatchedDataset):
@@ -43,6 +46,8 @@ class InteractionDataset(BatchedDataset):
     def __init__(self, section: DataSection, seed: int, total_samples: int) -> None:
         log = read_log(section)
         self._log, self._keys = log, section.interactions
+        self._user, self._item = section.columns.table_name("user"), section.columns.table_name("item")
+        self.damaged_files = log.damaged
         self._train, self._validation = split_rows(log, section)
         self._total = total_samples
         self.seed = seed
@@ -56,10 +61,10 @@ class InteractionDataset(BatchedDataset):
         """True if some rows or candidates are no clicks."""
         items = log.items[self._train]
         power = self._keys.negative_power if self._keys.negatives else 1.0
-        self._draws = ItemDraws(items, self.interaction_sizes.tables[self._keys.item], power, seed)
+        self._draws = ItemDraws(items, self.interaction_sizes.tables[self._item], power, seed)
         by_user = np.argsort(log.users[self._train], kind="stable")
         self._seen = items[by_user]
-        user_count = self.interaction_sizes.tables[self._keys.user]
+        user_count = self.interaction_sizes.tables[self._user]
         self._seen_starts = np.searchsorted(log.users[self._train][by_user], np.arange(user_count + 1))
         self.fingerprint = self._hash()
 
@@ -72,11 +77,21 @@ class InteractionDataset(BatchedDataset):
             "train_samples": self.train_samples,
             "validation_samples": self.validation_samples,
             "epochs": self._total / self.train_samples,
+            "bad_rows": {
+                "count": len(self._log.bad_rows),
+                "listed": self._log.bad_rows[:_DESCRIBED_BAD_ROWS],
+            },
         }
 
+    @property
+    def bad_data_note(self) -> str:
+        notes = [super().bad_data_note]
+        if rows := self._log.bad_rows:
+            notes += [f"{len(rows):,} bad rows of the interactions were left out: {describe_bad_rows(rows)}"]
+        return "; ".join(filter(None, notes))
+
     def sample_name(self, sample_index: int) -> str:
-        row = int(self._train[self.order.rows(np.array([sample_index]))[0]])
-        return f"row {row} of data.interaction_log"
+        return self._log.place(int(self._train[self.order.rows(np.array([sample_index]))[0]]))
 
     def _train_batch(self, sample_indices: IndexArray) -> Batch:
         rows = self._train[self.order.rows(sample_indices)]
@@ -88,13 +103,13 @@ class InteractionDataset(BatchedDataset):
     def _read(self, rows: IndexArray, sample_indices: IndexArray, *, is_validation: bool) -> Batch:
         log, keys = self._log, self._keys
         users, candidates = log.users[rows], log.items[rows][:, None]
-        keywords: dict[str, Tensor] = {keys.user: torch.from_numpy(users)}
+        keywords: dict[str, Tensor] = {self._user: torch.from_numpy(users)}
         if keys.negatives:
             purpose = "validation negatives" if is_validation else "negatives"
             # A validation sample is a row of the log, whatever the order in which it is evaluated.
             drawn = self._draws.draw(rows if is_validation else sample_indices, keys.negatives, purpose)
             candidates = np.concatenate([candidates, drawn], 1)
-        keywords[keys.item] = torch.from_numpy(candidates)
+        keywords[self._item] = torch.from_numpy(candidates)
         if keys.target == "click":
             keywords["log_probability"] = torch.from_numpy(self._draws.log_probability[candidates])
         for name, bags in log.features.items():
@@ -114,20 +129,21 @@ class InteractionDataset(BatchedDataset):
 
     def _sizes(self) -> InteractionSizes:
         log, keys = self._log, self._keys
-        columns = {keys.user: log.users, keys.item: log.items}
+        columns = {self._user: log.users, self._item: log.items}
         tables = {name: int(ids.max()) + 1 for name, ids in columns.items()}
-        rows = {name: int(ids.argmax()) for name, ids in columns.items()}
+        rows = {name: log.place(int(ids.argmax())) for name, ids in columns.items()}
         for name, bags in log.features.items():
             tables[name] = int(bags.ids.max(initial=0)) + 1
-            largest = int(bags.ids.argmax()) if len(bags.ids) else 0
-            rows[name] = int(np.searchsorted(bags.starts, largest, side="right")) - 1
+            if len(bags.ids):
+                row = int(np.searchsorted(bags.starts, int(bags.ids.argmax()), side="right")) - 1
+                rows[name] = log.place(row)
         bag_sizes = {
             name: math.ceil(len(bags.ids) / max(len(log.users), 1)) for name, bags in log.features.items()
         }
         mean = float(log.targets[self._train].mean()) if keys.target == "rating" else 0.0
         return InteractionSizes(
-            keys.user,
-            keys.item,
+            self._user,
+            self._item,
             tables,
             rows,
             bag_sizes,

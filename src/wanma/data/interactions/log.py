@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wanma.data.formats.csv_rows import Csv
-from wanma.data.formats.format import BadDataError, Record
-from wanma.data.index.records import open_records
+from wanma.data.formats.format import BadDataError, UnreadableFileError, row_place
+from wanma.data.index.records import read_each
+from wanma.data.index.sample_index import DamagedFile, SampleIndex
+from wanma.data.interactions.log_files import (
+    ROLES,
+    first_record,
+    id_fault,
+    id_of,
+    ids_in,
+    number_fault,
+    number_of,
+    open_log,
+    record_value,
+    resolve_columns,
+)
 from wanma.data.interactions.synthetic import make_synthetic_log
-from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
+from wanma.data.text.encoding_task import BadRow
+from wanma.job.errors import JobError
 from wanma.job.sections.data import DataSection
-from wanma.job.sections.recommender import InteractionsSection
+from wanma.job.sections.data_sources import SYNTHETIC_LOG
 
 _BATCH = 65_536
-_SYNTHETIC = re.compile(r"synthetic:(\d{1,7})x(\d{1,7})x(\d{1,9})")
-_SEPARATOR = re.compile(r"[|,; ]+")
-_MAX_ID = 1 << 40
+_SYNTHETIC = re.compile(rf"{SYNTHETIC_LOG}(\d{{1,7}})x(\d{{1,7}})x(\d{{1,9}})")
 
 
 @dataclass(frozen=True)
@@ -54,144 +64,195 @@ class InteractionLog:
     features: Mapping[str, Bags]
     dense: NDArray[np.float32]
     """Dense features, (rows, features)."""
+    bad_rows: Sequence[BadRow] = ()
+    """Rows that were left out."""
+    index: SampleIndex | None = None
+    """Index of the stored rows; None: the log is synthetic."""
+    numbers: NDArray[np.int64] | None = None
+    """Numbers of the rows in the index, (rows,); None: all of it."""
 
     def __len__(self) -> int:
         return len(self.users)
+
+    @property
+    def damaged(self) -> tuple[DamagedFile, ...]:
+        """Files that were left out as a whole."""
+        return () if self.index is None else self.index.damaged
+
+    def place(self, row: int) -> str:
+        """Return the file of a row, and the row within it."""
+        if self.index is None:
+            return f"row {row} of the synthetic log"
+        number = row if self.numbers is None else int(self.numbers[row])
+        ((file, stored_row),) = _places(self.index, np.array([number]))
+        return row_place(file, stored_row)
+
+    def take(self, rows: NDArray[np.int64]) -> InteractionLog:
+        """Return the log of some rows."""
+        bags = {name: one.take(rows) for name, one in self.features.items()}
+        return replace(
+            self,
+            users=self.users[rows],
+            items=self.items[rows],
+            targets=self.targets[rows],
+            times=self.times[rows],
+            features={name: Bags(ids, np.append(starts, len(ids))) for name, (ids, starts) in bags.items()},
+            dense=self.dense[rows],
+            numbers=rows if self.numbers is None else self.numbers[rows],
+        )
 
 
 def read_log(section: DataSection) -> InteractionLog:
     """Read the log of a job.
 
     Raises:
-        JobError: a column is missing, or a value is no id or number; names the column, value and row.
+        JobError: a field is missing, or a value is no id or number; names the file, row, column and value.
+            Where the job skips bad rows: there are more than it allows.
         BadDataError, WanmaError: files cannot be read.
     """
-    keys, entries = section.interactions, section.interaction_log
-    if (match := _SYNTHETIC.fullmatch(entries[0])) and len(entries) == 1:
-        users, items, row_count = map(int, match.groups())
-        columns: dict[str, Any] = make_synthetic_log(users, items, row_count, keys)
-    elif any(entry.startswith("synthetic") for entry in entries):
-        raise JobError(
-            f"data.interaction_log = {entries} is no synthetic log",
-            "name one, 'synthetic:USERSxITEMSxROWS' such as 'synthetic:943x1682x100000'",
-        )
-    else:
-        columns = _read_columns(section)
-    rows = len(columns[keys.user])
-    has_targets = keys.rating in columns
-    ratings = _numbers(keys.rating, columns[keys.rating]) if has_targets else np.ones(rows)
-    if keys.target == "click" and has_targets:
+    keys, names = section.interactions, section.columns
+    columns = _synthetic_columns(section) or _stored_columns(section)
+    rows = columns.rows
+    ratings = columns.numbers("rating") if "rating" in columns.values else np.ones(rows)
+    if keys.target == "click" and "rating" in columns.values:
         threshold = keys.positive_from
         ratings = np.ones(rows) if threshold is None else (ratings >= threshold).astype(np.float64)
-    has_times = keys.time in columns
-    dense = [_numbers(name, columns[name]) for name in keys.dense]
-    return InteractionLog(
-        users=_ids(keys.user, columns[keys.user]),
-        items=_ids(keys.item, columns[keys.item]),
+    has_times = "time" in columns.values
+    dense = [columns.numbers(f"dense.{name}") for name in names.dense]
+    log = InteractionLog(
+        users=columns.ids("user"),
+        items=columns.ids("item"),
         targets=ratings.astype(np.float32),
-        times=_numbers(keys.time, columns[keys.time]) if has_times else np.arange(rows, dtype=np.float64),
-        features={name: _bags(name, columns[name]) for name in keys.features},
+        times=columns.numbers("time") if has_times else np.arange(rows, dtype=np.float64),
+        features={name: columns.bags(f"sparse.{name}") for name in names.sparse},
         dense=np.stack(dense, 1).astype(np.float32) if dense else np.zeros((rows, 0), np.float32),
+        index=columns.index,
     )
+    return log if columns.index is None else _without_bad_rows(log, columns.index, columns.faults, section)
 
 
-def _read_columns(section: DataSection) -> dict[str, list[Any]]:
-    keys = section.interactions
-    open_as = partial(
-        open_records, section.interaction_log, cache=section.cache, cache_bytes=section.cache_bytes
-    )
-    try:
-        records = open_as()
-        if list(records[0]) == ["text"]:  # lines of a file whose name does not say what they are: u.data
-            records = open_as("csv")
-        is_padded = len(records[0]) == 1
-    except BadDataError:
-        is_padded = len((records := open_as(Csv(delimiter=" ")))[0]) > 1
-        if not is_padded:
-            raise
-    if is_padded:  # for people, by blanks
-        records = open_as(Csv(delimiter=" "))
-    first = _named(records[0], keys)
-    needed = [keys.user, keys.item, *keys.features, *keys.dense]
-    needed += [keys.rating] if keys.target == "rating" or keys.positive_from is not None else []
-    needed += [keys.time] if keys.split != "random" else []
-    if missing := [name for name in needed if name not in first]:
+def _places(index: SampleIndex, numbers: NDArray[np.int64]) -> list[tuple[str, int]]:
+    """Return the file of each row, and the row within it."""
+    groups, rows = index.locate(numbers)
+    return [(index.groups[group].url, row) for group, row in zip(groups.tolist(), rows.tolist(), strict=True)]
+
+
+@dataclass
+class _Columns:
+    """Values of the rows of a log by their use: a role, 'sparse.FIELD' or 'dense.FIELD'."""
+
+    values: Mapping[str, Sequence[Any]]
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """Fields that hold the values, by their use."""
+    index: SampleIndex | None = None
+    """Index of the stored rows; None: the log is synthetic."""
+    faults: dict[int, str] = field(default_factory=dict)
+    """Cause of each bad row, by its number."""
+
+    @property
+    def rows(self) -> int:
+        return len(self.values["user"])
+
+    def ids(self, use: str) -> NDArray[np.int64]:
+        return self._ids(use, self.values[use], np.arange(self.rows))
+
+    def numbers(self, use: str) -> NDArray[np.float64]:
+        values = self.values[use]
+        try:
+            numbers = np.asarray(values, dtype=np.float64)
+        except (TypeError, ValueError, OverflowError):
+            numbers = np.zeros((0, 0))
+        if numbers.ndim != 1:  # not all are numbers: some are, or all are lists
+            numbers = np.array([number_of(value) for value in values])
+        self._note(use, values, ~np.isfinite(numbers), np.arange(self.rows), number_fault)
+        return numbers
+
+    def bags(self, use: str) -> Bags:
+        lists = [ids_in(value) for value in self.values[use]]
+        counts = np.array([len(one) for one in lists], dtype=np.int64)
+        values = [value for one in lists for value in one]
+        ids = self._ids(use, values, np.repeat(np.arange(len(lists)), counts))
+        return Bags(ids, np.concatenate([[0], np.cumsum(counts)]))
+
+    def _ids(self, use: str, values: Sequence[Any], rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        ids = np.array([id_of(value) for value in values], dtype=np.int64)
+        self._note(use, values, ids < 0, rows, id_fault)
+        return ids
+
+    def _note(
+        self,
+        use: str,
+        values: Sequence[Any],
+        is_bad: NDArray[np.bool_],
+        rows: NDArray[np.int64],
+        fault: Callable[[str, Any], str],
+    ) -> None:
+        for place in np.flatnonzero(is_bad).tolist():
+            self.faults.setdefault(int(rows[place]), fault(self.fields[use], values[place]))
+
+
+def _synthetic_columns(section: DataSection) -> _Columns | None:
+    """Return the columns of a log that wanma makes; None: the job names files."""
+    if not any(entry.startswith(SYNTHETIC_LOG) for entry in section.path):
+        return None
+    match = _SYNTHETIC.fullmatch(section.path[0])
+    if match is None or len(section.path) > 1:
         raise JobError(
-            f"data.interaction_log: no column {', '.join(missing)} among {', '.join(first)}",
-            "name the columns by data.interactions (user, item, rating, time, features, dense), or those of "
-            "a file without a header by data.interactions.columns",
+            f"data.path = {section.path} is no synthetic log",
+            "name one, 'synthetic:USERSxITEMSxROWS' such as 'synthetic:943x1682x100000'",
         )
-    names = list(dict.fromkeys([*needed, *(n for n in (keys.rating, keys.time) if n in first)]))
-    columns: dict[str, list[Any]] = {name: [] for name in names}
-    for start in range(0, len(records), _BATCH):
-        for record in records.read(range(start, min(start + _BATCH, len(records)))):
-            row = _named(record, keys)
-            for name in names:
-                columns[name].append(row.get(name))
+    if section.columns.sparse or section.columns.dense:
+        raise JobError(
+            "a synthetic log has users, items, ratings and times only", "remove data.columns.sparse and dense"
+        )
+    users, items, rows = map(int, match.groups())
+    return _Columns(make_synthetic_log(users, items, rows))
+
+
+def _stored_columns(section: DataSection) -> _Columns:
+    index = open_log(section)
+    names = resolve_columns(section.columns, section.interactions, first_record(index))
+    fields: dict[str, str] = {role: getattr(names, role) for role in ROLES if getattr(names, role)}
+    for kind in ("sparse", "dense"):
+        fields |= {f"{kind}.{name}": name for name in getattr(names, kind)}
+    lists: dict[str, list[Any]] = {use: [] for use in fields}
+    columns = _Columns(lists, fields, index)
+    for start in range(0, index.rows, _BATCH):
+        numbers = np.arange(start, min(start + _BATCH, index.rows))
+        for row, record in zip(numbers.tolist(), read_each(index, numbers), strict=True):
+            if isinstance(record, UnreadableFileError):  # another time it may be whole
+                raise record
+            if isinstance(record, BadDataError):
+                columns.faults[row] = record.cause
+                record = {}
+            for use, name in fields.items():
+                lists[use].append(record[name] if name in record else record_value(record, name))
     return columns
 
 
-def _named(record: Record, keys: InteractionsSection) -> Record:
-    """Return a record with the job's names for the numbered fields of files without a header."""
-    if "0" not in record:
-        return record
-    return dict(zip(keys.columns, record.values(), strict=False))
-
-
-def _numbers(name: str, values: Sequence[Any]) -> NDArray[np.float64]:
-    try:
-        numbers = np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError):
-        numbers = np.array([_number(value) for value in values])
-    bad = ~np.isfinite(numbers)
-    if bad.any():
-        row = int(bad.argmax())
-        raise _bad_value(name, values[row], row, "a finite number")
-    return numbers
-
-
-def _number(value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return float("nan")
-
-
-def _ids(name: str, values: Sequence[Any], rows: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
-    """Return ids as integers; `rows` are the rows of the values, where they are not one in each."""
-    try:
-        ids = np.array([int(value) for value in values], dtype=np.int64)
-        bad = (ids < 0) | (ids >= _MAX_ID)
-        bad |= np.array([float(value) != int(value) for value in values], dtype=bool)
-    except (TypeError, ValueError, OverflowError):
-        bad = np.array([not re.fullmatch(r"\d{1,12}", str(value)) for value in values])
-    if bad.any():
-        index = int(bad.argmax())
-        row = index if rows is None else int(rows[index])
-        raise _bad_value(name, values[index], row, f"an id: an integer from 0 to {_MAX_ID - 1}")
-    return ids
-
-
-def _bags(name: str, values: Sequence[Any]) -> Bags:
-    lists = [_id_list(value) for value in values]
-    counts = np.array([len(one) for one in lists], dtype=np.int64)
-    rows = np.repeat(np.arange(len(lists)), counts)
-    ids = _ids(name, [value for one in lists for value in one], rows)
-    return Bags(ids, np.concatenate([[0], np.cumsum(counts)]))
-
-
-def _id_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    if isinstance(value, str):
-        return [part for part in _SEPARATOR.split(value.strip()) if part]
-    return list(value) if isinstance(value, list | tuple | np.ndarray) else [value]
-
-
-def _bad_value(name: str, value: Any, row: int, needed: str) -> WanmaError:
-    shown = "no value" if value is None else repr(value)
-    return WanmaError(
-        f"data.interaction_log: row {row} has {shown} in column {name}, which is not {needed}",
-        "mend the row, or name another column in data.interactions",
-        EXIT_USAGE,
-    )
+def _without_bad_rows(
+    log: InteractionLog, index: SampleIndex, faults: Mapping[int, str], section: DataSection
+) -> InteractionLog:
+    """Return the log without its bad rows, which are listed; or refuse them, as the job says."""
+    if not faults and not index.damaged:
+        return log
+    numbers = np.array(sorted(faults), dtype=np.int64)
+    places = zip(_places(index, numbers), numbers.tolist(), strict=True)
+    bad_rows: list[BadRow] = [[*place, faults[number]] for place, number in places]
+    causes = [f"{row_place(file, row)}: {cause}" for file, row, cause in bad_rows]
+    if causes and section.bad_data != "skip":
+        raise JobError(
+            f"data.path: {causes[0]}",
+            "mend the row, name other fields in data.columns, or set data.bad_data = 'skip'",
+        )
+    causes += [f"{one.file}: {one.cause}" for one in index.damaged]
+    if len(causes) > section.bad_data_limit:
+        raise JobError(
+            f"data.bad_data_limit: {len(causes):,} rows and files of interactions cannot be read, more than "
+            f"{section.bad_data_limit:,}; the first: {causes[0]}",
+            "list them with `wanma data verify`, mend them, or raise data.bad_data_limit",
+        )
+    kept = np.setdiff1d(np.arange(len(log)), numbers)
+    if not len(kept):
+        raise JobError(f"data.path: none of {len(log):,} rows can be read; {causes[0]}", "mend the data")
+    return replace(log.take(kept), bad_rows=bad_rows)

@@ -7,31 +7,25 @@ from typing import Any
 import numpy as np
 
 from wanma.job.errors import JobError
-from wanma.job.sections.recommender import InteractionsSection
 
 _RANK = 4
 _MAX_PAIRS = 1 << 26
 """Largest users × items: all pairs are scored at once."""
 
 
-def make_synthetic_log(users: int, items: int, rows: int, keys: InteractionsSection) -> dict[str, Any]:
-    """Return a log as columns; the same for the same sizes.
+def make_synthetic_log(users: int, items: int, rows: int) -> dict[str, Any]:
+    """Return a log as columns by their role; the same for the same sizes.
 
     Ratings from 1 to 5 are biases and a product of rank 4, with noise. A user rates the more popular items,
     and those of their taste, more often (Gumbel's maximum: a draw without replacement), in random order.
 
     Raises:
-        JobError: there are more rows than pairs, or too many pairs; or features that it does not have.
+        JobError: there are more rows than pairs, or too many pairs.
     """
     if not 0 < users * items <= _MAX_PAIRS or not users <= rows <= users * items:
         raise JobError(
-            f"data.interaction_log = 'synthetic:{users}x{items}x{rows}' is not possible",
+            f"data.path = 'synthetic:{users}x{items}x{rows}' is not possible",
             f"use at least one row for each user, at most users × items rows, and at most {_MAX_PAIRS} pairs",
-        )
-    if keys.features or keys.dense:
-        raise JobError(
-            "a synthetic log has users, items, ratings and times only",
-            "remove data.interactions.features and dense",
         )
     generator = np.random.Generator(np.random.Philox(0))
     taste = generator.normal(size=(users, _RANK)) @ generator.normal(size=(_RANK, items)) / _RANK**0.5
@@ -52,8 +46,8 @@ def make_synthetic_log(users: int, items: int, rows: int, keys: InteractionsSect
     order = generator.permutation(len(owner))
     owner, chosen = owner[order], chosen[order]
     return {
-        keys.user: owner,
-        keys.item: chosen,
-        keys.rating: np.clip(np.rint(rating[owner, chosen]), 1, 5),
-        keys.time: np.arange(len(owner), dtype=np.float64),
+        "user": owner,
+        "item": chosen,
+        "rating": np.clip(np.rint(rating[owner, chosen]), 1, 5),
+        "time": np.arange(len(owner), dtype=np.float64),
     }

@@ -83,7 +83,12 @@ def _tell_of_webhdfs(address: str, server: str) -> None:
 
 
 def file_url(filesystem: Any, path: str, entry: str) -> str:
-    """Return the URL of a file that `entry` names or contains; HDFS keeps the host of `entry`."""
+    """Return the address of a file that `entry` names or contains: a URL, and of a local file its path.
+
+    HDFS keeps the host of `entry`.
+    """
+    if is_local(filesystem):
+        return path
     if _protocols(filesystem)[0] in _PATHS_WITHOUT_HOST:
         address = urlsplit(entry)
         return f"{address.scheme}://{address.netloc}{path}"

@@ -58,7 +58,7 @@ class StoredFile:
     path: str
     """Path in the filesystem."""
     url: str
-    """Address of the file, equal on every node."""
+    """Address of the file, equal on every node: a URL, and of a local file its path."""
     size: int
     """Size in bytes as stored."""
     version: str

@@ -45,8 +45,6 @@ class BadRow:
 
     padding: tuple[Tensor, Tensor | int]
     """Zeros in the form of a sample."""
-    place: str
-    """File, and the row within it."""
     error: BadDataError = field(repr=False)
 
 
@@ -55,7 +53,7 @@ def replace_bad_rows(
 ) -> tuple[list[Any], tuple[BadSample, ...]]:
     """Return items with padding in the place of bad rows, and the bad samples."""
     bad_samples = tuple(
-        BadSample(int(number), item.place, item.error.cause, is_substituted=False)
+        BadSample(int(number), item.error.place, item.error.cause, is_substituted=False)
         for number, item in zip(sample_indices, items, strict=True)
         if isinstance(item, BadRow)
     )
@@ -116,8 +114,7 @@ class TableDataset:
                     EXIT_USAGE,
                 ) from error
             padding = torch.zeros(self._feature_count), 0 if self.classes is not None else torch.zeros(())
-            place = error.file if error.row is None else f"{error.file}, row {error.row}"
-            return BadRow(padding, place, error)
+            return BadRow(padding, error)
 
     def _read(self, row: int) -> tuple[Tensor, Tensor | int]:
         (record,) = self._index.read(np.array([row]))

@@ -14,6 +14,7 @@ from wanma.data.documents.corpus_acceptance import (
     report_unused,
 )
 from wanma.data.documents.document_groups import holds_records
+from wanma.data.documents.record_fields import DEFAULT_TEXT_FIELD
 from wanma.data.documents.text_files import STANDARD_LIBRARY, list_documents
 from wanma.data.index.records import cache_folder
 from wanma.data.sampling.mixture_schedule import SourceWeight
@@ -101,13 +102,11 @@ def preparation_of(
     """Return the preparation that the text of a job needs on this machine; see `measure_preparation`."""
     cache = cache_folder(section.cache)
     missing = [
-        document
-        for text in texts
-        if not token_folder(text.documents, tokenizer, cache, text.settings).is_dir()
-        for document in text.documents
+        text for text in texts if not token_folder(text.documents, tokenizer, cache, text.settings).is_dir()
     ]
+    documents = [(document, text.settings.text_field) for text in missing for document in text.documents]
     size = sum(document.size for text in texts for document in text.documents)
-    return measure_preparation(section, size, missing, tokenizer)
+    return measure_preparation(section, size, documents, tokenizer)
 
 
 def reads_records(section: DataSection, texts: Sequence[TextSource], tokenizer: Tokenizer) -> bool:
@@ -160,9 +159,8 @@ def resolve_text_sources(section: DataSection) -> list[TextSource]:
 
 def _settings(section: DataSection, source: EntriesSection) -> ReadingSettings:
     columns = source.columns
-    own_field = source.text_field if isinstance(source, SourceSection) else None
     return ReadingSettings(
-        columns.messages or columns.text or columns.tokens or own_field or section.text_field,
+        columns.messages or columns.text or columns.tokens or DEFAULT_TEXT_FIELD,
         is_chat=columns.messages is not None,
         format_name=source.format or "",
         bad_data=section.bad_data,

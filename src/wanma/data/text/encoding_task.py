@@ -27,7 +27,7 @@ from wanma.data.documents.record_fields import DEFAULT_TEXT_FIELD, field_value
 from wanma.data.documents.rows import document_of, read_array, read_rows
 from wanma.data.documents.text_files import read_chunks
 from wanma.data.formats.arrays import ArrayReader
-from wanma.data.formats.format import BadDataError, FileGroup, Format, Layout
+from wanma.data.formats.format import BadDataError, FileGroup, Format, Layout, row_place
 from wanma.data.index.group_scan import open_or_scan
 from wanma.data.stores.data_file import FileOpener, OpenableFile
 from wanma.data.stores.filesystems import is_local, is_shared_memory
@@ -132,10 +132,7 @@ class EncodingResult:
 
 def describe_bad_rows(rows: Sequence[BadRow]) -> str:
     """Return the first bad rows in words."""
-    return "; ".join(
-        f"{file}: {cause}" if row is None else f"{file}: row {row}: {cause}"
-        for file, row, cause in rows[:_SHOWN_BAD_ROWS]
-    )
+    return "; ".join(f"{row_place(file, row)}: {cause}" for file, row, cause in rows[:_SHOWN_BAD_ROWS])
 
 
 def check_bad_limit(count: int, rows: Sequence[BadRow], settings: ReadingSettings) -> None:

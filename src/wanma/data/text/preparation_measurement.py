@@ -55,21 +55,23 @@ _KIND, _FIGURE = "tokens", "bytes_per_second"
 
 
 def measure_preparation(
-    section: DataSection, text_bytes: int, documents: Sequence[StoredFile], tokenizer: Tokenizer
+    section: DataSection, text_bytes: int, missing: Sequence[tuple[StoredFile, str]], tokenizer: Tokenizer
 ) -> TextPreparation:
     """Return the preparation that a job's text needs on this machine.
 
     Args:
         section: the job's `[data]`.
         text_bytes: stored bytes of all its text.
-        documents: files whose token file is missing.
+        missing: files whose token file is missing, each with the field of its text.
         tokenizer: its tokenizer.
     """
     cache = cache_folder(section.cache)
+    documents = [document for document, _ in missing]
     size = sum(document.size for document in documents)
     rate, origin = None, "nothing to measure"
     if size >= MIN_MEASURED_BYTES:
-        rate, origin = _rate(documents, section.text_field, tokenizer, cache)
+        _, text_field = max(missing, key=lambda one: one[0].size)
+        rate, origin = _rate(documents, text_field, tokenizer, cache)
     is_remote = has_remote(documents)
     is_probed = section.probe_store and size >= MIN_MEASURED_BYTES
     return TextPreparation(

@@ -100,12 +100,7 @@ def row_url(index: SampleIndex, group: int, row: int) -> str:
     """Return the address of the file that holds a row: an image has one of its own."""
     files = index.groups[group].files
     is_file = isinstance(index.data_format, ImageFolder)
-    return shown_path(files[row if is_file else 0].url)
-
-
-def shown_path(url: str) -> str:
-    """Return an address as people write it: a path for local files."""
-    return url.removeprefix("file://")
+    return files[row if is_file else 0].url
 
 
 def _read(reader: RowReader, rows: range) -> list[Record]:

@@ -34,6 +34,7 @@ from wanma.data.images.image_splits import (
 from wanma.data.index.build import open_or_build_index
 from wanma.data.index.records import cache_folder, is_description
 from wanma.data.index.sample_index import SampleIndex
+from wanma.data.interactions.log_files import first_record, list_log_files, open_log, resolve_columns
 from wanma.data.stores.byte_source import ByteSource
 from wanma.data.stores.data_file import OpenableFile
 from wanma.data.stores.filesystems import is_shared_memory
@@ -41,7 +42,12 @@ from wanma.data.stores.listing import StoredFile, expand_entry, list_files, uniq
 from wanma.data.text.corpus import TextSource, resolve_text_sources
 from wanma.job.errors import JobError, WanmaError, did_you_mean
 from wanma.job.sections.data import DataSection
-from wanma.job.sections.data_sources import ColumnsSection, EntriesSection, SourceSection
+from wanma.job.sections.data_sources import (
+    SYNTHETIC_LOG,
+    ColumnsSection,
+    EntriesSection,
+    SourceSection,
+)
 from wanma.job.url_credentials import CREDENTIALS_HINT, has_secret
 
 Progress = Callable[[int, int], None]
@@ -91,7 +97,7 @@ class DataSource:
     is_in_memory: bool = False
     """True if no other process can read the files."""
     columns: ColumnsSection | None = None
-    """Columns of a job's table; None: other data."""
+    """Columns of a job's table or interactions; None: other data."""
 
     @property
     def size(self) -> int:
@@ -234,6 +240,8 @@ def select_job_data(section: DataSection, choice: FormatChoice, cache: str | Non
     folder = cache_folder(section.cache if cache is None else cache)
     if section.has_images:
         return DataSelection(tuple(_image_sources(section, choice)), folder)
+    if section.has_interactions:
+        return DataSelection((_interactions_source(section, choice, folder),), folder)
     if section.has_table:
         tables = [
             replace(
@@ -249,6 +257,24 @@ def select_job_data(section: DataSection, choice: FormatChoice, cache: str | Non
         return DataSelection(tuple(tables), folder)
     sources = [source for text in resolve_text_sources(section) for source in _text_sources(text, choice)]
     return DataSelection(tuple(sources), folder, section.tokenizer, section.sequence_length)
+
+
+def _interactions_source(section: DataSection, choice: FormatChoice, folder: Path) -> DataSource:
+    if any(entry.startswith(SYNTHETIC_LOG) for entry in section.path):
+        raise JobError(
+            f"the data of this job are made by wanma, data.path = {section.path}, and not stored",
+            "name files in data.path",
+        )
+    index = open_log(section.model_copy(update={"bad_data": "skip", "cache": str(folder)}))
+    stored = list_log_files(section)
+    files = tuple(map(openable, stored))
+    return DataSource(
+        "data",
+        choice.of(files) if choice.name or choice.options else index.data_format,
+        files,
+        is_in_memory=any(is_shared_memory(file.filesystem) for file in stored),
+        columns=resolve_columns(section.columns, section.interactions, first_record(index)),
+    )
 
 
 def _source(name: str, stored: Sequence[StoredFile], choice: FormatChoice) -> DataSource:

@@ -20,11 +20,12 @@ from wanma.data.formats.arrow_tables import ArrowTables, Parquet
 from wanma.data.formats.format import BadDataError, Record
 from wanma.data.formats.image_folder import is_image
 from wanma.data.index.sample_index import SampleIndex
+from wanma.data.interactions.log_files import interaction_faults
 from wanma.data.tables.values import row_faults
 from wanma.data.text.tokenizer import load_tokenizer
 from wanma.data.tools.images import check_image, has_pillow
 from wanma.data.tools.record_content import record_decoder
-from wanma.data.tools.row_reading import Damage, RowTask, plan_tasks, read_rows, row_url, shown_path
+from wanma.data.tools.row_reading import Damage, RowTask, plan_tasks, read_rows, row_url
 from wanma.data.tools.selection import DataSelection, Progress
 from wanma.data.tools.task_processes import ProcessCrash, Work, useful_processes
 from wanma.data.tools.values import image_bytes
@@ -119,7 +120,7 @@ def _read_tasks(
     work = Work(_verify_rows, indexes, (names, columns, vocabulary))
     for task, found in work.run(tasks, processes, is_isolated=tables and is_shared):
         if isinstance(found, ProcessCrash):
-            url = shown_path(indexes[task.source].groups[task.group].url)
+            url = indexes[task.source].groups[task.group].url
             cause = "reading these rows ends the process: the library of the format fails on the damage"
             found = [Damage(names[task.source], url, task.start, cause, task.end - task.start)]
         yield task, found
@@ -136,7 +137,7 @@ def _verify_rows(
     damages = []
     for row, rows, found in read_rows(index, task, record_decoder(index.data_format)):
         if isinstance(found, BadDataError):
-            damages.append(Damage(name, shown_path(found.file), row, found.cause, rows))
+            damages.append(Damage(name, found.file, row, found.cause, rows))
         else:
             damages += [
                 Damage(name, row_url(index, task.group, row), row, cause)
@@ -146,7 +147,9 @@ def _verify_rows(
 
 
 def _faults(record: Record, columns: ColumnsSection | None, vocabulary: int) -> Iterator[str]:
-    return record_faults(record, vocabulary) if columns is None else row_faults(record, columns)
+    if columns is None:
+        return record_faults(record, vocabulary)
+    return (interaction_faults if columns.kind == "interactions" else row_faults)(record, columns)
 
 
 def record_faults(record: Record, vocabulary: int = 0) -> Iterator[str]:
@@ -178,7 +181,7 @@ def record_faults(record: Record, vocabulary: int = 0) -> Iterator[str]:
 
 def _damaged_files(selection: DataSelection, indexes: Sequence[SampleIndex]) -> list[Damage]:
     return [
-        Damage(source.name, shown_path(one.file), None, one.cause)
+        Damage(source.name, one.file, None, one.cause)
         for source, index in zip(selection.sources, indexes, strict=True)
         for one in index.damaged
     ]

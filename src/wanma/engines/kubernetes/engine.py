@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -71,7 +71,9 @@ class KubernetesEngine(Engine):
             return f"{error.message}; {error.hint}" if error.hint else error.message
         return None
 
-    def discover(self, section: ClusterSection, _data: Sequence[str] = (), /) -> EngineCluster | None:
+    def discover(
+        self, section: ClusterSection, _data: Mapping[str, str] | None = None, /
+    ) -> EngineCluster | None:
         return discover_cluster(self._client(section.kubernetes), section)
 
     def render(self, submission: Submission) -> str:

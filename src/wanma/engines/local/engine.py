@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from wanma.elastic.launch_config import get_hostname
@@ -45,7 +45,9 @@ class LocalEngine(Engine):
     def unusable_reason(self) -> str | None:
         return None
 
-    def discover(self, _section: ClusterSection, _data: Sequence[str] = (), /) -> EngineCluster | None:
+    def discover(
+        self, _section: ClusterSection, _data: Mapping[str, str] | None = None, /
+    ) -> EngineCluster | None:
         return None
 
     def render(self, submission: Submission) -> str:

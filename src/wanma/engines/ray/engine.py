@@ -47,7 +47,9 @@ class RayEngine(Engine):
         error = missing_ray()
         return f"{error.message} {error.hint}" if error is not None else None
 
-    def discover(self, section: ClusterSection, _data: Sequence[str] = (), /) -> EngineCluster | None:
+    def discover(
+        self, section: ClusterSection, _data: Mapping[str, str] | None = None, /
+    ) -> EngineCluster | None:
         return choose_nodes(section, ray_client(section.ray.address).ask("nodes"))
 
     def render(self, submission: Submission) -> str:

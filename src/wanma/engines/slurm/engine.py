@@ -40,7 +40,9 @@ class SlurmEngine(Engine):
             return explain_refusal(error).message
         return None
 
-    def discover(self, section: ClusterSection, _data: Sequence[str] = (), /) -> EngineCluster | None:
+    def discover(
+        self, section: ClusterSection, _data: Mapping[str, str] | None = None, /
+    ) -> EngineCluster | None:
         return discover_cluster(section)
 
     def render(self, submission: Submission) -> str:

@@ -61,7 +61,7 @@ def probe_hosts(
     hosts: Sequence[Host],
     folder: str,
     archive: EnvironmentArchive | None = None,
-    data: Sequence[str] = (),
+    data: Mapping[str, str] | None = None,
 ) -> ProbedHosts:
     """Ask all hosts for their facts; those that lack the environment of the run make it.
 
@@ -70,8 +70,9 @@ def probe_hosts(
         hosts: the hosts, in order.
         folder: `cluster.ssh.folder`.
         archive: the environment; None: the interpreter has wanma and torch.
-        data: absolute paths and globs of the job's data.
+        data: see `Engine.discover`.
     """
+    data = data or {}
     if archive is None:
         return _probe(connections, dict.fromkeys(hosts, ""), folder, data)
     bases, failures = _check_interpreters(connections, hosts, folder)
@@ -96,7 +97,7 @@ def _check_interpreters(
 
 
 def _probe(
-    connections: SshConnections, pythons: Mapping[Host, str], folder: str, data: Sequence[str]
+    connections: SshConnections, pythons: Mapping[Host, str], folder: str, data: Mapping[str, str]
 ) -> ProbedHosts:
     """Ask hosts for their facts, each by the interpreter of the run; empty: that of the connections."""
     hosts = list(pythons)
@@ -104,7 +105,7 @@ def _probe(
 
     def ask(host: Host) -> Reply:
         began, clock = time.monotonic(), time.time()
-        request = {"folder": folder, "has_hardware": True, "data": list(data)}
+        request = {"folder": folder, "has_hardware": True, "data": dict(data)}
         reply = connections.ask(host, host_probe, request, seconds=PROBE_SECONDS, python=pythons[host])
         round_trip = time.monotonic() - began
         skew = reply.value["time"] - clock - round_trip / 2
@@ -138,15 +139,17 @@ def _probe(
     return ProbedHosts(tuple(usable), tuple(failures), tuple(notes))
 
 
-def _place_notes(usable: Sequence[HostFacts], data: Sequence[str]) -> list[str]:
-    """Return a note on each entry of the data that some host lacks."""
+def _place_notes(usable: Sequence[HostFacts], data: Mapping[str, str]) -> list[str]:
+    """Return a note on each entry of the data that some host lacks; remote ones may be cached nowhere."""
     notes = []
-    for name in data:
+    for name, path in data.items():
         lacking = [facts.host.text for facts in usable if name not in facts.values["data"]]
-        if lacking and len(lacking) == len(usable):
+        is_remote = name != path
+        if lacking and len(lacking) < len(usable):
+            place = " in the cache" if is_remote else ""
+            notes.append(f"{', '.join(lacking)} lack {name}{place}: hosts that have the data are taken first")
+        elif lacking and not is_remote:
             notes.append(f"no host has {name}, which the job's data names")
-        elif lacking:
-            notes.append(f"{', '.join(lacking)} lack {name}: hosts that have the data are taken first")
     return notes
 
 

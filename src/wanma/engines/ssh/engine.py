@@ -76,7 +76,9 @@ class SshEngine(Engine):
     def unusable_reason(self) -> str | None:
         return None if shutil.which("ssh") is not None else "ssh not found: install OpenSSH"
 
-    def discover(self, section: ClusterSection, data: Sequence[str] = (), /) -> EngineCluster | None:
+    def discover(
+        self, section: ClusterSection, data: Mapping[str, str] | None = None, /
+    ) -> EngineCluster | None:
         hosts = list_hosts(section.ssh, Path.cwd())
         archive = self._archive(section, Path.cwd())
         probed = self._probe(hosts, section, archive, data)
@@ -245,7 +247,7 @@ class SshEngine(Engine):
         hosts: Sequence[Host],
         section: ClusterSection,
         archive: EnvironmentArchive | None,
-        data: Sequence[str] = (),
+        data: Mapping[str, str] | None = None,
     ) -> ProbedHosts:
         """Return the facts of hosts, which make the run's environment; one command asks for them once."""
         key = tuple(sorted(hosts, key=lambda host: host.text))

@@ -18,7 +18,7 @@ def main(request: Dict[str, Any], reply: Callable[[Any], None]) -> int:
 
     Args:
         request: `folder`, for the run's files; `has_hardware`: the hardware is read, by wanma; `data`:
-            absolute paths and globs, of which the facts have those that are here.
+            names with a path or glob each, of which the facts have the names of those that are here.
         reply: sends the facts.
     """
     folder = os.path.expanduser(request["folder"])
@@ -32,7 +32,9 @@ def main(request: Dict[str, Any], reply: Callable[[Any], None]) -> int:
         "free_bytes": shutil.disk_usage(_existing(folder)).free,
         "addresses": _addresses(),
         "reached_at": (os.environ.get("SSH_CONNECTION", "").split() + [""] * 3)[2],
-        "data": [name for name in request.get("data", []) if glob.glob(name)],
+        "data": [
+            name for name, path in request.get("data", {}).items() if glob.glob(os.path.expanduser(path))
+        ],
         "cluster": None,
         "discovery_problem": "",
     }

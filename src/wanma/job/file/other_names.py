@@ -19,6 +19,9 @@ _NAMES_BY_KEY = {
     "train.validate_every_steps": "eval_steps eval_every eval_interval val_check_interval",
     "data.sequence_length": "seq_len seq_length max_seq_len max_seq_length block_size context_length",
     "data.workers": "num_workers dataloader_num_workers",
+    "data.columns.text": "text_field text_key text_column dataset_text_field",
+    "data.columns.image": "image_field image_key image_column",
+    "data.columns.target": "label_field label_key label_column",
     "parallel.dp_replicate": "gpus num_gpus ngpus devices ranks world_size num_processes nproc_per_node dp "
     "data_parallel data_parallel_size",
     "parallel.dp_shard": "fsdp fsdp_size",

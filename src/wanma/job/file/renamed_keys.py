@@ -15,6 +15,7 @@ from wanma.job.file.key_lines import KeyPath
 KEYS = {
     "model.capacity": "model.capacity_factor",
     "model.statistics_group": "model.batch_norm_group",
+    "data.interaction_log": "data.path",
     "parallel.balance": "parallel.load_balancing",
     "parallel.share_moves": "parallel.batch_share_schedule",
     "parallel.sequence": "parallel.sequence_parallel",

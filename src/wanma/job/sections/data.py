@@ -18,6 +18,9 @@ from wanma.job.sections.data_sources import (
 from wanma.job.sections.images import ImageTransformSection
 from wanma.job.sections.recommender import InteractionsSection
 
+LEAST_STEPS_AHEAD = 4
+"""Steps that `prefetch` = "auto" loads ahead if the loop never waits."""
+
 
 class ChatSection(Section):
     """Rows of conversations (`columns.messages`): each is whole in one row, filled up without targets."""
@@ -41,11 +44,6 @@ class DataSection(EntriesSection):
         description="files, folders, globs, fsspec URLs of plain text, records (JSON lines, Parquet and "
         "others) or tokens (Megatron, numpy); 'stdlib': Python's own source",
     )
-    text_field: str = Field(
-        "text",
-        min_length=1,
-        description="field of records that holds the text or token ids, such as 'meta.text'",
-    )
     sources: list[SourceSection] = Field(
         default_factory=list,
         description="weighted mixture of sources, all text, all images, or all tables and factories",
@@ -59,13 +57,8 @@ class DataSection(EntriesSection):
         default_factory=ImageTransformSection,
         description="transform of `data.images`, and of all sources of images",
     )
-    interaction_log: TextList = Field(
-        default_factory=list,
-        description="files, folders, globs or URLs of rows of user, item, rating or click, and time: CSV, "
-        "TSV, Parquet and others; or 'synthetic:USERSxITEMSxROWS'",
-    )
     interactions: InteractionsSection = Field(
-        default_factory=InteractionsSection, description="columns and split of `data.interaction_log`"
+        default_factory=InteractionsSection, description="target and split of interactions"
     )
     factory: str | None = Field(None, description="'package.module:function' returning a map-style dataset")
     arguments: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the factory")
@@ -122,8 +115,10 @@ class DataSection(EntriesSection):
         le=1_000_000_000_000,
         description="damaged files and rows from which on skipping is an error",
     )
-    prefetch: int = Field(
-        4, ge=1, le=10_000, description="optimizer steps of data loaded ahead of the training loop"
+    prefetch: Literal["auto"] | Annotated[int, Ge(1), Le(10_000)] = Field(
+        "auto",
+        description="optimizer steps of data loaded ahead of the training loop; auto: at least 4, and more "
+        "while the loop waits, as far as `prefetch_bytes` allows",
     )
     prefetch_bytes: int = Field(
         1 << 30,
@@ -167,6 +162,10 @@ class DataSection(EntriesSection):
         """Number of loader threads of a rank: `workers`, or 1 before a plan has chosen it ("auto")."""
         return self.workers if isinstance(self.workers, int) else 1
 
+    def steps_ahead(self, threads: int) -> int:
+        """Return the steps that `threads` loader threads load ahead of the loop, at the least."""
+        return self.prefetch if isinstance(self.prefetch, int) else max(LEAST_STEPS_AHEAD, threads)
+
     @property
     def located_sources(self) -> list[tuple[str, EntriesSection]]:
         """Sources of stored data or programs, each with its table in the job: 'data' or 'data.sources[0]'."""
@@ -186,6 +185,11 @@ class DataSection(EntriesSection):
     def has_text(self) -> bool:
         """True if the section names text, tokens or conversations."""
         return self._holds("text")
+
+    @property
+    def has_interactions(self) -> bool:
+        """True if the samples are interactions of users and items."""
+        return self._holds("interactions")
 
     @property
     def has_factory(self) -> bool:
@@ -210,7 +214,7 @@ class DataSection(EntriesSection):
 
     @model_validator(mode="after")
     def _check_one_source(self) -> DataSection:
-        kinds_of_data = ("path", "text", "sources", "images", "interaction_log", "factory")
+        kinds_of_data = ("path", "text", "sources", "images", "factory")
         given_sources = [k for k in kinds_of_data if getattr(self, k)]
         if len(given_sources) > 1:
             raise ValueError(
@@ -225,9 +229,10 @@ class DataSection(EntriesSection):
                 "bad_data = 'substitute' gives a sample another content in its place, but text is packed "
                 "into sequences and a document has no place of its own: use 'skip'"
             )
-        if self.bad_data == "substitute" and self.has_table:
-            raise ValueError("bad_data = 'substitute' applies to images; for tables use 'skip'")
-        if self.placement == "parts" and (self.sources or self.is_own or not self.entries):
+        if self.bad_data == "substitute" and (self.has_table or self.has_interactions):
+            raise ValueError("bad_data = 'substitute' applies to images; for other rows use 'skip'")
+        has_parts = bool(self.entries) and not (self.is_own or self.has_interactions)
+        if self.placement == "parts" and (self.sources or not has_parts):
             raise ValueError("placement = 'parts' needs entries of text or images")
         names = [source.name for source in self.sources]
         if duplicates := sorted({name for name in names if names.count(name) > 1}):
@@ -241,6 +246,8 @@ class DataSection(EntriesSection):
             ValueError: names the sources of each kind.
         """
         kinds: dict[str, list[str]] = {}
+        if self.sources and self.has_interactions:
+            raise ValueError("interactions do not mix: name all their files in data.path")
         for source in self.sources:
             family = "tables and factories" if source.content in ("table", "factory") else source.content
             kinds.setdefault(family or "", []).append(source.name)

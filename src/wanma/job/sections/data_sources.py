@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from wanma.job.sections.base import Section
 from wanma.job.url_credentials import CREDENTIALS_HINT, has_secret
 
-DataKind = Literal["text", "images", "table", "factory"]
+DataKind = Literal["text", "images", "table", "interactions", "factory"]
 """Kind of the samples of a source."""
 
 
@@ -20,6 +20,11 @@ def _refuse_secrets(locations: list[str]) -> list[str]:
             raise ValueError(f"a URL holds a password or key, which records would show; {CREDENTIALS_HINT}")
     return locations
 
+
+InteractionRole = Literal["user", "item", "rating", "time"]
+"""Use of a field of interactions."""
+SYNTHETIC_LOG = "synthetic:"
+"""Beginning of a path that stands for interactions made by wanma."""
 
 TextList = Annotated[
     list[str],
@@ -32,7 +37,9 @@ TextList = Annotated[
 class ColumnsSection(Section):
     """Fields of records by their use; 'meta.text' is the field `text` of the object `meta`."""
 
-    text: str | None = Field(None, min_length=1, description="field of the text; one document a record")
+    text: str | None = Field(
+        None, min_length=1, description="field of the text; one document a record; unset: 'text'"
+    )
     tokens: str | None = Field(None, min_length=1, description="field of the token ids, in place of a text")
     messages: str | None = Field(
         None,
@@ -42,7 +49,10 @@ class ColumnsSection(Section):
     )
     image: str | None = Field(None, min_length=1, description="field of the image; unset: found by content")
     target: str | None = Field(
-        None, min_length=1, description="field of the class of an image, or of the target of a table's row"
+        None,
+        min_length=1,
+        description="field of the class of an image, such as 'json.label', unset: found by name; or field of "
+        "the target of a table's row",
     )
     features: TextList = Field(
         default_factory=list,
@@ -54,6 +64,32 @@ class ColumnsSection(Section):
         description="target of a table's row: class (int64, counted from 0) or number (float32); unset: "
         "number if one among those sampled has a fraction",
     )
+    user: str | None = Field(
+        None,
+        min_length=1,
+        description="interactions: field of the user's id, an integer from 0; unset: 'user', and in files "
+        "without a header the first",
+    )
+    item: str | None = Field(
+        None, min_length=1, description="interactions: field of the item's id; unset: 'item', or the second"
+    )
+    rating: str | None = Field(
+        None,
+        min_length=1,
+        description="interactions: field of the rating or click; unset: 'rating', or the third",
+    )
+    time: str | None = Field(
+        None,
+        min_length=1,
+        description="interactions: field of the time, for `data.interactions.split` = 'leave_last' and "
+        "'time'; unset: 'time', or the fourth",
+    )
+    sparse: TextList = Field(
+        default_factory=list,
+        description="interactions: fields of further ids: an integer, a list of them, or a text such as "
+        "'3|17'",
+    )
+    dense: TextList = Field(default_factory=list, description="interactions: fields of numbers")
 
     @property
     def kind(self) -> DataKind | None:
@@ -62,13 +98,37 @@ class ColumnsSection(Section):
             return "text"
         if self.image:
             return "images"
+        if self._interaction_keys:
+            return "interactions"
         return "table" if self.features else None
+
+    @property
+    def _interaction_keys(self) -> list[str]:
+        names = (*get_args(InteractionRole), "sparse", "dense")
+        return [name for name in names if getattr(self, name)]
+
+    def table_name(self, role: InteractionRole) -> str:
+        """Return the name of the embedding table of a role: that of its field, or the role's where unset."""
+        name: str = getattr(self, role) or role
+        return name
+
+    @model_validator(mode="after")
+    def _check_ids(self) -> ColumnsSection:
+        names = [self.table_name("user"), self.table_name("item"), *self.sparse]
+        if duplicates := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"fields of ids must differ (given twice: {', '.join(duplicates)})")
+        if dotted := [name for name in names if "." in name or not name]:
+            raise ValueError(f"the field {dotted[0]!r} cannot name an embedding table: rename it")
+        return self
 
     @model_validator(mode="after")
     def _check_one_kind(self) -> ColumnsSection:
         given = [name for name in ("text", "tokens", "messages", "image", "features") if getattr(self, name)]
+        given += self._interaction_keys[:1]
         if len(given) > 1:
             raise ValueError(f"columns names {' and '.join(given)}; a source gives one of them")
+        if self.target and self.kind == "interactions":
+            raise ValueError(f"columns.target has no effect beside {given[0]}: the target is columns.rating")
         if self.target and self.kind == "text":
             raise ValueError(f"columns.target has no effect: {given[0]} has its targets in itself")
         if self.features and not self.target:
@@ -84,10 +144,12 @@ class EntriesSection(Section):
     path: TextList = Field(
         default_factory=list,
         description="files, folders, globs or URLs of any format; `text` and `images` are short for a path "
-        "with its kind",
+        "with its kind; interactions may be 'synthetic:USERSxITEMSxROWS'",
     )
-    kind: Literal["text", "images", "table"] | None = Field(
-        None, description="kind of the samples of `path`; unset: by `columns`, else by the content"
+    kind: Literal["text", "images", "table", "interactions"] | None = Field(
+        None,
+        description="kind of the samples of `path`; unset: by `columns`, interactions of a recommender, else "
+        "by the content",
     )
     format: str | None = Field(
         None,
@@ -116,12 +178,17 @@ class EntriesSection(Section):
             return "factory"
         if self.images or self.text:
             return "images" if self.images else "text"
-        return (self.kind or self.columns.kind or "text") if self.path else None
+        return (self._stated_kind or "text") if self.path else None
 
     @property
     def is_open_kind(self) -> bool:
         """True if only its content tells the kind of a path."""
-        return bool(self.path) and self.kind is None and self.columns.kind is None
+        return bool(self.path) and self._stated_kind is None
+
+    @property
+    def _stated_kind(self) -> DataKind | None:
+        is_synthetic = any(entry.startswith(SYNTHETIC_LOG) for entry in self.path)
+        return self.kind or self.columns.kind or ("interactions" if is_synthetic else None)
 
     @model_validator(mode="after")
     def _check_kind(self) -> EntriesSection:
@@ -131,8 +198,6 @@ class EntriesSection(Section):
         if len({kind for kind in told.values() if kind}) > 1:
             shown = ", ".join(f"{key} says {kind}" for key, kind in told.items() if kind)
             raise ValueError(f"the kind of the data is contradictory: {shown}")
-        if self.columns.kind == "text" and getattr(self, "text_field", None) not in (None, "text"):
-            raise ValueError("text_field is short for columns.text or columns.tokens; give one of them")
         if self.kind == "table" and not self.columns.features:
             raise ValueError("kind = 'table' needs columns.features and columns.target")
         for key in ("kind", "format"):
@@ -142,8 +207,7 @@ class EntriesSection(Section):
 
 
 _KIND_KEYS: dict[DataKind, tuple[str, ...]] = {
-    "text": ("text_field",),
-    "images": ("image_field", "label_field", "class_names"),
+    "images": ("class_names",),
     "factory": ("arguments",),
 }
 """Keys of a source that are of one kind alone."""
@@ -160,16 +224,9 @@ class SourceSection(EntriesSection, _NamedSection):
         default_factory=list,
         description="files, folders, globs or URLs, as `data.text`; 'stdlib': Python's own source",
     )
-    text_field: str | None = Field(None, description="field of its records; default: `data.text_field`")
     images: TextList = Field(
         default_factory=list,
         description="files, folders, globs or URLs, as `data.images`",
-    )
-    image_field: str | None = Field(
-        None, description="field of the image; default: `data.image_transform.image_field`"
-    )
-    label_field: str | None = Field(
-        None, description="field of the class; default: `data.image_transform.label_field`"
     )
     class_names: list[str] = Field(
         default_factory=list,

@@ -13,7 +13,7 @@ BUILT_IN_CHANGES = ("random_resized_crop", "horizontal_flip")
 
 
 class ImageTransformSection(Section):
-    """Transform of stored images: fields of a record, size, augmentation, normalization."""
+    """Transform of stored images: size, augmentation, normalization."""
 
     size: int | None = Field(
         None,
@@ -36,12 +36,6 @@ class ImageTransformSection(Section):
     std: list[float] = Field(
         default_factory=list,
         description="standard deviation by channel, > 0; unset: that of ImageNet, 0.5 for gray",
-    )
-    image_field: str | None = Field(
-        None, description="field of a record that holds the image; unset: found by name and content"
-    )
-    label_field: str | None = Field(
-        None, description="field of a record that holds the class, such as 'cls' or 'json.label'"
     )
 
     @model_validator(mode="after")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -49,22 +49,17 @@ class RecommenderSection(Section):
     )
 
 
-class InteractionsSection(Section):
-    """Log of interactions: columns, target, validation split and negatives."""
+_RENAMED = {
+    **{name: f"data.columns.{name}" for name in ("user", "item", "rating", "time", "dense")},
+    "features": "data.columns.sparse",
+    "columns": "data.columns, and the fields of files without a header are '0', '1' and so on",
+}
+"""New keys of the columns that were keys of `[data.interactions]`."""
 
-    columns: list[str] = Field(
-        default_factory=lambda: ["user", "item", "rating", "time"],
-        description="names of the columns of files without a header, in order",
-    )
-    user: str = Field("user", description="column of the user's id, an integer from 0")
-    item: str = Field("item", description="column of the item's id, an integer from 0")
-    rating: str = Field("rating", description="column of the rating or click")
-    time: str = Field("time", description="column of the time, for split = 'leave_last' and 'time'")
-    features: list[str] = Field(
-        default_factory=list,
-        description="columns of further ids: an integer, a list of them, or a text such as '3|17'",
-    )
-    dense: list[str] = Field(default_factory=list, description="columns of numbers")
+
+class InteractionsSection(Section):
+    """Interactions of users and items: target, validation split and negatives; fields: `data.columns`."""
+
     target: Literal["rating", "click"] = Field(
         "rating", description="target of a row: its rating; or click: 1 or 0, see positive_from"
     )
@@ -94,18 +89,21 @@ class InteractionsSection(Section):
         10, ge=1, le=1_000_000, description="length of the ranked list that recall and NDCG look at"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_old_keys(cls, given: Any) -> Any:
+        old = [name for name in _RENAMED if isinstance(given, Mapping) and name in given]
+        if old:
+            raise ValueError("; ".join(f"{name} is renamed to {_RENAMED[name]}" for name in old))
+        return given
+
     @model_validator(mode="after")
-    def _check_columns(self) -> InteractionsSection:
+    def _check_keys(self) -> InteractionsSection:
         if self.fold >= self.folds:
             raise ValueError(f"fold = {self.fold} must be below folds = {self.folds}")
         if self.target == "rating" and (self.negatives or self.positive_from is not None):
             key = "negatives" if self.negatives else "positive_from"
             raise ValueError(f"{key} applies to target = 'click', and target = 'rating'")
-        names = [self.user, self.item, *self.features]
-        if duplicates := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"columns of ids must differ (given twice: {', '.join(duplicates)})")
-        if dotted := [name for name in names if "." in name or not name]:
-            raise ValueError(f"the column {dotted[0]!r} cannot name an embedding table: rename it")
         return self
 
 
@@ -118,8 +116,8 @@ class InteractionSizes:
     """Names of the columns of users and items."""
     tables: Mapping[str, int]
     """Rows of the embedding table that each column of ids needs: its largest id + 1."""
-    largest_rows: Mapping[str, int] = field(default_factory=dict)
-    """Number of the row that holds the largest id of a column."""
+    largest_rows: Mapping[str, str] = field(default_factory=dict)
+    """File and row that hold the largest id of a column."""
     bag_sizes: Mapping[str, int] = field(default_factory=dict)
     """Mean number of ids in a row of a column that holds lists, rounded up."""
     dense: int = 0

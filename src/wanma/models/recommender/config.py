@@ -154,7 +154,7 @@ def _with_data(
         raise JobError(
             f"model.kind = '{config.kind}' reads users and items only, but the data have "
             f"{', '.join(features) or 'dense features'}",
-            "remove data.interactions.features and dense, or use kind 'dlrm' or 'dcnv2'",
+            "remove data.columns.sparse and dense, or use kind 'dlrm' or 'dcnv2'",
         )
     tables = config.tables or sizes.tables
     config = replace(config, bag_sizes=config.bag_sizes or sizes.bag_sizes)
@@ -163,14 +163,14 @@ def _with_data(
         if name not in sizes.tables:
             raise JobError(
                 f"the model has an embedding table '{name}', but the data have no such column of ids",
-                "set data.interactions.user, item and features to the columns of the model's tables",
+                "set data.columns.user, item and sparse to the fields of the model's tables",
             )
     for name, needed in sizes.tables.items():
         if named.get(name, 0) < needed:
-            row = sizes.largest_rows.get(name, 0)
+            row = sizes.largest_rows.get(name, "the data")
             raise JobError(
                 f"{name}: id {needed - 1} is outside its embedding table of {named.get(name, 0)} rows "
-                f"(row {row} of the data)",
+                f"({row})",
                 f"set model.recommender.tables.{name} to at least {needed}, or mend the data",
             )
     mean = sizes.mean_target if config.kind == "matrix_factorization" else 0.0
@@ -185,7 +185,7 @@ def _check_config(config: RecommenderConfig, sizes: InteractionSizes | None) -> 
         names = ", ".join(missing if config.tables else needed or ("the columns of ids",))
         raise JobError(
             f"the rows of the embedding tables are unknown: {names}",
-            "set model.recommender.tables, or use data (data.interaction_log)",
+            "set model.recommender.tables, or name data (data.path, data.kind = 'interactions')",
         )
     softmax = config.objective in ("in_batch_softmax", "sampled_softmax")
     key = f"model.recommender.objective = '{config.objective}'"

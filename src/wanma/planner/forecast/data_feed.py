@@ -167,18 +167,21 @@ def _changes(
     def with_keys(**keys: object) -> DataSection:
         return data.model_copy(update=keys)
 
+    def steps_at_least(count: int) -> dict[str, int]:
+        return {"prefetch": count} if data.steps_ahead(count) < count else {}
+
     cores = cores_per_rank(problem, plan)
     yield from _read_ahead_changes(problem, plan, cores)
     if loading is not None and loading.is_own and not data.worker_processes:
-        keys = {"worker_processes": True, "workers": cores, "prefetch": max(data.prefetch, cores)}
+        ahead = steps_at_least(cores)
         text = f"data.worker_processes = true, data.workers = {cores}"
-        more = f", data.prefetch = {cores}" if cores > data.prefetch else ""
-        yield text + more, problem, with_keys(**keys)
+        more = f", data.prefetch = {cores}" if ahead else ""
+        yield text + more, problem, with_keys(worker_processes=True, workers=cores, **ahead)
     for workers in _worker_counts(present_workers, cores):
-        prefetch = max(data.prefetch, workers)
-        changed = with_keys(workers=workers, prefetch=prefetch)
+        ahead = steps_at_least(workers)
+        changed = with_keys(workers=workers, **ahead)
         if load_cost(problem, plan, changed).peak_seconds <= consuming_seconds or workers == cores:
-            extra = f", data.prefetch = {prefetch}" if prefetch > data.prefetch else ""
+            extra = f", data.prefetch = {workers}" if ahead else ""
             yield f"data.workers = {workers}{extra}", problem, changed
             break
     if loading is None or not loading.is_remote:
@@ -215,7 +218,7 @@ def _read_ahead_changes(
     by_number = data.model_copy(update={"prefetch_bytes": 1 << 60})
     if steps_at_once(problem, plan, by_number, workers, threads) < wanted:
         yield f"data.prefetch = {wanted}", problem, data.model_copy(update={"prefetch": wanted})
-    size = math.ceil(min(wanted, data.prefetch) * rank_step_bytes(problem, plan))
+    size = math.ceil(min(wanted, data.steps_ahead(wanted)) * rank_step_bytes(problem, plan))
     if size > data.prefetch_bytes:
         yield (
             f"data.prefetch_bytes = {size} ({bytes_text(size)} of host memory for each rank)",

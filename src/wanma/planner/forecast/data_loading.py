@@ -138,7 +138,8 @@ def steps_at_once(
         loader_threads: least number of threads that load steps.
     """
     by_bytes = int(data.prefetch_bytes // rank_step_bytes(problem, plan))
-    return max(min(max(workers, loader_threads), data.prefetch, by_bytes), 1)
+    threads = max(workers, loader_threads)
+    return max(min(threads, data.steps_ahead(threads), by_bytes), 1)
 
 
 def rank_step_bytes(problem: PlanningProblem, plan: Plan) -> float:

@@ -68,7 +68,7 @@ def read_model(job: Job, objects: dict[str, Any] | None = None) -> WorkloadResul
         return WorkloadResult(workload, None)
     if kind == "custom":
         return _trace_custom_model(job, objects)
-    has_own_sizes = kind == "interactions" and not job.data.interaction_log
+    has_own_sizes = kind == "interactions" and not job.data.has_interactions
     data = None if has_own_sizes else _open(job, objects)
     workload = build_section_workload(
         job.model,
@@ -130,7 +130,7 @@ def _inputs(
     import torch
 
     has_dataset = "data" in objects or job.data.is_own
-    if not has_dataset and not job.data.has_images:
+    if not (has_dataset or job.data.has_images or job.data.has_interactions):
         length = job.data.sequence_length
         tokens = torch.zeros(1, length, dtype=torch.int64)
         masks = {"documents": tokens, "positions": tokens} if job.data.document_masks else {}

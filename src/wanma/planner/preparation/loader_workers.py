@@ -44,7 +44,7 @@ def loader_workers(
     if forecast is not None and forecast.data_feed is not None:
         return forecast.data_feed.workers
     if is_own:
-        return min(cores, data.prefetch, MAX_PYTHON_WORKERS)
+        return min(cores, data.steps_ahead(MAX_PYTHON_WORKERS), MAX_PYTHON_WORKERS)
     if workload is None or workload.loading is None or not workload.loading.decode_seconds:
         return 1
     return min(cores if plan.device == "cuda" else max(cores // 2, 1), MAX_AUTO_WORKERS)

@@ -41,22 +41,22 @@ def _unused_keys(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
     if job.model.lora_rank == 0:
         for name in ("lora_alpha", "lora_targets"):
             yield f"model.{name}", "there are no adapters (model.lora_rank = 0)"
-    if job.data.has_images or job.data.has_text or job.data.interaction_log:
+    if job.data.has_images or job.data.has_text or job.data.has_interactions:
         yield "data.worker_processes", "only a dataset of your own is read by processes"
         yield "data.check_reads", "only a dataset of your own is read twice"
-    if job.data.is_own or job.data.has_images or job.data.interaction_log:
+    if job.data.is_own or job.data.has_images or job.data.has_interactions:
         names = {
             "factory": job.data.has_factory,
             "tables": job.data.has_table,
             "images": job.data.has_images,
-            "interaction_log": True,
+            "interactions": True,
         }
         name = next(name for name, is_given in names.items() if is_given)
         kind = f"{name} in data.sources" if job.data.sources else f"data.{name}"
         if job.data.path:
             kind = f"{name} in data.path"
         own_model = ("sequence_length",) if job.model.factory is not None else ()
-        for name in ("tokenizer", "document_masks", "text_field", *own_model):
+        for name in ("tokenizer", "document_masks", *own_model):
             yield f"data.{name}", f"it applies to text, and the data come from {kind}"
     if job.data.is_own and not job.data.has_table:
         for name in ("bad_data", "bad_data_limit", "cache"):
