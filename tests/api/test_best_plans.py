@@ -34,6 +34,24 @@ def best() -> list[tuple[Any, Any]]:
     return wanma.plan(JOB, LINE)
 
 
+def test_fifty_billion_parameters_on_1024_data_ranks_have_a_plan_with_a_price(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "youtube-50b.toml"
+    cluster = tmp_path / "cluster.toml"
+    seconds = []
+    for nodes in (128, 1):
+        cluster.write_text(
+            f'[[nodes]]\ncount = {nodes}\ndevice = "H100 SXM"\ndevices = 8\nnetwork = "8x400G"\n'
+            "price_per_hour = 24\n"
+        )
+        plan, forecast = wanma.plan(example, cluster)[0]
+        assert plan.dp_replicate * plan.dp_shard == plan.world_size == 8 * nodes
+        assert plan.embedding == "auto"
+        assert forecast.run is not None
+        assert forecast.run.price == pytest.approx(24 * nodes * forecast.run.seconds / 3600)
+        seconds.append(forecast.run.seconds)
+    assert seconds[0] < seconds[1]
+
+
 def test_plans_come_with_their_forecasts_the_fastest_first(best: list[tuple[Any, Any]]) -> None:
     times = [forecast.step.seconds for _, forecast in best]
     assert len(best) > 3

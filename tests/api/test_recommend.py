@@ -57,6 +57,23 @@ def test_tables_are_loaded_in_the_order_in_which_the_model_was_trained(tmp_path:
     assert list(embeddings.rows) == ["user", "item"]
 
 
+@pytest.mark.parametrize("kind", ["dcnv2", "dlrm"])
+def test_a_click_model_trains_on_a_log_in_criteo_s_format(kind: str, tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    lines = []
+    for row in range(200):
+        numbers = ["" if draw.random() < 0.2 else str(draw.integers(-2, 900)) for _ in range(13)]
+        ids = ["" if draw.random() < 0.1 else f"{draw.integers(1 << 32):08x}" for _ in range(26)]
+        lines.append("\t".join([str(row % 4 // 3), *numbers, *ids]))
+    (tmp_path / "train.txt").write_text("\n".join(lines) + "\n")
+    keys = {"model.kind": kind, "data.interactions.hash_rows": '{"*" = 30}'}
+    run = train_here(tmp_path, "criteo.toml", str(tmp_path / "train.txt"), **SHORT, **keys)
+    assert run.losses[-1] < run.losses[0]
+    assert 0 <= last_validation(run)["auc"] <= 1
+    tables = [tensor for name, tensor in run.tensors().items() if ".of_" in name and "model." in name]
+    assert [tensor.shape for tensor in tables] == [(30, 16)] * 26
+
+
 @pytest.mark.parametrize("example", ["movielens.toml", "movielens-top-items.toml"])
 def test_the_first_items_of_a_user_are_those_of_the_highest_scores(example: str, tmp_path: Path) -> None:
     train_here(tmp_path, example, "synthetic:30x40x600", **SHORT)

@@ -43,7 +43,12 @@ def save_for_ever(folder: Path, rank: int, generation: int, first_step: int) -> 
     while True:
         step += 1
         tensors = {f"w{number}": torch.full((ELEMENTS,), float(step)) for number in range(4)}
-        checkpointer.save(step, tensors, {"step": step})
+        changed = None
+        if generation % 2:  # incremental saves, each of which changes all rows
+            checkpointer.wait()
+            if step % 3 and checkpointer.can_save_increment:
+                changed = {name: torch.ones(ELEMENTS, dtype=torch.bool) for name in tensors}
+        checkpointer.save(step, tensors, {"step": step}, changed_rows=changed)
 
 
 def main(folder: Path, rounds: int, seed: int) -> None:

@@ -95,7 +95,7 @@ def test_every_kind_of_damage_is_skipped_with_its_reason(folder: Path) -> None:
     manifest.write_bytes(flip_bit_content)
     assert reason() == "manifest.json is damaged: its content differs from its SHA-256"
     manifest.write_bytes((backup / manifest.name).read_bytes().replace(b'"version":1', b'"version":9', 1))
-    assert reason() == "manifest.json has format version 9; this version of wanma reads up to 1"
+    assert reason() == "manifest.json has format version 9; this version of wanma reads up to 2"
     manifest.unlink()
     assert reason() == "manifest.json cannot be read: No such file or directory"
     shutil.copy(backup / manifest.name, manifest)

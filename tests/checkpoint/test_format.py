@@ -110,8 +110,8 @@ def test_a_truncated_manifest_is_noticed() -> None:
 
 
 def test_a_newer_format_asks_for_an_update() -> None:
-    content = dump_manifest(MANIFEST).replace(b'"version":1', b'"version":2', 1)
-    with pytest.raises(WanmaError, match=r"version 2; .* up to 1") as caught:
+    content = dump_manifest(MANIFEST).replace(b'"version":1', b'"version":3', 1)
+    with pytest.raises(WanmaError, match=r"version 3; .* up to 2") as caught:
         parse_manifest(content)
     assert caught.value.hint == "update wanma"
 

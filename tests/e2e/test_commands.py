@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import struct
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from support.command import Desk, Ran, Training
+from wanma.job.examples import list_examples
 from wanma.observe.recorder import STEP_KEYS
 from wanma.observe.units import number_text
 
@@ -100,6 +102,16 @@ def test_a_model_and_data_of_ones_own_train_from_python(desk: Desk) -> None:
     shutil.rmtree(desk.folder / "runs")
 
 
+@pytest.mark.full
+def test_daily_updates_rank_the_next_day_better_than_none(desk: Desk) -> None:
+    files = [str(EXAMPLES / name) for name in ("recommender_daily.py", "recommender-daily.toml")]
+    ran = desk.start_program([sys.executable, *files]).end()
+    ran.check()
+    days = re.findall(r"AUC ([\d.]+) with updates, ([\d.]+) without", ran.out)
+    assert len(days) == 2
+    assert all(float(updated) > float(first) for updated, first in days)
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Overrides with small data of what the examples ask the user to fetch or to make, by its name there."""
@@ -119,7 +131,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "sepal_length,sepal_width,petal_length,species\n"
         + "".join(f"5.{row % 10},3,{row % 3},{'abc'[row % 3]}\n" for row in range(600))
     )
+    clicks = folder / "clicks.csv"
+    clicks.write_text("user,item,click\n" + "".join(f"{row % 7},{row % 5},{row % 2}\n" for row in range(60)))
+    criteo = folder / "train.txt"
+    criteo.write_text("".join("\t".join(["1", *["3"] * 13, *["68fd1e64"] * 26]) + "\n" for _ in range(60)))
     return {
+        "days/day-1.csv": f"data.path={clicks}",
+        "data/criteo/train.txt": f"data.path={criteo}",
         "data/cifar-10-batches-bin": f"data.images={cifar}",
         "data/mnist": f"data.images={mnist}",
         "flowers.csv": f"data.path={table}",
@@ -141,13 +159,16 @@ for command in json.loads(sys.argv[1]):
 
 @pytest.fixture(scope="module")
 def dry_runs(desk: Desk, data: dict[str, str]) -> tuple[Ran, dict[str, str]]:
-    """Dry runs of text.toml on two shards and of each example; the output of each by its job file."""
+    """Dry runs of text.toml on two shards and of each example, or its plan; output by job file."""
     sharded = ("parallel.dp_replicate=1", "parallel.dp_shard=2")
     commands = [["train", "text.toml", "--dry-run", "--run-dir", "dry", *sharded]]
-    for example in sorted(EXAMPLES.glob("*.toml")):
-        text = example.read_text()
-        overrides = [override for name, override in data.items() if f'"{name}"' in text]
-        commands.append(["train", str(example), "--dry-run", *overrides])
+    for example in list_examples():
+        first = shlex.split(example.commands[0])
+        overrides = [override for name, override in data.items() if f'"{name}"' in example.text]
+        if "--cluster" in first:  # a plan for machines that are not here
+            commands.append(["plan", str(example.file), *first[3:]])
+        elif example.file.suffix == ".toml":
+            commands.append(["train", str(example.file), "--dry-run", *overrides])
     ran = desk.start_program([sys.executable, "-c", DRY_RUNS, json.dumps(commands)]).end()
     parts = re.split(r"^== (.*) (\d+)\n", ran.out, flags=re.MULTILINE)
     assert parts[1::3] == [command[1] for command in commands], ran.text

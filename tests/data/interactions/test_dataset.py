@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,25 @@ def test_the_split_by_time_holds_out_the_latest_rows() -> None:
     assert data.validation_samples == 120
     times = data._log.times
     assert times[data._validation].min() > times[data._train].max()
+
+
+def test_the_split_by_time_is_read_in_the_order_of_time(tmp_path: Path) -> None:
+    times = [5, 3, 9, 1, 7, 2, 8, 4]
+    lines = [f"{row},{row % 3},1,{time}" for row, time in enumerate(times)]
+    (tmp_path / "log.csv").write_text("\n".join(["user,item,rating,time", *lines]) + "\n")
+    section = {
+        "kind": "interactions",
+        "path": str(tmp_path / "log.csv"),
+        "cache": str(tmp_path / "cache"),
+        "interactions": {"split": "time"},
+        "shuffle": "none",
+        "validation_fraction": 0.25,
+    }
+    data = InteractionDataset(DataSection.model_validate(section), 1, 100)
+    users = data.batch(range(6)).keywords["user"].tolist()
+    assert [times[user] for user in users] == [1, 2, 3, 4, 5, 7]
+    held_out = data.validation_batch(range(2)).keywords["user"].tolist()
+    assert {times[user] for user in held_out} == {8, 9}
 
 
 def test_negatives_depend_on_seed_and_sample_alone() -> None:

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from wanma.cli.main import main
 from wanma.data.data_kinds import with_data_kinds
+from wanma.data.index.records import read_each
 from wanma.data.interactions.dataset import InteractionDataset
+from wanma.data.interactions.id_hashing import hash_ids
 from wanma.data.interactions.log import InteractionLog, read_log
+from wanma.data.interactions.log_files import (
+    first_record,
+    interaction_faults,
+    open_log,
+    resolve_columns,
+)
 from wanma.data.interactions.synthetic import make_synthetic_log
 from wanma.job.errors import EXIT_USAGE, WanmaError
-from wanma.job.file.loading import to_job
+from wanma.job.file.loading import load_job, to_job
 from wanma.job.sections.data import DataSection
 
 HEADER = "user,item,rating,time\n"
@@ -50,6 +60,62 @@ def test_text_files_give_the_same_log(tmp_path: Path, name: str, separator: str,
 def test_a_file_of_blanks_whose_later_lines_have_tabs_is_read(tmp_path: Path) -> None:
     log = read(tmp_path / "u.tsv", "0   50  5 88\n0   17 5 88\n196\t242\t3\t87\n")
     assert (log.users.tolist(), log.items.tolist()) == ([0, 0, 196], [50, 17, 242])
+
+
+CRITEO = load_job(Path(__file__).parents[3] / "examples" / "criteo.toml").data
+CRITEO_ROWS = [
+    ["0", "1", "", "-2", "5", *["0"] * 9, "68fd1e64", "80e26c9b", "", *["a73ee510"] * 23],
+    ["1", "3", "7", "", "44", *["12"] * 9, "", "f0cf0024", "05db9164", *["25c83c98"] * 22, ""],
+    ["0", "", "0", "1", "9", *["2"] * 9, "68fd1e64", "80e26c9b", "05db9164", *["a73ee510"] * 23],
+]
+
+
+@pytest.mark.parametrize("name", ["train.txt", "day_0", "train.tsv", "day_0.gz"])
+def test_a_file_in_criteo_s_format_is_a_log_of_clicks(name: str, tmp_path: Path) -> None:
+    text = "".join("\t".join(row) + "\n" for row in CRITEO_ROWS).encode()
+    (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+    places = {"path": [str(tmp_path / name)], "cache": str(tmp_path / "cache"), "kind": "interactions"}
+    section = CRITEO.model_copy(update=places)
+    log = read_log(section)
+    assert log.targets.tolist() == [0, 1, 0]
+    assert log.times.tolist() == [0, 1, 2]
+    numbers = [[1, 0, 0, 5, *[0] * 9], [3, 7, 0, 44, *[12] * 9], [0, 0, 1, 9, *[2] * 9]]
+    assert log.dense == pytest.approx(np.log1p(np.array(numbers)), rel=1e-6)
+    assert list(log.features) == [str(number) for number in range(16, 40)]
+    columns = {"14": log.users, "15": log.items}
+    columns |= {feature: bags.ids for feature, bags in log.features.items()}
+    for number, ids in enumerate(columns.values(), start=14):
+        assert ids.tolist() == hash_ids([row[number] for row in CRITEO_ROWS], 100_000).tolist()
+    assert all(np.diff(bags.starts).tolist() == [1, 1, 1] for bags in log.features.values())
+    index = open_log(section)
+    resolved = resolve_columns(section.columns, section.interactions, first_record(index))
+    records = read_each(index, np.arange(3))
+    assert [list(interaction_faults(one, resolved, section)) for one in records] == [[], [], []]
+
+
+def test_an_id_is_hashed_to_the_same_row_everywhere() -> None:
+    values = ["68fd1e64", "", None, float("nan"), 7, "7", 7.0, np.int32(7), 0.5]
+    assert hash_ids(values, 1000).tolist() == [209, 756, 756, 756, 255, 255, 255, 255, 235]
+
+
+def test_bags_of_texts_are_hashed_by_their_parts(tmp_path: Path) -> None:
+    text = "user,item,rating,genres\nann,1,5,action|noir\nbob,1,4,\n"
+    hashed = {"u*": 1000, "genres": 50}
+    log = read(tmp_path / "log.csv", text, {"sparse": ["genres"]}, hash_rows=hashed)
+    assert log.users.tolist() == hash_ids(["ann", "bob"], 1000).tolist()
+    assert log.items.tolist() == [1, 1]
+    assert log.features["genres"].ids.tolist() == hash_ids(["action", "noir", ""], 50).tolist()
+    assert log.features["genres"].starts.tolist() == [0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"hash_rows": {"words": 10}}, {"log_dense": True}, {"missing_dense": 1.0}],
+    ids=lambda keys: min(keys),
+)
+def test_a_key_without_its_field_is_refused(keys: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=min(keys)):
+        section_of(Path("log.csv"), **keys)
 
 
 def test_fields_of_a_file_without_header_have_numbers(tmp_path: Path) -> None:

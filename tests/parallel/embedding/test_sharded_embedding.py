@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from support.compare import same_numbers
 from support.ranks import Outcome, run_here, run_job
@@ -127,6 +128,43 @@ def test_a_checkpoint_goes_on_under_another_placement(
     again = run_job(folder, job(folder, "adam"), placed(*after))
     assert again.losses[-2:] == pytest.approx(one.losses[-2:], rel=1e-9)
     same_numbers(one, again, 1e-9)
+
+
+INCREMENTAL = {"every_steps": 1, "keep": 9, "full_every": 3}
+
+
+@pytest.mark.parametrize(
+    ("sharding", "layout", "optimizer"),
+    [
+        case if case in {("mixed", "3", "rowwise_adagrad")} else pytest.param(*case, marks=pytest.mark.full)
+        for case in ((s, layout, o) for s in SHARDINGS for layout in ("1", "3", "HSDP") for o in OPTIMIZERS)
+    ],
+)
+def test_an_incremental_checkpoint_is_that_of_a_full_save_bit_for_bit(
+    sharding: str, layout: str, optimizer: str, tmp_path: Path
+) -> None:
+    runs = []
+    for name, every in (("full", 1), ("incremental", 3)):
+        text = job(tmp_path / name, optimizer)
+        text["checkpoint"] = {**INCREMENTAL, "full_every": every}
+        runs.append(run_job(tmp_path / name, text, placed(layout, sharding)))
+    for step in range(1, 5):
+        full, incremental = (run.tensors(step) for run in runs)
+        assert full.keys() == incremental.keys()
+        assert all(torch.equal(incremental[name], tensor) for name, tensor in full.items())
+    files = [sorted(path.glob("base-*")) for path in sorted(runs[1].directory.glob("checkpoints/step-*"))]
+    assert [bool(found) for found in files] == [False, True, True, False]
+
+
+def test_an_incremental_checkpoint_goes_on_under_another_placement(tmp_path: Path) -> None:
+    one = reference(tmp_path / "one", "adam")
+    folder = tmp_path / "two"
+    for steps, layout, sharding in ((2, "2", "row_wise"), (3, "1", "auto"), (4, "3", "mixed")):
+        text = {**job(folder, "adam", steps=steps), "checkpoint": INCREMENTAL}
+        again = run_job(folder, text, placed(layout, sharding))
+    same_numbers(one, again, 1e-9)
+    # Each start begins with a full save.
+    assert [step for step in range(1, 5) if list(folder.glob(f"checkpoints/step-*{step}/base-*"))] == [2]
 
 
 @pytest.mark.parametrize("kind", ["two_tower", "matrix_factorization"])

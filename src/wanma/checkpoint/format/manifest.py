@@ -7,6 +7,11 @@ the description for readers in other languages; every change here changes it too
         manifest.json               the manifest of this module; its checksum on its first line
         rank-00000.safetensors      the shards that rank 0 wrote
         rank-00001.safetensors      ...
+
+An incremental checkpoint also has, as hard links, the data files of the full one before it. Of some tensors
+its own files hold the rows alone that have changed since.
+
+        base-00000.safetensors      rank-00000.safetensors of the full checkpoint
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from typing import Any
 from wanma.job.errors import WanmaError
 
 FORMAT = "wanma-checkpoint"
-VERSION = 1
+VERSION = 2
 MANIFEST_FILE = "manifest.json"
 
 DTYPE_BYTES = {
@@ -31,7 +36,12 @@ DTYPE_BYTES = {
 }  # fmt: skip
 """Bytes of one element by dtype, in the safetensors spelling that the manifest uses too."""
 
-DATA_FILE_PATTERN = re.compile(r"rank-(\d{5,})\.safetensors")
+_BASE_PREFIX = "base-"
+DATA_FILE_PATTERN = re.compile(r"(?:rank|base)-(\d{5,})\.safetensors")
+CHANGED_ROWS = ".changed_rows"
+"""Suffix of the tensor with the numbers of changed rows, (changed,) I64, in a data file."""
+CHANGED_VALUES = ".changed_values"
+"""Suffix of the tensor with the changed rows themselves, (changed, ...)."""
 METADATA_KEY = "__metadata__"
 """Key of the only entry of a safetensors header that is not a tensor."""
 MAX_HEADER_BYTES = 100_000_000
@@ -48,6 +58,16 @@ def step_folder_name(step: int) -> str:
 def data_file_name(rank: int) -> str:
     """Return the file name of the shards that `rank` wrote."""
     return f"rank-{rank:05d}.safetensors"
+
+
+def base_file_name(name: str) -> str:
+    """Return the name that a data file of a full checkpoint has in the incremental ones after it."""
+    return name.replace("rank-", _BASE_PREFIX)
+
+
+def is_base_file(name: str) -> bool:
+    """Return whether a data file is that of a full checkpoint before; it also holds tensors of its own."""
+    return name.startswith(_BASE_PREFIX)
 
 
 # ---------------------------------------------------------------- boxes
@@ -100,12 +120,22 @@ class SavedShard:
 
 
 @dataclass(frozen=True)
+class ChangedRows:
+    """Rows that replace those of a tensor's shards: some of all, in `file`."""
+
+    file: str
+    count: int
+
+
+@dataclass(frozen=True)
 class TensorEntry:
     """Entry of one tensor: its dtype, its full shape and the boxes that together cover it."""
 
     dtype: str
     shape: tuple[int, ...]
     shards: tuple[SavedShard, ...]
+    changes: tuple[ChangedRows, ...] = ()
+    """Rows that have changed since the shards were saved; no row comes twice."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +163,11 @@ class Manifest:
         """Size of all data files, in bytes."""
         return sum(entry.bytes for entry in self.files.values())
 
+    @property
+    def written_bytes(self) -> int:
+        """Size of the data files that are this checkpoint's own, in bytes."""
+        return sum(entry.bytes for name, entry in self.files.items() if not is_base_file(name))
+
 
 def dump_manifest(manifest: Manifest) -> bytes:
     """Return the content of the manifest file; the checksum covers every byte after the first line feed."""
@@ -153,12 +188,19 @@ def dump_manifest(manifest: Manifest) -> bytes:
                     {"file": shard.file, "offset": shard.box.offset, "shape": shard.box.shape}
                     for shard in entry.shards
                 ],
+                **(
+                    {"changed_rows": [{"file": one.file, "count": one.count} for one in entry.changes]}
+                    if entry.changes
+                    else {}
+                ),
             }
             for name, entry in manifest.tensors.items()
         },
     }
     content = b'"manifest":' + dump_json(body, "the checkpoint's state").encode() + b"}\n"
-    first = {"format": FORMAT, "version": VERSION, "sha256": hashlib.sha256(content).hexdigest()}
+    # Older readers know a manifest without changed rows.
+    version = VERSION if any(map(is_base_file, manifest.files)) else 1
+    first = {"format": FORMAT, "version": version, "sha256": hashlib.sha256(content).hexdigest()}
     return json.dumps(first, separators=(",", ":"))[:-1].encode() + b",\n" + content
 
 
@@ -209,7 +251,11 @@ def _manifest(value: dict[str, Any]) -> Manifest:
             if not is_inside or shard["file"] not in files:
                 raise ValueError(f"shard {shard} of {name}")
             shards.append(SavedShard(box, shard["file"]))
-        tensors[name] = TensorEntry(entry["dtype"], shape, tuple(shards))
+        changes = tuple(ChangedRows(one["file"], one["count"]) for one in entry.get("changed_rows", ()))
+        for change in changes:
+            if change.file not in files or not shape or not 0 < _sizes([change.count])[0] <= shape[0]:
+                raise ValueError(f"changed rows {change} of {name}")
+        tensors[name] = TensorEntry(entry["dtype"], shape, tuple(shards), changes)
     metric = value["metric"]
     return Manifest(
         step=int(value["step"]),

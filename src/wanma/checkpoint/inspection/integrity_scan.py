@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from wanma.checkpoint.format.manifest import (
+    CHANGED_ROWS,
+    CHANGED_VALUES,
     MANIFEST_FILE,
     MAX_HEADER_BYTES,
     Box,
     FileEntry,
     Manifest,
     intersect_boxes,
+    is_base_file,
     parse_header,
     parse_manifest,
     step_folder_name,
@@ -111,6 +114,10 @@ def scan_checkpoint(name: str, files: FileAccess) -> ScanResult:
     for tensor, entry in manifest.tensors.items():
         for shard in entry.shards:
             tensors_by_file[shard.file][tensor] = entry.dtype, shard.box.shape
+        for change in entry.changes:
+            expected = tensors_by_file[change.file]
+            expected[tensor + CHANGED_ROWS] = "I64", (change.count,)
+            expected[tensor + CHANGED_VALUES] = entry.dtype, (change.count, *entry.shape[1:])
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as threads:
         defects_by_file = threads.map(
             lambda file: list(_find_file_defects(files, file, manifest.files[file], tensors_by_file[file])),
@@ -194,7 +201,7 @@ def _find_file_defects(
                 name,
                 f"tensor {tensor} is {region.dtype} {region.shape}, but {kind[0]} {kind[1]} in the manifest",
             )
-    for tensor in sorted(set(regions).difference(expected_tensors)):
+    for tensor in [] if is_base_file(name) else sorted(set(regions).difference(expected_tensors)):
         yield Defect(name, f"tensor {tensor} is in it, but not in the manifest")
 
 

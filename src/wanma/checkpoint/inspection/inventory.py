@@ -34,7 +34,7 @@ class CheckpointEntry:
 
     @property
     def bytes(self) -> int | None:
-        return None if self.manifest is None else self.manifest.bytes
+        return None if self.manifest is None else self.manifest.written_bytes
 
 
 def list_in_folder(folder: Path) -> list[CheckpointEntry]:

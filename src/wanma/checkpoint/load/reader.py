@@ -20,6 +20,8 @@ import torch
 
 from wanma.checkpoint.format.local_shards import DTYPES, dtype_name, local_box, local_tensor
 from wanma.checkpoint.format.manifest import (
+    CHANGED_ROWS,
+    CHANGED_VALUES,
     Box,
     FileRegion,
     Manifest,
@@ -83,6 +85,7 @@ def load_tensors(
     allow_cast: bool = False,
     rounded_names: Collection[str] = (),
     names_on_other_ranks: Collection[str] = (),
+    extended_names: Collection[str] = (),
     rank: int = 0,
     world_size: int = 1,
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
@@ -95,6 +98,8 @@ def load_tensors(
         allow_cast: if True, floating-point tensors may have been saved in another floating-point dtype.
         rounded_names: names of tensors that may have been saved in fp32.
         names_on_other_ranks: names that only other ranks hold (of other pipeline stages).
+        extended_names: names of tensors that may have more rows than were saved; the further ones are left
+            as they are.
         rank: rank of the loading run, for its `rank_state`.
         world_size: world size of the loading run, for its `rank_state`.
 
@@ -107,12 +112,19 @@ def load_tensors(
     """
     source = source if isinstance(source, CheckpointSource) else open_disk_source(source)
     manifest = source.manifest
-    _require_same_model(source, tensors, strict, allow_cast, rounded_names, names_on_other_ranks)
+    _require_same_model(
+        source, tensors, strict, allow_cast, rounded_names, names_on_other_ranks, extended_names
+    )
     files = _MappedFiles(source)
     for name, tensor in tensors.items():
-        box = local_box(name, tensor)
-        if box is not None:
-            _fill(local_tensor(tensor), box, name, manifest.tensors[name], files)
+        box, entry = local_box(name, tensor), manifest.tensors[name]
+        if box is None:
+            continue
+        local = local_tensor(tensor)
+        if name in extended_names and entry.shape != tuple(tensor.shape):
+            rows = min(max(entry.shape[0] - box.offset[0], 0), box.shape[0])
+            box, local = Box(box.offset, (rows, *box.shape[1:])), local[:rows]
+        _fill(local, box, name, entry, files)
     has_same_world_size = world_size == manifest.world_size
     return manifest.state, manifest.rank_state.get(rank) if has_same_world_size else None
 
@@ -162,7 +174,10 @@ class CheckpointReader:
 
 
 def _fill(local: torch.Tensor, box: Box, name: str, entry: TensorEntry, files: _MappedFiles) -> None:
-    """Copy into `local`, which holds `box` of the tensor, from every saved box that intersects it."""
+    """Copy into `local`, which holds `box` of the tensor, from every saved box that intersects it.
+
+    Then rows that have changed since are copied over them.
+    """
     copied_elements = 0
     with torch.no_grad():
         for shard in entry.shards:
@@ -171,6 +186,18 @@ def _fill(local: torch.Tensor, box: Box, name: str, entry: TensorEntry, files: _
                 part = local[target_slices]
                 part.copy_(files.shard(shard.file, name, entry.dtype, shard.box.shape)[source_slices])
                 copied_elements += part.numel()
+        for change in entry.changes:
+            numbers = files.shard(change.file, name + CHANGED_ROWS, "I64", (change.count,))
+            values = files.shard(
+                change.file, name + CHANGED_VALUES, entry.dtype, (change.count, *entry.shape[1:])
+            )
+            positions = numbers - box.offset[0]
+            is_here = (positions >= 0) & (positions < box.shape[0])
+            columns = [
+                slice(start, start + size) for start, size in zip(box.offset[1:], box.shape[1:], strict=True)
+            ]
+            changed = values[is_here][(slice(None), *columns)]
+            local[positions[is_here].to(local.device)] = changed.to(local)
     if copied_elements != box.numel:
         raise WanmaError(
             f"{files.source.name}: tensor {name}: its shards cover {copied_elements:,} of the {box.numel:,} "
@@ -227,6 +254,7 @@ def _require_same_model(
     allow_cast: bool,
     rounded_names: Collection[str],
     names_on_other_ranks: Collection[str],
+    extended_names: Collection[str],
 ) -> None:
     """Compare names, shapes and dtypes before anything is changed; one error with the first differences."""
     manifest = source.manifest
@@ -237,7 +265,9 @@ def _require_same_model(
         if entry is None:
             close = did_you_mean(name, manifest.tensors) if len(differences) < _MAX_SHOWN else ""
             differences.append(f"{name}: not in the checkpoint.{close}")
-        elif entry.shape != own_type[1]:
+        elif entry.shape != own_type[1] and not (
+            name in extended_names and entry.shape[1:] == own_type[1][1:] and entry.shape[0] < own_type[1][0]
+        ):
             differences.append(f"{name}: shape {own_type[1]} here, {entry.shape} in the checkpoint")
         elif (
             entry.dtype != own_type[0]

@@ -161,6 +161,8 @@ class Checkpointer:
         self._results: list[SaveResult] = []
         self._aborted_saves: list[CommitSession] = []
         self._save_number = 0
+        self._last_path: Path | None = None
+        """Path of the checkpoint that the last save has committed; None if it failed."""
         self.removed_saves: list[str] = []
         """Unfinished saves of killed runs that were removed at the start (rank 0)."""
         if rank == 0:
@@ -181,6 +183,7 @@ class Checkpointer:
         state: Mapping[str, Any],
         rank_state: Mapping[str, Any] | None = None,
         metric: float | None = None,
+        changed_rows: Mapping[str, torch.Tensor] | None = None,
     ) -> PendingSave:
         """Start saving; tensors and state may change as soon as this returns.
 
@@ -190,6 +193,9 @@ class Checkpointer:
             state: JSON-able, the same on all ranks (rank 0's is written, and its `metric`).
             rank_state: JSON-able, of this rank alone; loaded again only in a world of the same size.
             metric: value by `best_by`; decides which checkpoint is the best. NaN counts as none.
+            changed_rows: for an incremental save, of tensors of which only changed rows are written: whether
+                each row that this rank holds has changed since the last full save, (local rows,) bool, by
+                name. On all ranks, where `can_save_increment`; None: a full save.
 
         Raises:
             WanmaError: this state cannot be saved, or an earlier save failed and its result has not been
@@ -202,6 +208,7 @@ class Checkpointer:
         try:
             unreported = self._take_failures()  # without the save in progress: that is for the next `poll`
             self._join_thread()
+            base, self._last_path = self._last_path, None
             if unreported:
                 raise unreported[0]
             request = _SaveRequest(
@@ -213,8 +220,9 @@ class Checkpointer:
                 metric=metric if metric is not None and math.isfinite(metric) else None,
                 partial=partial,
                 session=session,
+                base=base if changed_rows is not None else None,
             )
-            self._buffer.copy(tensors)
+            self._buffer.copy(tensors, changed_rows or {})
         except WanmaError as error:
             with contextlib.suppress(OSError):  # the error itself is raised; others have their deadline
                 self._abort_save(partial, session, f"rank {self._rank}: {error.message}")
@@ -245,6 +253,11 @@ class Checkpointer:
         with self._lock:
             results, self._results = self._results, []
         return results
+
+    @property
+    def can_save_increment(self) -> bool:
+        """True if the last save, which has ended, was committed."""
+        return self._last_path is not None
 
     @property
     def is_saving(self) -> bool:
@@ -322,14 +335,16 @@ class Checkpointer:
                     request.metric,
                     request.state_json,
                     self._check_fence,
+                    request.base,
                 )
                 request.session.announce_commit()
-                result = replace(result, total_bytes=manifest.bytes)
+                result = replace(result, total_bytes=manifest.written_bytes)
             else:
                 request.session.wait_for_commit(final)
             result = replace(
                 result, path=final, commit_seconds=time.perf_counter() - start_time - result.write_seconds
             )
+            self._last_path = final
             if self._rank == 0:
                 self._pruner.prune(self._folder, request.step, request.metric, self._locked_paths())
         except Exception as error:  # the thread has no caller: the result carries it
@@ -353,7 +368,9 @@ class Checkpointer:
             "tensors": {
                 piece.name: [piece.dtype, piece.shape, piece.box.offset, piece.box.shape]
                 for piece in self._buffer.shards
+                if piece.name not in self._buffer.changed_counts
             },
+            "changed_rows": self._buffer.changed_counts,
         }
 
     def _handle_failure(self, request: _SaveRequest, error: Exception, committed: Path | None) -> WanmaError:
@@ -424,3 +441,5 @@ class _SaveRequest:
     metric: float | None
     partial: Path
     session: CommitSession
+    base: Path | None
+    """Checkpoint before an incremental save, by which it gets what has not changed; None: a full save."""

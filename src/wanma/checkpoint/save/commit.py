@@ -19,6 +19,7 @@ from wanma.checkpoint.format.manifest import (
     dump_manifest,
 )
 from wanma.checkpoint.save.commit_session import CommitSession
+from wanma.checkpoint.save.increments import add_base
 from wanma.checkpoint.store.checkpoint_folder import finalize_folder, sync_folder
 from wanma.job.errors import WanmaError
 
@@ -30,6 +31,7 @@ def commit_checkpoint(
     metric: float | None,
     state_json: str,
     check_fence: Callable[[], None] = lambda: None,
+    base: Path | None = None,
 ) -> tuple[Path, Manifest]:
     """Wait for every rank's part, then commit the checkpoint.
 
@@ -40,6 +42,7 @@ def commit_checkpoint(
         metric: value for the choice of the best checkpoint; None: none.
         state_json: the training state as JSON.
         check_fence: raises when these ranks may no longer write into the run.
+        base: checkpoint before an incremental one.
 
     Returns:
         The committed folder and its manifest.
@@ -48,7 +51,10 @@ def commit_checkpoint(
         WanmaError: a rank failed or is late, or the parts do not cover the tensors.
         OSError: the disk failed.
     """
-    manifest = merge_rank_manifests(session.gather(), step, metric, json.loads(state_json))
+    rank_manifests = session.gather()
+    manifest = merge_rank_manifests(rank_manifests, step, metric, json.loads(state_json))
+    if any(table.get("changed_rows") for table in rank_manifests):
+        manifest = add_base(manifest, rank_manifests, base, partial)
     for name, entry in manifest.files.items():
         if (partial / name).stat().st_size != entry.bytes:
             raise WanmaError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -20,7 +21,7 @@ from wanma.checkpoint.format.local_shards import (
     local_tensor,
     shard_layout_key,
 )
-from wanma.checkpoint.format.manifest import build_header
+from wanma.checkpoint.format.manifest import CHANGED_ROWS, CHANGED_VALUES, build_header
 from wanma.job.errors import WanmaError
 
 _RELEASE_INTERVAL_BYTES = 64 << 20
@@ -65,9 +66,20 @@ class FileBuffer:
         """Shards that this rank writes, of the tensors last copied."""
         self.content = memoryview(b"")
         """Content of the file, of the tensors last copied; empty when this rank writes nothing."""
+        self.changed_counts: dict[str, int] = {}
+        """Number of changed rows by tensor, of tensors of which only these were copied."""
 
-    def copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def copy(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        changed_rows: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    ) -> None:
         """Copy this rank's share of `tensors`; they may change as soon as this returns.
+
+        Args:
+            tensors: full name -> tensor or DTensor.
+            changed_rows: by name of a tensor of which rows alone are copied, whether each row that this rank
+                holds is, (local rows,) bool.
 
         Raises:
             WanmaError: a tensor cannot be saved, or there is no memory for the copy.
@@ -75,7 +87,7 @@ class FileBuffer:
         devices = set()
         copied_bytes = 0
         with torch.no_grad():
-            for view, local in self.copy_targets(tensors).values():
+            for view, local in self.copy_targets(tensors, changed_rows).values():
                 view.copy_(local, non_blocking=True)
                 devices.add(local.device)
                 copied_bytes += view.numel() * view.element_size()
@@ -87,21 +99,33 @@ class FileBuffer:
                 torch.cuda.current_stream(device).synchronize()
 
     def copy_targets(
-        self, tensors: Mapping[str, torch.Tensor]
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        changed_rows: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return, by name, (view of the file's data, local tensor to copy there) of this rank's share.
 
-        Views are in the file's order, without gaps, behind the header, which is already written.
+        Arguments are those of `copy`. Views are in the file's order, without gaps, behind the header, which
+        is already written.
 
         Raises:
             WanmaError: a tensor cannot be saved, or there is no memory for the copy.
         """
-        layout = shard_layout_key(tensors)
+        rows = {name: is_changed.nonzero()[:, 0] for name, is_changed in changed_rows.items()}
+        layout = *shard_layout_key(tensors), *((name, len(numbers)) for name, numbers in rows.items())
         if layout != self._layout:
             self._layout = None  # until the new one is complete
-            self._plan_file(tensors)
+            self._plan_file(tensors, {name: len(numbers) for name, numbers in rows.items()})
             self._layout = layout
-        return {name: (view, local_tensor(tensors[name])) for name, view in self._views.items()}
+        sources = {}
+        for piece in self.shards:
+            local = local_tensor(tensors[piece.name])
+            if piece.name in rows:
+                sources[piece.name + CHANGED_ROWS] = rows[piece.name] + piece.box.offset[0]
+                sources[piece.name + CHANGED_VALUES] = local[rows[piece.name]]
+            else:
+                sources[piece.name] = local
+        return {name: (view, sources[name]) for name, view in self._views.items()}
 
     def shard_bytes(self, tensors: Mapping[str, torch.Tensor]) -> int:
         """Return the bytes of this rank's share of `tensors`, without the header."""
@@ -116,10 +140,21 @@ class FileBuffer:
             ]
         return assign_writers(pieces, self._rank)
 
-    def _plan_file(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Lay out the file for these tensors and allocate its memory."""
+    def _plan_file(self, tensors: Mapping[str, torch.Tensor], changed_counts: Mapping[str, int]) -> None:
+        """Lay out the file for these tensors, of some of them for changed rows, and allocate its memory."""
         self.shards = self._shards_to_write(tensors)
-        header, regions = build_header({piece.name: (piece.dtype, piece.box.shape) for piece in self.shards})
+        self.changed_counts = {
+            piece.name: changed_counts[piece.name] for piece in self.shards if piece.name in changed_counts
+        }
+        contents: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for piece in self.shards:
+            count = self.changed_counts.get(piece.name)
+            if count is None:
+                contents[piece.name] = piece.dtype, piece.box.shape
+            elif count:
+                contents[piece.name + CHANGED_ROWS] = "I64", (count,)
+                contents[piece.name + CHANGED_VALUES] = piece.dtype, (count, *piece.box.shape[1:])
+        header, regions = build_header(contents)
         size = max((region.stop for region in regions.values()), default=0)
         pinned = self._allocator is None and any(tensor.is_cuda for tensor in tensors.values())
         self._views, self.content = {}, memoryview(b"")

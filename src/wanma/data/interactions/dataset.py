@@ -137,6 +137,7 @@ class InteractionDataset(BatchedDataset):
             if len(bags.ids):
                 row = int(np.searchsorted(bags.starts, int(bags.ids.argmax()), side="right")) - 1
                 rows[name] = log.place(row)
+        tables = {name: keys.hash_rows_of(name) or count for name, count in tables.items()}
         bag_sizes = {
             name: math.ceil(len(bags.ids) / max(len(log.users), 1)) for name, bags in log.features.items()
         }

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from wanma.data.formats.format import BadDataError, UnreadableFileError, row_place
 from wanma.data.index.records import read_each
 from wanma.data.index.sample_index import DamagedFile, SampleIndex
+from wanma.data.interactions.id_hashing import hash_ids, is_missing
 from wanma.data.interactions.log_files import (
     ROLES,
     first_record,
@@ -118,13 +119,16 @@ def read_log(section: DataSection) -> InteractionLog:
         threshold = keys.positive_from
         ratings = np.ones(rows) if threshold is None else (ratings >= threshold).astype(np.float64)
     has_times = "time" in columns.values
-    dense = [columns.numbers(f"dense.{name}") for name in names.dense]
+    dense = [columns.numbers(f"dense.{name}", keys.missing_dense) for name in names.dense]
+    if keys.log_dense:
+        dense = [np.log1p(np.maximum(one, 0)) for one in dense]
+    tables = {"user": names.table_name("user"), "item": names.table_name("item")}
     log = InteractionLog(
-        users=columns.ids("user"),
-        items=columns.ids("item"),
+        users=columns.ids("user", keys.hash_rows_of(tables["user"])),
+        items=columns.ids("item", keys.hash_rows_of(tables["item"])),
         targets=ratings.astype(np.float32),
         times=columns.numbers("time") if has_times else np.arange(rows, dtype=np.float64),
-        features={name: columns.bags(f"sparse.{name}") for name in names.sparse},
+        features={name: columns.bags(f"sparse.{name}", keys.hash_rows_of(name)) for name in names.sparse},
         dense=np.stack(dense, 1).astype(np.float32) if dense else np.zeros((rows, 0), np.float32),
         index=columns.index,
     )
@@ -153,11 +157,15 @@ class _Columns:
     def rows(self) -> int:
         return len(self.values["user"])
 
-    def ids(self, use: str) -> NDArray[np.int64]:
-        return self._ids(use, self.values[use], np.arange(self.rows))
+    def ids(self, use: str, hash_rows: int | None) -> NDArray[np.int64]:
+        """Return the ids of a use, hashed into `hash_rows` rows if it is given."""
+        return self._ids(use, self.values[use], np.arange(self.rows), hash_rows)
 
-    def numbers(self, use: str) -> NDArray[np.float64]:
+    def numbers(self, use: str, missing: float | None = None) -> NDArray[np.float64]:
+        """Return the numbers of a use, with `missing` where a row has none if it is given."""
         values = self.values[use]
+        if missing is not None:
+            values = [missing if is_missing(value) else value for value in values]
         try:
             numbers = np.asarray(values, dtype=np.float64)
         except (TypeError, ValueError, OverflowError):
@@ -167,14 +175,21 @@ class _Columns:
         self._note(use, values, ~np.isfinite(numbers), np.arange(self.rows), number_fault)
         return numbers
 
-    def bags(self, use: str) -> Bags:
+    def bags(self, use: str, hash_rows: int | None) -> Bags:
+        """Return the bags of a use; a missing value is an id like others where ids are hashed."""
         lists = [ids_in(value) for value in self.values[use]]
+        if hash_rows is not None:
+            lists = [one or [""] for one in lists]
         counts = np.array([len(one) for one in lists], dtype=np.int64)
         values = [value for one in lists for value in one]
-        ids = self._ids(use, values, np.repeat(np.arange(len(lists)), counts))
+        ids = self._ids(use, values, np.repeat(np.arange(len(lists)), counts), hash_rows)
         return Bags(ids, np.concatenate([[0], np.cumsum(counts)]))
 
-    def _ids(self, use: str, values: Sequence[Any], rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _ids(
+        self, use: str, values: Sequence[Any], rows: NDArray[np.int64], hash_rows: int | None
+    ) -> NDArray[np.int64]:
+        if hash_rows is not None:
+            return hash_ids(values, hash_rows)
         ids = np.array([id_of(value) for value in values], dtype=np.int64)
         self._note(use, values, ids < 0, rows, id_fault)
         return ids

@@ -16,6 +16,7 @@ from wanma.data.formats.detection import format_named
 from wanma.data.formats.format import BadDataError, Format, Record
 from wanma.data.index.records import cache_folder, is_description, open_index, read_each
 from wanma.data.index.sample_index import SampleIndex
+from wanma.data.interactions.id_hashing import is_missing
 from wanma.data.stores.listing import StoredFile, list_files
 from wanma.job.errors import JobError
 from wanma.job.sections.data import DataSection
@@ -134,10 +135,12 @@ def resolve_columns(columns: ColumnsSection, keys: InteractionsSection, first: R
     missing = [name for name in (*columns.sparse, *columns.dense) if not _has(first, name)]
     needed = {"user", "item"}
     needed |= {"rating"} if keys.target == "rating" or keys.positive_from is not None else set()
-    needed |= {"time"} if keys.split != "random" else set()
+    needed |= {"time"} if keys.split != "random" and columns.time != "" else set()
     for number, role in enumerate(ROLES):
         unset = role if has_header else str(number)
         name = getattr(columns, role) or (None if unset in named else unset)
+        if role == "time" and columns.time == "":  # rows are in the order of time
+            name = None
         fields[role] = name if name and _has(first, name) else None
         if fields[role] is None and (role in needed or getattr(columns, role)):
             missing.append(role if (name or unset) == role else f"{name or unset} for {role}")
@@ -202,16 +205,24 @@ def _shown(value: Any) -> str:
     return "no value" if value is None else f"{value!r:.40}"
 
 
-def interaction_faults(record: Record, columns: ColumnsSection) -> Iterator[str]:
+def interaction_faults(record: Record, columns: ColumnsSection, section: DataSection) -> Iterator[str]:
     """Yield what is wrong with the values of a row.
 
     Args:
         record: the row.
         columns: as of `resolve_columns`.
+        section: the job's `[data]`.
     """
-    ids = [(name, record_value(record, name)) for name in (columns.user, columns.item) if name]
-    ids += [(name, one) for name in columns.sparse for one in ids_in(record_value(record, name))]
-    yield from (id_fault(name, value) for name, value in ids if id_of(value) < 0)
+    keys, tables = section.interactions, section.columns.table_names
+    for table, name in zip(tables, (columns.user, columns.item, *columns.sparse), strict=True):
+        if name is None or keys.hash_rows_of(table) is not None:  # any value is an id to hash
+            continue
+        value = record_value(record, name)
+        for one in ids_in(value) if name in columns.sparse else [value]:
+            if id_of(one) < 0:
+                yield id_fault(name, one)
     for name in (columns.rating, columns.time, *columns.dense):
-        if name and not math.isfinite(number_of(value := record_value(record, name))):
+        value = None if name is None else record_value(record, name)
+        is_filled = name in columns.dense and keys.missing_dense is not None and is_missing(value)
+        if name and not is_filled and not math.isfinite(number_of(value)):
             yield number_fault(name, value)

@@ -14,7 +14,7 @@ _KEY = "interaction folds"
 
 
 def split_rows(log: InteractionLog, section: DataSection) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the training and the validation rows, each rising.
+    """Return the training and the validation rows: rising, or with `split = "time"` in the order of time.
 
     Raises:
         JobError: one of them has none.
@@ -25,9 +25,8 @@ def split_rows(log: InteractionLog, section: DataSection) -> tuple[NDArray[np.in
     elif keys.split == "leave_last":
         is_validation = _is_last(log)
     else:
-        count = round(len(rows) * section.validation_fraction)
-        is_validation = np.zeros(len(rows), dtype=bool)
-        is_validation[np.argsort(log.times, kind="stable")[len(rows) - count :]] = True
+        rows = np.argsort(log.times, kind="stable")
+        is_validation = np.arange(len(rows)) >= len(rows) - round(len(rows) * section.validation_fraction)
     if is_validation.all() or not (is_validation.any() or keys.split == "time"):
         raise JobError(
             f"data.interactions.split = '{keys.split}' leaves no rows for "

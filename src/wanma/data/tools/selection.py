@@ -98,6 +98,8 @@ class DataSource:
     """True if no other process can read the files."""
     columns: ColumnsSection | None = None
     """Columns of a job's table or interactions; None: other data."""
+    interactions: DataSection | None = None
+    """Section of a job's interactions; None: other data."""
 
     @property
     def size(self) -> int:
@@ -274,6 +276,7 @@ def _interactions_source(section: DataSection, choice: FormatChoice, folder: Pat
         files,
         is_in_memory=any(is_shared_memory(file.filesystem) for file in stored),
         columns=resolve_columns(section.columns, section.interactions, first_record(index)),
+        interactions=section,
     )
 
 

@@ -6,7 +6,7 @@ Nothing of the index of jobs is used: files are scanned anew, in a folder of the
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -26,11 +26,10 @@ from wanma.data.text.tokenizer import load_tokenizer
 from wanma.data.tools.images import check_image, has_pillow
 from wanma.data.tools.record_content import record_decoder
 from wanma.data.tools.row_reading import Damage, RowTask, plan_tasks, read_rows, row_url
-from wanma.data.tools.selection import DataSelection, Progress
+from wanma.data.tools.selection import DataSelection, DataSource, Progress
 from wanma.data.tools.task_processes import ProcessCrash, Work, useful_processes
 from wanma.data.tools.values import image_bytes
 from wanma.job.errors import WanmaError
-from wanma.job.sections.data_sources import ColumnsSection
 
 _IMAGE_FIELDS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
 """Fields whose bytes are images, by the suffixes of WebDataset."""
@@ -116,8 +115,8 @@ def _read_tasks(
     processes = useful_processes(sum(task.size for task in tasks), limit, is_shared=is_shared)
     tables = any(isinstance(index.data_format, Parquet | ArrowTables) for index in indexes)
     vocabulary = load_tokenizer(selection.tokenizer).vocabulary_size if selection.tokenizer else 0
-    columns = [source.columns for source in selection.sources]
-    work = Work(_verify_rows, indexes, (names, columns, vocabulary))
+    faults = [_row_check(source, vocabulary) for source in selection.sources]
+    work = Work(_verify_rows, indexes, (names, faults))
     for task, found in work.run(tasks, processes, is_isolated=tables and is_shared):
         if isinstance(found, ProcessCrash):
             url = indexes[task.source].groups[task.group].url
@@ -128,11 +127,11 @@ def _read_tasks(
 
 def _verify_rows(
     indexes: Sequence[SampleIndex],
-    common: tuple[Sequence[str], Sequence[ColumnsSection | None], int],
+    common: tuple[Sequence[str], Sequence[Callable[[Record], Iterable[str]]]],
     task: RowTask,
 ) -> list[Damage]:
     """Read the rows of a task, and return what is damaged."""
-    names, columns, vocabulary = common
+    names, faults = common
     index, name = indexes[task.source], names[task.source]
     damages = []
     for row, rows, found in read_rows(index, task, record_decoder(index.data_format)):
@@ -141,15 +140,18 @@ def _verify_rows(
         else:
             damages += [
                 Damage(name, row_url(index, task.group, row), row, cause)
-                for cause in _faults(found, columns[task.source], vocabulary)
+                for cause in faults[task.source](found)
             ]
     return damages
 
 
-def _faults(record: Record, columns: ColumnsSection | None, vocabulary: int) -> Iterator[str]:
-    if columns is None:
-        return record_faults(record, vocabulary)
-    return (interaction_faults if columns.kind == "interactions" else row_faults)(record, columns)
+def _row_check(source: DataSource, vocabulary: int) -> Callable[[Record], Iterable[str]]:
+    """Return the function from a record of a source to its faults."""
+    if source.columns is None:
+        return partial(record_faults, vocabulary=vocabulary)
+    if source.interactions is None:
+        return partial(row_faults, columns=source.columns)
+    return partial(interaction_faults, columns=source.columns, section=source.interactions)
 
 
 def record_faults(record: Record, vocabulary: int = 0) -> Iterator[str]:

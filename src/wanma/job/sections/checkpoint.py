@@ -17,6 +17,13 @@ class CheckpointSection(Section):
     every_steps: int = Field(
         100, ge=0, le=1_000_000_000_000, description="steps between checkpoints on disk; 0: only at the end"
     )
+    full_every: int = Field(
+        1,
+        ge=1,
+        le=1_000_000,
+        description="every N-th checkpoint of a run is written in full; those between write the changed rows "
+        "alone of tables that `parallel.embedding` places",
+    )
     keep: int = Field(3, ge=1, le=1_000_000, description="newest checkpoints kept")
     keep_best: bool = Field(True, description="also keep the checkpoint with the best validation metric")
     best_metric: str = Field("loss", description="keep_best: name of the validation metric that decides")
@@ -62,6 +69,17 @@ class CheckpointSection(Section):
     start_from: str | None = Field(
         None, description="folder whose weights start a new run: a checkpoint, or published safetensors"
     )
+    start_optimizer: bool = Field(
+        False,
+        description="start_from: also take over the state of that checkpoint's optimizer; steps and samples "
+        "count from zero",
+    )
+
+    @model_validator(mode="after")
+    def _check_start(self) -> CheckpointSection:
+        if self.start_optimizer and self.start_from is None:
+            raise ValueError("start_optimizer has no effect without start_from")
+        return self
 
     @model_validator(mode="after")
     def _check_no_credentials(self) -> CheckpointSection:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
@@ -254,6 +255,19 @@ class DataSection(EntriesSection):
         if len(kinds) > 1:
             shown = ", ".join(f"{kind}: {' '.join(names)}" for kind, names in kinds.items())
             raise ValueError(f"all sources are of one kind, text, images or tables and factories ({shown})")
+
+    @model_validator(mode="after")
+    def _check_transforms_of_interactions(self) -> DataSection:
+        keys, tables = self.interactions, self.columns.table_names
+        if unused := [one for one in keys.hash_rows if not any(fnmatchcase(name, one) for name in tables)]:
+            raise ValueError(
+                f"interactions.hash_rows: '{unused[0]}' matches no field of ids ({', '.join(tables)})"
+            )
+        if not self.columns.dense and (keys.log_dense or keys.missing_dense is not None):
+            raise ValueError(
+                "interactions.log_dense and missing_dense have no effect without data.columns.dense"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_every_stage_has_a_source(self) -> DataSection:

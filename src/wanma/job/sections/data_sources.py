@@ -80,9 +80,8 @@ class ColumnsSection(Section):
     )
     time: str | None = Field(
         None,
-        min_length=1,
         description="interactions: field of the time, for `data.interactions.split` = 'leave_last' and "
-        "'time'; unset: 'time', or the fourth",
+        "'time'; unset: 'time', or the fourth; empty: rows are in the order of time",
     )
     sparse: TextList = Field(
         default_factory=list,
@@ -105,7 +104,12 @@ class ColumnsSection(Section):
     @property
     def _interaction_keys(self) -> list[str]:
         names = (*get_args(InteractionRole), "sparse", "dense")
-        return [name for name in names if getattr(self, name)]
+        return [name for name in names if getattr(self, name) or (name == "time" and self.time == "")]
+
+    @property
+    def table_names(self) -> list[str]:
+        """Names of the embedding tables of interactions, in their order."""
+        return [self.table_name("user"), self.table_name("item"), *self.sparse]
 
     def table_name(self, role: InteractionRole) -> str:
         """Return the name of the embedding table of a role: that of its field, or the role's where unset."""
@@ -114,7 +118,7 @@ class ColumnsSection(Section):
 
     @model_validator(mode="after")
     def _check_ids(self) -> ColumnsSection:
-        names = [self.table_name("user"), self.table_name("item"), *self.sparse]
+        names = self.table_names
         if duplicates := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"fields of ids must differ (given twice: {', '.join(duplicates)})")
         if dotted := [name for name in names if "." in name or not name]:

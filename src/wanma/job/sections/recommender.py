@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -60,6 +61,19 @@ _RENAMED = {
 class InteractionsSection(Section):
     """Interactions of users and items: target, validation split and negatives; fields: `data.columns`."""
 
+    hash_rows: dict[str, Annotated[int, Field(gt=0, le=1 << 40)]] = Field(
+        default_factory=dict,
+        description="rows into which the ids of a field of ids are hashed, by a shell pattern of its name: "
+        "ids may be any numbers and texts, or missing; fields that no pattern matches hold row numbers",
+    )
+    log_dense: bool = Field(
+        False, description="replace a dense feature x by log(x + 1), and a negative one by 0"
+    )
+    missing_dense: float | None = Field(
+        None,
+        allow_inf_nan=False,
+        description="value of a dense feature where a row has none, before log_dense; unset: an error",
+    )
     target: Literal["rating", "click"] = Field(
         "rating", description="target of a row: its rating; or click: 1 or 0, see positive_from"
     )
@@ -89,6 +103,10 @@ class InteractionsSection(Section):
         10, ge=1, le=1_000_000, description="length of the ranked list that recall and NDCG look at"
     )
 
+    def hash_rows_of(self, table: str) -> int | None:
+        """Return the rows into which ids of a table are hashed, by the first pattern; None: they are not."""
+        return next((rows for one, rows in self.hash_rows.items() if fnmatchcase(table, one)), None)
+
     @model_validator(mode="before")
     @classmethod
     def _refuse_old_keys(cls, given: Any) -> Any:
@@ -115,7 +133,7 @@ class InteractionSizes:
     item: str
     """Names of the columns of users and items."""
     tables: Mapping[str, int]
-    """Rows of the embedding table that each column of ids needs: its largest id + 1."""
+    """Rows of the embedding table that each column of ids needs: its largest id + 1, or its `hash_rows`."""
     largest_rows: Mapping[str, str] = field(default_factory=dict)
     """File and row that hold the largest id of a column."""
     bag_sizes: Mapping[str, int] = field(default_factory=dict)

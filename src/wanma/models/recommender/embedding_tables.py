@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch.nn.functional as F
@@ -58,3 +59,22 @@ class EmbeddingTables(nn.Module):
         table = self.tables[f"of_{name}"]
         assert isinstance(table, nn.EmbeddingBag)
         return F.embedding(ids, table.weight)
+
+
+@dataclass(frozen=True)
+class EmbeddingParameter:
+    """Parameter of a model that is an embedding table."""
+
+    name: str
+    """Full name of the parameter."""
+    table: str
+    """Name of the table: that of its column of ids."""
+    rows: int
+
+
+def embedding_parameters(model: nn.Module) -> Iterator[EmbeddingParameter]:
+    """Yield the embedding tables of a model; also those that other ranks hold."""
+    for path, module in model.named_modules():
+        if isinstance(module, EmbeddingTables):
+            for table, rows in module.rows.items():
+                yield EmbeddingParameter(f"{path}.tables.of_{table}.weight", table, rows)

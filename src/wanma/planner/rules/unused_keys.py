@@ -38,6 +38,7 @@ def _unused_keys(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
     yield from _unused_training_keys(job)
     yield from _unused_cluster_keys(job)
     yield from _unused_order_keys(job)
+    yield from _unused_checkpoint_keys(job)
     if job.model.lora_rank == 0:
         for name in ("lora_alpha", "lora_targets"):
             yield f"model.{name}", "there are no adapters (model.lora_rank = 0)"
@@ -63,6 +64,13 @@ def _unused_keys(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
             yield f"data.{name}", f"it applies to stored data, and the data come from {kind}"
     elif job.data.bad_data not in ("skip", "substitute"):
         yield "data.bad_data_limit", "no bad data is skipped or substituted (data.bad_data)"
+
+
+def _unused_checkpoint_keys(job: Job) -> Iterator[tuple[str, str]]:
+    if job.servers.count:
+        yield "checkpoint.full_every", "parameter servers do not tell which rows have changed"
+    elif job.parallel.embedding == "dense":
+        yield "checkpoint.full_every", "no step leaves rows of a tensor alone (parallel.embedding = 'dense')"
 
 
 def _unused_order_keys(job: Job) -> Iterator[tuple[str, str]]:

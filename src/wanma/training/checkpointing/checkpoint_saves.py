@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
+
 from wanma.checkpoint.save.checkpointer import Checkpointer, SaveResult, last_save_error
 from wanma.job.errors import WanmaError
 from wanma.job.plan.plan import Plan
@@ -52,6 +54,9 @@ class CheckpointSaves:
         self._message, self._record_event = message, record_event
         self._final_seconds = min(FINAL_SAVE_TIMEOUT_SECONDS, job.cluster.hang_timeout_seconds / 2)
         self._save_wait_seconds = 0.0
+        # The rows that parameter servers change are not known here.
+        self._full_every = 1 if job.servers.count else job.checkpoint.full_every
+        self._saves_since_full = self._full_every
         self._failed_save: SaveResult | None = None
         """Newest failed save that has been reported."""
         self.uploads = CheckpointUploads(job.checkpoint, worker)
@@ -82,13 +87,33 @@ class CheckpointSaves:
         began = time.perf_counter()
         self.report(self.wait())
         self._save_wait_seconds = time.perf_counter() - began
+        is_full = self._is_next_full()
         self._checkpointer.save(
             self._state.step,
             self._state.checkpoint_tensors(),
             {**self._state.state_values(), **identity_values},
             rank_state={"random": random_state()},
             metric=metric,
+            changed_rows=None if is_full else self._state.changed_rows(),
         )
+        self._saves_since_full += 1
+        if is_full:
+            self._saves_since_full = 1
+            for optimizer in self._state.named_optimizer.table_optimizers:
+                optimizer.reset_changed_rows()
+
+    def _is_next_full(self) -> bool:
+        """Return whether the next save writes all rows of tables: the first, each N-th, and after a failure.
+
+        Every rank calls it: one may know of a failure that others do not.
+        """
+        if self._full_every == 1:
+            return True
+        is_full = self._saves_since_full >= self._full_every or not self._checkpointer.can_save_increment
+        answers = [is_full] * self._worker.world_size
+        if self._worker.world_size > 1:
+            dist.all_gather_object(answers, is_full)
+        return any(answers)
 
     def wait(self) -> list[SaveResult]:
         """Wait for pending saves, with signs of life: a slow disk is no hang."""

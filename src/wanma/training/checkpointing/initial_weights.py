@@ -1,20 +1,28 @@
-"""Initial weights of a run from elsewhere (`checkpoint.start_from`): published ones, or another run's."""
+"""Initial weights of a run from elsewhere (`checkpoint.start_from`): published ones, or another run's.
+
+Of another run also the optimizer's state, if the job asks for it. Embedding tables may have more rows than
+they had there: rows of new ids keep their initial values.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
 
 from wanma.checkpoint.conversion.huggingface_weights import INDEX_FILE, WEIGHTS_FILE, has_huggingface_weights
+from wanma.checkpoint.format.manifest import TensorEntry
 from wanma.checkpoint.load.reader import find_defects, load_tensors
 from wanma.checkpoint.store.checkpoint_folder import read_manifest
-from wanma.job.errors import EXIT_USAGE, WanmaError, first_names
+from wanma.job.errors import EXIT_USAGE, JobError, WanmaError, first_names
 from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import WorkerContext
+from wanma.job.sections.checkpoint import CheckpointSection
 from wanma.models.architectures.decoder import Decoder
 from wanma.models.layers.lora import is_lora_parameter
+from wanma.models.recommender.embedding_tables import EmbeddingParameter, embedding_parameters
 from wanma.parallel.parameters.freezing import LOW_PRECISION_DTYPES
 from wanma.training.checkpointing.published_weights import load_huggingface_weights
 from wanma.training.checkpointing.run_identity import Identity, start_warnings
@@ -23,18 +31,26 @@ from wanma.training.checkpointing.training_state import TrainingState
 _PEFT_CONFIG_FILE = "adapter_config.json"
 """File by which a folder of peft is recognized; its weights are in adapter_model.safetensors."""
 _LOW_PRECISION_DTYPES = ("BF16", "F16")
+_OPTIMIZER = "optimizer."
+"""Prefix of the names of the tensors of an optimizer's state."""
 MAX_NAMES_IN_MESSAGE = 5
 """Largest number of tensors named in one message."""
 
 
 def load_initial_weights(
-    state: TrainingState, path: Path, plan: Plan, worker: WorkerContext, identity: Identity
+    state: TrainingState,
+    path: Path,
+    section: CheckpointSection,
+    plan: Plan,
+    worker: WorkerContext,
+    identity: Identity,
 ) -> tuple[list[str], list[str]]:
-    """Load weights alone, published or of another run; of the latter each rank checks its share of the files.
+    """Load weights, published or of another run; of the latter each rank checks its share of the files.
 
     Args:
-        state: training state, whose weights are filled.
-        path: `checkpoint.start_from`.
+        state: training state, whose weights are filled, and of whose optimizer the state if the job asks.
+        path: folder of `checkpoint.start_from`.
+        section: `[checkpoint]` of the job.
         plan: plan of the run.
         worker: context of this rank.
         identity: identity of the run.
@@ -43,7 +59,7 @@ def load_initial_weights(
         messages and warnings for the user.
     """
     notes, warnings = list[str](), list[str]()
-    check_start_folder(path)
+    check_start_folder(path, section)
     if has_huggingface_weights(path):
         worker.supervisor_client.report_progress(0, "reading published weights")
         load_huggingface_weights(state.parallel_model, path, worker)
@@ -51,14 +67,16 @@ def load_initial_weights(
         raise incomplete_start_error(path, problems[0])
     else:
         notes = _load_weights_of_run(state, path, plan)
+        if section.start_optimizer:
+            _load_optimizer_of_run(state, path, plan)
         warnings = start_warnings(str(path), identity, read_manifest(path).state)
     state.broadcast_tied_weights()
     state.reset_weight_copies()
     return notes, warnings
 
 
-def check_start_folder(path: Path) -> None:
-    """Refuse a folder to start from that is missing, or has no complete model in it.
+def check_start_folder(path: Path, section: CheckpointSection) -> None:
+    """Refuse a folder to start from that is missing, or has not in it what the job asks for.
 
     Raises:
         WanmaError: the folder cannot be used; it names the way out.
@@ -76,6 +94,31 @@ def check_start_folder(path: Path) -> None:
             "peft.PeftModel.from_pretrained(model, folder).merge_and_unload().save_pretrained(new_folder)",
             EXIT_USAGE,
         )
+    if section.start_optimizer and has_huggingface_weights(path):
+        raise _no_optimizer_error(path, "published weights have no optimizer state")
+
+
+def check_embedding_rows(
+    path: Path, parameters: Iterable[EmbeddingParameter], entries: Mapping[str, TensorEntry]
+) -> None:
+    """Refuse an embedding table with fewer rows than it has in the checkpoint to start from.
+
+    Args:
+        path: folder of the checkpoint.
+        parameters: embedding tables of the job's model.
+        entries: tensors of the checkpoint by name.
+
+    Raises:
+        JobError: names the table.
+    """
+    for parameter in parameters:
+        saved = entries.get(f"model.{parameter.name}")
+        if saved is not None and saved.shape[0] > parameter.rows:
+            raise JobError(
+                f"checkpoint.start_from = '{path}': table '{parameter.table}' has {saved.shape[0]:,} rows "
+                f"there, and {parameter.rows:,} in the model of the job: rows would be lost",
+                f"set model.recommender.tables.{parameter.table} to {saved.shape[0]} or more",
+            )
 
 
 def incomplete_start_error(path: Path, problem: str) -> WanmaError:
@@ -83,6 +126,13 @@ def incomplete_start_error(path: Path, problem: str) -> WanmaError:
         f"checkpoint.start_from = '{path}' is not complete: {problem}",
         f"set it to another checkpoint folder, or to a folder with {WEIGHTS_FILE} or {INDEX_FILE}",
         EXIT_USAGE,
+    )
+
+
+def _no_optimizer_error(path: Path, reason: str) -> JobError:
+    return JobError(
+        f"checkpoint.start_optimizer with checkpoint.start_from = '{path}': {reason}",
+        "unset checkpoint.start_optimizer, or start from another checkpoint of a run",
     )
 
 
@@ -106,7 +156,10 @@ def _load_weights_of_run(state: TrainingState, path: Path, plan: Plan) -> list[s
             "set the keys of [model] to the values of that run, such as activation_function",
         )
     fills = {n: t for n, t in weights.items() if n in saved or not is_lora_parameter(n)}
-    load_tensors(path, fills, strict=False, allow_cast=True)
+    tables = _embedding_parameters(state)
+    check_embedding_rows(path, tables, entries)
+    extended = {f"model.{table.name}" for table in tables}
+    load_tensors(path, fills, strict=False, allow_cast=True, extended_names=extended)
     notes = []
     if rounded := sorted(
         n
@@ -121,6 +174,34 @@ def _load_weights_of_run(state: TrainingState, path: Path, plan: Plan) -> list[s
         names = first_names(unused, MAX_NAMES_IN_MESSAGE)
         notes.append(f"tensors that this model does not have are not loaded: {names}")
     return notes
+
+
+def _load_optimizer_of_run(state: TrainingState, path: Path, plan: Plan) -> None:
+    """Load the state of another run's optimizer and the number of its updates, but none of its steps."""
+    manifest = read_manifest(path)
+    saved = [name for name in manifest.tensors if name.startswith(_OPTIMIZER)]
+    if not saved:
+        raise _no_optimizer_error(path, "the checkpoint has no optimizer state")
+    if state.site_synchronizer is not None:
+        raise _no_optimizer_error(path, "parallel.synchronize keeps an optimizer for each site")
+    state.named_optimizer.allocate_state(name.removeprefix(_OPTIMIZER) for name in saved)
+    tensors = {
+        name: tensor for name, tensor in state.checkpoint_tensors().items() if name.startswith(_OPTIMIZER)
+    }
+    on_other_ranks = find_names_on_other_ranks(tensors, plan)
+    trained = {f"{_OPTIMIZER}{name}" for name in state.parallel_model.trainable_names}
+    unused = [name for name in saved if name.rpartition(".")[0] in trained]
+    if unused := sorted(set(unused).difference(tensors, on_other_ranks)):
+        raise _no_optimizer_error(path, f"it is of another optimizer, which keeps {unused[0]}")
+    tables = tuple(f"{_OPTIMIZER}{table.name}." for table in _embedding_parameters(state))
+    extended = {name for name in tensors if name.startswith(tables)} if tables else set()
+    load_tensors(path, tensors, strict=False, extended_names=extended)
+    state.named_optimizer.update_count = manifest.state["updates"]
+    state.named_optimizer.restore_attribute_state(manifest.state.get("optimizer_attributes", ()))
+
+
+def _embedding_parameters(state: TrainingState) -> list[EmbeddingParameter]:
+    return [table for part in state.parallel_model.model_parts for table in embedding_parameters(part)]
 
 
 def _unused_of_decoder_blocks(state: TrainingState, unused: list[str]) -> list[str]:

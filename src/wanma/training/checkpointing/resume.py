@@ -175,8 +175,9 @@ def _begin(
     )
     warnings: list[str] = []
     if start is not None:
-        notes, warnings = load_initial_weights(state, start, plan, worker, identity)
-        messages += [f"weights from {choice.start_from}", *notes]
+        notes, warnings = load_initial_weights(state, start, choice, plan, worker, identity)
+        content = "weights and optimizer state" if choice.start_optimizer else "weights"
+        messages += [f"{content} from {choice.start_from}", *notes]
     if not choice.resume and worker.restart is None:
         _archive_old_checkpoints(folder, worker, messages)
     elif worker.restart is None and worker.rank == 0:

@@ -35,6 +35,8 @@ WAYS_OUT = (
     "checkpoint.start_from loads the weights of the earlier run"
 )
 _STEPS = "train.steps"
+_SIZES_OF_DATA = frozenset({"model.tables", "model.bag_sizes", "model.initial_score"})
+"""Settings of a recommender that follow from its data, and differ with them from day to day."""
 ACCEPT_CHANGES = "changed"
 """Value of `checkpoint.resume` for a run that continues with another identity."""
 _ACCEPT_CHANGES_HINT = (
@@ -199,7 +201,8 @@ def start_warnings(folder: str, current: Identity, values: Mapping[str, Any]) ->
         values: state values of the checkpoint in that folder.
     """
     saved = Identity.from_state_values(values)
-    differences = list(map(str, setting_differences(saved.settings, current.settings, is_model_only=True)))
+    found = setting_differences(saved.settings, current.settings, is_model_only=True)
+    differences = [str(difference) for difference in found if difference.key not in _SIZES_OF_DATA]
     if saved.model and current.model and not same_code(saved.model, current.model):
         differences.append("the code or the attributes of the module are others")
     return [f"weights of another model, checkpoint.start_from = '{folder}': {text}" for text in differences]

@@ -107,6 +107,19 @@ class TrainingState:
             return self.site_synchronizer.checkpoint_tensors(weights, optimizer, average)
         return weights | optimizer | average | self.error_feedback_tensors()
 
+    def changed_rows(self) -> dict[str, Tensor]:
+        """Return the rows changed since the last full save, of tensors of which a step changes some alone.
+
+        Returns:
+            whether each has, (local rows,) bool, by name as in `checkpoint_tensors`.
+        """
+        changed: dict[str, Tensor] = {}
+        for optimizer in self.named_optimizer.table_optimizers:
+            rows = optimizer.changed_rows()
+            changed |= {f"model.{name}": is_changed for name, is_changed in rows.items()}
+            changed |= {f"optimizer.{name}.{key}": rows[name] for name, key, _ in optimizer.state_entries()}
+        return changed
+
     def error_feedback_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that compressed exchanges keep, such as their error feedback."""
         compression = self.parallel_model.compression

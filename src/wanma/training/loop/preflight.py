@@ -24,18 +24,24 @@ from wanma.data.interactions.dataset import InteractionDataset
 from wanma.data.opening import open_dataset
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan.plan import Plan
+from wanma.job.sections.checkpoint import CheckpointSection
 from wanma.job.sections.job import Job
 from wanma.job.sections.train import TrainSection
 from wanma.models.config.resolution import input_kind
 from wanma.models.model_spec import ModelSpec, apply_freezing_to_spec
 from wanma.models.recommender.config import resolve_recommender_config
+from wanma.models.recommender.embedding_tables import embedding_parameters
 from wanma.models.structure.parameter_roles import find_parameter_roles, is_frozen
 from wanma.models.user_modules.forward_error import forward_error
 from wanma.models.workload.fake_tensors import fake_tensor_mode
 from wanma.parallel.parameters.freezing import LOW_PRECISION_DTYPES
 from wanma.parallel.precision.autocast import PRECISION_DTYPES
 from wanma.training.checkpointing.error_feedback_state import check_compression_patterns
-from wanma.training.checkpointing.initial_weights import check_start_folder, incomplete_start_error
+from wanma.training.checkpointing.initial_weights import (
+    check_embedding_rows,
+    check_start_folder,
+    incomplete_start_error,
+)
 from wanma.training.checkpointing.published_weights import check_huggingface_weights
 from wanma.training.loop.train_request import TrainRequest
 from wanma.training.loop.train_worker import build_model_spec, user_loss_of
@@ -148,7 +154,7 @@ def _check_model(model: nn.Module, job: Job, plan: Plan) -> None:
     check_compression_patterns(names, plan)
     _check_parameter_groups(model, names, job.train)
     if job.checkpoint.start_from is not None:
-        _check_start(model, Path(job.checkpoint.start_from).expanduser())
+        _check_start(model, Path(job.checkpoint.start_from).expanduser(), job.checkpoint)
 
 
 def _check_parameter_groups(model: nn.Module, names: Iterable[str], train: TrainSection) -> None:
@@ -159,8 +165,8 @@ def _check_parameter_groups(model: nn.Module, names: Iterable[str], train: Train
     )
 
 
-def _check_start(model: nn.Module, folder: Path) -> None:
-    check_start_folder(folder)
+def _check_start(model: nn.Module, folder: Path, section: CheckpointSection) -> None:
+    check_start_folder(folder, section)
     if has_huggingface_weights(folder):
         check_huggingface_weights(model, folder)
         return
@@ -170,9 +176,13 @@ def _check_start(model: nn.Module, folder: Path) -> None:
         raise incomplete_start_error(folder, error.message) from error
     if (problem := find_size_mismatch(LocalFiles(folder).size, manifest)) is not None:
         raise incomplete_start_error(folder, problem)
+    tables = list(embedding_parameters(model))
+    check_embedding_rows(folder, tables, manifest.tensors)
+    table_names = {table.name for table in tables}
     for name, parameter in model.named_parameters():
         saved = manifest.tensors.get(f"model.{name}")
-        if saved is not None and tuple(saved.shape) != tuple(parameter.shape):
+        compared = slice(1 if name in table_names else 0, None)
+        if saved is not None and tuple(saved.shape)[compared] != tuple(parameter.shape)[compared]:
             raise JobError(
                 f"checkpoint.start_from = '{folder}' does not match the model of the job: {name} has "
                 f"shape {tuple(parameter.shape)} in the model, {tuple(saved.shape)} in the checkpoint",

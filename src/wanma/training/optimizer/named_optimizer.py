@@ -219,6 +219,11 @@ class NamedOptimizer:
                 tensors[f"{name}.{key}"] = value
         return tensors
 
+    @property
+    def table_optimizers(self) -> Sequence[TableOptimizer]:
+        """Optimizers of embedding tables that data ranks share."""
+        return self._table_optimizers
+
     def attribute_state(self) -> list[dict[str, Any]]:
         """Return what has changed beside the state of parameters, of each of the user's optimizers.
 

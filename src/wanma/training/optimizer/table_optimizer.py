@@ -106,6 +106,7 @@ class TableOptimizer:
         self._states = {name: torch.zeros_like(matrix) for name in self._rule.states} | {
             name: matrix.new_zeros(len(matrix)) for name in self._rule.row_states
         }
+        self._changed = torch.zeros(len(matrix), dtype=torch.bool, device=matrix.device)
         groups = [
             find_parameter_group(embedding.parameter_names[rows.table], train.parameter_groups)
             for rows in embedding.layout.local_rows
@@ -147,6 +148,19 @@ class TableOptimizer:
             vectors = vectors * (1 - rates * decays)
         direction = self._rule.direction(_RowUpdate(rows, values, rates, step, self._train), self._states)
         matrix[rows] = vectors - rates * direction
+        self._changed[rows] = True
+
+    def changed_rows(self) -> dict[str, Tensor]:
+        """Return whether each row of this rank has changed since `reset_changed_rows`, by parameter name."""
+        names = self.embedding.parameter_names
+        return {
+            names[rows.table]: self._changed[rows.start : rows.start + rows.count]
+            for rows in self.embedding.layout.local_rows
+        }
+
+    def reset_changed_rows(self) -> None:
+        """Count all rows as unchanged: they have been saved."""
+        self._changed.zero_()
 
     def state_entries(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield (parameter name, key, state), as `NamedOptimizer.state_entries`."""
