@@ -96,6 +96,23 @@ def test_another_plan_counts_from_the_next_step_on_whatever_was_loaded_ahead() -
     assert [len(step.micro_batches) for step in found] == [1, 1, 2, 2, 2, 2]
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_step_that_was_looked_at_comes_next_under_any_plan(prefetch: int) -> None:
+    whole, halves = Plan(micro_batch=4), Plan(micro_batch=2)
+    with loader(Numbers(), whole, prefetch=prefetch) as steps:
+        assert next(steps).step == 0
+        following = steps.peek()
+        assert following is not None
+        assert following.step == 1
+        assert steps.peek() is next(steps) is following
+        assert steps.peek() is not None
+        steps.switch_plan(halves)
+        step = next(steps)
+        assert (step.step, len(step.micro_batches)) == (2, 2)
+        assert [step.step for step in steps] == [3, 4, 5]
+        assert steps.peek() is None
+
+
 def test_a_rank_with_too_few_rows_gets_padding() -> None:
     with loader(
         Numbers(), Plan(dp_replicate=3, micro_batch=1), 2, train=TrainSection(steps=1, global_batch=4)

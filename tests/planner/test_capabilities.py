@@ -49,6 +49,27 @@ LIMITS: dict[str, tuple[Job, Plan, Cluster, tuple[int, int], str]] = {
         (2, 13),
         r"parallel\.compile",
     ),
+    "dense tables on disk": (
+        job(CLICKS),
+        Plan(embedding_memory_bytes=1 << 20),
+        LAPTOP,
+        (2, 13),
+        r"parallel\.embedding_memory_bytes",
+    ),
+    "tables on disk beside a GPU": (
+        job(CLICKS, train={"embedding_optimizer": "adam"}),
+        replace(GPU, embedding="row_wise", embedding_memory_bytes=1 << 20),
+        H100,
+        (2, 13),
+        r"parallel\.embedding_memory_bytes.*cluster\.device",
+    ),
+    "tables on disk beside servers": (
+        job(CLICKS, train={"embedding_optimizer": "adam"}, servers={"count": 1}),
+        replace(TABLES, embedding_memory_bytes=1 << 20),
+        LAPTOP,
+        (2, 13),
+        "servers",
+    ),
     "averaged tables": (
         job(CLICKS, train={"embedding_optimizer": "adam", "weight_average": 0.9}),
         TABLES,

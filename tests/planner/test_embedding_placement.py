@@ -11,7 +11,7 @@ import torch
 from wanma.job.forecast.forecast import EmbeddingTable, Workload
 from wanma.job.plan.plan import Plan
 from wanma.parallel.embedding.table_layout import TableLayout
-from wanma.planner.cost.embedding_exchange import distinct_ids, table_bytes
+from wanma.planner.cost.embedding_exchange import cached_rows, distinct_ids, table_bytes
 from wanma.planner.embedding_placement import place_tables
 
 ROWS = {"user": 1003, "item": 500, "tags": 60, "language": 7}
@@ -66,6 +66,34 @@ def test_the_fullest_rank_of_a_forecast_holds_what_the_layout_gives_it() -> None
     placements = place_tables(ROWS, 16, {}, chosen)
     rows = max(TableLayout(ROWS, placements, rank, 3).row_count for rank in range(3))
     assert (forecast.weights, forecast.state) == (rows * 64, rows * 4)
+
+
+def test_a_forecast_of_rows_on_disk_follows_the_memory_for_them() -> None:
+    tables = tuple(EmbeddingTable("e", name, rows, 16, 1, 1.0) for name, rows in ROWS.items())
+    workload = Workload((), 1, tables=tables)
+    whole = table_bytes(workload, plan(2, "row_wise"))
+    used, hit_rates = [], []
+    for share in (0.1, 0.5, 2.0):
+        size = int(share * sum(whole))
+        chosen = plan(2, "row_wise", embedding_memory_bytes=size)
+        assert Plan.from_json(chosen.to_json()) == chosen
+        assert sum(table_bytes(workload, chosen)) == sum(whole)
+        assert sum(table_bytes(workload, chosen).in_memory(chosen)) == pytest.approx(min(size, sum(whole)))
+        cached = cached_rows(workload, chosen, 64)
+        assert cached.memory_rows * 68 <= size
+        used.append(cached.used_rows)
+        hit_rates.append(cached.hit_rate)
+    assert hit_rates[0] < hit_rates[1] < hit_rates[2] == 1.0
+    assert used == [pytest.approx(used[0])] * 3
+    assert cached.moved_bytes == 0
+
+
+def test_the_most_frequent_ids_are_left_out_of_a_count() -> None:
+    ranks = torch.arange(1, 5001, dtype=torch.float64) ** -1.05
+    draws = [torch.multinomial(ranks, 2000, replacement=True).unique() for _ in range(20)]
+    rare = sum(int((ids >= 500).sum()) for ids in draws) / 20
+    assert distinct_ids(5000, 2000, first=500) == pytest.approx(rare, rel=0.03)
+    assert distinct_ids(5000, 2000, first=5000) == 0
 
 
 def test_ids_that_come_again_are_counted_once() -> None:

@@ -44,6 +44,15 @@ def rank_1_fails_in_step_4() -> None:
     _before(4, lambda trainer: trainer.worker.rank == 1)
 
 
+def rank_0_is_killed_in_step_4() -> None:
+    def kill(trainer: Trainer) -> bool:
+        if trainer.worker.rank == 0:
+            signal.raise_signal(signal.SIGKILL)
+        return False
+
+    _before(4, kill)
+
+
 def snapshots_may_come_every_five_steps() -> None:
     """Whatever they cost."""
     in_memory_interval.interval_steps = lambda _cost, _step: 5  # type: ignore[assignment]

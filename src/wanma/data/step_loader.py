@@ -115,6 +115,8 @@ class StepLoader:
         """Steps that the loop still loads itself; 0: threads load."""
         self._pin_memory = pin_memory
         self._prefetched: deque[Future[StepBatches]] = deque()
+        self._peeked: StepBatches | None = None
+        """Step that `peek` has returned, and `next` will."""
         self._threads = max(threads, dataset.loader_threads)
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="wanma-loader")
 
@@ -128,6 +130,9 @@ class StepLoader:
             StopIteration: the job's last step has been returned.
             Exception: whatever loading the step raised, with the traceback of the thread.
         """
+        if self._peeked is not None:
+            step, self._peeked = self._peeked, None
+            return step
         had_time = bool(self._prefetched)
         self._prefetch_steps()
         if not self._prefetched:
@@ -142,6 +147,16 @@ class StepLoader:
         self._prefetch_steps()
         return step
 
+    def peek(self) -> StepBatches | None:
+        """Return the step that `next` will return, once it is loaded; None after the job's last step.
+
+        Raises:
+            Exception: as `next`.
+        """
+        if self._peeked is None:
+            self._peeked = next(self, None)
+        return self._peeked
+
     def switch_plan(self, plan: Plan) -> None:
         """Switch to another plan for the steps to come.
 
@@ -150,7 +165,8 @@ class StepLoader:
         if plan is self._plan:
             return
         self._plan = plan
-        self._next_step -= len(self._prefetched)
+        self._next_step -= len(self._prefetched) + (self._peeked is not None)
+        self._peeked = None
         for future in self._prefetched:
             future.cancel()
         self._prefetched.clear()
@@ -176,6 +192,7 @@ class StepLoader:
         """Stop loading and wait for the threads; steps that were loaded are dropped."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._prefetched.clear()
+        self._peeked = None
         self._next_step = self._train.steps
 
     def __enter__(self) -> StepLoader:

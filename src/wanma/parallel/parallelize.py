@@ -215,7 +215,7 @@ def parallelize(
         parallel_spec = pipeline_parallel_spec(module, spec.parallel_spec, plan)
         parts = [extract_stage(module, parallel_spec, plan, number) for number in numbers]
     compression = build_compression(parallel_mesh, seed)
-    embeddings = shard_embeddings(module, parallel_mesh) if plan.embedding != "dense" else []
+    embeddings = shard_embeddings(module, parallel_mesh, disk_pool) if plan.embedding != "dense" else []
     data_parallel = tuple(
         _parallelize_part(
             part, spec, plan, parallel_mesh, parallel_mesh.communication_timer, disk_pool, compression, frozen

@@ -20,11 +20,33 @@ MAX_REPLICATED_ELEMENTS = 1 << 22
 MAX_EXCESS_SHARE = 1 / 8
 """Rows of whole tables that `auto` gives a rank, at most, as a share of an equal part of all rows."""
 
+ROW_ADDRESS_BYTES = 4
+"""Memory for each row of a rank whose rows lie on disk: its place in memory, if it has one."""
+
+CACHE_ENTRY_BYTES = 16
+"""Memory for each row in memory, beside row and state: its number, last use, uses, and flags."""
+
 
 def embedding_plan_fields(job: Job) -> dict[str, Any]:
     """Return the plan fields of a job's embedding tables."""
     parallel = job.parallel
-    return {"embedding": parallel.embedding, "embedding_tables": tuple(parallel.embedding_tables.items())}
+    return {
+        "embedding": parallel.embedding,
+        "embedding_tables": tuple(parallel.embedding_tables.items()),
+        "embedding_memory_bytes": parallel.embedding_memory_bytes,
+    }
+
+
+def cached_row_count(memory_bytes: int, rows: int, record_bytes: int) -> int:
+    """Return the number of rows that a rank has in memory, of those that lie on its disk.
+
+    Args:
+        memory_bytes: memory for rows, state and their addresses.
+        rows: rows of the rank.
+        record_bytes: bytes of a row and its state.
+    """
+    free_bytes = max(memory_bytes - rows * ROW_ADDRESS_BYTES, 0)
+    return min(free_bytes // (record_bytes + CACHE_ENTRY_BYTES), rows)
 
 
 def shared_table_ranks(plan: Plan) -> int:

@@ -104,7 +104,8 @@ def is_heterogeneous(cluster: Cluster) -> bool:
 
 def fixed_parallel_keys(job: Job) -> list[str]:
     """List the keys of [parallel] by which the job narrows the choice of plans."""
-    return sorted(job.parallel.model_fields_set - {"auto", "allow", "embedding", "embedding_tables"})
+    open_keys = {"auto", "allow", "embedding", "embedding_tables", "embedding_memory_bytes"}
+    return sorted(job.parallel.model_fields_set - open_keys)
 
 
 def run_world_sizes(job: Job, cluster: Cluster) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -29,8 +29,15 @@ USED = ([0, 3, 7], [3, 9], [1, 3, 7, 8])
 
 def build(matrix: Tensor, optimizer: str, **train: Any) -> tuple[TableOptimizer, Any]:
     placed = {name: TablePlacement("row_wise") for name in ROWS}
+
+    def zeros(states: Sequence[str], row_states: Sequence[str]) -> dict[str, Tensor]:
+        of_rows = {name: matrix.new_zeros(len(matrix)) for name in row_states}
+        return {name: torch.zeros_like(matrix) for name in states} | of_rows
+
     embedding = SimpleNamespace(
         matrix=matrix,
+        allocate_states=zeros,
+        matrix_rows=lambda rows: rows,
         layout=TableLayout(ROWS, placed, 0, 1),
         parameter_names={name: f"tables.of_{name}.weight" for name in ROWS},
         gradient=None,

@@ -84,6 +84,11 @@ class Box:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Slices of a full tensor that are this box."""
+        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.shape, strict=True))
+
 
 Slices = tuple[slice, ...]
 

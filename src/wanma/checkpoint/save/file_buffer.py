@@ -22,6 +22,7 @@ from wanma.checkpoint.format.local_shards import (
     shard_layout_key,
 )
 from wanma.checkpoint.format.manifest import CHANGED_ROWS, CHANGED_VALUES, build_header
+from wanma.checkpoint.format.tensor_blocks import iterate_blocks
 from wanma.job.errors import WanmaError
 
 _RELEASE_INTERVAL_BYTES = 64 << 20
@@ -88,12 +89,14 @@ class FileBuffer:
         copied_bytes = 0
         with torch.no_grad():
             for view, local in self.copy_targets(tensors, changed_rows).values():
-                view.copy_(local, non_blocking=True)
                 devices.add(local.device)
-                copied_bytes += view.numel() * view.element_size()
-                if self._allocator is not None and copied_bytes >= _RELEASE_INTERVAL_BYTES:
-                    self._allocator.release_pages()
-                    copied_bytes = 0
+                for block in iterate_blocks(tuple(view.shape)):
+                    part = view[block.slices]
+                    part.copy_(local[block.slices], non_blocking=True)
+                    copied_bytes += part.nbytes
+                    if self._allocator is not None and copied_bytes >= _RELEASE_INTERVAL_BYTES:
+                        self._allocator.release_pages()
+                        copied_bytes = 0
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()

@@ -91,6 +91,8 @@ class Plan:
     embedding: EmbeddingMode = "dense"
     embedding_tables: tuple[tuple[str, TableSharding], ...] = ()
     """Placement of embedding tables; instead of `embedding` the first (pattern of names, sharding) counts."""
+    embedding_memory_bytes: int | None = None
+    """Memory of a rank for rows of embedding tables, all of which lie on its disk; None: memory holds all."""
     overlap: bool = True
     """Overlap of gradient reduction and parameter gathering with backward."""
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
@@ -121,8 +123,7 @@ class Plan:
         ):
             raise ValueError(
                 f"batch_shares needs one number of at least 1 for each of {self.data_parallel_size} data "
-                "ranks, "
-                f"and has {len(self.batch_shares)}"
+                f"ranks, and has {len(self.batch_shares)}"
             )
         if self.placement:
             pp = max(len(replicas.places) for replicas in self.placement)

@@ -82,7 +82,9 @@ class ClusterSection(Section):
         None, gt=0, le=4_096, description="CPU threads per rank; default: cores / ranks"
     )
     scratch: str | None = Field(
-        None, description="folder on each node for tensors offloaded to disk; default: the run directory's"
+        None,
+        description="folder on each node for what lies on disk while a run lasts (parallel.offload_*, "
+        "embedding_memory_bytes); default: in the run directory",
     )
     host_allocator: Literal["tuned", "system"] = Field(
         "tuned", description="settings of the host memory allocator in the workers"

@@ -145,6 +145,13 @@ class ParallelSection(Section):
         description="embedding by table: a shell pattern of names = row_wise, table_wise or replicated; the "
         "first match applies, all others: embedding",
     )
+    embedding_memory_bytes: int | None = Field(
+        None,
+        gt=0,
+        le=2**60,
+        description="embedding: memory of a rank for rows of its tables and their optimizer state; all rows "
+        "lie in a file in cluster.scratch, and those in use in memory; default: all rows in memory",
+    )
     compression: Compression = Field(
         "none",
         description="compression of gradients before the reduction: rounded (bf16, fp16, int8), largest "

@@ -56,6 +56,7 @@ STEP_GAUGES = (
     _gauge("gradient_norm", "global L2 norm of the last gradient before clipping", key="grad_norm"),
     _gauge("loss_scale", "fp16: scale of the loss in the next step"),
     _gauge("staleness", "parameter servers, not synchronous: updates that the last update missed"),
+    _gauge("embedding_hit_rate", "embedding tables on disk: share of a step's rows that was in memory"),
     _gauge("expert_load_imbalance", "mixtures of experts: maximum tokens of an expert over the mean"),
     _gauge("balance_loss", "mixtures of experts: balancing loss per target"),
     _gauge("samples", "samples consumed: the position in the data"),

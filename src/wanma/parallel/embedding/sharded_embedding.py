@@ -7,7 +7,7 @@ their gradients. A table has no dense gradient: `finalize_gradients` leaves rows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,18 +20,33 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from wanma.job.errors import JobError, WanmaError
 from wanma.models.recommender.embedding_tables import OFFSETS, EmbeddingTables
+from wanma.parallel.embedding.row_cache import RecordLayout, RowCache
 from wanma.parallel.embedding.table_layout import TableLayout
+from wanma.parallel.memory.disk_pool import DiskPool
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh
 from wanma.parallel.precision.autocast import PRECISION_DTYPES
-from wanma.planner.embedding_placement import TablePlacement, place_tables
+from wanma.planner.embedding_placement import (
+    CACHE_ENTRY_BYTES,
+    ROW_ADDRESS_BYTES,
+    TablePlacement,
+    place_tables,
+)
 from wanma.torch_internals.loaded import DTensor, Placement, Replicate, Shard
 from wanma.torch_internals.modules import registered_parameters
 
 
-def shard_embeddings(model: nn.Module, parallel_mesh: ParallelMesh) -> list[ShardedEmbedding]:
+def shard_embeddings(
+    model: nn.Module, parallel_mesh: ParallelMesh, disk_pool: DiskPool | None = None
+) -> list[ShardedEmbedding]:
     """Take the embedding tables out of a model and place them on the data ranks; every rank calls it.
 
-    The tables are no parameters of the model until `ShardedEmbedding.allocate`.
+    The tables are no parameters of the model until `ShardedEmbedding.allocate`; with
+    `plan.embedding_memory_bytes` until `ShardedEmbedding.allocate_states`.
+
+    Args:
+        model: model on the meta device.
+        parallel_mesh: device meshes of the plan.
+        disk_pool: disk pool of this rank, for a plan whose tables lie on disk.
 
     Raises:
         JobError: the model has no such tables, or a pattern of the plan matches none of them.
@@ -45,7 +60,7 @@ def shard_embeddings(model: nn.Module, parallel_mesh: ParallelMesh) -> list[Shar
             "remove parallel.embedding, or use model.family = 'recommender'",
         )
     group = dist.new_group() if plan.world_size > 1 else None
-    return [
+    embeddings = [
         ShardedEmbedding(
             module,
             path,
@@ -55,6 +70,13 @@ def shard_embeddings(model: nn.Module, parallel_mesh: ParallelMesh) -> list[Shar
         )
         for path, module in modules
     ]
+    if plan.embedding_memory_bytes is not None:
+        assert disk_pool is not None
+        sizes = [embedding.cached_bytes for embedding in embeddings]
+        for embedding, size in zip(embeddings, sizes, strict=True):
+            memory_bytes = plan.embedding_memory_bytes * size // max(sum(sizes), 1)
+            embedding.keep_on_disk(disk_pool, memory_bytes)
+    return embeddings
 
 
 class ShardedEmbedding:
@@ -92,7 +114,13 @@ class ShardedEmbedding:
             weight["weight"] = None
         module.sharded_lookup = self
         self.matrix = torch.empty(0)
-        """Rows of this rank, (rows, width); see `TableLayout`."""
+        """Rows of this rank, (rows, width); see `TableLayout`. With a cache, its slots: see `matrix_rows`."""
+        self.stored_states: dict[str, Tensor] = {}
+        """Optimizer state of all rows of this rank, by name, as checkpoints read and fill it."""
+        self.cache: RowCache | None = None
+        """Rows that are in memory; None: all are."""
+        self._open_cache: Callable[[Sequence[str], Sequence[str]], RowCache] | None = None
+        """Function from the names of states to the cache; None: memory holds all rows."""
         self._anchor = torch.zeros(0, requires_grad=True)
         """Leaf that makes autograd call the backward of an exchange."""
         self._exchanges: list[_Exchange] = []
@@ -102,10 +130,91 @@ class ShardedEmbedding:
 
     def allocate(self, device: torch.device) -> None:
         """Allocate this rank's rows and make them parameters of the model, under the names of the tables."""
-        self.matrix = torch.empty(self.layout.row_count, self._module.width, dtype=self._dtype, device=device)
-        for name, state in self.table_views(self.matrix).items():
+        rows = 0 if self._open_cache is not None else self.layout.row_count
+        self.matrix = torch.empty(rows, self._module.width, dtype=self._dtype, device=device)
+        if self._open_cache is None:
+            self._register_parameters(self.matrix)
+
+    def allocate_states(self, states: Sequence[str], row_states: Sequence[str]) -> dict[str, Tensor]:
+        """Allocate optimizer state, all zero; with a cache also the rows, beside which it lies.
+
+        Args:
+            states: names of states with one element for each of a table.
+            row_states: names of states with one element for each row.
+
+        Returns:
+            By name the state of the rows of `matrix`, (rows, width) or (rows,).
+        """
+        if self._open_cache is None:
+            self.stored_states = {name: torch.zeros_like(self.matrix) for name in states} | {
+                name: self.matrix.new_zeros(len(self.matrix)) for name in row_states
+            }
+            return self.stored_states
+        self.cache = self._open_cache(states, row_states)
+        self.matrix, self.stored_states = self.cache.matrix, self.cache.stored_states
+        self._register_parameters(self.cache.stored_matrix)
+        return self.cache.states
+
+    def _register_parameters(self, matrix: Tensor) -> None:
+        for name, state in self.table_views(matrix).items():
             table = self._module.tables[f"of_{name}"]
             registered_parameters(table)["weight"] = nn.Parameter(state)
+
+    # ------------------------------------------------------------------ rows on disk
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of this rank's rows in a cache that holds all of them, without optimizer state."""
+        row_bytes = self._module.width * self._dtype.itemsize
+        return self.layout.row_count * (row_bytes + CACHE_ENTRY_BYTES + ROW_ADDRESS_BYTES)
+
+    def keep_on_disk(self, disk_pool: DiskPool, memory_bytes: int) -> None:
+        """Keep rows and optimizer state on disk, and in memory those in use; before `allocate`.
+
+        Args:
+            disk_pool: disk pool of this rank.
+            memory_bytes: memory of this rank for them.
+        """
+
+        def open_cache(states: Sequence[str], row_states: Sequence[str]) -> RowCache:
+            layout = RecordLayout(self._module.width, tuple(states), tuple(row_states))
+            return RowCache(
+                self.layout.row_count, layout, self._dtype, memory_bytes, disk_pool, self._mesh.rank
+            )
+
+        self._open_cache = open_cache
+
+    def used_rows(self, features: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        """Return the rows of this rank that any rank looks up, each once, (rows,); every rank calls it.
+
+        Args:
+            features: of each micro-batch of this rank, with the ids of each table.
+        """
+        keys = []
+        for name, first, count in zip(
+            self._names, self._first_keys.tolist(), self._counts.tolist(), strict=True
+        ):
+            ids = torch.cat([batch[name].reshape(-1) for batch in features]).unique()
+            keys.append(ids[(ids >= 0) & (ids < count)] + first)  # the lookup reports others
+        holders, rows = self.layout.locate(torch.cat(keys))
+        sent = torch.bincount(holders, minlength=self.layout.ranks)
+        received = self._all_to_all(sent)
+        rows = rows[holders.argsort(stable=True)]
+        own_rows: Tensor = self._all_to_all(rows, received.tolist(), sent.tolist()).unique()
+        return own_rows
+
+    def write_back(self) -> None:
+        """Make what checkpoints read current."""
+        if self.cache is not None:
+            self.cache.write_back()
+
+    def matrix_rows(self, rows: Tensor) -> Tensor:
+        """Return the rows of `matrix` that hold rows of this rank, which change next.
+
+        Raises:
+            WanmaError: memory does not hold them all.
+        """
+        return rows if self.cache is None else self.cache.slots_to_change(rows)
 
     @property
     def parameter_names(self) -> dict[str, str]:
@@ -216,10 +325,22 @@ class ShardedEmbedding:
         if bool(self._is_whole.any()):  # else each segment is one id
             own_lengths = self._all_to_all(lengths, own_segments, sent_segments)
         with torch.no_grad():
-            vectors = _sum_segments(self.matrix, addresses, own_lengths).to(self._vector_dtype)
+            vectors = self._segment_vectors(addresses, own_lengths).to(self._vector_dtype)
         exchange = _Exchange(self, segment_of, addresses, own_lengths, own_segments, sent_segments)
         exchange.start(vectors, sent_segments, own_segments)
         return exchange
+
+    def _segment_vectors(self, addresses: Tensor, lengths: Tensor | None) -> Tensor:
+        """Return the sum of the rows of each segment, (segments, width)."""
+        matrix = self.matrix
+        if self.cache is not None:
+            matrix = self.cache.vectors(addresses)
+            if lengths is None:
+                return matrix
+            addresses = torch.arange(len(addresses))
+        if lengths is None or len(lengths) == len(addresses):
+            return matrix[addresses]
+        return F.embedding_bag(addresses, matrix, lengths.cumsum(0) - lengths, mode="sum")
 
     def _bag_vectors(
         self, exchange: _Exchange, bags: Tensor, is_summed: Tensor, lengths: Tensor, tables: int
@@ -370,10 +491,3 @@ class _ReceivedVectors(torch.autograd.Function):
         exchange.start(gradients[0], exchange.asked, exchange.sent)
         exchange.embedding._exchanges.append(exchange)
         return None, None
-
-
-def _sum_segments(matrix: Tensor, addresses: Tensor, lengths: Tensor | None) -> Tensor:
-    """Return the sum of the rows of each segment, (segments, width)."""
-    if lengths is None or len(lengths) == len(addresses):
-        return matrix[addresses]
-    return F.embedding_bag(addresses, matrix, lengths.cumsum(0) - lengths, mode="sum")

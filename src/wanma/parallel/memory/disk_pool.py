@@ -23,6 +23,7 @@ from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.job import Job
 from wanma.observe.units import bytes_text
+from wanma.planner.cost.offload import keeps_state_on_disk
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
 _FIRST_BYTES, _LARGEST_BYTES = 1 << 20, 1 << 30
@@ -42,11 +43,11 @@ def open_disk_pool(job: Job, worker: WorkerContext) -> DiskPool:
 
 
 def state_disk_pool(pool: DiskPool | None, plan: Plan) -> DiskPool | None:
-    """Return the disk pool of parameters or optimizer state under `plan`; None where memory holds both.
+    """Return the disk pool of weights or optimizer state under `plan`; None where memory holds both.
 
     Memory has no room for a copy of what lies there.
     """
-    return pool if "disk" in (plan.offload_parameters, plan.offload_optimizer) else None
+    return pool if keeps_state_on_disk(plan) else None
 
 
 class DiskPool:
@@ -60,6 +61,9 @@ class DiskPool:
         self.reserved_bytes = 0
         """Bytes reserved on disk."""
         self._files: list[mmap.mmap] = []
+        """Files of tensors; the last one has free space."""
+        self._mapped_files: list[mmap.mmap] = []
+        """Files of `map_file`."""
         self._used_bytes = 0
         """Bytes of the last file that are in use."""
         self._free_blocks: defaultdict[int, list[Tensor]] = defaultdict(list)
@@ -73,6 +77,7 @@ class DiskPool:
         """Remove the folder if it is empty; the files go with the last tensor that lies in them."""
         self._free_blocks.clear()
         self._files.clear()
+        self._mapped_files.clear()
         with contextlib.suppress(OSError):  # another rank still uses it, or it was never used
             self.folder.rmdir()
 
@@ -106,15 +111,25 @@ class DiskPool:
     def release(self, tensor: Tensor) -> None:
         self._free_blocks[tensor.numel()].append(tensor)
 
+    def map_file(self, size: int) -> mmap.mmap:
+        """Map a file of `size` bytes, all zero, which holds nothing else.
+
+        Raises:
+            WanmaError: as `allocate`.
+        """
+        self._mapped_files.append(self._map_file(size))
+        return self._mapped_files[-1]
+
     def release_pages(self) -> None:
         """Release the memory of the files' pages, whose content the files keep.
 
         It also returns memory that the process has freed: between long-lived gradients the heap keeps holes
         as large as the activations that were offloaded.
         """
-        for file in self._files:
+        files = (*self._files, *self._mapped_files)
+        for file in files:
             file.madvise(mmap.MADV_DONTNEED)
-        if self._files and _trim is not None:
+        if files and _trim is not None:
             _trim(0)
 
     def _map_file(self, size: int) -> mmap.mmap:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from wanma.checkpoint.format.local_shards import local_box, local_tensor
+from wanma.checkpoint.format.tensor_blocks import iterate_blocks
 from wanma.models.structure.parameter_initialization import draw_initial_shard
 from wanma.torch_internals.loaded import DTensor
 from wanma.torch_internals.modules import registered_buffers
@@ -77,5 +79,10 @@ def initialize_parameters(model: nn.Module, seed: int, exclude: Container[str] =
             continue
         box = local_box(name, parameter)
         assert box is not None  # parameters lie on this rank's own mesh
-        part = draw_initial_shard(model, name, parameter.shape, box.offset, box.shape, parameter.dtype, seed)
-        local_tensor(parameter).copy_(part)
+        local = local_tensor(parameter)
+        for block in iterate_blocks(box.shape):  # memory need not hold another copy of a large one
+            offset = tuple(map(operator.add, box.offset, block.offset))
+            part = draw_initial_shard(
+                model, name, parameter.shape, offset, block.shape, parameter.dtype, seed
+            )
+            local[block.slices].copy_(part)

@@ -13,10 +13,10 @@ import numpy as np
 
 from wanma.job.forecast.forecast import EmbeddingTable, Workload
 from wanma.job.plan.plan import Plan
-from wanma.observe.units import bytes_text
+from wanma.observe.units import bytes_text, duration_text
 from wanma.planner.cost.layer_cost import LayerCost
 from wanma.planner.cost.offload import master_weight_bytes
-from wanma.planner.embedding_placement import TablePlacement, place_tables
+from wanma.planner.embedding_placement import TablePlacement, cached_row_count, place_tables
 from wanma.planner.hardware_model.collective_time import RankGroup, all_reduce_seconds, all_to_all_seconds
 from wanma.planner.hardware_model.model import HardwareModel
 from wanma.planner.hardware_model.operator_time import ELEMENT_BYTES, memory_bound_seconds
@@ -24,6 +24,8 @@ from wanma.planner.hardware_model.operator_time import ELEMENT_BYTES, memory_bou
 ZIPF_EXPONENT = 1.05
 """Exponent of the frequencies of ids: an assumption, which plans state. A larger one exchanges less."""
 _ID_BYTES = 8
+_PAGE_BYTES = 4096
+"""Bytes that are read from a disk for a row, at least."""
 _EXCHANGE_KERNELS = 20
 """Kernels of one lookup and its exchange; its gradient takes as many."""
 
@@ -33,6 +35,13 @@ class TableBytes(NamedTuple):
 
     weights: float
     state: float
+
+    def in_memory(self, plan: Plan) -> TableBytes:
+        """Return the bytes in memory: all, or those of `plan.embedding_memory_bytes`, addresses included."""
+        if plan.embedding_memory_bytes is None or self.weights == 0:
+            return self
+        share = min(plan.embedding_memory_bytes / (self.weights + self.state), 1.0)
+        return TableBytes(self.weights * share, self.state * share)
 
 
 def table_bytes(workload: Workload, plan: Plan) -> TableBytes:
@@ -97,17 +106,87 @@ def embedding_reasons(workload: Workload, plan: Plan) -> tuple[str, ...]:
     )
 
 
-def distinct_ids(rows: int, draws: float, exponent: float = ZIPF_EXPONENT) -> float:
+class CachedRows(NamedTuple):
+    """Rows that the fullest rank has in memory, of tables on disk, and those that it reads in a step."""
+
+    rows: int
+    memory_rows: int
+    used_rows: float
+    """Different rows that a step uses."""
+    read_rows: float
+    """Rows of a step that are not in memory, if the rows with most uses are."""
+    moved_bytes: float
+    """Bytes of the pages that are read for them, and written for the rows that they replace."""
+
+    @property
+    def hit_rate(self) -> float:
+        return 1.0 - self.read_rows / self.used_rows if self.used_rows else 1.0
+
+
+def cached_rows(
+    workload: Workload, plan: Plan, global_batch: int, exponent: float = ZIPF_EXPONENT
+) -> CachedRows:
+    """Return the use of `plan.embedding_memory_bytes`, which must not be None, by the fullest rank."""
+    assert plan.embedding_memory_bytes is not None
+    ranks, element_bytes = plan.data_parallel_size, master_weight_bytes(plan)
+    placed = list(_placed(workload.tables, plan))
+    parts = [
+        [(table, len(place.rows_of(rank, table.rows, ranks))) for table, place in placed]
+        for rank in range(ranks)
+    ]
+    fullest = max(parts, key=lambda part: sum(rows * _record_elements(table) for table, rows in part))
+    rows = sum(count for _, count in fullest)
+    record_bytes = element_bytes * sum(count * _record_elements(table) for table, count in fullest) / rows
+    memory_rows = cached_row_count(plan.embedding_memory_bytes, rows, round(record_bytes))
+    used, read = 0.0, [0.0]
+    for table, count in fullest:
+        draws, share = global_batch * table.ids_per_sample, count / table.rows
+        used += share * distinct_ids(table.rows, draws, exponent)
+        first = round(table.rows * memory_rows / rows)
+        read.append(share * distinct_ids(table.rows, draws, exponent, first))
+    pages = -(-record_bytes // _PAGE_BYTES)
+    return CachedRows(rows, memory_rows, used, sum(read), 2 * sum(read) * pages * _PAGE_BYTES)
+
+
+def row_cache_reasons(
+    workload: Workload, plan: Plan, global_batch: int, hardware: HardwareModel
+) -> tuple[str, ...]:
+    """Describe the rows in memory and on disk; empty where memory holds all."""
+    if plan.embedding_memory_bytes is None or not workload.tables:
+        return ()
+    fullest, cached = table_bytes(workload, plan), cached_rows(workload, plan, global_batch)
+    seconds = cached.moved_bytes / hardware.host.disk_bytes_per_second
+    return (
+        f"embedding tables on disk: {bytes_text(int(sum(fullest)))} on the fullest rank, which has "
+        f"{cached.memory_rows:,} of {cached.rows:,} rows in memory; {cached.hit_rate:.0%} of the "
+        f"{cached.used_rows:,.0f} rows of a step are expected to be there, and the others are read while the "
+        f"step before runs: {bytes_text(int(cached.moved_bytes))} read and written a step, "
+        f"{duration_text(seconds)} at the disk's sequential rate, which the step time leaves out",
+    )
+
+
+def _record_elements(table: EmbeddingTable) -> float:
+    return table.width + table.state_elements_per_row
+
+
+def distinct_ids(rows: int, draws: float, exponent: float = ZIPF_EXPONENT, first: int = 0) -> float:
     """Return the expected number of different ids among `draws` of a table's, which follow Zipf's law.
 
     A row of probability p is drawn with probability 1 − exp(−draws × p); rows are added up in groups of like
     probability.
+
+    Args:
+        rows: rows of the table.
+        draws: number of ids.
+        exponent: of Zipf's law.
+        first: number of the most frequent ids that do not count.
     """
     edges = np.unique(np.geomspace(1, rows + 1, 400).astype(np.int64))
     counts = np.diff(edges)
     weights = ((edges[:-1] + edges[1:] - 1) / 2) ** -exponent
     probabilities = weights / (weights * counts).sum()
-    return float((counts * -np.expm1(-draws * probabilities)).sum())
+    counted = np.clip(edges[1:] - np.maximum(edges[:-1], first + 1), 0, None)
+    return float((counted * -np.expm1(-draws * probabilities)).sum())
 
 
 def _exchange(tables: Sequence[EmbeddingTable], plan: Plan) -> _Exchange:

@@ -38,6 +38,12 @@ def uses_offload(plan: Plan) -> bool:
     return any(target != "none" for target in places)
 
 
+def keeps_state_on_disk(plan: Plan) -> bool:
+    """Return whether weights or optimizer state lie on disk, for which memory has no room."""
+    offloads = "disk" in (plan.offload_parameters, plan.offload_optimizer)
+    return offloads or plan.embedding_memory_bytes is not None
+
+
 def reshards_after_forward(plan: Plan) -> bool:
     """Return whether a block's weights are gathered for each forward and each backward.
 

@@ -17,7 +17,7 @@ from wanma.job.plan.plan import Plan
 from wanma.observe.units import bytes_text, count_text, duration_text
 from wanma.planner.cost.decoder import decoder_block_groups, decoder_model_cost, decoder_stage_send_seconds
 from wanma.planner.cost.decoder_layers import FrameworkTraits, matmul_precision
-from wanma.planner.cost.embedding_exchange import embedding_reasons
+from wanma.planner.cost.embedding_exchange import embedding_reasons, row_cache_reasons
 from wanma.planner.cost.frozen import block_groups_with_frozen_parts, model_cost_with_frozen_parts
 from wanma.planner.cost.model_cost import BlockGroup, ModelCost, build_stages
 from wanma.planner.cost.offload import updates_on_cpu, uses_offload
@@ -268,6 +268,7 @@ def with_step_time(
             *synchronization_reasons(problem, plan, step),
             *embedding_table_reasons(problem.workload, step),
             *embedding_reasons(problem.workload, plan),
+            *row_cache_reasons(problem.workload, plan, problem.global_batch, problem.hardware),
             *(() if run is not None else (unbounded_run_reason(problem, plan, step),)),
             *problem.hardware.assumed,
         ),

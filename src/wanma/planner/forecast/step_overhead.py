@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from wanma.job.plan.plan import Plan
 from wanma.planner.cost.gradient_collectives import error_feedback_bytes
-from wanma.planner.cost.offload import master_weight_bytes
+from wanma.planner.cost.offload import keeps_state_on_disk, master_weight_bytes
 from wanma.planner.forecast.data_loading import load_cost
 from wanma.planner.forecast.problem import PlanningProblem
 from wanma.planner.memory.model_states import optimizer_state_elements, weight_bytes
@@ -135,7 +135,7 @@ def _checkpoint_bytes(problem: PlanningProblem, plan: Plan) -> float:
 def _checkpoint_seconds(problem: PlanningProblem, plan: Plan, size: float) -> tuple[float, float]:
     """Return (copy, write) seconds of a save of `size` bytes on each rank."""
     host = problem.hardware.host
-    if "disk" in (plan.offload_parameters, plan.offload_optimizer):
+    if keeps_state_on_disk(plan):
         # State on disk is copied into files, for want of memory (`Trainer`).
         copied = size / host.read_rate + size / host.write_rate
     elif plan.device == "cpu" or plan.offload_parameters == plan.offload_optimizer == "host":

@@ -10,7 +10,7 @@ from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
 from wanma.planner.cost.decoder_layers import FrameworkTraits
 from wanma.planner.cost.gradient_collectives import error_feedback_bytes
-from wanma.planner.cost.offload import master_weight_bytes
+from wanma.planner.cost.offload import keeps_state_on_disk, master_weight_bytes
 from wanma.planner.memory.model_states import optimizer_state_elements, weight_bytes
 
 MAX_OVERHEAD_SHARE = 0.01
@@ -34,10 +34,11 @@ def checkpoint_copy_bytes(job: Job, workload: Workload, plan: Plan) -> float:
     """Return the bytes of one rank's part of one in-memory checkpoint.
 
     Ranks of one node with equal parts share them. It is 0 where the job wants none, where no restart would
-    use them, or where `plan` offloads states to disk, which then have no copy in memory.
+    use them, or where `plan` keeps state on disk, which then has no copy in memory.
     """
-    on_disk = "disk" in (plan.offload_parameters, plan.offload_optimizer)
-    if job.checkpoint.in_memory_every_steps == "off" or job.cluster.max_restarts == 0 or on_disk:
+    if job.checkpoint.in_memory_every_steps == "off" or job.cluster.max_restarts == 0:
+        return 0.0
+    if keeps_state_on_disk(plan):
         return 0.0
     element_bytes = master_weight_bytes(plan)
     # Tables lie on all data ranks, once.

@@ -69,12 +69,15 @@ class MemoryTable(NamedTuple):
     """Bytes of embedding tables that data ranks share, on the fullest rank."""
     table_state_bytes: float = 0.0
     """Bytes of their optimizer state."""
+    table_disk_bytes: float = 0.0
+    """Bytes of both on disk."""
 
 
 def memory_table_key(plan: Plan) -> tuple[object, ...]:
     """Return the key of plans with the same memory table, for one workload and one framework."""
     model_key = (plan.tp, plan.sequence_parallel, plan.cp, plan.cp_method, plan.ep, plan.pp > 1)
-    return (*model_key, plan.micro_batch, plan.precision, plan.compile, shared_table_ranks(plan))
+    tables_key = shared_table_ranks(plan), plan.embedding_memory_bytes
+    return (*model_key, plan.micro_batch, plan.precision, plan.compile, *tables_key)
 
 
 def build_memory_table(
@@ -102,6 +105,7 @@ def build_memory_table(
         size = compute * plan.micro_batch / plan.cp
         inputs = max((layer.full_recompute_elements_per_sample or 0.0 for layer in blocks), default=0.0)
         tables = table_bytes(workload, plan)
+        in_memory = tables.in_memory(plan)
         return MemoryTable(
             tuple(kinds),
             first,
@@ -113,8 +117,9 @@ def build_memory_table(
             workload.trainable_share,
             trainable_pre_block_share=_trainable_share(before),
             trainable_post_block_share=_trainable_share(after),
-            table_weight_bytes=tables.weights,
-            table_state_bytes=tables.state,
+            table_weight_bytes=in_memory.weights,
+            table_state_bytes=in_memory.state,
+            table_disk_bytes=0.0 if plan.embedding_memory_bytes is None else sum(tables),
         )
     kinds = []
     for layer in blocks:

@@ -190,7 +190,7 @@ def _sharded_model_states(
         last_gradient=gradients.last_gradient * parameters.trainable_pre_block_share,
         last_reduction_buffer=gradients.last_reduction_buffer * trained,
         host=placement.host,
-        disk=placement.disk,
+        disk=placement.disk + parameters.table_disk_bytes,
     )
 
 

@@ -361,6 +361,7 @@ def rank_parameters_of(
         trainable_share=share,
         table_weight_bytes=table.table_weight_bytes,
         table_state_bytes=table.table_state_bytes,
+        table_disk_bytes=table.table_disk_bytes,
         trainable_block_share=trainable_blocks,
         trainable_pre_block_share=table.trainable_pre_block_share,
         trainable_post_block_share=table.trainable_post_block_share,

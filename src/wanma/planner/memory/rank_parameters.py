@@ -29,9 +29,11 @@ class RankParameters(NamedTuple):
     trainable_share: float = 1.0
     """Trained share of all parameters, 0 .. 1."""
     table_weight_bytes: float = 0.0
-    """Bytes of embedding tables that data ranks share, on the fullest rank; in no other field."""
+    """Bytes in memory of embedding tables that data ranks share, on the fullest rank; in no other field."""
     table_state_bytes: float = 0.0
     """Bytes of their optimizer state."""
+    table_disk_bytes: float = 0.0
+    """Bytes of both on disk."""
     trainable_block_share: float = 1.0
     """Trained share of the blocks' parameters."""
     trainable_pre_block_share: float = 1.0

@@ -43,7 +43,14 @@ MIN_SPEEDUP_WITHOUT = 1.05
 """Least speed-up by leaving nodes out that is told: forecasts of two clusters differ by some percent."""
 MAX_COMPARED_GROUPS = 4
 """Most groups of nodes each of which is left out in turn, as each takes another search."""
-_KEYS_WITHOUT_LAYOUT = {"auto", "allow", "compile", "embedding", "embedding_tables"}
+_KEYS_WITHOUT_LAYOUT = {
+    "auto",
+    "allow",
+    "compile",
+    "embedding",
+    "embedding_tables",
+    "embedding_memory_bytes",
+}
 """Keys of [parallel] that leave the layout open."""
 
 

@@ -243,6 +243,12 @@ def _embedding_tables(query: _SupportQuery) -> JobError | None:
     """Refuse embedding tables that ranks share beside settings that know nothing of them."""
     job, plan = query.job, query.plan
     if plan.embedding == "dense":
+        if plan.embedding_memory_bytes is not None:
+            return JobError(
+                "parallel.embedding_memory_bytes is for tables that parallel.embedding places, and it is "
+                "'dense'",
+                "set parallel.embedding = 'auto', or unset parallel.embedding_memory_bytes",
+            )
         if job.train.embedding_optimizer is None:
             return None
         return JobError(
@@ -269,9 +275,12 @@ def _embedding_tables(query: _SupportQuery) -> JobError | None:
         "parallel.offload_optimizer": plan.offload_optimizer != "none",
         "train.weight_average": job.train.weight_average > 0,
     }
+    if plan.embedding_memory_bytes is not None:
+        key = f"parallel.embedding_memory_bytes = {plan.embedding_memory_bytes}"
+        settings |= {"cluster.device = 'cuda'": plan.device != "cpu", "servers.count": job.servers.count > 0}
     if (other := next((name for name, is_set in settings.items() if is_set), None)) is None:
         return None
-    return JobError(f"{key} is not supported with {other}", f"unset {other}, or parallel.embedding")
+    return JobError(f"{key} is not supported with {other}", f"unset {other}, or {key.partition(' =')[0]}")
 
 
 def _compares_items_of_batch(job: Job) -> bool:

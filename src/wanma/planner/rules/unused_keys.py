@@ -140,8 +140,9 @@ def _unused_cluster_keys(job: Job) -> Iterator[tuple[str, str]]:
             "cluster.last_call_timeout_seconds",
             "the start waits for all nodes; only cluster.nodes = 'MIN..MAX' uses it",
         )
-    if "disk" not in (parallel.offload_parameters, parallel.offload_optimizer, parallel.offload_activations):
-        yield "cluster.scratch", "nothing is offloaded to disk (parallel.offload_*)"
+    targets = (parallel.offload_parameters, parallel.offload_optimizer, parallel.offload_activations)
+    if "disk" not in targets and parallel.embedding_memory_bytes is None:
+        yield "cluster.scratch", "nothing is offloaded to disk (parallel.offload_*, embedding_memory_bytes)"
 
 
 def _partial_effect_notes(job: Job, plan: Plan) -> Iterator[str]:

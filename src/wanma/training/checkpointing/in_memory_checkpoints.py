@@ -24,6 +24,7 @@ from wanma.job.run.resource_limits import usable_memory_bytes
 from wanma.job.run.worker import MemoryFilePaths, WorkerContext
 from wanma.job.sections.job import Job
 from wanma.observe.units import bytes_text, duration_text
+from wanma.planner.cost.offload import keeps_state_on_disk
 from wanma.training.checkpointing.in_memory_interval import COST_HISTORY, AdaptiveInterval, ReplicationCost
 from wanma.training.checkpointing.run_identity import Identity
 from wanma.training.checkpointing.training_state import TrainingState, random_state
@@ -119,8 +120,8 @@ class InMemoryCheckpoints:
                     "supervisor keeps no in-memory checkpoints"
                 )
             return None
-        if "disk" in (self._plan.offload_parameters, self._plan.offload_optimizer):
-            reason = "the plan offloads state to disk, because it does not fit in memory"
+        if keeps_state_on_disk(self._plan):
+            reason = "the plan keeps state on disk, because it does not fit in memory"
             if self._fixed_interval is not None:
                 raise JobError(
                     f"checkpoint.in_memory_every_steps = {setting}, but {reason}",

@@ -81,6 +81,8 @@ class TrainingState:
         """Return the parameters and persistent buffers as 'model.NAME'."""
         tensors: dict[str, Tensor] = {}
         self.parallel_model.reshard()  # a user's own evaluation may have left something else in its place
+        for embedding in self.parallel_model.embeddings:
+            embedding.write_back()
         for part in self.parallel_model.model_parts:
             persistent = part.state_dict().keys()
             tensors |= {

@@ -68,6 +68,7 @@ def dry_run(spec: ModelSpec, plan: Plan, rank: int, sequence_length: int, micro_
     started = time.perf_counter()
     plan.coordinates(rank)
     plan = replace(plan, compile=False, offload_parameters="none", offload_activations="none")
+    plan = replace(plan, embedding_memory_bytes=None)
     # A sum made of messages, over nodes that are unknown here, is shown as one all-reduce.
     plan = replace(plan, all_reduce="backend")
     with _fake_process_group(plan.world_size, rank):

@@ -16,6 +16,7 @@ from wanma.data.batch import Batch
 from wanma.data.datasets.dataset import BatchedDataset
 from wanma.data.step_loader import StepLoader
 from wanma.parallel.data_parallel.global_batch import GlobalBatchGatherer
+from wanma.parallel.embedding.row_prefetch import begin_step
 from wanma.training.checks.state_restoration import preserve_state
 from wanma.training.loss.best_metric import best_value
 from wanma.training.run.shared_reading import share_reading
@@ -67,6 +68,7 @@ def run_training_loop(
             progress(state.step, "waiting for data")
             with phases.phase("data"):
                 step = next(batches)
+                begin_step(state.parallel_model.embeddings, step, loader.peek)
             trainer.step_data.begin(data, step)
             progress(state.step, "forward and backward")
             state.parallel_model.random_draws.step = state.step

@@ -102,11 +102,9 @@ class TableOptimizer:
         assert train.embedding_optimizer is not None  # by `planner.rules.capabilities`
         self.embedding = embedding
         self._train, self._rule = train, _RULES[train.embedding_optimizer]
+        self._states = embedding.allocate_states(self._rule.states, self._rule.row_states)
         matrix = embedding.matrix
-        self._states = {name: torch.zeros_like(matrix) for name in self._rule.states} | {
-            name: matrix.new_zeros(len(matrix)) for name in self._rule.row_states
-        }
-        self._changed = torch.zeros(len(matrix), dtype=torch.bool, device=matrix.device)
+        self._changed = torch.zeros(embedding.layout.row_count, dtype=torch.bool, device=matrix.device)
         groups = [
             find_parameter_group(embedding.parameter_names[rows.table], train.parameter_groups)
             for rows in embedding.layout.local_rows
@@ -140,7 +138,8 @@ class TableOptimizer:
             return
         tables = torch.bucketize(gradient.rows, self._ends, right=True)
         rates, decays = (values[tables, None] for values in (self._scales * learning_rate, self._decays))
-        rows, values, matrix = gradient.rows, gradient.values, self.embedding.matrix
+        rows = self.embedding.matrix_rows(gradient.rows)
+        values, matrix = gradient.values, self.embedding.matrix
         vectors = matrix[rows]
         if self._rule.couples_decay:
             values = values + decays * vectors
@@ -148,7 +147,7 @@ class TableOptimizer:
             vectors = vectors * (1 - rates * decays)
         direction = self._rule.direction(_RowUpdate(rows, values, rates, step, self._train), self._states)
         matrix[rows] = vectors - rates * direction
-        self._changed[rows] = True
+        self._changed[gradient.rows] = True
 
     def changed_rows(self) -> dict[str, Tensor]:
         """Return whether each row of this rank has changed since `reset_changed_rows`, by parameter name."""
@@ -165,6 +164,6 @@ class TableOptimizer:
     def state_entries(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield (parameter name, key, state), as `NamedOptimizer.state_entries`."""
         names = self.embedding.parameter_names
-        for key, state in self._states.items():
+        for key, state in self.embedding.stored_states.items():
             for table, view in self.embedding.table_views(state).items():
                 yield names[table], key, view

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from wanma.job.errors import WanmaError
 from wanma.observe.metrics.gpu import GpuSampler
-from wanma.parallel.gradients.gradient_compression import GradientCompression
+from wanma.parallel.parallelize import ParallelModel
 
 
 def expert_metrics(statistics: Mapping[str, Tensor], target_count: float) -> dict[str, float]:
@@ -21,16 +21,20 @@ def expert_metrics(statistics: Mapping[str, Tensor], target_count: float) -> dic
     return numbers
 
 
-def compression_metrics(compression: GradientCompression | None) -> dict[str, float]:
-    """Return the metrics of this rank's compressed gradients; empty without compression."""
-    if compression is None:
-        return {}
-    traffic = compression.pop_traffic()
-    return {
-        "gradient_bytes_sent": traffic.sent_bytes,
-        "gradient_bytes_saved": traffic.saved_bytes,
-        "compression_error_norm": compression.error_norm(),
-    }
+def parallel_metrics(model: ParallelModel) -> dict[str, float]:
+    """Return the metrics of this rank's compressed gradients, and of its embedding rows on disk, if any."""
+    metrics: dict[str, float] = {}
+    if (compression := model.compression) is not None:
+        traffic = compression.pop_traffic()
+        metrics |= {
+            "gradient_bytes_sent": traffic.sent_bytes,
+            "gradient_bytes_saved": traffic.saved_bytes,
+            "compression_error_norm": compression.error_norm(),
+        }
+    counts = [embedding.cache.pop_counts() for embedding in model.embeddings if embedding.cache is not None]
+    if used := sum(count.used for count in counts):
+        metrics["embedding_hit_rate"] = sum(count.in_memory for count in counts) / used
+    return metrics
 
 
 def open_gpu_sampler(device: torch.device, warn: Callable[[str], None]) -> GpuSampler | None:

@@ -55,7 +55,7 @@ from wanma.training.run.run_records import (
 from wanma.training.run.skip_reason import find_skip_reason
 from wanma.training.run.start_health_check import HealthReport
 from wanma.training.run.step_data import StepData
-from wanma.training.run.step_metrics import compression_metrics, expert_metrics, open_gpu_sampler
+from wanma.training.run.step_metrics import expert_metrics, open_gpu_sampler, parallel_metrics
 from wanma.training.run.step_profiler import StepProfiler
 from wanma.training.run.step_times import StepTimes
 from wanma.training.sites.outer_optimizer import OuterStepResult
@@ -370,7 +370,7 @@ class Trainer:
                 **communication_seconds.numbers(),
                 "memory_bytes": peak_rank_memory_bytes(self.parallel_mesh.device.type),
                 **expert_metrics(self._expert_statistics, totals.target_count),
-                **compression_metrics(self.state.parallel_model.compression),
+                **parallel_metrics(self.state.parallel_model),
                 **(self._outer_result.metrics() if self._outer_result is not None else {}),
                 **(self._gpu.collect() if self._gpu is not None else {}),
                 "mfu": None
