@@ -14,9 +14,12 @@ from torch import Tensor
 
 from wanma.job.errors import WanmaError
 from wanma.job.run.parameter_servers import ServedParameter, ServerPosition, StepContribution
+from wanma.parameter_server import client as client_module
 from wanma.parameter_server.client import ParameterServerClient
 from wanma.parameter_server.coordinator import ServerCoordinator, UpdateRule
+from wanma.parameter_server.frames import Connection, PeerLostError
 from wanma.parameter_server.server_group import ServerGroup
+from wanma.parameter_server.server_host import ServerHost
 from wanma.parameter_server.step_clock import StepClock
 
 PARAMETERS = (
@@ -24,9 +27,13 @@ PARAMETERS = (
     ServedParameter("t", (10, 4), is_table=True),
     ServedParameter("b", (), learning_rate_scale=2.0),
 )
+SETTINGS = {"betas": (0.9, 0.95), "epsilon": 1e-8, "momentum": 0.9, "tables": None}
 OPTIMIZERS = {
-    "adamw": {"kind": "adamw", "betas": (0.9, 0.95), "epsilon": 1e-8, "momentum": 0.0},
-    "sgd": {"kind": "sgd", "betas": (0.9, 0.95), "epsilon": 1e-8, "momentum": 0.9},
+    "adamw": {**SETTINGS, "kind": "adamw"},
+    "sgd": {**SETTINGS, "kind": "sgd"},
+    **{
+        name: {**SETTINGS, "kind": "adamw", "tables": name} for name in ("adagrad", "adam", "rowwise_adagrad")
+    },
 }
 RATE = 0.1
 
@@ -74,9 +81,12 @@ SECRET = b"0" * 32
 
 @pytest.fixture(scope="module")
 def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerGroup]:
-    group = ServerGroup(2, 2, SECRET, tmp_path_factory.mktemp("logs"), lambda _text, _level: None)
+    logs = tmp_path_factory.mktemp("logs")
+    group, host = ServerGroup(2, 2, SECRET, logs, lambda _text, _level: None), ServerHost(SECRET, logs)
+    group.set_hosts({0: host})
     yield group
     group.close()
+    host.close()
 
 
 @pytest.fixture
@@ -134,7 +144,7 @@ def in_threads(*functions: Callable[[], object]) -> None:
 
 
 def expected(weights: dict[str, Tensor], kind: str, steps: range, workers: int) -> dict[str, Tensor]:
-    """The weights after one process with torch's optimizer has taken the steps."""
+    """The weights after one process with torch's optimizers has taken the steps."""
     tensors = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in weights.items()}
     groups = [
         {
@@ -143,21 +153,30 @@ def expected(weights: dict[str, Tensor], kind: str, steps: range, workers: int) 
             "lr": RATE * one.learning_rate_scale,
         }
         for one in PARAMETERS
+        if not (one.is_table and OPTIMIZERS[kind]["tables"])
     ]
-    optimizer = (
-        torch.optim.AdamW(groups, betas=(0.9, 0.95))
-        if kind == "adamw"
-        else torch.optim.SGD(groups, momentum=0.9)
-    )
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.SGD(groups, momentum=0.9)
+        if kind == "sgd"
+        else torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    ]
+    if kind == "adagrad":
+        optimizers.append(torch.optim.Adagrad([tensors["t"]], RATE, eps=1e-8))
+    elif kind == "adam":
+        optimizers.append(torch.optim.SparseAdam([tensors["t"]], RATE, betas=(0.9, 0.95)))
     for step in steps:
-        optimizer.zero_grad()
+        for tensor in tensors.values():
+            tensor.grad = None
         for worker in range(workers):
             given = gradients(step, worker)
             given["t"] = torch.zeros(10, 4).index_add_(0, IDS[(step + worker) % 3], given["t"])
             for name, tensor in tensors.items():
                 scaled = given[name] / (2.0 * workers)
                 tensor.grad = scaled if tensor.grad is None else tensor.grad + scaled
-        optimizer.step()
+        if kind == "adam":
+            tensors["t"].grad = tensors["t"].grad.to_sparse(1)  # type: ignore[union-attr]
+        for optimizer in optimizers:
+            optimizer.step()
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
@@ -166,7 +185,7 @@ def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: fl
         torch.testing.assert_close(tensor, other[name], rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adagrad", "adam"])
 def test_synchronous_updates_are_those_of_one_optimizer(run: Callable[..., Run], optimizer: str) -> None:
     served = run(2)
     weights = served.begin(optimizer)
@@ -175,20 +194,34 @@ def test_synchronous_updates_are_those_of_one_optimizer(run: Callable[..., Run],
     found, state, position = served.clients[0].fetch()
     assert_close(found, expected(weights, optimizer, range(4), 2))
     assert (position.step, position.updates) == (3, 4), "the chief has not recorded the last"
-    assert set(state) == ({"exp_avg", "exp_avg_sq", "step"} if optimizer == "adamw" else {"momentum_buffer"})
+    moments = {"exp_avg", "exp_avg_sq", "step"}
+    kinds = {"sgd": {"momentum_buffer"}, "adagrad": {*moments, "sum"}}
+    assert set(state) == kinds.get(optimizer, moments)
     pulled = served.clients[1].pull({"t": torch.tensor([9, 0])})
     assert torch.equal(pulled["t"], found["t"][[9, 0]])
     assert torch.equal(pulled["b"], found["b"])
 
 
-def test_servers_that_join_and_leave_move_the_ranges_with_their_state(run: Callable[..., Run]) -> None:
-    served = run()
-    weights = served.begin()
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "rowwise_adagrad"])
+def test_servers_that_join_and_leave_move_the_ranges_with_their_state(
+    run: Callable[..., Run], optimizer: str
+) -> None:
+    served, still = run(), run()
+    weights = served.begin(optimizer)
     for count in (3, 2):
         compute(served.clients[0], 0)
         served.coordinator.resize(count)
     compute(served.clients[0], 0)
-    assert_close(served.clients[0].fetch()[0], expected(weights, "adamw", range(3), 1))
+    found, state, _ = served.clients[0].fetch()
+    if optimizer != "rowwise_adagrad":
+        assert_close(found, expected(weights, optimizer, range(3), 1))
+    still.begin(optimizer)
+    for _ in range(3):
+        compute(still.clients[0], 0)
+    unmoved, unmoved_state, _ = still.clients[0].fetch()
+    assert_close(found, unmoved)
+    for kind, tensors in state.items():
+        assert_close(tensors, unmoved_state[kind])
 
 
 def test_a_killed_server_is_replaced_with_all_that_was_acknowledged(
@@ -201,6 +234,32 @@ def test_a_killed_server_is_replaced_with_all_that_was_acknowledged(
         os.kill(group.process_ids[server], signal.SIGKILL)
         found, _, _ = served.clients[0].fetch()
         assert_close(found, expected(weights, "adamw", range(step + 1), 1))
+
+
+@pytest.mark.parametrize("is_reachable", [True, False])
+def test_a_worker_cut_from_a_server_loses_no_acknowledged_update(
+    run: Callable[..., Run], group: ServerGroup, monkeypatch: pytest.MonkeyPatch, is_reachable: bool
+) -> None:
+    served = run()
+    weights = served.begin()
+    compute(served.clients[0], 0)
+    before, (cut, *_) = group.process_ids, group.endpoints.values()
+    refused: list[tuple[str, int]] = []
+
+    class CutConnection(Connection):
+        def __init__(self, address: tuple[str, int], *arguments: object) -> None:
+            if address == cut:
+                refused.append(address)
+                if not is_reachable or len(refused) == 1:
+                    raise PeerLostError("no route")
+            super().__init__(address, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(client_module, "Connection", CutConnection)
+    served.clients[0].drop(cut)
+    compute(served.clients[0], 0)
+    assert_close(served.clients[0].fetch()[0], expected(weights, "adamw", range(2), 1))
+    assert len(refused) == 2
+    assert (group.process_ids == before) is is_reachable
 
 
 def test_a_slow_worker_holds_up_no_other(run: Callable[..., Run]) -> None:

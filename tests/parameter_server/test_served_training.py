@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from support.command import Desk, Running, Training, small_disk
+from support.networks import Cable, cable
+from support.nodes import Machines
+from wanma.elastic.protocol.shared_secret import SECRET_VARIABLE
 
 JOBS = {
     "ratings": """\
@@ -124,17 +128,9 @@ def start_until(desk: Desk, training: Training, steps: int, *overrides: str) -> 
     return running
 
 
-@pytest.mark.parametrize(
-    ("job", "servers", "workers"),
-    [
-        ("dlrm", 2, 2),
-        *(
-            pytest.param(job, servers, workers, marks=pytest.mark.full)
-            for job in ("gpt", "cnn", "dlrm")
-            for servers, workers in ((1, 1), (1, 4), (2, 3), (3, 2), (3, 4))
-        ),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("job", ["gpt", "cnn", "dlrm"])
+@pytest.mark.parametrize(("servers", "workers"), [(1, 1), (1, 4), (2, 3), (3, 2), (3, 4)])
 def test_synchronous_servers_train_the_numbers_of_one_process(
     desk: Desk, job: str, servers: int, workers: int
 ) -> None:
@@ -144,6 +140,130 @@ def test_synchronous_servers_train_the_numbers_of_one_process(
     served = trained(desk, job, f"{job}-{servers}-{workers}", *keys, f"parallel.micro_batch={micro_batch}")
     assert np.allclose(served.losses, alone.losses, rtol=0, atol=2e-6)
     assert largest_difference(served, alone) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "replicas"),
+    [
+        ("adam", 1),
+        *(
+            pytest.param(optimizer, replicas, marks=pytest.mark.full)
+            for optimizer in ("sgd", "adagrad", "rowwise_adagrad", "adam")
+            for replicas in (1, 2)
+        ),
+    ],
+)
+def test_servers_update_used_rows_of_tables_as_ranks_that_hold_the_tables(
+    desk: Desk, optimizer: str, replicas: int
+) -> None:
+    groups = "train.parameter_groups=[{match='*item*', learning_rate_scale=0.5, weight_decay=0.1}]"
+    keys = (f"train.embedding_optimizer={optimizer}", groups)
+    alone = trained(desk, "dlrm", f"dlrm-{optimizer}-alone", *keys, "parallel.embedding=row_wise")
+    served = trained(
+        desk,
+        "dlrm",
+        f"dlrm-{optimizer}-{replicas}",
+        *keys,
+        "servers.count=2",
+        f"servers.replicas={replicas}",
+        "parallel.dp_replicate=2",
+        "parallel.micro_batch=16",
+    )
+    assert np.allclose(served.losses, alone.losses, rtol=0, atol=2e-6)
+    assert largest_difference(served, alone) <= 1e-6
+
+
+def nodes_of(desk: Desk, name: str, *words: str, **environment: str) -> Machines:
+    """Two nodes with a server and a worker each."""
+    spread = (*words, "cluster.nodes=2", "servers.count=2", "parallel.dp_replicate=2")
+    return Machines(desk, name, *spread, **environment)
+
+
+class NodesOnCable(Machines):
+    """Two nodes, each in a network of its own."""
+
+    def __init__(self, desk: Desk, between: Cable, name: str, *words: str, **environment: str) -> None:
+        spread = (*words, "cluster.nodes=2", "servers.count=2", "parallel.dp_replicate=2")
+        super().__init__(desk, name, *spread, **environment)
+        self._names, self._place = between.names, f"{between.addresses[0]}:29500"
+
+    def start(self, node: int, before: tuple[str, ...] = ()) -> None:
+        before = (*before, "ip", "netns", "exec", self._names[node])
+        self.running[node] = self.command(node, before=before)
+
+
+def start_nodes(both: Machines, steps: int) -> None:
+    for node in (0, 1):
+        both.start(node)
+    assert both.running[0].until(lambda: both.training.steps_begun() >= steps), both.running[0].end().text
+    for running in both.running.values():
+        running.look()
+
+
+def test_servers_on_two_nodes_train_the_numbers_of_one_process(desk: Desk) -> None:
+    keys = ("train.embedding_optimizer=adam", "parallel.micro_batch=16")
+    alone = trained(desk, "dlrm", "dlrm-two-alone", keys[0], "parallel.embedding=row_wise")
+    both = nodes_of(desk, "dlrm-two", "dlrm.toml", "servers.replicas=2", *keys)
+    start_nodes(both, 1)
+    for ran in both.end():
+        ran.check()
+    for node, running in both.running.items():
+        assert server_process(both.training, node) in running.family, "each node has its server"
+        assert running.left() == []
+    assert largest_difference(both.training, alone) <= 1e-6
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_lost_node_comes_back_with_its_servers_and_workers(desk: Desk, replicas: int) -> None:
+    both = nodes_of(
+        desk,
+        f"lost-node-{replicas}",
+        "ratings.toml",
+        f"servers.replicas={replicas}",
+        "checkpoint.every_steps=5",
+    )
+    start_nodes(both, 12)
+    both.lose(1)
+    both.start(1)
+    for ran in both.end():
+        ran.check()
+    assert largest_difference(both.training, trained(desk, "ratings", "ratings-alone")) <= 1e-6
+    if replicas == 2:
+        (recovery,) = (event for event in both.training.events if event["kind"] == "recovery")
+        assert recovery["repeated_steps"] == 0, "the other holder had all updates"
+
+
+@pytest.mark.full
+def test_the_loss_of_rank_0_s_node_ends_the_run_and_the_same_command_carries_on(desk: Desk) -> None:
+    both = nodes_of(desk, "lost-first", "ratings.toml", "servers.replicas=2", "checkpoint.every_steps=5")
+    start_nodes(both, 12)
+    both.lose(0)
+    (ran,) = both.end()
+    ran.check(1)
+    for node in (0, 1):
+        both.start(node)
+    for ran in both.end():
+        ran.check()
+    assert largest_difference(both.training, trained(desk, "ratings", "ratings-alone")) <= 1e-6
+
+
+@pytest.mark.full
+@pytest.mark.root
+def test_a_network_that_is_away_for_a_while_loses_no_update(desk: Desk) -> None:
+    with cable() as between:
+        secret = {SECRET_VARIABLE: "0123456789abcdef"}
+        words = ("ratings.toml", "servers.replicas=2")
+        both = NodesOnCable(desk, between, "cut", *words, **secret)
+        start_nodes(both, 5)
+        between.pull()
+        cut = time.monotonic()
+        assert both.running[0].until(lambda: time.monotonic() > cut + 3)
+        between.plug_in()
+        for ran in both.end():
+            ran.check()
+    assert [step["step"] for step in both.training.metrics] == list(range(1, 41))
+    assert largest_difference(both.training, trained(desk, "ratings", "ratings-alone")) <= 1e-6
 
 
 @pytest.mark.full
@@ -264,10 +384,11 @@ def test_a_full_disk_ends_the_run_with_one_error_and_the_same_command_carries_on
         ("parallel.dp_shard", ("parallel.dp_shard=2",)),
         (
             "cluster.nodes",
-            ("cluster.nodes=2", "cluster.rendezvous=127.0.0.1:29500", "parallel.dp_replicate=2"),
+            ("cluster.nodes=1..2", "cluster.rendezvous=127.0.0.1:29500", "parallel.dp_replicate=2"),
         ),
         ("train.optimizer", ("train.optimizer=adafactor",)),
         ("train.precision", ("train.precision=bf16",)),
+        ("parallel.embedding", ("parallel.embedding=row_wise", "train.embedding_optimizer=adam")),
         ("train.weight_average", ("train.weight_average=0.9",)),
         ("train.non_finite", ("train.non_finite=retry",)),
         ("replicas", ("servers.replicas=2", "servers.count=1")),

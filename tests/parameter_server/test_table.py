@@ -32,6 +32,15 @@ def test_each_row_is_in_one_shard_and_each_shard_on_as_many_servers_as_there_are
         assert ServerTable.from_json(built.to_json()) == built
 
 
+@pytest.mark.parametrize(("servers", "nodes"), [(2, 2), (3, 2), (5, 2), (4, 3)])
+def test_the_holders_of_a_shard_are_on_two_nodes(servers: int, nodes: int) -> None:
+    node_of = {number: number % nodes for number in range(servers)}
+    endpoints = {number: ("127.0.0.1", 1000 + number) for number in range(servers)}
+    built = ServerTable.build(1, PARAMETERS, endpoints, 2, node_of)
+    assert all(len({node_of[holder] for holder in holders}) == 2 for holders in built.holders)
+    assert [holders[0] for holders in built.holders] == list(range(servers))
+
+
 def test_without_a_server_the_other_holder_is_primary_unless_there_is_none() -> None:
     built = table(3, 2)
     left = built.without(1)

@@ -42,6 +42,25 @@ LIMITS: dict[str, tuple[Job, Plan, Cluster, tuple[int, int], str]] = {
         r"parallel\.embedding",
     ),
     "tables of a decoder": (job(), TABLES, LAPTOP, (2, 13), r"parallel\.embedding"),
+    "an optimizer of tables on servers without tables": (
+        job(train={"embedding_optimizer": "adam"}, servers={"count": 1}),
+        Plan(),
+        LAPTOP,
+        (2, 13),
+        r"train\.embedding_optimizer",
+    ),
+    "tables on ranks beside servers": (
+        job(
+            CLICKS,
+            train={"embedding_optimizer": "adam"},
+            parallel={"embedding": "row_wise"},
+            servers={"count": 1},
+        ),
+        TABLES,
+        LAPTOP,
+        (2, 13),
+        r"parallel\.embedding",
+    ),
     "compiled tables": (
         job(CLICKS, train={"embedding_optimizer": "adam"}),
         replace(TABLES, compile=True),

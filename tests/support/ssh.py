@@ -201,7 +201,7 @@ class SshSite:
             "cluster": {"engine": "ssh", "nodes": nodes, "ssh": self.section()},
         }
         for name, section in sections.items():
-            values[name] = {**values[name], **section}
+            values[name] = {**values.get(name, {}), **section}
         return to_job(values)
 
     def start(self, job: Job, **environment: str) -> subprocess.Popen[str]:

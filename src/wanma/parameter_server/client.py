@@ -38,6 +38,7 @@ class ParameterServerClient:
         generation: number of this start of the workers.
         mode: `servers.mode` of the job.
         compression: `servers.compression` of the job.
+        node: number of the worker's node, which the coordinator is told if the run has several.
         show_life: function that is called in each wait.
     """
 
@@ -48,12 +49,16 @@ class ParameterServerClient:
         generation: int,
         mode: str,
         compression: str = "none",
+        node: int = 0,
         show_life: Callable[[], None] = lambda: None,
     ) -> None:
         self.mode, self._worker, self._generation = mode, worker, generation
         self._secret, self._wire_dtype, self._show_life = access.secret, _WIRE_DTYPES[compression], show_life
         self._coordinator = Connection((access.host, access.port), access.secret)
+        self._node = None if access.node_endpoint is None else (node, *access.node_endpoint)
         self._servers: dict[tuple[str, int], Connection] = {}
+        self._suspects: set[tuple[str, int]] = set()
+        """Servers whose connection was lost, and is made once again before they count as lost."""
         self._table: ServerTable | None = None
         self._last_push: tuple[int, Mapping[str, Tensor], Mapping[str, Tensor]] | None = None
 
@@ -61,8 +66,14 @@ class ParameterServerClient:
         for connection in (self._coordinator, *self._servers.values()):
             connection.close()
 
+    def drop(self, address: tuple[str, int]) -> None:
+        """Close the connection to a server, which the next request makes again."""
+        connection = self._servers.pop(address, None)
+        if connection is not None:
+            connection.close()
+
     def join(self) -> ServerPosition:
-        answer, _ = self._ask("join")
+        answer, _ = self._ask_patiently("join", node=self._node)
         return ServerPosition(answer["is_loaded"], answer["step"], answer["updates"])
 
     def load(
@@ -89,8 +100,11 @@ class ParameterServerClient:
                 rows = slice(starts[shard], starts[shard + 1])
                 if rows.start == rows.stop:
                     continue
+                # A table's tensors have rows already; of some states a row is one number.
                 own = {
-                    key: tensor if key == "step" else tensor.reshape(parameter.rows, parameter.width)[rows]
+                    key: tensor
+                    if key == "step"
+                    else (tensor if parameter.is_table else tensor.reshape(parameter.rows, -1))[rows]
                     for key, tensor in tensors.items()
                 }
                 descriptions, buffers = pack_tensors(({"field": key}, tensor) for key, tensor in own.items())
@@ -111,6 +125,8 @@ class ParameterServerClient:
 
     def next_step(self, is_drain_requested: bool) -> ServedStep:
         answer, buffers = self._ask_patiently("next", (), is_drain_requested=is_drain_requested)
+        if self._table is not None and answer.get("table", self._table.version) != self._table.version:
+            self._refresh_table(None)
         blobs = iter(buffers)
         records = tuple(
             _record(one, [bytes(next(blobs)) for _ in range(one["statistics"])])
@@ -189,7 +205,9 @@ class ParameterServerClient:
                     parts.setdefault(key, []).append(tensor)
             weights[parameter.name] = torch.cat(parts.pop("weight")).reshape(parameter.shape)
             for key, tensors in parts.items():
-                value = tensors[0] if tensors[0].ndim == 0 else torch.cat(tensors).reshape(parameter.shape)
+                value = tensors[0] if tensors[0].ndim == 0 else torch.cat(tensors)
+                if value.ndim and not parameter.is_table:
+                    value = value.reshape(parameter.shape)
                 state.setdefault(key, {})[parameter.name] = value
         return weights, state, self.join()
 
@@ -203,7 +221,7 @@ class ParameterServerClient:
             try:
                 header, buffers = self._server(primary).request(message, (), _SECONDS)
             except PeerLostError:
-                self._refresh_table(primary)
+                self._handle_loss(primary)
                 continue
             return [(keys["field"], tensor) for keys, tensor in unpack_tensors(header["tensors"], buffers)]
 
@@ -244,7 +262,7 @@ class ParameterServerClient:
     def _ask_servers(
         self, operation: str, entries: Entries, fields: Mapping[str, Any]
     ) -> list[tuple[dict[str, Any], Tensor]] | None:
-        """Send one request to each primary at once; None: the table has changed, and was read again."""
+        """Send one request to each primary at once; None: it has to be repeated."""
         table = self._require_table()
         by_server: Entries = {}
         for shard, tensors in entries.items():
@@ -275,10 +293,24 @@ class ParameterServerClient:
                 continue
             is_stale |= "stale" in header
             answers += unpack_tensors(header.get("tensors", ()), content)
-        if lost is None and not is_stale:
+        if lost is not None:
+            self._handle_loss(lost)
+        elif is_stale:
+            self._refresh_table(None)
+        else:
+            self._suspects.clear()
             return answers
-        self._refresh_table(lost)
         return None
+
+    def _handle_loss(self, server: int) -> None:
+        """Drop a lost connection; if it is lost twice in a row, the coordinator replaces the server."""
+        address = self._require_table().endpoints[server]
+        self.drop(address)
+        if address in self._suspects:
+            self._suspects.remove(address)
+            self._refresh_table(server)
+        else:
+            self._suspects.add(address)
 
     def _server(self, number: int) -> Connection:
         address = self._require_table().endpoints[number]
@@ -289,10 +321,6 @@ class ParameterServerClient:
     def _refresh_table(self, lost: int | None) -> None:
         """Read the table again; a lost server is replaced first."""
         version = -1 if self._table is None else self._table.version
-        if lost is not None and self._table is not None:
-            connection = self._servers.pop(self._table.endpoints[lost], None)
-            if connection is not None:
-                connection.close()
         answer, _ = self._ask("table", lost=lost, table=version)
         if "table" not in answer:
             raise AllRanksError(

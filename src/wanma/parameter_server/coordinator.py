@@ -7,6 +7,7 @@ have arrived, one at a time, and acknowledged once all holders of all shards hav
 from __future__ import annotations
 
 import math
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from wanma.job.errors import WanmaError
 from wanma.job.run.parameter_servers import AppliedStep, ServedParameter, ServerAccess
 from wanma.parameter_server.frames import Buffers, FrameServer
 from wanma.parameter_server.server_group import ServerGroup, ServersLostError
+from wanma.parameter_server.server_host import Host, RemoteHost
 from wanma.parameter_server.step_clock import StepClock
 
 _ANSWER_SECONDS = 15.0
@@ -40,10 +42,18 @@ class ServerCoordinator:
         secret: secret of the run.
         clock: clock of the steps.
         rule: rule of updates.
+        address: address to listen on.
+        nodes: number of nodes of the run. With several, workers name the hosts of their nodes' servers.
     """
 
-    def __init__(self, secret: bytes, clock: StepClock, rule: UpdateRule) -> None:
-        self._clock, self._rule = clock, rule
+    def __init__(
+        self, secret: bytes, clock: StepClock, rule: UpdateRule, *, address: str = "127.0.0.1", nodes: int = 1
+    ) -> None:
+        self._secret, self._clock, self._rule, self._nodes = secret, clock, rule, nodes
+        self._name = secrets.token_hex(8)
+        """Unique name of the group that it uses."""
+        self._hosts: dict[int, Host] = {}
+        """By node the hosts that workers of this generation have named."""
         self._group_of_run: ServerGroup | None = None
         self._show: Callable[[str, str], None] = lambda _text, _level: None
         self._condition = threading.Condition()
@@ -60,7 +70,7 @@ class ServerCoordinator:
         """Update in progress: its number, factor, gradient norm, and whether it is skipped."""
         self._updating: tuple[int, ...] | None = None
         """Workers of the update in progress, which ends before another begins."""
-        self._frames = FrameServer(self._handle, secret)
+        self._frames = FrameServer(self._handle, secret, address)
         self.access = ServerAccess(*self._frames.address, secret)
 
     def start(self, group: ServerGroup, show: Callable[[str, str], None]) -> None:
@@ -96,7 +106,7 @@ class ServerCoordinator:
     def _handle(self, header: dict[str, Any], buffers: list[bytearray]) -> tuple[dict[str, Any], Buffers]:
         operation = header["op"]
         if operation == "join":
-            return self._join(header["generation"]), ()
+            return self._join(header), ()
         with self._condition:
             if header["generation"] != self._generation:
                 raise WanmaError(f"worker {header['worker']} is of an earlier start of the run")
@@ -122,8 +132,12 @@ class ServerCoordinator:
             return {"counts": sorted(self._clock.staleness.items())}, ()
         raise WanmaError(f"the coordinator of the parameter servers has no operation {operation}")
 
-    def _join(self, generation: int) -> dict[str, Any]:
-        """Admit a worker; the first of a new generation ends what the one before has in progress."""
+    def _join(self, header: dict[str, Any]) -> dict[str, Any]:
+        """Admit a worker; the first of a new generation ends what the one before has in progress.
+
+        The chief waits for a worker of each node, and has the servers that are missing started.
+        """
+        generation = header["generation"]
         with self._condition:
             if generation > self._generation:
                 self._generation = generation
@@ -131,10 +145,27 @@ class ServerCoordinator:
                     self._is_loaded = False  # an update may be applied in part: the checkpoint is whole
                 self._failure, self._outcome, self._decision, self._updating = None, "", None, None
                 self._clock.abandon()
-                self._contributions, self._results = {}, {}
+                self._contributions, self._results, self._hosts = {}, {}, {}
                 self._condition.notify_all()
             elif generation < self._generation:
                 raise WanmaError("a worker is of an earlier start of the run")
+            if (node := header.get("node")) is not None:
+                number, host, port = node
+                self._hosts[number] = RemoteHost((host, port), self._secret, self._name, generation)
+                self._condition.notify_all()
+            hosts: dict[int, Host] = {}
+            if self._nodes > 1 and header["worker"] == CHIEF:
+                self._wait(lambda: len(self._hosts) == self._nodes)
+                if len(self._hosts) < self._nodes:
+                    return {"wait": True}
+                hosts = dict(self._hosts)
+        if hosts:
+            try:
+                self._group.set_hosts(hosts)
+            except ServersLostError:
+                with self._condition:
+                    self._is_loaded = False
+        with self._condition:
             steps = self._clock.steps - len(self._unrecorded)
             return {"is_loaded": self._is_loaded, "step": steps, "updates": self._clock.updates}
 
@@ -179,6 +210,8 @@ class ServerCoordinator:
 
             self._wait(is_decided)
             statistics: list[bytes] = []
+            if "step" in found and (table := self._group.table) is not None:
+                found["table"] = table.version  # a server that it does not name any more may hold old values
             if worker == CHIEF and found:
                 found["records"] = [_record_json(record) for record in self._unrecorded]
                 statistics = [blob for record in self._unrecorded for blob in record.statistics]
@@ -190,6 +223,8 @@ class ServerCoordinator:
         with self._condition:
             self._unrecorded = []
             self._outcome = header["outcome"]
+            if self._outcome and self._nodes > 1:
+                self._group.release()
             self._clock.pause_step = header["pause_step"]
             self._condition.notify_all()
         return {}

@@ -29,6 +29,8 @@ _MAX_HANDSHAKE_BYTES = 4096
 """Most bytes of a header from a peer that has not proved the secret; it may send no buffer."""
 _HANDSHAKE_SECONDS = 10.0
 _RETRY_SECONDS = 0.05
+_UNANSWERED_MILLISECONDS = 30_000
+"""Time after which a connection whose bytes the peer's machine does not confirm counts as lost."""
 Buffers = Sequence[Any]
 """Objects with the buffer protocol."""
 Handler = Callable[[dict[str, Any], list[bytearray]], tuple[dict[str, Any], Buffers]]
@@ -59,7 +61,7 @@ class Connection:
                     raise PeerLostError(f"{address[0]}:{address[1]}: {error}") from error
                 time.sleep(_RETRY_SECONDS)
         try:
-            set_tcp_options(self._socket)
+            _set_options(self._socket)
             _prove_to_server(self._socket, secret)
         except (OSError, EOFError, ValueError, KeyError) as error:
             self.close()
@@ -117,7 +119,8 @@ class FrameServer:
 
     def __init__(self, handler: Handler, secret: bytes, host: str = "127.0.0.1") -> None:
         self._handler, self._secret = handler, secret
-        self._listener = socket.create_server((host, 0), backlog=512)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=512)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._connections: set[socket.socket] = set()
         self._lock = threading.Lock()
@@ -149,7 +152,7 @@ class FrameServer:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            set_tcp_options(connection)
+            _set_options(connection)
             connection.settimeout(_HANDSHAKE_SECONDS)
             if _check_client(connection, self._secret):
                 connection.settimeout(None)
@@ -169,6 +172,12 @@ class FrameServer:
             return {"error": error.message, "hint": error.hint}, ()
         except Exception as error:
             return {"error": f"{header.get('op')}: {type(error).__name__}: {error}"}, ()
+
+
+def _set_options(connection: socket.socket) -> None:
+    set_tcp_options(connection)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNANSWERED_MILLISECONDS)
 
 
 def _send_frame(connection: socket.socket, header: dict[str, Any], buffers: Buffers) -> None:

@@ -1,17 +1,13 @@
-"""Server processes of a run: started, filled, watched, and replaced with the content of the other holder.
+"""Group of a run's servers: started, filled, watched, and replaced with the content of the other holder.
 
 All changes of the table are made here, one at a time, and between updates.
 """
 
 from __future__ import annotations
 
-import base64
-import json
-import os
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +15,7 @@ from typing import Any
 from wanma.job.errors import WanmaError
 from wanma.job.run.parameter_servers import ServedParameter
 from wanma.parameter_server.frames import Connection, PeerLostError
+from wanma.parameter_server.server_host import Host, ServerProcess, wait_for_end
 from wanma.parameter_server.table import ServerTable
 
 _ANSWER_SECONDS = 120.0
@@ -33,7 +30,7 @@ class ServersLostError(WanmaError):
 
 @dataclass
 class _Server:
-    process: subprocess.Popen[str]
+    process: ServerProcess
     connection: Connection
 
 
@@ -44,10 +41,9 @@ class ServerGroup:
         count: number of servers.
         replicas: holders of each shard.
         secret: secret of the run.
-        logs: folder for the output of the servers.
-        threads: threads of each server.
+        logs: folder with the output of the servers.
         show: function that shows the user a text of a level.
-        host: address on which servers listen.
+        nodes: number of nodes, over which the servers are spread in turn.
     """
 
     def __init__(
@@ -57,12 +53,12 @@ class ServerGroup:
         secret: bytes,
         logs: Path,
         show: Callable[[str, str], None],
-        *,
-        threads: int = 1,
-        host: str = "127.0.0.1",
+        nodes: int = 1,
     ) -> None:
-        self._replicas, self._secret, self._logs, self._threads = replicas, secret, logs, threads
-        self._show, self._host = show, host
+        self._count, self._replicas, self._secret, self._logs = count, replicas, secret, logs
+        self._show, self._nodes = show, nodes
+        self._hosts: dict[int, Host] = {}
+        """By node the host of its servers; a lost node has none."""
         self._lock = threading.RLock()
         self._servers: dict[int, _Server] = {}
         self._optimizer: dict[str, Any] = {}
@@ -73,23 +69,60 @@ class ServerGroup:
         """Table of the filled servers; None: they hold nothing."""
         self.on_loss: Callable[[WanmaError], None] = lambda _: None
         """Called when all copies of a shard are lost while no request notices it."""
-        processes = {number: self._start_process(number) for number in range(count)}
-        for number, process in processes.items():
-            self._connect(number, process)
 
     def close(self) -> None:
+        """Close the connections; hosts end their servers themselves."""
+        self.release()
         with self._lock:
-            self._is_closed = True
             for server in self._servers.values():
                 server.connection.close()
-                server.process.kill()
-        for server in self._servers.values():
-            server.process.wait()
+
+    def release(self) -> None:
+        """Replace no server any more: the run has ended, and hosts end theirs."""
+        self._is_closed = True
 
     @property
     def process_ids(self) -> dict[int, int]:
         """Process of each server."""
-        return {number: server.process.pid for number, server in self._servers.items()}
+        return {number: server.process.process_id for number, server in self._servers.items()}
+
+    @property
+    def endpoints(self) -> dict[int, tuple[str, int]]:
+        """Host and port of each server."""
+        return {number: server.process.endpoint for number, server in self._servers.items()}
+
+    def set_hosts(self, hosts: Mapping[int, Host]) -> None:
+        """Take the hosts of all nodes, and start the servers that are missing.
+
+        A node that another host stands for has been lost with its servers.
+
+        Raises:
+            ServersLostError: all copies of a shard were lost; the servers are empty.
+            WanmaError: a node is lost meanwhile.
+        """
+        lost: ServersLostError | None = None
+        with self._lock:
+            self._is_closed = False
+            for node, host in hosts.items():
+                if (old := self._hosts.get(node)) is not None and old.endpoint != host.endpoint:
+                    del self._hosts[node]
+                    for number in [one for one in self._servers if self._node_of(one) == node]:
+                        if number in self._servers:
+                            try:
+                                self._replace(number)
+                            except ServersLostError as error:
+                                lost = error
+                self._hosts[node] = host
+            missing = [number for number in range(self._count) if number not in self._servers]
+            try:
+                if missing:
+                    self._start(missing)
+            except PeerLostError as error:
+                raise WanmaError(f"a node is lost while its parameter servers start: {error}") from error
+            if missing and self.table is not None:
+                self._move(self._next_table())
+        if lost is not None:
+            raise lost
 
     def fill(
         self, parameters: Sequence[ServedParameter], optimizer: dict[str, Any], update: int
@@ -102,7 +135,7 @@ class ServerGroup:
         with self._lock:
             self._optimizer, self._update = optimizer, update
             version = 1 if self.table is None else self.table.version + 1
-            self.table = ServerTable.build(version, parameters, self._endpoints(), self._replicas)
+            self.table = self._build_table(version, parameters, self.endpoints)
             self._ask(list(self._servers), self._message("reset", table=self.table.to_json()))
             return self.table
 
@@ -143,27 +176,31 @@ class ServerGroup:
         with self._lock:
             if self.table is None:
                 raise WanmaError("parameter servers hold nothing yet: they cannot be resized")
-            self._update, old = update, self.table
-            for number in range(len(self._servers), count):
-                self._connect(number, self._start_process(number))
-            endpoints = {number: end for number, end in self._endpoints().items() if number < count}
-            self._move(ServerTable.build(old.version + 1, old.parameters, endpoints, self._replicas))
+            self._update, old, self._count = update, self.table, count
+            if added := [number for number in range(count) if number not in self._servers]:
+                self._start(added)
+            endpoints = {number: end for number, end in self.endpoints.items() if number < count}
+            self._move(self._build_table(old.version + 1, old.parameters, endpoints))
             for number in [number for number in self._servers if number >= count]:
-                server = self._servers.pop(number)
-                server.connection.close()
-                server.process.kill()
-                server.process.wait()
+                self._servers.pop(number).connection.close()
+                self._hosts[self._node_of(number)].end(number)
 
     # ---------------------------------------------------------------- inside
 
     def _replace(self, lost: int) -> None:
-        """Replace a lost server: the other holders go on, and the new process copies from them."""
-        server = self._servers[lost]
-        server.connection.close()
-        server.process.kill()
-        code = server.process.wait()
-        cause = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-        self._losses += 1
+        """Replace a lost server: the other holders go on, and the new process copies from them.
+
+        The servers of a lost node are replaced when it is back.
+        """
+        self._servers.pop(lost).connection.close()
+        node = self._node_of(lost)
+        try:
+            cause = self._hosts[node].end(lost) if node in self._hosts else f"with node {node}"
+        except PeerLostError as error:
+            del self._hosts[node]
+            cause = f"with node {node} ({error})"
+        if node in self._hosts:
+            self._losses += 1
         remaining = None if self.table is None else self.table.without(lost)
         was_filled = self.table is not None
         if self._losses > _MAX_LOSSES_WITHOUT_UPDATE:
@@ -171,7 +208,7 @@ class ServerGroup:
                 f"parameter server {lost} ended {cause}, the {self._losses}th loss without an update between",
                 f"read {self._log(lost)}",
             )
-        self._connect(lost, self._start_process(lost))
+        is_started = self._try_start(lost)
         if remaining is None:
             self.table = None
             if was_filled:
@@ -181,20 +218,35 @@ class ServerGroup:
                     f"shard on two servers; its log is {self._log(lost)}",
                 )
             return
-        self._show(f"parameter server {lost} ended {cause}; another takes its place", "warning")
+        successor = "another takes its place" if is_started else "the others go on without it"
+        self._show(f"parameter server {lost} ended {cause}; {successor}", "warning")
         self.table = remaining
         self._ask([number for number in self._servers if number != lost], self._activation(remaining))
-        endpoints = self._endpoints()
-        self._move(ServerTable.build(remaining.version + 1, remaining.parameters, endpoints, self._replicas))
+        if is_started:
+            self._move(self._next_table())
+
+    def _try_start(self, number: int) -> bool:
+        """Start a server again; False: its node is lost."""
+        node = self._node_of(number)
+        if node not in self._hosts:
+            return False
+        try:
+            self._start([number])
+        except PeerLostError:
+            del self._hosts[node]
+        return number in self._servers
 
     def _move(self, table: ServerTable) -> None:
         """Let all servers of a table collect their shards, and put it to use."""
         assert self.table is not None
+        before = self.table.version
         # Sources know where every server is, the new ones included.
         source = replace(self.table, endpoints={**self.table.endpoints, **table.endpoints})
         self._ask(
             sorted(table.endpoints), self._message("prepare", table=table.to_json(), source=source.to_json())
         )
+        if self.table.version != before:  # a server was lost meanwhile, and its replacement has moved all
+            return
         self.table = table
         self._ask(sorted(table.endpoints), self._activation(table))
 
@@ -206,80 +258,70 @@ class ServerGroup:
 
     def _ask(self, numbers: list[int], message: dict[str, Any]) -> list[dict[str, Any]]:
         """Send a request to servers at once and return their answers; lost ones are replaced."""
-        lost: list[int] = []
-        sent: list[int] = []
+        lost: list[tuple[int, _Server]] = []
+        sent: list[tuple[int, _Server]] = []
         answers: list[dict[str, Any]] = []
         refusal: WanmaError | None = None
-        for number in numbers:
+        for number, server in [(number, self._servers[number]) for number in numbers]:
             try:
-                self._servers[number].connection.send(message, (), _ANSWER_SECONDS)
-                sent.append(number)
+                server.connection.send(message, (), _ANSWER_SECONDS)
+                sent.append((number, server))
             except PeerLostError:
-                lost.append(number)
-        for number in sent:
+                lost.append((number, server))
+        for number, server in sent:
             try:
-                answers.append(self._servers[number].connection.receive()[0])
+                answers.append(server.connection.receive()[0])
             except PeerLostError:
-                lost.append(number)
+                lost.append((number, server))
             except WanmaError as error:
                 refusal = error
-        for number in lost:
-            self._replace(number)
+        for number, server in lost:
+            if self._servers.get(number) is server:  # else it was replaced together with another
+                self._replace(number)
         if refusal is not None:
             raise refusal
         return answers
 
-    def _endpoints(self) -> dict[int, tuple[str, int]]:
-        return {number: server.connection.address for number, server in self._servers.items()}
+    def _node_of(self, number: int) -> int:
+        return number % self._nodes
+
+    def _build_table(
+        self, version: int, parameters: Sequence[ServedParameter], endpoints: Mapping[int, tuple[str, int]]
+    ) -> ServerTable:
+        nodes = {number: self._node_of(number) for number in endpoints}
+        return ServerTable.build(version, parameters, endpoints, self._replicas, nodes)
+
+    def _next_table(self) -> ServerTable:
+        """Return the table after the present one, over all servers that there are."""
+        assert self.table is not None
+        return self._build_table(self.table.version + 1, self.table.parameters, self.endpoints)
 
     def _log(self, number: int) -> Path:
         return self._logs / f"server-{number}.log"
 
-    def _start_process(self, number: int) -> subprocess.Popen[str]:
-        self._logs.mkdir(parents=True, exist_ok=True)
-        with self._log(number).open("a") as log:
-            # A session of its own: Ctrl-C is for the supervisor, which lets the workers save first.
-            process = subprocess.Popen(
-                [sys.executable, "-m", "wanma.parameter_server.server"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": str(self._threads)},
-            )
-        settings = {
-            "number": number,
-            "secret": base64.b64encode(self._secret).decode(),
-            "host": self._host,
-            "threads": self._threads,
-        }
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(settings) + "\n")
-        process.stdin.flush()
-        return process
+    def _start(self, numbers: Sequence[int]) -> None:
+        """Start servers at once on the nodes that they belong to.
 
-    def _connect(self, number: int, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if not line:
-            raise WanmaError(
-                f"parameter server {number} did not start: it ended with exit code {process.wait()}",
-                f"read {self._log(number)}",
-            )
-        host, port = json.loads(line)
-        self._servers[number] = _Server(process, Connection((host, port), self._secret))
-        threading.Thread(
-            target=self._watch, args=(number, process), daemon=True, name="wanma-servers-watch"
-        ).start()
+        Raises:
+            PeerLostError: one of the nodes is lost.
+        """
+        with ThreadPoolExecutor(len(numbers)) as pool:
+            started = list(pool.map(lambda number: self._hosts[self._node_of(number)].start(number), numbers))
+        for process in started:
+            server = _Server(process, Connection(process.endpoint, self._secret))
+            self._servers[process.number] = server
+            host = self._hosts[self._node_of(process.number)]
+            threading.Thread(
+                target=self._watch, args=(server, host), daemon=True, name="wanma-servers-watch"
+            ).start()
 
-    def _watch(self, number: int, process: subprocess.Popen[str]) -> None:
+    def _watch(self, server: _Server, host: Host) -> None:
         """Replace a server when its process ends and nobody else has noticed."""
-        process.wait()
+        number = server.process.number
         try:
+            wait_for_end(host, server.process)
             with self._lock:
-                server = self._servers.get(number)
-                if not self._is_closed and server is not None and server.process is process:
+                if not self._is_closed and self._servers.get(number) is server:
                     self._replace(number)
         except WanmaError as error:
             self.on_loss(error)

@@ -13,6 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from wanma.job.errors import WanmaError
 from wanma.job.run.parameter_servers import ServedParameter
+from wanma.models.recommender.row_updates import ROW_RULES, RowUpdate
 from wanma.parameter_server.table import ServerTable
 
 _DTYPES = {
@@ -70,11 +71,21 @@ class Shard:
         """Number of updates that it has seen."""
         self.weights: dict[str, nn.Parameter] = {}
         self._settings = dict(optimizer)
+        self._row_rule = ROW_RULES.get(optimizer["tables"])
+        """Rule of tables that updates used rows alone; None: tables follow the optimizer of all others."""
+        self._tables: dict[str, ServedParameter] = {}
+        """Tables that follow the row rule."""
+        self._table_states: dict[str, dict[str, Tensor]] = {}
         groups = []
         for parameter in table.parameters:
             if rows := table.row_range(parameter, index):
                 weight = nn.Parameter(torch.zeros(len(rows), parameter.width))
                 self.weights[parameter.name] = weight
+                if parameter.is_table and self._row_rule is not None:
+                    self._tables[parameter.name] = parameter
+                    states = self._row_rule.new_states(weight.detach())
+                    self._table_states[parameter.name] = {**states, _STEP_KEY: torch.tensor(0.0)}
+                    continue
                 groups.append(
                     {
                         "params": [weight],
@@ -101,6 +112,9 @@ class Shard:
         """
         if update <= self.version:
             return
+        if gradients:
+            for name, parameter in self._tables.items():
+                self._update_rows(parameter, gradients[name], factor, rate)
         if gradients and self._optimizer is not None:
             for group in self._optimizer.param_groups:
                 group["lr"] = rate * group["learning_rate_scale"]
@@ -117,7 +131,7 @@ class Shard:
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Return a parameter's rows as `weight`, and the optimizer's state of them."""
         weight = self.weights[name]
-        state = self._optimizer.state[weight] if self._optimizer is not None else {}
+        state = self._state(name)
         values = {key: torch.as_tensor(value) for key, value in state.items() if value is not None}
         return {"weight": weight.detach(), **values}
 
@@ -127,8 +141,7 @@ class Shard:
         Raises:
             WanmaError: a weight is not finite.
         """
-        weight, state = self.weights[name], {}
-        assert self._optimizer is not None
+        weight, state = self.weights[name], self._state(name)
         if not bool(torch.isfinite(tensors["weight"]).all()):
             raise WanmaError(
                 f"the parameter servers refuse {name}: some of its values are not finite",
@@ -136,7 +149,6 @@ class Shard:
             )
         stop = start + len(tensors["weight"])
         weight.detach()[start:stop] = tensors["weight"]
-        state = self._optimizer.state[weight]
         for key, tensor in tensors.items():
             if key == _STEP_KEY:
                 state[key] = tensor.clone()
@@ -144,6 +156,33 @@ class Shard:
                 if key not in state:
                     state[key] = torch.zeros_like(weight)
                 state[key][start:stop] = tensor
+
+    def _state(self, name: str) -> dict[str, Any]:
+        """Return the optimizer's state of a parameter's rows; it may be changed."""
+        if name in self._tables:
+            return self._table_states[name]
+        assert self._optimizer is not None
+        state: dict[str, Any] = self._optimizer.state[self.weights[name]]
+        return state
+
+    @torch.no_grad()
+    def _update_rows(self, table: ServedParameter, gradient: Gradient, factor: float, rate: float) -> None:
+        """Update the rows of a table whose gradient is not zero: others do not count as used."""
+        assert self._row_rule is not None
+        assert gradient.ids is not None
+        states = self._table_states[table.name]
+        states[_STEP_KEY] += 1
+        is_used = gradient.values.ne(0).any(1)
+        update = RowUpdate(
+            gradient.ids[is_used],
+            gradient.values[is_used] * factor,
+            rate * table.learning_rate_scale,
+            table.weight_decay,
+            int(states[_STEP_KEY]),
+            (self._settings["betas"][0], self._settings["betas"][1]),
+            self._settings["epsilon"],
+        )
+        self._row_rule.apply(self.weights[table.name].detach(), states, update)
 
     def _leaves_other_rows(self, group: Mapping[str, Any]) -> bool:
         """Return whether the optimizer's rule leaves rows without a gradient as they are."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from wanma.job.run.parameter_servers import ServedParameter
@@ -32,14 +33,24 @@ class ServerTable:
         parameters: Sequence[ServedParameter],
         endpoints: Mapping[int, tuple[str, int]],
         replicas: int,
+        nodes: Mapping[int, int] = MappingProxyType({}),
     ) -> ServerTable:
-        """Return a table with one shard for each server, whose backup is the next server."""
+        """Return a table with one shard for each server, whose backup is the next server.
+
+        Args:
+            version: version of the table.
+            parameters: all parameters.
+            endpoints: host and port of each server.
+            replicas: holders of each shard.
+            nodes: node of each server: the backup is the next server on another node, if there is one.
+        """
         servers = sorted(endpoints)
-        holders = tuple(
-            tuple(servers[(index + other) % len(servers)] for other in range(min(replicas, len(servers))))
-            for index in range(len(servers))
-        )
-        return cls(version, tuple(parameters), holders, dict(endpoints))
+        holders = []
+        for index, primary in enumerate(servers):
+            others = servers[index + 1 :] + servers[:index]
+            others.sort(key=lambda other: nodes.get(other) == nodes.get(primary))  # stable: the next is first
+            holders.append((primary, *others[: replicas - 1]))
+        return cls(version, tuple(parameters), tuple(holders), dict(endpoints))
 
     def start(self, parameter: ServedParameter, shard: int) -> int:
         """Return the first row of a shard; that of the shard after it is the end."""

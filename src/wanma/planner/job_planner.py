@@ -27,6 +27,7 @@ from wanma.planner.forecast.problem import (
     host_memory_overflow_reason,
     select_device_type,
 )
+from wanma.planner.forecast.server_forecast import server_memory_error
 from wanma.planner.gradient_reduction import check_buckets, with_gradient_reduction
 from wanma.planner.hardware_model.calibration import Calibration
 from wanma.planner.infeasibility import no_plan_error, plan_too_large_error
@@ -122,8 +123,10 @@ def search_job_plan(
     plan, forecast = best.plan, best.forecast
     plan = with_gradient_reduction(job, plan, problem.hardware, problem.workload)
     check_buckets(job, plan)
-    if plan != best.plan:
+    if plan != best.plan or job.servers.count:
         forecast = forecast_plan(problem, plan)
+        if (error := server_memory_error(problem, plan, forecast)) is not None:
+            raise error
         if forecast.memory_bytes > problem.memory_limit_bytes >= best.forecast.memory_bytes:
             plan = replace(plan, bucket_bytes=best.plan.bucket_bytes)
             forecast = forecast_plan(problem, plan)
@@ -241,6 +244,8 @@ def complete_plan(
     plan = with_gradient_reduction(job, plan, problem.hardware, workload)
     check_plan_shares(job, plan, sample_group_of(job, dimensions, workload))
     forecast = with_pipeline_rank_memory(problem, plan, forecast_plan(problem, plan))
+    if (error := server_memory_error(problem, plan, forecast)) is not None:
+        raise error
     if (overflow := host_memory_overflow_reason(problem, plan, forecast)) is not None:
         raise JobError(
             f"the plan does not fit: {overflow}",

@@ -87,7 +87,7 @@ def test_rowwise_adagrad_keeps_the_mean_square_of_a_row() -> None:
 
 
 def test_a_frozen_table_is_refused() -> None:
-    with pytest.raises(JobError, match=r"train\.parameter_groups.*'item'"):
+    with pytest.raises(JobError, match=r"train\.parameter_groups.*of_item"):
         build(torch.ones(10, 3), "sgd", parameter_groups=[{"match": "*item*", "frozen": True}])
 
 

@@ -23,7 +23,7 @@ _NAMES_BY_KEY = {
     "data.columns.image": "image_field image_key image_column",
     "data.columns.target": "label_field label_key label_column",
     "parallel.dp_replicate": "gpus num_gpus ngpus devices ranks world_size num_processes nproc_per_node dp "
-    "data_parallel data_parallel_size",
+    "data_parallel data_parallel_size worker worker_replicas",
     "parallel.dp_shard": "fsdp fsdp_size",
     "parallel.shard": "zero zero_stage sharding_strategy",
     "parallel.tp": "tp_size tensor_parallel tensor_parallel_size tensor_parallel_degree "
@@ -34,6 +34,7 @@ _NAMES_BY_KEY = {
     "parallel.ep": "ep_size expert_parallel expert_parallel_size expert_parallel_degree "
     "expert_model_parallel_size",
     "parallel.recompute": "gradient_checkpointing activation_checkpointing",
+    "servers.count": "ps num_ps ps_replicas num_ps_replicas parameter_servers num_parameter_servers",
     "cluster.nodes": "nnodes num_nodes num_machines",
     "checkpoint.every_steps": "save_steps save_every save_interval checkpoint_interval",
     "checkpoint.resume": "resume_from_checkpoint",

@@ -60,7 +60,7 @@ class LayerWorkload:
 
 @dataclass(frozen=True)
 class EmbeddingTable:
-    """Embedding table of a model that data ranks share."""
+    """Embedding table of a model that no rank holds alone: data ranks share it, or parameter servers do."""
 
     module: str
     """Module of the table; tables of one module have rows of one width, and are looked up together."""
@@ -91,7 +91,7 @@ class Workload:
     preparation: TextPreparation | None = None
     """Preparation of the text; None: no text, or it is not known here."""
     tables: tuple[EmbeddingTable, ...] = ()
-    """Embedding tables that data ranks share, which are in no layer; empty where tables are dense."""
+    """Embedding tables that no rank holds alone, which are in no layer; empty where tables are dense."""
 
     @property
     def parameters(self) -> int:
@@ -239,6 +239,19 @@ class PipelineRankMemory:
 
 
 @dataclass(frozen=True)
+class ServerForecast:
+    """Forecast of a plan's parameter servers."""
+
+    count: int
+    memory_bytes: int
+    """Memory of one server."""
+    exchanged_bytes: int
+    """Bytes that one worker pulls and pushes in a step."""
+    bound: str = ""
+    """Part that takes the longest of a step, in words; empty where rates are unknown."""
+
+
+@dataclass(frozen=True)
 class Forecast:
     """Forecast of a plan: memory of its fullest rank, step time, MFU and cost of the run."""
 
@@ -273,6 +286,8 @@ class Forecast:
     pipeline_ranks: tuple[PipelineRankMemory, ...] = ()
     """Memory of each rank of a pipeline, whose stages differ; empty if every rank holds as much as the
     fullest, and while a search compares plans."""
+    servers: ServerForecast | None = None
+    """Forecast of the parameter servers; None: the job has none. With servers, memory is that of worker 0."""
 
     @cached_property
     def memory_bytes(self) -> int:

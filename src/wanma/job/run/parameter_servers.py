@@ -18,6 +18,8 @@ class ServerAccess:
     host: str
     port: int
     secret: bytes = field(repr=False)
+    node_endpoint: tuple[str, int] | None = None
+    """Endpoint of the host of this node's servers; None: the run has one node."""
 
 
 @dataclass(frozen=True)

@@ -234,7 +234,10 @@ class ServersSection(Section):
     """Parameter servers, which hold the parameters and the optimizer for all workers."""
 
     count: int = Field(
-        0, ge=0, le=1_024, description="server processes, which share all parameters by rows; 0: no servers"
+        0,
+        ge=0,
+        le=1_024,
+        description="server processes, which share all parameters by rows, spread over the nodes; 0: none",
     )
     mode: ServerMode = Field(
         "synchronous",

@@ -54,8 +54,8 @@ class TrainSection(Section):
     )
     embedding_optimizer: Literal["sgd", "adagrad", "rowwise_adagrad", "adam"] | None = Field(
         None,
-        description="optimizer of the embedding tables that parallel.embedding places; it changes only the "
-        "rows that a step uses",
+        description="optimizer of the embedding tables that parallel.embedding places or parameter servers "
+        "hold; it changes only the rows that a step uses",
     )
     learning_rate: float = Field(1e-3, gt=0, le=1_000, description="peak learning rate")
     schedule: Literal["cosine", "linear", "constant"] = Field(

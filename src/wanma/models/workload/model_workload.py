@@ -37,7 +37,7 @@ def build_section_workload(
     interaction_sizes: InteractionSizes | None = None,
     precision: Precision = "fp32",
     parameter_groups: Sequence[ParameterGroupSection] = (),
-    table_optimizer: str | None = None,
+    table_state: Callable[[int], float] | None = None,
 ) -> Workload | None:
     """Return the workload of a `[model]` section; arguments as for `resolve_model_spec`.
 
@@ -50,7 +50,8 @@ def build_section_workload(
         interaction_sizes: sizes of an interaction log; None without one.
         precision: precision of a traced model's computation.
         parameter_groups: `train.parameter_groups`, which may freeze parameters.
-        table_optimizer: optimizer of embedding tables that data ranks share; None: tables are dense.
+        table_state: function from the width of an embedding table to the elements of optimizer state of one
+            row, where no rank holds the tables alone; None: tables are dense.
 
     Returns:
         None for a factory, whose inputs only its user knows: see `trace_module_workload`.
@@ -96,7 +97,7 @@ def build_section_workload(
     if kind == "tokens":
         return _trace_transformers_workload(spec, sequence_length, precision, frozen)
     if kind == "interactions":
-        return _trace_recommender(section, interaction_sizes, precision, frozen, table_optimizer)
+        return _trace_recommender(section, interaction_sizes, precision, frozen, table_state)
     from wanma.models.config.resolution import resolve_vision_config
 
     vision = resolve_vision_config(section, image_shape, classes)
@@ -112,7 +113,7 @@ def _trace_recommender(
     sizes: InteractionSizes | None,
     precision: Precision,
     is_frozen: Callable[[str], bool],
-    table_optimizer: str | None,
+    table_state: Callable[[int], float] | None,
 ) -> Workload:
     from wanma.models.recommender.build import build_recommender, example_features
     from wanma.models.recommender.config import resolve_recommender_config
@@ -126,11 +127,13 @@ def _trace_recommender(
         precision=precision,
         is_frozen=is_frozen,
     )
-    return workload if table_optimizer is None else _with_shared_tables(workload, config, table_optimizer)
+    return workload if table_state is None else _with_shared_tables(workload, config, table_state)
 
 
-def _with_shared_tables(workload: Workload, config: RecommenderConfig, optimizer: str) -> Workload:
-    """Return the workload of a recommender whose tables data ranks share: they are in no layer."""
+def _with_shared_tables(
+    workload: Workload, config: RecommenderConfig, table_state: Callable[[int], float]
+) -> Workload:
+    """Return the workload of a recommender whose tables no rank holds alone: they are in no layer."""
     import torch
 
     from wanma.models.recommender.build import build_recommender
@@ -146,7 +149,7 @@ def _with_shared_tables(workload: Workload, config: RecommenderConfig, optimizer
             rows,
             part.width,
             part.bag_sizes.get(name, 1),
-            table_state_elements(optimizer, part.width),
+            table_state(part.width),
         )
         for path, part in modules.items()
         for name, rows in part.rows.items()
@@ -162,11 +165,6 @@ def _with_shared_tables(workload: Workload, config: RecommenderConfig, optimizer
             layer, operators = replace(layer, activation_elements_per_sample=elements), ()
         layers.append(replace(layer, operators=operators))
     return replace(workload, layers=tuple(layers), tables=tables)
-
-
-def table_state_elements(optimizer: str, width: int) -> float:
-    """Return the elements of state of one row under `train.embedding_optimizer`."""
-    return {"sgd": 0.0, "adagrad": float(width), "rowwise_adagrad": 1.0, "adam": 2.0 * width}[optimizer]
 
 
 def resolve_section_decoder_config(

@@ -38,6 +38,14 @@ from wanma.planner.forecast.node_crossing import (
 )
 from wanma.planner.forecast.problem import PlanningProblem
 from wanma.planner.forecast.run_cost import MIN_GOODPUT, run_cost
+from wanma.planner.forecast.server_forecast import (
+    chief_memory,
+    pause_seconds,
+    server_reasons,
+    step_plan,
+    with_server_time,
+    worker_plan,
+)
 from wanma.planner.forecast.step_overhead import step_overhead
 from wanma.planner.forecast.text_preparation import forecast_preparation, preparation_reasons
 from wanma.planner.memory.in_memory_checkpoints import in_memory_checkpoint_bytes
@@ -78,6 +86,8 @@ def forecast_plan(
 def forecast_plan_memory(problem: PlanningProblem, plan: Plan) -> Forecast:
     """Forecast the memory of `plan` alone."""
     memory = _calculate_memory(forecast_memory, problem, plan)
+    if problem.job.servers.count:
+        return chief_memory(problem, plan, memory)
     snapshots = in_memory_checkpoint_bytes(problem.job, problem.workload, plan)
     return replace(
         memory,
@@ -110,7 +120,7 @@ def _calculate_memory(calculate: Callable[..., Memory], problem: PlanningProblem
     setting = memory_inputs(problem, plan)
     return calculate(
         problem.workload,
-        plan,
+        worker_plan(problem, plan),
         setting.optimizer,
         micro_batches=setting.micro_batches,
         weight_average=setting.weight_average,
@@ -122,7 +132,7 @@ def _calculate_memory(calculate: Callable[..., Memory], problem: PlanningProblem
 def memory_inputs(problem: PlanningProblem, plan: Plan) -> MemoryInputs:
     """Return the inputs of a memory forecast beside model and plan."""
     train = problem.job.train
-    count = plan.gradient_accumulation_steps(max(global_batches(problem.job)))
+    count = step_plan(problem, plan).gradient_accumulation_steps(max(global_batches(problem.job)))
     if problem.job.parallel.load_balancing == "on" and plan.data_parallel_size > 1:
         count = max(count, 2)  # a rank with a larger share may need several micro-batches, and accumulates
     return MemoryInputs(
@@ -172,9 +182,13 @@ def forecast_step_time(
     if time_unavailable_reason(problem, plan) is not None:
         return None
     step = assemble_step_time(step_components(problem, plan), simulate)
+    pause = 0.0
+    if problem.job.servers.count:
+        step, _ = with_server_time(problem, plan, step)
+        pause = pause_seconds(problem, plan)
     overhead = step_overhead(problem, plan)
     loading = overhead.loading_stall(step.seconds)
-    saving = overhead.checkpoint_stall(step.seconds + loading)
+    saving = pause + overhead.checkpoint_stall(step.seconds + loading)
     return replace(step, seconds=step.seconds + loading + saving, loading=loading, checkpoint=saving)
 
 
@@ -184,12 +198,16 @@ def step_components(problem: PlanningProblem, plan: Plan) -> StepComponents:
     Raises:
         ValueError: the devices' rates, or the model's operators, are not known (`time_unavailable_reason`).
     """
+    micro_batches = step_plan(problem, plan).gradient_accumulation_steps(problem.global_batch)
+    traits = framework_traits_of(problem, plan)
+    if problem.job.servers.count:  # they exchange and update
+        plan, traits = worker_plan(problem, plan), replace(traits, optimizer_bytes=0, optimizer_flops=0.0)
     return build_step_components(
         build_stages(model_cost_of(problem, plan), plan),
         plan,
-        plan.gradient_accumulation_steps(problem.global_batch),
+        micro_batches,
         problem.hardware,
-        framework_traits_of(problem, plan),
+        traits,
         stage_send_seconds=stage_send_seconds(problem, plan),
         trainable_share=problem.workload.trainable_share,
     )
@@ -232,6 +250,9 @@ def with_step_time(
     preparation = forecast_preparation(
         problem.workload.preparation, problem.cluster.nodes[0], plan.world_size
     )
+    if step is not None and (servers := memory_forecast.servers) is not None:
+        _, bound = with_server_time(problem, plan, assemble_step_time(step_components(problem, plan)))
+        memory_forecast = replace(memory_forecast, servers=replace(servers, bound=bound))
     if step is None:
         crosses = node_crossing_reasons(problem, plan, None, None)
         time_reasons = (
@@ -242,6 +263,7 @@ def with_step_time(
         reasons = (
             *memory_forecast.reasons,
             *preparation_reasons(problem.workload.preparation, preparation),
+            *server_reasons(memory_forecast),
             *time_reasons,
         )
         return replace(memory_forecast, preparation=preparation, reasons=reasons)
@@ -269,6 +291,7 @@ def with_step_time(
             *embedding_table_reasons(problem.workload, step),
             *embedding_reasons(problem.workload, plan),
             *row_cache_reasons(problem.workload, plan, problem.global_batch, problem.hardware),
+            *server_reasons(memory_forecast),
             *(() if run is not None else (unbounded_run_reason(problem, plan, step),)),
             *problem.hardware.assumed,
         ),

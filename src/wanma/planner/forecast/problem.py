@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from wanma.job.cluster import Cluster, Device, NodeGroup
 from wanma.job.errors import JobError
-from wanma.job.forecast.forecast import Forecast, Workload
+from wanma.job.forecast.forecast import EmbeddingTable, Forecast, Workload
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
 from wanma.models.config.dimensions import DecoderConfig
@@ -60,6 +60,8 @@ class PlanningProblem:
     """Framework traits of the training program: our own runtime's."""
     heterogeneous_cluster: Cluster | None = None
     """Heterogeneous cluster that `cluster` replaces by equal nodes; None where its nodes are equal."""
+    server_tables: tuple[EmbeddingTable, ...] = ()
+    """Embedding tables that parameter servers hold; they are not in `workload`."""
 
     @property
     def global_batch(self) -> int:
@@ -131,7 +133,9 @@ def build_problem(
     machines = homogeneous_cluster(job, cluster)
     (node,) = machines.nodes
     memory_bytes: float = min(
-        (device.memory_bytes for device in node.devices), default=node.memory_bytes // ranks
+        (device.memory_bytes for device in node.devices),
+        # Beside servers, ranks need unlike memory: `server_forecast` compares their sum.
+        default=node.memory_bytes // (1 if job.servers.count else ranks),
     )
     machine = build_hardware_model(
         machines, calibration=calibration, ranks=ranks, threads=job.cluster.threads_per_rank
@@ -154,7 +158,12 @@ def build_problem(
     )
     memory_bytes *= USABLE_DEVICE_MEMORY_SHARE if node.devices else USABLE_HOST_MEMORY_SHARE
     heterogeneous = cluster if len(cluster.nodes) > 1 and node.devices else None
-    return PlanningProblem(job, machines, workload, machine, memory_bytes, dimensions, traits, heterogeneous)
+    served = workload.tables if job.servers.count else ()
+    if served:
+        workload = replace(workload, tables=())
+    return PlanningProblem(
+        job, machines, workload, machine, memory_bytes, dimensions, traits, heterogeneous, served
+    )
 
 
 def mean_peak_flops(cluster: Cluster, precision: str) -> float | None:

@@ -14,6 +14,7 @@ from wanma.job.forecast.forecast import Workload
 from wanma.job.sections.job import Job
 from wanma.models.config.resolution import input_kind
 from wanma.models.workload.model_workload import build_section_workload, trace_module_workload
+from wanma.planner.memory.model_states import OPTIMIZER_STATE_COPIES, optimizer_rule
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -79,11 +80,24 @@ def read_model(job: Job, objects: dict[str, Any] | None = None) -> WorkloadResul
         interaction_sizes=data.interaction_sizes if data is not None else None,
         precision=precision,
         parameter_groups=job.train.parameter_groups,
-        table_optimizer=job.train.embedding_optimizer if job.parallel.embedding != "dense" else None,
+        table_state=_table_state(job),
     )
     if workload is not None and data is not None:
         workload = replace(workload, loading=data.sample_loading())
     return WorkloadResult(workload, None)
+
+
+def _table_state(job: Job) -> Callable[[int], float] | None:
+    """Return the function from a table's width to a row's state, as `build_section_workload` takes it."""
+    name = job.train.embedding_optimizer
+    if job.parallel.embedding == "dense" and not job.servers.count:
+        return None
+    if name is None:
+        _, copies = OPTIMIZER_STATE_COPIES[optimizer_rule(job.train)]
+        return lambda width: copies * width
+    from wanma.models.recommender.row_updates import ROW_RULES
+
+    return ROW_RULES[name].state_elements
 
 
 def _trace_custom_model(job: Job, objects: dict[str, Any]) -> WorkloadResult:

@@ -242,6 +242,7 @@ def _in_batch_negatives(query: _SupportQuery) -> JobError | None:
 def _embedding_tables(query: _SupportQuery) -> JobError | None:
     """Refuse embedding tables that ranks share beside settings that know nothing of them."""
     job, plan = query.job, query.plan
+    has_tables = input_kind(job.model) == "interactions"
     if plan.embedding == "dense":
         if plan.embedding_memory_bytes is not None:
             return JobError(
@@ -249,15 +250,15 @@ def _embedding_tables(query: _SupportQuery) -> JobError | None:
                 "'dense'",
                 "set parallel.embedding = 'auto', or unset parallel.embedding_memory_bytes",
             )
-        if job.train.embedding_optimizer is None:
+        if job.train.embedding_optimizer is None or (job.servers.count and has_tables):
             return None
         return JobError(
             f"train.embedding_optimizer = '{job.train.embedding_optimizer}' updates tables that "
-            "parallel.embedding places, and it is 'dense'",
-            "set parallel.embedding = 'auto', or unset train.embedding_optimizer",
+            "parallel.embedding places or parameter servers hold, and there are none",
+            "set parallel.embedding = 'auto' or servers.count, or unset train.embedding_optimizer",
         )
     key = f"parallel.embedding = '{plan.embedding}'"
-    if input_kind(job.model) != "interactions":
+    if not has_tables:
         return JobError(
             f"{key}: only wanma's recommenders have embedding tables that it places",
             "set parallel.embedding = 'dense', or use model.family = 'recommender'",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from wanma.job.errors import JobError
+from wanma.job.node_range import is_elastic
 from wanma.job.plan.plan import MESH_DIMS, Plan
 from wanma.job.sections.job import Job
 from wanma.models.config.resolution import input_kind
@@ -45,10 +46,9 @@ def _limits(job: Job, plan: Plan) -> list[tuple[str, object, str]]:
         for axis in MESH_DIMS
         if axis != "dp_replicate" and getattr(plan, axis) > 1
     ]
-    if job.cluster.nodes > 1 or job.cluster.min_nodes:
-        found.append(
-            ("cluster.nodes", job.cluster.nodes, "servers and workers run on one node: set cluster.nodes = 1")
-        )
+    if is_elastic(job):
+        nodes = f"'{job.cluster.min_nodes}..{job.cluster.nodes}'"
+        found.append(("cluster.nodes", nodes, "set cluster.nodes to one number, without cluster.min_nodes"))
     if train.optimizer not in _OPTIMIZERS or train.optimizer_factory is not None:
         found.append(
             (
@@ -70,6 +70,7 @@ def _limits(job: Job, plan: Plan) -> list[tuple[str, object, str]]:
             ("train.parameter_groups.frozen", True, "train all parameters, or train without servers")
         )
     wanted = {
+        "parallel.embedding": (parallel.embedding, "dense"),
         "train.weight_average": (train.weight_average, 0.0),
         "train.spike": (train.spike, "ignore"),
         "parallel.compression": (parallel.compression, "none"),

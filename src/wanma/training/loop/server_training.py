@@ -53,6 +53,7 @@ from wanma.training.loop.train_worker import (
 from wanma.training.loop.training_loop import run_step_tasks, validate
 from wanma.training.optimizer.learning_rate_schedule import learning_rate_function
 from wanma.training.optimizer.named_optimizer import parameter_rules
+from wanma.training.optimizer.table_optimizer import table_rates
 from wanma.training.run.numerics import configure_numerics
 from wanma.training.run.trainer import Trainer
 from wanma.training.step.early_stopping import check_validation_keys
@@ -72,11 +73,13 @@ def train_with_servers(worker: WorkerContext, request: TrainRequest, servers: Pa
     seed_generators(job.train.seed, worker.rank)
     worker.supervisor_client.report_progress(0, "joining")
     alone = replace(plan, dp_replicate=1, batch_shares=())
+    # With an optimizer of tables the chief holds them and their state as `parallel.embedding` does.
+    whole = replace(alone, embedding="row_wise") if job.train.embedding_optimizer else alone
     # Each worker is a run of one process: it communicates by the servers alone.
     local = replace(
         worker, rank=0, world_size=1, local_world_size=1, local_world_sizes=(), store=None, memory_files=None
     )
-    with open_mesh(local, alone, hang_timeout_seconds(job), job.parallel.collectives) as mesh:
+    with open_mesh(local, whole, hang_timeout_seconds(job), job.parallel.collectives) as mesh:
         data = open_dataset(job.data, job.train)
         spec = build_model_spec(request, data)
         with ServerWorker(worker, request, servers, spec, data, mesh, alone) as runner:
@@ -84,7 +87,7 @@ def train_with_servers(worker: WorkerContext, request: TrainRequest, servers: Pa
                 servers.join()
                 servers.begin(0)
                 return runner.run(None)
-            chief = Chief(request, local, mesh, alone, spec, data, servers)
+            chief = Chief(request, local, mesh, whole, spec, data, servers)
             with chief.trainer:
                 chief.begin(runner.tables.names)
                 return runner.run(chief)
@@ -225,7 +228,7 @@ class Chief:
         request: TrainRequest,
         local: WorkerContext,
         mesh: ParallelMesh,
-        alone: Plan,
+        plan: Plan,
         spec: ModelSpec,
         data: BatchedDataset,
         servers: ParameterServers,
@@ -239,7 +242,7 @@ class Chief:
                 self._take_state(state, position)
             return result
 
-        parallel = parallelize(spec, alone, mesh, request.job.train.seed)
+        parallel = parallelize(spec, plan, mesh, request.job.train.seed)
         identity = Identity(
             data=data.fingerprint,
             order=data.order_identity,
@@ -248,7 +251,7 @@ class Chief:
         )
         self.trainer = ChiefTrainer(
             request.job,
-            alone,
+            plan,
             local,
             mesh,
             parallel,
@@ -264,7 +267,7 @@ class Chief:
         metrics = build_metrics(request, data, loss)
         standard = ("loss", "perplexity") if data.input_kind == "tokens" else ("loss",)
         check_validation_keys(request.job, (*standard, *metrics.names), data.validation_samples)
-        forward_backward = ForwardBackward(parallel, request.job, alone, mesh, loss, metrics)
+        forward_backward = ForwardBackward(parallel, request.job, plan, mesh, loss, metrics)
         gatherer = GlobalBatchGatherer(mesh, request.job.train.global_batch)
         self._validate = partial(
             validate, self.trainer, data, forward_backward.evaluate, gatherer, lambda: metrics.names
@@ -278,18 +281,18 @@ class Chief:
         seek_data(self.trainer, self._data)
         if not self._is_loaded:
             rules = parameter_rules(state.parallel_model.roles, job.train)
+            rates = {
+                name: (rule.learning_rate_scale, rule.weight_decay or 0.0) for name, rule in rules.items()
+            }
+            if job.train.embedding_optimizer is not None:
+                rates |= {name: table_rates(name, job.train) for name in tables}
             parameters = [
-                ServedParameter(
-                    name,
-                    tuple(parameter.shape),
-                    name in tables,
-                    rules[name].learning_rate_scale,
-                    rules[name].weight_decay or 0.0,
-                )
+                ServedParameter(name, tuple(parameter.shape), name in tables, *rates[name])
                 for name, parameter in state.parallel_model.trainable_parameters().items()
             ]
             optimizer = {
                 "kind": job.train.optimizer,
+                "tables": job.train.embedding_optimizer,
                 "betas": job.train.betas,
                 "epsilon": job.train.epsilon,
                 "momentum": job.train.momentum,
