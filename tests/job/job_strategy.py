@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
 from wanma.job.sections.base import Section
+from wanma.job.sections.checkpoint import CheckpointSection
 from wanma.job.sections.cluster import ClusterSection
 from wanma.job.sections.data import DataSection
 from wanma.job.sections.data_sources import ColumnsSection, SourceSection
@@ -68,7 +69,11 @@ RULES: dict[type[Section], dict[str, st.SearchStrategy[Any]]] = {
     InteractionsSection: {
         "target": st.just("click"),
         "fold": st.integers(0, 1),
+        "hash_rows": st.dictionaries(st.just("*"), st.integers(1, 1 << 40), max_size=1),
+        "log_dense": st.just(False),  # as missing_dense, it needs data.columns.dense
+        "missing_dense": st.none(),
     },
+    CheckpointSection: {"start_from": one_line},
     RecommenderSection: {
         "tables": st.dictionaries(text, st.integers(1, 1 << 40), max_size=2),
         **dict.fromkeys(("bottom", "top", "towers"), st.lists(st.integers(1, 10_000_000), max_size=3)),

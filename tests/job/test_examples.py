@@ -15,4 +15,5 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def test_an_example_is_a_valid_job_that_says_how_to_run_it(path: Path) -> None:
     job = load_job(path)
     assert job.observe.name == path.stem
-    assert f"wanma train examples/{path.name}" in path.read_text()
+    commands = [f"wanma {command} examples/{path.name}" for command in ("train", "plan")]
+    assert any(command in path.read_text() for command in commands)

@@ -220,6 +220,15 @@ def test_a_run_has_the_bits_of_tables_in_memory(
     assert not (tmp_path / "other" / "scratch").exists()
 
 
+def test_an_increment_of_tables_on_disk_has_all_rows_that_changed(tmp_path: Path) -> None:
+    text = job(tmp_path, "adam")
+    one = run_here(tmp_path / "one", text, in_memory("row_wise", 1))
+    text["checkpoint"] |= {"full_every": 9}
+    other = run_here(tmp_path / "other", text, on_disk("row_wise", 1, "adam"))
+    same_bits(one, other)
+    assert [*(tmp_path / "other" / "checkpoints" / "step-00000008").glob("base-*")]
+
+
 def test_two_groups_of_tables_share_the_memory(tmp_path: Path) -> None:
     text = job(tmp_path, "adagrad")
     text["model"]["kind"] = "matrix_factorization"

@@ -177,7 +177,7 @@ def test_state_on_disk_has_no_copy_in_memory(tmp_path: Path) -> None:
     held = Held(1)
     plan = Plan(micro_batch=6, offload_optimizer="disk")
     run = run_job(tmp_path / "run", job(tmp_path, "auto"), plan, workers=workers(held, [0]))
-    assert "the plan offloads state to disk" in messages(run)
+    assert "the plan keeps state on disk" in messages(run)
     assert held.steps() == set()
     with pytest.raises(AssertionError, match=r"set checkpoint\.in_memory_every_steps = 'off'"):
         run_job(tmp_path / "other", job(tmp_path, 3), plan, workers=workers(held, [0]))
