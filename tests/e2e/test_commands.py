@@ -103,9 +103,9 @@ def test_a_model_and_data_of_ones_own_train_from_python(desk: Desk) -> None:
 
 
 @pytest.mark.full
-def test_daily_updates_rank_the_next_day_better_than_none(desk: Desk) -> None:
+def test_daily_updates_rank_the_next_day_better_than_none(tmp_path: Path) -> None:
     files = [str(EXAMPLES / name) for name in ("recommender_daily.py", "recommender-daily.toml")]
-    ran = desk.start_program([sys.executable, *files]).end()
+    ran = Desk(tmp_path, modules=EXAMPLES).start_program([sys.executable, *files]).end()
     ran.check()
     days = re.findall(r"AUC ([\d.]+) with updates, ([\d.]+) without", ran.out)
     assert len(days) == 2

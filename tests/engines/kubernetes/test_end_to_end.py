@@ -377,11 +377,11 @@ def test_an_object_store_keeps_a_run_whose_pods_have_no_volume(site: Site, store
     missing = reference.keys() - found.keys()  # steps since the last copy of the pod that was killed
     assert missing <= set(range(7, starts[1] + 1))
     assert "rank 1" in run_log_files(run, [1])[0].read_text()
-    run, record = submit_job(site.job(steps=28, **store))  # all pods are new
+    run, record = submit_job(site.job(steps=76, **store))  # all pods are new
     assert attach(run, record) == 0
-    assert set(losses(run)) == {*found, 25, 26, 27, 28}
+    assert set(losses(run)) == {*found, 73, 74, 75, 76}
     starts = [event["step"] for event in read_report(run).events if event["kind"] == "start"]
-    assert starts[-1] == 24
+    assert starts[-1] == 72
     find_submitted(run)[0].discard(find_submitted(run)[1].handle)
     assert not RemoteStorage(store["store"]).list_folders()
 
