@@ -86,21 +86,35 @@ def main() -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, pass_on)
-    for _, ready, _ in starts:
-        os.read(ready, 1)
+    _await(starts)
     first, second = (str(process) for process in processes)
     link = ["ip", "link", "add", INTERFACE, "netns", first, "type", "veth"]
     subprocess.run([*link, "peer", "name", INTERFACE, "netns", second], check=True)
-    for _, _, go in starts:
-        os.close(go)
+    _release(starts)
+    _await(starts)  # a node that ends takes the link with it, which the other may not have set up yet
+    _release(starts)
     sys.exit(_wait(processes))
+
+
+def _await(starts: Sequence[tuple[int, int, int]]) -> None:
+    """Wait until all nodes are ready for what comes next, or have failed."""
+    for _, ready, _ in starts:
+        os.read(ready, 1)
+
+
+def _release(starts: Sequence[tuple[int, int, int]]) -> None:
+    """Let all nodes go on that have not failed."""
+    for _, _, go in starts:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(go, b".")
 
 
 def _start_node(node: int, megabits: float, command: Sequence[str]) -> tuple[int, int, int]:
     """Fork the process of a node in a network of its own.
 
     Returns:
-        its number, a descriptor that is readable once its network exists, and one to close with the link.
+        its number, a descriptor with a byte each time it is ready (its network exists; its end of the link is
+        set up), and one for a byte each time it may go on.
     """
     ready_read, ready_write = os.pipe()
     go_read, go_write = os.pipe()
@@ -125,6 +139,8 @@ def _start_node(node: int, megabits: float, command: Sequence[str]) -> tuple[int
             ["tc", "qdisc", "add", "dev", INTERFACE, "root", *rate],
         ):
             subprocess.run(words, check=True)
+        os.write(ready_write, b".")
+        os.read(go_read, 1)
         os.execvp(command[0], [word.replace("{node}", str(node)) for word in command])
     except BaseException as error:
         print(f"node {node}: {error}", file=sys.stderr, flush=True)
