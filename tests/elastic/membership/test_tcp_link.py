@@ -120,6 +120,22 @@ def test_an_order_to_stop_that_no_coordinator_has_heard_is_not_forgotten(alone: 
     assert (alone.heard[-1] == AbortCommand(75)) == (not heard)
 
 
+def test_an_order_to_stop_reaches_the_successor_of_a_coordinator_that_passed_it_on(alone: Alone) -> None:
+    """The node that was asked may be that of the lost coordinator."""
+    link = alone.attached()
+    link._handle_message(DrainCommand(75, 30.0, "SIGTERM"))
+    link._handle_coordinator_loss("its process has ended", is_dead=True)
+    link.send(TerminationReport(4000, 3, ()))
+    link._drain_requested_at -= 10
+    link._make_channel_request()  # as it dials
+    line = Line()
+    link._handle_connected(line, "127.0.0.1", ChannelReply("first", False, 0))
+    _, repeated = line.sent
+    assert isinstance(repeated, DrainRequest)
+    assert (repeated.exit_code, repeated.node_only) == (75, False)
+    assert repeated.grace_seconds == pytest.approx(20, abs=1)
+
+
 @pytest.mark.parametrize("orphaned", [False, True])
 def test_a_request_to_leave_is_repeated_to_the_successor(alone: Alone, orphaned: bool) -> None:
     """It may cross with the hand-over of a coordinator that leaves itself."""

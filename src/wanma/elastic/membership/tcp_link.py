@@ -102,6 +102,8 @@ class TcpLink:
         """Search for the successor of a lost coordinator; None unless this node is orphaned."""
         self._pending_drain_request: DrainRequest | None = None
         """Stop request of this node's user, until the coordinator has received it, or this node has left."""
+        self._heard_drain_request: DrainRequest | None = None
+        """Stop request of any node that the coordinator has passed on; a successor may not know of it."""
         self._drain_requested_at = 0.0
         self._address = endpoint.address[0]
         self._liveness_listener: LivenessListener | None = None
@@ -291,7 +293,7 @@ class TcpLink:
 
     def _repeat_drain_request(self) -> None:
         """Ask another coordinator to leave, with the time that is left until the kill."""
-        if (request := self._pending_drain_request) is None:
+        if (request := self._pending_drain_request or self._heard_drain_request) is None:
             return
         if request.grace_seconds is not None:
             elapsed = time.monotonic() - self._drain_requested_at
@@ -343,7 +345,12 @@ class TcpLink:
                     self._start = message
                     self._channel.set_generation(message.generation)
                 elif isinstance(message, DrainCommand):
+                    if self._pending_drain_request is None:
+                        self._drain_requested_at = time.monotonic()
                     self._pending_drain_request = None
+                    self._heard_drain_request = DrainRequest(
+                        message.exit_code, message.grace_seconds, message.reason
+                    )
                 self._on_message(message)
 
     def _send_heartbeats(self) -> None:
