@@ -97,6 +97,14 @@ def test_a_package_without_a_pin_is_refused(
     assert not Path("made/mine").exists()
 
 
+def test_pins_without_hashes_are_all_that_is_installed(suite: Path) -> None:
+    (suite.parent / "environments" / "mine.txt").write_text("oats==1.5\n")
+    assert environment(suite, "--make") == 0
+    packages = {file.name for file in Path("made/mine/lib").glob("python3*/site-packages/*.dist-info")}
+    assert "oats-1.5.dist-info" in packages
+    assert "hay-2.0.dist-info" not in packages, "a list leaves out on purpose"
+
+
 def test_what_is_there_is_left_alone(suite: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = Path("made/mine/own.txt")
     own.parent.mkdir(parents=True)

@@ -1,6 +1,7 @@
 """Creation of the Python environments of a suite: what its user has asked for, and nothing else.
 
 pip first resolves without installing, then installs exactly that, each file checked by the hash of its pin.
+Pins without hashes are installed as they are listed, without what they depend on: a list leaves out on purpose.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ def _install(
         wanted = ["--requirement", str(required), "--constraint", str(allowed)]
         problem = f"pip cannot install the pins of {environment.requirements}"
         if not any(pin.hashes for pin in pins.values()):
-            progress(f"{environment.name}: its pins have no hashes; pip takes the files of its index")
-            _run([*install, *wanted], problem)
+            progress(f"{environment.name}: its pins have no hashes; pip takes these, and no others, of its index")
+            _run([*install, "--no-deps", *wanted], problem)
             return
         _run([*install, "--dry-run", "--report", str(report), *wanted], problem)
         chosen = json.loads(report.read_text())["install"]
