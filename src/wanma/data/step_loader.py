@@ -27,8 +27,9 @@ from wanma.job.sections.train import TrainSection
 
 _HANDOVER_SECONDS = 0.5e-3
 """Time to load a step below which its hand-over between threads takes about as long."""
-_DIRECT_STEPS = 64
-"""Steps that a loop loads itself before the threads get ahead again, if they can."""
+_DIRECT_STEPS, _MOST_DIRECT_STEPS = 64, 4096
+"""Steps that a loop loads itself before the threads get ahead again, if they can: first and most, as it
+doubles each time that they cannot."""
 _MOST_STEPS_AHEAD = 64
 """Steps up to which a loop that waits gets more of them ahead."""
 
@@ -110,9 +111,16 @@ class StepLoader:
         self._sample_bytes: float | None = None
         """Largest size of a sample in the steps loaded so far; None: none is loaded."""
         self._load_seconds: float | None = None
-        """Time that the last loaded step took; None: none is loaded."""
+        """Time that the last loaded step took; None: none is loaded.
+
+        It is at most twice that of the step before: one pause of the machine says nothing.
+        """
         self._direct_steps = 0
         """Steps that the loop still loads itself; 0: threads load."""
+        self._next_direct_steps = _DIRECT_STEPS
+        """Steps that the loop will load itself when it next waits for the threads."""
+        self._steps_ahead_in_time = 0
+        """Steps in a row that threads had loaded before the loop asked for them."""
         self._pin_memory = pin_memory
         self._prefetched: deque[Future[StepBatches]] = deque()
         self._peeked: StepBatches | None = None
@@ -138,9 +146,15 @@ class StepLoader:
         if not self._prefetched:
             return self._load_directly()
         future = self._prefetched.popleft()
-        if had_time and not future.done() and not self._direct_steps:
+        if future.done():
+            self._steps_ahead_in_time += 1
+            if self._steps_ahead_in_time > _DIRECT_STEPS:
+                self._next_direct_steps = _DIRECT_STEPS
+        elif had_time and not self._direct_steps:
+            self._steps_ahead_in_time = 0
             if self._loads_quickly:
-                self._direct_steps = _DIRECT_STEPS
+                self._direct_steps = self._next_direct_steps
+                self._next_direct_steps = min(2 * self._next_direct_steps, _MOST_DIRECT_STEPS)
             elif self._is_deepened:
                 self._prefetch = max(self._prefetch, min(2 * self._prefetch, _MOST_STEPS_AHEAD))
         step = future.result()
@@ -206,7 +220,8 @@ class StepLoader:
     def _load_timed(self, step: int) -> StepBatches:
         began = time.perf_counter()
         loaded = self.load(step)
-        self._load_seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        self._load_seconds = min(seconds, 2.0 * (self._load_seconds or seconds))
         return loaded
 
     @property
@@ -247,8 +262,8 @@ class StepLoader:
             return True
         if self._sample_bytes is None:
             return len(self._prefetched) < self._threads
-        first = self._next_step - len(self._prefetched)
-        samples = sum(global_batch_size(self._train, step) for step in range(first, self._next_step + 1))
+        first = samples_consumed_before(self._train, self._next_step - len(self._prefetched))
+        samples = samples_consumed_before(self._train, self._next_step + 1) - first
         return samples * self._sample_bytes <= self._prefetch_bytes
 
 

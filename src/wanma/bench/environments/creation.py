@@ -1,7 +1,7 @@
 """Creation of the Python environments of a suite: what its user has asked for, and nothing else.
 
 pip first resolves without installing, then installs exactly that, each file checked by the hash of its pin.
-Pins without hashes are installed as they are listed, without what they depend on: a list leaves out on purpose.
+Pins without hashes are installed as they are listed, without what they depend on: a list may leave some out.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ def _install(
         wanted = ["--requirement", str(required), "--constraint", str(allowed)]
         problem = f"pip cannot install the pins of {environment.requirements}"
         if not any(pin.hashes for pin in pins.values()):
-            progress(f"{environment.name}: its pins have no hashes; pip takes these, and no others, of its index")
+            progress(
+                f"{environment.name}: its pins have no hashes; pip takes these, and no others, of its index"
+            )
             _run([*install, "--no-deps", *wanted], problem)
             return
         _run([*install, "--dry-run", "--report", str(report), *wanted], problem)
