@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from support.labelled_images import write_tar
+from wanma.data.datasets import load_times
 from wanma.data.datasets.load_times import STORED_IMAGE_PARTS, LoadTimes
 from wanma.data.datasets.map_dataset import UserDataset
 from wanma.data.datasets.stored_image_dataset import StoredImageDataset
 from wanma.data.opening import open_dataset
+from wanma.data.stores.client import StoreTraffic
 from wanma.job.sections.data import DataSection
 from wanma.job.sections.train import TrainSection
 
@@ -76,6 +78,23 @@ def test_only_decoding_counts_samples() -> None:
     assert times.decoding[0] == 2
     times.take()
     assert times.decoding[0] == 2, "the whole run"
+
+
+def test_the_work_of_a_loader_process_is_added_to_that_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    traffic = {"s3": StoreTraffic(requests=2, received_bytes=10)}
+    monkeypatch.setattr(load_times, "store_traffic", lambda: traffic)
+    process, rank = LoadTimes(STORED_IMAGE_PARTS), LoadTimes(STORED_IMAGE_PARTS)
+    with process.measure("decode"):
+        pass
+    first, second = process.take_work(), process.take_work()
+    assert (first.decoded_samples, first.traffic["store_requests", "s3"]) == (1, 2)
+    assert (second.decoded_samples, sum(second.seconds.values()), second.traffic.total()) == (0, 0, 0)
+    traffic.clear()
+    for _ in range(2):
+        rank.add_work(first)
+    assert rank.decoding == (2, 2 * first.decoding_core_seconds)
+    assert rank.take() == {part: 2 * seconds for part, seconds in first.seconds.items()}
+    assert rank.traffic["store_bytes", "s3"] == 20
 
 
 # ------------------------------------------------------------------ a dataset of one's own

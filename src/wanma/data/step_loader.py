@@ -1,9 +1,11 @@
 """Step loader of a data rank: threads load steps ahead while the model trains.
 
-Threads and not processes: a step of text is a few memory copies, which numpy makes without the interpreter's
-lock, and Pillow decodes images without it. At most `prefetch` steps exist ahead of the loop, loaded or being
-loaded, and no more than fit into `prefetch_bytes`. A loop that waits may get more steps ahead. Where steps
-load faster than threads hand them over, it loads them itself.
+Threads: a step of text is a few memory copies, which numpy makes without the interpreter's lock, and Pillow
+decodes images without it. Python of users runs in loader processes, for each of which a thread waits.
+
+At most `prefetch` steps exist ahead of the loop, loaded or being loaded, and no more than fit into
+`prefetch_bytes`. A loop that waits may get more steps ahead. Where steps load faster than threads hand them
+over, it loads them itself.
 """
 
 from __future__ import annotations

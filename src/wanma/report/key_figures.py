@@ -121,7 +121,7 @@ def data_loading_text(report: Report) -> str:
     """
     loaded = {
         part: sum(value for value in report.steps.get(f"load_seconds.{part}", []) if value > 0)
-        for part in ("read", "decode", "dataset", "collate")
+        for part in ("read", "decode", "transform", "dataset", "collate")
     }
     total, phases = sum(loaded.values()), phase_times(report)
     if not total or not phases:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
@@ -17,8 +18,11 @@ from wanma.data.formats.byte_ranges import RangeFormat, RangeScan
 from wanma.data.formats.detection import detect_format, format_named, known_formats
 from wanma.data.formats.format import Certainty, Content, FileGroup, Probe, Record
 from wanma.data.index.build import open_or_build_index
+from wanma.data.opening import open_dataset
 from wanma.data.stores.byte_source import ByteSource
 from wanma.job.errors import WanmaError
+from wanma.job.sections.data import DataSection
+from wanma.job.sections.train import TrainSection
 
 
 @dataclass(frozen=True)
@@ -75,3 +79,61 @@ def test_a_format_of_another_package_is_found_and_read(installed: None, tmp_path
 def test_an_entry_point_that_is_no_format_is_named(installed: None, cause: str) -> None:
     with pytest.raises(WanmaError, match=f"the entry point own = own:.*{cause}"):
         known_formats()
+
+
+MODULE = """\
+import os
+from dataclasses import dataclass
+
+import numpy as np
+
+from wanma.data.formats.byte_ranges import RangeFormat, RangeScan
+from wanma.data.formats.format import Certainty
+
+
+@dataclass(frozen=True)
+class Marked(RangeFormat):
+    name = "marked"
+
+    def detect(self, probe):
+        return Certainty.SURE if probe.head.startswith(b"MARKED") else Certainty.NO
+
+    def scan_ranges(self, source, group):
+        starts = np.arange(6, source.size)
+        return RangeScan(starts, starts + 1)
+
+    def parse(self, content, facts):
+        return {"process": os.getpid(), "value": content[0]}
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Install a package with a format, which other processes find, too."""
+    folder = tmp_path / "site" / "marked-1.0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: marked\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text(
+        f"[{detection.ENTRY_POINT_GROUP}]\nmarked = marked_files:Marked\n"
+    )
+    (folder.parent / "marked_files.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(folder.parent)
+    detection._known_formats.cache_clear()
+    yield
+    detection._known_formats.cache_clear()
+
+
+@pytest.mark.usefixtures("package")
+def test_a_table_in_a_format_of_another_package_is_read_by_loader_processes(tmp_path: Path) -> None:
+    (tmp_path / "rows").write_bytes(b"MARKED" + bytes(range(20)))
+    columns = {"features": ["process"], "target": "value", "target_type": "class"}
+    section = DataSection.model_validate(
+        {"path": str(tmp_path / "rows"), "columns": columns, "cache": str(tmp_path), "validation_fraction": 0}
+    )
+    by_processes, by_threads = (
+        open_dataset(section.model_copy(update={"worker_processes": chosen}), TrainSection()).batch(range(30))
+        for chosen in (None, False)
+    )
+    assert by_processes.targets.tolist() == by_threads.targets.tolist()
+    assert set(by_threads.inputs[0].flatten().tolist()) == {os.getpid()}
+    assert os.getpid() not in by_processes.inputs[0]

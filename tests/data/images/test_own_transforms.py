@@ -1,7 +1,8 @@
-"""Image transforms of an installed package: the same pixels on any layout, errors that name the sample."""
+"""Image transforms of an installed package: the same pixels in any process, errors that name the sample."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +12,16 @@ import torch
 from support.labelled_images import write_tar
 from wanma.data.opening import open_dataset
 from wanma.data.step_loader import StepLoader
-from wanma.job.errors import EXIT_USAGE, JobError
+from wanma.job.errors import EXIT_FAILED, EXIT_USAGE, JobError, WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.data import DataSection
 from wanma.job.sections.train import TrainSection
 
 TRAIN = TrainSection(steps=4, global_batch=6, seed=3)
 MODULE = """\
+import os
+import signal
+
 import numpy as np
 
 def noise(pixels, random):
@@ -35,6 +39,13 @@ def crash(pixels, random):
 def crop(pixels, random):
     return pixels[1:]
 
+def stamp(pixels, random):
+    pixels[...] = [os.getpid() >> shift & 255 for shift in (16, 8, 0)]
+    return pixels
+
+def die(pixels, random):
+    os.kill(os.getpid(), signal.SIGKILL)
+
 constant = 7
 """
 ENTRIES = """\
@@ -43,6 +54,8 @@ noise = own_transforms:noise
 invert = own_transforms:invert
 crash = own_transforms:crash
 crop = own_transforms:crop
+stamp = own_transforms:stamp
+die = own_transforms:die
 constant = own_transforms:constant
 absent = own_transforms:absent
 """
@@ -84,10 +97,10 @@ def samples(data: DataSection, world: int) -> dict[int, torch.Tensor]:
 
 def test_pixels_depend_on_seed_and_sample_alone(tmp_path: Path) -> None:
     names = ("horizontal_flip", "noise", "random_resized_crop", "invert")
-    one = samples(section(tmp_path, *names), 1)
+    one = samples(section(tmp_path, *names, worker_processes=False), 1)
     assert sorted(one) == list(range(24))
-    for world, workers in ((2, 1), (1, 3), (3, 2)):
-        other = samples(section(tmp_path, *names, workers=workers), world)
+    for world, workers, chosen in ((2, 1, None), (1, 3, None), (3, 2, False)):
+        other = samples(section(tmp_path, *names, workers=workers, worker_processes=chosen), world)
         assert other.keys() == one.keys()
         assert all(torch.equal(one[number], other[number]) for number in one)
     assert len({pixels.numpy().tobytes() for pixels in one.values()}) == 24
@@ -97,7 +110,7 @@ def test_transforms_follow_their_order_and_see_validation_images_without_random_
     tmp_path: Path,
 ) -> None:
     plain, inverted, noisy, both = (
-        open_dataset(section(tmp_path, *names), TRAIN)
+        open_dataset(section(tmp_path, *names, worker_processes=False), TRAIN)
         for names in ((), ("invert",), ("noise",), ("noise", "invert"))
     )
     train = [dataset.batch(range(6)).inputs[0].numpy() for dataset in (plain, inverted, noisy, both)]
@@ -109,12 +122,33 @@ def test_transforms_follow_their_order_and_see_validation_images_without_random_
     assert np.array_equal(held[2], held[0])
 
 
+@pytest.mark.parametrize("chosen", [None, False], ids=["unset", "threads"])
+def test_transforms_run_in_a_loader_process_and_their_time_is_that_of_the_rank(
+    tmp_path: Path, chosen: bool | None
+) -> None:
+    data = open_dataset(section(tmp_path, "stamp", worker_processes=chosen), TRAIN)
+    values = (data.batch(range(6)).inputs[0][:, :, 0, 0] * 255).round().long()
+    (process,) = set((values @ torch.tensor([1 << 16, 1 << 8, 1])).tolist())
+    assert (process == os.getpid()) == (chosen is False)
+    assert data.load_times is not None
+    assert data.load_times.decoding[0] == 6
+    seconds = data.load_times.take()
+    assert min(seconds[part] for part in ("read", "decode", "transform", "collate")) > 0
+
+
+def test_a_loader_process_that_is_killed_fails_the_rank_so_that_the_run_recovers(tmp_path: Path) -> None:
+    with pytest.raises(WanmaError, match=r"process 0 of images .*SIGKILL") as raised:
+        open_dataset(section(tmp_path, "die"), TRAIN).batch([0])
+    assert raised.value.exit_code == EXIT_FAILED
+
+
 @pytest.mark.parametrize("bad_data", ["refuse", "skip"])
 @pytest.mark.parametrize(("name", "cause"), [("crash", "no such palette"), ("crop", "(7, 8, 3)")])
 def test_a_failing_transform_ends_the_run_with_its_name_and_the_sample(
     tmp_path: Path, name: str, cause: str, bad_data: str
 ) -> None:
-    dataset = open_dataset(section(tmp_path, name, bad_data=bad_data), TRAIN)
+    chosen = None if bad_data == "refuse" else False
+    dataset = open_dataset(section(tmp_path, name, bad_data=bad_data, worker_processes=chosen), TRAIN)
     with pytest.raises(JobError) as raised:
         dataset.batch([17])
     assert raised.value.exit_code == EXIT_USAGE

@@ -13,11 +13,11 @@ import torch
 
 from wanma.data.batch import BadSample, Batch
 from wanma.data.cache.node_cache import CacheTraffic
+from wanma.data.datasets import load_times
 from wanma.data.datasets.load_times import STORED_IMAGE_PARTS, LoadTimes
 from wanma.data.step_loader import StepBatches
 from wanma.data.stores.client import StoreTraffic
 from wanma.job.errors import JobError
-from wanma.training.run import step_data as module
 from wanma.training.run.step_data import StepData
 
 
@@ -107,8 +107,8 @@ def test_seconds_of_loading_are_those_since_the_last_record(tmp_path: Path) -> N
 def test_traffic_is_that_since_the_last_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report, _ = step_data(tmp_path)
     totals = {"s3": StoreTraffic(requests=3, received_bytes=10)}
-    monkeypatch.setattr(module, "store_traffic", lambda: totals)
-    monkeypatch.setattr(module, "cache_traffic", lambda: CacheTraffic(hits=5, misses=1))
+    monkeypatch.setattr(load_times, "store_traffic", lambda: totals)
+    monkeypatch.setattr(load_times, "cache_traffic", lambda: CacheTraffic(hits=5, misses=1))
     assert report.metrics() == {
         "store_requests": {"s3": 3},
         "store_bytes": {"s3": 10},

@@ -76,6 +76,8 @@ class BatchedDataset(ABC):
     """Source of batches, while ranks that need the same samples share their reading; None: this process."""
     can_share_reading: bool = True
     """True if a process can read any samples for others; False: it reads all in their order."""
+    reads_by_processes: bool = False
+    """True if loader processes read, each with a copy of the data; False: threads of this process."""
     is_costly_to_read: bool = False
     """True if reading a sample costs more than its hand-over from another process."""
     damaged_files: Sequence[DamagedFile] = ()

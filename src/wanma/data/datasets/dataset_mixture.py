@@ -17,7 +17,7 @@ from wanma.data.sampling.holdout import Holdout
 from wanma.data.sampling.mixture_schedule import SourceWeight
 from wanma.data.sampling.order import SampleOrder, Shuffle
 from wanma.data.sampling.permutation import IndexArray
-from wanma.data.tables.table_dataset import open_tables
+from wanma.data.tables.table_dataset import open_tables, process_count
 from wanma.job.errors import JobError
 from wanma.job.sections.data import DataSection
 
@@ -175,7 +175,7 @@ def open_dataset_mixture(section: DataSection, seed: int, total_samples: int) ->
         shuffle=Shuffle.of_job(section),
         seed=seed,
         total_samples=total_samples,
-        worker_processes=section.worker_count if section.worker_processes else 0,
+        worker_processes=process_count(section, [source.train for source in sources]),
     )
     data.take_tables(tables.values())
     return data

@@ -1,30 +1,68 @@
-"""Seconds that loader threads spend on the parts of loading, summed over threads."""
+"""Measurements of loading: seconds by part for a run's records, and times of own samples for forecasts.
+
+They are summed over the threads of a rank and its loader processes, which report what they did beside each
+batch: their seconds, and their traffic with stores.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wanma.data.cache.node_cache import cache_traffic
+from wanma.data.stores.client import store_traffic
+from wanma.data.stores.rate_records import has_rates, read_rates, write_rates
+from wanma.job.forecast.data_feed import SampleLoading
 
 STORED_IMAGE_PARTS = ("read", "decode", "collate")
 """Parts of loading: reading stored bytes, decoding them to arrays, joining samples and copying batches."""
+OWN_TRANSFORM_PART = "transform"
+"""Likewise: image transforms of other packages, after decoding."""
 TEXT_PARTS = ("read", "collate")
 USER_DATASET_PARTS = ("dataset", "collate")
 """Likewise; "dataset": reading items of a user's dataset, whose own parts are unknown."""
+_MIN_RECORDED_SAMPLES = 64
+"""Own samples of a run from which on its measurement is kept."""
+_KIND = "reading"
+
+Traffic = Counter[tuple[str, str]]
+"""Amounts by (metric, name): requests and bytes of each store, blocks of node caches."""
+
+
+@dataclass(frozen=True)
+class LoadWork:
+    """Work of a loader process for one batch."""
+
+    seconds: dict[str, float]
+    """Seconds by part."""
+    decoded_samples: int
+    decoding_core_seconds: float
+    traffic: Traffic
 
 
 class LoadTimes:
-    """Sum of seconds by part of loading; threads add to it at once.
+    """Sum of seconds by part of loading; threads add to it at once. A copy by pickle begins at zero.
 
     Args:
         parts: the parts.
     """
 
     def __init__(self, parts: tuple[str, ...]) -> None:
+        self._parts = parts
         self._lock = threading.Lock()
         self._seconds = dict.fromkeys(parts, 0.0)
         self._decoded_samples, self._decoding_core_seconds = 0, 0.0
+        self._worker_traffic: Traffic = Counter()
+        """Traffic of the loader processes of this rank; in such a process the part that is reported."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._parts,)
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
@@ -36,18 +74,113 @@ class LoadTimes:
             elapsed, core_seconds = time.perf_counter() - start, time.thread_time() - core_start
             with self._lock:
                 self._seconds[part] += elapsed
-                if part == "decode":
-                    self._decoded_samples += 1
+                if part in ("decode", OWN_TRANSFORM_PART):
+                    self._decoded_samples += part == "decode"
                     self._decoding_core_seconds += core_seconds
 
     @property
     def decoding(self) -> tuple[int, float]:
-        """Samples decoded since the start, and the seconds of one core that they took."""
+        """Samples decoded since the start, and the seconds of one core that they took, changes included."""
         with self._lock:
             return self._decoded_samples, self._decoding_core_seconds
+
+    @property
+    def traffic(self) -> Traffic:
+        """Traffic of this process and its loader processes, since they started."""
+        with self._lock:
+            return process_traffic() + self._worker_traffic
 
     def take(self) -> dict[str, float]:
         """Return the seconds by part since the last call, and start anew."""
         with self._lock:
-            seconds, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
+            seconds, self._seconds = self._seconds, dict.fromkeys(self._parts, 0.0)
         return seconds
+
+    def take_work(self) -> LoadWork:
+        """Return the work of this loader process since the last call."""
+        seconds, traffic = self.take(), process_traffic()
+        with self._lock:
+            work = LoadWork(
+                seconds, self._decoded_samples, self._decoding_core_seconds, traffic - self._worker_traffic
+            )
+            self._decoded_samples, self._decoding_core_seconds = 0, 0.0
+            self._worker_traffic = traffic
+        return work
+
+    def add_work(self, work: LoadWork) -> None:
+        """Add the work of a loader process."""
+        with self._lock:
+            for part, seconds in work.seconds.items():
+                self._seconds[part] += seconds
+            self._decoded_samples += work.decoded_samples
+            self._decoding_core_seconds += work.decoding_core_seconds
+            self._worker_traffic += work.traffic
+
+
+def process_traffic() -> Traffic:
+    """Return the traffic of this process with stores and node caches, since it started or was forked."""
+    cache = cache_traffic()
+    totals = Counter({("cache_blocks", "hit"): cache.hits, ("cache_blocks", "miss"): cache.misses})
+    for store, traffic in store_traffic().items():
+        totals["store_requests", store] = traffic.requests
+        totals["store_bytes", store] = traffic.received_bytes
+    return totals
+
+
+class ReadingRates:
+    """Sum of the times of reading samples of a user's own dataset, kept for forecasts of later runs.
+
+    Args:
+        cache: folder of the job's cache, which keeps records.
+        name: function that returns a name of class and content of the dataset; it may read samples.
+    """
+
+    def __init__(self, cache: Path, name: Callable[[], str]) -> None:
+        self._cache, self._name = cache, name
+        self._lock = threading.Lock()
+        self._samples, self._seconds, self._core_seconds = 0, 0.0, 0.0
+
+    @contextmanager
+    def measure(self, samples: int) -> Iterator[None]:
+        """Add the time of the block, which reads so many samples; threads add at once."""
+        start, core_start = time.perf_counter(), time.thread_time()
+        yield
+        seconds, core_seconds = time.perf_counter() - start, time.thread_time() - core_start
+        with self._lock:
+            self._samples += samples
+            self._seconds += seconds
+            self._core_seconds += core_seconds
+
+    def record(self, source: str) -> None:
+        """Keep the times of a run; `source` is the run, as 'run NAME'."""
+        with self._lock:
+            samples, seconds, core_seconds = self._samples, self._seconds, self._core_seconds
+        if samples < _MIN_RECORDED_SAMPLES or seconds <= 0:
+            return
+        figures = {"seconds": seconds / samples, "core_share": min(core_seconds / seconds, 1.0)}
+        write_rates(self._cache, _KIND, self._name(), source, figures)
+
+    def sample_loading(self, samples: int) -> SampleLoading | None:
+        """Return the loading cost that an earlier run has measured; None: none has.
+
+        Args:
+            samples: samples of one epoch.
+        """
+        if not has_rates(self._cache, _KIND):  # no sample is read for its name
+            return None
+        record = read_rates(self._cache, _KIND, self._name())
+        if record is None or not record.figures.get("seconds"):
+            return None
+        return SampleLoading(
+            samples=samples,
+            sample_bytes=0.0,
+            file_bytes=0.0,
+            decode_seconds=record.figures["seconds"],
+            is_remote=False,
+            read_threads=1,
+            loader_threads=1,
+            cache_block_bytes=1,
+            decode_origin=record.origin,
+            is_own=True,
+            core_share=record.figures.get("core_share", 1.0),
+        )

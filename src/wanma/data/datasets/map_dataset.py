@@ -7,7 +7,7 @@ Items are joined by torch's default collate.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -28,8 +28,7 @@ from wanma.data.datasets.dataset import (
 )
 from wanma.data.datasets.fingerprint import dataset_fingerprint, hash_texts
 from wanma.data.datasets.joined_datasets import JoinedDatasets
-from wanma.data.datasets.load_times import USER_DATASET_PARTS, LoadTimes
-from wanma.data.datasets.reading_rates import ReadingRates
+from wanma.data.datasets.load_times import USER_DATASET_PARTS, LoadTimes, ReadingRates
 from wanma.data.datasets.seeded_draws import SeededDraws, SeedGenerators
 from wanma.data.datasets.stream_reader import check_stream, is_stream
 from wanma.data.datasets.worker_processes import WorkerProcesses
@@ -38,7 +37,7 @@ from wanma.data.index.records import cache_folder
 from wanma.data.sampling.holdout import Holdout
 from wanma.data.sampling.order import SampleOrder, Shuffle
 from wanma.data.sampling.permutation import IndexArray
-from wanma.data.tables.table_dataset import TableDataset, replace_bad_rows
+from wanma.data.tables.table_dataset import TableDataset, process_count, replace_bad_rows
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.file.import_path import import_object
 from wanma.job.file.serialization import value_text
@@ -107,12 +106,11 @@ class UserDataset(BatchedDataset):
         if cache is not None:
             # Unlike data of a common class, such as torch's TensorDataset, are told by their samples.
             self._rates = ReadingRates(cache, lambda: f"{type(train).__qualname__} {self.fingerprint}")
+        self.load_times: LoadTimes = LoadTimes(USER_DATASET_PARTS)
+        self.reads_by_processes = worker_processes > 0
         if worker_processes:
-            self._processes = WorkerProcesses(
-                _ProcessReader(train, validation, seed), worker_processes, type(train).__name__
-            )
-        else:
-            self.load_times = LoadTimes(USER_DATASET_PARTS)
+            reader = _ProcessReader(train, validation, seed)
+            self._processes = WorkerProcesses(reader, worker_processes, type(train).__name__, self.load_times)
         # Several threads or processes for a user's dataset: its samples take time.
         self.is_costly_to_read = worker_processes > 0 or not serialize_access
         self._train = train
@@ -212,15 +210,14 @@ class UserDataset(BatchedDataset):
             with ExitStack() as measured:
                 if self._rates is not None:
                     measured.enter_context(self._rates.measure(len(rows)))
-                if self.load_times is not None:
-                    measured.enter_context(self.load_times.measure("dataset"))
+                measured.enter_context(self.load_times.measure("dataset"))
                 for row, number in zip(rows.tolist(), sample_indices.tolist(), strict=True):
                     seed(number)
                     items.append(self._read_item(dataset, row))
             return items
 
         items = self._draws.read(read)
-        with self.load_times.measure("collate") if self.load_times is not None else nullcontext():
+        with self.load_times.measure("collate"):
             return self._collate(items, type(dataset).__name__, rows, sample_indices)
 
     def _collate(self, items: list[Any], name: str, rows: IndexArray, sample_indices: IndexArray) -> Batch:
@@ -300,6 +297,10 @@ class _ProcessReader:
         dataset = self.validation if is_validation else self.train
         return self._dataset._read_here(dataset, rows, sample_indices)
 
+    @property
+    def load_times(self) -> LoadTimes:
+        return self._dataset.load_times
+
     @cached_property
     def _dataset(self) -> UserDataset:
         return UserDataset(
@@ -328,7 +329,7 @@ def wrap_user_dataset(dataset: Any, section: DataSection, seed: int, total_sampl
         shuffle=Shuffle.of_job(section),
         seed=seed,
         total_samples=total_samples,
-        worker_processes=section.worker_count if section.worker_processes else 0,
+        worker_processes=process_count(section, [train]),
         cache=cache_folder(section.cache),
     )
 

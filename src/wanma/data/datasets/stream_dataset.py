@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from wanma.data.batch import Batch
+from wanma.data.datasets.load_times import USER_DATASET_PARTS, LoadTimes
 from wanma.data.datasets.map_dataset import UserDataset
 from wanma.data.datasets.seeded_draws import SeededDraws
 from wanma.data.datasets.stream_reader import StreamReader
@@ -51,6 +52,7 @@ class StreamDataset(UserDataset):
         self._reported: set[str] = set()
         self.seed = train.seed
         self._train, self._validation, self._total = dataset, validation, total_samples
+        self.load_times = LoadTimes(USER_DATASET_PARTS)
         self._draws = SeededDraws(train.seed, serialize_access=True)
         self.reader = StreamReader(
             dataset, self._draws, train, max(_MIN_CACHED_SAMPLES, 2 * train.global_batch)
@@ -73,9 +75,7 @@ class StreamDataset(UserDataset):
         return f"sample {sample_index} of {type(self._train).__name__}"
 
     def _train_batch(self, sample_indices: IndexArray) -> Batch:
-        return self._collate(
-            self.reader.read_samples(sample_indices.tolist()),
-            self.reader.name,
-            sample_indices,
-            sample_indices,
-        )
+        with self.load_times.measure("dataset"):
+            samples = self.reader.read_samples(sample_indices.tolist())
+        with self.load_times.measure("collate"):
+            return self._collate(samples, self.reader.name, sample_indices, sample_indices)

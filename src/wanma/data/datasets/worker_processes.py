@@ -1,8 +1,8 @@
-"""Processes that read batches of a user's dataset, where its Python holds the interpreter's lock.
+"""Loader processes, which read batches where Python of users or other packages holds the interpreter's lock.
 
 Each process has a copy of the dataset and reads one batch at a time. They come from a fork server of their
-own, which has imported torch and has neither threads nor devices. Tensors come back in shared memory, without
-being pickled. A process ends when its parent does, however that ended.
+own, which has imported torch and has neither threads nor devices. A batch comes back in a file in memory, as
+between ranks (`handover`), and is not pickled. A process ends when its parent does, however that ended.
 """
 
 from __future__ import annotations
@@ -14,23 +14,33 @@ import queue
 import signal
 import threading
 import weakref
-from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from multiprocessing.reduction import recv_handle, send_handle
+from typing import Any, Protocol
 
 import cloudpickle
 import torch
 import torch.multiprocessing
 
 from wanma.data.batch import Batch
+from wanma.data.datasets.load_times import LoadTimes, LoadWork
+from wanma.data.handover.batch_layout import UnsupportedTensorError
+from wanma.data.handover.shared_batches import BatchFile, map_batch
 from wanma.data.sampling.permutation import IndexArray
 from wanma.job.errors import JobError, WanmaError
 from wanma.torch_internals.pickling import dumps_by_value
 
-BatchReader = Callable[[bool, IndexArray, IndexArray], Batch]
-"""Function (of validation, rows, sample indices) that reads a batch."""
-
 _END_SECONDS = 5.0
+
+
+class BatchReader(Protocol):
+    """Function (of validation, rows, sample indices) that reads a batch in a process."""
+
+    def __call__(self, is_validation: bool, rows: IndexArray, sample_indices: IndexArray, /) -> Batch: ...
+
+    @property
+    def load_times(self) -> LoadTimes:
+        """Work of reading in that process."""
 
 
 class WorkerProcesses:
@@ -40,10 +50,12 @@ class WorkerProcesses:
         reader: function that reads a batch in a process; pickled by value.
         count: number of processes.
         name: name of the dataset, for messages.
+        load_times: work of loading of this rank, to which that of the processes is added.
     """
 
-    def __init__(self, reader: BatchReader, count: int, name: str) -> None:
+    def __init__(self, reader: BatchReader, count: int, name: str, load_times: LoadTimes) -> None:
         self._reader, self._count, self._name = reader, count, name
+        self._load_times = load_times
         self._lock = threading.Lock()
         self._process_id = 0
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
@@ -62,9 +74,11 @@ class WorkerProcesses:
         if worker.is_interrupted:
             worker = worker.replacement()
         try:
-            return worker.read(is_validation, rows, sample_indices)
+            batch, work = worker.read(is_validation, rows, sample_indices)
         finally:
             self._idle.put(worker)
+        self._load_times.add_work(work)
+        return batch
 
     def _start(self) -> None:
         try:
@@ -72,10 +86,10 @@ class WorkerProcesses:
         except Exception as error:  # a dataset may hold anything
             raise JobError(
                 f"data.worker_processes: {self._name} cannot be pickled: {type(error).__name__}: {error}",
-                "open files and connections in __getitem__, or set data.worker_processes = false",
+                "open files and connections when a sample is read, or set data.worker_processes = false",
             ) from error
         context = torch.multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", __name__])
+        context.set_forkserver_preload(["torch", __name__, type(self._reader).__module__])
         self._idle = queue.SimpleQueue()
         for number in range(self._count):
             self._idle.put(_Worker(context, payload, f"loader process {number} of {self._name}"))
@@ -102,10 +116,14 @@ class _Worker:
         """Start another process like this one."""
         return _Worker(self._context, self._payload, self._name)
 
-    def read(self, is_validation: bool, rows: IndexArray, sample_indices: IndexArray) -> Batch:
+    def read(
+        self, is_validation: bool, rows: IndexArray, sample_indices: IndexArray
+    ) -> tuple[Batch, LoadWork]:
         try:
             self._connection.send((is_validation, rows, sample_indices))
-            answer = self._connection.recv()
+            answer, note = self._connection.recv()
+            if isinstance(answer, dict):
+                answer = _receive_batch(self._connection, answer)
         except (EOFError, OSError) as error:
             self._process.join(_END_SECONDS)
             code = self._process.exitcode
@@ -122,8 +140,8 @@ class _Worker:
             self._connection.close()
             raise
         if isinstance(answer, Batch):
-            return answer
-        raise _load_error(answer, self._name)
+            return answer, note
+        raise _load_error(answer, note, self._name)
 
 
 def _end(connection: Connection, process: Any) -> None:
@@ -137,34 +155,61 @@ def _serve(connection: Connection, payload: bytes) -> None:
     """Read batches on request, until the parent closes its end or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     torch.set_num_threads(1)
+    reader: BatchReader | None = None
     try:
-        reader: BatchReader = pickle.loads(payload)
+        reader = pickle.loads(payload)
     except Exception as error:
-        reader = _failing_reader(error)
+        failure = _dump_error(_opening_error(error))
     while True:
         try:
             request = connection.recv()
         except (EOFError, OSError):
             return
         try:
-            answer: Any = reader(*request)
-        except Exception as error:
-            answer = _dump_error(error)
-        try:
-            connection.send(answer)
+            if reader is None:
+                connection.send(failure)
+            else:
+                _answer(connection, reader, request)
         except (BrokenPipeError, ConnectionResetError):
             return
 
 
-def _failing_reader(error: Exception) -> BatchReader:
-    def fail(*_: object) -> Batch:
-        raise WanmaError(
-            f"data.worker_processes: the dataset cannot be opened in another process: "
-            f"{type(error).__name__}: {error}",
-            "import what it needs in its module, or set data.worker_processes = false",
-        ) from error
+def _answer(
+    connection: Connection, reader: BatchReader, request: tuple[bool, IndexArray, IndexArray]
+) -> None:
+    """Read a batch and send it in a file in memory; pickle one whose tensors cannot lie in bytes."""
+    file: BatchFile | None = None
+    try:
+        batch = reader(*request)
+        work = reader.load_times.take_work()
+        if hasattr(os, "memfd_create"):  # of Linux
+            with contextlib.suppress(UnsupportedTensorError):
+                file = BatchFile(batch)
+    except Exception as error:
+        connection.send(_dump_error(error))
+        return
+    if file is None:
+        connection.send((batch, work))
+        return
+    connection.send((file.layout, work))
+    send_handle(connection, file.descriptor, 0)  # on POSIX the process does not matter
 
-    return fail
+
+def _receive_batch(connection: Connection, layout: dict[str, Any]) -> Batch:
+    """Map the batch whose file follows its layout."""
+    descriptor = recv_handle(connection)
+    try:
+        return map_batch(layout, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _opening_error(error: Exception) -> WanmaError:
+    return WanmaError(
+        f"data.worker_processes: the dataset cannot be opened in another process: "
+        f"{type(error).__name__}: {error}",
+        "import what it needs in its module, or set data.worker_processes = false",
+    )
 
 
 def _dump_error(error: Exception) -> tuple[bytes | None, str]:
@@ -178,8 +223,7 @@ def _dump_error(error: Exception) -> tuple[bytes | None, str]:
     return content, text
 
 
-def _load_error(answer: tuple[bytes | None, str], name: str) -> Exception:
-    content, text = answer
+def _load_error(content: bytes | None, text: str, name: str) -> Exception:
     if content is None:
         return WanmaError(f"data: the {name}: {text}")
     error: Exception = pickle.loads(content)

@@ -94,6 +94,11 @@ def format_named(name: str) -> Format:
     return formats[name]
 
 
+def is_built_in(data_format: Format) -> bool:
+    """Return True for a format that comes with wanma; False: one of another package."""
+    return type(data_format) in _BUILT_IN
+
+
 def detect_format(files: Sequence[DataFile]) -> Format:
     """Detect the format that all `files` are to have.
 

@@ -31,7 +31,13 @@ _SECONDS = 0.3
 
 
 def measure_loading(
-    images: StoredImages, *, read_threads: int, loader_threads: int, cache: Path, is_store_probed: bool
+    images: StoredImages,
+    *,
+    read_threads: int,
+    loader_threads: int,
+    by_processes: bool,
+    cache: Path,
+    is_store_probed: bool,
 ) -> SampleLoading:
     """Return the loading cost of the training samples.
 
@@ -42,6 +48,7 @@ def measure_loading(
         images: the images.
         read_threads: files that one rank reads from a store at once.
         loader_threads: least number of steps that one rank loads at once.
+        by_processes: True if loader processes read.
         cache: folder of the job's cache, which keeps records of measurements.
         is_store_probed: measure a store of which there is no record.
     """
@@ -65,6 +72,7 @@ def measure_loading(
         cache_block_bytes=MAX_REQUEST_BYTES,
         decode_origin=origin,
         store=measured_store_rates(_files(images), cache, is_probed=is_store_probed),
+        by_processes=by_processes,
     )
 
 

@@ -93,16 +93,19 @@ class ImageTransform:
         return self.channels, self.height, self.width
 
     def write(self, value: Any, out: NDArray[np.float32], draws: Iterator[float] | None = None) -> None:
-        """Decode `value` and write its pixels to `out` (channels, height, width).
+        """Decode `value`, change it, and write its pixels to `out`; errors as of the three steps."""
+        self.normalize(self.change(self.decode(value, draws), draws), out)
+
+    def decode(self, value: Any, draws: Iterator[float] | None = None) -> NDArray[np.uint8]:
+        """Decode an image, with the built-in changes; (height, width, channels).
 
         Args:
             value: encoded image, array of pixels, or a mapping with `bytes`.
-            out: array for the result.
             draws: numbers in [0, 1) for random changes; None: none is made.
 
         Raises:
             ValueError: the image is damaged; the message is the cause.
-            JobError: the job's transform does not fit it, or one of another package fails.
+            JobError: the job's transform does not fit it.
         """
         image = open_image(value)
         box = None
@@ -120,10 +123,21 @@ class ImageTransform:
         pixels = _decode(image, box, (self.width, self.height))
         pixels = self._convert(pixels)
         values = np.asarray(pixels).reshape(self.height, self.width, self.channels)
-        if draws is not None and "horizontal_flip" in augment and next(draws) < 0.5:
-            values = values[:, ::-1]
+        is_flipped = draws is not None and "horizontal_flip" in augment and next(draws) < 0.5
+        return values[:, ::-1] if is_flipped else values
+
+    def change(self, values: NDArray[np.uint8], draws: Iterator[float] | None = None) -> NDArray[np.uint8]:
+        """Return pixels after the transforms of other packages; `draws` are those that decoding has left.
+
+        Raises:
+            TransformError: one of them fails.
+        """
         for transform in self.own:
             values = transform(values, draw_generator(draws))
+        return values
+
+    def normalize(self, values: NDArray[np.uint8], out: NDArray[np.float32]) -> None:
+        """Write pixels (height, width, channels), normalized, to `out` (channels, height, width)."""
         planes = values.transpose(2, 0, 1)
         std = np.array(self.std, np.float32).reshape(-1, 1, 1)
         np.multiply(planes, 1 / (255 * std), out=out)

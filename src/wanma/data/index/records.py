@@ -16,7 +16,7 @@ from wanma.data.index.build import Progress, open_or_build_index
 from wanma.data.index.damaged_rows import read_around_damage
 from wanma.data.index.sample_index import SampleIndex
 from wanma.data.stores.data_file import OpenableFile
-from wanma.data.stores.filesystems import is_local
+from wanma.data.stores.filesystems import is_local, is_shared_memory
 from wanma.data.stores.listing import StoredFile, list_files
 from wanma.data.stores.remote_file import READ_RETRY_POLICY
 from wanma.job.errors import JobError, WanmaError
@@ -150,6 +150,12 @@ def has_remote(files: Sequence[StoredFile]) -> bool:
     """Return True if a file is not in local storage."""
     filesystems = {id(file.filesystem): file.filesystem for file in files}
     return not all(is_local(filesystem) for filesystem in filesystems.values())
+
+
+def is_in_process_memory(index: SampleIndex) -> bool:
+    """Return True if a file is in this process's memory (`memory://`), which no other process can read."""
+    files = (file for group in index.groups for file in group.files)
+    return any(isinstance(file, OpenableFile) and is_shared_memory(file.stored.filesystem) for file in files)
 
 
 def is_description(url: str) -> bool:

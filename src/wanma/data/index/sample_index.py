@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +46,12 @@ class SampleIndex:
     """Files that were skipped when the index was built."""
     _readers: OrderedDict[int, RowReader] = field(default_factory=OrderedDict, repr=False, compare=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy by pickle opens its own readers."""
+        row_starts = np.array(self.row_starts)  # without the memory map
+        parts = (self.data_format, self.groups, row_starts, self.fingerprint, self.layout_files, self.damaged)
+        return type(self), parts
 
     @property
     def rows(self) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 from wanma.data.batch import BadSample
 from wanma.data.documents.record_fields import field_value
 from wanma.data.formats.arrays import NumpyArrays
-from wanma.data.formats.detection import format_named
+from wanma.data.formats.detection import format_named, is_built_in
 from wanma.data.formats.format import BadDataError, Record, UnreadableFileError
 from wanma.data.images.fields import (
     Classes,
@@ -30,7 +30,13 @@ from wanma.data.images.fields import (
     read_label,
 )
 from wanma.data.images.stored_images import check_file_limit, sampled_rows
-from wanma.data.index.records import cache_folder, is_description, open_index, read_each
+from wanma.data.index.records import (
+    cache_folder,
+    is_description,
+    is_in_process_memory,
+    open_index,
+    read_each,
+)
 from wanma.data.index.sample_index import SampleIndex
 from wanma.data.stores.listing import list_files
 from wanma.data.tables.values import feature_names, feature_values, is_float, numbers_of
@@ -89,6 +95,11 @@ class TableDataset:
         self.damaged = index.damaged
         """Files that cannot be read and count as empty."""
 
+    @property
+    def needs_processes(self) -> bool:
+        """True if Python of another package reads the rows, from files that other processes can read, too."""
+        return not is_built_in(self._index.data_format) and not is_in_process_memory(self._index)
+
     def __len__(self) -> int:
         return self._index.rows
 
@@ -136,6 +147,19 @@ class TableDataset:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _open_again, self._arguments
+
+
+def process_count(section: DataSection, datasets: Sequence[Any]) -> int:
+    """Return the loader processes for map-style datasets; 0: threads read them.
+
+    Where the job leaves it open, processes read tables in formats of other packages. Threads read datasets of
+    the user's own, which need not be picklable.
+    """
+    chosen = section.worker_processes
+    if chosen is None:
+        tables = [one for one in datasets if isinstance(one, TableDataset)]
+        chosen = len(tables) == len(datasets) and any(table.needs_processes for table in tables)
+    return section.worker_count if chosen else 0
 
 
 def open_tables(section: DataSection) -> dict[int, TableDataset]:

@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from wanma.data.formats.format import FileGroup, Format
-from wanma.data.index.sample_index import DamagedFile, SampleIndex
+from wanma.data.index.sample_index import SampleIndex
 from wanma.job.run.resource_limits import usable_cores
 
 Task = TypeVar("Task")
@@ -31,30 +29,6 @@ _TASKS_AHEAD = 2
 @dataclass(frozen=True)
 class ProcessCrash:
     """End of the process that did a task, in place of its result."""
-
-
-@dataclass(frozen=True)
-class IndexParts:
-    """Parts of a `SampleIndex` that another process opens again."""
-
-    data_format: Format
-    groups: Sequence[FileGroup]
-    row_starts: Any
-    fingerprint: str
-    layout_files: Sequence[Path]
-    damaged: tuple[DamagedFile, ...]
-
-    @classmethod
-    def of(cls, index: SampleIndex) -> IndexParts:
-        row_starts = index.row_starts.copy()  # without the memory map
-        return cls(
-            index.data_format, index.groups, row_starts, index.fingerprint, index.layout_files, index.damaged
-        )
-
-    def open(self) -> SampleIndex:
-        return SampleIndex(
-            self.data_format, self.groups, self.row_starts, self.fingerprint, self.layout_files, self.damaged
-        )
 
 
 Function = Callable[[Sequence[SampleIndex], Any, Task], Result]
@@ -123,10 +97,7 @@ class Work(Generic[Task, Result]):
                 return ProcessCrash()
 
     def _pool(self, processes: int) -> ProcessPoolExecutor:
-        parts = [IndexParts.of(index) for index in self.indexes]
-        return ProcessPoolExecutor(
-            processes, multiprocessing.get_context("spawn"), _start, (self.function, parts, self.common)
-        )
+        return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _start, (self,))
 
 
 def _first_done(running: dict[Future[Any], Any]) -> Future[Any]:
@@ -152,8 +123,8 @@ _worker: list[Work[Any, Any]] = []
 """Work of this process, if it is one of a pool: set once, when it starts."""
 
 
-def _start(function: Function[Any, Any], parts: Sequence[IndexParts], common: Any) -> None:
-    _worker[:] = [Work(function, [part.open() for part in parts], common)]
+def _start(work: Work[Any, Any]) -> None:
+    _worker[:] = [work]
 
 
 def _run_task(task: Any) -> Any:

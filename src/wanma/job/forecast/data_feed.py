@@ -51,6 +51,8 @@ class SampleLoading:
     """True: a dataset of the user's own, whose `decode_seconds` is the time to read a sample."""
     core_share: float = 1.0
     """Share of `decode_seconds` in which a core works, 0 .. 1; in the rest the reader waits, for files."""
+    by_processes: bool = False
+    """True if loader processes decode, each a batch of its own; False: threads."""
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> SampleLoading:

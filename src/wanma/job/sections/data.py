@@ -130,7 +130,7 @@ class DataSection(EntriesSection):
     workers: Literal["auto"] | Annotated[int, Ge(1), Le(1_024)] = Field(
         "auto",
         description="loader threads per rank; auto: as many as keep its device busy by forecast, up to its "
-        "cores; a dataset of your own is read by one unless worker_processes is set",
+        "cores; a dataset of your own is read by one unless worker_processes is true",
     )
     placement: Literal["shared", "parts"] = Field(
         "shared",
@@ -148,9 +148,10 @@ class DataSection(EntriesSection):
         "parallel ranks): auto: images in stored files, and datasets with several workers; token files are "
         "memory-mapped by each rank",
     )
-    worker_processes: bool = Field(
-        False,
-        description="loader processes instead of threads, for a dataset whose Python code takes the time",
+    worker_processes: bool | None = Field(
+        None,
+        description="loader processes instead of threads, for images, tables or a dataset whose Python code "
+        "takes the time; unset: where image transforms or formats of other packages work on the samples",
     )
     check_reads: bool = Field(
         True,
@@ -162,6 +163,13 @@ class DataSection(EntriesSection):
     def worker_count(self) -> int:
         """Number of loader threads of a rank: `workers`, or 1 before a plan has chosen it ("auto")."""
         return self.workers if isinstance(self.workers, int) else 1
+
+    @property
+    def names_loader_processes(self) -> bool:
+        """True if the job asks for loader processes, itself or by image transforms of other packages."""
+        if self.worker_processes is not None:
+            return self.worker_processes
+        return self.has_images and self.image_transform.has_own_changes
 
     def steps_ahead(self, threads: int) -> int:
         """Return the steps that `threads` loader threads load ahead of the loop, at the least."""

@@ -38,6 +38,11 @@ class ImageTransformSection(Section):
         description="standard deviation by channel, > 0; unset: that of ImageNet, 0.5 for gray",
     )
 
+    @property
+    def has_own_changes(self) -> bool:
+        """True if `augment` names a transform of another package."""
+        return not set(self.augment) <= set(BUILT_IN_CHANGES)
+
     @model_validator(mode="after")
     def _check_values(self) -> ImageTransformSection:
         if "random_resized_crop" in self.augment and self.size is None:

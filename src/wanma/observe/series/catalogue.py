@@ -82,7 +82,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _counter("steps", "steps since the supervisor began, repeated ones too, but the first of each start"),
         _counter("step_time_seconds", "sum of the times of these steps"),
         _counter("phase_seconds", "sum of their times on rank 0 by phase", "phase"),
-        _counter("load_seconds", "time of rank 0's loader threads by part: read, decode, collate", "part"),
+        _counter("load_seconds", "time of rank 0's loader threads and processes by part", "part"),
         _counter("exposed_communication_seconds", "exposed communication of rank 0", "kind"),
         _counter("communication_seconds", "its communication, exposed or not; not on GPUs", "kind"),
         _counter("bubble_seconds", "bubble of the pipeline on rank 0"),

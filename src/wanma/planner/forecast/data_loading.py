@@ -233,8 +233,9 @@ def _stored_cost(
     micro_batches, samples = _rank_step(problem, plan)
     at_once = steps_at_once(problem, plan, data, workers, loading.loader_threads)
     rows = max(min(plan.micro_batch, samples), 1)
-    # One worker decodes in the thread that loads a step; several are a pool that all steps share.
-    decoders = min(workers, at_once * rows) if workers > 1 else at_once
+    # Processes, and one thread, decode the step that they load; several threads are a pool of all steps.
+    is_pool = workers > 1 and not loading.by_processes
+    decoders = min(workers, at_once * rows) if is_pool else at_once
     decoders = min(decoders, cores_per_rank(problem, plan))
     decoding = micro_batches * MICRO_BATCH_LOAD_SECONDS + samples * (loading.decode_seconds or 0.0)
     disk = samples * loading.sample_bytes / problem.hardware.host.disk_bytes_per_second

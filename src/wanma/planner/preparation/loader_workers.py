@@ -64,6 +64,6 @@ def workers_note(job: Job, workers: int | None) -> list[str]:
 
 def workers_text(job: Job, workers: int) -> str:
     """Describe the loader threads of a rank: '3 (chosen)'."""
-    kind = "processes" if job.data.worker_processes else "threads"
+    kind = "processes" if job.data.names_loader_processes else "threads"
     text = f"{workers} {kind if workers != 1 else kind.removesuffix('es' if kind == 'processes' else 's')}"
     return f"{text} per rank" + (" (chosen: data.workers = 'auto')" if job.data.workers == "auto" else "")

@@ -42,8 +42,9 @@ def _unused_keys(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
     if job.model.lora_rank == 0:
         for name in ("lora_alpha", "lora_targets"):
             yield f"model.{name}", "there are no adapters (model.lora_rank = 0)"
+    if job.data.has_text or job.data.has_interactions:
+        yield "data.worker_processes", "only images, tables and a dataset of your own are read by processes"
     if job.data.has_images or job.data.has_text or job.data.has_interactions:
-        yield "data.worker_processes", "only a dataset of your own is read by processes"
         yield "data.check_reads", "only a dataset of your own is read twice"
     if job.data.is_own or job.data.has_images or job.data.has_interactions:
         names = {

@@ -31,7 +31,7 @@ def seek_data(trainer: Trainer, data: BatchedDataset) -> None:
             )
         section = trainer.job.data
         if isinstance(data, UserDataset) and section.check_reads:
-            refuse_unlike_reads(data, 0 if section.worker_processes else section.worker_count)
+            refuse_unlike_reads(data, 0 if data.reads_by_processes else section.worker_count)
         return
     if rank is not None:
         raise AllRanksError(

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from wanma.data.batch import Batch, find_nonfinite_samples
-from wanma.data.cache.node_cache import cache_traffic
 from wanma.data.datasets.dataset import BatchedDataset
+from wanma.data.datasets.load_times import Traffic, process_traffic
 from wanma.data.handover.sample_reading import SampleReading
 from wanma.data.step_loader import StepBatches
-from wanma.data.stores.client import store_traffic
 from wanma.job.errors import JobError
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh
 
@@ -44,7 +43,7 @@ class StepData:
         self.reading: SampleReading | None = None
         """Way in which this rank gets its samples; None: each rank reads its own, or nothing is read yet."""
         self._samples_read = 0
-        self._traffic: Counter[tuple[str, str]] = Counter()
+        self._traffic: Traffic = Counter()
         self._bad_samples = 0
         self._bad_places: set[str] = set()
 
@@ -118,18 +117,13 @@ class StepData:
         times = self._data.load_times if self._data is not None else None
         return {
             **({} if times is None else {"load_seconds": times.take()}),
-            **self._take_traffic(),
+            **self._take_traffic(process_traffic() if times is None else times.traffic),
             **({"bad_samples": self._bad_samples} if self._bad_samples else {}),
             **({"samples_read": self._samples_read} if self._has_peers else {}),
         }
 
-    def _take_traffic(self) -> dict[str, dict[str, int]]:
+    def _take_traffic(self, totals: Traffic) -> dict[str, dict[str, int]]:
         """Return requests and bytes by store, and blocks of node caches, since the last call."""
-        cache = cache_traffic()
-        totals = Counter({("cache_blocks", "hit"): cache.hits, ("cache_blocks", "miss"): cache.misses})
-        for store, traffic in store_traffic().items():
-            totals["store_requests", store] = traffic.requests
-            totals["store_bytes", store] = traffic.received_bytes
         groups: dict[str, dict[str, int]] = {}
         for (group, name), amount in (totals - self._traffic).items():
             groups.setdefault(group, {})[name] = amount
