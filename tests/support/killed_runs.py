@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from wanma.data.batch import Batch
 from wanma.data.datasets.dataset import BatchedDataset
 from wanma.data.step_loader import StepLoader
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.train import TrainSection
+
+
+def targets_of(batch: Batch) -> list[Any]:
+    """Targets of the rows of a batch."""
+    return [tuple(row) if isinstance(row, list) else row for row in batch.targets.tolist()]
 
 
 def read_with_kills(
@@ -18,8 +25,9 @@ def read_with_kills(
     worlds: Sequence[int],
     threads: int,
     seed: int,
+    contents_of: Callable[[Batch], list[Any]] = targets_of,
 ) -> list[tuple[int, Any]]:
-    """(sample, target) of all steps, read by runs that end at random steps.
+    """(sample, content) of all steps, read by runs that end at random steps.
 
     Each run resumes at or before the end of the last one, with other ranks and micro-batches. A step that is
     read again must have the same samples.
@@ -39,14 +47,10 @@ def read_with_kills(
             rows: list[Any] = []
             for loader in ranks:
                 for batch in next(loader).micro_batches:
-                    real = batch.real
-                    rows += zip(batch.samples[real].tolist(), _contents(batch, real), strict=True)
+                    read = zip(batch.samples.tolist(), contents_of(batch), strict=True)
+                    rows += itertools.compress(read, batch.real.tolist())
             assert steps.setdefault(step, rows) == rows
         for loader in ranks:
             loader.close()  # with steps read ahead, as a kill leaves them
         resumed = draw.randint(max(end - 3, 0), end)  # the newest checkpoint is some steps old
     return [row for step in range(train.steps) for row in steps[step]]
-
-
-def _contents(batch: Any, real: Any) -> list[Any]:
-    return [tuple(row) if isinstance(row, list) else row for row in batch.targets[real].tolist()]

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import bisect
+import csv
 import functools
+import hashlib
 import itertools
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from support.data_files import CASES, plain, write_case
 from support.grids import rotated
 from support.killed_runs import read_with_kills
 from support.labelled_images import WRITERS, label
-from support.reference_order import permuted, reference_order, stream
+from support.reference_order import mix, permuted, reference_order, stream
+from wanma.data.batch import Batch
 from wanma.data.index.records import open_records
 from wanma.data.opening import open_dataset
 from wanma.data.sampling.batch_size_schedule import samples_consumed_before
@@ -160,3 +167,132 @@ def test_images_of_each_format_are_read_in_the_order_of_the_reference(
     found = read_with_kills(lambda: open_dataset(section, TRAIN), TRAIN, [3, 1, 4], 1, 0)
     rows = expected_rows(30, shuffle, TOTAL)
     assert found == [(sample, label(row)) for sample, row in enumerate(rows)]
+
+
+# ------------------------------------------------------------------ interactions
+
+Interaction = dict[str, Any]
+COLUMNS = {
+    "user": "who",
+    "item": "what",
+    "rating": "stars",
+    "time": "when",
+    "sparse": ["tags"],
+    "dense": ["age"],
+}
+CLICKS = {"target": "click", "positive_from": 3, "negatives": 2, "negative_power": 1.0}
+SPLITS: dict[str, dict[str, Any]] = {"random": {}, "leave_last": CLICKS, "time": {}}
+DRAWN_SPLITS = [
+    (split, SHUFFLES[(number + shift) % len(SHUFFLES)])
+    for shift in range(len(SHUFFLES))
+    for number, split in enumerate(SPLITS)
+]
+"""Splits and shuffles, of which the first three have each split and each shuffle once."""
+HELD_OUT = 0.2
+
+
+def write_log(path: Path, count: int) -> list[Interaction]:
+    """Write interactions with times that repeat, and return them in order."""
+    draw = random.Random(3)
+    rows = [
+        {
+            "who": draw.randrange(7),
+            "what": draw.randrange(9),
+            "stars": draw.randint(1, 5),
+            "when": draw.randrange(count),
+            "tags": draw.choices(range(6), k=draw.randint(0, 3)),
+            "age": draw.randrange(99) / 4,
+        }
+        for _ in range(count)
+    ]
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows({**row, "tags": "|".join(map(str, row["tags"]))} for row in rows)
+    return rows
+
+
+def training_rows(rows: list[Interaction], split: str) -> list[int]:
+    """Rows of training: outside of the fold, not the last one of a user, or the earliest."""
+    numbers = list(range(len(rows)))
+    by_time = sorted(numbers, key=lambda number: rows[number]["when"])
+    if split == "time":
+        return by_time[: len(rows) - round(HELD_OUT * len(rows))]
+    if split == "random":
+        folds = permuted(numbers, "interaction folds")
+        return [number for number in numbers if folds[number] % 5]
+    users = [row["who"] for row in rows]
+    last = {users[number]: number for number in by_time}
+    return [number for number in numbers if users.count(users[number]) == 1 or last[users[number]] != number]
+
+
+def drawn_items(sample: int, trained: list[int], items: int, count: int) -> list[int]:
+    """Items drawn for a sample, each as often as training has it."""
+    digest = hashlib.blake2b(f"{TRAIN.seed}:negatives".encode(), digest_size=8).digest()
+    key = int.from_bytes(digest, "little")
+    shares = list(itertools.accumulate(trained.count(item) / len(trained) for item in range(items)))
+    drawn = [mix(mix(sample + key) + number + key) >> 11 for number in range(count)]
+    return [min(bisect.bisect_right(shares, one * 2.0**-53), items - 1) for one in drawn]
+
+
+def expected_interactions(rows: list[Interaction], split: str, shuffle: tuple[str, int, int]) -> list[Any]:
+    """(sample, (user, items, tags, numbers, target)) of a run in plain Python."""
+    kind, block, window = shuffle
+    training, keys = training_rows(rows, split), SPLITS[split]
+    trained, items = [rows[number]["what"] for number in training], max(row["what"] for row in rows) + 1
+    found = []
+    order = itertools.islice(stream(len(training), kind, block, window, TRAIN.seed), TOTAL)
+    for sample, place in enumerate(order):
+        row = rows[training[place]]
+        candidates = [row["what"], *drawn_items(sample, trained, items, keys.get("negatives", 0))]
+        target = float(row["stars"] >= 3) if keys else float(row["stars"])
+        found.append((sample, (row["who"], candidates, row["tags"], [row["age"]], target)))
+    return found
+
+
+def contents_of_interactions(batch: Batch) -> list[Any]:
+    """(user, items, tags, numbers, target) of the rows of a batch."""
+    values = {name: tensor.tolist() for name, tensor in batch.keywords.items()}
+    ends = [*values["tags.offsets"][1:], len(values["tags"])]
+    tags = [values["tags"][first:end] for first, end in zip(values["tags.offsets"], ends, strict=True)]
+    columns = values["who"], values["what"], tags, values["dense"], batch.targets.tolist()
+    return list(zip(*columns, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "drawn"),
+    rotated(["csv", "jsonl", "parquet"], DRAWN_SPLITS, [f"{split}-{one[0]}" for split, one in DRAWN_SPLITS]),
+)
+def test_interactions_are_read_in_the_order_of_the_reference(
+    tmp_path: Path, suffix: str, drawn: tuple[str, tuple[str, int, int]]
+) -> None:
+    split, shuffle = drawn
+    kind, block, window = shuffle
+    rows = write_log(tmp_path / f"log.{suffix}", 40)
+    section = DataSection.model_validate(
+        {
+            "path": str(tmp_path / f"log.{suffix}"),
+            "columns": COLUMNS,
+            "interactions": {"split": split, **SPLITS[split]},
+            "validation_fraction": HELD_OUT,
+            "cache": str(tmp_path / "cache"),
+            "shuffle": kind,
+            "block_samples": block,
+            "window_blocks": window,
+        }
+    )
+    draw = random.Random(f"{suffix} {split} {kind}")
+    found = read_with_kills(
+        lambda: open_dataset(section, TRAIN),
+        TRAIN,
+        draw.choices(WORLD_SIZES, k=3),
+        draw.choice([1, 2]),
+        draw.randrange(100),
+        contents_of_interactions,
+    )
+    assert found == expected_interactions(rows, split, shuffle)
