@@ -21,7 +21,9 @@ from wanma.data.formats.format import BadDataError, FileGroup, Layout
 from wanma.data.formats.json_records import JsonLines
 from wanma.data.index.build import BadFilesError, open_or_build_index
 from wanma.data.index.layout_file import LayoutFileCorruptError, StoredLayout, open_layout, serialize
+from wanma.data.index.records import open_records
 from wanma.data.index.sample_index import SampleIndex
+from wanma.data.stores import byte_source
 from wanma.job.errors import WanmaError
 
 BUILDER = """
@@ -271,3 +273,21 @@ def test_listed_files_that_are_missing_stop_the_build(tmp_path: Path) -> None:
     files[1].path.unlink()
     with pytest.raises(BadDataError, match=r"0001\.jsonl: the file is missing"):
         open_or_build_index(files, JsonLines(), tmp_path / "cache")
+
+
+def test_a_local_file_that_changes_under_a_run_is_named_until_it_is_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(byte_source, "WATCH_SECONDS", 0.0)
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n' * 3)
+    status = path.stat()
+    records = open_records(str(path), cache=tmp_path / "cache")
+    assert records[1] == {"text": "one"}
+    path.write_text('{"text": "two"}\n' * 4)
+    for _ in range(2):
+        with pytest.raises(WanmaError, match=r"a\.jsonl' has changed"):
+            records[1]
+    path.write_text('{"text": "one"}\n' * 3)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert records[1] == {"text": "one"}

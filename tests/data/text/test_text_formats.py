@@ -20,6 +20,7 @@ from support.data_files import compress
 from support.text_formats import TEXT_CASES, json_lines, write_megatron, write_plain
 from wanma.data.documents.text_files import list_documents, read_chunks
 from wanma.data.opening import open_dataset, prepare_job_data
+from wanma.data.stores import byte_source
 from wanma.data.text import encoding_task
 from wanma.data.text.encoding_task import ReadingSettings
 from wanma.data.text.token_file import TokenFile, open_or_build_token_file
@@ -185,6 +186,23 @@ def test_a_token_outside_the_vocabulary_names_file_row_and_tokenizer(tmp_path: P
         JobError, match=r"text\[0\]: .* row 1: .* 50000 .* 257 "
     ):  # fmt: skip
         build([tmp_path / "a.*"], tmp_path / "cache")
+
+
+def test_mapped_tokens_that_change_under_a_run_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(byte_source, "WATCH_SECONDS", 0.0)
+    path = tmp_path / "rows.npy"
+    np.save(path, np.tile(np.array([97, 98, 256], "u2"), (40, 1)))
+    section = DataSection(
+        text=[str(path)], cache=str(tmp_path / "cache"), sequence_length=8, validation_fraction=0
+    )
+    data = open_dataset(section, TrainSection())
+    assert data.batch([0]).rows == 1
+    with path.open("ab") as file:
+        file.write(b"a0")
+    with pytest.raises(WanmaError, match=r"rows\.npy' has changed"):
+        data.batch([0])
 
 
 def test_arrays_of_numpy_are_documents_of_tokens(tmp_path: Path) -> None:

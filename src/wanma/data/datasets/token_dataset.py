@@ -208,6 +208,8 @@ class TokenDataset(BatchedDataset):
         self, streams: list[Stream], sources: IndexArray, indices: IndexArray
     ) -> tuple[NDArray[Any], NDArray[np.bool_]]:
         """Return tokens (rows, sequence + 1) as stored, and a mask of the starts of segments among them."""
+        for source in self._sources:
+            source.file.watch.check()
         first = int(sources[0])
         if (sources == first).all():
             rows = streams[first].read(indices)

@@ -14,9 +14,14 @@ from numpy.typing import NDArray
 
 from wanma.data.formats.format import BadDataError, FileGroup, Format, Layout, Record, RowReader, Rows
 from wanma.data.index.group_scan import open_or_scan
+from wanma.data.stores.byte_source import FileWatch
+from wanma.data.stores.data_file import OpenableFile
+from wanma.data.stores.filesystems import is_local
 
 _OPEN_READERS = 64
 """Readers that stay open: each may hold a mapped file and decoded row groups."""
+_MAPPED_FILES = 2
+"""Most files of a group whose reader keeps them open, as those of Megatron and IDX."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,9 @@ class SampleIndex:
     """File of the layout of each group."""
     damaged: tuple[DamagedFile, ...] = ()
     """Files that were skipped when the index was built."""
-    _readers: OrderedDict[int, RowReader] = field(default_factory=OrderedDict, repr=False, compare=False)
+    _readers: OrderedDict[int, tuple[RowReader, FileWatch]] = field(
+        default_factory=OrderedDict, repr=False, compare=False
+    )
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -96,14 +103,29 @@ class SampleIndex:
         return layout
 
     def reader(self, number: int) -> RowReader:
-        """Return the reader of a group; the last ones that were used stay open."""
+        """Return the reader of a group; the last ones that were used stay open.
+
+        Raises:
+            BadDataError: a file is missing, or has changed since it was listed.
+            WanmaError: a local file has changed since its reader was opened.
+        """
         with self._lock:
-            if (reader := self._readers.get(number)) is not None:
+            if (opened := self._readers.get(number)) is not None:
                 self._readers.move_to_end(number)
-                return reader
+        if opened is not None:
+            reader, watch = opened
+            watch.check()
+            return reader
         reader = self.data_format.open(self.groups[number], self.layout(number))
         with self._lock:
-            self._readers[number] = reader
+            self._readers[number] = reader, FileWatch(_mapped_paths(self.groups[number]))
             while len(self._readers) > _OPEN_READERS:
                 self._readers.popitem(last=False)
         return reader
+
+
+def _mapped_paths(group: FileGroup) -> list[Path]:
+    """Return the local files of a group that stay mapped; a group of many opens each as it reads it."""
+    files = [file for file in group.files[:_MAPPED_FILES] if isinstance(file, OpenableFile)]
+    is_mapped = len(group.files) <= _MAPPED_FILES
+    return [Path(file.stored.path) for file in files if is_mapped and is_local(file.stored.filesystem)]

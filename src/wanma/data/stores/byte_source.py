@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
+
+from wanma.job.errors import WanmaError
+
+WATCH_SECONDS = 5.0
+"""Interval at which local files that stay mapped are compared with what they were."""
 
 
 class ByteSource(Protocol):
@@ -61,3 +67,41 @@ class MappedFile:
     def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes | memoryview]:
         """Return the bytes of several ranges [start, end), in their order."""
         return [self._view[start:end] for start, end in ranges]
+
+
+class FileWatch:
+    """Watch over local files that stay mapped, whose content would change under a reader.
+
+    Args:
+        paths: the files.
+    """
+
+    def __init__(self, paths: Sequence[Path] = ()) -> None:
+        self._states = {path: _state(path) for path in paths}
+        self._next_time = time.monotonic() + WATCH_SECONDS
+
+    def check(self) -> None:
+        """Compare the files with their state at the start, once in `WATCH_SECONDS`.
+
+        Raises:
+            WanmaError: one has changed, or is gone.
+        """
+        now = time.monotonic()
+        if now < self._next_time:
+            return
+        for path, state in self._states.items():
+            if _state(path) != state:
+                raise WanmaError(
+                    f"'{path}' has changed since this run opened it, or is gone",
+                    "restore the file as it was, or start a new run on the new data",
+                )
+        self._next_time = now + WATCH_SECONDS
+
+
+def _state(path: Path) -> tuple[int, int] | None:
+    """Return size and time of modification of a file; None: it is gone."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_size, status.st_mtime_ns

@@ -26,7 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from wanma.data.documents.corpus_acceptance import (
 )
 from wanma.data.documents.document_groups import DocumentGroup
 from wanma.data.stores.atomic_file import sync_to_disk
+from wanma.data.stores.byte_source import FileWatch
 from wanma.data.stores.listing import StoredFile
 from wanma.data.text.encoding_task import (
     EncodingResult,
@@ -90,6 +91,8 @@ class TokenFile:
     tokens: NDArray[Any]
     offsets: NDArray[np.int64]
     digests: NDArray[np.uint64]
+    watch: FileWatch = field(default_factory=FileWatch)
+    """Watch over the user's file, if its tokens are mapped and not copied."""
 
     @property
     def fingerprint(self) -> str:
@@ -213,6 +216,7 @@ def open_token_file(folder: Path) -> TokenFile:
         if (header["format"], header["version"]) != (_FORMAT, _VERSION):
             raise TokenFileCorruptError(f"its format is {header['format']} {header['version']}")
         stored = StoredTokens(**header["stored_tokens"]) if "stored_tokens" in header else None
+        watch = FileWatch([Path(stored.path)] if stored is not None else [])
         _verify(folder, header, stored)
         tokens: NDArray[Any]
         if stored is not None:
@@ -225,7 +229,7 @@ def open_token_file(folder: Path) -> TokenFile:
         raise TokenFileCorruptError(f"its header cannot be read: {error!r}") from error
     except FileNotFoundError as error:
         raise TokenFileCorruptError(f"{Path(error.filename).name} is missing") from error
-    return TokenFile(folder, header, tokens, offsets, digests)
+    return TokenFile(folder, header, tokens, offsets, digests, watch)
 
 
 def _verify(folder: Path, header: dict[str, Any], stored: StoredTokens | None) -> None:
