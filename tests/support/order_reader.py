@@ -1,15 +1,18 @@
-"""Process that reads a data set as all ranks of a run, and prints (step, sample, row) of each sample.
+"""Process that reads stored records as all ranks of a run, and prints (step, sample, row) of each sample.
 
-Arguments: world size, first step, `data.shuffle`, `data.workers`.
+Arguments: folder of the records, world size, first step, `data.shuffle`, `data.workers`. Several workers are
+loader processes.
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from wanma.data.index.records import open_records
 from wanma.data.opening import open_dataset
 from wanma.data.step_loader import StepLoader
 from wanma.job.plan.plan import Plan
@@ -30,13 +33,30 @@ class Rows:
         return np.float32(index), index
 
 
-def main(world_size: int, first_step: int, shuffle: Any, workers: int) -> None:
+class StoredRows(Rows):
+    """Dataset of stored records, whose field `row` is their number."""
+
+    def __init__(self, folder: Path) -> None:
+        self.records = open_records(str(folder), cache=folder.with_name("cache"))
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return np.float32(index), int(self.records[index]["row"])
+
+
+def main(folder: Path, world_size: int, first_step: int, shuffle: Any, workers: int) -> None:
     section = DataSection(
-        shuffle=shuffle, block_samples=8, window_blocks=3, validation_fraction=0, workers=workers
+        shuffle=shuffle,
+        block_samples=8,
+        window_blocks=3,
+        validation_fraction=0,
+        workers=workers,
+        worker_processes=workers > 1,
     )
     plan = Plan(dp_replicate=world_size, micro_batch=3)
     loaders = [
-        StepLoader(open_dataset(section, TRAIN, Rows()), plan, TRAIN, rank, first_step, 2, workers)
+        StepLoader(
+            open_dataset(section, TRAIN, StoredRows(folder)), plan, TRAIN, rank, first_step, 2, workers
+        )
         for rank in range(world_size)
     ]
     for step in range(first_step, TRAIN.steps):
@@ -49,4 +69,4 @@ def main(world_size: int, first_step: int, shuffle: Any, workers: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5]))

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.killed_runs import read_with_kills
-from support.order_reader import TRAIN, Rows
+from support.order_reader import ROWS, TRAIN, Rows
 from support.reference_order import epoch, permuted, reference_order, stream
 from wanma.data.opening import open_dataset
 from wanma.data.sampling.batch_size_schedule import samples_consumed_before
@@ -174,14 +176,26 @@ def test_images_are_read_in_the_order_of_the_reference(tmp_path: Path, shuffle: 
 
 @pytest.mark.full
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("kind", ["full", "block"])
-def test_processes_that_are_killed_read_the_order_of_the_reference_together(kind: str, workers: int) -> None:
+@pytest.mark.parametrize(("kind", "suffix"), [("full", "jsonl"), ("block", "parquet")])
+def test_processes_that_are_killed_read_the_order_of_the_reference_together(
+    tmp_path: Path, kind: str, suffix: str, workers: int
+) -> None:
+    rows = [{"row": row} for row in range(ROWS)]
+    folder = tmp_path / "records"
+    folder.mkdir()
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), folder / "a.parquet", row_group_size=7)
+    else:
+        (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     draw = random.Random(f"{kind} {workers}")
     read: dict[int, int] = {}
     first_step, ended = 0, False
     for world in itertools.cycle(draw.sample(WORLD_SIZES, len(WORLD_SIZES))):
         process = subprocess.Popen(
-            [sys.executable, "-m", "support.order_reader", str(world), str(first_step), kind, str(workers)],
+            [
+                *(sys.executable, "-m", "support.order_reader", str(folder)),
+                *(str(world), str(first_step), kind, str(workers)),
+            ],
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])},
             stdout=subprocess.PIPE,
             text=True,
@@ -198,9 +212,9 @@ def test_processes_that_are_killed_read_the_order_of_the_reference_together(kind
         process.wait()
         if ended:
             break
-    rows = itertools.islice(stream(53, kind, 8, 3, 5), TOTAL)
-    training = permuted(list(range(53)), "validation split") if kind == "full" else list(range(53))
-    assert [read[sample] for sample in range(TOTAL)] == [training[row] for row in rows]
+    order = itertools.islice(stream(ROWS, kind, 8, 3, 5), TOTAL)
+    training = permuted(list(range(ROWS)), "validation split") if kind == "full" else list(range(ROWS))
+    assert [read[sample] for sample in range(TOTAL)] == [training[row] for row in order]
 
 
 @pytest.mark.full
