@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from support.ranks import run_here
+from support.ranks import run_here, run_job
 from wanma.data.batch import IGNORE_INDEX
 from wanma.data.datasets.map_dataset import UserDataset
 from wanma.data.opening import open_dataset, prepare_job_data
@@ -182,6 +182,18 @@ def test_a_training_is_that_of_the_good_rows_and_lists_the_others(target: str, t
     few = {**settings, "data": {**settings["data"], "bad_data_limit": 2}}
     with pytest.raises(JobError, match="bad_data_limit"):
         run_here(tmp_path / "many", few, Plan(micro_batch=10))
+
+
+def test_the_limit_is_that_of_all_ranks_together(tmp_path: Path) -> None:
+    path, bad = WRITERS["csv"](tmp_path)
+    settings = job(path, "kind")
+    few = {**settings, "data": {**settings["data"], "bad_data_limit": len(bad) - 1}}
+    with pytest.raises(JobError, match="bad_data_limit"):
+        run_job(tmp_path / "two", few, Plan(dp_replicate=2, micro_batch=5))
+    listed = [
+        len(file.read_text().splitlines()) for file in (tmp_path / "two").glob("logs/bad-samples-*.jsonl")
+    ]
+    assert listed == [2, 2], "each rank alone has met fewer"
 
 
 def test_substitution_is_refused(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from wanma.data.datasets.load_times import STORED_IMAGE_PARTS, LoadTimes
 from wanma.data.step_loader import StepBatches
 from wanma.data.stores.client import StoreTraffic
 from wanma.job.errors import JobError
+from wanma.job.sections.data import DataSection
+from wanma.training.run import step_data as module
 from wanma.training.run.step_data import StepData
 
 
@@ -45,11 +47,16 @@ def data() -> Any:
 
 def step_data(folder: Path, limit: int = 10, writes: bool = True) -> tuple[StepData, list[str]]:
     messages: list[str] = []
-    one_rank = SimpleNamespace(pp=1, cp=1, tp=1)
+    one_rank = SimpleNamespace(pp=1, cp=1, tp=1, world_size=1)
     mesh: Any = SimpleNamespace(contributes_loss=writes, coordinate=lambda _: 0, plan=one_rank)
+    section = DataSection(bad_data="skip", bad_data_limit=limit)
     return StepData(
-        folder / "bad-samples-0.jsonl", mesh, lambda text, _: messages.append(text), limit
+        folder / "bad-samples-0.jsonl", mesh, lambda text, _: messages.append(text), section
     ), messages
+
+
+def end_step(report: StepData) -> None:
+    report.take_exchanged_sums(report.exchanged_terms())
 
 
 def test_bad_samples_are_listed_and_the_first_one_is_told(tmp_path: Path) -> None:
@@ -79,10 +86,26 @@ def test_ranks_that_read_the_same_samples_list_them_once(tmp_path: Path) -> None
 
 def test_more_different_samples_than_the_limit_end_the_run(tmp_path: Path) -> None:
     report, _ = step_data(tmp_path, limit=2)
-    report.begin(data(), step(0, bad(0), bad(1)))
-    report.begin(data(), step(1, bad(0), bad(1)))  # another epoch
-    with pytest.raises(JobError, match=r"3 samples .*_limit = 2; .*: a\.tar"):
-        report.begin(data(), step(2, bad(5)))
+    for number in range(2):  # two epochs
+        report.begin(data(), step(number, bad(0), bad(1)))
+        end_step(report)
+    report.begin(data(), step(2, bad(5)))
+    with pytest.raises(JobError, match=r"3 samples .*_limit = 2"):
+        end_step(report)
+
+
+def test_a_sample_that_several_ranks_have_met_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report, _ = step_data(tmp_path, limit=2)
+    report.begin(data(), step(0, bad(0)))
+    joined = [{bad(0).place, bad(1).place}, {bad(number).place for number in range(3)}]
+    monkeypatch.setattr(module, "_join_places", lambda *_: joined.pop(0))
+    for _ in range(2):  # asked once, while no rank meets another one
+        report.take_exchanged_sums((4.0,))
+    assert len(joined) == 1
+    with pytest.raises(JobError, match=r"3 samples .*_limit = 2"):
+        report.take_exchanged_sums((5.0,))
 
 
 def test_files_left_out_as_a_whole_count_and_no_restart_follows(tmp_path: Path) -> None:
@@ -90,8 +113,10 @@ def test_files_left_out_as_a_whole_count_and_no_restart_follows(tmp_path: Path) 
     with_files = data()
     with_files.bad_file_count = 2
     report.begin(with_files, step(0))
-    with pytest.raises(JobError, match=r"1 samples .* and 2 whole files"):
-        report.begin(with_files, step(1, bad(2)))
+    end_step(report)
+    report.begin(with_files, step(1, bad(2)))
+    with pytest.raises(JobError, match=r"1 samples and 2 whole files"):
+        end_step(report)
 
 
 def test_seconds_of_loading_are_those_since_the_last_record(tmp_path: Path) -> None:

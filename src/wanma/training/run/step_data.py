@@ -10,12 +10,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from wanma.data.batch import Batch, find_nonfinite_samples
 from wanma.data.datasets.dataset import BatchedDataset
 from wanma.data.datasets.load_times import Traffic, process_traffic
 from wanma.data.handover.sample_reading import SampleReading
 from wanma.data.step_loader import StepBatches
 from wanma.job.errors import JobError
+from wanma.job.sections.data import DataSection
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh
 
 log = logging.getLogger("wanma.data")
@@ -28,14 +31,20 @@ class StepData:
         path: file of the samples that cannot be read, one JSON object per line.
         parallel_mesh: this rank's place; of the ranks that read the same samples, one writes.
         message: function (text, level) that shows the user a message, on rank 0.
-        limit: most different samples that cannot be read, with the files that were left out as a whole; more
-            end the run.
+        section: the job's `[data]`. More different samples of all ranks that cannot be read than
+            `bad_data_limit`, with the files that were left out as a whole, end the run.
     """
 
     def __init__(
-        self, path: Path, parallel_mesh: ParallelMesh, message: Callable[[str, str], None], limit: int
+        self,
+        path: Path,
+        parallel_mesh: ParallelMesh,
+        message: Callable[[str, str], None],
+        section: DataSection,
     ) -> None:
-        self._path, self._message, self._limit = path, message, limit
+        self._path, self._message, self._limit = path, message, section.bad_data_limit
+        self._skips_bad = section.bad_data in ("skip", "substitute")
+        self._world_size = parallel_mesh.plan.world_size
         self._writes = parallel_mesh.contributes_loss and parallel_mesh.coordinate("cp") == 0
         self._data: BatchedDataset | None = None
         self._step: StepBatches | None = None
@@ -46,13 +55,11 @@ class StepData:
         self._traffic: Traffic = Counter()
         self._bad_samples = 0
         self._bad_places: set[str] = set()
+        self._gathered_count = 0
+        """Sum over the ranks of their different bad samples when these were last joined."""
 
     def begin(self, data: BatchedDataset, step: StepBatches) -> None:
-        """Take the data of the step that begins, and list its samples that cannot be read.
-
-        Raises:
-            JobError: with the files that were left out as a whole they are more than the limit.
-        """
+        """Take the data of the step that begins, and list its samples that cannot be read."""
         self._data, self._step = data, step
         found = step.bad_samples
         if not found:
@@ -78,25 +85,47 @@ class StepData:
             log.warning("%s", text)
         self._bad_samples += len(found)
         self._bad_places |= {one.place for one in found}
-        files = data.bad_file_count
-        if len(self._bad_places) + files > self._limit:
-            file_text = f" and {files} whole files" if files else ""
-            # Not a failure of the rank: a restart would count the same samples again.
-            raise JobError(
-                f"data: {len(self._bad_places)} samples of this rank{file_text} cannot be read, more than "
-                f"data.bad_data_limit = {self._limit}; the last: {found[-1].place}: {found[-1].cause}",
-                f"mend the data, listed in {self._path}, or raise data.bad_data_limit",
-            )
 
     def exchanged_terms(self) -> tuple[float, ...]:
         """Return the numbers that the rank adds to the step's all-reduce, as many on every rank."""
-        if not self._has_peers:
-            return ()
-        return (float(self.reading.training_samples_read if self.reading is not None else 0),)
+        terms: list[float] = []
+        if self._has_peers:
+            terms.append(self.reading.training_samples_read if self.reading is not None else 0)
+        if self._skips_bad:
+            terms.append(len(self._bad_places) if self._writes else 0)
+        return tuple(map(float, terms))
 
     def take_exchanged_sums(self, sums: Sequence[float]) -> None:
-        """Take the sums of `exchanged_terms`."""
-        self._samples_read = int(sum(sums))
+        """Take the sums of `exchanged_terms`; every rank calls it.
+
+        Raises:
+            JobError: more samples and files cannot be read than the job allows; the same on all ranks.
+        """
+        if self._has_peers:
+            self._samples_read = int(sums[0])
+        if self._skips_bad:
+            self._refuse_many_bad(int(sums[-1]))
+
+    def _refuse_many_bad(self, count: int) -> None:
+        """Refuse more different bad samples than the limit; ranks may have met the same in other epochs.
+
+        Args:
+            count: sum over the ranks of the different ones that each has met.
+        """
+        files = self._data.bad_file_count if self._data is not None else 0
+        if count == self._gathered_count or count + files <= self._limit:
+            return
+        self._gathered_count = count
+        places = _join_places(self._bad_places if self._writes else set(), self._world_size)
+        if len(places) + files > self._limit:
+            file_text = f" and {files} whole files" if files else ""
+            # Not a failure of a rank: a restart would count the same samples again.
+            raise JobError(
+                f"data: {len(places)} samples{file_text} cannot be read, more than data.bad_data_limit = "
+                f"{self._limit}",
+                f"mend the data, listed in {self._path.with_name('bad-samples-*.jsonl')}, or raise "
+                "data.bad_data_limit",
+            )
 
     def non_finite_sample_names(self) -> list[str]:
         """Return the names of this rank's samples with a NaN or infinity among their inputs or targets."""
@@ -129,3 +158,12 @@ class StepData:
             groups.setdefault(group, {})[name] = amount
         self._traffic = totals
         return groups
+
+
+def _join_places(places: set[str], world_size: int) -> set[str]:
+    """Return the places of all ranks, each once."""
+    if world_size == 1:
+        return places
+    found: list[set[str]] = [set()] * world_size
+    dist.all_gather_object(found, places)
+    return set().union(*found)

@@ -158,7 +158,7 @@ class Trainer:
         self._share_change: ShareChange | None = None
         self._expert_statistics: dict[str, Tensor] = {}
         bad_samples = RunDirectory(worker.run_directory).bad_samples(worker.rank)
-        self.step_data = StepData(bad_samples, parallel_mesh, self.message, job.data.bad_data_limit)
+        self.step_data = StepData(bad_samples, parallel_mesh, self.message, job.data)
         self._outer_result: OuterStepResult | AppliedStep | None = None
         """Outer update after the last step, or update of parameter servers; None: there was none."""
         self._step_started = time.perf_counter()
