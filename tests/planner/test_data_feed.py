@@ -12,6 +12,7 @@ from support.problems import job, problem
 from wanma.job.forecast.data_feed import DataFeed, SampleLoading, StoreRates
 from wanma.job.forecast.forecast import Forecast, Workload
 from wanma.job.plan.plan import Plan
+from wanma.job.sections.images import ImageTransformSection
 from wanma.planner.forecast.data_feed import HEADROOM, data_feed_text
 from wanma.planner.forecast.data_loading import load_cost
 from wanma.planner.forecast.plan_forecast import forecast_plan
@@ -64,6 +65,11 @@ def forecast(of: PlanningProblem) -> tuple[Forecast, DataFeed]:
 def test_decoding_is_divided_by_the_workers_up_to_the_cores_of_a_rank() -> None:
     for workers, decoders in ((1, 1), (2, 2), (4, 4), (32, 8)):  # 64 cores, 8 ranks
         found = load_cost(given(ON_DISK, workers=workers, prefetch=64), PLAN).parts["decoding"]
+        assert found == pytest.approx((250e-6 + 2 * 5e-3) / decoders)
+    # Threads decode all steps that are loaded; a process decodes the one that it loads.
+    for by_processes, decoders in ((False, 4), (True, 2)):
+        loading = replace(ON_DISK, by_processes=by_processes)
+        found = load_cost(given(loading, workers=8, prefetch=2), PLAN).parts["decoding"]
         assert found == pytest.approx((250e-6 + 2 * 5e-3) / decoders)
     # Of a store, three steps are loaded at once, each decoded by its thread.
     assert load_cost(given(), PLAN).parts["decoding"] == pytest.approx((250e-6 + 2 * 5e-3) / 3)
@@ -276,6 +282,8 @@ def test_ranks_get_the_number_and_the_job_keeps_auto() -> None:
     assert with_workers(of.job, workers).data.worker_count == 8
     assert of.job.data.worker_count == 1
     assert workers_text(of.job, workers) == "8 threads per rank (chosen: data.workers = 'auto')"
+    own = given(ON_DISK, image_transform=ImageTransformSection(size=8, augment=["mine"]))
+    assert workers_text(own.job, 2) == "2 processes per rank"
     assert workers_note(of.job, workers) == [
         "data.workers = 8: chosen for data.workers = 'auto'; it changes no sample"
     ]

@@ -43,10 +43,6 @@ class StoreTraffic:
     """Requests that failed; most were repeated."""
     received_bytes: int = 0
     """Bytes of content received."""
-    slow_downs: int = 0
-    """Pauses that stores asked for."""
-    pause_seconds: float = 0.0
-    """Seconds of waiting for such pauses, summed over threads."""
 
     def __add__(self, other: StoreTraffic) -> StoreTraffic:
         return StoreTraffic(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -137,13 +133,7 @@ class StoreClient:
     def traffic(self) -> StoreTraffic:
         """Traffic of this process with the store."""
         with self._lock:
-            return StoreTraffic(
-                self._requests,
-                self._failed_requests,
-                self._received_bytes,
-                self.gate.slow_downs,
-                self.gate.pause_seconds,
-            )
+            return StoreTraffic(self._requests, self._failed_requests, self._received_bytes)
 
     def request(self, path: str, start: int, end: int) -> RangeAnswer:
         """Request bytes [start, end) of a file once, when the gate admits it.
