@@ -195,7 +195,7 @@ def open_image(value: Any) -> Image:
     module = import_pillow()
     value = unwrap(value)
     if isinstance(value, np.ndarray):
-        return _image_of_array(value)
+        return image_of_array(value)
     if not isinstance(value, bytes | bytearray | memoryview):
         raise ValueError(f"{type(value).__name__} is no image")
     if not len(value):
@@ -226,7 +226,7 @@ def unwrap(value: Any) -> Any:
     return value
 
 
-def _image_of_array(values: NDArray[Any]) -> Image:
+def image_of_array(values: NDArray[Any]) -> Image:
     """Return an array (height, width), (height, width, channels) or (channels, height, width) as an image."""
     if values.dtype != np.uint8:
         raise ValueError(f"an array of {values.dtype} is no image; uint8 is")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wanma.data.images.transform import import_pillow
+from wanma.data.images.transform import image_of_array, import_pillow
 from wanma.job.errors import WanmaError
 
 _SIGNATURES = (
@@ -77,15 +77,15 @@ def write_png(value: bytes | NDArray[Any], path: Path) -> None:
     """Write an image as PNG.
 
     Args:
-        value: file of an image, or pixels as of `pixels`.
+        value: file of an image, or pixels as of `image_of_array`.
         path: the file.
 
     Raises:
         WanmaError: Pillow is not installed, the image is damaged, or the file cannot be written.
     """
-    pillow = import_pillow("writing images as PNG")
+    import_pillow("writing images as PNG")
     try:
-        with _open(value) if isinstance(value, bytes) else pillow.fromarray(pixels(value)) as image:
+        with _open(value) if isinstance(value, bytes) else image_of_array(value) as image:
             has_mode = image.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
             path.parent.mkdir(parents=True, exist_ok=True)
             (image if has_mode else image.convert("RGB")).save(path, "PNG")
@@ -99,13 +99,6 @@ def is_picture(value: Any) -> bool:
         return False
     is_gray = value.ndim == 2 and min(value.shape) > 1
     return is_gray or (value.ndim == 3 and (value.shape[0] in (1, 3) or value.shape[2] in (1, 3, 4)))
-
-
-def pixels(array: NDArray[Any]) -> NDArray[np.uint8]:
-    """Return pixels as (height, width) or (height, width, channels); channels may stand first in `array`."""
-    if array.ndim == 3 and array.shape[2] not in (1, 3, 4):
-        array = array.transpose(1, 2, 0)
-    return np.ascontiguousarray(array[:, :, 0] if array.ndim == 3 and array.shape[2] == 1 else array)
 
 
 def _open(content: bytes) -> Any:
