@@ -67,6 +67,27 @@ def test_a_tar_in_an_object_store_trains_alike_on_one_and_two_ranks(
     assert 'workers = "auto"' in (desk.training("two").path / "job.toml").read_text()
 
 
+@pytest.mark.full
+def test_a_transform_of_a_package_trains_alike_in_loader_processes_and_in_threads(
+    desk: Desk, tmp_path: Path
+) -> None:
+    information = tmp_path / "own_images-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: own-images\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[wanma.image_transforms]\ninvert = own_images:invert\n")
+    (tmp_path / "own_images.py").write_text("def invert(pixels, random):\n    return 255 - pixels\n")
+    write_folder(desk.folder / "inverted", 24)
+    job = JOB.format(images="inverted", ranks=2).replace('_flip"]', '_flip", "invert"]')
+    (desk.folder / "own-transform.toml").write_text(job)
+    for name, override in (("processes", ()), ("threads", ("data.worker_processes=false",))):
+        command = ("train", "own-transform.toml", "--run-dir", name, *override)
+        ran = desk.start(*command, PYTHONPATH=str(tmp_path)).end()
+        ran.check()
+        seconds = desk.training(name).metrics[-1]["load_seconds"]
+        assert set(seconds) == {"read", "decode", "transform", "collate"}
+    assert losses(desk, "processes") == losses(desk, "threads")
+
+
 @pytest.fixture(scope="module")
 def damaged(desk: Desk) -> list[str]:
     """Folder `pictures` with 24 images, of which two are cut; the names of these."""
