@@ -20,6 +20,7 @@ from wanma.data.opening import open_dataset, prepare_job_data
 from wanma.data.step_loader import StepLoader
 from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
 from wanma.job.plan.plan import Plan
+from wanma.job.run.run_directory import RunDirectory
 from wanma.job.sections.data import DataSection
 from wanma.job.sections.train import TrainSection
 
@@ -188,7 +189,8 @@ def test_the_limit_is_that_of_all_ranks_together(tmp_path: Path) -> None:
     path, bad = WRITERS["csv"](tmp_path)
     settings = job(path, "kind")
     few = {**settings, "data": {**settings["data"], "bad_data_limit": len(bad) - 1}}
-    with pytest.raises(JobError, match="bad_data_limit"):
+    RunDirectory(tmp_path / "two").create()
+    with pytest.raises(AssertionError, match=r"JobError: .* 4 samples .*bad_data_limit = 3"):
         run_job(tmp_path / "two", few, Plan(dp_replicate=2, micro_batch=5))
     listed = [
         len(file.read_text().splitlines()) for file in (tmp_path / "two").glob("logs/bad-samples-*.jsonl")
