@@ -6,12 +6,13 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.observe.metrics.memory import peak_memory_bytes, resident_memory
+from wanma.observe.metrics.memory import AllocatorState, allocator_state, peak_memory_bytes, resident_memory
 from wanma.observe.metrics.mfu import model_flops_utilization
 from wanma.observe.units import bytes_text, count_text, duration_text, number_text, percent_text
 
@@ -56,6 +57,19 @@ print(peak_memory_bytes())
 
 def test_this_process_has_a_peak() -> None:
     assert peak_memory_bytes() >= resident_memory().resident_bytes // 2 > 1 << 20
+
+
+def test_memory_beyond_the_peak_of_tensors_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    statistics: dict[str, Any] = {
+        "reserved_bytes": {"all": {"current": 70}},
+        "allocated_bytes": {"all": {"peak": 60}},
+        "num_alloc_retries": 2,
+    }
+    monkeypatch.setattr("torch.cuda.memory_stats_as_nested_dict", lambda: statistics)
+    assert allocator_state("cuda") == AllocatorState(10, 2)
+    statistics["allocated_bytes"]["all"]["peak"] = 80  # since then the cache was freed
+    assert allocator_state("cuda").cached_bytes == 0
+    assert allocator_state("cpu") == AllocatorState(0, 0)
 
 
 def test_utilization_is_model_flops_over_peak() -> None:

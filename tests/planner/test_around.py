@@ -144,6 +144,7 @@ def test_a_save_that_is_written_longer_than_the_steps_between_is_waited_for() ->
     )
     assert found.checkpoint_stall(3.0) == 0.5 / 4
     assert found.checkpoint_stall(1.5) == pytest.approx(0.5 / 4 + (8.0 - 4 * 1.5) / 4)
+    assert [found.checkpoint_forecast(seconds).stall_seconds for seconds in (3.0, 1.5)] == [0.5, 2.5]
     assert found.final_checkpoint_seconds == 8.0
 
 
@@ -157,6 +158,8 @@ def test_a_run_also_waits_for_its_last_save() -> None:
         of = given_problem(with_section(job(steps=steps), "checkpoint", every_steps=every))
         parts, found = step_overhead(of, PLAN), forecast_plan(of, PLAN)
         assert found.step.checkpoint == pytest.approx(parts.checkpoint_copy_seconds * shares, abs=1e-12)
+        assert found.checkpoint.size_bytes == pytest.approx(saved_bytes(of))
+        assert found.checkpoint.write_seconds == parts.checkpoint_write_seconds
         steps_seconds = run_seconds(of.job.train, of.global_batch, PLAN, found.step)
         at_end = parts.checkpoint_write_seconds + copies * parts.checkpoint_copy_seconds
         assert found.run.seconds == pytest.approx(steps_seconds / found.run.useful.share + at_end)

@@ -21,6 +21,7 @@ from wanma.report.forecast_comparison import (
     rank_memory_comparisons,
 )
 from wanma.report.report_page import render_report_page
+from wanma.report.run_charts import run_charts
 from wanma.report.run_report import read_report
 from wanma.report.terminal import run_summary
 
@@ -51,6 +52,18 @@ def test_a_step_is_set_beside_its_forecast_phase_by_phase(new_run: NewRun) -> No
     assert found["forward_backward"].measured == pytest.approx(0.62, abs=0.01)
     assert (found["communication"].forecast, found["communication"].measured) == (0.08, 0.06)
     assert (found["optimizer"].forecast, found["optimizer"].measured) == (0.03, 0.03)
+
+
+def test_charts_have_the_forecast_as_a_line(new_run: NewRun) -> None:
+    run = promised(new_run(50), plan=Plan(dp_replicate=2, micro_batch=8, device="cuda"))
+    planned = json.loads(run.plan.read_text())
+    planned["forecast"] |= {"model_flops_utilisation": 0.25, "tensor_bytes": 400 << 20}
+    run.plan.write_text(json.dumps(planned))
+    charts = run_charts(read_report(run))
+    lines = {chart.title: [value for _, value in chart.horizontal_lines] for chart in charts}
+    assert (lines["MFU"], lines["Step time by phase"]) == ([0.25], [0.5])
+    assert lines["Throughput"] == [pytest.approx(8192 / 0.5, rel=0.02)]
+    assert lines["Memory"] == [400 << 20], "of a GPU what torch allocates"
 
 
 def test_what_a_few_steps_do_counts_as_each_steps_share(new_run: NewRun) -> None:

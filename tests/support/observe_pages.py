@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from wanma.observe.render.files import runbook
-from wanma.observe.series.catalogue import GROUPS
+from wanma.observe.series.catalogue import FORECAST_PREFIX, GROUPS
 
 UNITS = frozenset({"seconds", "bytes", "ratio", "watts", "celsius", "hertz"})
 """Base units; a metric that has one ends with it. A ratio is 0 to 1."""
@@ -40,7 +40,12 @@ the device anyway. From them come exposed communication by axis, the bubble, and
 `compute_seconds`. On GPUs the exposed communication of sharded parameters includes the copies into and out
 of its buffers; a step with more than 32,768 waits has none of these times, and `forward_backward` is one
 part there. This has been tested with events of the tests' own, and not yet on a GPU.
-`wanma_rank_phase_seconds_total` has as `compute` on GPUs three times the forward."""
+`wanma_rank_phase_seconds_total` has as `compute` on GPUs three times the forward.
+
+*Forecast* is the metric with what the plan forecasts of it: of a sum over steps, checkpoints or failures
+its part in one of them. A dash means that the plan has no forecast of it. `wanma_forecast_power_watts` is of
+whole nodes, of which `wanma_gpu_power_watts` is a part. Of a model, device or node whose rates are unknown no
+series of a forecast exists."""
 _ALERTS = """\
 Each alert with its rule, as Prometheus has it, and its usual causes, the most frequent one first. The
 supervisor of a run [evaluates the same rules](../guides/alerts.md) from the same values, every five seconds.
@@ -61,13 +66,16 @@ def metric_table() -> Iterator[str]:
     for title, metrics in GROUPS.items():
         yield f"## {title}"
         yield ""
-        yield "| metric | kind | unit | labels | meaning |"
-        yield "|---|---|---|---|---|"
+        yield "| metric | kind | unit | labels | meaning | forecast |"
+        yield "|---|---|---|---|---|---|"
         for metric in metrics:
             last = metric.name.rpartition("_")[2]
             labels = ", ".join(f"`{label}`" for label in metric.labels)
             unit = last if last in UNITS else ""
-            cells = (f"`{metric.full_name}`", metric.kind, unit, labels, metric.meaning)
+            forecast = f"`{metric.forecast.full_name}`" if metric.forecast is not None else "–"
+            if metric.name.startswith(FORECAST_PREFIX):
+                forecast = ""
+            cells = (f"`{metric.full_name}`", metric.kind, unit, labels, metric.meaning, forecast)
             yield f"| {' | '.join(cells)} |"
         yield ""
 

@@ -22,7 +22,7 @@ class Noting(NullSupervisorClient):
         super().__init__()
         self._path = path
 
-    def report_work_time(self, peer_group: int, data_seconds: float, compute_seconds: float) -> None:
+    def report_work(self, peer_group: int, data_seconds: float, compute_seconds: float, *_: int) -> None:
         with self._path.open("a") as notes:
             notes.write(f"{peer_group} {compute_seconds}\n")
 

@@ -341,7 +341,7 @@ class CallbackSupervisorClient:
         self.outcome = "interrupted"
         self.report_progress = supervisor_client.report_progress
         self.report_finished_step = supervisor_client.report_finished_step
-        self.report_work_time = supervisor_client.report_work_time
+        self.report_work = supervisor_client.report_work
         self.is_suspend_requested = supervisor_client.is_suspend_requested
         self.profile_request = supervisor_client.profile_request
         self.report_suspend = supervisor_client.report_suspend

@@ -6,18 +6,19 @@ import math
 from dataclasses import dataclass
 from statistics import median
 
+from wanma.job.forecast.step_phases import forecast_exposed_communication
 from wanma.observe.units import duration_text
 from wanma.report.forecast_comparison import first_measured_row, forecast_step_of
 from wanma.report.run_report import Report
 
 COMMUNICATION_KINDS = {
-    "data": ("data parallel", "data"),
-    "tensor": ("tensor parallel", "tensor"),
-    "context": ("context parallel", "context"),
-    "expert": ("experts", "expert"),
-    "pipeline": ("pipeline", "bubble"),
+    "data": "data parallel",
+    "tensor": "tensor parallel",
+    "context": "context parallel",
+    "expert": "experts",
+    "pipeline": "pipeline",
 }
-"""Pair of label and forecast field of the exposed part, by kind of communication in a record."""
+"""Label by kind of communication in a record."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,14 @@ def exposed_communication(report: Report) -> list[ExposedCommunication]:
     Warm-up steps are left out where there are others.
     """
     step_forecast, communication = forecast_step_of(report), []
-    for kind, (name, field) in COMMUNICATION_KINDS.items():
+    forecasts = forecast_exposed_communication(step_forecast) if step_forecast is not None else {}
+    for kind, name in COMMUNICATION_KINDS.items():
         waited, total = (
             _median(report, f"{group}.{kind}")
             for group in ("exposed_communication_seconds", "communication_seconds")
         )
         if waited is not None:
-            forecast = getattr(step_forecast, field) if step_forecast is not None else None
-            communication.append(ExposedCommunication(name, waited, total, forecast))
+            communication.append(ExposedCommunication(name, waited, total, forecasts.get(kind)))
     return sorted(communication, key=lambda part: -part.exposed_seconds)
 
 

@@ -99,6 +99,13 @@ def peak_memory_bytes(report: Report) -> tuple[int, int] | None:
     return None if highest is None else (int(highest), 0)
 
 
+def rank_0_memory_forecast(report: Report) -> float | None:
+    """Return the forecast, in bytes, of the peak memory that rank 0 records; None: there is none."""
+    first = next(iter(report.forecast.get("pipeline_ranks") or ()), report.forecast)
+    forecast = first.get(_memory_key(report))
+    return None if forecast is None else float(forecast)
+
+
 def rank_memory_comparisons(report: Report) -> list[ForecastComparison]:
     """List the memory of each rank with a local log, beside its forecast.
 

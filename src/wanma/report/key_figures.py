@@ -18,6 +18,7 @@ from wanma.observe.console.progress import (
 from wanma.observe.sinks.jsonl import START_FAILED
 from wanma.observe.units import bytes_text, count_text, duration_text, number_text, percent_text
 from wanma.report.components.html_elements import KeyFigure
+from wanma.report.forecast_comparison import rank_0_memory_forecast
 from wanma.report.run_report import Report
 
 FAILED_START_TEXT = "a later start failed before its first step and left the run unchanged"
@@ -88,7 +89,7 @@ def key_figures(report: Report) -> list[KeyFigure]:
     tiles.append(
         KeyFigure("MFU", percent_text(mfu), "median" if mfu is not None else "peak or model FLOPs unknown")
     )
-    memory, forecast = report.highest("memory_bytes"), report.forecast.get("memory_bytes")
+    memory, forecast = report.highest("memory_bytes"), rank_0_memory_forecast(report)
     tiles.append(
         KeyFigure(
             "peak memory", bytes_text(memory), f"forecast {bytes_text(forecast)}" if forecast else "rank 0"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 from wanma.observe.units import bytes_text, count_text, duration_text, number_text, percent_text
 from wanma.report.components.axis import tick_text
 from wanma.report.components.line_chart import Chart, Series
+from wanma.report.forecast_comparison import forecast_step_of, rank_0_memory_forecast
 from wanma.report.key_figures import PHASE_COLOURS
 from wanma.report.run_report import Report
 
@@ -21,7 +23,7 @@ def run_charts(report: Report) -> list[Chart]:
         _memory(report),
         _gradient(report),
         _learning_rate(report),
-        Chart("MFU", [_column(report, "mfu", "MFU", 3)], "", percent_text, _percent),
+        _mfu(report),
         Chart("GPU utilization", [_column(report, "gpu_utilization", "busy", 1)], "", percent_text, _percent),
         Chart("GPU power", [_column(report, "gpu_power_watts", "power", 2)], "W"),
     ]
@@ -66,7 +68,22 @@ def _loss(report: Report) -> Chart:
 
 def _throughput(report: Report) -> Chart:
     line = _column(report, "tokens_per_second", report.throughput_unit, 3)
-    return Chart("Throughput", [line], report.throughput_unit)
+    step = forecast_step_of(report)
+    rate, seconds = report.median("tokens_per_second"), report.median("step_seconds")
+    forecast = rate * seconds / step.seconds if step is not None and rate and seconds else None
+    limits = _forecast_line(forecast, number_text)
+    return Chart("Throughput", [line], report.throughput_unit, horizontal_lines=limits)
+
+
+def _mfu(report: Report) -> Chart:
+    limits = _forecast_line(report.forecast.get("model_flops_utilisation"), percent_text)
+    line = _column(report, "mfu", "MFU", 3)
+    return Chart("MFU", [line], "", percent_text, _percent, horizontal_lines=limits)
+
+
+def _forecast_line(value: float | None, text: Callable[[float], str]) -> list[tuple[str, float]]:
+    """Return the horizontal line of a forecast; empty where there is none."""
+    return [] if not value else [(f"forecast {text(value)}", float(value))]
 
 
 def _phases(report: Report) -> Chart:
@@ -77,13 +94,14 @@ def _phases(report: Report) -> Chart:
         if name != "validation" and any(value > 0 for value in report.steps.get(f"phases.{name}", []))
     ]
     lines = lines or [_column(report, "step_seconds", "step", 1)]
-    return Chart("Step time by phase", lines, "s", duration_text, stacked=True)
+    step = forecast_step_of(report)
+    limits = _forecast_line(None if step is None else step.seconds, duration_text)
+    return Chart("Step time by phase", lines, "s", duration_text, stacked=True, horizontal_lines=limits)
 
 
 def _memory(report: Report) -> Chart:
     line = _column(report, "memory_bytes", "peak", 5)
-    forecast = report.forecast.get("memory_bytes")
-    limits = [(f"forecast {bytes_text(forecast)}", float(forecast))] if forecast else []
+    limits = _forecast_line(rank_0_memory_forecast(report), bytes_text)
     highest = max([report.highest("memory_bytes") or 1.0, *(value for _, value in limits)])
     unit = 1024.0 ** max(0, math.floor(math.log(highest, 1024)))
     return Chart("Memory", [line], "", bytes_text, bytes_text, axis_unit=unit, horizontal_lines=limits)

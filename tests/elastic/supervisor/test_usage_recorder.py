@@ -13,21 +13,21 @@ from typing import Any
 import pytest
 
 from wanma.elastic.supervisor import usage_recorder
-from wanma.elastic.supervisor.usage_recorder import NodeGpus, UsageRecorder
+from wanma.elastic.supervisor.usage_recorder import NodeGpus, UsageRecorder, needed_memory_bytes
 from wanma.elastic.transport.event_loop import EventLoop
 from wanma.job.run.run_directory import RunDirectory
 from wanma.observe.metrics.gpu import GpuReading
 
 
 class Reader:
-    """Reader of two GPUs, one of which reports nothing."""
+    """Reader of two GPUs, one of which reports its memory alone."""
 
     def __init__(self) -> None:
         self.reads = 0
 
     def read(self) -> list[GpuReading]:
         self.reads += 1
-        return [GpuReading(0.97, 60.0, False, 3e9), GpuReading(None, None, None)]
+        return [GpuReading(0.97, 60.0, False, 3e9), GpuReading(None, None, None, 4e9)]
 
 
 @pytest.fixture
@@ -60,16 +60,21 @@ def test_the_use_of_ranks_and_gpus_is_recorded_every_few_seconds(
         return any("gpus" in record for record in records())
 
     began = time.time()
-    recorder = UsageRecorder(run, 1, None, loop, lambda: {5: os.getpid()})
+    recorder = UsageRecorder(run, 1, None, loop, lambda: {5: os.getpid()}, lambda: {5: {"cached_bytes": 1e9}})
     run_until(loop, poll)
     recorder.close()
     newest = records()[-1]
     assert newest["time"] >= began
     assert [rank["rank"] for rank in newest["ranks"]] == [5]
     assert newest["ranks"][0]["cpu_seconds"] > 0
-    expected = [(0, 0.97, 3e9), (1, None, None)]
+    expected = [(0, 0.97, 3e9), (1, None, 4e9)]
     assert [(gpu["gpu"], gpu["utilization"], gpu["memory_bytes"]) for gpu in newest["gpus"]] == expected
     assert [gpu["rank"] for gpu in newest["gpus"]] == [None, 5]
+    assert [gpu["needed_memory_bytes"] for gpu in newest["gpus"]] == [None, 3e9]
+
+
+def test_of_a_script_nobody_knows_what_pytorch_can_free() -> None:
+    assert needed_memory_bytes(GpuReading(0.9, 60.0, False, 3e9), {"rank": 5}) is None
 
 
 def test_the_records_of_a_long_run_become_fewer(

@@ -10,6 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from wanma.observe.metrics.memory import AllocatorState
+from wanma.training.balancing import rank_timing
+
 FILE = Path(__file__).parent / "fault"
 DEVICE = os.open(os.environ["DEVICE"], os.O_RDONLY) if "DEVICE" in os.environ else None
 """Device file of a GPU, which a process that uses one has open."""
@@ -21,6 +24,20 @@ def fault() -> str:
         return FILE.read_text()
     except FileNotFoundError:
         return ""
+
+
+class Allocator:
+    """Allocator of a GPU, of which one allocation a step finds no room while the fault is there."""
+
+    def __init__(self) -> None:
+        self.retries = 0
+
+    def state(self, _: str) -> AllocatorState:
+        self.retries += fault() == "full GPU"
+        return AllocatorState(0, self.retries)
+
+
+rank_timing.allocator_state = Allocator().state
 
 
 class Net(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,7 @@ from wanma.observe.alerts.expressions import (
     shortest,
     value,
 )
-from wanma.observe.alerts.rules import RULES
+from wanma.observe.alerts.rules import RULES, RUN_FAILED
 from wanma.observe.series.run_series import Labels, Sample
 
 RANK_UP = "max by (run, job, node, rank) (wanma_rank_up)"
@@ -121,3 +122,8 @@ def test_promql(expression: Expression, promql: str) -> None:
 def test_every_rule_has_a_name_of_its_own_and_a_way_out() -> None:
     assert len({rule.name for rule in RULES}) == len(RULES)
     assert all(rule.causes and rule.condition.promql for rule in RULES)
+
+
+def test_a_real_fault_causes_each_alert() -> None:
+    faults = (Path(__file__).parent / "test_real_faults.py").read_text()
+    assert [rule.name for rule in (*RULES, RUN_FAILED) if f'"{rule.name}"' not in faults] == []

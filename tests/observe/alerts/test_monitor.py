@@ -135,6 +135,22 @@ def test_gpus_and_ranks_are_named() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("needed", "retries_per_minute", "expected"),
+    [(40 * GIB, 0, []), (40 * GIB, 1, ["GpuMemoryRetries"]), (78 * GIB, 0, ["GpuMemoryLow"])],
+)
+def test_a_gpu_that_is_full_of_cached_memory_is_healthy(
+    needed: int, retries_per_minute: int, expected: list[str]
+) -> None:
+    monitor, alerts = AlertMonitor(PLAN), []
+    monitor.on_event(START)
+    for second in range(0, 900, 5):
+        rank = {"rank": 0, "is_alive": True, "allocation_retries": 2 + second // 60 * retries_per_minute}
+        memory = {"memory_bytes": 79 * GIB, "total_memory_bytes": 80 * GIB, "needed_memory_bytes": needed}
+        alerts += monitor.on_event(usage(float(second), gpus=[{"gpu": 0, **memory}], ranks=[rank]))
+    assert names(alerts) == [(name, True) for name in expected]
+
+
 def test_a_gpu_is_idle_only_while_ranks_do_steps() -> None:
     for steps_per_second, expected in ((1, [("GpuIdle", True)]), (0, [])):
         monitor, alerts = AlertMonitor(PLAN), []

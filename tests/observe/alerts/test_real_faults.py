@@ -68,6 +68,7 @@ FAULTS = {
     "DataWait": "slow data",
     "Straggler": "slow rank",
     "RestartLoop": "death",
+    "GpuMemoryRetries": "full GPU",
 }
 """Fault by the alert that it must cause."""
 
@@ -120,6 +121,13 @@ def test_a_fault_of_the_program_causes_its_alert(alert: str, fault: str, desk: D
         wait_for(webhook, alert)
 
 
+def test_a_run_that_fails(desk: Desk) -> None:
+    with Webhook() as webhook:
+        start(desk, webhook, "cluster.max_restarts=0")
+        (desk.folder / "fault").write_text("death")
+        wait_for(webhook, "RunFailed")
+
+
 @pytest.mark.root
 def test_a_disk_that_fills(desk: Desk) -> None:
     with Webhook() as webhook, small_disk(desk.folder / "runs", "64m") as disk:
@@ -168,6 +176,7 @@ def test_memory_of_the_node_that_others_take(desk: Desk) -> None:
         "GpuThrottled": "95 64 0",
         "GpuMemoryErrors": "95 0 1",
         "GpuError": "95 0 0 79",
+        "GpuMemoryLow": "95 0 0 0 79",
     }.items(),
 )
 def test_a_gpu_whose_driver_reports_a_fault(alert: str, readings: str, desk: Desk, tmp_path: Path) -> None:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import asdict
+
+import pytest
 
 from support.observe_pages import UNITS, metric_table
-from wanma.observe.series.catalogue import CATALOGUE
+from wanma.job.forecast.forecast import StepTime
+from wanma.job.plan.plan import Plan
+from wanma.observe.series.catalogue import CATALOGUE, RANK_LABELS
 from wanma.observe.series.run_series import NodeSeries, RunSeries, Sample
 
 SCALED_UNIT = re.compile(
@@ -30,6 +35,7 @@ def test_a_step_sets_gauges_and_adds_to_counters() -> None:
                 phases={"data": 0.1},
                 load_seconds={"read": 0.3, "decode": 0.5},
                 mfu=0.4,
+                tokens_per_second=100.0,
                 exposed_communication_seconds={"data": 0.2},
             )
         )
@@ -41,6 +47,7 @@ def test_a_step_sets_gauges_and_adds_to_counters() -> None:
     assert series.get("bad_samples") == 0
     assert series.get("exposed_communication_seconds", kind="data") == 0.4
     assert series.get("step_time_seconds") == 1.0
+    assert series.get("targets") == 100.0
     assert series.get("run_info", state="running", plan="dp 4") == 1
 
 
@@ -56,6 +63,45 @@ def test_throughput_mfu_and_goodput_have_their_forecasts() -> None:
     assert series.get("forecast_targets_per_second") == 200.0  # 50 targets in half a second
     assert series.get("forecast_mfu_ratio") == 0.4
     assert series.get("forecast_goodput_ratio") == 0.9
+
+
+def test_forecasts_have_the_phases_and_kinds_of_what_is_measured() -> None:
+    step = StepTime(1.0, 0.6, tensor=0.1, bubble=0.2, optimizer=0.05, loading=0.04, checkpoint=0.01)
+    ranks = [{"memory_bytes": 8, "tensor_bytes": 6}, {"memory_bytes": 9, "tensor_bytes": 7}]
+    forecast = {
+        "step": asdict(step),
+        "memory_bytes": 9,
+        "tensor_bytes": 7,
+        "pipeline_ranks": ranks,
+        "checkpoint": {"size_bytes": 5, "stall_seconds": 0.5, "write_seconds": 4.0},
+        "run": {
+            "seconds": 100.0,
+            "energy_joules": 5e4,
+            "useful": {"share": 0.9, "seconds_per_failure": 60.0},
+        },
+    }
+    series = RunSeries({"plan": Plan(tp=2, pp=2, device="cuda").to_json(), "forecast": forecast})
+    phases = {"forward_backward": 0.9, "optimizer": 0.05, "data": 0.04, "checkpoint": 0.01}
+    for phase, seconds in phases.items():
+        assert series.get("forecast_phase_seconds", phase=phase) == pytest.approx(seconds)
+    kinds = ("tensor", "pipeline", "data")
+    exposed = [series.get("forecast_exposed_communication_seconds", kind=kind) for kind in kinds]
+    assert exposed == [0.1, 0.2, None], "the plan has no data-parallel ranks"
+    expected = {
+        "bubble_seconds": 0.2,
+        "memory_bytes": 6,
+        "gpu_memory_used_bytes": 9,
+        "checkpoint_bytes": 5,
+        "checkpoint_stall_seconds": 0.5,
+        "checkpoint_write_seconds": 4.0,
+        "recovery_seconds": 60.0,
+        "run_seconds": 100.0,
+        "power_watts": 500.0,
+    }
+    assert {name: series.get(f"forecast_{name}") for name in expected} == expected
+    series.update({**START, "time": 100.0})
+    series.update({"kind": "planned", "time": 101.0, "plan": Plan().to_json(), "forecast": None})
+    assert not [sample for sample in series.samples() if sample.metric.startswith("forecast_")]
 
 
 def test_a_number_that_is_not_finite_is_shown_and_counted() -> None:
@@ -105,7 +151,8 @@ def test_a_fresh_training_in_the_same_folder_has_totals_of_its_own() -> None:
     series = RunSeries({"forecast": {"memory_bytes": 7}})
     series.replay([START, step(1), {"kind": "recovery", "time": 102.0, "seconds": 1.0}])
     series.update({**START, "time": 200.0})
-    expected = {"starts": 1, "recoveries": 0, "checkpoint_step": 0, "forecast_memory_bytes": 7}
+    memory = {"forecast_memory_bytes": 7, "forecast_rank_memory_bytes": 7}
+    expected = {"starts": 1, "recoveries": 0, "checkpoint_step": 0, **memory}
     assert {name: series.get(name) for name in expected} == expected
 
 
@@ -147,9 +194,9 @@ def test_series_are_as_many_as_ranks_and_nodes_at_any_size() -> None:
     assert len(list(run.samples())) == for_run + 4096
 
     def count(ranks: int) -> int:
-        keys = [metric.key for metric in CATALOGUE.values() if metric.labels == ("node", "rank")]
+        keys = [metric.key for metric in CATALOGUE.values() if metric.labels == RANK_LABELS]
         series = NodeSeries(511)
         series.update({"ranks": [{"rank": rank, **dict.fromkeys(keys, 1)} for rank in range(ranks)]})
         return len(list(series.samples()))
 
-    assert count(8) == 8 * count(1) <= 8 * 10
+    assert 0 < count(8) == 8 * count(1) <= 8 * 10

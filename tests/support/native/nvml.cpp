@@ -1,7 +1,8 @@
 // Driver library libnvidia-ml.so.1 of a node with two GPUs: the first at work, the second without sensors.
 //
 // The file that NVML_READINGS names has the first one's utilization in per cent, the bits of its clock event
-// reasons, its memory errors and the XID number of its newest error, read anew at each question.
+// reasons, its memory errors, the XID number of its newest error and the GiB of its 80 that are in use, read anew
+// at each question.
 #include <cstdint>
 #include <cstdlib>
 #include <fstream>
@@ -18,12 +19,14 @@ int of_the_first(void* device, auto* place, auto value) {
 struct Readings {
   unsigned utilization = 87;
   unsigned long long reasons = 0x40, errors = 3, xid = 0;  // software thermal slowdown is 0x20, hardware 0x40
+  unsigned long long used = 20;
 };
 
 Readings present() {
   Readings readings;
   if (const char* path = std::getenv("NVML_READINGS"))
-    std::ifstream(path) >> readings.utilization >> readings.reasons >> readings.errors >> readings.xid;
+    std::ifstream(path) >> readings.utilization >> readings.reasons >> readings.errors >> readings.xid >>
+        readings.used;
   return readings;
 }
 }  // namespace
@@ -45,7 +48,8 @@ int nvmlDeviceGetUtilizationRates(void* device, Utilization* rates) {
 }
 int nvmlDeviceGetTemperature(void* device, int, unsigned* celsius) { return of_the_first(device, celsius, 71u); }
 int nvmlDeviceGetMemoryInfo(void* device, Memory* memory) {
-  return of_the_first(device, memory, Memory{80ull << 30, 60ull << 30, 20ull << 30});
+  const auto used = present().used;
+  return of_the_first(device, memory, Memory{80ull << 30, (80 - used) << 30, used << 30});
 }
 int nvmlDeviceGetPowerUsage(void* device, unsigned* milliwatts) {
   return of_the_first(device, milliwatts, 412'500u);

@@ -1,9 +1,9 @@
 """Straggler detector: work time of each rank against its peers' median and its own best; pure.
 
 Ranks that wait for each other all have equally long steps, and the straggler is the one that waits least. So
-ranks report their work time (`progress_board.WorkTime`): data loading, forward and backward, without their
-waits in collectives. It is judged in windows; a rank becomes a straggler after some windows in a row in which
-it took `factor` times its peers' median, and stops being one after as many below a lower bar.
+ranks report their work time (`progress_board.ReportedWork`): data loading, forward and backward, without
+their waits in collectives. It is judged in windows; a rank becomes a straggler after some windows in a row in
+which it took `factor` times its peers' median, and stops being one after as many below a lower bar.
 """
 
 from __future__ import annotations

@@ -392,7 +392,7 @@ class CompletionReport(Message):
 
 @dataclass(frozen=True)
 class RankWorkTime:
-    """Work time of one rank since its process began, in seconds, as in `progress_board.WorkTime`."""
+    """Work time of one rank since its process began, in seconds, as in `progress_board.ReportedWork`."""
 
     rank: int
     steps: int

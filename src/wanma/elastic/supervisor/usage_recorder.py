@@ -154,10 +154,30 @@ class UsageRecorder:
         if readings := self._gpus.readings:
             by_gpu = dict(zip(used_gpus(len(readings), pids.values()), sorted(self._newest), strict=False))
             record["gpus"] = [
-                {"gpu": number, **gpu.to_json(), "is_used": number in by_gpu, "rank": by_gpu.get(number)}
+                {
+                    "gpu": number,
+                    **gpu.to_json(),
+                    "is_used": number in by_gpu,
+                    "rank": by_gpu.get(number),
+                    "needed_memory_bytes": needed_memory_bytes(gpu, self._newest.get(by_gpu.get(number, -1))),
+                }
                 for number, gpu in enumerate(readings)
             ]
         return record
+
+
+def needed_memory_bytes(gpu: GpuReading, rank: Mapping[str, Any] | None) -> float | None:
+    """Return the memory of a GPU in use that PyTorch cannot free; None: the rank's allocator is unknown.
+
+    The allocator keeps what its tensors have left, so that a GPU may be full in a healthy run.
+
+    Args:
+        gpu: state of the GPU.
+        rank: newest use of the rank on it; None: there is none.
+    """
+    if rank is None or gpu.memory_bytes is None or "cached_bytes" not in rank:
+        return None
+    return gpu.memory_bytes - float(rank["cached_bytes"])
 
 
 def used_gpus(count: int, processes: Iterable[int], folder: Path = Path("/proc")) -> Sequence[int]:

@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from wanma.checkpoint.in_memory.partner_ring import backed_up_ranks
@@ -161,7 +162,7 @@ class WorkerGroup:
         values: dict[int, dict[str, Any]] = {}
         for worker in self.workers:
             progress = self.board.read_progress(worker.spec.local_rank)
-            work = self.board.read_work_time(worker.spec.local_rank)
+            work = self.board.read_work(worker.spec.local_rank)
             if not progress.report_count:
                 continue
             own: dict[str, Any] = {"step": progress.step, "phase": progress.phase}
@@ -172,12 +173,7 @@ class WorkerGroup:
             if is_in_steps and not progress.is_outside_session and not worker.has_reported_end:
                 own["silent_seconds"] = max(time.monotonic() - progress.reported_at, 0.0)
             if work.steps:
-                own |= {
-                    "steps": work.steps,
-                    "peer_group": work.peer_group,
-                    "data_seconds": work.data_seconds,
-                    "compute_seconds": work.compute_seconds,
-                }
+                own |= asdict(work)
         return values
 
     def _living_pids(self) -> dict[int, int]:
@@ -261,7 +257,7 @@ class WorkerGroup:
 
     def read_work_times(self) -> tuple[RankWorkTime, ...]:
         """Return the work time of the ranks so far."""
-        works = ((rank.spec.rank, self.board.read_work_time(rank.spec.local_rank)) for rank in self.workers)
+        works = ((rank.spec.rank, self.board.read_work(rank.spec.local_rank)) for rank in self.workers)
         return tuple(
             RankWorkTime(rank, work.steps, work.peer_group, work.data_seconds, work.compute_seconds)
             for rank, work in works

@@ -24,10 +24,11 @@ Calls, step, changes of step, finished step, its time and the time of the report
 whether it is leaving, phase, calls again: a reader that sees the two counts differ has read during a write
 and reads again.
 """
-_WORK = struct.Struct("<QqddQ")
-"""Layout of a rank's work time: steps, group, seconds of data loading and of computation, steps again."""
+_WORK = struct.Struct("<QqddQQQ")
+"""Layout of a rank's work: steps, group, seconds of data loading and of computation, cached bytes, allocation
+retries, steps again."""
 _WORK_OFFSET = 128
-"""Offset of the work time in a slot."""
+"""Offset of the work in a slot."""
 _KILL_DEADLINE = struct.Struct("<d")
 _KILL_DEADLINE_OFFSET = 8
 """Offset, in the head, of the deadline for ranks that stop; the value 0 means none."""
@@ -63,14 +64,18 @@ class RankProgress:
 
 
 @dataclass(frozen=True)
-class WorkTime:
-    """Work time of one rank since its process began, without waits for other ranks."""
+class ReportedWork:
+    """Work of one rank since its process began, without waits for other ranks."""
 
     steps: int
     peer_group: int
     """Number of the rank's peer group: ranks of the same group have equal work."""
     data_seconds: float
     compute_seconds: float
+    cached_bytes: int
+    """Memory of its GPU that PyTorch's allocator holds beyond the peak of its tensors."""
+    allocation_retries: int
+    """Allocations for which the GPU had no room until this memory was freed."""
 
 
 class ProgressBoard:
@@ -130,14 +135,14 @@ class ProgressBoard:
         finished = done if calls and done != _NO_STEP else None
         return RankProgress(calls, step, changes, finished, done_at / 1e9, leaving, name, at / 1e9, thread)
 
-    def read_work_time(self, local_rank: int) -> WorkTime:
-        """Return the work time of a rank so far."""
+    def read_work(self, local_rank: int) -> ReportedWork:
+        """Return the work of a rank so far."""
         offset = _HEAD_BYTES + local_rank * _SLOT_BYTES + _WORK_OFFSET
         for _ in range(100):
-            steps, group, data_seconds, compute_seconds, check = _WORK.unpack_from(self._memory, offset)
-            if steps == check:
+            *values, check = _WORK.unpack_from(self._memory, offset)
+            if values[0] == check:
                 break
-        return WorkTime(steps, group, data_seconds, compute_seconds)
+        return ReportedWork(*values)
 
     def close(self) -> None:
         self._memory.close()
@@ -157,8 +162,15 @@ class ProgressWriter:
         self._steps = 0
         self._data_seconds = self._compute_seconds = 0.0
 
-    def report_work_time(self, peer_group: int, data_seconds: float, compute_seconds: float) -> None:
-        """Add the time of a step to the rank's work time."""
+    def report_work(
+        self,
+        peer_group: int,
+        data_seconds: float,
+        compute_seconds: float,
+        cached_bytes: int,
+        allocation_retries: int,
+    ) -> None:
+        """Add the time of a step to the rank's work, as `SupervisorClient.report_work` describes it."""
         self._steps += 1
         self._data_seconds += data_seconds
         self._compute_seconds += compute_seconds
@@ -169,6 +181,8 @@ class ProgressWriter:
             peer_group,
             self._data_seconds,
             self._compute_seconds,
+            cached_bytes,
+            allocation_retries,
             self._steps,
         )
 

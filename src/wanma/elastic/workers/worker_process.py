@@ -82,7 +82,7 @@ class WorkerSupervisorClient:
         self._channel = channel
         self.report_progress = writer.report_progress
         self.report_finished_step = writer.report_finished_step
-        self.report_work_time = writer.report_work_time
+        self.report_work = writer.report_work
         self.is_drain_requested = board.is_drain_requested
         self.is_suspend_requested = board.is_suspend_requested
         self.profile_request = board.profile_request

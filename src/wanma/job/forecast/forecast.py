@@ -214,6 +214,18 @@ class RunCost:
     """Goodput on which `seconds` is based; None: `seconds` assumes that nothing fails."""
 
 
+@dataclass(frozen=True)
+class CheckpointForecast:
+    """Forecast of one checkpoint on disk."""
+
+    size_bytes: int
+    """Size of the parts of all ranks."""
+    stall_seconds: float
+    """Time for which training waits: for the copy, and for the write of the checkpoint before."""
+    write_seconds: float
+    """Time of the write in the background."""
+
+
 MEMORY_KINDS = MappingProxyType(
     {
         "parameters_bytes": "parameters",
@@ -286,6 +298,8 @@ class Forecast:
     pipeline_ranks: tuple[PipelineRankMemory, ...] = ()
     """Memory of each rank of a pipeline, whose stages differ; empty if every rank holds as much as the
     fullest, and while a search compares plans."""
+    checkpoint: CheckpointForecast | None = None
+    """Forecast of a checkpoint; None where the step time is unknown, and with parameter servers."""
     servers: ServerForecast | None = None
     """Forecast of the parameter servers; None: the job has none. With servers, memory is that of worker 0."""
 

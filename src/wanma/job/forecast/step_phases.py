@@ -24,6 +24,27 @@ def forecast_phases(step: StepTime, plan: Plan) -> dict[str, float]:
     }
 
 
+def forecast_exposed_communication(step: StepTime) -> dict[str, float]:
+    """Return the forecast seconds of exposed communication by the kinds of a recorder.
+
+    That of a pipeline is its bubble, which includes the transfers between stages.
+    """
+    kinds = ("data", "tensor", "context", "expert")
+    return {**{kind: getattr(step, kind) for kind in kinds}, "pipeline": step.bubble}
+
+
+def communication_kinds(plan: Plan) -> list[str]:
+    """Return the kinds of communication of a plan, as a recorder names them."""
+    ranks = {
+        "data": plan.data_parallel_size * plan.cp,
+        "tensor": plan.tp,
+        "context": plan.cp,
+        "expert": plan.ep,
+        "pipeline": plan.pp,
+    }
+    return [kind for kind, size in ranks.items() if size > 1]
+
+
 def comparable_phases(phases: dict[str, float], plan: Plan) -> dict[str, float]:
     """Return the recorder's seconds, merged into the phases of `forecast_phases`; validation is left out."""
     merged = {name: seconds for name, seconds in phases.items() if name != "validation"}

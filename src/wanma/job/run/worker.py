@@ -31,13 +31,22 @@ class SupervisorClient(Protocol):
     def report_finished_step(self, step: int) -> None:
         """Report that optimizer step `step` is finished: only new steps count as progress after a failure."""
 
-    def report_work_time(self, peer_group: int, data_seconds: float, compute_seconds: float) -> None:
-        """Report this rank's own work time in the step just finished, without waits for other ranks.
+    def report_work(
+        self,
+        peer_group: int,
+        data_seconds: float,
+        compute_seconds: float,
+        cached_bytes: int,
+        allocation_retries: int,
+    ) -> None:
+        """Report this rank's own work in the step just finished, without waits for other ranks.
 
         Args:
             peer_group: ranks with the same number have equal work.
             data_seconds: time of waiting for data.
             compute_seconds: time of forward and backward; 0 if it cannot be separated from waiting.
+            cached_bytes: memory of its GPU that PyTorch holds beyond the peak of its tensors.
+            allocation_retries: allocations so far that had no room until this memory was freed.
         """
 
     def send_event(self, event: Event) -> None:
@@ -74,7 +83,14 @@ class NullSupervisorClient:
     def report_finished_step(self, step: int) -> None:
         pass
 
-    def report_work_time(self, peer_group: int, data_seconds: float, compute_seconds: float) -> None:
+    def report_work(
+        self,
+        peer_group: int,
+        data_seconds: float,
+        compute_seconds: float,
+        cached_bytes: int,
+        allocation_retries: int,
+    ) -> None:
         pass
 
     def send_event(self, event: Event) -> None:

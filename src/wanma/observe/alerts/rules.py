@@ -44,6 +44,10 @@ def _mean_step(window_seconds: float) -> Expression:
     return increase("step_time_seconds", window_seconds) / increase("steps", window_seconds)
 
 
+_LITTLE_ROOM = (
+    "a plan with little room: a smaller parallel.micro_batch, parallel.recompute, or more ranks that share "
+    "the states (parallel.shard)"
+)
 RULES = (
     Rule(
         "TrainingStalled",
@@ -160,6 +164,28 @@ RULES = (
         "heat or a fault of the power supply reduces the clock of {labels}",
         ("cooling or power of that node; the other ranks wait for this one",),
         for_seconds=5 * MINUTE,
+    ),
+    Rule(
+        "GpuMemoryLow",
+        "warning",
+        (value("gpu_memory_needed_bytes") / value("gpu_memory_bytes")) > 0.95,
+        "{labels} needs {value:.1%} of its memory, without what PyTorch only caches",
+        (
+            _LITTLE_ROOM,
+            "another program on the GPU: `nvidia-smi` lists them",
+        ),
+        for_seconds=MINUTE,
+    ),
+    Rule(
+        "GpuMemoryRetries",
+        "warning",
+        increase("rank_allocation_retries", 10 * MINUTE) > 2,
+        "the GPU of {labels} had no room for {value:.0f} allocations in ten minutes until PyTorch had freed "
+        "its cache, for which all wait",
+        (
+            "tensors of changing sizes leave gaps: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+            _LITTLE_ROOM,
+        ),
     ),
     Rule(
         "GpuMemoryErrors",

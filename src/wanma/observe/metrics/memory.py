@@ -1,4 +1,4 @@
-"""Memory of this process: resident memory on the CPU, allocated memory on a GPU, in bytes."""
+"""Memory of this process: resident memory on the CPU, that of PyTorch's allocator on a GPU, in bytes."""
 
 from __future__ import annotations
 
@@ -59,3 +59,24 @@ def peak_memory_bytes(device: str = "cpu") -> int:
         torch = sys.modules["torch"]
         return int(torch.cuda.max_memory_allocated())
     return resident_memory().peak_bytes
+
+
+@dataclass(frozen=True)
+class AllocatorState:
+    """State of PyTorch's caching allocator on the GPU of this process."""
+
+    cached_bytes: int
+    """Memory that it holds beyond the peak of its tensors; it frees this before an allocation fails."""
+    retries: int
+    """Allocations so far for which the GPU had no room until the cache was freed."""
+
+
+def allocator_state(device: str) -> AllocatorState:
+    """Return the state of the allocator, for which the host waits for no kernel; zeros on the CPU."""
+    if device != "cuda":
+        return AllocatorState(0, 0)
+    # It is read in each step: the nested form spares the flattening and sorting of `memory_stats`.
+    statistics = sys.modules["torch"].cuda.memory_stats_as_nested_dict()
+    reserved = statistics["reserved_bytes"]["all"]["current"]
+    cached = reserved - statistics["allocated_bytes"]["all"]["peak"]
+    return AllocatorState(max(cached, 0), statistics["num_alloc_retries"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from wanma.observe.series.catalogue import CATALOGUE, RANK_LABELS, RUN_LABELS
+from wanma.observe.series.catalogue import CATALOGUE, FORECAST_PREFIX, RANK_LABELS, RUN_LABELS
 
 DATA_SOURCE = {"type": "prometheus", "uid": "wanma"}
 SCHEMA_VERSION = 39
@@ -144,9 +144,16 @@ def _per_step(metric: str, **labels: str) -> str:
     return f"{_run(metric, 'rate', **labels)} / {_SAME_RUN} group_left () {_run('steps', 'rate')}"
 
 
-def _beside_forecast(metric: str) -> dict[str, str]:
-    """Return the queries of a metric of the chosen run and of its forecast, by legend."""
-    return {"measured": _run(metric), "forecast": _run(f"forecast_{metric}")}
+def _beside_forecast(metric: str, measured: str = "", **labels: str) -> dict[str, str]:
+    """Return the queries of a metric of the chosen run and of its forecast, by legend.
+
+    Args:
+        metric: name of the metric.
+        measured: query of what is measured; empty: the metric itself.
+        labels: labels that the series have.
+    """
+    forecast = _run(f"{FORECAST_PREFIX}{metric}", **labels)
+    return {"measured": measured or _run(metric, **labels), "forecast": forecast}
 
 
 def _rank_work(phase: str) -> str:
@@ -158,6 +165,7 @@ _CPUS = f"{_all('node_cpu_seconds', 'rate')} / {_all('node_cpus')}"
 _MEMORY = f"1 - {_all('node_memory_available_bytes')} / {_all('node_memory_bytes')}"
 _GOODPUT = f"sum({_all('used_device_seconds')}) / sum({_all('device_seconds')})"
 _CHECKPOINT_AGE = f"{_run('completed_steps')} - {_SAME_RUN} {_run('checkpoint_step')}"
+_WHOLE = "measured so far; the forecast is of the whole run"
 _SILENCE = "seconds since the last report of progress"
 _COUNTED = "device time of steps that count over device time allocated"
 _NODE, _RANK, _GPU = "{{run}} {{node}}", "rank {{rank}}", "{{node}}/{{gpu}}"
@@ -210,29 +218,37 @@ _RUN: Rows = {
         _panel(
             "step, beside its forecast",
             {
-                "measured": _per_step("step_time_seconds"),
-                "forecast": _run("forecast_step_seconds"),
+                **_beside_forecast("step_seconds", _per_step("step_time_seconds")),
                 "upper end of the forecast": _run("forecast_step_upper_seconds"),
             },
             "s",
         ),
         _panel("step by phase (rank 0)", {"{{phase}}": _per_step("phase_seconds")}, "s", is_stacked=True),
-        _panel("forecast by kind", {"{{phase}}": _run("forecast_phase_seconds")}, "s", is_stacked=True),
+        _panel("forecast by phase", {"{{phase}}": _run("forecast_phase_seconds")}, "s", is_stacked=True),
         _panel(
             "exposed communication",
-            {"{{kind}}": _per_step("exposed_communication_seconds")},
+            {
+                "{{kind}}": _per_step("exposed_communication_seconds"),
+                "{{kind}}, forecast": _run("forecast_exposed_communication_seconds"),
+            },
             "s",
-            is_stacked=True,
         ),
+        _panel("bubble", _beside_forecast("bubble_seconds", _per_step("bubble_seconds")), "s"),
         _panel("throughput (targets/s)", _beside_forecast("targets_per_second")),
         _panel("MFU", _beside_forecast("mfu_ratio"), "percentunit"),
         _panel("goodput", _beside_forecast("goodput_ratio"), "percentunit", description=_COUNTED),
+        _panel("peak memory of rank 0", _beside_forecast("memory_bytes"), "bytes"),
+        _panel("time of the run", _beside_forecast("run_seconds"), "s", description=_WHOLE),
     ),
     "Data": (
         _panel(
             "loader threads by part (rank 0)", {"{{part}}": _per_step("load_seconds")}, "s", is_stacked=True
         ),
-        _panel("wait for data (rank 0)", _per_step("phase_seconds", phase="data"), "s"),
+        _panel(
+            "wait for data (rank 0)",
+            _beside_forecast("phase_seconds", _per_step("phase_seconds", phase="data"), phase="data"),
+            "s",
+        ),
         _panel("bad samples (rank 0)", _run("bad_samples")),
     ),
     "Ranks": (
@@ -240,7 +256,14 @@ _RUN: Rows = {
         _panel(
             "work of a step by rank: waiting for data", {_RANK: _rank_work("data")}, "s", "status-history"
         ),
-        _panel("memory by rank", {_RANK: _run("rank_memory_bytes")}, "bytes"),
+        _panel(
+            "memory by rank",
+            {
+                _RANK: _run("rank_memory_bytes"),
+                "forecast of the fullest": _run("forecast_rank_memory_bytes"),
+            },
+            "bytes",
+        ),
         _panel("processor time by rank", {_RANK: _run("rank_cpu_seconds", "rate")}, "percentunit"),
         _panel("silence", {_RANK: _run("rank_silent_seconds")}, "s", description=_SILENCE),
     ),
@@ -266,9 +289,26 @@ _RUN: Rows = {
         _panel("power by GPU", {_GPU: _run("gpu_power_watts")}, "watt", "status-history"),
         _panel("throttled by GPU", {_GPU: _run("gpu_throttled")}, kind="status-history"),
         _panel("GPU utilization", {_GPU: _run("gpu_utilization_ratio")}, "percentunit"),
-        _panel("GPU memory", {_GPU: _run("gpu_memory_used_bytes")}, "bytes"),
+        _panel(
+            "GPU memory",
+            {
+                _GPU: _run("gpu_memory_used_bytes"),
+                f"{_GPU} without PyTorch's cache": _run("gpu_memory_needed_bytes"),
+                "forecast of the fullest": _run("forecast_gpu_memory_used_bytes"),
+            },
+            "bytes",
+        ),
+        _panel("allocation retries by rank, per second", {_RANK: _run("rank_allocation_retries", "rate")}),
         _panel("GPU temperature", {_GPU: _run("gpu_temperature_celsius")}, "celsius"),
         _panel("GPU clock", {_GPU: _run("gpu_sm_clock_hertz")}, "hertz"),
+        _panel(
+            "power",
+            {
+                "GPUs": f"sum({_run('gpu_power_watts')})",
+                "nodes at the wall, forecast": _run("forecast_power_watts"),
+            },
+            "watt",
+        ),
     ),
     "Survival": (
         _panel("steps since the newest checkpoint", _CHECKPOINT_AGE),
@@ -276,10 +316,13 @@ _RUN: Rows = {
             "checkpoints",
             {
                 "write": _run("checkpoint_write_seconds"),
+                "write, forecast": _run("forecast_checkpoint_write_seconds"),
                 "stall, per second": _run("checkpoint_stall_seconds", "rate"),
+                "stall of one, forecast": _run("forecast_checkpoint_stall_seconds"),
             },
             "s",
         ),
+        _panel("size of a checkpoint", _beside_forecast("checkpoint_bytes"), "bytes"),
         _panel("recoveries and starts", {"recoveries": _run("recoveries"), "starts": _run("starts")}),
     ),
 }

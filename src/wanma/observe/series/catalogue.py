@@ -13,6 +13,8 @@ RUN_LABELS = ("run", "job")
 """Labels of every series: the endpoint exports `run`, and its target in service discovery has `job`."""
 NODE_LABELS = (*RUN_LABELS, "node")
 RANK_LABELS, GPU_LABELS = (*NODE_LABELS, "rank"), (*NODE_LABELS, "gpu")
+FORECAST_PREFIX = "forecast_"
+"""Beginning of the name of a metric that forecasts the one with the rest of the name."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,11 @@ class Metric:
     def full_name(self) -> str:
         """Return the name of its series, as a query has it."""
         return self.family_name if self.kind == "gauge" else "_".join((self.family_name, "total"))
+
+    @property
+    def forecast(self) -> Metric | None:
+        """Return the metric that forecasts this one, of a sum its part in a step; None: nothing does."""
+        return CATALOGUE.get(FORECAST_PREFIX + self.name.replace("step_time", "step"))
 
 
 def _gauge(name: str, meaning: str, *labels: str, key: str = "") -> Metric:
@@ -81,6 +88,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _gauge("last_step_timestamp_seconds", "time at which the last step was recorded, unix"),
         _counter("steps", "steps since the supervisor began, repeated ones too, but the first of each start"),
         _counter("step_time_seconds", "sum of the times of these steps"),
+        _counter("targets", "their targets: tokens, or labelled samples"),
         _counter("phase_seconds", "sum of their times on rank 0 by phase", "phase"),
         _counter("load_seconds", "time of rank 0's loader threads and processes by part", "part"),
         _counter("exposed_communication_seconds", "exposed communication of rank 0", "kind"),
@@ -90,11 +98,27 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _counter("bad_samples", "samples that rank 0 could not read"),
         _gauge("forecast_step_seconds", "forecast of the time of a step"),
         _gauge("forecast_step_upper_seconds", "upper end of its 90 % interval"),
-        _gauge("forecast_phase_seconds", "forecast of the time of a step by kind", "phase"),
+        _gauge(
+            "forecast_phase_seconds",
+            "forecast of it by phase; on GPUs and in pipelines `forward_backward` has the communication",
+            "phase",
+        ),
+        _gauge(
+            "forecast_exposed_communication_seconds",
+            "forecast of the exposed communication of a step; that of a pipeline is its bubble",
+            "kind",
+        ),
+        _gauge("forecast_bubble_seconds", "forecast of the bubble of a step, with transfers between stages"),
         _gauge("forecast_targets_per_second", "targets of the last step over the forecast of its time"),
         _gauge("forecast_mfu_ratio", "forecast of the model FLOPs utilization"),
+        _gauge("forecast_memory_bytes", "forecast of the peak memory; on mixed nodes of the fullest rank"),
+        _gauge("forecast_checkpoint_bytes", "forecast of the size of a checkpoint"),
+        _gauge("forecast_checkpoint_stall_seconds", "forecast of the stall for one checkpoint"),
+        _gauge("forecast_checkpoint_write_seconds", "forecast of the time of its write"),
         _gauge("forecast_goodput_ratio", "forecast of the goodput, with failures and in-memory checkpoints"),
-        _gauge("forecast_memory_bytes", "forecast of the memory of the rank with the most"),
+        _gauge("forecast_recovery_seconds", "forecast of what one failure costs, repeated steps included"),
+        _gauge("forecast_run_seconds", "forecast of the time of the whole run, with failures"),
+        _gauge("forecast_power_watts", "forecast of the mean power of all nodes at the wall, GPUs included"),
         _gauge("checkpoint_step", "step of the newest checkpoint; before the first, that of the start"),
         _gauge("checkpoint_timestamp_seconds", "time at which it was committed, unix"),
         _gauge("checkpoint_bytes", "its size, of all ranks"),
@@ -108,8 +132,9 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _counter("starts", "starts of the run, by the user or its engine"),
         _gauge("start_timestamp_seconds", "time of the newest start, unix"),
         _gauge("ranks", "ranks of the run by its plan"),
-        _gauge("goodput_ratio", "time of the steps that count over the time since the run's first start"),
-        _gauge("device_seconds", "devices times the time since the first start: what was allocated"),
+        _gauge("run_seconds", "time since the run's first start"),
+        _gauge("goodput_ratio", "time of the steps that count over that time"),
+        _gauge("device_seconds", "devices times the time since the run's first start: what was allocated"),
         _gauge("used_device_seconds", "devices times the time of the steps that count"),
         _gauge(
             "alert",
@@ -143,9 +168,16 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _gauge("rank_straggler", "1 while the rank is a straggler", "rank"),
         _counter("rank_cpu_seconds", "processor time of the rank's processes", "node", "rank"),
         _gauge("rank_memory_bytes", "resident memory of the rank's processes", "node", "rank"),
+        _gauge("forecast_rank_memory_bytes", "CPUs: forecast of it on the fullest rank"),
+        _counter(
+            "rank_allocation_retries",
+            "allocations of the rank for which its GPU had no room until PyTorch had freed its cache",
+            "node",
+            "rank",
+        ),
         _counter("node_cpu_seconds", "busy time of all processors of the node", "node"),
         _gauge("node_cpus", "processors of the node", "node"),
-        _gauge("node_memory_bytes", "memory of the node", "node"),
+        _gauge("node_memory_bytes", "memory of the node, or of its container's limit", "node"),
         _gauge("node_memory_available_bytes", "memory that programs can still get", "node"),
         _gauge("node_disk_bytes", "size of the file system of the run directory", "node"),
         _gauge("node_disk_free_bytes", "free space there", "node"),
@@ -157,6 +189,17 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             "gpu_utilization_ratio", "share of time in which a kernel ran", "node", "gpu", key="utilization"
         ),
         _gauge("gpu_memory_used_bytes", "memory in use, of all programs", "node", "gpu", key="memory_bytes"),
+        _gauge(
+            "forecast_gpu_memory_used_bytes",
+            "GPUs: forecast of it on the fullest rank, with CUDA itself and gaps between tensors",
+        ),
+        _gauge(
+            "gpu_memory_needed_bytes",
+            "of it what PyTorch cannot free: without its cache beyond the peak of its tensors",
+            "node",
+            "gpu",
+            key="needed_memory_bytes",
+        ),
         _gauge("gpu_memory_bytes", "memory of the GPU", "node", "gpu", key="total_memory_bytes"),
         _gauge("gpu_temperature_celsius", "temperature of the die", "node", "gpu", key="celsius"),
         _gauge("gpu_power_watts", "power", "node", "gpu"),

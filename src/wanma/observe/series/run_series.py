@@ -5,14 +5,29 @@ The endpoint, the alerts and the live page take their values from here, so all s
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from wanma.job.forecast.forecast import StepTime
+from wanma.job.forecast.step_phases import (
+    communication_kinds,
+    forecast_exposed_communication,
+    forecast_phases,
+)
+from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import Event
-from wanma.observe.series.catalogue import CATALOGUE, GPU_LABELS, NODE_LABELS, RANK_LABELS, STEP_GAUGES
+from wanma.observe.series.catalogue import (
+    CATALOGUE,
+    FORECAST_PREFIX,
+    GPU_LABELS,
+    NODE_LABELS,
+    RANK_LABELS,
+    STEP_GAUGES,
+)
 
 Labels = tuple[tuple[str, str], ...]
 """Labels of a series without those of the run, as pairs of name and value."""
@@ -135,18 +150,19 @@ class RunSeries(Series):
     def _set_plan(self, planned: Mapping[str, Any]) -> None:
         """Take the forecast of a plan, as plan.json has it."""
         self._planned = planned
-        forecast = planned.get("forecast") or {}
-        step = forecast.get("step") or {}
-        parts = {kind: value for kind, value in step.items() if isinstance(value, int | float)}
-        self._set("forecast_memory_bytes", forecast.get("memory_bytes"))
-        self._set("forecast_mfu_ratio", forecast.get("model_flops_utilisation"))
-        self._set("forecast_goodput_ratio", ((forecast.get("run") or {}).get("useful") or {}).get("share"))
-        self._drop("forecast_phase_seconds")
-        uncertainty, seconds = parts.pop("uncertainty", 0.0), parts.pop("seconds", None)
-        self._set("forecast_step_seconds", seconds)
-        self._set("forecast_step_upper_seconds", None if seconds is None else (1 + uncertainty) * seconds)
-        for kind, seconds in parts.items():
-            self._set("forecast_phase_seconds", seconds, phase=kind)
+        for metric in CATALOGUE:
+            if metric.startswith(FORECAST_PREFIX):
+                self._drop(metric)
+        for name, value in _forecasts(planned).items():
+            self._set(f"{FORECAST_PREFIX}{name}", value)
+        with contextlib.suppress(LookupError, TypeError, ValueError):  # unknown, or of another version
+            step = StepTime(**(planned.get("forecast") or {})["step"])
+            plan = Plan.from_json(planned.get("plan") or {})
+            for phase, seconds in forecast_phases(step, plan).items():
+                self._set("forecast_phase_seconds", seconds, phase=phase)
+            exposed = forecast_exposed_communication(step)
+            for kind in communication_kinds(plan):
+                self._set("forecast_exposed_communication_seconds", exposed[kind], kind=kind)
 
     def update(self, event: Event) -> None:
         """Take one event of events.jsonl, or a step record with the kind `step`."""
@@ -189,7 +205,7 @@ class RunSeries(Series):
             if metric.key in record or metric.name in ("loss", "gradient_norm"):
                 value = record.get(metric.key)
                 self._set(metric.name, _non_finite(record, metric.key) if value is None else value)
-        targets = (record.get("tokens_per_second") or 0.0) * (record.get("step_seconds") or 0.0)
+        targets = _targets(record)
         if targets and (forecast_seconds := self.get("forecast_step_seconds")):
             self._set("forecast_targets_per_second", targets / forecast_seconds)
         self._set("completed_steps", record["step"])
@@ -210,6 +226,7 @@ class RunSeries(Series):
         """Add to the sums of times, which leave out the slow first step of a start."""
         self._add("steps", 1)
         self._add("step_time_seconds", record.get("step_seconds"))
+        self._add("targets", _targets(record))
         for metric, (key, label) in _STEP_COUNTERS.items():
             for name, seconds in (record.get(key) or {}).items():
                 self._add(metric, seconds, **{label: name})
@@ -270,9 +287,36 @@ class RunSeries(Series):
             return
         seconds = max(self._newest_time - self._first_start, 1e-9)
         ranks = self.get("ranks") or 1.0
+        self._set("run_seconds", seconds)
         self._set("goodput_ratio", min(self._useful_seconds / seconds, 1.0))
         self._set("device_seconds", ranks * seconds)
         self._set("used_device_seconds", ranks * max(self._useful_seconds, 0.0))
+
+
+def _forecasts(planned: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return the forecasts of a plan, as plan.json has it, by the name of the metric; None: it has none."""
+    forecast, plan = planned.get("forecast") or {}, planned.get("plan") or {}
+    step, run = forecast.get("step") or {}, forecast.get("run") or {}
+    useful, checkpoint = run.get("useful") or {}, forecast.get("checkpoint") or {}
+    step_seconds, energy, run_seconds = step.get("seconds"), run.get("energy_joules"), run.get("seconds")
+    # Rank 0, whose peak is recorded, has the first stage; of a GPU it is the memory that torch allocates.
+    is_on_gpu = plan.get("device") == "cuda"
+    rank_0 = next(iter(forecast.get("pipeline_ranks") or ()), forecast)
+    return {
+        "step_seconds": step_seconds,
+        "step_upper_seconds": step_seconds and (1 + step.get("uncertainty", 0.0)) * step_seconds,
+        "bubble_seconds": step.get("bubble") if plan.get("pp", 1) > 1 else None,
+        "mfu_ratio": forecast.get("model_flops_utilisation"),
+        "memory_bytes": rank_0.get("tensor_bytes" if is_on_gpu else "memory_bytes"),
+        "gpu_memory_used_bytes" if is_on_gpu else "rank_memory_bytes": forecast.get("memory_bytes"),
+        "checkpoint_bytes": checkpoint.get("size_bytes"),
+        "checkpoint_stall_seconds": checkpoint.get("stall_seconds"),
+        "checkpoint_write_seconds": checkpoint.get("write_seconds"),
+        "goodput_ratio": useful.get("share"),
+        "recovery_seconds": useful.get("seconds_per_failure"),
+        "run_seconds": run_seconds,
+        "power_watts": energy / run_seconds if energy and run_seconds else None,
+    }
 
 
 class NodeSeries(Series):
@@ -307,6 +351,11 @@ class NodeSeries(Series):
         for metric in CATALOGUE.values():
             if metric.labels == names:
                 self._set(metric.name, record.get(metric.key), **labels)
+
+
+def _targets(record: Event) -> float:
+    """Return the number of targets of a step."""
+    return float((record.get("tokens_per_second") or 0.0) * (record.get("step_seconds") or 0.0))
 
 
 def _non_finite(record: Event, key: str) -> float | None:

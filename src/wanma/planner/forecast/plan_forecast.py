@@ -279,6 +279,9 @@ def with_step_time(
         samples_per_second=problem.global_batch / step.seconds,
         model_flops_utilisation=flops / step.seconds / (plan.world_size * peak),
         run=run,
+        checkpoint=None
+        if problem.job.servers.count
+        else step_overhead(problem, plan).checkpoint_forecast(step.seconds - step.checkpoint),
         reasons=(
             *memory_forecast.reasons,
             step_time_text(step),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from wanma.job.forecast.forecast import CheckpointForecast
 from wanma.job.plan.plan import Plan
 from wanma.planner.cost.gradient_collectives import error_feedback_bytes
 from wanma.planner.cost.offload import keeps_state_on_disk, master_weight_bytes
@@ -55,6 +56,8 @@ class StepOverhead:
     """As `load_seconds`, for samples that come from a store."""
     store_share: float = 0.0
     """Share of the steps whose samples come from a store, 0 .. 1."""
+    checkpoint_bytes: float = 0.0
+    """Bytes of one save, of all ranks."""
 
     def loading_stall(self, step_seconds: float) -> float:
         """Return the seconds for which a step of `step_seconds` waits for data, mean over the run."""
@@ -74,6 +77,13 @@ class StepOverhead:
         return save_seconds / self.checkpoint_every_steps + max(
             0.0, self.checkpoint_write_seconds / self.checkpoint_every_steps - step_seconds
         )
+
+    def checkpoint_forecast(self, step_seconds: float) -> CheckpointForecast:
+        """Return the forecast of one save, beside steps of `step_seconds` without saves."""
+        interval_seconds = self.checkpoint_every_steps * step_seconds
+        waited = max(0.0, self.checkpoint_write_seconds - interval_seconds) if interval_seconds else 0.0
+        stall_seconds = self.checkpoint_copy_seconds + waited
+        return CheckpointForecast(round(self.checkpoint_bytes), stall_seconds, self.checkpoint_write_seconds)
 
     def with_stalls(self, step_seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return seconds of steps with both overheads; monotonic in the steps' own time."""
@@ -117,6 +127,7 @@ def step_overhead(problem: PlanningProblem, plan: Plan) -> StepOverhead:
         is_last_due,
         load.store_seconds,
         load.store_share,
+        size * plan.world_size,
     )
 
 

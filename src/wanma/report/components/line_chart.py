@@ -174,9 +174,10 @@ def _extremes(line: _DrawnSeries) -> list[float]:
 
 def _linear_axis(chart: Chart, lines: list[_DrawnSeries]) -> tuple[AxisScale, str]:
     """Return the vertical scale, and a sentence about values above it; empty without any."""
+    limits = [value for _, value in chart.horizontal_lines]
     if not chart.stacked:
         values = [v for line in lines for v in _extremes(line) if math.isfinite(v)]
-        low, high = linear_range(values + [value for _, value in chart.horizontal_lines], chart.from_zero)
+        low, high = linear_range(values + limits, chart.from_zero)
         return AxisScale(low, high, HEIGHT - BOTTOM, TOP), ""
     top = lines[-1]
     pairs = zip(top.base, top.points, strict=True)
@@ -191,7 +192,7 @@ def _linear_axis(chart: Chart, lines: list[_DrawnSeries]) -> tuple[AxisScale, st
             f"{len(outliers)} above the chart, the highest at {_step_text(top.points[highest])}: "
             f"{chart.value_text(totals[highest])}."
         )
-    return AxisScale(*linear_range(inliers, True), HEIGHT - BOTTOM, TOP), outside
+    return AxisScale(*linear_range(inliers + limits, True), HEIGHT - BOTTOM, TOP), outside
 
 
 def _drawing(
@@ -223,20 +224,21 @@ def _drawing(
     for css, step in chart.vertical_lines:
         if x_scale.low <= step <= x_scale.high:
             parts.append(f'<path class="{escape(css)}" d="M{x_scale(step):.1f} {TOP}V{HEIGHT - BOTTOM}"/>')
-    for name, value in chart.horizontal_lines:
-        y = y_scale(value)
-        label_is_below = any(bucket.high >= value for line in lines for bucket in line.points)
-        label = y + 15 if label_is_below else y - 5  # on the side where the line is not
-        parts.append(f'<path class="limit" d="M{LEFT} {y:.1f}H{chart.width - RIGHT}"/>')
-        parts.append(
-            f'<text class="limit" x="{chart.width - RIGHT - 4}" y="{label:.1f}" text-anchor="end">'
-            f"{escape(name)}</text>"
-        )
     for line in lines:
         if chart.stacked:
             parts.append(_bars(line, x_scale, y_scale) if shows_markers else _area(line, x_scale, y_scale))
         else:
             parts.append(_line(line, x_scale, y_scale, shows_markers))
+    for name, value in chart.horizontal_lines:
+        y = y_scale(value)
+        is_below_data = any(bucket.high >= value for line in lines for bucket in line.points)
+        # On the side where the line is not; of a stack, whose values add up, above.
+        label = y + 15 if is_below_data and not chart.stacked else y - 5
+        parts.append(f'<path class="limit" d="M{LEFT} {y:.1f}H{chart.width - RIGHT}"/>')
+        parts.append(
+            f'<text class="limit" x="{chart.width - RIGHT - 4}" y="{label:.1f}" text-anchor="end">'
+            f"{escape(name)}</text>"
+        )
     parts.append('<path class="cursor" d=""/></svg>')
     return "".join(parts)
 

@@ -1,4 +1,4 @@
-"""Report of each rank's own time per step to the supervisor, which compares it with that of its peers."""
+"""Report of each rank's own work in a step to the supervisor, which compares it with that of its peers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from wanma.job.plan.plan import Plan
 from wanma.job.plan.rank_timing import rank_timing_obstacle
 from wanma.job.run.worker import SupervisorClient
+from wanma.observe.metrics.memory import allocator_state
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh
 
 
 class RankTimingReporter:
-    """Reporter of a rank's data and compute seconds after every step.
+    """Reporter of a rank's data and compute seconds, and of its GPU's allocator, after every step.
 
     It writes them on the page that the supervisor reads anyway: no collective, no system call. Compute
     seconds of forward and backward are those of `ComputeTimer`: on CPUs without any wait in them, in every
@@ -20,7 +21,7 @@ class RankTimingReporter:
     """
 
     def __init__(self, plan: Plan, parallel_mesh: ParallelMesh, control: SupervisorClient) -> None:
-        self._plan, self._data_rank, self._report = plan, parallel_mesh.data_rank, control.report_work_time
+        self._plan, self._data_rank, self._report = plan, parallel_mesh.data_rank, control.report_work
         self._pipeline_rank = parallel_mesh.coordinate("pp")
         splits_no_sample = plan.tp == plan.cp == 1 and rank_timing_obstacle(plan) is None
         self._reports_compute = plan.device == "cpu" or splits_no_sample
@@ -42,7 +43,8 @@ class RankTimingReporter:
         if global_batch != self._global_batch:
             self._global_batch, self._share = global_batch, self._share_of(global_batch)
         compute = compute_seconds / self._share if self._reports_compute else 0.0
-        self._report(self._pipeline_rank, phases["data"], compute)
+        memory = allocator_state(plan.device)
+        self._report(self._pipeline_rank, phases["data"], compute, memory.cached_bytes, memory.retries)
 
     def _share_of(self, global_batch: int) -> float:
         """Return this rank's samples over the mean of the data ranks, where the batch does not divide evenly.
