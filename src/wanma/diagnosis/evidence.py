@@ -107,7 +107,10 @@ class Evidence:
         """Return the least share of memory that is free, of the GPUs or else of the nodes; None: unknown."""
         newest = [records[-1] for records in self.nodes.values() if records]
         gpus = [gpu for record in newest for gpu in record.get("gpus") or () if gpu.get("is_used", True)]
-        pairs = [(gpu.get("memory_bytes"), gpu.get("total_memory_bytes")) for gpu in gpus]
+        pairs = [
+            (gpu.get("needed_memory_bytes") or gpu.get("memory_bytes"), gpu.get("total_memory_bytes"))
+            for gpu in gpus  # what PyTorch's allocator only caches is free
+        ]
         free = [1 - used / total for used, total in pairs if used is not None and total]
         if not gpus:
             free = [
