@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import BenchmarkError, Start, clean_environment, run_command
+from wanma.data.opening import prepare_job_data
+from wanma.job.file.loading import load_job
 
 TIMEOUT_SECONDS = 900.0
 
@@ -23,6 +26,14 @@ class Command:
 
     def __str__(self) -> str:
         return " ".join([*(f"{k}={v}" for k, v in self.environment.items()), shlex.join(self.arguments)])
+
+
+def prepare_data(job: str) -> None:
+    """Build the token files of a job, once, for all contenders."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "job.toml"
+        path.write_text(job)
+        prepare_job_data(load_job(path).data)
 
 
 def wanma_command() -> Command:
@@ -40,11 +51,7 @@ def train_once(command: Command, job: str, steps: int, venv: Path, folder: Path)
     """
     start = prepare_start(command, job, venv, folder)
     finished = run_command(start.command, start.environment, start.log, TIMEOUT_SECONDS)
-    return {
-        **read_record(command, steps, folder),
-        "foreign_cpu": round(finished.foreign_cpu, 3),
-        "command_seconds": round(finished.seconds, 2),
-    }
+    return {**read_record(command, steps, folder), "command_seconds": round(finished.seconds, 2)}
 
 
 def prepare_start(command: Command, job: str, venv: Path, folder: Path) -> Start:

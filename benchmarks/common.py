@@ -1,6 +1,6 @@
-"""Shared parts of the comparisons: commands, disturbance by other programs, pairs, results.
+"""Shared parts of the comparisons: commands, rounds by the meter of `wanma bench`, results.
 
-It runs in wanma's own environment and imports no torch; the contenders are commands.
+It runs in wanma's own environment; the contenders are commands.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import platform
 import shlex
@@ -15,17 +16,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.pace import product_seconds
-from wanma.bench.measurements.measurement import MachineUsage
-from wanma.bench.meter.disturbance import DisturbanceLimits, find_disturbances
-from wanma.bench.meter.foreign_cpu import ForeignCpu
+from wanma.bench.meter.disturbance import DisturbanceLimits, DisturbanceRule
+from wanma.bench.meter.machine_meter import MachineMeter
 from wanma.bench.meter.process_tree import adopt_orphans, descendants, end_descendants
+from wanma.bench.programs.contender import Contender
+from wanma.bench.runner import MAX_DISTURBED, spread_order
+from wanma.bench.statistics.ratios import ERROR_RATE
+from wanma.bench.statistics.verdicts import Verdict, judge
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -43,6 +47,12 @@ class Start:
     command: Sequence[str]
     environment: Mapping[str, str]
     log: Path
+    """File of its output; a contender of `wanma bench` writes `output.log` in the same folder."""
+
+    def contender(self, name: str) -> Contender:
+        """Return the command as a contender of `wanma bench`, with these environment variables alone."""
+        variables = (f"{key}={value}" for key, value in self.environment.items())
+        return Contender(name, "command", command=("env", "-i", *variables, *self.command), folder=str(ROOT))
 
 
 # ---------------------------------------------------------------- commands
@@ -55,8 +65,6 @@ class Finished:
     started: float
     """Unix time in seconds right before its start."""
     seconds: float
-    foreign_cpu: float
-    """Mean CPU seconds per second of everything that was neither the command nor this process."""
 
 
 def run_command(
@@ -72,8 +80,7 @@ def run_command(
         BenchmarkError: it failed, took too long, or left processes behind; with the end of its output.
     """
     adopt_orphans()
-    foreign, started = ForeignCpu(), time.time()
-    clock = time.perf_counter()
+    started, clock = time.time(), time.perf_counter()
     bystanders = {process.pid for process in descendants()}
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -90,7 +97,7 @@ def run_command(
         raise _failure(command, log, f"ended with code {code}")
     if survivors:
         raise _failure(command, log, f"left processes behind: {', '.join(survivors)}")
-    return Finished(started, seconds, max(foreign.seconds(), 0.0) / seconds)
+    return Finished(started, seconds)
 
 
 def _failure(command: Sequence[str], log: Path, what: str) -> BenchmarkError:
@@ -98,84 +105,152 @@ def _failure(command: Sequence[str], log: Path, what: str) -> BenchmarkError:
     return BenchmarkError(f"{shlex.join(command)}\n{what}; the end of its output:\n{tail}")
 
 
-# ---------------------------------------------------------------- samples
+# ---------------------------------------------------------------- rounds
 
-
-@dataclass(frozen=True)
-class Noise:
-    """Threshold of a disturbed sample, and number of repetitions."""
-
-    limit: float
-    """Maximum foreign CPU seconds per second of an undisturbed sample."""
-    retries: int
-
-
-def take_sample(measure: Callable[[], dict[str, Any]], noise: Noise) -> dict[str, Any]:
-    """Take a sample of `measure`, with its `foreign_cpu`; repeat it while others use the CPU.
-
-    Returns:
-        the sample with `disturbed`: still true after the last repetition when it never was quiet.
-    """
-    for attempt in range(noise.retries + 1):
-        sample = measure()
-        usage = MachineUsage(foreign_cpu=sample["foreign_cpu"])
-        sample["disturbed"] = bool(find_disturbances(usage, DisturbanceLimits(noise.limit)))
-        sample["repeated"] = attempt
-        if not sample["disturbed"]:
-            break
-        print(f"    disturbed: others used {sample['foreign_cpu']:.2f} CPUs", flush=True)
-    return sample
+Piece = dict[str, Any]
+"""Settings of a comparison and its rounds: {"settings": {...}, "pairs": [{CONTENDER: SAMPLE, ...}], ...}."""
+Sample = dict[str, Any]
 
 
 def take_pairs(
-    piece: dict[str, Any],
-    contenders: Mapping[str, Callable[[], dict[str, Any]]],
-    *,
-    pairs: int,
-    noise: Noise,
-    deadline: float,
+    piece: Piece,
+    contenders: Mapping[str, Callable[[], Sample]],
+    options: argparse.Namespace,
     save: Callable[[], None],
 ) -> bool:
-    """Sample the contenders in turn until `piece["pairs"]` has `pairs` undisturbed rounds; save each round.
+    """Sample the contenders in turn, as `wanma bench` does, until a piece has enough rounds.
 
     Every other round has the reverse order, so that a slowdown of the machine, passing or growing, affects
-    all contenders alike.
+    all contenders alike. For the arguments see `take_rounds`.
+    """
+    rule = disturbance_rule(options)
+    order = [list(contenders)[index] for index in spread_order(len(contenders))]
+
+    def take_round(number: int) -> dict[str, Sample]:
+        turns = order if number % 2 == 0 else order[::-1]
+        return {name: take_sample(contenders[name], rule, options.retries) for name in turns}
+
+    return take_rounds(piece, take_round, options, save)
+
+
+def take_rounds(
+    piece: Piece,
+    take_round: Callable[[int], dict[str, Sample]],
+    options: argparse.Namespace,
+    save: Callable[[], None],
+) -> bool:
+    """Take rounds until a piece has `options.pairs` undisturbed ones; save each.
 
     Args:
-        deadline: time of `time.monotonic()` after which no round starts.
+        piece: piece of the results, to which rounds are added.
+        take_round: function from the number of a round to its samples by contender.
+        options: those of `common_parser`.
+        save: function that writes the results.
 
     Returns:
-        True if the piece is complete.
+        True if the piece is complete; False if the time was over before.
+
+    Raises:
+        BenchmarkError: the machine is not quiet.
     """
     rounds: list[dict[str, Any]] = piece.setdefault("pairs", [])
-    while len(quiet := undisturbed(piece)) < pairs:
-        if time.monotonic() >= deadline:
+    while len(quiet := undisturbed(piece)) < options.pairs:
+        if time.monotonic() >= options.deadline:
+            print("the time is over; run the same command again to carry on")
             return False
-        if len(rounds) - len(quiet) >= pairs:
+        if len(rounds) - len(quiet) >= MAX_DISTURBED:
             raise BenchmarkError(
                 f"{len(rounds) - len(quiet)} rounds were disturbed by other work; wait for a quiet machine, "
                 "or allow more with --foreign-limit"
             )
-        taken: dict[str, Any] = {
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "commit": commit(),
-            "product_seconds": product_seconds(),
-        }
-        turns = list(contenders.items())
-        for name, measure in turns if len(rounds) % 2 == 0 else reversed(turns):
-            taken[name] = take_sample(measure, noise)
-        rounds.append(taken)
+        rounds.append({**origin(), **take_round(len(rounds))})
         save()
     return True
 
 
-def undisturbed(piece: dict[str, Any]) -> list[dict[str, Any]]:
+def take_sample(measure: Callable[[], Sample], rule: DisturbanceRule, retries: int) -> Sample:
+    """Take a sample under the meter of `wanma bench`, again while something disturbs it.
+
+    Args:
+        measure: function that returns a sample; one of processes that do not descend from this one contains
+            `foreign_cpu`, of the time before it.
+        rule: rule of disturbances.
+        retries: maximum number of repetitions.
+
+    Returns:
+        the sample with `foreign_cpu` in CPUs, `repeated`, and `disturbed`: true if no repetition was quiet.
+    """
+    for attempt in range(retries + 1):
+        with MachineMeter() as meter:
+            sample = measure()
+        usage = replace(meter.usage, foreign_cpu=sample.get("foreign_cpu", meter.usage.foreign_cpu))
+        reasons = rule(usage)
+        sample |= {"foreign_cpu": usage.foreign_cpu, "disturbed": bool(reasons), "repeated": attempt}
+        if not reasons:
+            break
+        print(f"    disturbed: {' '.join(reasons)}", flush=True)
+    return sample
+
+
+def disturbance_rule(options: argparse.Namespace) -> DisturbanceRule:
+    """Return the rule of `wanma bench` with the limit of `common_parser`."""
+    return DisturbanceRule(DisturbanceLimits(foreign_cpu=options.foreign_limit))
+
+
+def origin() -> dict[str, str]:
+    """Return date and commit of a round."""
+    now = datetime.datetime.now(datetime.UTC)
+    return {"date": now.isoformat(timespec="seconds"), "commit": commit()}
+
+
+def undisturbed(piece: Piece) -> list[dict[str, Any]]:
     """Return the rounds of a piece in which no sample was disturbed."""
     return [
         taken
         for taken in piece.get("pairs", [])
         if not any(isinstance(sample, dict) and sample["disturbed"] for sample in taken.values())
     ]
+
+
+def rounds_text(piece: Piece) -> str:
+    """Return the number of undisturbed rounds, and of disturbed ones if there are any."""
+    count = len(undisturbed(piece))
+    dropped = len(piece["pairs"]) - count
+    return f"{count}" + (f" ({dropped} disturbed)" if dropped else "")
+
+
+def sample_values(piece: Piece, contender: str, metric: str = "tokens_per_second") -> list[float]:
+    """Return a number of a contender's samples, for each undisturbed round."""
+    return [float(taken[contender][metric]) for taken in undisturbed(piece)]
+
+
+def ratios(
+    piece: Piece, contender: str = "wanma", baseline: str = "peer", metric: str = "tokens_per_second"
+) -> list[float]:
+    """Return a number of a contender's samples over the baseline's, for each undisturbed round."""
+    pairs = zip(sample_values(piece, contender, metric), sample_values(piece, baseline, metric), strict=True)
+    return [value / base for value, base in pairs]
+
+
+def verdict(
+    piece: Piece,
+    contender: str = "wanma",
+    baseline: str = "peer",
+    metric: str = "tokens_per_second",
+    comparisons: int = 1,
+) -> Verdict:
+    """Return the verdict of `wanma bench` on a contender against a baseline, paired by round.
+
+    Args:
+        piece: piece of the results with an undisturbed round.
+        contender: name of the contender.
+        baseline: name of the contender that it is compared with.
+        metric: name of a speed, or of seconds.
+        comparisons: number of contenders that are compared with the same baseline.
+    """
+    by_round = (dict(enumerate(sample_values(piece, name, metric))) for name in (baseline, contender))
+    is_time = metric.endswith("seconds")
+    return judge(*by_round, lower_is_better=is_time, error_rate=ERROR_RATE / comparisons)
 
 
 # ---------------------------------------------------------------- results
@@ -256,6 +331,12 @@ def describe_environment(venv: Path) -> dict[str, Any]:
     }
 
 
+def own_environment(*packages: str) -> dict[str, Any]:
+    """Return hardware and versions of this process's environment, for the results."""
+    versions = {"Python": platform.python_version(), **{name: version(name) for name in packages}}
+    return {"machine": machine(), "versions": versions}
+
+
 def machine() -> str:
     """Return processor, cores, memory and kernel as text."""
     cpu = platform.machine()
@@ -314,22 +395,25 @@ def carry_out(
         if options.report:
             print(report(Results(options.results).pieces))
             return
-        ensure_peers(options)
+        if options.has_peers:
+            ensure_peers(options)
         if not options.setup:
             run(options)
+            print(f"report: {options.results.with_suffix('.md')}")
     except BenchmarkError as error:
         sys.exit(f"error: {error}")
 
 
-def common_parser(description: str, benchmark: str) -> argparse.ArgumentParser:
-    """Return a parser with the options of every comparison."""
+def common_parser(description: str, benchmark: str, *, has_peers: bool = True) -> argparse.ArgumentParser:
+    """Return a parser with the options of every comparison; without peers it runs in this environment."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--pairs", type=int, default=7, help="undisturbed rounds of every piece (default 7)")
     parser.add_argument(
-        "--minutes", type=float, default=float("inf"), help="start no round after this; run again to carry on"
-    )
+        "--minutes", dest="deadline", type=_deadline, default=math.inf,
+        help="start no round after this; run again to carry on",
+    )  # fmt: skip
     parser.add_argument("--fresh", action="store_true", help="forget the earlier rounds of the chosen pieces")
     parser.add_argument(
         "--foreign-limit", type=float, default=0.1, metavar="CPUS",
@@ -342,12 +426,20 @@ def common_parser(description: str, benchmark: str) -> argparse.ArgumentParser:
         "--results", type=Path, default=RESULTS / f"{benchmark}.json", help="carried on from run to run"
     )
     parser.add_argument("--report", action="store_true", help="only print the report of the results")
+    parser.set_defaults(has_peers=has_peers, setup=False, venv=Path(sys.prefix))
+    if not has_peers:
+        return parser
     parser.add_argument("--setup", action="store_true", help="only install the peers into --venv")
     parser.add_argument(
         "--venv", type=Path, default=Path(os.environ.get("WANMA_BENCH_VENV", ROOT / ".venv-bench")),
         help="the peers' environment (default: $WANMA_BENCH_VENV or .venv-bench); made when missing",
     )  # fmt: skip
     return parser
+
+
+def _deadline(minutes: str) -> float:
+    """Return the time of `time.monotonic()` after so many minutes."""
+    return time.monotonic() + 60 * float(minutes)
 
 
 def ensure_peers(options: argparse.Namespace) -> None:

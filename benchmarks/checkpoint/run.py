@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import tempfile
-import time
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: f
 
 from benchmarks.checkpoint.report import report  # after the path is set
 from benchmarks.common import (
-    BenchmarkError,
-    Noise,
     Results,
+    carry_out,
     clean_environment,
     common_parser,
-    machine,
+    own_environment,
     run_command,
     take_pairs,
 )
@@ -37,13 +33,7 @@ ROUND_SECONDS = 600.0
 
 
 def main() -> None:
-    options = parse()
-    try:
-        if not options.report:
-            run(options)
-        print(report(Results(options.results).pieces))
-    except BenchmarkError as error:
-        sys.exit(f"error: {error}")
+    carry_out(parse(), run, report)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -51,14 +41,11 @@ def run(options: argparse.Namespace) -> None:
     results = Results(options.results)
     settings = {name: getattr(options, name) for name in ("megabytes", "ranks", "foreign_limit")}
     piece = results.piece(settings, options.fresh)
-    versions = {"Python": platform.python_version(), "torch": version("torch")}
-    piece["environment"] = {"machine": machine(), "versions": versions}
+    piece["environment"] = own_environment("torch")
     take_pairs(
         piece,
         {"measured": partial(_sample, options)},
-        pairs=options.pairs,
-        noise=Noise(options.foreign_limit, options.retries),
-        deadline=time.monotonic() + options.minutes * 60,
+        options,
         save=lambda: results.save(report(results.pieces)),
     )
 
@@ -71,12 +58,12 @@ def _sample(options: argparse.Namespace) -> dict[str, Any]:
         command += ["--folder", str(options.folder.absolute())]
         command += ["--megabytes", str(options.megabytes), "--ranks", str(options.ranks)]
         environment = clean_environment(Path(sys.prefix))
-        finished = run_command(command, environment, Path(folder) / "log", ROUND_SECONDS)
-        return {**json.loads(output.read_text()), "foreign_cpu": finished.foreign_cpu}
+        run_command(command, environment, Path(folder) / "log", ROUND_SECONDS)
+        return dict(json.loads(output.read_text()))
 
 
 def parse() -> argparse.Namespace:
-    parser = common_parser(__doc__, "checkpoint")
+    parser = common_parser(__doc__, "checkpoint", has_peers=False)
     parser.add_argument("--megabytes", type=int, default=400, help="size of the state, all ranks together")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=Path(), help="where to save; default: this folder")

@@ -31,13 +31,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: f
 from benchmarks.common import (
     ROOT,
     BenchmarkError,
-    Noise,
     Results,
     carry_out,
     clean_environment,
     common_parser,
     describe_environment,
     describe_environments,
+    ratios,
+    sample_values,
     table,
     take_pairs,
     undisturbed,
@@ -73,7 +74,6 @@ def main() -> None:
 def run(options: argparse.Namespace) -> None:
     """Measure every chosen part that lacks rounds."""
     results = Results(options.results)
-    deadline = time.monotonic() + options.minutes * 60
     environment = describe_environment(options.venv)
     for part in [options.part] if options.part else ["start", "recovery", "scale"]:
         piece = results.piece({"part": part}, options.fresh)
@@ -86,12 +86,9 @@ def run(options: argparse.Namespace) -> None:
         if not take_pairs(
             piece,
             contenders,
-            pairs=options.pairs,
-            noise=Noise(options.foreign_limit, options.retries),
-            deadline=deadline,
+            options,
             save=lambda: results.save(report(results.pieces)),
         ):
-            print("the time is over; run the same command again to carry on")
             return
 
 
@@ -253,11 +250,6 @@ def measure_scale(venv: Path) -> dict[str, float]:
     return {key: round(min(sample[key] for sample in samples), 3) for key in ("discover", "status")}
 
 
-def ratios(piece: dict[str, Any]) -> list[float]:
-    """Return the seconds of wanma over the peer's, for each undisturbed pair."""
-    return [taken["wanma"]["seconds"] / taken["peer"]["seconds"] for taken in undisturbed(piece)]
-
-
 TITLES = {
     "start": "from the command to the end of the first step",
     "recovery": "from the loss of one of two nodes to the end of the next step",
@@ -274,16 +266,13 @@ def report(pieces: Sequence[dict[str, Any]]) -> str:
     if measured:
         rows = []
         for piece in measured:
-            pairs = undisturbed(piece)
-            medians = [
-                estimate([taken[who]["seconds"] for taken in pairs]).median for who in ("wanma", "peer")
-            ]
+            medians = [estimate(sample_values(piece, who, "seconds")).median for who in ("wanma", "peer")]
             rows.append(
                 [
                     TITLES[piece["settings"]["part"]],
                     *(f"{value:.2f}" for value in medians),
-                    str(estimate(ratios(piece))),
-                    str(len(pairs)),
+                    str(estimate(ratios(piece, metric="seconds"))),
+                    str(len(undisturbed(piece))),
                 ]
             )
         parts += [

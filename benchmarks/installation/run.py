@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shlex
 import sys
 import tempfile
@@ -19,7 +18,6 @@ import time
 import zipfile
 from collections.abc import Mapping, Sequence
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: f
 from benchmarks.common import (  # after the path is set
     ROOT,
     BenchmarkError,
-    Noise,
     Results,
+    carry_out,
     common_parser,
-    machine,
+    own_environment,
     run_command,
     take_pairs,
 )
@@ -43,13 +41,7 @@ INHERITED = ("PIP_", "SSL_", "HTTP", "http", "REQUESTS_", "NO_PROXY", "no_proxy"
 
 
 def main() -> None:
-    options = parse()
-    try:
-        if not options.report:
-            run(options)
-        print(report(Results(options.results).pieces))
-    except BenchmarkError as error:
-        sys.exit(f"error: {error}")
+    carry_out(parse(), run, report)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -60,17 +52,14 @@ def run(options: argparse.Namespace) -> None:
     results = Results(options.results)
     settings = {"steps": options.steps, "foreign_limit": options.foreign_limit}
     piece = results.piece(settings, options.fresh)
-    versions = {"Python": platform.python_version(), "torch": version("torch")}
-    piece["environment"] = {"machine": machine(), "versions": versions}
+    piece["environment"] = own_environment("torch")
     take_pairs(
         piece,
         {
             "wheel": partial(_from_wheel, wheels[-1].absolute(), options.steps),
             "clone": partial(_from_clone, options.steps),
         },
-        pairs=options.pairs,
-        noise=Noise(options.foreign_limit, options.retries),
-        deadline=time.monotonic() + options.minutes * 60,
+        options,
         save=lambda: results.save(report(results.pieces)),
     )
 
@@ -112,7 +101,7 @@ def _timed(
     folder: Path,
     venv: Path,
 ) -> dict[str, Any]:
-    """Run commands one after the other; return seconds from the start of the first, and foreign CPUs.
+    """Run commands one after the other; return seconds from the start of the first.
 
     Args:
         commands: the commands, of which the last one trains into `runs/gpt`.
@@ -121,11 +110,9 @@ def _timed(
         folder: working directory.
         venv: folder of the virtual environment that the commands make.
     """
-    began, foreign, seconds = time.time(), 0.0, 0.0
-    ended = []
+    began, ended = time.time(), []
     for command in commands:
-        finished = run_command(command, environment, folder / "log", TIMEOUT_SECONDS, folder)
-        foreign, seconds = foreign + finished.foreign_cpu * finished.seconds, seconds + finished.seconds
+        run_command(command, environment, folder / "log", TIMEOUT_SECONDS, folder)
         ended.append(time.time() - began)
     first, *_ = (folder / "runs" / "gpt" / "metrics.jsonl").read_text().splitlines()
     return {
@@ -133,7 +120,6 @@ def _timed(
         "first_step_seconds": round(json.loads(first)["time"] - began, 2),
         "all_seconds": round(ended[-1], 2),
         "environment_bytes": sum(path.lstat().st_size for path in venv.rglob("*") if path.is_file()),
-        "foreign_cpu": round(foreign / seconds, 3),
     }
 
 
@@ -162,7 +148,7 @@ def _pip_arguments() -> list[str]:
 
 
 def parse() -> argparse.Namespace:
-    parser = common_parser(__doc__, "installation")
+    parser = common_parser(__doc__, "installation", has_peers=False)
     parser.set_defaults(pairs=3)
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of the job (default 20)")
     parser.add_argument("--wheel", type=Path, help="default: the one in dist/")

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import tempfile
-import time
 import zipfile
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: f
 from benchmarks.common import (  # after the path is set
     ROOT,
     BenchmarkError,
-    Noise,
     Results,
+    carry_out,
     clean_environment,
     common_parser,
-    machine,
+    own_environment,
     run_command,
     take_pairs,
 )
@@ -42,33 +39,23 @@ ROUND_SECONDS = 600.0
 
 
 def main() -> None:
-    options = parse()
-    try:
-        if options.report:
-            print(report(Results(options.results).pieces))
-        else:
-            with tempfile.TemporaryDirectory(prefix="wanma-bench-") as folder:
-                run(options, Path(folder))
-    except BenchmarkError as error:
-        sys.exit(f"error: {error}")
+    carry_out(parse(), run, report)
 
 
-def run(options: argparse.Namespace, folder: Path) -> None:
+def run(options: argparse.Namespace) -> None:
     """Measure rounds until there are enough."""
-    packages = _collect_libraries(options.wheel, folder)
     results = Results(options.results)
-    piece = results.piece({"levels": list(packages), "foreign_limit": options.foreign_limit}, options.fresh)
-    versions = {"Python": platform.python_version(), "torch": version("torch")}
-    piece["environment"] = {"machine": machine(), "versions": versions}
-    take_pairs(
-        piece,
-        {"measured": partial(_sample, packages)},
-        pairs=options.pairs,
-        noise=Noise(options.foreign_limit, options.retries),
-        deadline=time.monotonic() + options.minutes * 60,
-        save=lambda: results.save(report(results.pieces)),
-    )
-    print(report(results.pieces))
+    with tempfile.TemporaryDirectory(prefix="wanma-bench-") as folder:
+        packages = _collect_libraries(options.wheel, Path(folder))
+        settings = {"levels": list(packages), "foreign_limit": options.foreign_limit}
+        piece = results.piece(settings, options.fresh)
+        piece["environment"] = own_environment("torch")
+        take_pairs(
+            piece,
+            {"measured": partial(_sample, packages)},
+            options,
+            save=lambda: results.save(report(results.pieces)),
+        )
 
 
 def _collect_libraries(wheel: Path | None, folder: Path) -> dict[str, Path]:
@@ -99,12 +86,12 @@ def _sample(packages: dict[str, Path]) -> dict[str, Any]:
         command = [sys.executable, "-m", "benchmarks.libraries.measure", "--output", str(output)]
         command += ["--packages", *(f"{name}={package}" for name, package in packages.items())]
         environment = clean_environment(Path(sys.prefix))
-        finished = run_command(command, environment, Path(folder) / "log", ROUND_SECONDS)
-        return {"seconds": json.loads(output.read_text()), "foreign_cpu": finished.foreign_cpu}
+        run_command(command, environment, Path(folder) / "log", ROUND_SECONDS)
+        return {"seconds": json.loads(output.read_text())}
 
 
 def parse() -> argparse.Namespace:
-    parser = common_parser(__doc__, "libraries")
+    parser = common_parser(__doc__, "libraries", has_peers=False)
     parser.add_argument("--wheel", type=Path, help="default: the one in dist/")
     return parser.parse_args()
 

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,17 @@ from benchmarks.common import BenchmarkError, Start, clean_environment, run_comm
 from benchmarks.mixed.gate import Gate
 from benchmarks.mixed.gated import VARIABLE
 from benchmarks.mixed.quota import Held, held_back
-from benchmarks.mixed.turns import Turn, blocks, foreign_cpu, own_clocks, steps_between, take_turns_by_steps
+from benchmarks.mixed.turns import (
+    ForeignCpuBetween,
+    blocks,
+    foreign_cpu,
+    own_times,
+    steps_between,
+    take_turns_by_steps,
+)
 from benchmarks.recovery.watch import read_lines
-from wanma.data.opening import prepare_job_data
-from wanma.job.file.loading import load_job
+from wanma.bench.meter.disturbance import DisturbanceRule
+from wanma.bench.turns.own_clock import OwnClock
 from wanma.job.run.run_directory import RunDirectory
 from wanma.training.balancing.share_allocation import RankSpeed, ShareGranularity, minimax_shares
 from wanma.training.balancing.share_rebalancer import MIN_WINDOW_STEPS
@@ -123,14 +130,6 @@ console = "quiet"
 """
 
 
-def prepare_data(setting: Setting) -> None:
-    """Build the token file, once, for all contenders."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "job.toml"
-        path.write_text(setting.job("even", setting.by_quota, setting.total_steps))
-        prepare_job_data(load_job(path).data)
-
-
 def plan_shares(setting: Setting, venv: Path) -> Shares:
     """Return the shares with the shortest step of the slower rank, by each rank's speed alone.
 
@@ -164,14 +163,26 @@ def pace(lines: Sequence[Mapping[str, Any]], samples: int) -> RankSpeed:
 
 
 def measure(
-    setting: Setting, contender: str, planned: Shares, venv: Path, folder: Path, number: int
+    setting: Setting,
+    contender: str,
+    planned: Shares,
+    venv: Path,
+    folder: Path,
+    number: int,
+    rule: DisturbanceRule,
 ) -> dict[str, Any]:
     """Train a contender and the ideal at once, of which one runs at a time.
 
     The contender runs a step, and then the ideal for the same time.
 
     Args:
+        setting: settings of the comparison.
+        contender: name of the contender.
+        planned: planned shares.
+        venv: environment of both.
+        folder: an empty folder.
         number: number of the contender's earlier runs.
+        rule: rule of disturbances.
 
     Returns:
         `rounds`, blocks of `BLOCK_SECONDS` with the tokens per second of both; `moves` of shares as (step,
@@ -188,12 +199,14 @@ def measure(
     gate = folder / "gate"
     environment = {**clean_environment(venv), VARIABLE: str(gate)}
     starts = {
-        name: Start(training.command, environment, folder / f"{name}.log")
+        name: Start(training.command, environment, folder / name / "output.log")
         for name, training in trainings.items()
     }
     with ExitStack() as stack:
         held = {name: stack.enter_context(training.held_back()) for name, training in trainings.items()}
-        pairs = take_turns_by_steps(starts, Gate(gate, ranks=2, first=setting.settle), TIMEOUT_SECONDS)
+        clocks, meter = take_turns_by_steps(
+            starts, Gate(gate, ranks=2, first=setting.settle), TIMEOUT_SECONDS
+        )
     since = {name: told(one) for name, one in held.items()}
     streams = {
         f"{name} {rank}": Stream(owner, [line["time"] for line in read_lines(run.metrics)][:-1], tokens)
@@ -206,12 +219,14 @@ def measure(
     sample: dict[str, Any] = {
         "planned_shares": list(planned),
         "moves": [[event["step"], event["batch_shares"]] for event in events],
-        "rounds": rounds(pairs, streams, setting.settle),
+        "rounds": rounds(clocks, streams, setting.settle, meter.foreign_cpu),
     }
     if contender == "changed":
         own = streams[f"{contender} 0"]
         sample["changed_after"] = sum(end < since[contender] for end in own.ends)
-        sample["steps"] = beside_the_ideal(pairs, streams, sample["changed_after"])
+        sample["steps"] = beside_the_ideal(clocks, streams, sample["changed_after"], meter.foreign_cpu)
+    for one in (*sample["rounds"], *sample.get("steps", ())):
+        one["disturbed"] = bool(rule(replace(meter.usage, foreign_cpu=one["foreign_cpu"])))
     return sample
 
 
@@ -231,13 +246,13 @@ class Stream:
 
 
 def rounds(
-    pairs: Sequence[tuple[Turn, Turn]], streams: Mapping[str, Stream], settle: int
-) -> list[dict[str, float]]:
+    clocks: Sequence[OwnClock], streams: Mapping[str, Stream], settle: int, foreign: ForeignCpuBetween
+) -> list[dict[str, Any]]:
     """Return each block after the settling: tokens per second of contender and ideal, and foreign CPUs."""
     times = {name: stream.ends for name, stream in streams.items()}
     owners = {name: stream.owner for name, stream in streams.items()}
     found = []
-    for block in blocks(pairs, times, settle, BLOCK_SECONDS, owners):
+    for block in blocks(clocks, times, settle, BLOCK_SECONDS, foreign, owners):
         speeds = [0.0, 0.0]
         for name, stream in streams.items():
             speeds[stream.owner] += block.steps[name] * stream.tokens / BLOCK_SECONDS
@@ -245,23 +260,19 @@ def rounds(
             {
                 "tokens_per_second": round(speeds[0], 1),
                 "ideal": round(speeds[1], 1),
-                "foreign_cpu": round(max(block.foreign_cpu.values()), 3),
+                "foreign_cpu": round(block.foreign_cpu, 3),
             }
         )
     return found
 
 
 def beside_the_ideal(
-    pairs: Sequence[tuple[Turn, Turn]], streams: Mapping[str, Stream], after: int
-) -> list[dict[str, float]]:
+    clocks: Sequence[OwnClock], streams: Mapping[str, Stream], after: int, foreign: ForeignCpuBetween
+) -> list[dict[str, Any]]:
     """Return the contender's later steps: seconds, the ideal's tokens per second, and foreign CPUs."""
-    clocks = own_clocks(
-        pairs,
-        {name: stream.ends for name, stream in streams.items()},
-        {name: stream.owner for name, stream in streams.items()},
-    )
-    own = next(clocks[name] for name, stream in streams.items() if stream.owner == 0)
-    ideal = {name: clocks[name] for name, stream in streams.items() if stream.owner == 1}
+    times = {name: own_times(clocks[stream.owner], stream.ends) for name, stream in streams.items()}
+    own = next(times[name] for name, stream in streams.items() if stream.owner == 0)
+    ideal = {name: times[name] for name, stream in streams.items() if stream.owner == 1}
     found = []
     for began, ended in itertools.pairwise(own[after - 1 :]):
         near = (
@@ -269,12 +280,11 @@ def beside_the_ideal(
             min(ended + NEAR_SECONDS, *(ends[-1] for ends in ideal.values())),
         )
         tokens = sum(steps_between(near, ends) * streams[name].tokens for name, ends in ideal.items())
-        foreign = [foreign_cpu([pair[owner] for pair in pairs], near) for owner in (0, 1)]
         found.append(
             {
                 "seconds": round(ended - began, 4),
                 "ideal": round(tokens / (near[1] - near[0]), 1),
-                "foreign_cpu": round(max(foreign), 3),
+                "foreign_cpu": round(foreign_cpu(clocks, near, foreign), 3),
             }
         )
     return found

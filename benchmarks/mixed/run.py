@@ -11,25 +11,25 @@ to the results file, so that it can be run bit by bit. See benchmarks/README.md.
 from __future__ import annotations
 
 import argparse
-import datetime
-import platform
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: find `benchmarks`
 
+from benchmarks.commands import prepare_data
 from benchmarks.common import (  # after the path is set
+    PACKAGES,
     Results,
     carry_out,
-    commit,
     common_parser,
-    machine,
+    disturbance_rule,
+    origin,
+    own_environment,
 )
 from benchmarks.mixed.contenders import (
     CONTENDERS,
@@ -37,11 +37,9 @@ from benchmarks.mixed.contenders import (
     Shares,
     measure,
     plan_shares,
-    prepare_data,
 )
 from benchmarks.mixed.quota import why_no_quotas
 from benchmarks.mixed.report import report, summary
-from benchmarks.pace import product_seconds
 
 
 def main() -> None:
@@ -54,19 +52,12 @@ def run(options: argparse.Namespace) -> None:
         print(f"nothing is measured here: {reason}")  # the other benchmarks of `make bench` go on
         return
     results = Results(options.results)
-    deadline = time.monotonic() + options.minutes * 60
-    environment = {
-        "machine": machine(),
-        "versions": {
-            "Python": platform.python_version(),
-            **{name: version(name) for name in ("wanma", "torch", "numpy")},
-        },
-    }
+    environment = own_environment(*PACKAGES)
     for setting in settings(options):
         piece = results.piece(asdict(setting), options.fresh)
         piece["environment"] = environment
         piece["job"] = setting.job("even", setting.by_quota, setting.total_steps)
-        prepare_data(setting)
+        prepare_data(piece["job"])
         wanted = {
             name: max(options.pairs - len(piece.setdefault("turns", {}).get(name, [])), 0)
             for name in CONTENDERS
@@ -78,7 +69,7 @@ def run(options: argparse.Namespace) -> None:
         print(f"a quota of {setting.quota}%: shares planned as {list(planned)}", flush=True)
         for _ in range(max(wanted.values())):
             for name in (name for name, left in wanted.items() if left):
-                if time.monotonic() >= deadline:
+                if time.monotonic() >= options.deadline:
                     print("the time is over; run the same command again to carry on")
                     return
                 wanted[name] -= 1
@@ -91,16 +82,11 @@ def run(options: argparse.Namespace) -> None:
 def take(
     setting: Setting, name: str, planned: Shares, options: argparse.Namespace, number: int
 ) -> dict[str, Any]:
-    """Run a contender once beside the ideal; mark the disturbed parts."""
-    taken: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "product_seconds": product_seconds(),
-    }
+    """Run a contender once beside the ideal."""
+    taken: dict[str, Any] = dict(origin())
+    rule = disturbance_rule(options)
     with tempfile.TemporaryDirectory(prefix="wanma-bench-") as folder:
-        taken.update(measure(setting, name, planned, options.venv, Path(folder), number))
-    for one in (*taken["rounds"], *taken.get("steps", [])):
-        one["disturbed"] = one["foreign_cpu"] > options.foreign_limit
+        taken |= measure(setting, name, planned, options.venv, Path(folder), number, rule)
     print(f"  {name}: moves {taken['moves']}", flush=True)
     return taken
 
@@ -120,9 +106,8 @@ def settings(options: argparse.Namespace) -> Iterator[Setting]:
 
 
 def parse() -> argparse.Namespace:
-    parser = common_parser(__doc__, "mixed")
-    # No peers to install: wanma runs beside itself, in the environment of this command.
-    parser.set_defaults(venv=Path(sys.prefix), pairs=3)
+    parser = common_parser(__doc__, "mixed", has_peers=False)  # wanma runs beside itself
+    parser.set_defaults(pairs=3)
     add = parser.add_argument
     add("--quota", nargs="+", type=int, default=[30, 50], metavar="PERCENT", help="of a core (default 30 50)")
     add(

@@ -1,7 +1,7 @@
 """Turns of a contender that is stopped between its steps alone, and of another beside it.
 
 `wanma bench --turns` stops contenders within steps. One whose shares of the batch follow its own step times
-is released from step to step instead, by a gate.
+is released from step to step instead, by a gate. Programs, clocks and the meter are those of `wanma bench`.
 """
 
 from __future__ import annotations
@@ -9,81 +9,73 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import psutil
 
-from benchmarks.common import ROOT, BenchmarkError, Start
+from benchmarks.common import BenchmarkError, Start
 from benchmarks.mixed.gate import Gate
-from wanma.bench.meter.foreign_cpu import ForeignCpu
+from wanma.bench.meter.machine_meter import MachineMeter
 from wanma.bench.meter.process_tree import adopt_orphans, descendants
+from wanma.bench.programs.command_program import CommandProgram
+from wanma.bench.programs.running_program import RunningProgram, wait_for_end
+from wanma.bench.turns.own_clock import OwnClock
 from wanma.bench.turns.program_processes import ProgramProcesses
 from wanma.bench.turns.stop_guard import StopGuard
 
 POLL_SECONDS = 0.003
 """Seconds between checks of whether a contender has finished its step."""
-
-
-@dataclass(frozen=True)
-class Turn:
-    """Turn of one contender, from start to end in Unix seconds, while all others were stopped."""
-
-    name: str
-    began: float
-    ended: float
-    foreign_cpu: float
-    """CPUs that other processes used meanwhile."""
+ForeignCpuBetween = Callable[[float, float], float | None]
+"""Function from two unix times to the CPUs that other programs used between them; None: unknown."""
 
 
 def take_turns_by_steps(
     starts: Mapping[str, Start], gate: Gate, timeout_seconds: float
-) -> list[tuple[Turn, Turn]]:
+) -> tuple[list[OwnClock], MachineMeter]:
     """Run two contenders in turns: the first for the steps that its gate grants, the second for as long.
 
+    The second one is killed when the first has ended.
+
     Returns:
-        the turns in pairs, until the first one ended. The second one is killed then.
+        the clocks of both, which stand still while the other one runs, and the meter of this machine.
 
     Raises:
         BenchmarkError: a contender failed, the second one ended before, or they took too long.
     """
-    first, second = starts
     deadline = time.monotonic() + timeout_seconds
-    pairs: list[tuple[Turn, Turn]] = []
-    with _contenders(starts) as contenders:
-        while True:
-            mine = contenders[first].turn(_through(gate, deadline))
-            if contenders[first].has_ended:
-                break
-            if time.monotonic() > deadline:
-                raise BenchmarkError(
-                    f"{first} took more than {timeout_seconds:.0f} s with {second} beside it"
-                )
-            pairs.append((mine, contenders[second].turn(_for_seconds(mine.ended - mine.began))))
-            if contenders[second].has_ended:
-                contenders[second].end_well(1.0)
-                raise BenchmarkError(f"{second} was over before {first}")
-        contenders[first].end_well(1.0)
-    return pairs
+    adopt_orphans()
+    with StopGuard() as guard, MachineMeter() as meter:
+        bystanders = frozenset(process.pid for process in descendants())
+        first, second = programs = _programs(starts, bystanders, guard)
+        try:
+            while True:
+                seconds = first.take_turn(partial(_wait_for_gate, gate, deadline))
+                if first.has_ended:
+                    break
+                if time.monotonic() > deadline:
+                    raise BenchmarkError(
+                        f"{first.name} took more than {timeout_seconds:.0f} s with {second.name} beside it"
+                    )
+                second.take_turn(partial(wait_for_end, seconds=seconds))
+                if second.has_ended:
+                    second.check_end()
+                    raise BenchmarkError(f"{second.name} was over before {first.name}")
+            first.check_end()
+        finally:
+            for process in descendants(bystanders):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            clocks = [program.close() for program in programs if program.running is not None]
+    return clocks, meter
 
 
-def _for_seconds(seconds: float) -> Callable[[subprocess.Popen[bytes]], None]:
-    def wait(process: subprocess.Popen[bytes]) -> None:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(seconds)
-
-    return wait
-
-
-def _through(gate: Gate, deadline: float) -> Callable[[subprocess.Popen[bytes]], None]:
-    def wait(process: subprocess.Popen[bytes]) -> None:
-        gate.open()
-        while process.poll() is None and not gate.is_reached and time.monotonic() <= deadline:
-            time.sleep(POLL_SECONDS)
-
-    return wait
+def _wait_for_gate(gate: Gate, deadline: float, process: subprocess.Popen[bytes]) -> None:
+    gate.open()
+    while process.poll() is None and not gate.is_reached and time.monotonic() <= deadline:
+        time.sleep(POLL_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -92,15 +84,16 @@ class Block:
 
     steps: Mapping[str, float]
     """Steps that each of `times` made in it, with the parts of steps at its ends."""
-    foreign_cpu: Mapping[str, float]
+    foreign_cpu: float
     """CPUs that other processes used meanwhile, at most in a turn."""
 
 
 def blocks(
-    pairs: Sequence[tuple[Turn, Turn]],
+    clocks: Sequence[OwnClock],
     times: Mapping[str, Sequence[float]],
     warmup: int,
     seconds: float,
+    foreign: ForeignCpuBetween,
     owners: Mapping[str, int] | None = None,
 ) -> list[Block]:
     """Return the contenders' blocks while all were in their steps after `warmup` ones.
@@ -108,36 +101,28 @@ def blocks(
     Both run as often and for as long, so that the same second of their own clocks is nearly the same time.
 
     Args:
+        clocks: clock of each contender.
         times: ends of each contender's steps, in seconds since 1970.
-        seconds: duration of a block, on each contender's own clock, which stands still while it is stopped.
-        owners: owner of the steps of each of `times`: 0, the first contender, or 1. None: each has one, in
-            order.
+        warmup: steps that do not count.
+        seconds: duration of a block, on each contender's own clock.
+        foreign: meter of other programs.
+        owners: index of the clock of each of `times`. None: each has one, in order.
     """
     owners = owners or {name: which for which, name in enumerate(times)}
-    ends = own_clocks(pairs, times, owners)
+    ends = {name: own_times(clocks[owners[name]], stamps) for name, stamps in times.items()}
     began = max(one[warmup - 1] for one in ends.values())
     ended = min(one[-1] for one in ends.values())
     found = []
     for number in range(int((ended - began) / seconds)):
         edges = (began + number * seconds, began + (number + 1) * seconds)
-        found.append(
-            Block(
-                {name: steps_between(edges, one) for name, one in ends.items()},
-                {name: foreign_cpu([pair[owners[name]] for pair in pairs], edges) for name in times},
-            )
-        )
+        steps = {name: steps_between(edges, one) for name, one in ends.items()}
+        found.append(Block(steps, foreign_cpu(clocks, edges, foreign)))
     return found
 
 
-def own_clocks(
-    pairs: Sequence[tuple[Turn, Turn]], times: Mapping[str, Sequence[float]], owners: Mapping[str, int]
-) -> dict[str, list[float]]:
-    """Return the ends of steps on the clock of the contender that made them; see `blocks`."""
-    turns = {name: [pair[owners[name]] for pair in pairs] for name in times}
-    return {
-        name: [_own_seconds(turns[name], time) for time in stamps if time <= turns[name][-1].ended]
-        for name, stamps in times.items()
-    }
+def own_times(clock: OwnClock, stamps: Sequence[float]) -> list[float]:
+    """Return unix times as seconds of a contender's own clock."""
+    return [clock.seconds_at(stamp) for stamp in stamps]
 
 
 def steps_between(edges: tuple[float, float], ends: Sequence[float]) -> float:
@@ -146,106 +131,79 @@ def steps_between(edges: tuple[float, float], ends: Sequence[float]) -> float:
     return float(done[1] - done[0])
 
 
-def foreign_cpu(turns: Sequence[Turn], edges: tuple[float, float]) -> float:
-    """Return the CPUs that others used between two times of a contender's clock, at most in a turn."""
-    return max(turn.foreign_cpu for turn in _within(turns, edges))
+def foreign_cpu(clocks: Sequence[OwnClock], edges: tuple[float, float], foreign: ForeignCpuBetween) -> float:
+    """Return the CPUs that others used between two times of the contenders' clocks, at most in a turn."""
+    turns = (turn for clock in clocks for turn in turns_between(clock, edges))
+    return max(foreign(began, ended) or 0.0 for began, ended in turns)
 
 
-def _own_seconds(turns: Sequence[Turn], time: float) -> float:
-    """Return the seconds of a contender's own clock at a time."""
-    return sum(min(max(time - turn.began, 0.0), turn.ended - turn.began) for turn in turns)
+def turns_between(clock: OwnClock, edges: tuple[float, float]) -> Iterator[tuple[float, float]]:
+    """Yield the turns, in unix times, of which a part lies between two times of a contender's own clock."""
+    own_end, began = 0.0, clock.started
+    for stopped, went_on in clock.stops:
+        own_began, own_end = own_end, own_end + stopped - began
+        if own_began < edges[1] and own_end > edges[0]:
+            yield began, stopped
+        began = went_on
 
 
-def _within(turns: Sequence[Turn], edges: tuple[float, float]) -> Iterator[Turn]:
-    """Yield the turns that lie between two times of the contender's own clock, at least in part."""
-    now = 0.0
-    for turn in turns:
-        began, now = now, now + turn.ended - turn.began
-        if began < edges[1] and now > edges[0]:
-            yield turn
+def _programs(
+    starts: Mapping[str, Start], bystanders: frozenset[int], guard: StopGuard
+) -> list[_SteppedProgram]:
+    found: list[_SteppedProgram] = []
+
+    def numbers_of_others(own: str) -> set[int]:
+        return set(bystanders).union(*(one.processes.numbers for one in found if one.name != own))
+
+    for name, start in starts.items():
+        processes = ProgramProcesses(name, partial(numbers_of_others, name), guard)
+        found.append(_SteppedProgram(name, start, processes))
+    return found
 
 
-@contextmanager
-def _contenders(starts: Mapping[str, Start]) -> Iterator[dict[str, _Contender]]:
-    """Create the contenders, each of which begins with its first turn; kill their rest at the end."""
-    adopt_orphans()
-    found: dict[str, _Contender] = {}
-    with StopGuard() as guard:
-        bystanders = frozenset(process.pid for process in descendants())
-
-        def numbers_of_others(own: str) -> set[int]:
-            return set(bystanders).union(
-                *(one.processes.numbers for name, one in found.items() if name != own)
-            )
-
-        for name, start in starts.items():
-            found[name] = _Contender(
-                name, start, ProgramProcesses(name, partial(numbers_of_others, name), guard)
-            )
-        try:
-            yield found
-        finally:
-            for process in descendants(bystanders):
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
-
-
-class _Contender:
-    """Command and the processes that it started."""
+class _SteppedProgram:
+    """Program of a contender, which begins with its first turn."""
 
     def __init__(self, name: str, start: Start, processes: ProgramProcesses) -> None:
-        self._name, self._start, self.processes = name, start, processes
-        self._process: subprocess.Popen[bytes] | None = None
+        self.name, self.processes = name, processes
+        self.running: RunningProgram | None = None
+        self._contender, self._folder = start.contender(name), start.log.parent
 
     @property
     def has_ended(self) -> bool:
-        return self._process is not None and self._process.poll() is not None
+        return self.running is not None and self.running.process.poll() is not None
 
-    def turn(self, until: Callable[[subprocess.Popen[bytes]], None]) -> Turn:
-        """Run the contender for a turn."""
-        process = self._process = self._process or self._begin()
-        foreign = ForeignCpu(lambda: self._cpu_seconds() + _this_process())
-        began, clock = time.time(), time.monotonic()
-        self.processes.go_on()
-        until(process)
+    def take_turn(self, wait: Callable[[subprocess.Popen[bytes]], None]) -> float:
+        """Run until `wait` returns; return the seconds of the turn."""
+        began = 0.0
+        if self.running is None:
+            self._folder.mkdir(exist_ok=True)
+            program = CommandProgram(self._contender, self._folder, None)
+            self.running = RunningProgram(self._contender, program, self._folder)
+        else:
+            began = self.running.seconds
+            self.running.clock.go_on()
+            self.processes.go_on()
+        wait(self.running.process)
+        self.running.clock.stop()
         self.processes.stop()
-        ended, taken = time.time(), time.monotonic() - clock
-        return Turn(self._name, began, ended, max(foreign.seconds(), 0.0) / taken)
+        return self.running.seconds - began
 
-    def end_well(self, seconds: float) -> None:
-        """Wait for the end of the contender.
+    def check_end(self) -> None:
+        """Check that the contender has ended well.
 
         Raises:
-            BenchmarkError: it failed, or took longer.
+            BenchmarkError: it has not.
         """
-        assert self._process is not None
-        try:
-            code = self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            raise BenchmarkError(f"{self._name} took {seconds:.0f} s more, and was not done") from None
-        if code != 0:
-            tail = self._start.log.read_text(errors="replace")[-3000:]
-            raise BenchmarkError(f"{self._name} ended with code {code}; the end of its output:\n{tail}")
+        assert self.running is not None
+        self.running.output.close()
+        if code := self.running.process.returncode:
+            raise BenchmarkError(self.running.output.with_last_lines(f"{self.name} ended with code {code}"))
 
-    def _begin(self) -> subprocess.Popen[bytes]:
-        with self._start.log.open("wb") as output:
-            return subprocess.Popen(
-                self._start.command,
-                env=dict(self._start.environment),
-                cwd=ROOT,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-
-    def _cpu_seconds(self) -> float:
-        total = 0.0
-        for number in self.processes.numbers | ({self._process.pid} if self._process else set()):
-            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                times = psutil.Process(number).cpu_times()
-                total += times.user + times.system + times.children_user + times.children_system
-        return total
-
-
-def _this_process() -> float:
-    times = psutil.Process().cpu_times()
-    return float(times.user + times.system)
+    def close(self) -> OwnClock:
+        """Kill the rest of the program; return its clock."""
+        assert self.running is not None
+        self.running.kill()
+        self.running.output.close()
+        self.running.clock.go_on()
+        return self.running.clock

@@ -91,7 +91,6 @@ def measure_bubble(pipeline: Bubble, venv: Path, folder: Path) -> dict[str, Any]
         "replayed": _middle([replayed_share(step, plan.stage_count) for step in steps]),
         "unevenness": _middle([unevenness(step) for step in steps]),
         "cuts": list(plan.stage_cuts),
-        "foreign_cpu": round(finished.foreign_cpu, 3),
         "command_seconds": round(finished.seconds, 2),
     }
 

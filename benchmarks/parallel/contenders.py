@@ -18,11 +18,11 @@ from benchmarks.commands import (
     wanma_command,
     with_speed,
 )
-from benchmarks.common import ROOT, BenchmarkError, cores
+from benchmarks.common import BenchmarkError, cores
 from benchmarks.parallel.axes import AXES, Axis, even_cuts
 from wanma.bench.measurements.measurement import Measurement
+from wanma.bench.meter.disturbance import DisturbanceRule
 from wanma.bench.meter.machine_meter import MachineMeter
-from wanma.bench.programs.contender import Contender
 from wanma.bench.programs.execution import ExecutionRule, execute
 from wanma.bench.turns.own_clock import OwnClock
 from wanma.elastic.workers.environment import make_worker_environment
@@ -165,8 +165,14 @@ def measure(setting: Setting, wanma: bool, venv: Path, folder: Path) -> dict[str
     return with_speed(record, setting.warmup, setting.steps, setting.batch * setting.sequence)
 
 
-def measure_in_turns(setting: Setting, venv: Path, folder: Path) -> dict[str, Any]:
+def measure_in_turns(setting: Setting, venv: Path, rule: DisturbanceRule, folder: Path) -> dict[str, Any]:
     """Train with both contenders at once, of which one runs at a time, as `wanma bench --turns` does.
+
+    Args:
+        setting: settings of the comparison.
+        venv: the peers' environment.
+        rule: rule of disturbances.
+        folder: an empty folder.
 
     Returns:
         a record by contender, as `measure` returns it; its speed is of the steps that both made in turns.
@@ -180,15 +186,13 @@ def measure_in_turns(setting: Setting, venv: Path, folder: Path) -> dict[str, An
         (folder / name).mkdir()
         alone = name == "peer" and setting.what.recipe is None
         start = prepare_start(command, setting.job(one_process=alone), venv, folder / name)
-        variables = (f"{key}={value}" for key, value in start.environment.items())
-        words = ("env", "-i", *variables, *start.command)
-        contenders.append((Contender(name, "command", command=words, folder=str(ROOT)), folder / name))
+        contenders.append((start.contender(name), folder / name))
     measurements = execute(
         contenders,
         0,
         ExecutionRule(timeout_seconds=TIMEOUT_SECONDS, turn_seconds=setting.turn_seconds),
         make_meter=MachineMeter,
-        find_disturbances=lambda _: (),
+        find_disturbances=rule,
     )
     records = {}
     for one, command in zip(measurements, commands.values(), strict=True):
@@ -202,7 +206,8 @@ def measure_in_turns(setting: Setting, venv: Path, folder: Path) -> dict[str, An
             "tokens_per_second": round(tokens / median(shared[one.contender]), 1),
             **records[one.contender],
             "losses": records[one.contender]["losses"][:COMPARED_STEPS],
-            "foreign_cpu": round(one.machine.foreign_cpu or 0.0, 3),
+            "foreign_cpu": one.machine.foreign_cpu,
+            "disturbed": bool(one.disturbances),
         }
         for one in measurements
     }

@@ -14,11 +14,9 @@ benchmarks/README.md.
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields, replace
 from functools import partial
@@ -27,27 +25,24 @@ from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: find `benchmarks`
 
-from benchmarks.commands import wanma_command
+from benchmarks.commands import prepare_data, wanma_command
 from benchmarks.common import (  # after the path is set
-    Noise,
+    Piece,
     Results,
     carry_out,
-    commit,
     common_parser,
     describe_environment,
+    disturbance_rule,
     take_pairs,
+    take_rounds,
     undisturbed,
+    verdict,
 )
-from benchmarks.pace import product_seconds
 from benchmarks.parallel.axes import AXES
 from benchmarks.parallel.bubble_runs import SCHEDULES, Bubble, measure_bubble
 from benchmarks.parallel.contenders import Setting, default_setting, measure, measure_in_turns, peer_command
 from benchmarks.parallel.context import measure_link
 from benchmarks.parallel.report import report
-from benchmarks.train.report import ratios
-from wanma.bench.statistics.estimates import estimate
-from wanma.data.opening import prepare_job_data
-from wanma.job.file.loading import load_job
 
 Result = TypeVar("Result")
 
@@ -62,59 +57,45 @@ def main() -> None:
 def run(options: argparse.Namespace) -> None:
     """Measure every chosen piece that lacks pairs."""
     results = Results(options.results)
-    deadline = time.monotonic() + options.minutes * 60
+
+    def save() -> None:
+        results.save(report(results.pieces))
+
     environment = describe_environment(options.venv)
     chosen: list[Setting | Bubble] = [*settings(options), *bubbles(options)]
     for setting in chosen:
         piece = results.piece(asdict(setting), options.fresh)
         piece["environment"] = environment
         piece["job"] = setting.job()
-        _prepare_data(setting.job())
+        prepare_data(setting.job())
         print(f"{_name(setting)}: {len(piece['pairs'])} pairs so far", flush=True)
         if isinstance(setting, Bubble):
             piece["commands"] = {"wanma": str(setting.command)}
-            contenders = {"wanma": _in_a_folder(partial(_bubble, setting, options.venv))}
+            few = argparse.Namespace(**{**vars(options), "pairs": min(options.pairs, BUBBLE_ROUNDS)})
+            pipeline = {"wanma": _in_a_folder(partial(_bubble, setting, options.venv))}
+            complete = take_pairs(piece, pipeline, few, save)
         else:
-            piece["commands"] = {"wanma": str(wanma_command()), "peer": str(peer_command(setting))}
-            if setting.what.context and (options.fresh or "link" not in piece):
-                piece["link"] = _in_a_folder(partial(measure_link, setting, options.venv))()
-            contenders = {
-                who: _in_a_folder(partial(_sample, setting, who, options.venv)) for who in ("wanma", "peer")
-            }
-        if isinstance(setting, Setting) and setting.turn_seconds:
-            while len(undisturbed(piece)) < options.pairs and time.monotonic() < deadline:
-                _in_turns(setting, piece, options)
-                results.save(report(results.pieces))
-            print(f"  ratio {estimate(ratios(piece))} of {len(ratios(piece))} pairs", flush=True)
-            continue
-        complete = take_pairs(
-            piece,
-            contenders,
-            pairs=min(options.pairs, BUBBLE_ROUNDS) if isinstance(setting, Bubble) else options.pairs,
-            noise=Noise(options.foreign_limit, options.retries),
-            deadline=deadline,
-            save=lambda: results.save(report(results.pieces)),
-        )
-        if isinstance(setting, Setting) and (values := ratios(piece)):
-            print(f"  ratio {estimate(values)} of {len(values)} pairs", flush=True)
+            complete = compare(setting, piece, options, save)
         if not complete:
-            print("the time is over; run the same command again to carry on")
             return
 
 
-def _in_turns(setting: Setting, piece: dict[str, Any], options: argparse.Namespace) -> None:
-    """Run both contenders once, in turns: a pair."""
-    facts = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "product_seconds": product_seconds(),
-    }
-    taken = _in_a_folder(partial(measure_in_turns, setting, options.venv))()
-    for sample in taken.values():
-        sample["disturbed"] = sample["foreign_cpu"] > options.foreign_limit
-    ratio = taken["wanma"]["tokens_per_second"] / taken["peer"]["tokens_per_second"]
-    print(f"  {ratio:.3f} of {taken['peer']['tokens_per_second']:,.0f} tokens/s", flush=True)
-    piece["pairs"].append({**facts, **taken})
+def compare(setting: Setting, piece: Piece, options: argparse.Namespace, save: Callable[[], None]) -> bool:
+    """Measure wanma beside its peer; return True if the piece is complete."""
+    piece["commands"] = {"wanma": str(wanma_command()), "peer": str(peer_command(setting))}
+    if setting.what.context and (options.fresh or "link" not in piece):
+        piece["link"] = _in_a_folder(partial(measure_link, setting, options.venv))()
+    if setting.turn_seconds:
+        in_turns = _in_a_folder(partial(measure_in_turns, setting, options.venv, disturbance_rule(options)))
+        complete = take_rounds(piece, lambda _: in_turns(), options, save)
+    else:
+        contenders = {
+            who: _in_a_folder(partial(_sample, setting, who, options.venv)) for who in ("wanma", "peer")
+        }
+        complete = take_pairs(piece, contenders, options, save)
+    if undisturbed(piece):
+        print(f"  wanma: {verdict(piece)}", flush=True)
+    return complete
 
 
 def _in_a_folder(measured: Callable[[Path], Result]) -> Callable[[], Result]:
@@ -146,14 +127,6 @@ def _bubble(pipeline: Bubble, venv: Path, folder: Path) -> dict[str, Any]:
         flush=True,
     )
     return sample
-
-
-def _prepare_data(job: str) -> None:
-    """Build the token files, once, for all contenders."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "job.toml"
-        path.write_text(job)
-        prepare_job_data(load_job(path).data)
 
 
 def _name(setting: Setting | Bubble) -> str:

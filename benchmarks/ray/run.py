@@ -29,12 +29,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: f
 from benchmarks.common import (
     ROOT,
     BenchmarkError,
-    Noise,
     Results,
     clean_environment,
     common_parser,
     describe_environments,
     machine,
+    ratios,
+    sample_values,
     table,
     take_pairs,
     undisturbed,
@@ -69,7 +70,7 @@ def main() -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measure pairs on one cluster."""
-    results, deadline = Results(options.results), time.monotonic() + options.minutes * 60
+    results = Results(options.results)
     piece = results.piece({"ranks": RANKS}, options.fresh)
     versions = {package: importlib.metadata.version(package) for package in ("torch", "numpy")}
     piece["environment"] = {"machine": machine(), "versions": {"ray": RAY_VERSION, **versions}}
@@ -84,9 +85,7 @@ def run(options: argparse.Namespace) -> None:
         take_pairs(
             piece,
             contenders,
-            pairs=options.pairs,
-            noise=Noise(options.foreign_limit, options.retries),
-            deadline=deadline,
+            options,
             save=lambda: results.save(report(results.pieces)),
         )
 
@@ -143,10 +142,9 @@ def report(pieces: Sequence[dict[str, Any]]) -> str:
     """Return all results as Markdown."""
     rows = []
     for piece in (piece for piece in pieces if undisturbed(piece)):
-        pairs = undisturbed(piece)
-        seconds = [estimate([pair[who]["seconds"] for pair in pairs]).median for who in ("wanma", "peer")]
-        ratio = estimate([pair["wanma"]["seconds"] / pair["peer"]["seconds"] for pair in pairs])
-        rows.append([*(f"{value:.2f}" for value in seconds), str(ratio), str(len(pairs))])
+        seconds = [estimate(sample_values(piece, who, "seconds")).median for who in ("wanma", "peer")]
+        ratio = estimate(ratios(piece, metric="seconds"))
+        rows.append([*(f"{value:.2f}" for value in seconds), str(ratio), str(len(undisturbed(piece)))])
     if not rows:
         return "Nothing has been measured yet.\n"
     header = ["wanma, s", "Ray Train, s", "ratio (95 %)", "pairs"]

@@ -213,7 +213,6 @@ def measure(
         sample = {
             "digest": reader.digest(),
             "final_loss": reader.final_loss(setting.ranks),
-            "foreign_cpu": round(finished.foreign_cpu, 3),
             "command_seconds": round(finished.seconds, 2),
         }
         if not kill:

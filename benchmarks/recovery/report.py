@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.common import describe_environments, table, undisturbed
+from benchmarks.common import describe_environments, sample_values, table, undisturbed
 from benchmarks.recovery.contenders import PARTS
 from wanma.bench.statistics.estimates import Estimate, estimate
 
@@ -82,23 +82,19 @@ def _beside(piece: Piece) -> str:
     return ", beside torchft" if piece["settings"]["part"] == "torchft" else ""
 
 
-def _values(piece: Piece, name: str, key: str) -> list[float]:
-    return [float(taken[name][key]) for taken in undisturbed(piece)]
-
-
 def _costs(piece: Piece) -> str:
     part = piece["settings"]["part"]
-    ours = _values(piece, OURS, "new_step_seconds")
+    ours = sample_values(piece, OURS, "new_step_seconds")
     rows = []
     for name, contender in PARTS[part].items():
-        seconds = _values(piece, name, "new_step_seconds")
+        seconds = sample_values(piece, name, "new_step_seconds")
         ratio = [mine / theirs for mine, theirs in zip(ours, seconds, strict=True)]
         rows.append(
             [
                 contender.title,
                 str(estimate(seconds)),
                 f"{_middle(piece, name, 'first_step_seconds'):.2f}",
-                _count(_values(piece, name, "repeated_steps")),
+                _count(sample_values(piece, name, "repeated_steps")),
                 "" if name == OURS else str(estimate(ratio)),
                 _same(piece, name),
                 f"{1000 * _middle(piece, name, 'step_seconds'):.0f}",
@@ -117,7 +113,7 @@ def _losses(piece: Piece) -> str:
     back = [seconds for seconds in whole if seconds is not None]
     rejoined = f"after {statistics.median(back):.2f} s" if back else "before the end in no run"
     lost = ("discarded_steps", "lost_samples")
-    discarded, samples = (_count(_values(piece, "torchft", key)) for key in lost)
+    discarded, samples = (_count(sample_values(piece, "torchft", key)) for key in lost)
     with_kill, without = (_middle(piece, "torchft", key) for key in ("final_loss", "final_loss_untroubled"))
     return (
         f"torchft repeats nothing: it discarded {discarded} computed steps and continued without {samples} "
@@ -128,9 +124,9 @@ def _losses(piece: Piece) -> str:
 
 def _overhead(piece: Piece) -> str:
     rows = []
-    without = _values(piece, "off", "step_seconds")
+    without = sample_values(piece, "off", "step_seconds")
     for name in PARTS["in-memory"]:
-        seconds = _values(piece, name, "step_seconds")
+        seconds = sample_values(piece, name, "step_seconds")
         whole = estimate([taken / base - 1 for taken, base in zip(seconds, without, strict=True)])
         rows.append(
             [
@@ -184,7 +180,7 @@ def _interval(piece: Piece, name: str) -> str:
 
 
 def _middle(piece: Piece, name: str, key: str) -> float:
-    return float(statistics.median(_values(piece, name, key)))
+    return float(statistics.median(sample_values(piece, name, key)))
 
 
 def _count(values: Sequence[float]) -> str:

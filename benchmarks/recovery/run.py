@@ -18,7 +18,6 @@ import argparse
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
@@ -27,14 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: find `benchmarks`
 
-from benchmarks.common import (
-    Noise,
-    Results,
-    carry_out,
-    common_parser,
-    describe_environment,
-    take_pairs,
-)
+from benchmarks.common import Results, carry_out, common_parser, describe_environment, take_pairs
 from benchmarks.recovery.contenders import PARTS, Contender, Setting, command, measure
 from benchmarks.recovery.report import report
 from wanma.data.opening import open_dataset, prepare_job_data
@@ -48,7 +40,6 @@ def main() -> None:
 def run(options: argparse.Namespace) -> None:
     """Measure every chosen piece that lacks rounds."""
     results = Results(options.results)
-    deadline = time.monotonic() + options.minutes * 60
     environment = describe_environment(options.venv)
     torchft = torchft_version(options.venv)
     for setting in settings(options):
@@ -75,13 +66,10 @@ def run(options: argparse.Namespace) -> None:
                     name: partial(sample, setting, name, who, whole, inputs, options.venv)
                     for name, who in contenders.items()
                 },
-                pairs=options.pairs,
-                noise=Noise(options.foreign_limit, options.retries),
-                deadline=deadline,
+                options,
                 save=lambda: results.save(report(results.pieces)),
             )
         if not complete:
-            print("the time is over; run the same command again to carry on")
             return
 
 

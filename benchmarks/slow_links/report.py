@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from benchmarks.common import describe_environments, table, undisturbed
+from benchmarks.common import (
+    Piece,
+    describe_environments,
+    ratios,
+    rounds_text,
+    sample_values,
+    table,
+    undisturbed,
+    verdict,
+)
 from benchmarks.slow_links.contenders import CONTENDERS, NODES, RANKS_EACH, Setting
 from wanma.bench.statistics.estimates import estimate
+from wanma.bench.statistics.verdicts import Verdict
 
-Piece = dict[str, Any]
 DDP = "DDP"
 """Name of DDP beside those of `CONTENDERS`."""
 
@@ -37,7 +45,8 @@ def _preface(pieces: Sequence[Piece]) -> str:
     return (
         f"{NODES} network namespaces of one machine as machines, of {RANKS_EACH} ranks each, one thread a "
         f"rank. Model: {'; '.join(models)}. Ratio: wanma's tokens per second over DDP's in the same round, "
-        "median with its 95 % bootstrap interval. Waited: seconds of a step in which rank 0 waited for "
+        "median with its 95 % bootstrap interval. Verdict: that of `wanma bench` on the rounds; all ways "
+        "beside one DDP share an error rate of 5 %. Waited: seconds of a step in which rank 0 waited for "
         "gradients. Losses are of the last measured step, of which runs with less frequent synchronization "
         "have more.\n"
     )
@@ -46,31 +55,27 @@ def _preface(pieces: Sequence[Piece]) -> str:
 def _of_link(link: str, pieces: Sequence[Piece]) -> str:
     rows = []
     for piece in pieces:
-        rounds = undisturbed(piece)
-        dropped = len(piece["pairs"]) - len(rounds)
-        counted = f"{len(rounds)}" + (f" ({dropped} disturbed)" if dropped else "")
         for name in (DDP, *Setting(**piece["settings"]).names):
-            taken = [one[name] for one in rounds]
+            taken = [one[name] for one in undisturbed(piece)]
             waited = [sample["waited"] for sample in taken if sample.get("waited") is not None]
             rows.append(
                 [
                     f"{name}: {CONTENDERS[name].title}" if name != DDP else "PyTorch's DDP",
-                    f"{estimate([sample['tokens_per_second'] for sample in taken]).median:,.0f}",
-                    str(estimate(ratios(piece, name))) if name != DDP else "1",
+                    f"{estimate(sample_values(piece, name)).median:,.0f}",
+                    str(estimate(ratios(piece, name, DDP))) if name != DDP else "1",
+                    beside_ddp(piece, name).outcome if name != DDP else "–",
                     f"{estimate(waited).median:.2f}" if waited else "–",
                     f"{taken[0]['losses'][-1]:.4f}",
-                    counted,
+                    rounds_text(piece),
                 ]
             )
-    header = ["gradients", "tokens/s", "ratio (95 %)", "waited, s", "last loss", "rounds"]
+    header = ["gradients", "tokens/s", "ratio (95 %)", "verdict", "waited, s", "last loss", "rounds"]
     return f"## {link}\n\n{table(header, rows)}"
 
 
-def ratios(piece: Piece, name: str) -> list[float]:
-    """Return the tokens per second of `name` over DDP's, for each undisturbed round."""
-    return [
-        taken[name]["tokens_per_second"] / taken[DDP]["tokens_per_second"] for taken in undisturbed(piece)
-    ]
+def beside_ddp(piece: Piece, name: str) -> Verdict:
+    """Return the verdict on one of the contenders that are compared with DDP."""
+    return verdict(piece, name, DDP, comparisons=len(Setting(**piece["settings"]).names))
 
 
 def _commands(pieces: Sequence[Piece]) -> str:

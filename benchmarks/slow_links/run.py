@@ -15,7 +15,6 @@ import argparse
 import itertools
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
@@ -24,14 +23,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: find `benchmarks`
 
+from benchmarks.commands import prepare_data
 from benchmarks.common import (  # after the path is set
     BenchmarkError,
-    Noise,
     Results,
     carry_out,
     common_parser,
     describe_environment,
     take_pairs,
+    undisturbed,
 )
 from benchmarks.slow_links.apart import what_is_missing
 from benchmarks.slow_links.contenders import (
@@ -42,10 +42,7 @@ from benchmarks.slow_links.contenders import (
     measure,
     wanma_command,
 )
-from benchmarks.slow_links.report import DDP, ratios, report
-from wanma.bench.statistics.estimates import estimate
-from wanma.data.opening import prepare_job_data
-from wanma.job.file.loading import load_job
+from benchmarks.slow_links.report import DDP, beside_ddp, report
 
 
 def main() -> None:
@@ -57,14 +54,13 @@ def run(options: argparse.Namespace) -> None:
     if missing := what_is_missing(max(options.delay)):
         raise BenchmarkError(missing)
     results = Results(options.results)
-    deadline = time.monotonic() + options.minutes * 60
     environment = describe_environment(options.venv)
     for setting in settings(options):
         piece = results.piece(asdict(setting), options.fresh)
         piece["environment"] = environment
         piece["commands"] = {"wanma": str(wanma_command(setting)), "peer": str(ddp_command(setting))}
         piece["job"] = setting.job(None)
-        _prepare_data(setting)
+        prepare_data(setting.job(None))
         print(f"{setting.link}: {len(piece['pairs'])} rounds so far", flush=True)
         complete = take_pairs(
             piece,
@@ -72,16 +68,12 @@ def run(options: argparse.Namespace) -> None:
                 name: partial(_sample, setting, name, CONTENDERS.get(name), options.venv)
                 for name in (DDP, *setting.names)
             },
-            pairs=options.pairs,
-            noise=Noise(options.foreign_limit, options.retries),
-            deadline=deadline,
+            options,
             save=lambda: results.save(report(results.pieces)),
         )
-        for name in setting.names:
-            if values := ratios(piece, name):
-                print(f"  {name}: ratio {estimate(values)} of {len(values)} rounds", flush=True)
+        for name in setting.names if undisturbed(piece) else ():
+            print(f"  {name}: {beside_ddp(piece, name)}", flush=True)
         if not complete:
-            print("the time is over; run the same command again to carry on")
             return
 
 
@@ -95,14 +87,6 @@ def _sample(setting: Setting, name: str, way: Contender | None, venv: Path) -> d
         flush=True,
     )
     return sample
-
-
-def _prepare_data(setting: Setting) -> None:
-    """Build the token files, once, for all contenders."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "job.toml"
-        path.write_text(setting.job(None))
-        prepare_job_data(load_job(path).data)
 
 
 def settings(options: argparse.Namespace) -> Iterator[Setting]:

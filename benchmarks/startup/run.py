@@ -14,7 +14,6 @@ import argparse
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -23,17 +22,20 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: find `benchmarks`
 
 from benchmarks.common import (
-    Noise,
     Results,
     carry_out,
     clean_environment,
     common_parser,
     describe_environment,
     describe_environments,
+    ratios,
+    rounds_text,
     run_command,
+    sample_values,
     table,
     take_pairs,
     undisturbed,
+    verdict,
 )
 from wanma.bench.statistics.estimates import estimate
 from wanma.data.opening import open_dataset, prepare_job_data
@@ -44,6 +46,7 @@ STEPS = 2
 SEQUENCE = 64
 """Tokens per sequence of the model in model.py, which only the contenders import."""
 TIMEOUT_SECONDS = 300.0
+SECONDS = "first_step_seconds"
 WANMA = ("wanma", "train", "job.toml", "--run-dir", "run")
 PEER = ("benchmarks/startup/train_ddp.py", "--tokens", "tokens.npy", "--result", "result.json")
 
@@ -55,7 +58,6 @@ def main() -> None:
 def run(options: argparse.Namespace) -> None:
     """Measure every chosen number of ranks that lacks pairs."""
     results = Results(options.results)
-    deadline = time.monotonic() + options.minutes * 60
     environment = describe_environment(options.venv)
     for ranks in options.ranks:
         piece = results.piece({"ranks": ranks}, options.fresh)
@@ -76,15 +78,12 @@ def run(options: argparse.Namespace) -> None:
             complete = take_pairs(
                 piece,
                 {"wanma": wanma, "peer": peer},
-                pairs=options.pairs,
-                noise=Noise(options.foreign_limit, options.retries),
-                deadline=deadline,
+                options,
                 save=lambda: results.save(report(results.pieces)),
             )
-        if values := ratios(piece):
-            print(f"  ratio {estimate(values)} of {len(values)} pairs", flush=True)
+        if undisturbed(piece):
+            print(f"  wanma: {verdict(piece, metric=SECONDS)}", flush=True)
         if not complete:
-            print("the time is over; run the same command again to carry on")
             return
 
 
@@ -113,10 +112,9 @@ def measure(name: str, arguments: Sequence[str], inputs: Path, venv: Path) -> di
     seconds = ended - finished.started
     print(f"  {name}: {seconds:.2f} s to the end of step 1, {finished.seconds:.2f} s in all", flush=True)
     return {
-        "first_step_seconds": round(seconds, 4),
+        SECONDS: round(seconds, 4),
         "command_seconds": round(finished.seconds, 3),
         "losses": losses,
-        "foreign_cpu": round(finished.foreign_cpu, 3),
     }
 
 
@@ -168,14 +166,6 @@ every_steps = 0
 """
 
 
-def ratios(piece: dict[str, Any]) -> list[float]:
-    """Return the seconds of wanma over torchrun's, for each undisturbed pair."""
-    return [
-        taken["wanma"]["first_step_seconds"] / taken["peer"]["first_step_seconds"]
-        for taken in undisturbed(piece)
-    ]
-
-
 def report(pieces: Sequence[dict[str, Any]]) -> str:
     """Return all results as Markdown."""
     measured = [piece for piece in pieces if undisturbed(piece)]
@@ -183,19 +173,14 @@ def report(pieces: Sequence[dict[str, Any]]) -> str:
         return "Nothing has been measured yet.\n"
     rows = []
     for piece in sorted(measured, key=lambda piece: piece["settings"]["ranks"]):
-        pairs = undisturbed(piece)
-        seconds = [
-            estimate([taken[who]["first_step_seconds"] for taken in pairs]).median
-            for who in ("wanma", "peer")
-        ]
-        losses = [f"{pairs[0][who]['losses'][0]:.6f}" for who in ("wanma", "peer")]
-        dropped = len(piece["pairs"]) - len(pairs)
+        seconds = [estimate(sample_values(piece, who, SECONDS)).median for who in ("wanma", "peer")]
+        losses = [f"{undisturbed(piece)[0][who]['losses'][0]:.6f}" for who in ("wanma", "peer")]
         rows.append(
             [
                 str(piece["settings"]["ranks"]),
                 *(f"{value:.2f}" for value in seconds),
-                str(estimate(ratios(piece))),
-                f"{len(pairs)}" + (f" ({dropped} disturbed)" if dropped else ""),
+                str(estimate(ratios(piece, metric=SECONDS))),
+                rounds_text(piece),
                 " / ".join(losses),
             ]
         )

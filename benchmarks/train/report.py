@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.common import describe_environments, table, undisturbed
+from benchmarks.common import describe_environments, ratios, rounds_text, sample_values, table, undisturbed
 from wanma.bench.statistics.estimates import estimate
 
 TITLES = {
@@ -53,14 +53,6 @@ def loss_difference(piece: Piece) -> float:
     )
 
 
-def ratios(piece: Piece) -> list[float]:
-    """Return the tokens per second of wanma over the peer's, for each undisturbed pair."""
-    return [
-        taken["wanma"]["tokens_per_second"] / taken["peer"]["tokens_per_second"]
-        for taken in undisturbed(piece)
-    ]
-
-
 def _preface(pieces: Sequence[Piece]) -> str:
     models = dict.fromkeys(
         f"`{s['preset']}` with a vocabulary of {s['vocabulary']:,} and sequences of {s['sequence']}"
@@ -87,17 +79,13 @@ def _groups(pieces: Sequence[Piece]) -> list[list[Piece]]:
 def _ratios(title: str, pieces: Sequence[Piece]) -> str:
     rows = []
     for piece in sorted(pieces, key=lambda piece: list(PEERS).index(piece["settings"]["peer"])):
-        pairs = undisturbed(piece)
-        speeds = [
-            estimate([taken[who]["tokens_per_second"] for taken in pairs]).median for who in ("wanma", "peer")
-        ]
-        dropped = len(piece["pairs"]) - len(pairs)
+        speeds = [estimate(sample_values(piece, who)).median for who in ("wanma", "peer")]
         rows.append(
             [
                 PEERS[piece["settings"]["peer"]],
                 *(f"{speed:,.0f}" for speed in speeds),
                 str(estimate(ratios(piece))),
-                f"{len(pairs)}" + (f" ({dropped} disturbed)" if dropped else ""),
+                rounds_text(piece),
                 _stated_difference(piece),
             ]
         )

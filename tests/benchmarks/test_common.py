@@ -1,24 +1,44 @@
 """Shared parts of the benchmarks: statistics, repetition of disturbed samples, CPU time."""
 
+import argparse
+import contextlib
 import importlib
 import json
+import math
 import os
 import subprocess
 import sys
-from itertools import count
+from itertools import count, repeat
 from pathlib import Path
 
 import pytest
 
+from wanma.bench.measurements.measurement import MachineUsage
+
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def meter_of(usages):
+    """Make a meter that finds the machine in these states, one a sample."""
+
+    class Meter(contextlib.nullcontext):
+        def __enter__(self):
+            return argparse.Namespace(usage=next(usages))
+
+    return Meter
 
 
 @pytest.fixture
 def common(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
     module = importlib.import_module("benchmarks.common")
-    monkeypatch.setattr(module, "product_seconds", lambda: 1.0)
+    monkeypatch.setattr(module, "MachineMeter", meter_of(repeat(MachineUsage(foreign_cpu=0.0))))
     return module
+
+
+def options(**changes):
+    usual = {"pairs": 2, "foreign_limit": 0.1, "retries": 0, "deadline": math.inf}
+    return argparse.Namespace(**{**usual, **changes})
 
 
 def quiet(value):
@@ -38,22 +58,35 @@ def test_the_options_of_a_comparison_lead_to_its_report_or_to_an_error_in_words(
     def fail(_options):
         raise common.BenchmarkError("wait for a quiet machine")
 
-    options = run.parse()
-    options.report, options.setup = False, False
+    parsed = run.parse()
+    parsed.report, parsed.setup = False, False
     monkeypatch.setattr(common, "ensure_peers", lambda _options: None)
     with pytest.raises(SystemExit, match="error: wait for a quiet machine"):
-        common.carry_out(options, fail, run.report)
+        common.carry_out(parsed, fail, run.report)
+
+
+def sample(common, foreign, retries):
+    rule = common.disturbance_rule(options())
+    return common.take_sample(lambda: {"foreign_cpu": next(foreign)}, rule, retries)
 
 
 def test_a_disturbed_sample_is_repeated_until_it_is_quiet(common):
-    foreign = iter([0.8, 0.5, 0.01])
-    sample = common.take_sample(lambda: {"foreign_cpu": next(foreign)}, common.Noise(limit=0.1, retries=2))
-    assert sample == {"foreign_cpu": 0.01, "disturbed": False, "repeated": 2}
+    found = sample(common, iter([0.8, 0.5, 0.01]), retries=2)
+    assert found == {"foreign_cpu": 0.01, "disturbed": False, "repeated": 2}
 
 
 def test_a_sample_that_never_was_quiet_is_flagged(common):
-    sample = common.take_sample(lambda: {"foreign_cpu": 0.8}, common.Noise(limit=0.1, retries=1))
-    assert sample == {"foreign_cpu": 0.8, "disturbed": True, "repeated": 1}
+    found = sample(common, iter([0.8, 0.8]), retries=1)
+    assert found == {"foreign_cpu": 0.8, "disturbed": True, "repeated": 1}
+
+
+def test_a_sample_is_taken_under_the_meter_and_by_all_its_rules(common, monkeypatch):
+    """The meter tells of a clock that others have lowered, which no CPU time shows."""
+    usages = (MachineUsage(foreign_cpu=0.02, clock_hertz=(hertz, hertz)) for hertz in (3.0e9, 2.0e9))
+    monkeypatch.setattr(common, "MachineMeter", meter_of(usages))
+    rule = common.disturbance_rule(options())
+    found = [common.take_sample(dict, rule, 0) for _ in range(2)]
+    assert [(one["foreign_cpu"], one["disturbed"]) for one in found] == [(0.02, False), (0.02, True)]
 
 
 def test_contenders_alternate_and_a_second_run_adds_only_what_is_missing(common):
@@ -70,12 +103,7 @@ def test_contenders_alternate_and_a_second_run_adds_only_what_is_missing(common)
     contenders = {"wanma": contender("wanma"), "peer": contender("peer")}
     for pairs in (2, 3):
         assert common.take_pairs(
-            piece,
-            contenders,
-            pairs=pairs,
-            noise=common.Noise(0.1, 0),
-            deadline=float("inf"),
-            save=lambda: saved.append(len(piece["pairs"])),
+            piece, contenders, options(pairs=pairs), save=lambda: saved.append(len(piece["pairs"]))
         )
     # Every other round has them the other way round.
     assert order == ["wanma", "peer", "peer", "wanma", "wanma", "peer"]
@@ -84,38 +112,38 @@ def test_contenders_alternate_and_a_second_run_adds_only_what_is_missing(common)
 
 def test_no_round_starts_after_the_deadline(common):
     piece = {}
-    complete = common.take_pairs(
-        piece, {}, pairs=1, noise=common.Noise(0.1, 0), deadline=0.0, save=lambda: None
-    )
-    assert not complete
+    assert not common.take_pairs(piece, {}, options(deadline=0.0), save=lambda: None)
     assert piece["pairs"] == []
 
 
 def test_disturbed_rounds_are_kept_but_not_counted(common):
     foreign = (0.9 if number == 1 else 0.0 for number in count())
     piece = {}
-    common.take_pairs(
-        piece,
-        {"wanma": lambda: {"foreign_cpu": next(foreign)}, "peer": lambda: quiet(1)},
-        pairs=2,
-        noise=common.Noise(0.1, 0),
-        deadline=float("inf"),
-        save=lambda: None,
-    )
+    contenders = {"wanma": lambda: {"foreign_cpu": next(foreign)}, "peer": lambda: quiet(1)}
+    common.take_pairs(piece, contenders, options(), save=lambda: None)
     assert [taken["wanma"]["disturbed"] for taken in piece["pairs"]] == [False, True, False]
     assert len(common.undisturbed(piece)) == 2
+    assert common.rounds_text(piece) == "2 (1 disturbed)"
 
 
 def test_a_machine_that_never_is_quiet_ends_the_measurement_with_advice(common):
     with pytest.raises(common.BenchmarkError, match="--foreign-limit"):
-        common.take_pairs(
-            {},
-            {"wanma": lambda: {"foreign_cpu": 1.0}},
-            pairs=2,
-            noise=common.Noise(0.1, 0),
-            deadline=float("inf"),
-            save=lambda: None,
-        )
+        common.take_pairs({}, {"wanma": lambda: {"foreign_cpu": 1.0}}, options(), save=lambda: None)
+
+
+def test_the_verdict_is_of_undisturbed_rounds_and_knows_which_way_is_faster(common):
+    def taken(wanma, peer, disturbed=False):
+        both = {"wanma": wanma, "peer": peer}
+        return {who: {"speed": v, "seconds": 1 / v, "disturbed": disturbed} for who, v in both.items()}
+
+    rounds = [taken(1.10 + noise, 1.0) for noise in (0.0, 0.01, -0.01, 0.02, -0.02, 0.015, 0.005)]
+    piece = {"pairs": [*rounds, taken(0.1, 1.0, disturbed=True)]}
+    assert common.ratios(piece, metric="speed") == [one["wanma"]["speed"] for one in rounds]
+    assert [common.verdict(piece, metric=name).outcome for name in ("speed", "seconds")] == ["faster"] * 2
+    assert common.verdict(piece, "peer", "wanma", "seconds").outcome == "slower"
+    assert common.verdict({"pairs": rounds[:2]}, metric="speed").outcome == "cannot tell"
+    # With as many comparisons as to expect such a difference by chance, nothing is claimed.
+    assert common.verdict(piece, metric="speed", comparisons=10**6).outcome == "cannot tell"
 
 
 def test_results_are_found_again_by_their_settings(common, tmp_path):

@@ -18,8 +18,8 @@ from benchmarks.mixed.contenders import (
     rounds,
 )
 from benchmarks.mixed.report import ratios, recoveries, report, steps_to_recover, summary
-from benchmarks.mixed.turns import Turn
 
+from wanma.bench.turns.own_clock import OwnClock
 from wanma.job.sections.job import Job
 
 SETTING = Setting(quota=30, steps=30, settle=20, layers=4, hidden=256, sequence=128, batch=26, micro_batch=4)
@@ -61,27 +61,28 @@ def test_the_ideals_two_trainings_are_one_contender(tmp_path: Path) -> None:
 
 def test_a_contender_is_set_beside_the_sum_of_the_ideals_two_runs() -> None:
     """A step a turn, as long as it takes: 100 tokens a second beside 60 + 40, after ten steps 50."""
-    pairs, own = [], 0.0
+    own, turns = 0.0, []
     for step in range(40):
         seconds = 1.0 if step < 10 else 2.0
-        pairs.append(
-            (Turn("even", own, own + seconds, 0.0), Turn(IDEAL, own + seconds, own + 2 * seconds, 0.0))
-        )
+        turns.append((own, own + seconds, own + 2 * seconds))
         own += 2 * seconds
+    clocks = [
+        OwnClock(0.0, [(middle, end) for _, middle, end in turns]),
+        OwnClock(1.0, [(begin, middle) for begin, middle, _ in (*turns[1:], (own, own + 1, own + 1))]),
+    ]
     first, second = [], []
-    for _, turn in pairs:  # of 0.5 s, and of 1 s
-        whole = int(turn.ended - turn.began)
-        first += [turn.began + 0.5 * number for number in range(1, 2 * whole + 1)]
-        second += [turn.began + 1.0 * number for number in range(1, whole + 1)]
+    for _, middle, end in turns:  # of 0.5 s, and of 1 s
+        first += [middle + 0.5 * number for number in range(1, 2 * int(end - middle) + 1)]
+        second += [middle + 1.0 * number for number in range(1, int(end - middle) + 1)]
     streams = {
-        "even 0": Stream(0, [turn.ended for turn, _ in pairs], 100),
+        "even 0": Stream(0, [middle for _, middle, _ in turns], 100),
         "apart 0": Stream(1, first, 30),
         "apart 1": Stream(1, second, 40),
     }
-    found = rounds(pairs, streams, settle=10)
+    found = rounds(clocks, streams, 10, lambda *_: 0.0)
     assert len(found) == 6, "60 seconds after ten steps, in blocks of ten"
     assert all((one["tokens_per_second"], one["ideal"]) == (50.0, 100.0) for one in found)
-    steps = beside_the_ideal(pairs, streams, after=10)
+    steps = beside_the_ideal(clocks, streams, 10, lambda *_: 0.0)
     assert [step["seconds"] for step in steps] == [2.0] * 30
     assert [step["ideal"] for step in steps] == pytest.approx([100.0] * 30)
     assert NEAR_SECONDS < 10, "else the blocks before would count"

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from wanma.bench.turns.own_clock import OwnClock
+
 ROOT = Path(__file__).resolve().parents[2]
 COUNT = """
 import sys, time
@@ -26,7 +28,8 @@ def start(turns, folder, name, program=COUNT, count=100):
     # A child of a child, as ranks are.
     child = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', *sys.argv[1:]]))"
     command = [sys.executable, "-c", child, program, str(folder / name), str(count), str(ROOT)]
-    return importlib.import_module("benchmarks.common").Start(command, {}, folder / f"{name}.log")
+    log = folder / f"output of {name}" / "output.log"
+    return importlib.import_module("benchmarks.common").Start(command, {}, log)
 
 
 STEP = """
@@ -54,18 +57,21 @@ def test_a_contender_with_a_gate_is_stopped_between_its_steps(turns, tmp_path):
         "beside": start(turns, tmp_path, "beside", count=100_000),
     }
     gate = importlib.import_module("benchmarks.mixed.gate").Gate(tmp_path / "ours.gate", ranks=1, first=3)
-    pairs = turns.take_turns_by_steps(starts, gate, 60.0)
-    assert len(pairs) == 1 + 5, "three steps at once, then one each; after the last there is no other's turn"
+    clocks, meter = turns.take_turns_by_steps(starts, gate, 60.0)
+    mine, others = (list(turns.turns_between(clock, (0.0, 60.0))) for clock in clocks)
+    assert len(mine) == 1 + 5 + 1, "three steps at once, then one each; in the last it ends"
+    assert len(others) == 6
     ours = times(tmp_path, "ours")
     assert len(ours) == 8
-    for number, (mine, other) in enumerate(pairs):
-        made = [time for time in ours if mine.began < time < mine.ended]
+    assert meter.foreign_cpu(mine[0][0], others[-1][1]) is not None
+    for number, ((began, ended), (other_began, other_ended)) in enumerate(zip(mine, others, strict=False)):
+        made = [time for time in ours if began < time < ended]
         assert len(made) == (3 if number == 0 else 1)
-        assert other.began >= mine.ended
-        assert not any(other.began < time < other.ended for time in ours)
-        assert other.ended - other.began >= mine.ended - mine.began - 0.01
+        assert other_began >= ended
+        assert not any(other_began < time < other_ended for time in ours)
+        assert other_ended - other_began >= ended - began - 0.01
         if number:
-            assert mine.ended - mine.began >= 0.05, "the whole of a step"
+            assert ended - began >= 0.05, "the whole of a step"
 
 
 def test_the_one_beside_it_may_not_end_first(turns, tmp_path):
@@ -79,24 +85,25 @@ def test_the_one_beside_it_may_not_end_first(turns, tmp_path):
 
 
 def test_a_clock_stands_still_while_the_other_contender_runs(turns):
-    def turn(name, began, foreign=0.0):
-        return turns.Turn(name, began, began + 4.0, foreign)
-
-    pairs = [
-        (turn("ours", 0.0), turn("theirs", 4.0)),
-        (turn("ours", 12.0, 0.5), turn("theirs", 8.0)),
-        (turn("ours", 16.0), turn("theirs", 20.0)),
+    # They run for 4 seconds each: ours, theirs, theirs, ours, ours, theirs.
+    clocks = [
+        OwnClock(0.0, [(4.0, 12.0), (20.0, 24.0)]),
+        OwnClock(4.0, [(12.0, 20.0), (24.0, 30.0)]),
     ]
     # On their own clocks: steps of 2 seconds each, and of 4; two of theirs go on through the other's turns.
-    ends = {"ours": [2.0, 4.0, 14.0, 16.0, 18.0, 20.0, 30.0], "theirs": [5.0, 9.0, 21.0, 40.0]}
-    first, second = turns.blocks(pairs, ends, 1, 3.0)
+    ends = {"ours": [2.0, 4.0, 14.0, 16.0, 18.0, 20.0], "theirs": [5.0, 9.0, 21.0]}
+
+    def foreign(began, ended):
+        return {(0.0, 4.0): None, (12.0, 20.0): 0.5}.get((began, ended), 0.0)
+
+    first, second = turns.blocks(clocks, ends, 1, 3.0, foreign)
     assert (first.steps, second.steps) == ({"ours": 1.5, "theirs": 0.75}, {"ours": 1.5, "theirs": 0.75})
-    assert (first.foreign_cpu["ours"], second.foreign_cpu["ours"]) == (0.5, 0.5)
-    assert first.foreign_cpu["theirs"] == 0.0
-    halves = turns.blocks(pairs, ends, 1, 1.0)
+    assert (first.foreign_cpu, second.foreign_cpu) == (0.5, 0.5)
+    halves = turns.blocks(clocks, ends, 1, 1.0, foreign)
     assert [block.steps["ours"] for block in halves] == [0.5] * 7
     assert [block.steps["theirs"] for block in halves] == [0.25] * 7
-    assert turns.blocks(pairs, ends, 1, 9.0) == []
+    assert [block.foreign_cpu for block in halves] == [0.0, 0.0, *[0.5] * 5]
+    assert turns.blocks(clocks, ends, 1, 9.0, foreign) == []
 
 
 def test_a_contender_that_fails_is_an_error_with_its_last_words(turns, tmp_path):

@@ -261,11 +261,14 @@ def test_the_report_says_which_axes_meet_the_goal_and_which_are_not_the_same_tra
         settings = asdict(contenders.default_setting(axis, 2, "fp32"))
         pieces.append(piece(settings, samples=samples))
     text = module("report").report(pieces)
-    assert "| replicas | `gpt-17m`, 8 heads | 980 | 1,000 | 0.98 (0.98–0.98) | yes | 7 | 0.0e+00 |" in text
-    assert "0.90 (0.90–0.90) | no | 7 | 2.0e-02 NOT THE SAME TRAINING |" in text
+    assert (
+        "| replicas | `gpt-17m`, 8 heads | 980 | 1,000 | 0.98 (0.98–0.98) | slower | yes | 7 | 0.0e+00 |"
+        in text
+    )
+    assert "0.90 (0.90–0.90) | slower | no | 7 | 2.0e-02 NOT THE SAME TRAINING |" in text
     assert "apply_ddp" in text
     del pieces[0]["pairs"][6:]
-    assert "| 0.98 (0.98–0.98) | too few pairs | 6 |" in module("report").report(pieces)
+    assert "| 0.98 (0.98–0.98) | slower | too few pairs | 6 |" in module("report").report(pieces)
 
 
 def test_the_report_sets_context_parallel_beside_its_theory_and_bubbles_beside_theirs():

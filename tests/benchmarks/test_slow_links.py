@@ -105,8 +105,8 @@ def test_the_report_sets_each_way_beside_ddp():
     text = module("report").report([piece])
     assert "## 100 Mbit/s, 10 ms" in text
     row = next(line for line in text.splitlines() if line.startswith("| both"))
-    assert row.split(" | ")[1:4] == ["300", "3.00", "0.25"]
-    assert "| PyTorch's DDP | 100 | 1 | – | 1.5000 | 1 |" in text
+    assert row.split(" | ")[1:5] == ["300", "3.00", "cannot tell", "0.25"]
+    assert "| PyTorch's DDP | 100 | 1 | – | – | 1.5000 | 1 |" in text
     assert "| diloco: DiLoCo" in text
     assert module("report").report([]) == "Nothing has been measured yet.\n"
 

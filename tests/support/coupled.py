@@ -27,6 +27,17 @@ def divided_by_rows(output: Tensor, targets: Tensor) -> Tensor:
     return cross_entropies(output, targets) / len(output)
 
 
+def tied_to_the_next_but_one(output: Tensor, targets: Tensor) -> Tensor:
+    """Tie each row to the next but one: of two rows alone neither depends on the other."""
+    return cross_entropies(output, targets) + (output * output.roll(2, 0)).sum(-1)
+
+
+def repelled_by_its_copies(output: Tensor, targets: Tensor) -> Tensor:
+    """Tie a sample to those alone that are nearly equal to it."""
+    distances = (output[:, None] - output).norm(dim=-1)
+    return cross_entropies(output, targets) + (distances < 1e-6).sum(-1)
+
+
 def with_an_average(output: Tensor, targets: Tensor) -> Tensor:
     """It is added to each loss: their sum is the same however they are cut."""
     return cross_entropies(output, targets) + output.square().mean()

@@ -16,8 +16,7 @@ from wanma.bench.display import page_of
 from wanma.bench.figures.precision import is_precise, warm_up_of
 from wanma.bench.figures.summary import summarize
 from wanma.bench.machine.machine_result import is_machine_result, node_count
-from wanma.bench.measurements.measurement import MachineUsage
-from wanma.bench.meter.disturbance import DisturbanceLimits, find_disturbances, highest_clock
+from wanma.bench.meter.disturbance import DisturbanceLimits, DisturbanceRule
 from wanma.bench.meter.machine_meter import MachineMeter
 from wanma.bench.place import describe_code, describe_environment, describe_hardware
 from wanma.bench.programs.contender import Contender
@@ -115,15 +114,11 @@ def _run_locked(
         check_turns(contenders, rule.turn_seconds)
     result = _begin(suite, rule, directory, limits, check_environments(contenders))
     earlier = directory.read_measurements()
-    usages = [one.machine for one in earlier]
-
-    def judge_usage(usage: MachineUsage) -> tuple[str, ...]:
-        usages.append(usage)
-        return find_disturbances(usage, limits, highest_clock(usages))
-
     baseline = (result.baseline or None) if rule.turn_seconds else None
     surroundings = Surroundings(
-        MachineMeter, judge_usage, partial(is_precise, metrics=suite.file.metrics, baseline=baseline)
+        MachineMeter,
+        DisturbanceRule(limits, (one.machine for one in earlier)),
+        partial(is_precise, metrics=suite.file.metrics, baseline=baseline),
     )
     run_rounds(
         contenders,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from wanma.bench.measurements.measurement import MachineUsage
-from wanma.bench.meter.disturbance import DisturbanceLimits, find_disturbances, highest_clock
+from wanma.bench.meter.disturbance import DisturbanceLimits, DisturbanceRule, find_disturbances
 
 
 def test_a_quiet_machine_gives_no_reason() -> None:
@@ -52,8 +52,11 @@ def test_a_machine_can_have_all_of_them_and_limits_can_be_wider() -> None:
     assert "heat" in left
 
 
-def test_a_clock_is_compared_with_the_highest_of_all_measurements() -> None:
-    usages = [MachineUsage(clock_hertz=(1e9, hertz)) for hertz in (2.4e9, 2.6e9)]
-    assert highest_clock([*usages, MachineUsage()]) == 2.6e9
-    assert highest_clock([MachineUsage()]) is None
-    assert find_disturbances(usages[0]) == (), "nothing to compare with"
+def test_a_clock_is_compared_with_the_highest_so_far() -> None:
+    fast, slow = (MachineUsage(clock_hertz=(1e9, hertz)) for hertz in (2.6e9, 2.4e9))
+    rule = DisturbanceRule(DisturbanceLimits(), [MachineUsage()])
+    assert rule(slow) == (), "nothing to compare with"
+    assert rule(fast) == ()
+    assert [len(rule(usage)) for usage in (slow, fast, MachineUsage())] == [1, 0, 0]
+    (reason,) = DisturbanceRule(DisturbanceLimits(clock_share=0.95), [fast])(slow)
+    assert "92% of the highest" in reason

@@ -24,17 +24,21 @@ from support.coupled import (
     divided_by_rows,
     in_batch_negatives,
     plain_layers,
+    repelled_by_its_copies,
+    tied_to_the_next_but_one,
     weighted_by_the_batch,
     with_an_average,
 )
 from support.own import Normalized, Numbers, Plain, Tagger, seeded
 from support.ranks import Outcome, run_here, run_job, run_ranks
+from wanma.data.batch import Batch
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import WorkerContext, current_worker_context
 from wanma.job.user_frames import user_frame_text
 from wanma.models.layers.batch_norm import convert_batch_norm
 from wanma.training.checks.state_restoration import preserve_state
+from wanma.training.step.forward_backward import ForwardBackward
 
 
 def job(global_batch: int = 12, **sections: Any) -> dict[str, Any]:
@@ -58,6 +62,7 @@ def train(
 
 ALONE = Plan(micro_batch=12)
 ACCUMULATING = Plan(micro_batch=1)
+FOURS = Plan(micro_batch=4)
 REPLICAS = Plan(dp_replicate=2, micro_batch=6)
 ZERO = Plan(dp_shard=2, shard="parameters", micro_batch=3)
 
@@ -67,6 +72,8 @@ REFUSED: dict[str, tuple[Plan, Any, Any, str]] = {
     "weights without a gradient": (REPLICAS, Plain, weighted_by_the_batch, "which other samples"),
     "a centred batch": (REPLICAS, Standardising, cross_entropies, r"wanma\.global_batch"),
     "losses over the rows": (ACCUMULATING, Plain, divided_by_rows, "how many samples share"),
+    "every second row": (FOURS, Plain, tied_to_the_next_but_one, "which other samples"),
+    "samples that are alike": (FOURS, Plain, repelled_by_its_copies, "which other samples"),
 }
 
 
@@ -114,6 +121,26 @@ def test_what_does_not_couple_trains_as_before(model: Any, data: Any, tmp_path: 
     alone = train(tmp_path / "1", ALONE, model=seeded(model), data=data())
     cut = train(tmp_path / "2", Plan(micro_batch=6), model=seeded(model), data=data())
     same_numbers(alone, cut, 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "passes"),
+    [(Plain, Numbers, [4, 4, 2, 2]), (lambda: Tagger(dropout=0.5), Tokens, [4, 4, 2, 2, 2])],
+    ids=["plain", "dropout"],
+)
+def test_few_passes_show_that_samples_are_apart(
+    model: Any, data: Any, passes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A micro-batch, one of copies, and the halves of the first; of draws also those of the second."""
+    losses, rows = ForwardBackward.losses, []
+
+    def recorded(self: ForwardBackward, batch: Batch) -> tuple[Tensor, Tensor]:
+        rows.append(batch.rows)
+        return losses(self, batch)
+
+    monkeypatch.setattr(ForwardBackward, "losses", recorded)
+    train(tmp_path, FOURS, model=seeded(model), data=data())
+    assert rows == passes
 
 
 def test_an_average_that_is_added_to_each_loss_adds_up(tmp_path: Path) -> None:

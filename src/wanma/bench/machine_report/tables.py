@@ -13,7 +13,7 @@ from wanma.bench.machine_report.collective_results import collective_results
 from wanma.bench.machine_report.nominal import nominal_line
 from wanma.bench.machine_report.roofline import TrainingPoint, find_roofs, point_line, roof_line
 from wanma.bench.machine_report.slow_parts import MIN_EFFECT, MIN_PARTS, SlowPartReport, find_slow_parts
-from wanma.bench.presentation.terminal import measurement_table, place_lines
+from wanma.bench.presentation.terminal import empty_table, measurement_table, place_lines
 from wanma.bench.results.result import BenchmarkResult
 from wanma.collectives.measurement.bandwidth import BUS_FACTORS
 from wanma.observe.units import MISSING_TEXT, percent_text
@@ -146,7 +146,7 @@ def _limit_tables(result: BenchmarkResult) -> Iterator[tuple[str, Table]]:
         own = [metric for metric in metrics if metric.name.startswith(prefixes)]
         if not own:
             continue
-        table = _table(("", *result.contender_names))
+        table = empty_table(("", *result.contender_names), 1)
         for metric in own:
             cells = []
             for contender in result.contender_names:
@@ -169,17 +169,8 @@ def _fastest_lines(result: BenchmarkResult, contender: str) -> list[str]:
 
 def _matrix(rows: dict[int, dict[int, float]]) -> Table:
     ranks = sorted({*rows, *(target for row in rows.values() for target in row)})
-    table = _table(("rank", *map(str, ranks)))
+    table = empty_table(("rank", *map(str, ranks)), 1)
     for source in ranks:
         rates = [rows.get(source, {}).get(target) for target in ranks]
         table.add_row(str(source), *("" if rate is None else f"{rate / 1e9:.3g}" for rate in rates))
-    return table
-
-
-def _table(columns: Sequence[str]) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for number, name in enumerate(columns):
-        table.add_column(name, justify="right" if number else "left", overflow="fold")
     return table

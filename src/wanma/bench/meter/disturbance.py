@@ -36,7 +36,7 @@ def find_disturbances(
     Args:
         usage: state of the machine during the measurement.
         limits: limits of the rules.
-        highest_clock_hertz: highest mean clock of all measurements, see `highest_clock`; None: unknown.
+        highest_clock_hertz: highest mean clock of all measurements; None: unknown.
     """
     reasons = []
     if usage.foreign_cpu is not None and usage.foreign_cpu > limits.foreign_cpu:
@@ -61,6 +61,20 @@ def find_disturbances(
     return tuple(reasons)
 
 
-def highest_clock(usages: Iterable[MachineUsage]) -> float | None:
-    """Return the highest mean CPU clock of several measurements, in hertz; None if none is known."""
-    return max((usage.clock_hertz[1] for usage in usages if usage.clock_hertz is not None), default=None)
+class DisturbanceRule:
+    """Rule for measurements that follow each other: the clock of each is compared with the highest so far.
+
+    Args:
+        limits: limits within which a measurement counts.
+        earlier: states of the machine during earlier measurements.
+    """
+
+    def __init__(self, limits: DisturbanceLimits, earlier: Iterable[MachineUsage] = ()) -> None:
+        self._limits = limits
+        self._clocks = [usage.clock_hertz[1] for usage in earlier if usage.clock_hertz is not None]
+
+    def __call__(self, usage: MachineUsage) -> tuple[str, ...]:
+        """Return the reasons why the next measurement does not count; see `find_disturbances`."""
+        if usage.clock_hertz is not None:
+            self._clocks.append(usage.clock_hertz[1])
+        return find_disturbances(usage, self._limits, max(self._clocks, default=None))

@@ -83,7 +83,7 @@ def result_tables(result: BenchmarkResult, metrics: Sequence[str] = ()) -> Rende
         parts += [Text("\nBreakdown of a step: mean, and forecast in parentheses", style="bold")]
         parts += [*_breakdown_tables(breakdowns), Text(BREAKDOWN_NOTE, style="dim")]
     for title, note, columns, rows in sections(result):
-        table = _table(columns, 1)
+        table = empty_table(columns, 1)
         for row in rows:
             table.add_row(*row)
         parts += [Text(f"\n{title}", style="bold"), table, Text(note, style="dim")]
@@ -111,7 +111,7 @@ def comparison_tables(comparison: ResultComparison) -> RenderableType:
     for difference in comparison.differences:
         parts.append(Text(str(difference), style="yellow" if difference.is_obstacle else "dim"))
     for name in dict.fromkeys(row.metric for row in comparison.rows):
-        table = _table(("contender", "before", "after", ratio_name(name), "verdict"), 1)
+        table = empty_table(("contender", "before", "after", ratio_name(name), "verdict"), 1)
         for row in comparison.rows:
             if row.metric == name:
                 estimates = [estimate_text(name, estimate) for estimate in (row.before, row.after)]
@@ -125,7 +125,7 @@ def reproduction_table(figures: Sequence[ReproducedFigure]) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    table = _table(("contender", "metric", "stored", "new", "decision"), 2)
+    table = empty_table(("contender", "metric", "stored", "new", "decision"), 2)
     for figure in figures:
         title = find_metric(figure.metric).title
         if figure.is_ratio:
@@ -150,7 +150,7 @@ def reproduction_table(figures: Sequence[ReproducedFigure]) -> RenderableType:
 
 def result_list(results: Iterable[BenchmarkResult]) -> RenderableType:
     """Return a row for each result."""
-    table = _table(("id", "title", "suite", "commit", "state"), 5)
+    table = empty_table(("id", "title", "suite", "commit", "state"), 5)
     for result in results:
         state = "" if result.ended else "not ended"
         commit = str(result.code.get("commit") or "")[:10]
@@ -232,11 +232,11 @@ def turns_sentence(result: BenchmarkResult) -> str:
 
 def _metric_table(result: BenchmarkResult, name: str) -> Table:
     if len(result.contender_names) == 1:
-        table = _table(("contender", "median (95 %)"), 1)
+        table = empty_table(("contender", "median (95 %)"), 1)
         (contender,) = result.contender_names
         table.add_row(contender, _estimate_cell(name, result.summaries.get(contender, {}).get(name)))
         return table
-    table = _table(("contender", "median (95 %)", ratio_name(name), "verdict", "detects"), 1)
+    table = empty_table(("contender", "median (95 %)", ratio_name(name), "verdict", "detects"), 1)
     for contender in result.contender_names:
         estimate = result.summaries.get(contender, {}).get(name)
         verdict = result.verdicts.get(contender, {}).get(name)
@@ -257,7 +257,7 @@ def _breakdown_tables(breakdowns: Sequence[StepBreakdown]) -> Iterator[Table]:
     names, text = part_names(breakdowns), time_texts(breakdowns)
     for first in range(0, len(breakdowns), MAX_SIDE_BY_SIDE):
         shown = breakdowns[first : first + MAX_SIDE_BY_SIDE]
-        table = _table(("part", *(one.contender for one in shown)), 1)
+        table = empty_table(("part", *(one.contender for one in shown)), 1)
         rows = {
             name: [(one.parts.get(key), one.forecast.get(key)) for one in shown]
             for key, name in names.items()
@@ -273,7 +273,7 @@ def _breakdown_tables(breakdowns: Sequence[StepBreakdown]) -> Iterator[Table]:
 
 def measurement_table(result: BenchmarkResult) -> Table:
     """Return the numbers of measurements that count and do not, with the reasons."""
-    table = _table(("contender", "counted", "excluded", "reasons"), 4)
+    table = empty_table(("contender", "counted", "excluded", "reasons"), 4)
     for contender in result.contender_names:
         counted = len(result.measurements_of(contender))
         total = len(result.measurements_of(contender, counted_only=False))
@@ -294,7 +294,7 @@ def _verdict_cells(name: str, verdict: Verdict | None) -> list[RenderableType]:
     return [ratio_text(verdict), Text(outcome_text(name, verdict), style=OUTCOME_STYLES[verdict.outcome])]
 
 
-def _table(columns: Sequence[str], left_count: int) -> Table:
+def empty_table(columns: Sequence[str], left_count: int) -> Table:
     """Return an empty table whose columns after the first `left_count` are right-aligned."""
     from rich.table import Table
 

@@ -45,7 +45,7 @@ def add_parsers(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     from wanma.bench.environments.creation import MISSING, READY, environment_state, make_environment
-    from wanma.bench.suites.suite_environments import environments_of
+    from wanma.bench.suites.suite_of_job import environments_of
 
     found = environments_of(arguments.subject, arguments.environments)
     if not found:

@@ -37,7 +37,7 @@ LossSumFunction = Callable[[Batch], tuple[Tensor, Tensor]]
 LossSums = tuple[float, float]
 
 _TRIAL_ROWS = 4
-"""Number of samples that suffice to see it."""
+"""Number of samples that suffice to see it; in halves of one row, no row has another at a distance of two."""
 _SAME_SHAPE_TOLERANCE, _SAME_SHAPE_TOLERANCE_16_BIT = 1e-5, 1e-2
 """Relative difference that rounding may make between batches of one shape, in fp32 and in 16 bits."""
 _OTHER_SHAPE_TOLERANCE = 5e-2
@@ -126,9 +126,14 @@ def _micro_batch_rows(plan: Plan, samples: int) -> int:
 def _compare(trainer: Trainer, batch: Batch, passes: _LossPasses) -> tuple[bool, bool] | None:
     """Return whether the sum of losses depends on which samples are together, and on their number.
 
-    With two halves A and B of a batch, sums that add up have f(AB) + f(BA) = f(AA) + f(BB), whatever is drawn
-    for each row, and f(AB) = f(A) + f(B). The first is of batches of one shape, and so exact to rounding. An
-    average over the micro-batch that is added to each of its losses adds up as well.
+    With two halves A and B of a batch, sums that add up have f(AB) = f(A) + f(B) and f(AA) = f(A) + f(A). The
+    first shows dependence on unlike samples, such as by statistics of the batch; the second shows it where
+    only samples that are alike affect each other. Where both hold to rounding, nothing else is computed.
+
+    Otherwise the cause may be rounding that depends on the shape, or a draw that no sample keys. So
+    f(AB) + f(BA) = f(AA) + f(BB) decides, whatever is drawn for each row: these batches have one shape. Then
+    f(AB) = f(A) + f(B) may fail by a number of rows alone, with a wide tolerance. An average over the
+    micro-batch that is added to each of its losses adds up as well.
 
     Returns:
         None where a user's code does not take so many rows.
@@ -136,15 +141,30 @@ def _compare(trainer: Trainer, batch: Batch, passes: _LossPasses) -> tuple[bool,
     plan, half_rows = trainer.plan, batch.rows // 2
     rows = torch.arange(batch.rows, device=batch.samples.device)
     first, second, odd_row = rows.split([half_rows, half_rows, batch.rows - 2 * half_rows])
+
+    def run(*parts: Tensor, start: int = 0) -> LossSums | None:
+        return passes.run(batch, torch.cat(parts), start=start)
+
     if plan.pp > 1:
-        passes.run(batch, rows)  # before the first, stages are run once more, to tell each other their shapes
-    sums = [
-        passes.run(batch, torch.cat([first_half, second_half, odd_row]))
-        for first_half, second_half in ((first, second), (second, first), (first, first), (second, second))
-    ]
-    if sums[0] is None:
+        run(rows)  # before the first, stages are run once more, to tell each other their shapes
+    ab = run(rows)
+    if ab is None:
         return None
-    ab, ba, aa, bb = sums
+    aa = run(first, first, odd_row)
+    even: LossSums | None = ab
+    twins = aa
+    parts: tuple[LossSums | None, ...] = ()
+    if plan.pp == 1:  # whose micro-batches may have any number of rows
+        if len(odd_row):
+            even, twins = run(first, second), run(first, first)
+        parts = run(first), run(second, start=half_rows)
+        add_up = _add_up(even, parts, plan)
+        if not any_rank(not (add_up and _add_up(twins, (parts[0], parts[0]), plan)), trainer):
+            return False, False
+        moved = run(first, start=half_rows)  # other numbers may be drawn there
+        if not any_rank(not (add_up and _add_up(twins, (parts[0], moved), plan)), trainer):
+            return False, False
+    ba, bb = run(second, first, odd_row), run(second, second, odd_row)
     by_content = is_coupled_by_content((ab, ba), (aa, bb), plan)
     rounding: LossSums | None = None
     if any_rank(by_content, trainer):  # or by rounding, where the loss is a difference of larger values
@@ -153,13 +173,11 @@ def _compare(trainer: Trainer, batch: Batch, passes: _LossPasses) -> tuple[bool,
         by_content = by_content and is_coupled_by_content((ab, ba), (aa, bb), plan, rounding)
     if plan.pp > 1:
         return by_content, False
-    whole_sums = passes.run(batch, rows[: 2 * half_rows]) if len(odd_row) else ab
-    parts = passes.run(batch, first), passes.run(batch, second, start=half_rows)
-    by_number = _differ((whole_sums,), parts, _OTHER_SHAPE_TOLERANCE)
+    by_number = _differ((even,), parts, _OTHER_SHAPE_TOLERANCE)
     if any_rank(by_number, trainer):  # or by rounding, or by draws that no sample keys
         other_draws = passes.run(batch, first, seed=1)
         rounding = rounding or passes.rounding(batch, rows, ab)
-        by_number = _differ((whole_sums,), parts, _OTHER_SHAPE_TOLERANCE, rounding) and not _differ(
+        by_number = _differ((even,), parts, _OTHER_SHAPE_TOLERANCE, rounding) and not _differ(
             parts[:1], (other_draws,), _SAME_SHAPE_TOLERANCE
         )
     return by_content, by_number
@@ -333,6 +351,11 @@ def rounding_of(sums: LossSums | None, noisy_sums: Sequence[LossSums | None]) ->
         for exact, column in zip(sums, zip(*finite_sums, strict=True), strict=True)
     )
     return losses, counts
+
+
+def _add_up(whole: LossSums | None, parts: Sequence[LossSums | None], plan: Plan) -> bool:
+    """Return whether known sums of the parts of a batch are that of the batch, up to rounding."""
+    return _are_finite((whole, *parts)) and not is_coupled_by_content((whole,), parts, plan)
 
 
 def _differ(
