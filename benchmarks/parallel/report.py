@@ -19,13 +19,14 @@ from benchmarks.common import (
 from benchmarks.parallel.axes import AXES
 from benchmarks.parallel.contenders import COMPARED_STEPS, Setting
 from benchmarks.parallel.context import Traffic
-from benchmarks.train.report import LOSS_LIMITS, loss_difference
 from wanma.bench.statistics.estimates import estimate
 
 GOAL = 0.97
 """Goal for the interval of the ratio."""
 PAIRS = 7
 """Minimum pairs for a statement on the goal."""
+LOSS_LIMITS = {"fp32": 1e-3, "bf16": 5e-2}
+"""Maximum relative difference of a step's loss that still counts as the same training."""
 
 
 def report(pieces: Sequence[Piece]) -> str:
@@ -194,12 +195,21 @@ def _ratio(piece: Piece) -> list[str]:
     return [str(found), verdict(piece).outcome, goal, rounds_text(piece)]
 
 
+def _loss_difference(piece: Piece) -> float:
+    """Return the largest relative difference between the contenders' losses, over all steps and pairs."""
+    return max(
+        abs(float(ours) - float(theirs)) / abs(float(theirs))
+        for taken in piece["pairs"]
+        for ours, theirs in zip(taken["wanma"]["losses"], taken["peer"]["losses"], strict=True)
+    )
+
+
 def _is_same_training(piece: Piece) -> bool:
-    return loss_difference(piece) <= LOSS_LIMITS[piece["settings"]["precision"]]
+    return _loss_difference(piece) <= LOSS_LIMITS[piece["settings"]["precision"]]
 
 
 def _stated_difference(piece: Piece) -> str:
-    return f"{loss_difference(piece):.1e}" + ("" if _is_same_training(piece) else " NOT THE SAME TRAINING")
+    return f"{_loss_difference(piece):.1e}" + ("" if _is_same_training(piece) else " NOT THE SAME TRAINING")
 
 
 def _describe(piece: Piece) -> str:

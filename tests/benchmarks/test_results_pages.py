@@ -27,14 +27,13 @@ PAGES = {
     "recovery": "recovery.report",
     "slow-links": "slow_links.report",
     "startup": "startup.run",
-    "train": "train.report",
 }
 """Module below `benchmarks` that writes a page."""
 ELSEWHERE = {"diagnosis", "planner-memory-runs", "recovery-faults", "versions"}
 """Data of a part of a page; `test_diagnosis` holds the first one, `test_versions` the last."""
 
 SUMMARIES = {
-    "Training": "train",
+    "Training": "suites",
     "All mesh dimensions": "parallel",
     "Collectives on one node": "collectives",
     "Startup": "startup",
@@ -88,7 +87,7 @@ def test_ratios_of_the_documentation_are_those_of_the_results() -> None:
         if page.parent != RESULTS or page.name == "performance.md"
         for ratio in RATIO.findall(page.read_text())
     }
-    assert len(quoted) > 40
+    assert len(quoted) > 30
     assert {one for one in quoted if f"{one[1]})" not in written} == set()
 
 

@@ -1,1 +1,0 @@
-"""Recorded comparison of wanma with its peers on the same model, data and batch."""
