@@ -29,6 +29,7 @@ def make_days(folder: Path) -> None:
     random = np.random.default_rng(0)
     items = random.normal(size=(ITEMS + NEW_ITEMS * (DAYS - 1), RANK))
     tastes = random.normal(size=(USERS, RANK))
+    ids = np.random.default_rng(1).integers(1 << 62, size=len(items))
     folder.mkdir(exist_ok=True)
     for day in range(1, DAYS + 1):
         count = ITEMS + NEW_ITEMS * (day - 1)
@@ -37,7 +38,7 @@ def make_days(folder: Path) -> None:
         item = random.integers(np.where(is_new, count - NEW_ITEMS, 0), count)
         chance = 1 / (1 + np.exp(1 - (tastes[user] * items[item]).sum(1)))
         click = random.random(ROWS) < chance
-        rows = np.stack([user, item, click], 1)
+        rows = np.stack([user, ids[item], click], 1)
         np.savetxt(folder / f"day-{day}.csv", rows, "%d", ",", header="user,item,click", comments="")
         drift = random.normal(size=tastes.shape)
         tastes = PERSISTENCE * tastes + (1 - PERSISTENCE**2) ** 0.5 * drift
@@ -54,16 +55,11 @@ def train(job: str, day: int) -> wanma.Loaded:
 
 
 def auc(loaded: wanma.Loaded, day: int) -> float:
-    """Return the share of pairs of a click and a row without one that have the right order.
-
-    An item that the model does not know gets the mean score.
-    """
+    """Return the share of pairs of a click and a row without one that have the right order."""
     rows = np.loadtxt(f"days/day-{day}.csv", np.int64, delimiter=",", skiprows=1)
     user, item, click = torch.from_numpy(rows).unbind(1)
-    known = len(loaded.model.get_parameter("embeddings.tables.of_item.weight"))
     with torch.no_grad():
-        scores: Tensor = loaded(user=user, item=item.clamp(max=known - 1)[:, None])["scores"][:, 0]
-    scores[item >= known] = scores[item < known].mean()
+        scores: Tensor = loaded(user=user, item=loaded.rows("item", item)[:, None])["scores"][:, 0]
     clicked, others = scores[click == 1], scores[click == 0].sort().values
     below, up_to = (torch.searchsorted(others, clicked, right=side) for side in (False, True))
     return float((below + up_to).double().mean() / (2 * len(others)))

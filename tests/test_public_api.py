@@ -27,7 +27,8 @@ API = {
     "Callback": "class: ; on_checkpoint on_end on_start on_step on_validation",
     "CheckpointEnd": "class: step path;",
     "JobError": f"exception: {EXCEPTION};",
-    "Loaded": "class: model tokenizer config step checkpoint averaged; recommend sample stream",
+    "Loaded": "class: model tokenizer config step checkpoint averaged admitted_ids; recommend rows sample "
+    "stream",
     "Result": "class: run exit_code; report weights",
     "RunEnd": "class: step outcome error;",
     "RunStart": "class: run step steps ranks plan is_recovery;",

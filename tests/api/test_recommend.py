@@ -91,6 +91,30 @@ def test_the_first_items_of_a_user_are_those_of_the_highest_scores(example: str,
             loaded.recommend(user, exclude=exclude)
 
 
+def test_a_user_s_first_items_have_the_ids_of_the_data(tmp_path: Path) -> None:
+    rows = [f"{10**17 + n % 20},{(1 << 62) + n * 7 % 30},1,{n}" for n in range(400)]
+    (tmp_path / "log.csv").write_text("\n".join(["user,item,rating,time", *rows, f"{10**17},5,1,999"]) + "\n")
+    keys = {"data.interactions.admit_rows": '{"*" = 99}', "data.interactions.shared_rows": 6}
+    run = train_here(tmp_path, "movielens-top-items.toml", str(tmp_path / "log.csv"), **SHORT, **keys)
+    assert 0 <= last_validation(run)["recall@10"] <= 1
+    loaded, user = wanma.load(tmp_path), 10**17 + 7
+    assert isinstance(loaded.model, PairModel)
+    known = loaded.admitted_ids["item"].table[:, 0]
+    assert sorted(known[6:].tolist()) == [(1 << 62) + n for n in range(30)]
+    scores = loaded.model.scores_of_all_items(loaded.rows("user", [user]))[0, 6:]
+    best = loaded.recommend(user, 5)
+    assert [item for item, _ in best] == known[6:][scores.argsort(descending=True)[:5]].tolist()
+    left_out = [item for item, _ in best[:2]]
+    others = loaded.recommend(10**17 + 7, 99, exclude=[*left_out, 5])  # 5 has no row of its own
+    assert len(others) == 28
+    assert not {*left_out, 5} & {item for item, _ in others}
+    assert len(loaded.recommend(3)) == 10  # a user without a row
+    with pytest.raises(WanmaError, match="outside"):
+        loaded.recommend(-1)
+    with pytest.raises(WanmaError, match="'channel'"):
+        loaded.rows("channel", [1])
+
+
 def test_a_model_that_ranks_no_items_says_so(tmp_path: Path) -> None:
     train_here(tmp_path, "movielens.toml", "synthetic:30x40x600", **SHORT, **{"model.kind": "dlrm"})
     with pytest.raises(WanmaError) as raised:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 from collections import Counter
@@ -89,6 +90,38 @@ def test_the_manifest_is_uploaded_last(
     sent = [call for call in failing.calls if call in ("put_file", "pipe_file")]
     assert sent[-1] == "pipe_file"
     assert sent.count("pipe_file") == 1
+
+
+@pytest.mark.parametrize("copies", [True, False], ids=["copies", "cannot copy"])
+def test_what_an_increment_links_is_copied_within_the_storage(
+    tmp_path: Path, failing: type[FailingFileSystem], monkeypatch: pytest.MonkeyPatch, *, copies: bool
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    table, changed = torch.zeros(4000, 8), torch.zeros(4000, dtype=torch.bool)
+    with Checkpointer(here, keep=9) as checkpointer:
+        for step in (1, 2, 3):
+            table[step] += step
+            changed[step] = True
+            rows = None if step == 1 else {"table": changed}
+            checkpointer.save(step, {"table": table}, {"step": step}, changed_rows=rows)
+            checkpointer.wait()
+    copy_file = failing.cp_file
+
+    def copy_to_the_storage(self: FailingFileSystem, source: str, target: str, **keywords: object) -> None:
+        if source.startswith(str(there)):
+            raise NotImplementedError
+        copy_file(self, source, target, **keywords)
+
+    with monkeypatch.context() as patched:
+        if not copies:
+            patched.setattr(failing, "cp_file", copy_to_the_storage)
+        sent = {step: remote(f"failing://{there}").upload(at(here, step), step) for step in (1, 3, 2)}
+    assert sent[1] > table.nbytes
+    assert all((sent[step] < 3000) == copies for step in (2, 3))
+    shutil.rmtree(at(there, 1))
+    path = remote(f"failing://{there}").download(3, tmp_path / "back")
+    assert find_defects(path) == []
+    assert torch.equal(load_full_tensors(path)["table"], table)
 
 
 def test_storage_that_goes_away_at_any_moment_leaves_the_newest_whole_one(

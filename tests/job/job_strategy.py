@@ -70,6 +70,10 @@ RULES: dict[type[Section], dict[str, st.SearchStrategy[Any]]] = {
         "target": st.just("click"),
         "fold": st.integers(0, 1),
         "hash_rows": st.dictionaries(st.just("*"), st.integers(1, 1 << 40), max_size=1),
+        "admit_rows": st.just({}),  # hash_rows exclude it
+        "admit_count": st.just(1),
+        "shared_rows": st.just(100),
+        "evict_after_runs": st.none(),
         "log_dense": st.just(False),  # as missing_dense, it needs data.columns.dense
         "missing_dense": st.none(),
     },

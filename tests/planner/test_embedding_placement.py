@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
-from wanma.job.forecast.forecast import EmbeddingTable, Workload
+from wanma.job.cluster import Cluster, NodeGroup
+from wanma.job.errors import JobError
+from wanma.job.forecast.forecast import EmbeddingTable, LayerWorkload, Workload
 from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import Job
 from wanma.parallel.embedding.table_layout import TableLayout
-from wanma.planner.cost.embedding_exchange import cached_rows, distinct_ids, table_bytes
-from wanma.planner.embedding_placement import place_tables
+from wanma.planner.cost.embedding_exchange import cached_rows, distinct_ids, table_bytes, table_memory_error
+from wanma.planner.embedding_placement import (
+    CACHE_ENTRY_BYTES,
+    ROW_ADDRESS_BYTES,
+    cached_row_count,
+    place_tables,
+)
+from wanma.planner.job_planner import complete_plan
 
 ROWS = {"user": 1003, "item": 500, "tags": 60, "language": 7}
 BAGS = {"tags": 20}
@@ -86,6 +97,48 @@ def test_a_forecast_of_rows_on_disk_follows_the_memory_for_them() -> None:
     assert hit_rates[0] < hit_rates[1] < hit_rates[2] == 1.0
     assert used == [pytest.approx(used[0])] * 3
     assert cached.moved_bytes == 0
+
+
+def test_a_plan_without_room_for_a_row_is_refused() -> None:
+    sections = {"model": {"family": "recommender", "kind": "dlrm"}, "train": {"embedding_optimizer": "adam"}}
+    tables = (EmbeddingTable("e", "user", 1000, 16, 1, 32.0),)
+    workload = Workload((LayerWorkload("dense", 1, 5000, 1e6, 1e3),), 1, tables=tables)
+    box = Cluster((NodeGroup("box", 8, 64 << 30, ()),))
+    for size, is_refused in ((4000, True), (40_000, False)):
+        chosen = plan(1, "row_wise", embedding_memory_bytes=size)
+        if not is_refused:
+            complete_plan(Job.model_validate(sections), chosen, box, workload)
+            continue
+        with pytest.raises(JobError, match=r"parallel\.embedding_memory_bytes = 4000"):
+            complete_plan(Job.model_validate(sections), chosen, box, workload)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_memory_for_no_row_is_refused_with_the_least_that_holds_one(ranks: int) -> None:
+    widths = {"embeddings": 16, "biases": 1}
+    tables = tuple(
+        EmbeddingTable(module, name, rows, width, 1, width)
+        for module, width in widths.items()
+        for name, rows in ROWS.items()
+    )
+    workload, row_wise = Workload((), 1, tables=tables), plan(ranks, "row_wise")
+    assert table_memory_error(workload, row_wise) is None
+    error = table_memory_error(workload, replace(row_wise, embedding_memory_bytes=1))
+    assert error is not None
+    assert re.match(r"parallel\.embedding_memory_bytes = 1 .*rank 0", error.message)
+    least = int(error.hint.split()[3])
+    assert table_memory_error(workload, replace(row_wise, embedding_memory_bytes=least)) is None
+    assert table_memory_error(workload, replace(row_wise, embedding_memory_bytes=least - 1)) is not None
+    # As `ShardedEmbedding.keep_on_disk` and `RowCache` divide it.
+    count = TableLayout(ROWS, place_tables(ROWS, 16, {}, row_wise), 0, ranks).row_count
+    sizes = {
+        module: count * (4 * width + CACHE_ENTRY_BYTES + ROW_ADDRESS_BYTES)
+        for module, width in widths.items()
+    }
+    for given, is_enough in ((least, True), (least - 1, False)):
+        parts = {module: given * size // sum(sizes.values()) for module, size in sizes.items()}
+        rows = [cached_row_count(parts[module], count, 8 * width) for module, width in widths.items()]
+        assert (min(rows) > 0) == is_enough
 
 
 def test_the_most_frequent_ids_are_left_out_of_a_count() -> None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
 
 from wanma.api.checkpoints.generation import SamplingRule, generate_continuation
 from wanma.checkpoint.format.manifest import Box
 from wanma.checkpoint.load.reader import CheckpointReader, read_training_state
 from wanma.checkpoint.load.verification import find_valid
+from wanma.data.interactions.admitted_ids import TABLE_IDS, AdmittedIds
+from wanma.data.interactions.log_files import MAX_RAW_ID
 from wanma.data.text.tokenizer import Tokenizer, load_tokenizer
 from wanma.job.errors import EXIT_USAGE, JobError, WanmaError, first_lines
 from wanma.job.file.loading import load_recorded_job
@@ -48,6 +52,8 @@ class Loaded:
     checkpoint: Path
     averaged: bool
     """True if the weights are averaged ones (train.weight_average)."""
+    admitted_ids: Mapping[str, AdmittedIds] = field(default_factory=dict)
+    """Ids with rows of their own, by embedding table that admits ids (data.interactions.admit_rows)."""
 
     def __repr__(self) -> str:
         averaged = ", averaged weights" if self.averaged else ""
@@ -130,19 +136,45 @@ class Loaded:
                 f"{self.checkpoint.parent.parent} trained {type(self.model).__name__}, which ranks no items",
                 "give a run of model.kind = 'matrix_factorization' or 'two_tower'",
             )
-        config, left_out = self.model.config, list(exclude)
-        for name, ids in ((config.user, [user]), (config.item, left_out)):
-            if unknown := [number for number in ids if not 0 <= number < config.tables[name]]:
-                raise WanmaError(
-                    f"{name}: id {unknown[0]} is outside its embedding table of {config.tables[name]} rows",
-                    "give an id of the run's data",
-                )
+        config = self.model.config
+        known = self.admitted_ids.get(config.item)
+        shared_rows = known.shared if known is not None else 0
+        left_out = {*range(shared_rows), *self.rows(config.item, exclude).tolist()}
         device = next(self.model.parameters()).device
         with torch.no_grad():
-            scores = self.model.scores_of_all_items(torch.tensor([user], device=device))[0]
-            scores[left_out] = float("-inf")
-            best = scores.topk(min(items, len(scores) - len(set(left_out))))
-        return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+            scores = self.model.scores_of_all_items(self.rows(config.user, [user]).to(device))[0]
+            scores[sorted(left_out)] = float("-inf")
+            best = scores.topk(min(items, len(scores) - len(left_out)))
+        rows = best.indices.cpu().numpy()
+        ids = rows if known is None else known.table[rows, 0]
+        return list(zip(ids.tolist(), best.values.tolist(), strict=True))
+
+    def rows(self, table: str, ids: Iterable[int] | Tensor) -> Tensor:
+        """Return the rows of an embedding table that ids have, (ids,) int64: what the model takes.
+
+        An id without a row of its own has one that it shares with others.
+
+        Args:
+            table: name of the table: that of its column of ids.
+            ids: ids as in the data.
+
+        Raises:
+            WanmaError: the model has no such table, or an id is outside it.
+        """
+        import torch
+
+        tables = getattr(getattr(self.model, "config", None), "tables", {})
+        if table not in tables:
+            name = type(self.model).__name__
+            raise WanmaError(f"{name} has no embedding table '{table}'", f"its tables: {', '.join(tables)}")
+        numbers = ids.tolist() if isinstance(ids, torch.Tensor) else list(ids)
+        known = self.admitted_ids.get(table)
+        end = tables[table] if known is None else MAX_RAW_ID
+        if unknown := [number for number in numbers if not 0 <= number < end]:
+            cause = f"{table}: id {unknown[0]} is outside its embedding table, whose ids are below {end}"
+            raise WanmaError(cause, "give an id of the run's data")
+        rows = np.array(numbers, dtype=np.int64)
+        return torch.from_numpy(rows if known is None else known.rows_of(rows))
 
     def stream(
         self,
@@ -202,11 +234,17 @@ def load(
     path = find_valid(run.checkpoints, step, on_message)
     saved, state = CheckpointReader(path), read_training_state(path)
     tokenizer = _tokenizer(run, job)
-    loaded_model = model if model is not None else _build_model(job, run, saved, state, tokenizer)
+    admitted = {
+        name.removeprefix(TABLE_IDS): AdmittedIds(saved.read(name).numpy())
+        for name in saved.tensors
+        if name.startswith(TABLE_IDS)
+    }
+    loaded_model = model if model is not None else _build_model(job, run, saved, state, tokenizer, admitted)
     weights = _CheckpointWeights(saved, averaged, job)
     weights.fill(loaded_model, run)
     loaded_model.eval()
-    return Loaded(loaded_model.to(device), tokenizer, job, int(state["step"]), path, weights.averaged)
+    step, loaded_model = int(state["step"]), loaded_model.to(device)
+    return Loaded(loaded_model, tokenizer, job, step, path, weights.averaged, admitted)
 
 
 def _tokenizer(run: RunDirectory, job: Job) -> Tokenizer | None:
@@ -223,6 +261,7 @@ def _build_model(
     reader: CheckpointReader,
     state: Mapping[str, Any],
     tokenizer: Tokenizer | None,
+    admitted: Mapping[str, AdmittedIds],
 ) -> nn.Module:
     """Build the job's model, without any parallelism."""
     from wanma.models.model_spec import build_model, build_uninitialized_model, resolve_model_spec
@@ -239,7 +278,7 @@ def _build_model(
         sequence_length=job.data.sequence_length,
         image_shape=image_shape,
         classes=classes,
-        interaction_sizes=_interaction_sizes(job, shapes) if kind == "interactions" else None,
+        interaction_sizes=_interaction_sizes(job, shapes, admitted) if kind == "interactions" else None,
     )
     return (
         build_model(spec, job.train.seed) if spec.has_own_initialization else build_uninitialized_model(spec)
@@ -317,7 +356,9 @@ def _image_sizes(
     ][0]
 
 
-def _interaction_sizes(job: Job, shapes: Mapping[str, tuple[int, ...]]) -> InteractionSizes:
+def _interaction_sizes(
+    job: Job, shapes: Mapping[str, tuple[int, ...]], admitted: Mapping[str, AdmittedIds]
+) -> InteractionSizes:
     """Return the sizes of the data of a recommender, derived from its weights: the data may be gone."""
     keys, columns, prefix = job.data.interactions, job.data.columns, "model.embeddings.tables.of_"
     user, item = columns.table_name("user"), columns.table_name("item")
@@ -329,7 +370,8 @@ def _interaction_sizes(job: Job, shapes: Mapping[str, tuple[int, ...]]) -> Inter
     # In the order of the data: the network above the vectors depends on it.
     tables = {name: rows[name] for name in (user, item, *columns.sparse) if name in rows}
     dense = shapes.get("model.bottom.0.weight", (0, 0))[1]
-    return InteractionSizes(user, item, tables, dense=dense, target=keys.target, negatives=keys.negatives)
+    sizes = InteractionSizes(user, item, tables, dense=dense, target=keys.target, negatives=keys.negatives)
+    return replace(sizes, shared_rows={name: ids.shared for name, ids in admitted.items()})
 
 
 class _CheckpointWeights:

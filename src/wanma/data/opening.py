@@ -7,7 +7,7 @@ workers are forked.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,13 +112,16 @@ def text_preparation(section: DataSection) -> TextPreparation | None:
         return TextPreparation(0, 0, None, "", 1, is_remote=False, fault=error.message)
 
 
-def open_dataset(section: DataSection, train: TrainSection, dataset: Any = None) -> BatchedDataset:
+def open_dataset(
+    section: DataSection, train: TrainSection, dataset: Any = None, known_ids: Mapping[str, Any] | None = None
+) -> BatchedDataset:
     """Open the data: the same view on every rank.
 
     Args:
         section: the job's `[data]`.
         train: the job's `[train]`.
         dataset: a user's dataset, or a pair (training, validation); replaces the data of `section`.
+        known_ids: of interactions, ids that have rows already, as of `InteractionDataset`.
 
     Raises:
         JobError, WanmaError: as `prepare_job_data`; and too little data for one sample of training and
@@ -156,7 +159,7 @@ def open_dataset(section: DataSection, train: TrainSection, dataset: Any = None)
     if section.has_interactions:
         from wanma.data.interactions.dataset import InteractionDataset
 
-        return InteractionDataset(section, train.seed, total)
+        return InteractionDataset(section, train.seed, total, known_ids or {})
     return _open_token_dataset(section, train, load_job_tokenizer(section), total)
 
 

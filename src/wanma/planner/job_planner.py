@@ -15,6 +15,7 @@ from wanma.models.config.dimensions import DecoderConfig
 from wanma.observe.units import count_text
 from wanma.planner.all_reduce_choice import all_reduce_reasons, largest_message_bytes, nccl_switch_note
 from wanma.planner.batch_share_rules import check_job_shares, check_plan_shares
+from wanma.planner.cost.embedding_exchange import table_memory_error
 from wanma.planner.embedding_placement import embedding_plan_fields
 from wanma.planner.forecast.plan_forecast import (
     forecast_plan,
@@ -242,6 +243,8 @@ def complete_plan(
         chosen = _search_open_settings(problem, plan)
     plan, reasons = chosen if chosen is not None else _choose_by_rule(problem, plan, rows)
     plan = with_gradient_reduction(job, plan, problem.hardware, workload)
+    if (error := table_memory_error(workload, plan)) is not None:
+        raise error
     check_plan_shares(job, plan, sample_group_of(job, dimensions, workload))
     forecast = with_pipeline_rank_memory(problem, plan, forecast_plan(problem, plan))
     if (error := server_memory_error(problem, plan, forecast)) is not None:

@@ -19,6 +19,7 @@ from wanma.job.plan.plan import DEFAULT_BUCKET_BYTES, Plan
 from wanma.job.sections.job import Job
 from wanma.planner.all_reduce_choice import all_reduce_unavailable_reason, search_algorithm
 from wanma.planner.cost.compression_cost import SEARCHED_COMPRESSIONS
+from wanma.planner.cost.embedding_exchange import table_memory_error
 from wanma.planner.embedding_placement import embedding_plan_fields
 from wanma.planner.forecast.plan_forecast import time_unavailable_reason
 from wanma.planner.forecast.problem import (
@@ -269,6 +270,8 @@ def _with_support(problem: PlanningProblem, search_result: SearchResult) -> Sear
         if all_reduce_unavailable_reason(plan, plan.all_reduce, problem.job.cluster.nodes) is not None:
             plan = replace(plan, all_reduce="backend")
         reason = unsupported_reason(problem.job, plan, problem.cluster)
+        if (no_room := table_memory_error(problem.workload, plan)) is not None:
+            reason = reason or no_room.message
         return replace(
             candidate,
             plan=plan,

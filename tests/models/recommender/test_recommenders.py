@@ -55,6 +55,17 @@ def test_the_score_of_a_factorization_is_a_product_and_biases() -> None:
     torch.testing.assert_close(model(user=USERS, item=ITEMS)["scores"], expected)
 
 
+def test_rows_that_ids_share_are_no_items_of_the_catalogue() -> None:
+    model = build("matrix_factorization", sizes(shared_rows={"item": 3}))
+    assert isinstance(model, PairModel)
+    scores = model.scores_of_all_items(torch.tensor([4]))[0]
+    seen = torch.tensor([[1, 7, -1]])  # the first is shared too
+    for own in (1, 5):
+        others = [row for row in (3, 4, 5, 6, 8) if row != own]
+        rank = model(user=torch.tensor([4]), item=torch.tensor([[own]]), seen=seen)["rank"]
+        assert int(rank) == 1 + sum(bool(scores[row] >= scores[own]) for row in others)
+
+
 def test_the_score_of_two_towers_is_a_cosine_over_the_temperature() -> None:
     model = build("two_tower", towers=[12, 4], temperature=0.5)
     assert isinstance(model, PairModel)

@@ -284,6 +284,25 @@ def test_a_full_disk_is_one_error_and_loses_nothing(tmp_path: Path, monkeypatch:
     same_bits(one, run_here(folder, job(tmp_path, "adagrad"), plan))
 
 
+def test_a_disk_that_is_full_at_the_first_checkpoint_names_key_and_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserve, sizes = os.posix_fallocate, list[int]()
+
+    def full_after_the_rows(descriptor: int, offset: int, size: int) -> None:
+        sizes.append(size)
+        if len(sizes) > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(descriptor, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", full_after_the_rows)
+    with pytest.raises(WanmaError, match=r"rank 0.*cluster\.scratch.*No space") as error:
+        run_here(tmp_path / "run", job(tmp_path, "adagrad"), on_disk("row_wise", 1, "adagrad"))
+    assert "cluster.scratch" in error.value.hint
+    assert sizes[0] == sum(ROWS.values()) * RECORD_BYTES["adagrad"]
+    assert not [*(tmp_path / "run" / "checkpoints").glob("step-*")]
+
+
 def test_a_run_with_too_little_memory_names_key_and_rank(tmp_path: Path) -> None:
     plan = on_disk("row_wise", 1, "adam", slots=12)
     with pytest.raises(WanmaError, match=r"rank 0: parallel\.embedding_memory_bytes has room for 12 rows"):

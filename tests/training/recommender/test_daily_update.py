@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from support.compare import same_numbers
 from support.ranks import Outcome, run_here, run_job
+from wanma.checkpoint.load.reader import CheckpointReader
 from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.checkpoint import CheckpointSection
@@ -26,9 +27,9 @@ DAY = [(n * 5 % 13, n * 3 % 7, n % 2) for n in range(18)]
 
 def job(folder: Path, table_optimizer: str | None, days: int = 1, **sections: Any) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [",".join(map(str, row)) for row in DAY * days]
+    rows = [",".join(map(str, row)) for row in sections.pop("rows", DAY * days)]
     (folder / "log.csv").write_text("\n".join(["user,item,rating", *rows]) + "\n")
-    keys = {"target": "click", "positive_from": 1, "split": "time"}
+    keys = {"target": "click", "positive_from": 1, "split": "time", **sections.pop("interactions", {})}
     return {
         "model": {
             "family": "recommender",
@@ -170,3 +171,138 @@ def test_the_state_of_another_optimizer_is_refused(now: str, tmp_path: Path) -> 
 def test_optimizer_state_needs_a_run_to_start_from() -> None:
     with pytest.raises(ValidationError, match="start_from"):
         CheckpointSection(start_optimizer=True)
+
+
+# ------------------------------------------------------------------ ids of any number
+
+IDS = "ids.item"
+NEXT_DAY = [(user, item + 3, click) for user, item, click in DAY]
+"""Rows of the next day: items 0, 1 and 2 are gone, 7, 8 and 9 are new."""
+BY_COUNT = [0, 3, 6, 2, 5, 1, 4]
+"""Items of a day by their counts, and then by their first rows."""
+
+
+def raw_id(item: int) -> int:
+    return (item + 1) * 0x9E3779B97F4A7C15 % (1 << 63)
+
+
+def admitting(folder: Path, rows: list[tuple[int, int, int]], max_rows: int = 50, **sections: Any) -> Any:
+    """Job of rows whose items have large ids."""
+    keys = {"admit_rows": {"item": max_rows}, "shared_rows": 3, **sections.pop("interactions", {})}
+    raw = [(user, raw_id(item), click) for user, item, click in rows]
+    return job(folder, "adagrad", rows=raw, interactions=keys, **sections)
+
+
+def first_day_of_ids(folder: Path) -> dict[str, Any]:
+    run_here(folder, admitting(folder, DAY), placed("adagrad"))
+    return {"start_from": str(folder / "checkpoints" / "step-00000002"), "start_optimizer": True}
+
+
+def test_admitted_ids_train_as_rows_that_are_given_by_hand(tmp_path: Path) -> None:
+    one = run_here(tmp_path / "ids", admitting(tmp_path / "ids", DAY), placed("adagrad"))
+    by_hand = [(user, 3 + BY_COUNT.index(item), click) for user, item, click in DAY]
+    other = run_here(tmp_path / "rows", job(tmp_path / "rows", "adagrad", rows=by_hand), placed("adagrad"))
+    assert one.losses == other.losses
+    found, expected = one.tensors(), other.tensors()
+    ids = found.pop(IDS)
+    assert ids[:, 0].tolist() == [-1, -1, -1, *map(raw_id, BY_COUNT)]
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("layout", "embedding", "memory"),
+    [
+        (Plan(dp_replicate=3, micro_batch=3, precision="fp64"), "row_wise", None),
+        (ONE, "row_wise", 3_200),  # 19 of 26 rows
+    ],
+    ids=["three ranks", "on disk"],
+)
+def test_new_ids_are_admitted_alike_on_any_layout(
+    layout: Plan, embedding: str, memory: int | None, tmp_path: Path
+) -> None:
+    start = first_day_of_ids(tmp_path / "first")
+    before = Outcome(tmp_path / "first").tensors()[IDS]
+    folders = [tmp_path / "one", tmp_path / "other"]
+    texts = [admitting(folder, NEXT_DAY, checkpoint=start) for folder in folders]
+    other = placed("adagrad", layout, embedding).with_changes(embedding_memory_bytes=memory)
+    one = run_here(folders[0], texts[0], placed("adagrad"))
+    same_numbers(one, (run_job if layout.world_size > 1 else run_here)(folders[1], texts[1], other), 1e-9)
+    ids = Outcome(folders[1]).tensors()[IDS]
+    assert ids[:10, 0].tolist() == before[:, 0].tolist()
+    assert ids[10:, 0].tolist() == [raw_id(item) for item in (9, 8, 7)]
+    assert [row for row, unused in enumerate(ids[:, 1].tolist()) if unused] == [3, 6, 8]  # items 0, 2 and 1
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [ONE, Plan(dp_replicate=2, micro_batch=5, precision="fp64")],
+    ids=["one rank", "two ranks"],
+)
+def test_a_row_that_goes_to_another_id_begins_anew(layout: Plan, tmp_path: Path) -> None:
+    start = first_day_of_ids(tmp_path / "first")
+    keys: dict[str, Any] = {"max_rows": 10, "interactions": {"evict_after_runs": 1}}
+    keys["train"] = {"learning_rate": 1e-30}
+    found = [Outcome(tmp_path / "first").tensors()]
+    for name, checkpoint in (
+        ("fresh", {}),
+        ("without state", {**start, "start_optimizer": False}),
+        ("with state", start),
+    ):
+        text = admitting(tmp_path / name, NEXT_DAY, checkpoint=checkpoint, **keys)
+        run = run_job if checkpoint is start and layout.world_size > 1 else run_here
+        plan = placed("adagrad", layout if run is run_job else ONE)
+        found.append(run(tmp_path / name, text, plan).tensors())
+    before, initial, plain, after = found
+    changed = (after[IDS][:, 0] != before[IDS][:, 0]).nonzero()[:, 0]
+    assert changed.tolist() == [3, 6, 8]
+    assert after[IDS][changed, 0].tolist() == [raw_id(item) for item in (9, 8, 7)]
+    for table in ("embeddings", "biases"):
+        name = f"{table}.tables.of_item.weight"
+        expected = before[f"model.{name}"].clone()
+        expected[changed] = initial[f"model.{name}"][changed]
+        torch.testing.assert_close(after[f"model.{name}"], expected, rtol=0, atol=1e-20)
+        state = f"optimizer.{name}.sum"
+        expected = before[state] + plain[state]
+        expected[changed] = plain[state][changed]
+        assert plain[state][changed].any()
+        torch.testing.assert_close(after[state], expected, rtol=1e-9, atol=0)
+
+
+def test_a_run_with_admitted_ids_resumes_also_from_an_increment(tmp_path: Path) -> None:
+    start = first_day_of_ids(tmp_path / "first")
+    rows = NEXT_DAY * 2
+    texts = {}
+    for name, steps in (("whole", 4), ("part", 3)):
+        keys = {"checkpoint": {**start, "every_steps": 1, "full_every": 9}, "train": {"steps": steps}}
+        texts[name] = admitting(tmp_path / name, rows, **keys)
+    whole = run_here(tmp_path / "whole", texts["whole"], placed("adagrad"))
+    run_here(tmp_path / "part", texts["part"], placed("adagrad"))
+    increment = tmp_path / "part" / "checkpoints" / "step-00000003"
+    assert CheckpointReader(increment).tensors[IDS].shards[0].file.startswith("base-")
+    texts["part"]["train"]["steps"] = 4
+    part = run_here(tmp_path / "part", texts["part"], placed("adagrad"))
+    assert part.losses == whole.losses
+    found, expected = part.tensors(), whole.tensors()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    other_ids = [(user, item + 20 if item > 6 else item, click) for user, item, click in rows]
+    text = admitting(tmp_path / "part", other_ids, checkpoint={"resume": "changed", **start})
+    text["train"]["steps"] = 5
+    text["data"]["cache"] = str(tmp_path / "other cache")
+    with pytest.raises(WanmaError, match=r"step-00000004.*'item'"):
+        run_here(tmp_path / "part", text, placed("adagrad"))
+
+
+def test_a_start_whose_rows_belong_to_other_ids_is_refused(tmp_path: Path) -> None:
+    of_ids, of_rows = first_day_of_ids(tmp_path / "ids"), first_day(tmp_path / "rows", "adagrad")
+    for name, text in (
+        ("a", job(tmp_path / "a", "adagrad", checkpoint=of_ids)),
+        ("b", admitting(tmp_path / "b", DAY, checkpoint=of_rows)),
+        ("c", admitting(tmp_path / "c", DAY, checkpoint={"start_from": str(tmp_path / "gone")})),
+        ("d", admitting(tmp_path / "d", DAY, recommender={"tables": {"item": 20}})),
+    ):
+        with pytest.raises(JobError, match="'item'") as refusal:
+            run_here(tmp_path / name, text, placed("adagrad"))
+        assert refusal.value.exit_code == EXIT_USAGE
+        assert "admit_rows" in refusal.value.message + refusal.value.hint

@@ -22,6 +22,7 @@ from wanma.checkpoint.format.manifest import (
     MANIFEST_FILE,
     FileEntry,
     Manifest,
+    is_base_file,
     parse_manifest,
     step_folder_name,
 )
@@ -72,6 +73,9 @@ class RemoteCheckpoints:
     def upload(self, path: Path, step: int, check_fence: Callable[[], None] = lambda: None) -> int:
         """Upload the committed checkpoint at `path`, unless it is there already.
 
+        Files that an incremental checkpoint links are copied from another checkpoint at the URL, if one has
+        them and the storage can copy.
+
         Args:
             path: folder of the checkpoint.
             step: its step.
@@ -90,15 +94,44 @@ class RemoteCheckpoints:
             self.storage.remove(
                 manifest_path
             )  # this step has no checkpoint there until the new one is complete
+        sent = 0
         if uploaded != content:
-            _run_in_threads(
-                lambda name: self.storage.upload_file(path / name, f"{step_folder_name(step)}/{name}"),
-                manifest.files,
-            )
+            sent = self._send_files(path, step, manifest) + len(content)
             check_fence()
             self.storage.write(manifest_path, content)
         self._metrics[step] = (best_metric_of(manifest), manifest.metric)
-        return 0 if uploaded == content else manifest.bytes + len(content)
+        return sent
+
+    def _send_files(self, path: Path, step: int, manifest: Manifest) -> int:
+        """Have the files of a checkpoint at the URL; return the bytes sent."""
+        sources = self._stored_files(step, manifest)
+        sent_bytes: list[int] = []
+
+        def send(name: str) -> None:
+            target, size = f"{step_folder_name(step)}/{name}", manifest.files[name].bytes
+            source = sources.get(name)
+            if source is None or not self.storage.copy_file(source, target, size):
+                self.storage.upload_file(path / name, target)
+                sent_bytes.append(size)
+
+        _run_in_threads(send, manifest.files)
+        return sum(sent_bytes)
+
+    def _stored_files(self, step: int, manifest: Manifest) -> dict[str, str]:
+        """Return, of linked files by name, the paths of equal files of other checkpoints at the URL."""
+        wanted = {entry: name for name, entry in manifest.files.items() if is_base_file(name)}
+        found: dict[str, str] = {}
+        for other in self.steps() if wanted else []:
+            if len(found) == len(wanted):
+                break
+            try:
+                stored = self.manifest(other) if other != step else None
+            except RemoteCheckpointDamagedError:
+                continue
+            for name, entry in stored.files.items() if stored is not None else ():
+                if entry in wanted:
+                    found[wanted[entry]] = f"{step_folder_name(other)}/{name}"
+        return found
 
     def download(self, step: int, folder: Path) -> Path:
         """Download a checkpoint into `folder`, where it appears once every hash has been verified.

@@ -179,6 +179,26 @@ class RemoteStorage:
 
         self._retry("cannot write", path, send)
 
+    def copy_file(self, source: str, path: str, size: int) -> bool:
+        """Copy a file of `size` bytes within the storage; return False where it cannot.
+
+        It is tried once: a file that is not copied can be sent.
+        """
+        parent = self._absolute_path(path).rpartition("/")[0]
+
+        def copy() -> bool:
+            try:
+                self._with_parent_folder(
+                    path,
+                    lambda: self._filesystem.cp_file(self._absolute_path(source), self._absolute_path(path)),
+                )
+                self._filesystem.invalidate_cache(parent)
+                return int(self._filesystem.info(self._absolute_path(path))["size"]) == size
+            except Exception:  # a storage library may raise anything, and some cannot copy
+                return False
+
+        return self._run_unless_stopped("cannot copy", path, copy)
+
     def download_file(self, path: str, local: Path, size: int) -> None:
         """Download a file of `size` bytes, and sync it to disk."""
 

@@ -168,6 +168,12 @@ class FileBuffer:
                     self._memory = self._allocator.allocate(size)
                 else:
                     self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            except WanmaError as error:
+                raise WanmaError(
+                    f"no space for the checkpoint shard of rank {self._rank}, {size:,} bytes: "
+                    f"{error.message}",
+                    error.hint,
+                ) from error
             except (RuntimeError, OSError) as error:
                 raise WanmaError(
                     f"no host memory for the checkpoint shard of rank {self._rank}, {size:,} bytes: {error}",

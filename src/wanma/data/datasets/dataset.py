@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
@@ -65,6 +66,10 @@ class BatchedDataset(ABC):
     classes: int | None = None
     interaction_sizes: InteractionSizes | None = None
     """Sizes of an interaction log; None: other data."""
+    table_ids: Mapping[str, Tensor] = MappingProxyType({})
+    """Ids of the rows of embedding tables, by table, that checkpoints hold; as of `AdmittedIds.table`."""
+    reassigned_rows: Mapping[str, IndexArray] = MappingProxyType({})
+    """Rows by table that had another id in the checkpoint to start from."""
     tokenizer: Tokenizer | None = None
     loader_threads: int = 1
     """Least number of steps that are worth loading at once; of a store, so that its link is never idle."""

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from wanma.data.batch import Batch
 from wanma.data.datasets.dataset import BatchedDataset, InputKind, make_batch
+from wanma.data.interactions.admitted_ids import admit_ids
 from wanma.data.interactions.item_draws import ItemDraws
 from wanma.data.interactions.log import read_log
 from wanma.data.interactions.splits import split_rows
@@ -36,6 +40,9 @@ class InteractionDataset(BatchedDataset):
     - in validation of `leave_last` clicks `seen` (rows, items): a user's items in training, filled with -1.
 
     Targets are ratings, or clicks of the first candidates, (rows,) float32.
+
+    Args:
+        known_ids: by table the ids that have rows in the checkpoint to start from, as of `AdmittedIds.table`.
     """
 
     input_kind: ClassVar[InputKind] = "interactions"
@@ -43,12 +50,22 @@ class InteractionDataset(BatchedDataset):
     copies_from_memory = True
     interaction_sizes: InteractionSizes
 
-    def __init__(self, section: DataSection, seed: int, total_samples: int) -> None:
-        log = read_log(section)
+    def __init__(
+        self,
+        section: DataSection,
+        seed: int,
+        total_samples: int,
+        known_ids: Mapping[str, NDArray[np.int64]] = MappingProxyType({}),
+    ) -> None:
+        raw = read_log(section)
+        self._train, self._validation = split_rows(raw, section)
+        self._admission = admit_ids(raw, self._train, section, known_ids)
+        log = self._admission.log
         self._log, self._keys = log, section.interactions
+        self.table_ids = {name: torch.from_numpy(ids.table) for name, ids in self._admission.ids.items()}
+        self.reassigned_rows = self._admission.reassigned_rows
         self._user, self._item = section.columns.table_name("user"), section.columns.table_name("item")
         self.damaged_files = log.damaged
-        self._train, self._validation = split_rows(log, section)
         self._total = total_samples
         self.seed = seed
         self.train_samples, self.validation_samples = len(self._train), len(self._validation)
@@ -62,10 +79,9 @@ class InteractionDataset(BatchedDataset):
         items = log.items[self._train]
         power = self._keys.negative_power if self._keys.negatives else 1.0
         self._draws = ItemDraws(items, self.interaction_sizes.tables[self._item], power, seed)
-        by_user = np.argsort(log.users[self._train], kind="stable")
-        self._seen = items[by_user]
-        user_count = self.interaction_sizes.tables[self._user]
-        self._seen_starts = np.searchsorted(log.users[self._train][by_user], np.arange(user_count + 1))
+        self._user_ids = raw.users  # several may share a row
+        by_user = np.argsort(raw.users[self._train], kind="stable")
+        self._seen, self._seen_users = items[by_user], raw.users[self._train][by_user]
         self.fingerprint = self._hash()
 
     def describe(self) -> dict[str, Any]:
@@ -74,6 +90,7 @@ class InteractionDataset(BatchedDataset):
             "kind": self.input_kind,
             "fingerprint": self.fingerprint,
             "tables": dict(tables),
+            "admitted_ids": {name: len(one.table) - one.shared for name, one in self._admission.ids.items()},
             "train_samples": self.train_samples,
             "validation_samples": self.validation_samples,
             "epochs": self._total / self.train_samples,
@@ -88,7 +105,7 @@ class InteractionDataset(BatchedDataset):
         notes = [super().bad_data_note]
         if rows := self._log.bad_rows:
             notes += [f"{len(rows):,} bad rows of the interactions were left out: {describe_bad_rows(rows)}"]
-        return "; ".join(filter(None, notes))
+        return "; ".join(filter(None, [*notes, *self._admission.notes]))
 
     def sample_name(self, sample_index: int) -> str:
         return self._log.place(int(self._train[self.order.rows(np.array([sample_index]))[0]]))
@@ -118,11 +135,11 @@ class InteractionDataset(BatchedDataset):
         if log.dense.shape[1]:
             keywords["dense"] = torch.from_numpy(log.dense[rows])
         if is_validation and self.ranks_items:
-            keywords["seen"] = torch.from_numpy(self._seen_items(users))
+            keywords["seen"] = torch.from_numpy(self._seen_items(self._user_ids[rows]))
         return make_batch((), torch.from_numpy(log.targets[rows]), sample_indices, keywords)
 
-    def _seen_items(self, users: IndexArray) -> IndexArray:
-        starts, ends = self._seen_starts[users], self._seen_starts[users + 1]
+    def _seen_items(self, user_ids: IndexArray) -> IndexArray:
+        starts, ends = (np.searchsorted(self._seen_users, user_ids, side) for side in ("left", "right"))
         positions = starts[:, None] + np.arange(max(int((ends - starts).max()), 1))
         is_own = positions < ends[:, None]
         return np.where(is_own, self._seen[np.minimum(positions, len(self._seen) - 1)], -1)
@@ -137,7 +154,9 @@ class InteractionDataset(BatchedDataset):
             if len(bags.ids):
                 row = int(np.searchsorted(bags.starts, int(bags.ids.argmax()), side="right")) - 1
                 rows[name] = log.place(row)
+        admitted = self._admission.ids
         tables = {name: keys.hash_rows_of(name) or count for name, count in tables.items()}
+        tables |= {name: len(ids.table) for name, ids in admitted.items()}
         bag_sizes = {
             name: math.ceil(len(bags.ids) / max(len(log.users), 1)) for name, bags in log.features.items()
         }
@@ -152,6 +171,7 @@ class InteractionDataset(BatchedDataset):
             mean,
             keys.target,
             keys.negatives,
+            {name: ids.shared for name, ids in admitted.items()},
         )
 
     def _hash(self) -> str:
@@ -160,6 +180,7 @@ class InteractionDataset(BatchedDataset):
         digest = hashlib.sha256(settings.encode())
         arrays = [log.users, log.items, log.targets, log.dense, self._train]
         arrays += [array for bags in log.features.values() for array in (bags.ids, bags.starts)]
+        arrays += [ids.table for ids in self._admission.ids.values()]
         for array in arrays:
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()

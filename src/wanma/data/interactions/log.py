@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from wanma.data.interactions.id_hashing import hash_ids, is_missing
 from wanma.data.interactions.log_files import (
     ROLES,
     first_record,
+    id_end,
     id_fault,
     id_of,
     ids_in,
@@ -31,6 +33,7 @@ from wanma.data.text.encoding_task import BadRow
 from wanma.job.errors import JobError
 from wanma.job.sections.data import DataSection
 from wanma.job.sections.data_sources import SYNTHETIC_LOG
+from wanma.job.sections.recommender import InteractionsSection
 
 _BATCH = 65_536
 _SYNTHETIC = re.compile(rf"{SYNTHETIC_LOG}(\d{{1,7}})x(\d{{1,7}})x(\d{{1,9}})")
@@ -124,11 +127,11 @@ def read_log(section: DataSection) -> InteractionLog:
         dense = [np.log1p(np.maximum(one, 0)) for one in dense]
     tables = {"user": names.table_name("user"), "item": names.table_name("item")}
     log = InteractionLog(
-        users=columns.ids("user", keys.hash_rows_of(tables["user"])),
-        items=columns.ids("item", keys.hash_rows_of(tables["item"])),
+        users=columns.ids("user", tables["user"]),
+        items=columns.ids("item", tables["item"]),
         targets=ratings.astype(np.float32),
         times=columns.numbers("time") if has_times else np.arange(rows, dtype=np.float64),
-        features={name: columns.bags(f"sparse.{name}", keys.hash_rows_of(name)) for name in names.sparse},
+        features={name: columns.bags(f"sparse.{name}", name) for name in names.sparse},
         dense=np.stack(dense, 1).astype(np.float32) if dense else np.zeros((rows, 0), np.float32),
         index=columns.index,
     )
@@ -146,6 +149,7 @@ class _Columns:
     """Values of the rows of a log by their use: a role, 'sparse.FIELD' or 'dense.FIELD'."""
 
     values: Mapping[str, Sequence[Any]]
+    keys: InteractionsSection
     fields: Mapping[str, str] = field(default_factory=dict)
     """Fields that hold the values, by their use."""
     index: SampleIndex | None = None
@@ -157,9 +161,9 @@ class _Columns:
     def rows(self) -> int:
         return len(self.values["user"])
 
-    def ids(self, use: str, hash_rows: int | None) -> NDArray[np.int64]:
-        """Return the ids of a use, hashed into `hash_rows` rows if it is given."""
-        return self._ids(use, self.values[use], np.arange(self.rows), hash_rows)
+    def ids(self, use: str, table: str) -> NDArray[np.int64]:
+        """Return the ids of a use, hashed into the rows of its table if the job says so."""
+        return self._ids(use, self.values[use], np.arange(self.rows), table)
 
     def numbers(self, use: str, missing: float | None = None) -> NDArray[np.float64]:
         """Return the numbers of a use, with `missing` where a row has none if it is given."""
@@ -175,23 +179,22 @@ class _Columns:
         self._note(use, values, ~np.isfinite(numbers), np.arange(self.rows), number_fault)
         return numbers
 
-    def bags(self, use: str, hash_rows: int | None) -> Bags:
+    def bags(self, use: str, table: str) -> Bags:
         """Return the bags of a use; a missing value is an id like others where ids are hashed."""
         lists = [ids_in(value) for value in self.values[use]]
-        if hash_rows is not None:
+        if self.keys.hash_rows_of(table) is not None:
             lists = [one or [""] for one in lists]
         counts = np.array([len(one) for one in lists], dtype=np.int64)
         values = [value for one in lists for value in one]
-        ids = self._ids(use, values, np.repeat(np.arange(len(lists)), counts), hash_rows)
+        ids = self._ids(use, values, np.repeat(np.arange(len(lists)), counts), table)
         return Bags(ids, np.concatenate([[0], np.cumsum(counts)]))
 
-    def _ids(
-        self, use: str, values: Sequence[Any], rows: NDArray[np.int64], hash_rows: int | None
-    ) -> NDArray[np.int64]:
-        if hash_rows is not None:
+    def _ids(self, use: str, values: Sequence[Any], rows: NDArray[np.int64], table: str) -> NDArray[np.int64]:
+        if (hash_rows := self.keys.hash_rows_of(table)) is not None:
             return hash_ids(values, hash_rows)
-        ids = np.array([id_of(value) for value in values], dtype=np.int64)
-        self._note(use, values, ids < 0, rows, id_fault)
+        end = id_end(self.keys, table)
+        ids = np.array([id_of(value, end) for value in values], dtype=np.int64)
+        self._note(use, values, ids < 0, rows, partial(id_fault, end=end))
         return ids
 
     def _note(
@@ -221,7 +224,7 @@ def _synthetic_columns(section: DataSection) -> _Columns | None:
             "a synthetic log has users, items, ratings and times only", "remove data.columns.sparse and dense"
         )
     users, items, rows = map(int, match.groups())
-    return _Columns(make_synthetic_log(users, items, rows))
+    return _Columns(make_synthetic_log(users, items, rows), section.interactions)
 
 
 def _stored_columns(section: DataSection) -> _Columns:
@@ -231,7 +234,7 @@ def _stored_columns(section: DataSection) -> _Columns:
     for kind in ("sparse", "dense"):
         fields |= {f"{kind}.{name}": name for name in getattr(names, kind)}
     lists: dict[str, list[Any]] = {use: [] for use in fields}
-    columns = _Columns(lists, fields, index)
+    columns = _Columns(lists, section.interactions, fields, index)
     for start in range(0, index.rows, _BATCH):
         numbers = np.arange(start, min(start + _BATCH, index.rows))
         for row, record in zip(numbers.tolist(), read_each(index, numbers), strict=True):

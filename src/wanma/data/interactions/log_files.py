@@ -26,6 +26,8 @@ from wanma.job.sections.recommender import InteractionsSection
 ROLES: tuple[InteractionRole, ...] = get_args(InteractionRole)
 """Roles of the fields of a file without a header, in their order."""
 MAX_ID = 1 << 40
+MAX_RAW_ID = 1 << 63
+"""End of the ids of tables that admit them."""
 _FIRST_ROWS = 16
 """Rows of which the first that can be read shows the fields."""
 _SEPARATOR = re.compile(r"[|,; ]+")
@@ -165,11 +167,17 @@ def record_value(record: Record, name: str) -> Any:
         return None
 
 
-def id_of(value: Any) -> int:
-    """Return a value as an id; -1: it is none."""
+def id_end(keys: InteractionsSection, table: str) -> int:
+    """Return the end of the ids that a table may have."""
+    return MAX_ID if keys.admit_rows_of(table) is None else MAX_RAW_ID
+
+
+def id_of(value: Any, end: int = MAX_ID) -> int:
+    """Return a value as an id below `end`; -1: it is none."""
     try:
         number = int(value)
-        return number if 0 <= number < MAX_ID and float(value) == number else -1
+        is_whole = isinstance(value, str | bytes) or bool(value == number)
+        return number if 0 <= number < end and is_whole else -1
     except (TypeError, ValueError, OverflowError):
         return -1
 
@@ -191,9 +199,9 @@ def number_of(value: Any) -> float:
         return float("nan")
 
 
-def id_fault(name: str, value: Any) -> str:
+def id_fault(name: str, value: Any, end: int = MAX_ID) -> str:
     """Return what is wrong with a value that is no id."""
-    return f"{_shown(value)} in column {name} is no id, an integer from 0 to {MAX_ID - 1}"
+    return f"{_shown(value)} in column {name} is no id, an integer from 0 to {end - 1}"
 
 
 def number_fault(name: str, value: Any) -> str:
@@ -219,8 +227,8 @@ def interaction_faults(record: Record, columns: ColumnsSection, section: DataSec
             continue
         value = record_value(record, name)
         for one in ids_in(value) if name in columns.sparse else [value]:
-            if id_of(one) < 0:
-                yield id_fault(name, one)
+            if id_of(one, end := id_end(keys, table)) < 0:
+                yield id_fault(name, one, end)
     for name in (columns.rating, columns.time, *columns.dense):
         value = None if name is None else record_value(record, name)
         is_filled = name in columns.dense and keys.missing_dense is not None and is_missing(value)

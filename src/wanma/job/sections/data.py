@@ -267,10 +267,14 @@ class DataSection(EntriesSection):
     @model_validator(mode="after")
     def _check_transforms_of_interactions(self) -> DataSection:
         keys, tables = self.interactions, self.columns.table_names
-        if unused := [one for one in keys.hash_rows if not any(fnmatchcase(name, one) for name in tables)]:
-            raise ValueError(
-                f"interactions.hash_rows: '{unused[0]}' matches no field of ids ({', '.join(tables)})"
-            )
+        for key, patterns in (("hash_rows", keys.hash_rows), ("admit_rows", keys.admit_rows)):
+            if unused := [one for one in patterns if not any(fnmatchcase(name, one) for name in tables)]:
+                raise ValueError(
+                    f"interactions.{key}: '{unused[0]}' matches no field of ids ({', '.join(tables)})"
+                )
+        both = [name for name in tables if keys.hash_rows_of(name) and keys.admit_rows_of(name)]
+        if both:
+            raise ValueError(f"interactions.hash_rows and admit_rows both match '{both[0]}': use one of them")
         if not self.columns.dense and (keys.log_dense or keys.missing_dense is not None):
             raise ValueError(
                 "interactions.log_dense and missing_dense have no effect without data.columns.dense"

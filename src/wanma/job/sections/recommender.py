@@ -66,6 +66,31 @@ class InteractionsSection(Section):
         description="rows into which the ids of a field of ids are hashed, by a shell pattern of its name: "
         "ids may be any numbers and texts, or missing; fields that no pattern matches hold row numbers",
     )
+    admit_rows: dict[str, Annotated[int, Field(gt=0, le=1 << 40)]] = Field(
+        default_factory=dict,
+        description="maximum rows of the table of a field of ids, by a shell pattern of its name: ids may be "
+        "any integers from 0 to 2^63 - 1; those of training rows get a row each, and the table grows from "
+        "run to run (checkpoint.start_from)",
+    )
+    admit_count: int = Field(
+        1,
+        ge=1,
+        le=1 << 40,
+        description="admit_rows: uses of an id in the training rows of a run from which on it gets a row",
+    )
+    shared_rows: int = Field(
+        100,
+        ge=1,
+        le=1 << 40,
+        description="admit_rows: first rows of the table, which ids without a row share by a hash",
+    )
+    evict_after_runs: int | None = Field(
+        None,
+        ge=1,
+        le=1 << 40,
+        description="admit_rows: runs without an id after which a new id may have its row, once the table "
+        "has no row left; unset: never",
+    )
     log_dense: bool = Field(
         False, description="replace a dense feature x by log(x + 1), and a negative one by 0"
     )
@@ -107,6 +132,10 @@ class InteractionsSection(Section):
         """Return the rows into which ids of a table are hashed, by the first pattern; None: they are not."""
         return next((rows for one, rows in self.hash_rows.items() if fnmatchcase(table, one)), None)
 
+    def admit_rows_of(self, table: str) -> int | None:
+        """Return the maximum rows of a table that admits ids, by the first pattern; None: it does not."""
+        return next((rows for one, rows in self.admit_rows.items() if fnmatchcase(table, one)), None)
+
     @model_validator(mode="before")
     @classmethod
     def _refuse_old_keys(cls, given: Any) -> Any:
@@ -122,6 +151,19 @@ class InteractionsSection(Section):
         if self.target == "rating" and (self.negatives or self.positive_from is not None):
             key = "negatives" if self.negatives else "positive_from"
             raise ValueError(f"{key} applies to target = 'click', and target = 'rating'")
+        return self
+
+    @model_validator(mode="after")
+    def _check_admission(self) -> InteractionsSection:
+        names = ("admit_count", "shared_rows", "evict_after_runs")
+        changed = [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
+        if changed and not self.admit_rows:
+            raise ValueError(f"{changed[0]} has no effect without admit_rows")
+        for pattern, rows in self.admit_rows.items():
+            if rows <= self.shared_rows:
+                raise ValueError(
+                    f"admit_rows = {rows} of '{pattern}' must be above shared_rows = {self.shared_rows}"
+                )
         return self
 
 
@@ -144,3 +186,5 @@ class InteractionSizes:
     """Mean rating of the training rows; 0 for clicks."""
     target: Literal["rating", "click"] = "rating"
     negatives: int = 0
+    shared_rows: Mapping[str, int] = field(default_factory=dict)
+    """First rows, by table that admits ids, which those without a row of their own share."""

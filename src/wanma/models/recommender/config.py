@@ -49,6 +49,8 @@ class RecommenderConfig:
     item: str = "item"
     initial_score: float = 0.0
     """Initial value of the bias of all scores of a matrix factorization: the mean rating."""
+    shared_rows: Mapping[str, int] = field(default_factory=dict)
+    """First rows, by table that admits ids, which are no single id's and are not ranked."""
 
 
 # Criteo's columns, as MLPerf numbers them; rows and ids in a bag by mlcommons/training,
@@ -157,7 +159,14 @@ def _with_data(
             "remove data.columns.sparse and dense, or use kind 'dlrm' or 'dcnv2'",
         )
     tables = config.tables or sizes.tables
-    config = replace(config, bag_sizes=config.bag_sizes or sizes.bag_sizes)
+    tables = {name: sizes.tables[name] if name in sizes.shared_rows else tables[name] for name in tables}
+    if set_twice := [name for name in section.recommender.tables if name in sizes.shared_rows]:
+        raise JobError(
+            f"model.recommender.tables.{set_twice[0]}: the rows of table '{set_twice[0]}' follow from its "
+            "ids (data.interactions.admit_rows)",
+            f"remove model.recommender.tables.{set_twice[0]}",
+        )
+    config = replace(config, bag_sizes=config.bag_sizes or sizes.bag_sizes, shared_rows=sizes.shared_rows)
     named = {**tables, **section.recommender.tables}
     for name in (*section.recommender.tables, *tables):
         if name not in sizes.tables:

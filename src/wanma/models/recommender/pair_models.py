@@ -58,6 +58,7 @@ class PairModel(Recommender):
         is_seen = torch.zeros_like(scores, dtype=torch.bool)
         rows = torch.arange(len(seen), device=seen.device)[:, None].expand_as(seen)
         is_seen[rows[seen >= 0], seen[seen >= 0]] = True
+        is_seen[:, : self.config.shared_rows.get(self.config.item, 0)] = True  # no items of the catalogue
         is_seen.scatter_(1, items[:, None], False)
         # A score that is no number comes last: it is not smaller than any.
         return (~(scores < own) & ~is_seen).sum(1)

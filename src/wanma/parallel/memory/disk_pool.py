@@ -144,7 +144,7 @@ class DiskPool:
                 mapping = mmap.mmap(file.fileno(), size)
         except OSError as error:
             raise WanmaError(
-                f"cannot offload {bytes_text(size)} to {self.folder}, which already holds "
+                f"cannot offload {bytes_text(size)} to {self.folder} (cluster.scratch), which already holds "
                 f"{bytes_text(self.reserved_bytes)}: {error.strerror or error}",
                 "free space, set cluster.scratch to a folder on another disk, or offload less to disk",
             ) from error

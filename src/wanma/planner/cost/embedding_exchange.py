@@ -11,12 +11,19 @@ from typing import NamedTuple
 
 import numpy as np
 
+from wanma.job.errors import JobError
 from wanma.job.forecast.forecast import EmbeddingTable, Workload
 from wanma.job.plan.plan import Plan
 from wanma.observe.units import bytes_text, duration_text
 from wanma.planner.cost.layer_cost import LayerCost
 from wanma.planner.cost.offload import master_weight_bytes
-from wanma.planner.embedding_placement import TablePlacement, cached_row_count, place_tables
+from wanma.planner.embedding_placement import (
+    CACHE_ENTRY_BYTES,
+    ROW_ADDRESS_BYTES,
+    TablePlacement,
+    cached_row_count,
+    place_tables,
+)
 from wanma.planner.hardware_model.collective_time import RankGroup, all_reduce_seconds, all_to_all_seconds
 from wanma.planner.hardware_model.model import HardwareModel
 from wanma.planner.hardware_model.operator_time import ELEMENT_BYTES, memory_bound_seconds
@@ -163,6 +170,50 @@ def row_cache_reasons(
         f"step before runs: {bytes_text(int(cached.moved_bytes))} read and written a step, "
         f"{duration_text(seconds)} at the disk's sequential rate, which the step time leaves out",
     )
+
+
+def table_memory_error(workload: Workload, plan: Plan) -> JobError | None:
+    """Return the error for `plan.embedding_memory_bytes` that hold no row of some rank's tables, or None."""
+    given = plan.embedding_memory_bytes
+    if given is None or plan.embedding == "dense" or not workload.tables:
+        return None
+    placed, ranks = list(_placed(workload.tables, plan)), plan.data_parallel_size
+    parts = [
+        [(table, len(place.rows_of(rank, table.rows, ranks))) for table, place in placed]
+        for rank in range(ranks)
+    ]
+    needed = [_least_memory(part, master_weight_bytes(plan)) for part in parts]
+    rank = needed.index(max(needed))
+    if given >= needed[rank]:
+        return None
+    return JobError(
+        f"parallel.embedding_memory_bytes = {given} has no room for a row of each of the embedding tables "
+        f"of rank {rank} beside the addresses of its rows, which needs {needed[rank]} bytes",
+        f"set parallel.embedding_memory_bytes to {needed[rank]} or more, for the rows of a step too, or use "
+        "more ranks",
+    )
+
+
+def _least_memory(part: Sequence[tuple[EmbeddingTable, int]], element_bytes: float) -> int:
+    """Return the least `plan.embedding_memory_bytes` with which a rank holds a row of each module's tables.
+
+    Modules share the bytes as `parallel.embedding` divides them: by the size of their rows without state.
+
+    Args:
+        part: tables, and the rows of each that the rank has.
+        element_bytes: bytes of an element of a row.
+    """
+    counts: dict[str, int] = {}
+    for table, count in part:
+        counts[table.module] = counts.get(table.module, 0) + count
+    sizes, needed = list[int](), list[int]()
+    for table in {table.module: table for table, _ in part if counts[table.module]}.values():
+        rows = counts[table.module]
+        sizes.append(rows * (int(table.width * element_bytes) + CACHE_ENTRY_BYTES + ROW_ADDRESS_BYTES))
+        record_bytes = round(element_bytes * _record_elements(table))
+        needed.append(rows * ROW_ADDRESS_BYTES + record_bytes + CACHE_ENTRY_BYTES)
+    shares = zip(needed, sizes, strict=True)
+    return max((-(-least * sum(sizes) // size) for least, size in shares), default=0)
 
 
 def _record_elements(table: EmbeddingTable) -> float:

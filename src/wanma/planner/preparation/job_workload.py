@@ -15,6 +15,7 @@ from wanma.job.sections.job import Job
 from wanma.models.config.resolution import input_kind
 from wanma.models.workload.model_workload import build_section_workload, trace_module_workload
 from wanma.planner.memory.model_states import OPTIMIZER_STATE_COPIES, optimizer_rule
+from wanma.planner.preparation.job_data import open_job_dataset
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -155,6 +156,4 @@ def _inputs(
 
 
 def _open(job: Job, objects: dict[str, Any]) -> BatchedDataset:
-    from wanma.data.opening import open_dataset
-
-    return open_dataset(job.data, job.train, dataset=objects.get("data"))
+    return open_job_dataset(job, objects.get("data"))

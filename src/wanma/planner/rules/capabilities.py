@@ -278,7 +278,13 @@ def _embedding_tables(query: _SupportQuery) -> JobError | None:
     }
     if plan.embedding_memory_bytes is not None:
         key = f"parallel.embedding_memory_bytes = {plan.embedding_memory_bytes}"
-        settings |= {"cluster.device = 'cuda'": plan.device != "cpu", "servers.count": job.servers.count > 0}
+        if plan.device != "cpu":
+            return JobError(
+                f"{key} holds rows of tables in host memory, where CPUs compute with them, and this plan "
+                f"computes on GPUs (cluster.device = '{plan.device}'): rows have no place in their memory",
+                "set cluster.device = 'cpu', or unset parallel.embedding_memory_bytes and use more GPUs",
+            )
+        settings["servers.count"] = job.servers.count > 0
     if (other := next((name for name, is_set in settings.items() if is_set), None)) is None:
         return None
     return JobError(f"{key} is not supported with {other}", f"unset {other}, or {key.partition(' =')[0]}")

@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from wanma.checkpoint.conversion.huggingface_weights import INDEX_FILE, WEIGHTS_FILE, has_huggingface_weights
+from wanma.checkpoint.format.local_shards import local_box, local_tensor
 from wanma.checkpoint.format.manifest import TensorEntry
 from wanma.checkpoint.load.reader import find_defects, load_tensors
 from wanma.checkpoint.store.checkpoint_folder import read_manifest
+from wanma.data.sampling.permutation import IndexArray
 from wanma.job.errors import EXIT_USAGE, JobError, WanmaError, first_names
 from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import WorkerContext
@@ -44,6 +47,7 @@ def load_initial_weights(
     plan: Plan,
     worker: WorkerContext,
     identity: Identity,
+    reassigned_rows: Mapping[str, IndexArray],
 ) -> tuple[list[str], list[str]]:
     """Load weights, published or of another run; of the latter each rank checks its share of the files.
 
@@ -54,6 +58,7 @@ def load_initial_weights(
         plan: plan of the run.
         worker: context of this rank.
         identity: identity of the run.
+        reassigned_rows: rows by table that are another id's there: they keep their initial values.
 
     Returns:
         messages and warnings for the user.
@@ -66,9 +71,11 @@ def load_initial_weights(
     elif problems := _verify_on_all_ranks(path, worker):
         raise incomplete_start_error(path, problems[0])
     else:
+        kept = _read_initial_rows(state, reassigned_rows)
         notes = _load_weights_of_run(state, path, plan)
         if section.start_optimizer:
             _load_optimizer_of_run(state, path, plan)
+        _write_initial_rows(state, kept)
         warnings = start_warnings(str(path), identity, read_manifest(path).state)
     state.broadcast_tied_weights()
     state.reset_weight_copies()
@@ -198,6 +205,31 @@ def _load_optimizer_of_run(state: TrainingState, path: Path, plan: Plan) -> None
     load_tensors(path, tensors, strict=False, extended_names=extended)
     state.named_optimizer.update_count = manifest.state["updates"]
     state.named_optimizer.restore_attribute_state(manifest.state.get("optimizer_attributes", ()))
+
+
+def _read_initial_rows(
+    state: TrainingState, reassigned_rows: Mapping[str, IndexArray]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return by parameter the rows of this rank's part that keep their values, (rows,), and the values."""
+    kept = {}
+    weights = state.weight_tensors() if any(map(len, reassigned_rows.values())) else {}
+    for parameter in _embedding_parameters(state):
+        tensor, rows = weights.get(f"model.{parameter.name}"), reassigned_rows.get(parameter.table)
+        if tensor is not None and rows is not None and (box := local_box(parameter.name, tensor)) is not None:
+            local_rows = torch.from_numpy(rows) - box.offset[0]
+            local_rows = local_rows[(local_rows >= 0) & (local_rows < box.shape[0])].to(tensor.device)
+            kept[parameter.name] = local_rows, local_tensor(tensor)[local_rows]
+    return kept
+
+
+def _write_initial_rows(state: TrainingState, kept: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Give rows the values of `_read_initial_rows` back, and no optimizer state."""
+    tensors = state.checkpoint_tensors() if kept else {}
+    for parameter, (rows, values) in kept.items():
+        local_tensor(tensors[f"model.{parameter}"])[rows] = values
+        for name, tensor in tensors.items():
+            if name.startswith(f"{_OPTIMIZER}{parameter}.") and tensor.ndim:
+                local_tensor(tensor)[rows] = 0
 
 
 def _embedding_parameters(state: TrainingState) -> list[EmbeddingParameter]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -20,7 +21,9 @@ from wanma.checkpoint.in_memory.restore import restore_lost_files
 from wanma.checkpoint.load.reader import CheckpointSource, load_tensors, open_disk_source
 from wanma.checkpoint.store.checkpoint_folder import archive_run_checkpoints, list_committed
 from wanma.checkpoint.store.fallback_folder import archive_flushed, list_flushed, move_back_flushed
+from wanma.data.datasets.dataset import BatchedDataset
 from wanma.data.sampling.batch_size_schedule import samples_consumed_before
+from wanma.data.sampling.permutation import IndexArray
 from wanma.job.errors import WanmaError, first_lines
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
@@ -90,6 +93,8 @@ def resume(
     worker: WorkerContext,
     identity: Identity,
     folders: PrivateFolders,
+    *,
+    data: BatchedDataset | None = None,
 ) -> ResumeResult:
     """Restore the newest state: the in-memory checkpoint that the supervisor has chosen, or one on disk.
 
@@ -104,11 +109,14 @@ def resume(
         identity: identity of the run now; a checkpoint of another model, other data or another loss is
             refused.
         folders: ranks that do not see rank 0's folder of checkpoints.
+        data: data of the run, of whose ids the checkpoints hold the rows; None: of none.
 
     Raises:
         WanmaError: the checkpoint is of another job, all checkpoints are damaged, or the weights to start
             from are incomplete.
     """
+    table_ids = data.table_ids if data is not None else {}
+    state.table_ids = {name: ids.clone() for name, ids in table_ids.items()}
     # A user's own loop may have computed with the weights before.
     state.parallel_model.wait_until_weights_unused()
     folder, choice = worker.run_directory / "checkpoints", job.checkpoint
@@ -139,6 +147,7 @@ def resume(
         assert source is not None
         identity, notes = _restore_checkpoint(state, source, label, job, plan, worker, identity)
         messages += notes
+        _check_table_ids(state, table_ids, source.name)
         folders.close()
         memory: Literal["memory", "partner"] = "partner" if helped else "memory"
         return ResumeResult(
@@ -150,7 +159,8 @@ def resume(
             saved_settings=Identity.from_state_values(source.manifest.state).settings,
         )
 
-    return _begin(state, job, plan, worker, identity, messages)
+    reassigned_rows = data.reassigned_rows if data is not None else {}
+    return _begin(state, job, plan, worker, identity, messages, reassigned_rows)
 
 
 def _begin(
@@ -160,11 +170,13 @@ def _begin(
     worker: WorkerContext,
     identity: Identity,
     messages: list[str],
+    reassigned_rows: Mapping[str, IndexArray],
 ) -> ResumeResult:
     """Begin at step 0, with initial values or the weights that the job starts from.
 
     Args:
         messages: messages for the user so far; further ones are added.
+        reassigned_rows: rows of tables that are another id's in the checkpoint to start from.
     """
     folder, choice = worker.run_directory / "checkpoints", job.checkpoint
     start = Path(choice.start_from).expanduser() if choice.start_from is not None else None
@@ -175,7 +187,7 @@ def _begin(
     )
     warnings: list[str] = []
     if start is not None:
-        notes, warnings = load_initial_weights(state, start, choice, plan, worker, identity)
+        notes, warnings = load_initial_weights(state, start, choice, plan, worker, identity, reassigned_rows)
         content = "weights and optimizer state" if choice.start_optimizer else "weights"
         messages += [f"{content} from {choice.start_from}", *notes]
     if not choice.resume and worker.restart is None:
@@ -351,6 +363,17 @@ def _restore_checkpoint(
     if rank_state is not None:
         restore_random_state(rank_state["random"])
     return identity, notes
+
+
+def _check_table_ids(state: TrainingState, table_ids: Mapping[str, Tensor], checkpoint_name: str) -> None:
+    """Refuse a checkpoint whose rows of tables belong to other ids than those of the run's data."""
+    for name, ids in table_ids.items():
+        if not torch.equal(state.table_ids[name], ids):
+            raise WanmaError(
+                f"{checkpoint_name}: the rows of table '{name}' belong to other ids than in the data and in "
+                "checkpoint.start_from now",
+                f"restore the data and checkpoint.start_from of that run; or {WAYS_OUT}",
+            )
 
 
 def _low_precision_frozen_names(tensors: Mapping[str, Tensor]) -> set[str]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from wanma.data.datasets.stream_reader import StreamReader
+from wanma.data.interactions.admitted_ids import TABLE_IDS
 from wanma.job.sections.train import TrainSection
 from wanma.models.structure.parameter_initialization import stable_hash
 from wanma.parallel.parallelize import ParallelModel
@@ -48,6 +49,8 @@ class TrainingState:
     """State of that iteration in the checkpoint that the run began with."""
     site_synchronizer: SiteSynchronizer | None = None
     """Synchronizer of sites that do not agree at every step; None without sites."""
+    table_ids: Mapping[str, Tensor] = field(default_factory=dict)
+    """Ids of the rows of embedding tables, by table; a run does not change them."""
     share_changes: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     """Changes of the batch shares by the ranks' times: optimizer steps before each, and the shares."""
 
@@ -105,9 +108,10 @@ class TrainingState:
             average = {
                 f"average.{n}": t for n, t in self._without_tied_copies(self.weight_average.tensors).items()
             }
+        ids = {f"{TABLE_IDS}{name}": tensor for name, tensor in self.table_ids.items()}
         if self.site_synchronizer is not None:
-            return self.site_synchronizer.checkpoint_tensors(weights, optimizer, average)
-        return weights | optimizer | average | self.error_feedback_tensors()
+            return self.site_synchronizer.checkpoint_tensors(weights, optimizer, average) | ids
+        return weights | optimizer | average | self.error_feedback_tensors() | ids
 
     def changed_rows(self) -> dict[str, Tensor]:
         """Return the rows changed since the last full save, of tensors of which a step changes some alone.
@@ -115,7 +119,8 @@ class TrainingState:
         Returns:
             whether each has, (local rows,) bool, by name as in `checkpoint_tensors`.
         """
-        changed: dict[str, Tensor] = {}
+        ids = self.table_ids.items()
+        changed = {f"{TABLE_IDS}{name}": torch.zeros(len(one), dtype=torch.bool) for name, one in ids}
         for optimizer in self.named_optimizer.table_optimizers:
             rows = optimizer.changed_rows()
             changed |= {f"model.{name}": is_changed for name, is_changed in rows.items()}

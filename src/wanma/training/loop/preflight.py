@@ -21,7 +21,6 @@ from wanma.checkpoint.store.checkpoint_folder import read_manifest
 from wanma.data.batch import Batch
 from wanma.data.datasets.dataset import BatchedDataset
 from wanma.data.interactions.dataset import InteractionDataset
-from wanma.data.opening import open_dataset
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.checkpoint import CheckpointSection
@@ -36,6 +35,7 @@ from wanma.models.user_modules.forward_error import forward_error
 from wanma.models.workload.fake_tensors import fake_tensor_mode
 from wanma.parallel.parameters.freezing import LOW_PRECISION_DTYPES
 from wanma.parallel.precision.autocast import PRECISION_DTYPES
+from wanma.planner.preparation.job_data import open_job_dataset
 from wanma.training.checkpointing.error_feedback_state import check_compression_patterns
 from wanma.training.checkpointing.initial_weights import (
     check_embedding_rows,
@@ -80,7 +80,7 @@ def preflight(job: Job, plan: Plan) -> list[str]:
         WanmaError: the ranks would raise it before their first step, or in it.
     """
     request = TrainRequest(job, plan)
-    data = open_dataset(job.data, job.train)
+    data = open_job_dataset(job)
     if (loss := user_loss_of(request)) is not None:
         check_loss(loss)
     first = partial(data.batch, range(1))

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from wanma.checkpoint.format.local_shards import local_tensor
 from wanma.data.datasets.dataset import BatchedDataset
-from wanma.data.opening import open_dataset
 from wanma.data.sampling.batch_size_schedule import global_batch_size, samples_consumed_before
 from wanma.data.step_loader import StepLoader
 from wanma.job.errors import JobError
@@ -38,6 +37,7 @@ from wanma.models.model_spec import ModelSpec
 from wanma.parallel.data_parallel.global_batch import GlobalBatchGatherer
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh, open_mesh
 from wanma.parallel.parallelize import parallelize
+from wanma.planner.preparation.job_data import open_job_dataset
 from wanma.training.checkpointing.resume import ResumeResult, resume
 from wanma.training.checkpointing.run_identity import Identity
 from wanma.training.checkpointing.training_state import TrainingState, seed_generators
@@ -80,7 +80,7 @@ def train_with_servers(worker: WorkerContext, request: TrainRequest, servers: Pa
         worker, rank=0, world_size=1, local_world_size=1, local_world_sizes=(), store=None, memory_files=None
     )
     with open_mesh(local, whole, hang_timeout_seconds(job), job.parallel.collectives) as mesh:
-        data = open_dataset(job.data, job.train)
+        data = open_job_dataset(job)
         spec = build_model_spec(request, data)
         with ServerWorker(worker, request, servers, spec, data, mesh, alone) as runner:
             if worker.rank != 0:
@@ -237,7 +237,7 @@ class Chief:
         position = servers.join()
 
         def restore(state: TrainingState, *arguments: Any) -> ResumeResult:
-            result = resume(state, *arguments)
+            result = resume(state, *arguments, data=data)
             if position.is_loaded:  # the servers are ahead of the newest checkpoint
                 self._take_state(state, position)
             return result

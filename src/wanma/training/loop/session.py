@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from wanma.data.batch import Batch
 from wanma.data.datasets.dataset import BatchedDataset
-from wanma.data.opening import open_dataset
 from wanma.data.step_loader import StepBatches, StepLoader
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.file.run_settings import run_settings
@@ -44,6 +43,8 @@ from wanma.parallel.data_parallel.global_batch import GlobalBatchGatherer
 from wanma.parallel.memory.disk_pool import open_disk_pool
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh
 from wanma.parallel.parallelize import ParallelModel, parallelize
+from wanma.planner.preparation.job_data import open_job_dataset
+from wanma.training.checkpointing.resume import resume
 from wanma.training.checkpointing.run_identity import Identity, identity_of, is_seeded
 from wanma.training.checks.carried_state import CarriedStateCheck
 from wanma.training.checks.lone_samples import has_single_sample_micro_batches, refuse_zero_gradients
@@ -148,9 +149,7 @@ class Session:
             )
         validate_module(model)
         self._identity = identity_of(model, seeded=is_seeded())
-        if (
-            example is not None and self.is_main
-        ):  # before the module is distributed: afterwards it is no plain one
+        if example is not None and self.is_main:  # the module is a plain one until it is distributed
             frozen = partial(is_frozen, groups=self.job.train.parameter_groups)
             self._workload = trace_module_workload(model, _checked(example), is_frozen=frozen)
         spec = apply_lora_to_spec(wrap_module(model, self.job.model.batch_norm_group), self.job.model)
@@ -194,14 +193,13 @@ class Session:
                 "pass validate=FUNCTION to it, from a batch to its losses, or unset the key",
             )
         self.worker.supervisor_client.report_progress(0, "opening data")
-        data = open_dataset(self.job.data, self.job.train, dataset=dataset)
+        data = open_job_dataset(self.job, dataset)
         data = join_data_parts(data, self.job, self.worker, self.plan)
         data.padding_has_targets = True
         check_validation_keys(self.job, None, data.validation_samples)
         self._trainer = trainer = self._start_run(self._parallel_model, data)
-        if (
-            idle := unused_validation_keys_note(self.job, data.validation_samples, has_user_metrics=False)
-        ) is not None:
+        idle = unused_validation_keys_note(self.job, data.validation_samples, has_user_metrics=False)
+        if idle is not None:
             trainer.message(idle, "warning")
         seek_data(trainer, data)
         if data.bad_data_note:
@@ -349,6 +347,7 @@ class Session:
             user_optimization=load_tried_user_optimization(self.job.train, self._user_objects, self.plan),
             flops_per_sample=self._workload.flops_per_sample if self._workload else None,
             peak_flops_per_second=self._peak_flops_per_second,
+            restore=partial(resume, data=data),
         )
 
     def _batches(self, trainer: Trainer, data: BatchedDataset) -> Generator[Batch, None, None]:

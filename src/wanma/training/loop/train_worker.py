@@ -16,7 +16,6 @@ from torch import nn
 
 from wanma.data.datasets.dataset import BatchedDataset
 from wanma.data.interactions.dataset import InteractionDataset
-from wanma.data.opening import open_dataset
 from wanma.job.file.import_path import import_object
 from wanma.job.file.run_settings import run_settings
 from wanma.job.run.worker import WorkerContext
@@ -35,7 +34,9 @@ from wanma.parallel.data_parallel.global_batch import GlobalBatchGatherer
 from wanma.parallel.memory.disk_pool import open_disk_pool
 from wanma.parallel.mesh.parallel_mesh import open_mesh
 from wanma.parallel.parallelize import ParallelModel, parallelize
+from wanma.planner.preparation.job_data import open_job_dataset
 from wanma.training.checkpointing.code_fingerprint import code_fingerprint
+from wanma.training.checkpointing.resume import resume
 from wanma.training.checkpointing.run_identity import (
     DEFAULT_CODE,
     Identity,
@@ -105,7 +106,7 @@ def train(worker: WorkerContext, request: TrainRequest) -> str:
     ):
         health = check_cluster(device, job.cluster, worker) if device is not None else None
         progress(0, "opening data")
-        data = open_dataset(job.data, job.train, dataset=request.user_objects.get("data"))
+        data = open_job_dataset(job, request.user_objects.get("data"))
         data = join_data_parts(data, job, worker, plan)
         progress(0, "building the model")
         identity = Identity()
@@ -135,6 +136,7 @@ def train(worker: WorkerContext, request: TrainRequest) -> str:
             user_optimization=load_tried_user_optimization(job.train, request.user_objects, plan),
             flops_per_sample=request.flops_per_sample,
             peak_flops_per_second=request.peak_flops_per_second,
+            restore=partial(resume, data=data),
         ) as trainer:
             seek_data(trainer, data)
             if data.bad_data_note:
