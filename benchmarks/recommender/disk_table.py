@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from step_cost import BAGS, IDS_PER_BAG, WIDTH, ZIPF_EXPONENT
+from step_cost import BAGS, IDS_PER_BAG, SCATTER, WIDTH, ZIPF_EXPONENT
 from torch import Tensor, nn
 
 from wanma.job.plan.plan import Plan
@@ -38,7 +38,6 @@ from wanma.training.optimizer.table_optimizer import TableOptimizer
 
 RATE, HIDDEN, FILL_ROWS = 1e-2, 512, 1 << 17
 RECORD_BYTES = 4 * (WIDTH + 1)
-SCATTER = 2_654_435_761  # odd and larger than any table: Knuth's multiplicative hashing
 CGROUPS = Path("/sys/fs/cgroup")
 
 

@@ -53,8 +53,10 @@ class Dlrm(ClickModel):
         self.top = perceptron((inputs, *config.top, 1), ends_with_relu=False)
 
     def score(self, vectors: Tensor) -> Tensor:
-        first, second = torch.tril_indices(self.vector_count, self.vector_count, -1, device=vectors.device)
-        pairs = torch.bmm(vectors, vectors.transpose(1, 2))[:, first, second]
+        count = self.vector_count
+        first, second = torch.tril_indices(count, count, -1, device=vectors.device)
+        # One index is several times as fast on CPUs as two, forward and backward.
+        pairs = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1).index_select(1, first * count + second)
         inputs = pairs if self.bottom is None else torch.cat([vectors[:, 0], pairs], 1)
         scores: Tensor = self.top(inputs)
         return scores

@@ -1,0 +1,137 @@
+"""Suites of a recommender: their files, clicks and weights, and the same training by every contender."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from support.peer_environments import link_environments
+from wanma.bench.benchmark import new_directory, run_benchmark
+from wanma.bench.environments.python_environment import environments_folder
+from wanma.bench.meter.disturbance import NO_LIMITS
+from wanma.bench.suites.suite_of_job import read_suite_or_job
+from wanma.models.recommender.build import build_recommender
+from wanma.models.recommender.config import RECOMMENDER_PRESETS
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+SUITES = BENCHMARKS / "suites"
+PEERS = BENCHMARKS / "recommender" / "peers"
+ROWS = 500
+
+Import = Callable[[str], Any]
+
+
+@pytest.fixture
+def peer_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Import]:
+    """Function that imports a script of the peers, which find each other in their folder."""
+    monkeypatch.syspath_prepend(str(PEERS))
+    yield importlib.import_module
+    for name in {path.stem for path in PEERS.glob("*.py")} & sys.modules.keys():
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("size", ["1m", "16m"])
+def test_the_contenders_of_a_suite_have_the_same_clicks_and_weights(size: str) -> None:
+    suite, _ = read_suite_or_job(SUITES / f"recommender-{size}.toml")
+    folder = f"{{suite}}/data/clicks-{size}"
+    baseline, *peers = [one for one in suite.contenders if one.name != "wanma, tables of 1M rows"]
+    assert baseline.settings == {"data.path": f"{folder}/clicks.csv", "checkpoint.start_from": folder}
+    for peer in peers:
+        job, script = (next(one for one in peer.command if end in one) for end in ('"train"', ".py"))
+        assert json.loads(job)["data"]["path"] == [f"{folder}/clicks.csv"]
+        assert json.loads(job)["checkpoint"] == {"start_from": folder}
+        assert Path(script.replace("{suite}", str(SUITES))).is_file()
+        assert {"OMP_NUM_THREADS", "GLIBC_TUNABLES"} <= peer.environment.keys()
+
+
+def test_clicks_are_on_ids_by_zipfs_law_and_the_last_fixes_the_rows(
+    peer_module: Import, tmp_path: Path
+) -> None:
+    clicks = peer_module("clicks")
+    clicks.write(tmp_path / "clicks", ROWS, samples=4000, held_out=16)
+    job = clicks.ClickJob(_job_text(tmp_path / "clicks", steps=40, global_batch=100))
+    assert job.ids.shape == (4000, clicks.TABLES)
+    counts = np.bincount(job.ids[:, 3], minlength=ROWS)
+    # The first place has 1 - 2^-0.05 of 1 - 501^-0.05.
+    assert counts.max() / 4000 == pytest.approx(0.127, rel=0.2)
+    assert counts.max() > 100 * np.median(counts)
+    assert 0.2 < job.labels.mean() < 0.8
+    *_, last = (tmp_path / "clicks" / "clicks.csv").read_text().splitlines()
+    assert set(last.split(",")[1 : 1 + clicks.TABLES]) == {str(ROWS - 1)}
+    assert [job.part(3, rank, 2) for rank in range(2)] == [slice(300, 350), slice(350, 400)]
+
+
+def test_the_model_of_the_peers_is_wanmas(peer_module: Import, tmp_path: Path) -> None:
+    clicks = peer_module("clicks")
+    clicks.write(tmp_path / "clicks", ROWS, samples=64, held_out=1)
+    job = clicks.ClickJob(_job_text(tmp_path / "clicks", steps=1, global_batch=64))
+    tables = dict.fromkeys(clicks.table_names(), ROWS)
+    own = build_recommender(replace(RECOMMENDER_PRESETS["dlrm-small"], tables=tables, dense=clicks.DENSE))
+    peer = peer_module("click_recipe").ClickModel(peer_module("click_ddp").Tables(ROWS, is_sparse=True))
+    weights = {name: torch.from_numpy(value) for name, value in job.weights.items()}
+    for model in (own, peer):
+        model.load_state_dict(weights)
+    dense, ids = torch.from_numpy(job.dense), torch.from_numpy(job.ids)
+    expected = own(dense=dense, **dict(zip(tables, ids.unbind(1), strict=True)))["scores"][:, 0]
+    torch.testing.assert_close(peer(dense, ids), expected)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("peers", "tolerance"),
+    [
+        pytest.param(["DDP, sparse gradients", "DDP, dense gradients"], 1e-5, id="ddp"),
+        pytest.param(["TorchRec"], 1e-5, id="torchrec"),
+        pytest.param(["TensorFlow ParameterServerStrategy"], 0.05, id="tensorflow"),  # asynchronous
+    ],
+)
+def test_every_contender_trains_the_same(
+    peers: list[str], tolerance: float, peer_module: Import, tmp_path: Path
+) -> None:
+    folder = tmp_path / "clicks"
+    peer_module("clicks").write(folder, ROWS, samples=6 * 64, held_out=16)
+    environments = link_environments(tmp_path / "environments")
+    for name in ("torchrec", "tensorflow"):
+        made, link = environments_folder() / name, environments / name
+        if made.exists() and not link.exists():
+            link.symlink_to(made.absolute())
+    suite, rule = read_suite_or_job(
+        SUITES / "recommender-1m.toml",
+        overrides=[
+            f"data.path={folder}/clicks.csv",
+            f"checkpoint.start_from={folder}",
+            "data.validation_fraction=0.04",
+            "train.steps=6",
+            "train.global_batch=64",
+            "cluster.threads_per_rank=1",
+        ],
+        contenders=["wanma", *peers],
+        environments=environments,
+    )
+    if any(not one.python.exists() for one in suite.python_environments):
+        pytest.skip("needs its environment: make frameworks, or see benchmarks/README.md")
+    rule = replace(rule, rounds=1, min_rounds=1)
+    result = run_benchmark(
+        suite, rule, new_directory(tmp_path, suite), limits=NO_LIMITS, progress=lambda _: None
+    )
+    assert [one.error for one in result.measurements] == [""] * len(suite.contenders)
+    losses = {one.contender: [step.loss for step in one.steps] for one in result.measurements}
+    assert len(losses["wanma"]) == 6
+    for name in peers:
+        assert losses[name] == pytest.approx(losses["wanma"], rel=tolerance), name
+
+
+def _job_text(folder: Path, steps: int, global_batch: int) -> str:
+    train = {"steps": steps, "global_batch": global_batch, "learning_rate": 0.01, "epsilon": 1e-8}
+    data = {"path": [str(folder / "clicks.csv")]}
+    return json.dumps({"train": train, "data": data, "checkpoint": {"start_from": str(folder)}})
