@@ -42,25 +42,26 @@ def _sgd(update: RowUpdate, states: Mapping[str, Tensor]) -> Tensor:  # noqa: AR
 
 def _adagrad(update: RowUpdate, states: Mapping[str, Tensor]) -> Tensor:
     """Adagrad (Duchi et al. 2011) with one sum of squares for each element."""
-    total = states["sum"][update.rows].addcmul_(update.gradient, update.gradient)
-    states["sum"][update.rows] = total
+    total = states["sum"].index_select(0, update.rows).addcmul_(update.gradient, update.gradient)
+    states["sum"].index_copy_(0, update.rows, total)
     return update.gradient / (total.sqrt_() + update.epsilon)
 
 
 def _rowwise_adagrad(update: RowUpdate, states: Mapping[str, Tensor]) -> Tensor:
     """Adagrad with one sum for each row, of the mean square of its gradient, as FBGEMM's."""
-    total = states["row_sum"][update.rows] + update.gradient.square().mean(1)
-    states["row_sum"][update.rows] = total
+    total = states["row_sum"].index_select(0, update.rows) + update.gradient.square().mean(1)
+    states["row_sum"].index_copy_(0, update.rows, total)
     return update.gradient / (total.sqrt_() + update.epsilon)[:, None]
 
 
 def _adam(update: RowUpdate, states: Mapping[str, Tensor]) -> Tensor:
     """Adam (Kingma and Ba 2015); bias is corrected by the number of all updates, as in `SparseAdam`."""
     first, second = update.betas
-    mean = states["exp_avg"][update.rows].lerp_(update.gradient, 1 - first)
-    square = states["exp_avg_sq"][update.rows].mul_(second)
+    mean = states["exp_avg"].index_select(0, update.rows).lerp_(update.gradient, 1 - first)
+    square = states["exp_avg_sq"].index_select(0, update.rows).mul_(second)
     square.addcmul_(update.gradient, update.gradient, value=1 - second)
-    states["exp_avg"][update.rows], states["exp_avg_sq"][update.rows] = mean, square
+    states["exp_avg"].index_copy_(0, update.rows, mean)
+    states["exp_avg_sq"].index_copy_(0, update.rows, square)
     scale = math.sqrt(1 - second**update.step)
     return mean / (1 - first**update.step) / (square.sqrt_() / scale + update.epsilon)
 
@@ -90,12 +91,12 @@ class RowRule:
 
     def apply(self, matrix: Tensor, states: Mapping[str, Tensor], update: RowUpdate) -> None:
         """Update rows of a matrix (rows, width) and their states in place."""
-        vectors = matrix[update.rows]
+        vectors = matrix.index_select(0, update.rows)  # on CPUs faster than by brackets, as index_copy_ is
         if self.couples_decay:
             update = replace(update, gradient=update.gradient + update.decay * vectors)
         else:
             vectors = vectors * (1 - update.rate * update.decay)
-        matrix[update.rows] = vectors - update.rate * self.direction(update, states)
+        matrix.index_copy_(0, update.rows, vectors - update.rate * self.direction(update, states))
 
 
 ROW_RULES: Mapping[str, RowRule] = MappingProxyType(

@@ -339,7 +339,7 @@ class ShardedEmbedding:
                 return matrix
             addresses = torch.arange(len(addresses))
         if lengths is None or len(lengths) == len(addresses):
-            return matrix[addresses]
+            return matrix.index_select(0, addresses)
         return F.embedding_bag(addresses, matrix, lengths.cumsum(0) - lengths, mode="sum")
 
     def _bag_vectors(
