@@ -4,185 +4,38 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-from collections.abc import Callable, Iterator
+import socket
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
+from support.networks import Proxy
+from support.server_runs import (
+    IDS,
+    OPTIMIZERS,
+    PARAMETERS,
+    RATE,
+    SECRET,
+    Run,
+    assert_close,
+    compute,
+    expected,
+    gradients,
+    in_threads,
+)
 from wanma.job.errors import WanmaError
-from wanma.job.run.parameter_servers import ServedParameter, ServerPosition, StepContribution
+from wanma.job.run.parameter_servers import ServerPosition, StepContribution
 from wanma.parameter_server import client as client_module
+from wanma.parameter_server import server_processes as processes_module
 from wanma.parameter_server.client import ParameterServerClient
-from wanma.parameter_server.coordinator import ServerCoordinator, UpdateRule
 from wanma.parameter_server.frames import Connection, PeerLostError
 from wanma.parameter_server.server_group import ServerGroup
-from wanma.parameter_server.server_host import ServerHost
-from wanma.parameter_server.step_clock import StepClock
-
-PARAMETERS = (
-    ServedParameter("w", (5, 3), weight_decay=0.1),
-    ServedParameter("t", (10, 4), is_table=True),
-    ServedParameter("b", (), learning_rate_scale=2.0),
-)
-SETTINGS = {"betas": (0.9, 0.95), "epsilon": 1e-8, "momentum": 0.9, "tables": None}
-OPTIMIZERS = {
-    "adamw": {**SETTINGS, "kind": "adamw"},
-    "sgd": {**SETTINGS, "kind": "sgd"},
-    **{
-        name: {**SETTINGS, "kind": "adamw", "tables": name} for name in ("adagrad", "adam", "rowwise_adagrad")
-    },
-}
-RATE = 0.1
-
-
-class Run:
-    """Coordinator over the module's server processes, and clients by worker."""
-
-    def __init__(
-        self, group: ServerGroup, workers: int = 1, mode: str = "synchronous", **settings: object
-    ) -> None:
-        bound = settings.get("staleness")
-        clock = StepClock(
-            workers,
-            is_synchronous=mode == "synchronous",
-            staleness=bound if isinstance(bound, int) else None,
-        )
-        rule = UpdateRule(float(str(settings.get("clip", 0.0))), settings.get("non_finite", "stop") == "stop")
-        self.coordinator = ServerCoordinator(SECRET, clock, rule)
-        self.coordinator.start(group, lambda _text, _level: None)
-        compression = str(settings.get("compression", "none"))
-        self.clients = [
-            ParameterServerClient(self.coordinator.access, worker, 1, mode, compression)
-            for worker in range(workers)
-        ]
-
-    def begin(self, optimizer: str = "adamw", pause_step: int = 1000) -> dict[str, Tensor]:
-        """Fill the servers; returns the weights."""
-        torch.manual_seed(1)
-        weights = {one.name: torch.randn(one.shape) for one in PARAMETERS}
-        for client in self.clients:
-            client.join()
-        self.clients[0].load(PARAMETERS, OPTIMIZERS[optimizer], weights, {}, ServerPosition(True))
-        for client in self.clients:
-            client.begin(pause_step, ServerPosition(True))
-        return weights
-
-    def close(self) -> None:
-        for client in self.clients:
-            client.close()
-        self.coordinator.close()
-
-
-SECRET = b"0" * 32
-
-
-@pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerGroup]:
-    logs = tmp_path_factory.mktemp("logs")
-    group, host = ServerGroup(2, 2, SECRET, logs, lambda _text, _level: None), ServerHost(SECRET, logs)
-    group.set_hosts({0: host})
-    yield group
-    group.close()
-    host.close()
-
-
-@pytest.fixture
-def run(group: ServerGroup) -> Iterator[Callable[..., Run]]:
-    runs: list[Run] = []
-
-    def make(workers: int = 1, mode: str = "synchronous", **settings: object) -> Run:
-        runs.append(Run(group, workers, mode, **settings))
-        return runs[-1]
-
-    yield make
-    for one in runs:
-        one.close()
-
-
-IDS = [torch.tensor([0, 3, 9]), torch.tensor([3, 4]), torch.tensor([], dtype=torch.int64)]
-
-
-def gradients(step: int, worker: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + worker)
-    rows = len(IDS[(step + worker) % 3])
-    shapes = {"w": (5, 3), "t": (rows, 4), "b": ()}
-    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-
-
-def compute(client: ParameterServerClient, worker: int, loss: float = 1.0) -> int | None:
-    """One step of a worker: pull, push, finish."""
-    offer = client.next_step(False)
-    if offer.step is None:
-        return None
-    ids = IDS[(offer.step + worker) % 3]
-    client.pull({"t": ids})
-    client.push(offer.step, gradients(offer.step, worker), {"t": ids})
-    client.finish(StepContribution(offer.step, loss, 2.0, 1.0, RATE))
-    return offer.step
-
-
-def in_threads(*functions: Callable[[], object]) -> None:
-    errors: list[BaseException] = []
-
-    def guarded(function: Callable[[], object]) -> None:
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(function,)) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
-
-
-def expected(weights: dict[str, Tensor], kind: str, steps: range, workers: int) -> dict[str, Tensor]:
-    """The weights after one process with torch's optimizers has taken the steps."""
-    tensors = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in weights.items()}
-    groups = [
-        {
-            "params": [tensors[one.name]],
-            "weight_decay": one.weight_decay,
-            "lr": RATE * one.learning_rate_scale,
-        }
-        for one in PARAMETERS
-        if not (one.is_table and OPTIMIZERS[kind]["tables"])
-    ]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.SGD(groups, momentum=0.9)
-        if kind == "sgd"
-        else torch.optim.AdamW(groups, betas=(0.9, 0.95))
-    ]
-    if kind == "adagrad":
-        optimizers.append(torch.optim.Adagrad([tensors["t"]], RATE, eps=1e-8))
-    elif kind == "adam":
-        optimizers.append(torch.optim.SparseAdam([tensors["t"]], RATE, betas=(0.9, 0.95)))
-    for step in steps:
-        for tensor in tensors.values():
-            tensor.grad = None
-        for worker in range(workers):
-            given = gradients(step, worker)
-            given["t"] = torch.zeros(10, 4).index_add_(0, IDS[(step + worker) % 3], given["t"])
-            for name, tensor in tensors.items():
-                scaled = given[name] / (2.0 * workers)
-                tensor.grad = scaled if tensor.grad is None else tensor.grad + scaled
-        if kind == "adam":
-            tensors["t"].grad = tensors["t"].grad.to_sparse(1)  # type: ignore[union-attr]
-        for optimizer in optimizers:
-            optimizer.step()
-    return {name: tensor.detach() for name, tensor in tensors.items()}
-
-
-def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float = 1e-6) -> None:
-    for name, tensor in one.items():
-        torch.testing.assert_close(tensor, other[name], rtol=0, atol=tolerance)
+from wanma.parameter_server.server_host import ServerHost, ServerProcess
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adagrad", "adam"])
@@ -202,28 +55,6 @@ def test_synchronous_updates_are_those_of_one_optimizer(run: Callable[..., Run],
     assert torch.equal(pulled["b"], found["b"])
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adam", "rowwise_adagrad"])
-def test_servers_that_join_and_leave_move_the_ranges_with_their_state(
-    run: Callable[..., Run], optimizer: str
-) -> None:
-    served, still = run(), run()
-    weights = served.begin(optimizer)
-    for count in (3, 2):
-        compute(served.clients[0], 0)
-        served.coordinator.resize(count)
-    compute(served.clients[0], 0)
-    found, state, _ = served.clients[0].fetch()
-    if optimizer != "rowwise_adagrad":
-        assert_close(found, expected(weights, optimizer, range(3), 1))
-    still.begin(optimizer)
-    for _ in range(3):
-        compute(still.clients[0], 0)
-    unmoved, unmoved_state, _ = still.clients[0].fetch()
-    assert_close(found, unmoved)
-    for kind, tensors in state.items():
-        assert_close(tensors, unmoved_state[kind])
-
-
 def test_a_killed_server_is_replaced_with_all_that_was_acknowledged(
     run: Callable[..., Run], group: ServerGroup
 ) -> None:
@@ -236,30 +67,117 @@ def test_a_killed_server_is_replaced_with_all_that_was_acknowledged(
         assert_close(found, expected(weights, "adamw", range(step + 1), 1))
 
 
-@pytest.mark.parametrize("is_reachable", [True, False])
-def test_a_worker_cut_from_a_server_loses_no_acknowledged_update(
-    run: Callable[..., Run], group: ServerGroup, monkeypatch: pytest.MonkeyPatch, is_reachable: bool
+class Cut:
+    """Connections of clients to one server, which fail until `is_over` says otherwise."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, address: tuple[str, int], is_over: Callable[[int], bool]
+    ) -> None:
+        self.refused = 0
+
+        class CutConnection(Connection):
+            def __init__(self, target: tuple[str, int], *arguments: float) -> None:
+                if target == address and not is_over(cut.refused):
+                    cut.refused += 1
+                    raise PeerLostError("no route")
+                super().__init__(target, SECRET, *arguments[1:])
+
+        cut = self
+        monkeypatch.setattr(client_module, "Connection", CutConnection)
+        monkeypatch.setattr(client_module, "OUTAGE_RETRY_SECONDS", 0.0)
+
+
+@pytest.mark.parametrize("refusals", [1, 5])
+def test_a_worker_cut_from_a_living_server_waits_for_the_network(
+    run: Callable[..., Run], group: ServerGroup, monkeypatch: pytest.MonkeyPatch, refusals: int
 ) -> None:
     served = run()
     weights = served.begin()
     compute(served.clients[0], 0)
-    before, (cut, *_) = group.process_ids, group.endpoints.values()
-    refused: list[tuple[str, int]] = []
-
-    class CutConnection(Connection):
-        def __init__(self, address: tuple[str, int], *arguments: object) -> None:
-            if address == cut:
-                refused.append(address)
-                if not is_reachable or len(refused) == 1:
-                    raise PeerLostError("no route")
-            super().__init__(address, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(client_module, "Connection", CutConnection)
-    served.clients[0].drop(cut)
+    before, (address, *_) = group.process_ids, group.endpoints.values()
+    cut = Cut(monkeypatch, address, lambda refused: refused == refusals)
+    served.clients[0].drop(address)
     compute(served.clients[0], 0)
     assert_close(served.clients[0].fetch()[0], expected(weights, "adamw", range(2), 1))
-    assert len(refused) == 2
-    assert (group.process_ids == before) is is_reachable
+    assert cut.refused == refusals
+    assert group.process_ids == before
+
+
+def test_a_network_that_stays_away_is_one_error_and_loses_no_acknowledged_update(
+    run: Callable[..., Run], group: ServerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = run()
+    weights = served.begin()
+    compute(served.clients[0], 0)
+    before, address = group.process_ids, group.endpoints[1]
+    with monkeypatch.context() as patch:
+        Cut(patch, address, lambda _: False)
+        patch.setattr(client_module, "OUTAGE_SECONDS", 0.0)
+        served.clients[0].drop(address)
+        with pytest.raises(WanmaError, match=f"worker 0 .*server 1 .*{address[1]}"):
+            compute(served.clients[0], 0)
+    newer = ParameterServerClient(served.coordinator.access, 0, 2, "synchronous")
+    assert newer.join().is_loaded
+    newer.begin(1000, ServerPosition(True))
+    assert_close(newer.fetch()[0], expected(weights, "adamw", range(1), 1))
+    assert group.process_ids == before
+    newer.close()
+
+
+class ReplicaCut(Proxy):
+    """Proxy before a server that, while it is a cut, drops those who pass an update on to it."""
+
+    is_cut = False
+    dropped = 0
+
+    def _pass_on(self, one: socket.socket, other: socket.socket) -> None:  # type: ignore[override]
+        try:
+            while data := one.recv(1 << 16):
+                if self.is_cut and b'"replicate"' in data:
+                    self.dropped += 1
+                    break
+                other.sendall(data)
+        except OSError:
+            pass
+        finally:
+            one.close()
+            other.close()
+
+
+@pytest.mark.full
+def test_holders_cut_from_each_other_wait_for_the_network_and_both_have_the_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxies: dict[int, ReplicaCut] = {}
+
+    class ProxiedHost(ServerHost):
+        def start(self, number: int) -> ServerProcess:
+            process = super().start(number)
+            proxies[number] = ReplicaCut(f"127.0.0.1:{process.endpoint[1]}")
+            host, _, port = proxies[number].address.rpartition(":")
+            return replace(process, endpoint=(host, int(port)))
+
+    monkeypatch.setattr(processes_module, "OUTAGE_RETRY_SECONDS", 0.05)
+    group = ServerGroup(2, 2, SECRET, tmp_path, lambda _text, _level: None)
+    with closing(ProxiedHost(SECRET, tmp_path)) as host, closing(group):
+        group.set_hosts({0: host})
+        served = Run(group)
+        weights = served.begin()
+        compute(served.clients[0], 0)
+        before, cut = group.process_ids, proxies[1]
+        cut.is_cut = True
+
+        def mend() -> None:
+            while cut.dropped < 3:
+                time.sleep(0.01)
+            assert served.coordinator._clock.steps == 1, "not acknowledged"
+            cut.is_cut = False
+
+        in_threads(lambda: compute(served.clients[0], 0), mend)
+        assert group.process_ids == before
+        os.kill(before[0], signal.SIGKILL)
+        assert_close(served.clients[0].fetch()[0], expected(weights, "adamw", range(2), 1))
+        served.close()
 
 
 def test_a_slow_worker_holds_up_no_other(run: Callable[..., Run]) -> None:

@@ -9,10 +9,11 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from support.command import Desk, Running, Training, small_disk
-from support.networks import Cable, cable
+from support.networks import Cable, cable, ip
 from support.nodes import Machines
 from wanma.elastic.protocol.shared_secret import SECRET_VARIABLE
 
@@ -84,6 +85,7 @@ seed = 2  # of others, activations come so close to the kink of ReLU that roundi
 micro_batch = 4
 """,
 }
+SECRET = {SECRET_VARIABLE: "0123456789abcdef"}
 ASYNCHRONOUS = ("servers.mode=asynchronous", 'parallel.allow=["staleness"]')
 
 
@@ -235,14 +237,11 @@ def test_a_lost_node_comes_back_with_its_servers_and_workers(desk: Desk, replica
 
 
 @pytest.mark.full
-def test_the_loss_of_rank_0_s_node_ends_the_run_and_the_same_command_carries_on(desk: Desk) -> None:
+def test_a_run_goes_on_from_its_checkpoint_when_rank_0_s_node_is_back(desk: Desk) -> None:
     both = nodes_of(desk, "lost-first", "ratings.toml", "servers.replicas=2", "checkpoint.every_steps=5")
     start_nodes(both, 12)
     both.lose(0)
-    (ran,) = both.end()
-    ran.check(1)
-    for node in (0, 1):
-        both.start(node)
+    both.start(0)
     for ran in both.end():
         ran.check()
     assert largest_difference(both.training, trained(desk, "ratings", "ratings-alone")) <= 1e-6
@@ -250,20 +249,90 @@ def test_the_loss_of_rank_0_s_node_ends_the_run_and_the_same_command_carries_on(
 
 @pytest.mark.full
 @pytest.mark.root
-def test_a_network_that_is_away_for_a_while_loses_no_update(desk: Desk) -> None:
+@pytest.mark.parametrize(("seconds", "replicas"), [(3, 2), (25, 2), (60, 2), (60, 1)])
+def test_a_network_that_is_away_for_a_while_loses_no_update(desk: Desk, seconds: int, replicas: int) -> None:
     with cable() as between:
-        secret = {SECRET_VARIABLE: "0123456789abcdef"}
-        words = ("ratings.toml", "servers.replicas=2")
-        both = NodesOnCable(desk, between, "cut", *words, **secret)
-        start_nodes(both, 5)
+        words = ("ratings.toml", f"servers.replicas={replicas}", "checkpoint.every_steps=5")
+        both = NodesOnCable(desk, between, f"cut-{seconds}-{replicas}", *words, **SECRET)
+        start_nodes(both, 12)
         between.pull()
         cut = time.monotonic()
-        assert both.running[0].until(lambda: time.monotonic() > cut + 3)
+        assert both.running[0].until(lambda: time.monotonic() > cut + seconds)
         between.plug_in()
         for ran in both.end():
             ran.check()
     assert [step["step"] for step in both.training.metrics] == list(range(1, 41))
     assert largest_difference(both.training, trained(desk, "ratings", "ratings-alone")) <= 1e-6
+    if replicas == 2:
+        recoveries = [event for event in both.training.events if event["kind"] == "recovery"]
+        assert [event["repeated_steps"] for event in recoveries] == [0] * len(recoveries)
+
+
+@pytest.mark.full
+@pytest.mark.root
+def test_a_worker_and_a_holder_wait_for_the_network_to_a_server_that_the_coordinator_reaches(
+    desk: Desk,
+) -> None:
+    with cable() as between:
+        both = NodesOnCable(desk, between, "cut-server", "ratings.toml", "servers.replicas=2", **SECRET)
+        start_nodes(both, 5)
+        process = server_process(both.training, 0)
+        port = str(listening_port(process))
+        rule = ("ipproto", "tcp", "dport", port, "priority", "10", "blackhole")
+        ip("-n", between.names[1], "rule", "add", *rule)
+        cut = time.monotonic()
+        assert both.running[0].until(lambda: time.monotonic() > cut + 40)
+        assert both.training.steps_begun() < 40
+        ip("-n", between.names[1], "rule", "del", *rule)
+        for ran in both.end():
+            ran.check()
+    assert server_process(both.training, 0) == process
+    assert "recovery" not in {event["kind"] for event in both.training.events}
+    assert largest_difference(both.training, trained(desk, "ratings", "ratings-alone")) <= 1e-6
+
+
+def listening_port(process: int) -> int:
+    """The TCP port on which a process listens, in whatever network."""
+    links = [str(path.readlink()) for path in Path(f"/proc/{process}/fd").iterdir() if path.is_symlink()]
+    rows = [line.split() for line in Path(f"/proc/{process}/net/tcp").read_text().splitlines()[1:]]
+    (port,) = {row[1].split(":")[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links}
+    return int(port, 16)
+
+
+@pytest.mark.full
+def test_servers_join_and_leave_a_run_by_a_command(desk: Desk) -> None:
+    keys = ("servers.replicas=2", "parallel.dp_replicate=2", "train.steps=3000", "train.optimizer=sgd")
+    training = desk.training("moved")
+    running = start_until(desk, training, 12, "servers.count=2", *keys)
+    desk.run("resize", "moved", "--servers", "3").check()
+    assert running.until((training.path / "logs" / "server-2.log").exists)
+    assert running.until(lambda: "process" in (training.path / "logs" / "server-2.log").read_text())
+    third = server_process(training, 2)
+    running.look()
+    desk.run("resize", "moved", "--servers", "2").check()
+    assert running.until(lambda: not psutil.pid_exists(third))
+    assert training.steps_begun() < 3000
+    running.end().check()
+    assert running.left() == []
+    assert [step["step"] for step in training.metrics] == list(range(1, 3001))
+    alone = trained(desk, "ratings", "ratings-long", *keys[2:])
+    assert largest_difference(training, alone) <= 1e-5
+    ran = desk.call("resize", "moved", "--servers", "3")
+    assert ran.code == 2, "it has ended"
+
+
+@pytest.mark.parametrize(("servers", "count", "code"), [(0, 2, 2), (2, 1, 2), (2, 2000, 2)])
+def test_a_request_that_a_run_cannot_follow_is_refused(
+    desk: Desk, servers: int, count: int, code: int
+) -> None:
+    folder = desk.folder / "refusing"
+    folder.mkdir(exist_ok=True)
+    section = f"[servers]\ncount = {servers}\n" + ("replicas = 2\n" if servers else "")
+    (folder / "job.toml").write_text(JOBS["ratings"] + section)
+    ran = desk.call("resize", "refusing", "--servers", str(count))
+    assert ran.code == code
+    assert "refusing" in ran.told_once()
+    assert not (folder / "servers.json").exists()
 
 
 @pytest.mark.full

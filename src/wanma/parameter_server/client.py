@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -18,12 +19,20 @@ from wanma.job.run.parameter_servers import (
     ServerPosition,
     StepContribution,
 )
-from wanma.parameter_server.frames import Buffers, Connection, PeerLostError
+from wanma.parameter_server.frames import (
+    OUTAGE_RETRY_SECONDS,
+    OUTAGE_SECONDS,
+    Buffers,
+    Connection,
+    PeerLostError,
+)
 from wanma.parameter_server.shards import pack_tensors, unpack_tensors
 from wanma.parameter_server.table import ServerTable
 
 _SECONDS = 120.0
 """Longest wait for an answer."""
+_CHANGE_SECONDS = 0.05
+"""Interval at which the table is read while servers begin to use another."""
 _WIRE_DTYPES = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Entries = dict[int, list[tuple[dict[str, Any], Tensor]]]
 """Tensors by shard, each with its keys."""
@@ -39,7 +48,7 @@ class ParameterServerClient:
         mode: `servers.mode` of the job.
         compression: `servers.compression` of the job.
         node: number of the worker's node, which the coordinator is told if the run has several.
-        show_life: function that is called in each wait.
+        show_life: function that is called while row ranges move or the network to a server is away.
     """
 
     def __init__(
@@ -59,6 +68,10 @@ class ParameterServerClient:
         self._servers: dict[tuple[str, int], Connection] = {}
         self._suspects: set[tuple[str, int]] = set()
         """Servers whose connection was lost, and is made once again before they count as lost."""
+        self._outage_began: float | None = None
+        """Time since which this worker does not reach a server that lives; None: it reaches all."""
+        self.step = 0
+        """Newest step that this worker was given."""
         self._table: ServerTable | None = None
         self._last_push: tuple[int, Mapping[str, Tensor], Mapping[str, Tensor]] | None = None
 
@@ -84,7 +97,7 @@ class ParameterServerClient:
         state: Mapping[str, Mapping[str, Tensor]],
         position: ServerPosition,
     ) -> None:
-        answer, _ = self._ask(
+        answer, _ = self._ask_patiently(
             "open",
             parameters=[asdict(one) for one in parameters],
             optimizer=dict(optimizer),
@@ -108,18 +121,23 @@ class ParameterServerClient:
                     for key, tensor in tensors.items()
                 }
                 descriptions, buffers = pack_tensors(({"field": key}, tensor) for key, tensor in own.items())
-                message = {"op": "load", "shard": shard, "name": name, "tensors": descriptions}
+                message = {"op": "load", "table": table.version, "shard": shard, "name": name}
                 for server in holders:
                     try:
-                        self._server(server).request(message, buffers, _SECONDS)
+                        loaded, _ = self._server(server).request(
+                            {**message, "tensors": descriptions}, buffers, _SECONDS
+                        )
                     except PeerLostError as error:
                         raise WanmaError(
                             f"parameter server {server} is lost while it is filled: {error}"
                         ) from error
+                    if "stale" in loaded:
+                        raise WanmaError("a parameter server was lost while worker 0 filled it")
 
     def begin(self, pause_step: int, position: ServerPosition | None = None) -> int:
         numbers = {} if position is None else {"steps": position.step, "updates": position.updates}
-        answer, _ = self._ask_patiently("begin", (), pause_step=pause_step, **numbers)
+        table = None if self._table is None else self._table.version
+        answer, _ = self._ask_patiently("begin", (), pause_step=pause_step, table=table, **numbers)
         self._refresh_table(None)
         return int(answer.get("pause_step", 0))
 
@@ -127,6 +145,7 @@ class ParameterServerClient:
         answer, buffers = self._ask_patiently("next", (), is_drain_requested=is_drain_requested)
         if self._table is not None and answer.get("table", self._table.version) != self._table.version:
             self._refresh_table(None)
+        self.step = answer.get("step", self.step)
         blobs = iter(buffers)
         records = tuple(
             _record(one, [bytes(next(blobs)) for _ in range(one["statistics"])])
@@ -199,10 +218,8 @@ class ParameterServerClient:
         weights: dict[str, Tensor] = {}
         state: dict[str, dict[str, Tensor]] = {}
         for parameter in self._require_table().parameters:
-            parts: dict[str, list[Tensor]] = {}
-            for shard in range(len(self._require_table().holders)):
-                for key, tensor in self._fetch_shard(parameter, shard):
-                    parts.setdefault(key, []).append(tensor)
+            while (parts := self._fetch_parts(parameter)) is None:
+                pass
             weights[parameter.name] = torch.cat(parts.pop("weight")).reshape(parameter.shape)
             for key, tensors in parts.items():
                 value = tensors[0] if tensors[0].ndim == 0 else torch.cat(tensors)
@@ -211,19 +228,29 @@ class ParameterServerClient:
                 state.setdefault(key, {})[parameter.name] = value
         return weights, state, self.join()
 
-    def _fetch_shard(self, parameter: ServedParameter, shard: int) -> list[tuple[str, Tensor]]:
-        while True:
-            table = self._require_table()
-            primary, rows = table.holders[shard][0], len(table.row_range(parameter, shard))
-            if not rows:
-                return []
-            message = {"op": "rows", "shard": shard, "name": parameter.name, "start": 0, "stop": rows}
-            try:
-                header, buffers = self._server(primary).request(message, (), _SECONDS)
-            except PeerLostError:
-                self._handle_loss(primary)
+    def _fetch_parts(self, parameter: ServedParameter) -> dict[str, list[Tensor]] | None:
+        """Return a parameter's tensors by kind, in the order of the shards; None: it has to be repeated."""
+        table = self._require_table()
+        parts: dict[str, list[Tensor]] = {}
+        for shard, holders in enumerate(table.holders):
+            if not (rows := len(table.row_range(parameter, shard))):
                 continue
-            return [(keys["field"], tensor) for keys, tensor in unpack_tensors(header["tensors"], buffers)]
+            message = {"op": "rows", "table": table.version, "shard": shard, "name": parameter.name}
+            try:
+                header, buffers = self._server(holders[0]).request(
+                    {**message, "start": 0, "stop": rows}, (), _SECONDS
+                )
+            except PeerLostError:
+                self._handle_loss(holders[0])
+                return None
+            if "stale" in header:
+                self._follow_change()
+                return None
+            for keys, tensor in unpack_tensors(header["tensors"], buffers):
+                parts.setdefault(keys["field"], []).append(tensor)
+        self._suspects.clear()
+        self._outage_began = None
+        return parts
 
     def resume(self, pause_step: int, outcome: str = "") -> None:
         self._ask("resume", pause_step=pause_step, outcome=outcome)
@@ -257,7 +284,8 @@ class ParameterServerClient:
             answer, content = self._ask(operation, buffers, **fields)
             if "wait" not in answer:
                 return answer, content
-            self._show_life()
+            if answer["is_moving"]:  # else another worker is waited for, whose silence may be a hang
+                self._show_life()
 
     def _ask_servers(
         self, operation: str, entries: Entries, fields: Mapping[str, Any]
@@ -296,21 +324,47 @@ class ParameterServerClient:
         if lost is not None:
             self._handle_loss(lost)
         elif is_stale:
-            self._refresh_table(None)
+            self._follow_change()
         else:
             self._suspects.clear()
+            self._outage_began = None
             return answers
         return None
 
+    def _follow_change(self) -> None:
+        """Read the table again, while some servers may still be about to use it."""
+        time.sleep(_CHANGE_SECONDS)
+        self._refresh_table(None)
+
     def _handle_loss(self, server: int) -> None:
-        """Drop a lost connection; if it is lost twice in a row, the coordinator replaces the server."""
-        address = self._require_table().endpoints[server]
+        """Drop a lost connection; if it is lost twice in a row, the coordinator looks after the server.
+
+        A server that it reaches is not replaced: this worker waits for the network.
+
+        Raises:
+            WanmaError: the network stays away.
+        """
+        before = self._require_table()
+        address = before.endpoints[server]
         self.drop(address)
-        if address in self._suspects:
-            self._suspects.remove(address)
-            self._refresh_table(server)
-        else:
+        if address not in self._suspects:
             self._suspects.add(address)
+            return
+        self._suspects.remove(address)
+        self._refresh_table(server)
+        if self._require_table().version != before.version:
+            self._outage_began = None
+            return
+        now = time.monotonic()
+        self._outage_began = now if self._outage_began is None else self._outage_began
+        if now - self._outage_began > OUTAGE_SECONDS:
+            raise WanmaError(
+                f"worker {self._worker} has not reached parameter server {server} at {address[0]}:"
+                f"{address[1]} for {OUTAGE_SECONDS:.0f} s, while the coordinator reaches it",
+                "restore the network between their nodes; the same command continues the run",
+            )
+        self._show_life()
+        time.sleep(OUTAGE_RETRY_SECONDS)
 
     def _server(self, number: int) -> Connection:
         address = self._require_table().endpoints[number]
@@ -321,7 +375,7 @@ class ParameterServerClient:
     def _refresh_table(self, lost: int | None) -> None:
         """Read the table again; a lost server is replaced first."""
         version = -1 if self._table is None else self._table.version
-        answer, _ = self._ask("table", lost=lost, table=version)
+        answer, _ = self._ask_patiently("table", lost=lost, table=version)
         if "table" not in answer:
             raise AllRanksError(
                 "the parameter servers hold nothing", "the same command continues from the newest checkpoint"

@@ -16,6 +16,7 @@ from typing import Any
 
 from wanma.job.errors import WanmaError
 from wanma.job.run.parameter_servers import AppliedStep, ServedParameter, ServerAccess
+from wanma.observe.units import count_text
 from wanma.parameter_server.frames import Buffers, FrameServer
 from wanma.parameter_server.server_group import ServerGroup, ServersLostError
 from wanma.parameter_server.server_host import Host, RemoteHost
@@ -70,6 +71,10 @@ class ServerCoordinator:
         """Update in progress: its number, factor, gradient norm, and whether it is skipped."""
         self._updating: tuple[int, ...] | None = None
         """Workers of the update in progress, which ends before another begins."""
+        self._is_ordering = False
+        """True while a request orders an update from the servers."""
+        self._is_moving = False
+        """True while row ranges move, or are about to: no update begins."""
         self._frames = FrameServer(self._handle, secret, address)
         self.access = ServerAccess(*self._frames.address, secret)
 
@@ -94,12 +99,45 @@ class ServerCoordinator:
             self._condition.notify_all()
         self._frames.close()
 
-    def resize(self, count: int) -> None:
-        """Let servers join or leave: row ranges move, between two updates."""
-        with self._condition:
-            while self._updating is not None:
-                self._condition.wait()
-            self._group.resize(count, self._clock.steps)
+    @property
+    def is_loaded(self) -> bool:
+        """True if the servers hold the run's parameters."""
+        return self._is_loaded
+
+    def resize(self, count: int) -> bool:
+        """Let servers join or leave: row ranges move between two updates.
+
+        Returns:
+            False if the servers hold nothing: it is to be tried again when they do.
+        """
+        servers, is_possible = count_text(count, "parameter server"), self._is_loaded
+        try:
+            if is_possible:
+                self._group.launch(count)
+            with self._condition:
+                self._is_moving = True
+                while (
+                    self._is_loaded
+                    and not self._outcome
+                    and (self._updating is not None or self._is_ordering)
+                ):
+                    self._condition.wait(1.0)
+                is_possible, steps = self._is_loaded and not self._outcome, self._clock.steps
+            started = time.monotonic()
+            if is_possible:
+                is_complete = self._group.resize(count, steps)
+                duration = f"{time.monotonic() - started:.1f} s"
+                when = duration if is_complete else "as soon as the lost node is back"
+                self._show(f"row ranges moved: {servers}, {when}", "info")
+        except ServersLostError as error:
+            self._fail(error)
+        except WanmaError as error:
+            self._show(f"the run does not get {servers}: {error}", "warning")
+        finally:
+            with self._condition:
+                self._is_moving = False
+                self._condition.notify_all()
+        return is_possible
 
     # ---------------------------------------------------------------- requests
 
@@ -115,11 +153,7 @@ class ServerCoordinator:
         if operation == "table":
             return self._current_table(header), ()
         if operation == "open":
-            parameters = [
-                ServedParameter(**{**one, "shape": tuple(one["shape"])}) for one in header["parameters"]
-            ]
-            table = self._group.fill(parameters, header["optimizer"], header["steps"])
-            return {"table": table.to_json()}, ()
+            return self._open(header), ()
         if operation == "begin":
             return self._begin(header), ()
         if operation == "next":
@@ -140,6 +174,12 @@ class ServerCoordinator:
         generation = header["generation"]
         with self._condition:
             if generation > self._generation:
+                deadline = time.monotonic() + _ANSWER_SECONDS
+                while self._is_ordering and (left := deadline - time.monotonic()) > 0:
+                    self._condition.wait(left)  # an update that all servers apply is not lost
+                if self._is_ordering:
+                    return self._wait_answer()
+            if generation > self._generation:
                 self._generation = generation
                 if self._failure is not None or self._updating is not None:
                     self._is_loaded = False  # an update may be applied in part: the checkpoint is whole
@@ -157,7 +197,7 @@ class ServerCoordinator:
             if self._nodes > 1 and header["worker"] == CHIEF:
                 self._wait(lambda: len(self._hosts) == self._nodes)
                 if len(self._hosts) < self._nodes:
-                    return {"wait": True}
+                    return self._wait_answer()
                 hosts = dict(self._hosts)
         if hosts:
             try:
@@ -170,27 +210,43 @@ class ServerCoordinator:
             return {"is_loaded": self._is_loaded, "step": steps, "updates": self._clock.updates}
 
     def _current_table(self, header: dict[str, Any]) -> dict[str, Any]:
-        """Return the table; a worker that names a lost server waits until that is replaced."""
+        """Return the table; a worker that names a server waits until that is replaced if it is lost."""
         if header.get("lost") is not None:
             try:
-                self._group.replace_if_lost(header["lost"], header["table"])
+                if not self._group.replace_if_lost(header["lost"], header["table"], _ANSWER_SECONDS):
+                    return self._wait_answer()
             except ServersLostError as error:
                 self._fail(error)
                 raise
         table = self._group.table
         return {} if table is None else {"table": table.to_json()}
 
+    def _open(self, header: dict[str, Any]) -> dict[str, Any]:
+        """Give the servers empty shards, which the chief fills."""
+        with self._condition:
+            self._wait(lambda: not self._is_moving)
+            if self._is_moving:
+                return self._wait_answer()
+        parameters = [
+            ServedParameter(**{**one, "shape": tuple(one["shape"])}) for one in header["parameters"]
+        ]
+        table = self._group.fill(parameters, header["optimizer"], header["steps"])
+        return {"table": table.to_json()}
+
     def _begin(self, header: dict[str, Any]) -> dict[str, Any]:
         """Begin or carry on with a run's steps, once the chief says that the servers are filled."""
         with self._condition:
             if header["worker"] == CHIEF:
                 if not self._is_loaded:
+                    table = self._group.table
+                    if table is None or table.version != header["table"]:
+                        raise WanmaError("a parameter server was lost while worker 0 filled it")
                     self._clock.begin(header["steps"], header["updates"], header["pause_step"])
                     self._unrecorded, self._is_loaded = [], True
                     self._condition.notify_all()
                 return {"pause_step": self._clock.pause_step}
             self._wait(lambda: self._is_loaded)
-            return {} if self._is_loaded else {"wait": True}
+            return {} if self._is_loaded else self._wait_answer()
 
     def _next(self, header: dict[str, Any]) -> tuple[dict[str, Any], Buffers]:
         worker = header["worker"]
@@ -217,7 +273,7 @@ class ServerCoordinator:
                 statistics = [blob for record in self._unrecorded for blob in record.statistics]
                 if "is_pause" not in found:  # of a pause they are kept until it is over
                     self._unrecorded = []
-            return found or {"wait": True}, statistics
+            return found or self._wait_answer(), statistics
 
     def _resume(self, header: dict[str, Any]) -> dict[str, Any]:
         with self._condition:
@@ -232,56 +288,82 @@ class ServerCoordinator:
     # ---------------------------------------------------------------- updates
 
     def _finish(self, header: dict[str, Any], buffers: list[bytearray]) -> tuple[dict[str, Any], Buffers]:
+        """Note that a worker has pushed its step; whoever completes the step orders its update."""
         worker, step = header["worker"], header["step"]
+        is_due = False
         with self._condition:
             if (worker, step) not in self._results:
                 self._contributions[worker] = (header, bytes(buffers[0]))
-                workers = self._clock.finish(worker, step)
-                while workers and self._updating not in (None, tuple(workers)):
-                    self._condition.wait(1.0)
+                workers = tuple(self._clock.finish(worker, step))
+                if workers:
+                    self._wait(lambda: (worker, step) in self._results or self._may_order(workers, step))
                     self._check_generation(header)
-                if workers and not any((one, step) in self._results for one in workers):
-                    self._updating = tuple(workers)
-                    self._update(step, workers)
+                    is_due = (worker, step) not in self._results and self._may_order(workers, step)
+                if is_due:
+                    self._updating, self._is_ordering = workers, True
+        if is_due:
+            self._update(step, workers)
+        with self._condition:
             self._wait(lambda: (worker, step) in self._results)
             self._check_generation(header)
             result = self._results.pop((worker, step), None)
-            return ({"wait": True} if result is None else {"result": result}), ()
+            return (self._wait_answer() if result is None else {"result": result}), ()
 
-    def _update(self, step: int, workers: list[int]) -> None:
-        """Order the update of a step whose pushes are complete, or tell its workers to push again."""
-        number = self._clock.steps + 1
-        headers = [self._contributions[worker][0] for worker in workers]
-        order = {"update": number, "contributors": [[worker, step] for worker in workers]}
-        targets = sum(header["target_count"] for header in headers)
-        losses = sum(header["loss_sum"] for header in headers)
+    def _may_order(self, workers: tuple[int, ...], step: int) -> bool:
+        """Return whether the update of a complete step may be ordered now."""
+        if self._is_ordering or any((worker, step) in self._results for worker in workers):
+            return False
+        return self._updating == workers or (self._updating is None and not self._is_moving)
+
+    def _update(self, step: int, workers: tuple[int, ...]) -> None:
+        """Order the update of a step whose pushes are complete, or tell its workers to push again.
+
+        The lock is not held while servers work: others go on, and those that wait are answered.
+        """
+        with self._condition:
+            number = self._clock.steps + 1
+            headers = [self._contributions[worker][0] for worker in workers]
         missing: set[int] = set()
+        failure: WanmaError | None = None
         try:
-            if self._decision is None or self._decision[0] != number:
-                replies = self._group.ask_primaries({"op": "reduce", **order})
-                missing = {worker for reply in replies for worker in reply["missing"]}
-                if not missing:
-                    square = sum(reply["square"] for reply in replies)
-                    self._decision = self._decide(number, headers, losses, targets, square)
-            if not missing:
-                assert self._decision is not None
-                _, factor, norm, is_skipped = self._decision
-                numbers = {
-                    "factor": factor,
-                    "learning_rate": headers[0]["learning_rate"],
-                    "is_skipped": is_skipped,
-                }
-                replies = self._group.ask_primaries({"op": "apply", **order, **numbers})
-                missing = {worker for reply in replies for worker in reply["missing"]}
+            missing = self._order(number, step, headers)
         except WanmaError as error:
-            self._fail(error)
-            return
-        if missing:
+            failure = error
+        except Exception as error:
+            failure = WanmaError(f"step {number}: {type(error).__name__}: {error}")
+        with self._condition:
+            self._is_ordering = False
+            if failure is not None:
+                self._fail(failure)
+            elif not missing:
+                self._note_applied(workers, step, headers)
             for worker in missing:
                 self._results[worker, step] = "repeat"
             self._condition.notify_all()
-            return
-        staleness = self._clock.apply(workers, applied=not is_skipped)
+
+    def _order(self, number: int, step: int, headers: list[dict[str, Any]]) -> set[int]:
+        """Let the servers apply an update; return the workers whose pushes they lack."""
+        order = {"update": number, "contributors": [[header["worker"], step] for header in headers]}
+        if self._decision is None or self._decision[0] != number:
+            replies = self._group.ask_primaries({"op": "reduce", **order})
+            if missing := {worker for reply in replies for worker in reply["missing"]}:
+                return missing
+            self._decision = self._decide(number, headers, sum(reply["square"] for reply in replies))
+        _, factor, _, is_skipped = self._decision
+        numbers = {
+            "factor": factor,
+            "learning_rate": headers[0]["learning_rate"],
+            "is_skipped": is_skipped,
+        }
+        replies = self._group.ask_primaries({"op": "apply", **order, **numbers})
+        return {worker for reply in replies for worker in reply["missing"]}
+
+    def _note_applied(self, workers: tuple[int, ...], step: int, headers: list[dict[str, Any]]) -> None:
+        """Record an update that all holders have, and release its workers."""
+        assert self._decision is not None
+        _, _, norm, is_skipped = self._decision
+        losses, targets = _sums(headers)
+        staleness = self._clock.apply(list(workers), applied=not is_skipped)
         record = AppliedStep(
             step=self._clock.steps - 1,
             loss=losses / targets if targets else math.nan,
@@ -298,16 +380,16 @@ class ServerCoordinator:
         self._group.note_update()
         for worker in workers:
             self._results[worker, step] = "applied"
-        self._condition.notify_all()
 
     def _decide(
-        self, number: int, headers: list[dict[str, Any]], losses: float, targets: float, square: float
+        self, number: int, headers: list[dict[str, Any]], square: float
     ) -> tuple[int, float, float, bool]:
         """Return the number of an update, its factor, its gradient's norm, and whether it is skipped.
 
         Raises:
             WanmaError: the loss or the gradient is not finite, and the job stops then.
         """
+        losses, targets = _sums(headers)
         scale = 1.0 / (targets * headers[0]["loss_multiplier"]) if targets else 0.0
         norm = math.sqrt(square) * scale if square >= 0 else math.nan
         if not (math.isfinite(norm) and math.isfinite(losses)) or not targets:
@@ -334,6 +416,10 @@ class ServerCoordinator:
         if self._failure is not None:
             raise self._failure
 
+    def _wait_answer(self) -> dict[str, Any]:
+        """Return the answer to ask again; while ranges move, the worker shows that it is alive."""
+        return {"wait": True, "is_moving": self._is_moving}
+
     def _check_generation(self, header: dict[str, Any]) -> None:
         if header["generation"] != self._generation:
             raise WanmaError(f"worker {header['worker']} is of an earlier start of the run")
@@ -347,6 +433,11 @@ class ServerCoordinator:
                 self._failure, self._is_loaded = error, False
                 self._show(str(error), "error")
             self._condition.notify_all()
+
+
+def _sums(headers: list[dict[str, Any]]) -> tuple[float, float]:
+    """Return the summed losses and the number of targets of an update."""
+    return sum(header["loss_sum"] for header in headers), sum(header["target_count"] for header in headers)
 
 
 def _record_json(record: AppliedStep) -> dict[str, Any]:

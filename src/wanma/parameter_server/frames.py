@@ -31,6 +31,9 @@ _HANDSHAKE_SECONDS = 10.0
 _RETRY_SECONDS = 0.05
 _UNANSWERED_MILLISECONDS = 30_000
 """Time after which a connection whose bytes the peer's machine does not confirm counts as lost."""
+OUTAGE_SECONDS = 120.0
+"""Longest wait of a worker or server for the network to a server that the coordinator reaches."""
+OUTAGE_RETRY_SECONDS = 1.0
 Buffers = Sequence[Any]
 """Objects with the buffer protocol."""
 Handler = Callable[[dict[str, Any], list[bytearray]], tuple[dict[str, Any], Buffers]]

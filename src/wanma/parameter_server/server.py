@@ -19,19 +19,15 @@ from torch import Tensor
 
 from wanma.job.errors import WanmaError
 from wanma.parameter_server.frames import Buffers, Connection, FrameServer, PeerLostError
-from wanma.parameter_server.shards import (
-    Gradient,
-    Shard,
-    overlapping_rows,
-    pack_tensors,
-    sum_gradients,
-    unpack_tensors,
-)
+from wanma.parameter_server.moves import HolderLostError, ShardMove, slice_rows
+from wanma.parameter_server.shards import Gradient, Shard, pack_tensors, sum_gradients, unpack_tensors
 from wanma.parameter_server.table import ServerTable
 
 Answer = tuple[dict[str, Any], Buffers]
 _PEER_SECONDS = 60.0
 """Longest wait for another server."""
+_MOVE_SECONDS = 10.0
+"""Time in which a server copies rows before it answers that it goes on."""
 _KEPT_PUSHES = 64
 """Pushes of a worker that a server keeps; the oldest go first."""
 
@@ -50,15 +46,19 @@ class ParameterServer:
         self._table: ServerTable | None = None
         self._optimizer: dict[str, Any] = {}
         self._shards: dict[int, Shard] = {}
-        self._prepared: tuple[ServerTable, dict[int, Shard]] | None = None
+        """Shards by the table in use; another table comes with another dictionary."""
+        self._move: ShardMove | None = None
+        """Shards that are collected for another table."""
         self._pushes: OrderedDict[tuple[int, int, int], dict[int, dict[str, Gradient]]] = OrderedDict()
         """By (generation, step, worker): gradients by shard and parameter."""
         self._generation = 0
         self._sums: dict[int, tuple[int, dict[str, Gradient]]] = {}
         """By shard the newest update and its summed gradients, until it is applied."""
+        self._unconfirmed: dict[int, dict[str, Gradient]] = {}
+        """By shard the gradients of its newest update, until all other holders have applied it."""
         self._lock = threading.Lock()
-        self._peers: dict[tuple[int, int], Connection] = {}
-        """By shard and server the connection to its other holder."""
+        self._peers: dict[tuple[int, tuple[str, int]], Connection] = {}
+        """By shard and endpoint the connection to its other holder."""
         self._frames = FrameServer(self._handle, secret, host)
         self.address = self._frames.address
 
@@ -88,11 +88,11 @@ class ParameterServer:
 
     def _pull(self, header: dict[str, Any], buffers: list[bytearray]) -> Answer:
         """Return the rows of each entry (shard, name), all of them or those whose ids are in a buffer."""
-        if self._is_stale(header):
+        if (shards := self._shards_by(header["table"])) is None:
             return {"stale": True}, ()
         answer = []
         for keys, ids in unpack_tensors(header["tensors"], buffers):
-            shard = self._shards[keys["shard"]]
+            shard = shards[keys["shard"]]
             with shard.lock:
                 # A copy: an update of another worker may come before it is sent.
                 values = shard.rows(keys["name"], ids if keys["is_table"] else None).clone()
@@ -101,8 +101,6 @@ class ParameterServer:
         return {"tensors": descriptions}, content
 
     def _push(self, header: dict[str, Any], buffers: list[bytearray]) -> Answer:
-        if self._is_stale(header):
-            return {"stale": True}, ()
         gradients: dict[int, dict[str, Gradient]] = {}
         ids: Tensor | None = None
         for keys, tensor in unpack_tensors(header["tensors"], buffers):
@@ -113,6 +111,8 @@ class ParameterServer:
             by_name[keys["name"]] = Gradient(tensor.float(), ids if keys["is_table"] else None)
         generation, step, worker = header["generation"], header["step"], header["worker"]
         with self._lock:
+            if self._table is None or header["table"] != self._table.version:
+                return {"stale": True}, ()
             if generation < self._generation:
                 raise WanmaError(f"worker {worker} is of an earlier start of the run")
             if generation > self._generation:
@@ -125,8 +125,10 @@ class ParameterServer:
                 del self._pushes[key]
         return {}, ()
 
-    def _is_stale(self, header: dict[str, Any]) -> bool:
-        return self._table is None or header["table"] != self._table.version
+    def _shards_by(self, version: int) -> dict[int, Shard] | None:
+        """Return the shards if the table in use has this version, else None."""
+        with self._lock:
+            return self._shards if self._table is not None and self._table.version == version else None
 
     # ---------------------------------------------------------------- updates
 
@@ -142,7 +144,7 @@ class ParameterServer:
         return {"square": square, "missing": sorted(missing)}, ()
 
     def _apply(self, header: dict[str, Any], _buffers: list[bytearray]) -> Answer:
-        """Apply an update on both holders of each shard whose primary is here."""
+        """Apply an update on both holders of each shard whose primary is here; it may be ordered again."""
         table, update, missing = self._require_table(), header["update"], set[int]()
         for shard in self._primary_shards():
             gradients: dict[str, Gradient] = {}
@@ -152,14 +154,16 @@ class ParameterServer:
                 if absent:
                     continue
             with shard.lock:
-                if shard.version >= update:
-                    continue
-                shard.apply(update, gradients, header["factor"], header["learning_rate"])
-                for backup in table.holders[shard.index][1:]:
-                    try:
-                        self._pass_on(shard, backup, header, gradients)
-                    except PeerLostError:
-                        return {"lost": backup}, ()
+                if shard.version < update:
+                    shard.apply(update, gradients, header["factor"], header["learning_rate"])
+                    self._unconfirmed[shard.index] = gradients
+                if shard.index in self._unconfirmed:  # else an earlier order has passed it on
+                    for backup in table.holders[shard.index][1:]:
+                        try:
+                            self._pass_on(shard, backup, header, self._unconfirmed[shard.index])
+                        except PeerLostError:
+                            return {"lost": backup}, ()
+                    del self._unconfirmed[shard.index]
             self._sums.pop(shard.index, None)
         if not missing:
             with self._lock:
@@ -199,18 +203,23 @@ class ParameterServer:
             tensors.append(({**keys, "field": "values"}, gradient.values))
         descriptions, content = pack_tensors(tensors)
         numbers = {key: header[key] for key in ("update", "factor", "learning_rate")}
-        message = {"op": "replicate", **numbers, "shard": shard.index, "tensors": descriptions}
-        key = (shard.index, backup)
+        table = self._require_table()
+        message = {"op": "replicate", "table": table.version, **numbers, "shard": shard.index}
+        key = (shard.index, table.endpoints[backup])
         try:
             if key not in self._peers:
-                self._peers[key] = Connection(self._require_table().endpoints[backup], self._secret, 0.0)
-            self._peers[key].request(message, content, _PEER_SECONDS)
+                self._peers[key] = Connection(table.endpoints[backup], self._secret, 0.0)
+            answer, _ = self._peers[key].request({**message, "tensors": descriptions}, content, _PEER_SECONDS)
         except PeerLostError:
             self._peers.pop(key, None)
             raise
+        if "stale" in answer:  # this server counts as lost, and does not know it
+            raise WanmaError(f"parameter server {self._number} holds shard {shard.index} no more")
 
     def _replicate(self, header: dict[str, Any], buffers: list[bytearray]) -> Answer:
-        shard, gradients, ids = self._shards[header["shard"]], dict[str, Gradient](), None
+        if (shards := self._shards_by(header["table"])) is None:
+            return {"stale": True}, ()
+        shard, gradients, ids = shards[header["shard"]], dict[str, Gradient](), None
         for keys, tensor in unpack_tensors(header["tensors"], buffers):
             if keys["field"] == "ids":
                 ids = tensor
@@ -224,81 +233,69 @@ class ParameterServer:
 
     def _reset(self, header: dict[str, Any], _buffers: list[bytearray]) -> Answer:
         """Make empty shards for a table, at the position that the run begins from."""
-        self._optimizer = header["optimizer"]
-        self._table = ServerTable.from_json(header["table"])
-        self._shards = {
-            index: Shard(self._table, index, self._optimizer) for index in self._table.shards_of(self._number)
-        }
-        for shard in self._shards.values():
+        table, self._optimizer = ServerTable.from_json(header["table"]), header["optimizer"]
+        shards = {index: Shard(table, index, self._optimizer) for index in table.shards_of(self._number)}
+        for shard in shards.values():
             shard.version = header["update"]
-        self._prepared, self._sums = None, {}
         with self._lock:
-            self._pushes.clear()
+            self._table = None  # nothing of the content before is kept
+        self._use(table, shards)
         return {}, ()
 
     def _load(self, header: dict[str, Any], buffers: list[bytearray]) -> Answer:
         """Fill the complete rows of one parameter in one shard."""
+        if (shards := self._shards_by(header["table"])) is None:
+            return {"stale": True}, ()
         tensors = {keys["field"]: tensor for keys, tensor in unpack_tensors(header["tensors"], buffers)}
-        self._shards[header["shard"]].fill(header["name"], 0, tensors)
+        shards[header["shard"]].fill(header["name"], 0, tensors)
         return {}, ()
 
     def _rows(self, header: dict[str, Any], _buffers: list[bytearray]) -> Answer:
         """Return a row range of one parameter in one shard, with its optimizer state."""
-        shard = self._shards[header["shard"]]
+        if (shards := self._shards_by(header["table"])) is None:
+            return {"stale": True}, ()
+        shard = shards[header["shard"]]
         with shard.lock:
-            tensors = _slice(shard.tensors(header["name"]), header["start"], header["stop"])
+            tensors = slice_rows(shard.tensors(header["name"]), header["start"], header["stop"])
             descriptions, content = pack_tensors(
                 ({"field": key}, tensor.clone()) for key, tensor in tensors.items()
             )
         return {"tensors": descriptions, "version": shard.version}, content
 
     def _prepare(self, header: dict[str, Any], _buffers: list[bytearray]) -> Answer:
-        """Collect the shards of a new table from the holders of the old one; `activate` puts them to use."""
-        self._optimizer = header["optimizer"]
-        old, new = ServerTable.from_json(header["source"]), ServerTable.from_json(header["table"])
-        shards: dict[int, Shard] = {}
-        for index in new.shards_of(self._number):
-            if index in self._shards and len(old.holders) == len(new.holders):
-                shards[index] = self._shards[index]
-                continue
-            shards[index] = Shard(new, index, self._optimizer)
-            shards[index].version = header["update"]
-            for parameter in new.parameters:
-                start = new.start(parameter, index)
-                for other, rows in overlapping_rows(old, new, parameter, index):
-                    inside = range(
-                        rows.start - old.start(parameter, other), rows.stop - old.start(parameter, other)
-                    )
-                    tensors, version = self._copy_rows(old, other, parameter.name, inside)
-                    shards[index].fill(parameter.name, rows.start - start, tensors)
-                    if len(old.holders) == len(new.holders):
-                        shards[index].version = version
-        self._prepared = (new, shards)
-        return {}, ()
-
-    def _copy_rows(
-        self, table: ServerTable, shard: int, name: str, rows: range
-    ) -> tuple[dict[str, Tensor], int]:
-        if shard in self._shards:
-            own = self._shards[shard]
-            return _slice(own.tensors(name), rows.start, rows.stop), own.version
-        peer = Connection(table.endpoints[table.holders[shard][0]], self._secret)
+        """Collect the shards of a new table for some seconds; when it is done, `activate` uses them."""
+        table, self._optimizer = ServerTable.from_json(header["table"]), header["optimizer"]
+        if self._move is None or self._move.table.version != table.version:
+            source = ServerTable.from_json(header["source"])
+            self._move = ShardMove(
+                self._number, self._shards, source, table, header["update"], self._optimizer, self._secret
+            )
+        move, self._move = self._move, None
         try:
-            message = {"op": "rows", "shard": shard, "name": name, "start": rows.start, "stop": rows.stop}
-            header, buffers = peer.request(message, (), _PEER_SECONDS)
-        finally:
-            peer.close()
-        tensors = {keys["field"]: tensor for keys, tensor in unpack_tensors(header["tensors"], buffers)}
-        return tensors, header["version"]
+            is_done = move.advance(_MOVE_SECONDS)
+        except HolderLostError as error:
+            return {"lost": error.holder}, ()
+        self._move = move  # after an error it is begun anew
+        return {"is_done": is_done}, ()
 
     def _activate(self, header: dict[str, Any], _buffers: list[bytearray]) -> Answer:
         """Put a table to use: the prepared one, or one in which this server holds what it holds already."""
-        table = ServerTable.from_json(header["table"])
-        if self._prepared is not None and self._prepared[0].version == table.version:
-            self._shards = self._prepared[1]
-        self._table, self._prepared, self._sums = table, None, {}
-        self._shards = {index: self._shards[index] for index in table.shards_of(self._number)}
+        table, shards = ServerTable.from_json(header["table"]), self._shards
+        if self._move is not None and self._move.table.version == table.version:
+            shards = self._move.shards
+        self._use(table, {index: shards[index] for index in table.shards_of(self._number)})
         return {}, ()
+
+    def _use(self, table: ServerTable, shards: dict[int, Shard]) -> None:
+        """Put a table and its shards to use. Pushes for shards of other rows are dropped, to be repeated."""
+        if self._move is not None:
+            self._move.close()
+        with self._lock:
+            if self._table is None or len(self._table.holders) != len(table.holders):
+                self._pushes.clear()
+                self._unconfirmed.clear()
+            self._table, self._shards, self._move = table, shards, None
+            self._sums.clear()
 
     def _primary_shards(self) -> list[Shard]:
         return [self._shards[index] for index in self._require_table().primary_shards(self._number)]
@@ -307,10 +304,6 @@ class ParameterServer:
         if self._table is None:
             raise WanmaError(f"parameter server {self._number} has no parameters yet")
         return self._table
-
-
-def _slice(tensors: dict[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
-    return {key: tensor[start:stop] if tensor.ndim else tensor for key, tensor in tensors.items()}
 
 
 def main() -> None:

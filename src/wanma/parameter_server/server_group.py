@@ -1,37 +1,28 @@
-"""Group of a run's servers: started, filled, watched, and replaced with the content of the other holder.
+"""Group of a run's servers: filled, replaced, and made more or fewer, with a table of what each holds.
 
-All changes of the table are made here, one at a time, and between updates.
+All changes of the table are made here, one at a time, and between requests of updates. A change that the loss
+of a server interrupts is begun again from the table in use, which serves until all of the next is in place.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from wanma.job.errors import WanmaError
 from wanma.job.run.parameter_servers import ServedParameter
-from wanma.parameter_server.frames import Connection, PeerLostError
-from wanma.parameter_server.server_host import Host, ServerProcess, wait_for_end
+from wanma.parameter_server.server_host import Host, ServerProcess
+from wanma.parameter_server.server_processes import ServerProcesses
 from wanma.parameter_server.table import ServerTable
 
-_ANSWER_SECONDS = 120.0
-"""Longest wait for a server's answer; a server that takes longer counts as lost, and is killed."""
 _MAX_LOSSES_WITHOUT_UPDATE = 5
 """Losses of servers without an update between, after which the run ends."""
 
 
 class ServersLostError(WanmaError):
     """Loss of all copies of a shard."""
-
-
-@dataclass
-class _Server:
-    process: ServerProcess
-    connection: Connection
 
 
 class ServerGroup:
@@ -55,14 +46,13 @@ class ServerGroup:
         show: Callable[[str, str], None],
         nodes: int = 1,
     ) -> None:
-        self._count, self._replicas, self._secret, self._logs = count, replicas, secret, logs
-        self._show, self._nodes = show, nodes
-        self._hosts: dict[int, Host] = {}
-        """By node the host of its servers; a lost node has none."""
+        self._count, self._replicas, self._logs, self._show = count, replicas, logs, show
         self._lock = threading.RLock()
-        self._servers: dict[int, _Server] = {}
+        self._processes = ServerProcesses(secret, nodes, self._on_end)
         self._optimizer: dict[str, Any] = {}
         self._update = 0
+        self._version = 0
+        """Version of the newest table, in use or not."""
         self._losses = 0
         self._is_closed = False
         self.table: ServerTable | None = None
@@ -74,8 +64,7 @@ class ServerGroup:
         """Close the connections; hosts end their servers themselves."""
         self.release()
         with self._lock:
-            for server in self._servers.values():
-                server.connection.close()
+            self._processes.close()
 
     def release(self) -> None:
         """Replace no server any more: the run has ended, and hosts end theirs."""
@@ -84,15 +73,15 @@ class ServerGroup:
     @property
     def process_ids(self) -> dict[int, int]:
         """Process of each server."""
-        return {number: server.process.process_id for number, server in self._servers.items()}
+        return {number: process.process_id for number, process in self._processes.running.items()}
 
     @property
     def endpoints(self) -> dict[int, tuple[str, int]]:
         """Host and port of each server."""
-        return {number: server.process.endpoint for number, server in self._servers.items()}
+        return {number: process.endpoint for number, process in self._processes.running.items()}
 
     def set_hosts(self, hosts: Mapping[int, Host]) -> None:
-        """Take the hosts of all nodes, and start the servers that are missing.
+        """Take the hosts of all nodes, and start the servers that are missing; called between two updates.
 
         A node that another host stands for has been lost with its servers.
 
@@ -100,29 +89,14 @@ class ServerGroup:
             ServersLostError: all copies of a shard were lost; the servers are empty.
             WanmaError: a node is lost meanwhile.
         """
-        lost: ServersLostError | None = None
         with self._lock:
             self._is_closed = False
-            for node, host in hosts.items():
-                if (old := self._hosts.get(node)) is not None and old.endpoint != host.endpoint:
-                    del self._hosts[node]
-                    for number in [one for one in self._servers if self._node_of(one) == node]:
-                        if number in self._servers:
-                            try:
-                                self._replace(number)
-                            except ServersLostError as error:
-                                lost = error
-                self._hosts[node] = host
-            missing = [number for number in range(self._count) if number not in self._servers]
-            try:
-                if missing:
-                    self._start(missing)
-            except PeerLostError as error:
-                raise WanmaError(f"a node is lost while its parameter servers start: {error}") from error
-            if missing and self.table is not None:
-                self._move(self._next_table())
-        if lost is not None:
-            raise lost
+            self._converge(self._processes.take_hosts(hosts), self._count)
+            if self._is_missing(self._count):
+                raise WanmaError(
+                    "a node is lost while its parameter servers start",
+                    "the run continues when the same command runs on that node again",
+                )
 
     def fill(
         self, parameters: Sequence[ServedParameter], optimizer: dict[str, Any], update: int
@@ -130,14 +104,18 @@ class ServerGroup:
         """Give the servers empty shards of parameters, which the chief fills.
 
         Raises:
-            ServersLostError: a server is lost meanwhile.
+            ServersLostError: servers end as often as they are started.
         """
         with self._lock:
             self._optimizer, self._update = optimizer, update
-            version = 1 if self.table is None else self.table.version + 1
-            self.table = self._build_table(version, parameters, self.endpoints)
-            self._ask(list(self._servers), self._message("reset", table=self.table.to_json()))
-            return self.table
+            while True:
+                self.table = table = self._build_table(parameters, self._count)
+                message = self._message("reset", table=table.to_json())
+                _, lost = self._processes.ask(sorted(table.endpoints), message)
+                if not lost:
+                    return table
+                self.table = None
+                self._converge(lost)
 
     def note_update(self) -> None:
         """Note that an update was applied: losses before it do not count together with later ones."""
@@ -148,180 +126,199 @@ class ServerGroup:
 
         Raises:
             ServersLostError: all copies of a shard are lost.
+            WanmaError: a server refuses, or servers do not reach each other.
         """
         with self._lock:
             self._update = message["update"]
             while True:
-                assert self.table is not None
-                before = self.table.version
-                answers = self._ask(self.table.primaries(), message)
-                for answer in answers:
-                    if "lost" in answer and self.table.version == before:
-                        self._replace(answer["lost"])
-                if self.table.version == before:
-                    return answers
+                answers, lost = self._processes.ask(self._require_table().primaries(), message)
+                if not lost:
+                    return list(answers.values())
+                self._converge(lost)
 
-    def replace_if_lost(self, number: int, version: int) -> None:
-        """Replace a server that a worker could not reach, unless that has been done since its table.
+    def replace_if_lost(self, number: int, version: int, seconds: float) -> bool:
+        """Replace a server that a worker did not reach, if it is lost and the worker's table is in use.
+
+        Args:
+            number: number of the server.
+            version: version of the worker's table.
+            seconds: longest wait for another change in progress.
+
+        Returns:
+            False if that change goes on.
 
         Raises:
             ServersLostError: all copies of a shard are lost.
         """
-        with self._lock:
-            if self.table is not None and self.table.version == version and number in self._servers:
-                self._replace(number)
+        if not self._lock.acquire(timeout=seconds):
+            return False
+        try:
+            is_used = self.table is not None and self.table.version == version
+            if is_used and not self._processes.is_alive(number):
+                self._converge({number})
+        finally:
+            self._lock.release()
+        return True
 
-    def resize(self, count: int, update: int) -> None:
-        """Move row ranges so that `count` servers hold all; called between two updates."""
+    def launch(self, count: int) -> None:
+        """Start the processes of servers that are to join, which hold nothing yet; updates go on meanwhile.
+
+        Raises:
+            WanmaError: a process does not start.
+        """
+        launched = self._processes.launch(range(len(self._require_table().holders), count))
         with self._lock:
-            if self.table is None:
-                raise WanmaError("parameter servers hold nothing yet: they cannot be resized")
-            self._update, old, self._count = update, self.table, count
-            if added := [number for number in range(count) if number not in self._servers]:
-                self._start(added)
-            endpoints = {number: end for number, end in self.endpoints.items() if number < count}
-            self._move(self._build_table(old.version + 1, old.parameters, endpoints))
-            for number in [number for number in self._servers if number >= count]:
-                self._servers.pop(number).connection.close()
-                self._hosts[self._node_of(number)].end(number)
+            self._processes.take(launched)
+
+    def resize(self, count: int, update: int) -> bool:
+        """Move row ranges so that `count` servers hold all; called between two updates.
+
+        Returns:
+            False if a node is lost: ranges move when it is back.
+
+        Raises:
+            ServersLostError: all copies of a shard are lost.
+            WanmaError: it fails, and the servers before go on.
+        """
+        with self._lock:
+            self._require_table()
+            self._count, self._update = count, update
+            try:
+                self._converge(count=count)
+            except ServersLostError:
+                raise
+            except WanmaError:
+                self._count = len(self._require_table().holders)
+                self._converge(self._activate())
+                raise
+            return not self._is_missing(count)
 
     # ---------------------------------------------------------------- inside
 
-    def _replace(self, lost: int) -> None:
-        """Replace a lost server: the other holders go on, and the new process copies from them.
+    def _converge(self, lost: Collection[int] = (), count: int | None = None) -> None:
+        """Replace lost servers, and move row ranges until the servers 0 to `count` - 1 hold all.
 
-        The servers of a lost node are replaced when it is back.
+        While a node is lost, the other holders of its shards go on alone.
+
+        Args:
+            lost: servers that have ended or do not answer.
+            count: number of servers, which may change between two updates; default: as in the table.
+
+        Raises:
+            ServersLostError: all copies of a shard are lost; the servers are empty.
         """
-        self._servers.pop(lost).connection.close()
-        node = self._node_of(lost)
-        try:
-            cause = self._hosts[node].end(lost) if node in self._hosts else f"with node {node}"
-        except PeerLostError as error:
-            del self._hosts[node]
-            cause = f"with node {node} ({error})"
-        if node in self._hosts:
+        if count is None:
+            count = self._count if self.table is None else len(self.table.holders)
+        pending = set(lost)
+        failure: ServersLostError | None = None
+        while True:
+            if pending:
+                failure = self._drop(pending) or failure
+                pending = self._activate()
+                continue
+            if pending := self._processes.start_missing(count):
+                continue
+            if failure is not None:
+                raise failure
+            if self.table is None or self._is_missing(count):
+                return
+            target = self._build_table(self.table.parameters, count)
+            if (target.holders, target.endpoints) == (self.table.holders, self.table.endpoints):
+                break
+            pending = self._move(target)
+        for number in [number for number in self._processes.running if number >= count]:
+            self._processes.end(number)
+
+    def _drop(self, lost: Collection[int]) -> ServersLostError | None:
+        """Take lost servers out of the table.
+
+        Returns:
+            an error if a shard has no other holder; there is no table then.
+
+        Raises:
+            ServersLostError: servers end as often as they are started.
+        """
+        causes = {number: self._processes.end(number) for number in sorted(lost)}
+        first, cause = next(iter(causes.items()))
+        if any(self._processes.has_node_of(number) for number in lost):
             self._losses += 1
-        remaining = None if self.table is None else self.table.without(lost)
-        was_filled = self.table is not None
         if self._losses > _MAX_LOSSES_WITHOUT_UPDATE:
-            raise ServersLostError(
-                f"parameter server {lost} ended {cause}, the {self._losses}th loss without an update between",
-                f"read {self._log(lost)}",
-            )
-        is_started = self._try_start(lost)
-        if remaining is None:
             self.table = None
-            if was_filled:
-                raise ServersLostError(
-                    f"parameter server {lost} ended {cause}, and no other holds its shards",
-                    "the same command continues from the newest checkpoint; servers.replicas = 2 keeps each "
-                    f"shard on two servers; its log is {self._log(lost)}",
-                )
-            return
-        successor = "another takes its place" if is_started else "the others go on without it"
-        self._show(f"parameter server {lost} ended {cause}; {successor}", "warning")
-        self.table = remaining
-        self._ask([number for number in self._servers if number != lost], self._activation(remaining))
-        if is_started:
-            self._move(self._next_table())
+            raise ServersLostError(
+                f"parameter server {first} ended {cause}, the {self._losses}th loss without an update "
+                "between",
+                f"read {self._log(first)}",
+            )
+        if self.table is None:
+            return None
+        self.table = self.table.without(lost, self._next_version())
+        if self.table is None:
+            return ServersLostError(
+                f"parameter server {first} ended {cause}, and no other holds its shards",
+                "the same command continues from the newest checkpoint; servers.replicas = 2 keeps each "
+                f"shard on two servers; its log is {self._log(first)}",
+            )
+        for number, cause in causes.items():
+            is_node_there = self._processes.has_node_of(number)
+            successor = "another takes its place" if is_node_there else "the others go on without it"
+            self._show(f"parameter server {number} ended {cause}; {successor}", "warning")
+        return None
 
-    def _try_start(self, number: int) -> bool:
-        """Start a server again; False: its node is lost."""
-        node = self._node_of(number)
-        if node not in self._hosts:
-            return False
-        try:
-            self._start([number])
-        except PeerLostError:
-            del self._hosts[node]
-        return number in self._servers
+    def _move(self, target: ServerTable) -> set[int]:
+        """Let the servers of a table collect their shards while the others serve, and put it to use.
 
-    def _move(self, table: ServerTable) -> None:
-        """Let all servers of a table collect their shards, and put it to use."""
-        assert self.table is not None
-        before = self.table.version
-        # Sources know where every server is, the new ones included.
-        source = replace(self.table, endpoints={**self.table.endpoints, **table.endpoints})
-        self._ask(
-            sorted(table.endpoints), self._message("prepare", table=table.to_json(), source=source.to_json())
-        )
-        if self.table.version != before:  # a server was lost meanwhile, and its replacement has moved all
-            return
-        self.table = table
-        self._ask(sorted(table.endpoints), self._activation(table))
+        Returns:
+            lost servers. If there are any before it is in use, the table before stays.
+        """
+        tables = {"table": target.to_json(), "source": self._require_table().to_json()}
+        waiting = sorted(target.endpoints)
+        while waiting:
+            answers, lost = self._processes.ask(waiting, self._message("prepare", **tables))
+            if lost:
+                return lost
+            waiting = [number for number, answer in answers.items() if not answer["is_done"]]
+        self.table = target
+        return self._activate()
 
-    def _activation(self, table: ServerTable) -> dict[str, Any]:
-        return self._message("activate", table=table.to_json())
+    def _activate(self) -> set[int]:
+        """Let all servers use the table, and return those that are lost."""
+        if self.table is None:
+            return set()
+        message = self._message("activate", table=self.table.to_json())
+        return self._processes.ask(list(self._processes.running), message)[1]
 
     def _message(self, operation: str, **fields: Any) -> dict[str, Any]:
         return {"op": operation, "optimizer": self._optimizer, "update": self._update, **fields}
 
-    def _ask(self, numbers: list[int], message: dict[str, Any]) -> list[dict[str, Any]]:
-        """Send a request to servers at once and return their answers; lost ones are replaced."""
-        lost: list[tuple[int, _Server]] = []
-        sent: list[tuple[int, _Server]] = []
-        answers: list[dict[str, Any]] = []
-        refusal: WanmaError | None = None
-        for number, server in [(number, self._servers[number]) for number in numbers]:
-            try:
-                server.connection.send(message, (), _ANSWER_SECONDS)
-                sent.append((number, server))
-            except PeerLostError:
-                lost.append((number, server))
-        for number, server in sent:
-            try:
-                answers.append(server.connection.receive()[0])
-            except PeerLostError:
-                lost.append((number, server))
-            except WanmaError as error:
-                refusal = error
-        for number, server in lost:
-            if self._servers.get(number) is server:  # else it was replaced together with another
-                self._replace(number)
-        if refusal is not None:
-            raise refusal
-        return answers
+    def _build_table(self, parameters: Sequence[ServedParameter], count: int) -> ServerTable:
+        """Return a new table over those of the servers 0 to `count` - 1 that are there."""
+        endpoints = {number: end for number, end in self.endpoints.items() if number < count}
+        nodes = {number: self._processes.node_of(number) for number in endpoints}
+        return ServerTable.build(self._next_version(), parameters, endpoints, self._replicas, nodes)
 
-    def _node_of(self, number: int) -> int:
-        return number % self._nodes
+    def _is_missing(self, count: int) -> bool:
+        """Return whether one of the servers 0 to `count` - 1 is missing."""
+        return not self._processes.running.keys() >= set(range(count))
 
-    def _build_table(
-        self, version: int, parameters: Sequence[ServedParameter], endpoints: Mapping[int, tuple[str, int]]
-    ) -> ServerTable:
-        nodes = {number: self._node_of(number) for number in endpoints}
-        return ServerTable.build(version, parameters, endpoints, self._replicas, nodes)
+    def _next_version(self) -> int:
+        self._version += 1
+        return self._version
 
-    def _next_table(self) -> ServerTable:
-        """Return the table after the present one, over all servers that there are."""
-        assert self.table is not None
-        return self._build_table(self.table.version + 1, self.table.parameters, self.endpoints)
+    def _require_table(self) -> ServerTable:
+        if self.table is None:
+            raise WanmaError(
+                "the parameter servers hold nothing", "the same command continues from the newest checkpoint"
+            )
+        return self.table
 
     def _log(self, number: int) -> Path:
         return self._logs / f"server-{number}.log"
 
-    def _start(self, numbers: Sequence[int]) -> None:
-        """Start servers at once on the nodes that they belong to.
-
-        Raises:
-            PeerLostError: one of the nodes is lost.
-        """
-        with ThreadPoolExecutor(len(numbers)) as pool:
-            started = list(pool.map(lambda number: self._hosts[self._node_of(number)].start(number), numbers))
-        for process in started:
-            server = _Server(process, Connection(process.endpoint, self._secret))
-            self._servers[process.number] = server
-            host = self._hosts[self._node_of(process.number)]
-            threading.Thread(
-                target=self._watch, args=(server, host), daemon=True, name="wanma-servers-watch"
-            ).start()
-
-    def _watch(self, server: _Server, host: Host) -> None:
-        """Replace a server when its process ends and nobody else has noticed."""
-        number = server.process.number
+    def _on_end(self, process: ServerProcess) -> None:
+        """Replace a server whose process has ended if nobody else has noticed."""
         try:
-            wait_for_end(host, server.process)
             with self._lock:
-                if not self._is_closed and self._servers.get(number) is server:
-                    self._replace(number)
+                if not self._is_closed and self._processes.running.get(process.number) == process:
+                    self._converge({process.number})
         except WanmaError as error:
             self.on_loss(error)

@@ -7,7 +7,7 @@ refuses requests of another version than its own. Free of torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -74,14 +74,14 @@ class ServerTable:
         """Return the servers that are primary of a shard."""
         return sorted({holders[0] for holders in self.holders})
 
-    def without(self, lost: int) -> ServerTable | None:
-        """Return the next version, in which the other holder of each shard is its primary.
+    def without(self, lost: Collection[int], version: int) -> ServerTable | None:
+        """Return a table of another version, in which the remaining holder of each shard is its primary.
 
         Returns:
-            None if the lost server is the only holder of a shard.
+            None if a shard has no other holder than the lost servers.
         """
-        holders = tuple(tuple(one for one in some if one != lost) for some in self.holders)
-        return replace(self, version=self.version + 1, holders=holders) if all(holders) else None
+        holders = tuple(tuple(one for one in some if one not in lost) for some in self.holders)
+        return replace(self, version=version, holders=holders) if all(holders) else None
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "endpoints": {str(key): value for key, value in self.endpoints.items()}}

@@ -174,6 +174,7 @@ def test_a_coordinator_that_hands_the_run_over_is_followed_at_once(alone: Alone,
     assert past.is_hand_over == hands_over
     assert (past.generation_failure is None) == hands_over
     assert past.surviving_nodes == {1}
+    assert past.failure.is_node_loss, "a node whose ranks report no step waits for it, too"
 
 
 def test_a_node_whose_vote_stays_does_not_take_part_again_yet(

@@ -1,4 +1,4 @@
-"""Control of submitted runs: state, log files, cancellation, size, and reason for waiting."""
+"""Control of runs that go on: state, log files, cancellation, size, and reason for waiting."""
 
 from __future__ import annotations
 
@@ -14,11 +14,21 @@ from wanma.engines.engine_record import EngineRecord, change_handle, read_engine
 from wanma.engines.selection import get_engine
 from wanma.job.errors import EXIT_USAGE, WanmaError
 from wanma.job.run.run_directory import RunDirectory
+from wanma.job.run.server_request import (
+    has_server_request,
+    request_servers,
+    withdraw_server_request,
+)
 from wanma.job.sections.engines import ENGINES
+from wanma.job.sections.parallel import MAX_SERVERS
 from wanma.observe.units import duration_text
 from wanma.report.run_report import is_finished, read_report
 from wanma.report.script_run import read_script_run
 from wanma.report.terminal import Placement
+
+_TAKEN_SECONDS = 60.0
+"""Longest wait for a run that takes a request."""
+_POLL_SECONDS = 0.1
 
 
 def find_submitted(run: RunDirectory) -> tuple[Engine, EngineRecord]:
@@ -184,6 +194,46 @@ def resize_run(run: RunDirectory, nodes: int) -> None:
         return {**handle, WANTED_NODES_KEY: nodes}
 
     change_handle(run, resize)
+
+
+def resize_servers(run: RunDirectory, count: int) -> None:
+    """Ask a run that goes on for another number of parameter servers, and wait until it takes the request.
+
+    Raises:
+        WanmaError: it has no servers, does not go on or takes no request, or the number is wrong.
+    """
+    report = read_report(run, tail_only=True)
+    section = report.job.get("servers", {})
+    least = section.get("replicas", 1)
+    if not section.get("count"):
+        raise WanmaError(
+            f"the run '{run.name}' has no parameter servers", "start it with servers.count", EXIT_USAGE
+        )
+    if not least <= count <= MAX_SERVERS:
+        raise WanmaError(
+            f"--servers {count}: the run '{run.name}' has servers.replicas = {least}",
+            f"give a number from {least} to {MAX_SERVERS:,}",
+            EXIT_USAGE,
+        )
+    if report.state != "running":
+        raise WanmaError(f"the run '{run.name}' is {report.state}", "resize a run that trains", EXIT_USAGE)
+    try:
+        request_servers(run, count)
+    except OSError as error:
+        raise WanmaError(
+            f"{error.filename or run.path}: {error.strerror or error}",
+            "resize it as a user who can write into the run directory",
+            EXIT_USAGE,
+        ) from error
+    deadline = time.monotonic() + _TAKEN_SECONDS
+    while has_server_request(run):
+        if time.monotonic() > deadline:
+            withdraw_server_request(run)
+            raise WanmaError(
+                f"the run '{run.name}' has not taken the request within {_TAKEN_SECONDS:.0f} s",
+                "give the run directory that the node of rank 0 uses; a run takes it once its steps begin",
+            )
+        time.sleep(_POLL_SECONDS)
 
 
 def explain_run(run: RunDirectory) -> Explanation:

@@ -6,6 +6,7 @@ import hmac
 import json
 import os
 import secrets
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ from wanma.job.errors import EXIT_USAGE, WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.job.run.parameter_servers import ServerAccess
 from wanma.job.run.run_directory import RunDirectory
+from wanma.job.run.server_request import take_server_request
 from wanma.job.run.worker import Event, WorkerContext
 from wanma.job.sections.job import Job
 from wanma.parameter_server.coordinator import ServerCoordinator, UpdateRule
@@ -27,6 +29,8 @@ from wanma.parameter_server.step_clock import StepClock
 SERVED_ENTRY = "wanma.api.run.parameter_servers:train_worker"
 DEFAULT_STALENESS = 4
 """Bound of staleness where the job sets `servers.mode = 'bounded'` alone."""
+_POLL_SECONDS = 0.5
+"""Interval at which a request for another number of servers is looked for."""
 _COORDINATOR_KEY = "wanma parameter servers"
 """Key of the rendezvous store under which rank 0 publishes the coordinator of the servers."""
 
@@ -87,7 +91,24 @@ class RunServers:
             if self._nodes == 1:
                 group.set_hosts({0: self._host})
             self._coordinator.start(group, show)
-            yield
+            is_over = threading.Event()
+            follower = threading.Thread(
+                target=self._follow_requests, args=(self._coordinator, is_over), daemon=True
+            )
+            follower.start()
+            try:
+                yield
+            finally:
+                is_over.set()
+
+    def _follow_requests(self, coordinator: ServerCoordinator, is_over: threading.Event) -> None:
+        """Resize the servers as the run's user asks, on the node whose coordinator the workers use."""
+        count: int | None = None
+        while not is_over.wait(_POLL_SECONDS):
+            if coordinator.is_loaded:
+                count = take_server_request(self._run) or count
+            if count is not None and coordinator.resize(count):
+                count = None
 
 
 def _network_access(job: Job) -> tuple[str, bytes]:
@@ -126,8 +147,12 @@ def train_worker(worker: WorkerContext, payload: bytes) -> None:
     assert access is not None
     if access.node_endpoint is not None:
         access = _find_coordinator(worker, access)
+
+    def show_life() -> None:
+        worker.supervisor_client.report_progress(servers.step, "waiting for parameter servers")
+
     servers = ParameterServerClient(
-        access, worker.rank, worker.generation, section.mode, section.compression, worker.node_rank
+        access, worker.rank, worker.generation, section.mode, section.compression, worker.node_rank, show_life
     )
     train_with_servers(worker, request, servers)
 

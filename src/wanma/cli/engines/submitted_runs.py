@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Callable
 
-from wanma.cli.arguments import add_run_arguments, resolve_run
+from wanma.cli.arguments import add_run_arguments, parse_count, resolve_run
 from wanma.observe.units import count_text
 
 
@@ -48,10 +48,12 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     resizing = add(
         "resize",
         _resize,
-        "bring a submitted run to another number of nodes, within the range of its job",
-        "example:\n  wanma resize gpt --nodes 4",
+        "bring a run to another number of nodes, within the range of its job, or of parameter servers",
+        "examples:\n  wanma resize gpt --nodes 4\n  wanma resize movielens --servers 3",
     )
-    resizing.add_argument("--nodes", metavar="N", type=int, required=True, help="number of nodes")
+    number = resizing.add_mutually_exclusive_group(required=True)
+    number.add_argument("--nodes", metavar="N", type=int, help="number of nodes of a submitted run")
+    number.add_argument("--servers", metavar="N", type=parse_count, help="number of parameter servers")
     shell = add(
         "shell",
         _shell,
@@ -124,9 +126,14 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _resize(arguments: argparse.Namespace) -> int:
-    from wanma.api.engines.control import resize_run
+    from wanma.api.engines.control import resize_run, resize_servers
 
-    run = resolve_run(arguments, allow_scripts=True)
+    run = resolve_run(arguments, allow_scripts=arguments.servers is None)
+    if arguments.servers is not None:
+        resize_servers(run, arguments.servers)
+        servers = count_text(arguments.servers, "parameter server")
+        print(f"{run.name}: {servers} requested; the run says when row ranges have moved")
+        return 0
     resize_run(run, arguments.nodes)
     nodes = count_text(arguments.nodes, "node")
     print(f"{run.name}: {nodes} requested; `wanma attach {run.name}` shows the change")

@@ -185,6 +185,7 @@ class FailoverState:
             node_rank=node if node >= 0 else None,
             hostname=host,
             hint=NODE_LOST_HINT,
+            is_node_loss=True,  # its ranks alone may have reported finished steps
         )
         return InheritedRun(
             self.start, frozenset(survivors), failure, self.heartbeat_timeout_seconds, self.is_hand_over

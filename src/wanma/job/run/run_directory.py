@@ -8,6 +8,7 @@ runs/NAME/
     engine.json         of a submitted run: the submission, and the engine's name of it
     engine/             of a submitted run: its job, batch script, and the output of its supervisors
     data-parts.json     of `data.placement = "parts"`: the parts, and the nodes that had them
+    servers.json        of `wanma resize --servers`: a request that the run has not taken
     returned.json       fingerprint of the weights that `wanma.train` has given to the user's module
     metrics.jsonl       one object per optimizer step
     events.jsonl        validations, checkpoints, messages, starts and ends

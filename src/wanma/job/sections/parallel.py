@@ -230,14 +230,18 @@ class ParallelSection(Section):
     )
 
 
+MAX_SERVERS = 1_024
+
+
 class ServersSection(Section):
     """Parameter servers, which hold the parameters and the optimizer for all workers."""
 
     count: int = Field(
         0,
         ge=0,
-        le=1_024,
-        description="server processes, which share all parameters by rows, spread over the nodes; 0: none",
+        le=MAX_SERVERS,
+        description="server processes, which share all parameters by rows, spread over the nodes; 0: none; "
+        "`wanma resize RUN --servers N` changes the number of a run that trains",
     )
     mode: ServerMode = Field(
         "synchronous",

@@ -263,7 +263,7 @@ def with_step_time(
         reasons = (
             *memory_forecast.reasons,
             *preparation_reasons(problem.workload.preparation, preparation),
-            *server_reasons(memory_forecast),
+            *server_reasons(problem, plan, memory_forecast),
             *time_reasons,
         )
         return replace(memory_forecast, preparation=preparation, reasons=reasons)
@@ -294,7 +294,7 @@ def with_step_time(
             *embedding_table_reasons(problem.workload, step),
             *embedding_reasons(problem.workload, plan),
             *row_cache_reasons(problem.workload, plan, problem.global_batch, problem.hardware),
-            *server_reasons(memory_forecast),
+            *server_reasons(problem, plan, memory_forecast),
             *(() if run is not None else (unbounded_run_reason(problem, plan, step),)),
             *problem.hardware.assumed,
         ),

@@ -143,10 +143,12 @@ def pause_seconds(problem: PlanningProblem, plan: Plan) -> float:
     return share * _ELEMENT_BYTES * _amounts(problem, plan).held / _link_rate(problem, plan)
 
 
-def server_reasons(forecast: Forecast) -> tuple[str, ...]:
-    """Describe servers, their traffic and the bound of a step; empty without servers."""
+def server_reasons(problem: PlanningProblem, plan: Plan, forecast: Forecast) -> tuple[str, ...]:
+    """Describe servers, their traffic, its rate and the bound of a step; empty without servers."""
     if (servers := forecast.servers) is None:
         return ()
+    memory = problem.hardware.host.memory_bytes_per_second
+    source = "assumed" if problem.hardware.host.doubt else "measured"
     bounded = f"; of a step, {servers.bound} take longest" if servers.bound else ""
     return (
         f"{count_text(servers.count, 'parameter server')}, {bytes_text(servers.memory_bytes)} of memory "
@@ -154,6 +156,9 @@ def server_reasons(forecast: Forecast) -> tuple[str, ...]:
         "optimizer state to save them",
         f"a step moves {bytes_text(servers.exchanged_bytes)} between a worker and the servers, all dense "
         f"parameters and used rows (ids by Zipf's law, exponent {ZIPF_EXPONENT}){bounded}",
+        f"they move at {bytes_text(int(_link_rate(problem, plan)))}/s: memory passes "
+        f"{bytes_text(int(memory))}/s for each rank ({source}), {_COPIES} copies of each byte and "
+        f"{1000 * _REQUEST_SECONDS:g} ms for each request are assumed",
     )
 
 
