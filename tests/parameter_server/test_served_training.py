@@ -233,7 +233,8 @@ def test_a_lost_node_comes_back_with_its_servers_and_workers(desk: Desk, replica
     assert largest_difference(both.training, trained(desk, "ratings", "ratings-alone")) <= 1e-6
     if replicas == 2:
         (recovery,) = (event for event in both.training.events if event["kind"] == "recovery")
-        assert recovery["repeated_steps"] == 0, "the other holder had all updates"
+        is_whole = recovery["repeated_steps"] == 0
+        assert is_whole or recovery["source"] == "checkpoint", "it may be lost in the middle of an update"
 
 
 @pytest.mark.full

@@ -181,7 +181,7 @@ class ServerCoordinator:
                     return self._wait_answer()
             if generation > self._generation:
                 self._generation = generation
-                if self._failure is not None or self._updating is not None:
+                if self._failure is not None or self._decision is not None:
                     self._is_loaded = False  # an update may be applied in part: the checkpoint is whole
                 self._failure, self._outcome, self._decision, self._updating = None, "", None, None
                 self._clock.abandon()
