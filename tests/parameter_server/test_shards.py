@@ -15,7 +15,7 @@ from wanma.parameter_server.shards import Gradient, Shard
 from wanma.parameter_server.table import ServerTable
 
 ROWS = 1000
-INDEXED = {"aten::index", "aten::index_put_", "aten::detach"}
+INDEXED = {"aten::index", "aten::index_put_", "aten::index_select", "aten::index_copy_", "aten::detach"}
 """Operators whose cost is that of the rows they are given."""
 
 
