@@ -7,7 +7,6 @@ import tarfile
 from pathlib import Path
 
 from image_data import ImageData
-from mosaic_library import import_streaming
 
 ROW_GROUP_ROWS = 32
 
@@ -49,14 +48,6 @@ def write_litdata(data: ImageData, folder: Path) -> None:
     from litdata import optimize
 
     optimize(_read, data.files(), output_dir=str(folder), chunk_bytes="8MB", num_workers=1)
-
-
-def write_mds(data: ImageData, folder: Path) -> None:
-    """Write shards of Mosaic Streaming, of the size of litdata's chunks."""
-    columns = {"image": "bytes", "label": "int"}
-    with import_streaming().MDSWriter(out=str(folder), columns=columns, size_limit=8 << 20) as writer:
-        for content, label in map(_read, data.files()):
-            writer.write({"image": content, "label": label})
 
 
 def _read(file: tuple[Path, int]) -> tuple[bytes, int]:

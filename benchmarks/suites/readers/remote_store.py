@@ -51,7 +51,6 @@ def remote_store(options: argparse.Namespace, folder: Path) -> Iterator[RemoteSt
         endpoint = f"http://127.0.0.1:{int(server.stdout.readline())}"
         os.environ |= {
             "AWS_ENDPOINT_URL": endpoint,
-            "S3_ENDPOINT_URL": endpoint,  # the variable of Mosaic Streaming
             "AWS_ACCESS_KEY_ID": "key",
             "AWS_SECRET_ACCESS_KEY": "secret",
             "AWS_DEFAULT_REGION": "us-east-1",
