@@ -14,6 +14,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from wanma.bench.programs.contender import Contender
 from wanma.bench.runner import MAX_DISTURBED, spread_order
 from wanma.bench.statistics.ratios import ERROR_RATE
 from wanma.bench.statistics.verdicts import Verdict, judge
+from wanma.job.run.resource_limits import cpu_model
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -98,6 +100,19 @@ def run_command(
     if survivors:
         raise _failure(command, log, f"left processes behind: {', '.join(survivors)}")
     return Finished(started, seconds)
+
+
+def run_module(module: str, arguments: Sequence[str], timeout_seconds: float) -> Any:
+    """Run a module of `benchmarks` in processes of its own; return what it writes to `--output`, as JSON.
+
+    Raises:
+        BenchmarkError: it failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="wanma-bench-") as folder:
+        output, log = Path(folder) / "output.json", Path(folder) / "log"
+        command = [sys.executable, "-m", f"benchmarks.{module}", *arguments, "--output", str(output)]
+        run_command(command, clean_environment(Path(sys.prefix)), log, timeout_seconds)
+        return json.loads(output.read_text())
 
 
 def _failure(command: Sequence[str], log: Path, what: str) -> BenchmarkError:
@@ -339,13 +354,8 @@ def own_environment(*packages: str) -> dict[str, Any]:
 
 def machine() -> str:
     """Return processor, cores, memory and kernel as text."""
-    cpu = platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            cpu = line.partition(":")[2].strip()
-            break
     memory = psutil.virtual_memory().total / 2**30
-    return f"{cpu}, {cores()} cores, {memory:.0f} GiB, Linux {platform.release()}"
+    return f"{cpu_model()}, {cores()} cores, {memory:.0f} GiB, Linux {platform.release()}"
 
 
 def cores() -> int:
@@ -365,47 +375,24 @@ def commit() -> str:
     return name + (" with changes" if git("status", "--porcelain", "--", "src") else "")
 
 
-def install_peers(venv: Path, pip_arguments: Sequence[str]) -> None:
-    """Create `venv` with wanma of this tree and its peers at the stated versions, beside the same torch.
-
-    Raises:
-        BenchmarkError: a step failed.
-    """
-    python = str(venv / "bin" / "python")
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *pip_arguments]
-    pip += ["--constraint", str(ROOT / "constraints.txt")]
-    steps = [
-        [sys.executable, "-m", "venv", str(venv)],
-        [*pip, "--requirement", str(ROOT / "benchmarks" / "requirements.txt"), "--editable", str(ROOT)],
-    ]
-    for step in steps:
-        print(f"$ {shlex.join(step)}", flush=True)
-        if subprocess.run(step).returncode != 0:
-            raise BenchmarkError(f"setting up {venv} failed at: {shlex.join(step)}")
-        (venv / ".gitignore").write_text("*\n")
-
-
 def carry_out(
     options: argparse.Namespace,
     run: Callable[[argparse.Namespace], None],
     report: Callable[[Sequence[dict[str, Any]]], str],
 ) -> None:
-    """Carry out the command of a comparison: print its report, set up the peers, or measure with `run`."""
+    """Carry out the command of a comparison: print its report, or measure with `run`."""
     try:
         if options.report:
             print(report(Results(options.results).pieces))
             return
-        if options.has_peers:
-            ensure_peers(options)
-        if not options.setup:
-            run(options)
-            print(f"report: {options.results.with_suffix('.md')}")
+        run(options)
+        print(f"report: {options.results.with_suffix('.md')}")
     except BenchmarkError as error:
         sys.exit(f"error: {error}")
 
 
-def common_parser(description: str, benchmark: str, *, has_peers: bool = True) -> argparse.ArgumentParser:
-    """Return a parser with the options of every comparison; without peers it runs in this environment."""
+def common_parser(description: str, benchmark: str) -> argparse.ArgumentParser:
+    """Return a parser with the options of every comparison, and the environment of its contenders, `venv`."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -426,27 +413,13 @@ def common_parser(description: str, benchmark: str, *, has_peers: bool = True) -
         "--results", type=Path, default=RESULTS / f"{benchmark}.json", help="carried on from run to run"
     )
     parser.add_argument("--report", action="store_true", help="only print the report of the results")
-    parser.set_defaults(has_peers=has_peers, setup=False, venv=Path(sys.prefix))
-    if not has_peers:
-        return parser
-    parser.add_argument("--setup", action="store_true", help="only install the peers into --venv")
-    parser.add_argument(
-        "--venv", type=Path, default=Path(os.environ.get("WANMA_BENCH_VENV", ROOT / ".venv-bench")),
-        help="the peers' environment (default: $WANMA_BENCH_VENV or .venv-bench); made when missing",
-    )  # fmt: skip
+    parser.set_defaults(venv=Path(os.environ.get("WANMA_BENCH_VENV", sys.prefix)))
     return parser
 
 
 def _deadline(minutes: str) -> float:
     """Return the time of `time.monotonic()` after so many minutes."""
     return time.monotonic() + 60 * float(minutes)
-
-
-def ensure_peers(options: argparse.Namespace) -> None:
-    """Install the peers if they are missing; $PIP_ARGS goes to pip, as in the Makefile."""
-    ready = options.venv / "bin" / "wanma"
-    if options.setup or not ready.exists():
-        install_peers(options.venv, shlex.split(os.environ.get("PIP_ARGS", "")))
 
 
 def clean_environment(venv: Path) -> dict[str, str]:

@@ -9,9 +9,7 @@ A round takes some ten seconds, in which the contenders take turns. See benchmar
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,10 +20,9 @@ from benchmarks.checkpoint.report import report  # after the path is set
 from benchmarks.common import (
     Results,
     carry_out,
-    clean_environment,
     common_parser,
     own_environment,
-    run_command,
+    run_module,
     take_pairs,
 )
 
@@ -52,18 +49,13 @@ def run(options: argparse.Namespace) -> None:
 
 def _sample(options: argparse.Namespace) -> dict[str, Any]:
     """Measure one round; return `seconds` by contender, and the `bytes` of the state."""
-    with tempfile.TemporaryDirectory(prefix="wanma-bench-") as folder:
-        output = Path(folder) / "seconds.json"
-        command = [sys.executable, "-m", "benchmarks.checkpoint.measure", "--output", str(output)]
-        command += ["--folder", str(options.folder.absolute())]
-        command += ["--megabytes", str(options.megabytes), "--ranks", str(options.ranks)]
-        environment = clean_environment(Path(sys.prefix))
-        run_command(command, environment, Path(folder) / "log", ROUND_SECONDS)
-        return dict(json.loads(output.read_text()))
+    arguments = ["--folder", str(options.folder.absolute())]
+    arguments += ["--megabytes", str(options.megabytes), "--ranks", str(options.ranks)]
+    return dict(run_module("checkpoint.measure", arguments, ROUND_SECONDS))
 
 
 def parse() -> argparse.Namespace:
-    parser = common_parser(__doc__, "checkpoint", has_peers=False)
+    parser = common_parser(__doc__, "checkpoint")
     parser.add_argument("--megabytes", type=int, default=400, help="size of the state, all ranks together")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=Path(), help="where to save; default: this folder")

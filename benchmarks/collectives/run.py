@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
-import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -27,10 +25,9 @@ from benchmarks.collectives.report import report
 from benchmarks.common import (
     Results,
     carry_out,
-    clean_environment,
     common_parser,
     own_environment,
-    run_command,
+    run_module,
     take_pairs,
 )
 
@@ -62,18 +59,12 @@ def run(options: argparse.Namespace) -> None:
 
 def _sample(collective: str, ranks: int, mebibytes: Sequence[float]) -> dict[str, Any]:
     """Measure one round; return `seconds` by size and contender."""
-    with tempfile.TemporaryDirectory(prefix="wanma-bench-") as folder:
-        output = Path(folder) / "seconds.json"
-        command = [sys.executable, "-m", "benchmarks.collectives.measure", collective]
-        command += ["--ranks", str(ranks), "--output", str(output)]
-        command += ["--mebibytes", *(f"{size:g}" for size in mebibytes)]
-        environment = clean_environment(Path(sys.prefix))
-        run_command(command, environment, Path(folder) / "log", ROUND_SECONDS)
-        return {"seconds": json.loads(output.read_text())}
+    arguments = [collective, "--ranks", str(ranks), "--mebibytes", *(f"{size:g}" for size in mebibytes)]
+    return {"seconds": run_module("collectives.measure", arguments, ROUND_SECONDS)}
 
 
 def parse() -> argparse.Namespace:
-    parser = common_parser(__doc__, "collectives", has_peers=False)
+    parser = common_parser(__doc__, "collectives")
     add = parser.add_argument
     add("--collective", nargs="+", choices=COLLECTIVES, default=list(COLLECTIVES), help="default: all")
     add("--ranks", nargs="+", type=int, default=[2, 4], help="default: 2 4")

@@ -28,8 +28,7 @@ if __name__ == "__main__":
 from benchmarks.common import RESULTS, commit, machine, table
 from benchmarks.diagnosis.cases import FAULTS, HEALTHY, Case
 from benchmarks.mixed.quota import held_back
-from benchmarks.slow_links.apart import two_machines
-from benchmarks.slow_links.interface import ADDRESSES
+from wanma.bench.programs.limited_link import command_over_link
 from wanma.diagnosis.evidence import read_evidence
 from wanma.diagnosis.finding import Finding
 from wanma.diagnosis.findings import diagnose
@@ -138,12 +137,7 @@ def _training(case: Case, folder: Path, run: RunDirectory) -> Iterator[list[subp
     with ExitStack() as stack:
         commands = [train]
         if case.trouble == "slow link":
-            names = stack.enter_context(two_machines(LINK_MEGABITS, 0.0))
-            cluster = ["cluster.nodes=2", f"cluster.rendezvous={ADDRESSES[0]}:29517"]
-            commands = [
-                ["ip", "netns", "exec", name, *train, *cluster, f"cluster.node_rank={node}"]
-                for node, name in enumerate(names)
-            ]
+            commands = [command_over_link(train, LINK_MEGABITS)]
         elif case.trouble == "cpu quota":
             stack.enter_context(held_back(run, 1, QUOTA_PERCENT, after_step=FIRST_STEPS))
         elif case.trouble == "slow disk":

@@ -148,7 +148,7 @@ def _pip_arguments() -> list[str]:
 
 
 def parse() -> argparse.Namespace:
-    parser = common_parser(__doc__, "installation", has_peers=False)
+    parser = common_parser(__doc__, "installation")
     parser.set_defaults(pairs=3)
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of the job (default 20)")
     parser.add_argument("--wheel", type=Path, help="default: the one in dist/")

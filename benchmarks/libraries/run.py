@@ -9,7 +9,6 @@ A round is half a minute, in which the libraries take turns of 0.05 s. See bench
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import zipfile
@@ -24,10 +23,9 @@ from benchmarks.common import (  # after the path is set
     BenchmarkError,
     Results,
     carry_out,
-    clean_environment,
     common_parser,
     own_environment,
-    run_command,
+    run_module,
     take_pairs,
 )
 from benchmarks.libraries.report import report
@@ -81,17 +79,12 @@ def _collect_libraries(wheel: Path | None, folder: Path) -> dict[str, Path]:
 
 def _sample(packages: dict[str, Path]) -> dict[str, Any]:
     """Measure one round; return `seconds` by case and library."""
-    with tempfile.TemporaryDirectory(prefix="wanma-bench-") as folder:
-        output = Path(folder) / "seconds.json"
-        command = [sys.executable, "-m", "benchmarks.libraries.measure", "--output", str(output)]
-        command += ["--packages", *(f"{name}={package}" for name, package in packages.items())]
-        environment = clean_environment(Path(sys.prefix))
-        run_command(command, environment, Path(folder) / "log", ROUND_SECONDS)
-        return {"seconds": json.loads(output.read_text())}
+    arguments = ["--packages", *(f"{name}={package}" for name, package in packages.items())]
+    return {"seconds": run_module("libraries.measure", arguments, ROUND_SECONDS)}
 
 
 def parse() -> argparse.Namespace:
-    parser = common_parser(__doc__, "libraries", has_peers=False)
+    parser = common_parser(__doc__, "libraries")
     parser.add_argument("--wheel", type=Path, help="default: the one in dist/")
     return parser.parse_args()
 

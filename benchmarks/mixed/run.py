@@ -106,7 +106,7 @@ def settings(options: argparse.Namespace) -> Iterator[Setting]:
 
 
 def parse() -> argparse.Namespace:
-    parser = common_parser(__doc__, "mixed", has_peers=False)  # wanma runs beside itself
+    parser = common_parser(__doc__, "mixed")
     parser.set_defaults(pairs=3)
     add = parser.add_argument
     add("--quota", nargs="+", type=int, default=[30, 50], metavar="PERCENT", help="of a core (default 30 50)")

@@ -31,9 +31,11 @@ from wanma.models.model_spec import resolve_model_spec
 from wanma.models.structure.parameter_roles import is_frozen
 from wanma.models.workload.model_workload import build_section_workload, resolve_section_decoder_config
 from wanma.planner.calibration.curve_fitting import fit_hardware_model
-from wanma.planner.calibration.microbenchmarks import run_microbenchmarks
+from wanma.planner.calibration.microbenchmarks import operator_cases
+from wanma.planner.calibration.round_robin import measure_round_robin
 from wanma.planner.forecast.plan_forecast import forecast_step_time
 from wanma.planner.forecast.problem import build_problem
+from wanma.planner.hardware_model.calibration import BenchmarkPoint
 from wanma.planner.hardware_model.model import HardwareModel
 
 PAGE = RESULTS / "frozen.md"
@@ -126,9 +128,14 @@ def measure_rates() -> HardwareModel:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     group = dist.group.WORLD
     assert group is not None
-    results = run_microbenchmarks(group, torch.device("cpu"), ("fp32",), RATES_SECONDS)
+    cases = operator_cases(group, torch.device("cpu"), ("fp32",))
+    times = measure_round_robin(cases, RATES_SECONDS, group)
     dist.destroy_process_group()
-    return fit_hardware_model("one thread", results.points, 1, multiprocessors=None)
+    points = [
+        BenchmarkPoint(case.operator, case.shape, time.seconds, case.precision)
+        for case, time in zip(cases, times, strict=True)
+    ]
+    return fit_hardware_model("one thread", points, 1, multiprocessors=None)
 
 
 def forecast(case: Case, hardware: HardwareModel) -> float:

@@ -35,10 +35,12 @@ from wanma.bench.meter.process_tree import adopt_orphans
 from wanma.data.opening import prepare_job_data
 from wanma.hardware.discovery.node import discover_node
 from wanma.job.file.loading import load_job
-from wanma.planner.hardware_model.calibration import load_calibration
+from wanma.planner.hardware_model.calibration import calibration_file, load_calibration
 
 STATE = RESULTS / "planner-real.json"
 RANKS = (1, 2, 4)
+ROUNDS = 3
+"""Executions of each number of ranks in a calibration."""
 MEMORY_STEPS = 5
 """Steps of a run for memory: a process hardly grows after the third, and the last one does not count."""
 WARM_UP = 2
@@ -92,11 +94,11 @@ def _processors(cluster: dict[str, Any]) -> set[str]:
 def _calibrate(state: dict[str, Any], seconds: float) -> None:
     """Measure each number of ranks for `seconds`, in turn."""
     with tempfile.TemporaryDirectory() as folder:
-        output, log = Path(folder) / "calibration.json", Path(folder) / "output.log"
-        command = ["-m", "wanma", "cluster", "--calibrate", "--ranks", ",".join(map(str, RANKS))]
-        command += ["--seconds", str(len(RANKS) * seconds), "--output", str(output)]
-        run_command([sys.executable, *command], os.environ, log, TIMEOUT_SECONDS + 3 * len(RANKS) * seconds)
-        calibration = load_calibration(output)
+        command = ["-m", "wanma", "bench", "machine", "--save", "--ranks", ",".join(map(str, RANKS))]
+        command += ["--rounds", str(ROUNDS), "--seconds", str(seconds / ROUNDS), "--results", folder]
+        environment, log = {**os.environ, "XDG_CACHE_HOME": folder}, Path(folder) / "output.log"
+        run_command([sys.executable, *command], environment, log, TIMEOUT_SECONDS + 3 * len(RANKS) * seconds)
+        calibration = load_calibration(calibration_file(environment))
     for one in calibration.devices:
         print(f"{one.ranks} ranks: {one.disturbed} of {len(one.points)} disturbed")
     state["calibration"] = calibration.to_json()

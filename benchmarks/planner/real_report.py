@@ -52,7 +52,7 @@ def report(state: Mapping[str, Any]) -> str:
         "# Forecasts beside real runs on processors\n",
         f"{state['machine']}. A step is the median of those, of all runs of its case, during which other "
         "programs left the machine alone, with its 95 % interval; the runs of all cases took turns. "
-        "`measured rates`: forecast by `wanma cluster --calibrate` alone; "
+        "`measured rates`: forecast by `wanma bench machine --save` alone; "
         f"`corrected`: after {len(taught)} runs of {_count_models(taught)} other models taught the "
         "calibration (`wanma plan --learn`).\n",
         _corrections(after),

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from benchmarks.common import RESULTS
 from benchmarks.planner.machines import cluster
+from wanma.job.run.resource_limits import cpu_model
 from wanma.job.sections.job import Job
 from wanma.models.config.presets import OWN_PRESETS
 from wanma.models.workload.model_workload import compute_decoder_workload
@@ -117,7 +118,7 @@ def report(lines: list[str], repeats: int) -> str:
             "blocks, and torch.compile; on all devices and on fewer. Every search is exact: what it finds is",
             "the best of all plans (tests/planner/search/test_best.py).",
             "",
-            f"CPU seconds on one core, medians of up to {repeats}; {_processor()}, Python",
+            f"CPU seconds on one core, medians of up to {repeats}; {cpu_model()}, Python",
             f"{platform.python_version()}; {os.cpu_count()} cores, which others kept busy (load "
             f"{os.getloadavg()[1]:.1f}). Goals: 1 s for 1,024 devices, 5 s for 16,384.",
             "",
@@ -129,13 +130,6 @@ def report(lines: list[str], repeats: int) -> str:
             "",
         ]
     )
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 if __name__ == "__main__":

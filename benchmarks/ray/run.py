@@ -62,7 +62,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.report:
         print(report(Results(options.results).pieces))
-    elif options.setup or not PYTHON.exists():
+    elif not PYTHON.exists():
         sys.exit("error: the environment is that of `make ray`")
     else:
         run(options)

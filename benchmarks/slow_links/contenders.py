@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.commands import Command, train_once, with_speed
-from benchmarks.slow_links.interface import ADDRESSES, NAME, PORT
-from wanma.elastic.protocol.shared_secret import SECRET_VARIABLE as SECRET
+from wanma.bench.programs import limited_link
+from wanma.bench.programs.limited_link import ADDRESSES, INTERFACE, PORT
 from wanma.elastic.workers.environment import make_worker_environment
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.cluster import ClusterSection
@@ -150,7 +150,7 @@ keep_best = false
 
 def wanma_command(setting: Setting) -> Command:
     words = ("wanma", "train", "job.toml", "--run-dir", "run", "cluster.node_rank={node}")
-    return Command((*_apart(setting), *words), {SECRET: "0123456789abcdef"})
+    return Command((*_over_link(setting), *words), {})
 
 
 def ddp_command(setting: Setting) -> Command:
@@ -162,7 +162,7 @@ def ddp_command(setting: Setting) -> Command:
         f"--batch={setting.batch}",
     )
     tuned = make_worker_environment(ClusterSection(), Plan(dp_replicate=RANKS, threads_per_rank=1))
-    return Command((*_apart(setting), *words), {**tuned, "GLOO_SOCKET_IFNAME": NAME})
+    return Command((*_over_link(setting), *words), {**tuned, "GLOO_SOCKET_IFNAME": INTERFACE})
 
 
 def measure(setting: Setting, way: Contender | None, venv: Path, folder: Path) -> dict[str, Any]:
@@ -190,8 +190,6 @@ def waited_seconds(metrics: Path, warmup: int, steps: int) -> float | None:
     return sum(told) / len(told) if told else None
 
 
-def _apart(setting: Setting) -> tuple[str, ...]:
-    return (
-        *("python", "-m", "benchmarks.slow_links.apart"),
-        *(f"--megabits={setting.megabits:g}", f"--delay={setting.delay:g}", "--"),
-    )
+def _over_link(setting: Setting) -> tuple[str, ...]:
+    """Return the words before a command that runs on both nodes."""
+    return ("python", "-m", limited_link.__name__, f"{setting.megabits:g}", f"{setting.delay:g}", "--")

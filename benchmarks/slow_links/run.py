@@ -33,7 +33,6 @@ from benchmarks.common import (  # after the path is set
     take_pairs,
     undisturbed,
 )
-from benchmarks.slow_links.apart import what_is_missing
 from benchmarks.slow_links.contenders import (
     CONTENDERS,
     Contender,
@@ -43,6 +42,7 @@ from benchmarks.slow_links.contenders import (
     wanma_command,
 )
 from benchmarks.slow_links.report import DDP, beside_ddp, report
+from wanma.bench.programs.limited_link import missing_for_link
 
 
 def main() -> None:
@@ -51,8 +51,8 @@ def main() -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measure every chosen piece that lacks pairs."""
-    if missing := what_is_missing(max(options.delay)):
-        raise BenchmarkError(missing)
+    if missing := missing_for_link(max(options.delay)):
+        raise BenchmarkError(f"needs {', '.join(missing)}")
     results = Results(options.results)
     environment = describe_environment(options.venv)
     for setting in settings(options):

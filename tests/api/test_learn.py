@@ -145,7 +145,7 @@ def test_a_machine_of_unknown_rates_is_to_be_measured_first(tmp_path: Path) -> N
     write_json(run.plan, told)
     with pytest.raises(WanmaError) as refused:
         correct_calibration(run, tmp_path / "none.json")
-    assert "wanma cluster --calibrate" in str(refused.value)
+    assert "wanma bench machine --save" in str(refused.value)
 
 
 def test_the_command_takes_a_run_and_no_job(

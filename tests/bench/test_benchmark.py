@@ -15,7 +15,7 @@ from wanma.bench.programs.contender import Contender
 from wanma.bench.results.directory import ResultDirectory
 from wanma.bench.runner import Rule
 from wanma.bench.stored_suite import SUITE_FILE, read_stored_suite
-from wanma.bench.suites.known_suites import shipped_suites
+from wanma.bench.suites.known_suites import known_suites
 from wanma.bench.suites.suite_file import Suite
 from wanma.bench.suites.suite_of_commands import suite_of_commands
 from wanma.cli.main import main
@@ -221,7 +221,7 @@ def test_the_commands_measure_list_show_export_and_compare(
 
 @pytest.mark.full
 @pytest.mark.timeout(900)  # DeepSpeed compiles a kernel at its first use on a machine
-@pytest.mark.parametrize("name", shipped_suites())
+@pytest.mark.parametrize("name", known_suites())
 def test_a_shipped_suite_works_in_small(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

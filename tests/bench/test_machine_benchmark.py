@@ -16,6 +16,7 @@ import pytest
 from support.benchmark_results import benchmark_result
 from support.command import share_compiled
 from support.launcher_environments import srun
+from wanma.api.calibration.corrections import correct_calibration
 from wanma.bench.figures import precision
 from wanma.bench.machine_benchmark import launched_overrides, machine_suite, node_role
 from wanma.bench.results.directory import ResultDirectory
@@ -25,8 +26,10 @@ from wanma.engines.launchers.placement import read_placement
 from wanma.hardware.discovery.node import discover_node
 from wanma.job.errors import JobError
 from wanma.job.run.resource_limits import cpu_model
+from wanma.job.run.run_directory import RunDirectory
 from wanma.planner.hardware_model.builder import build_hardware_model
 from wanma.planner.hardware_model.calibration import load_calibration
+from wanma.planner.hardware_model.operator_time import matmul_seconds
 
 CPU = ["--set", "cluster.device=cpu"]
 QUICK = ["--rounds", "1", "--seconds", "0.2", "--foreign-limit", "1000"]
@@ -111,7 +114,23 @@ def test_the_whole_machine_is_measured_calibrated_and_compared_with_a_run(
     assert (measured.device, measured.ranks) == (cpu_model(), 2)
     operators = {point.operator for point in measured.points}
     assert operators >= {"product", "attention", "all_reduce", "tensor_gather", "send", "disk", "blocks"}
-    assert not build_hardware_model(discover_node(), calibration=load_calibration(), ranks=2).unknown
+    assert operators >= {"blocks_tensor", "blocks_gradients", "blocks_parameters"}
+    # A small model takes longer than its kernels do one by one, and FSDP2 more than that.
+    assert 1e-6 < measured.machine.program.kernel_seconds < 1e-3
+    assert 1e-4 < measured.machine.program.parameters_seconds < 1.0
+    assert not measured.machine.host.doubt
+    machine = build_hardware_model(discover_node(), calibration=load_calibration(), ranks=2)
+    assert not machine.unknown
+    large = matmul_seconds(machine.chip, 1024, 1024, 1024, "fp32")
+    assert 1e9 < 2 * 1024**3 / large < 1e13
+    assert main(["train", "job.toml", "--run-dir", "learned", "observe.console=quiet"]) == 0
+    learned = correct_calibration(RunDirectory(Path("learned")))
+    missed = [
+        abs(one / learned.measured_seconds - 1) for one in (learned.before_seconds, learned.after_seconds)
+    ]
+    assert missed[1] <= missed[0]
+    assert load_calibration().corrections_for(cpu_model()).runs == 1
+    capsys.readouterr()
     directory = newest()
     (point,) = json.loads((directory.path / "roofline.json").read_text())["points"]
     assert point["name"] == "run"

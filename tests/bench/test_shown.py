@@ -1,32 +1,20 @@
-"""The results of a sweep: table, page, CSV, JSON, and what of it a calibration keeps."""
+"""The results of a sweep: table and charts."""
 
 from __future__ import annotations
 
 import io
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from support.machines import CHIP
-from wanma.bench.collectives.calibration import check_calibration_writable, save_to_calibration
 from wanma.bench.collectives.calibration_operators import forecast_seconds
 from wanma.bench.collectives.charts import charts
-from wanma.bench.collectives.output_files import check_writable, write_results
-from wanma.bench.collectives.results import COLUMNS, CollectiveResults
+from wanma.bench.collectives.results import CollectiveResults
 from wanma.bench.collectives.terminal_tables import fastest_text, results_tables
 from wanma.collectives.measurement.bandwidth import CollectiveTiming, fastest_ranges
-from wanma.job.errors import JobError, WanmaError
 from wanma.observe.units import bytes_text
-from wanma.planner.hardware_model.calibration import (
-    BenchmarkPoint,
-    Calibration,
-    DeviceCalibration,
-    load_calibration,
-    save_calibration,
-)
 from wanma.planner.hardware_model.collective_time import RankGroup, all_gather_seconds, all_reduce_seconds
 from wanma.planner.hardware_model.model import HardwareModel, LinkLevel
 
@@ -56,9 +44,7 @@ def sweep(machine: HardwareModel = LINK) -> CollectiveResults:
         )
         for size in SIZES
     ]
-    return CollectiveResults(
-        4, 1, "a CPU", 1, "gloo", "copying", "a machine", "2026-11-22T00:00:00+00:00", tuple(timings), 0
-    )
+    return CollectiveResults(4, 1, "gloo", "copying", "a machine", tuple(timings), 0)
 
 
 def shown(one: CollectiveResults) -> str:
@@ -158,71 +144,3 @@ def test_the_page_draws_bandwidth_and_time_of_each_collective_beside_the_limit()
     ]
     assert [line.name for line in drawn[0].series] == ["backend", "ring", "limit"]
     assert list(drawn[0].series[0].xs) == list(map(float, SIZES))
-
-
-def test_json_has_all_columns(tmp_path: Path) -> None:
-    path = write_results([sweep()], tmp_path / "new" / "folder")
-    (written,) = json.loads(path.read_text())["sweeps"]
-    assert len(written["timings"]) == len(sweep().timings)
-    row, first = written["timings"][0], sweep().timings[0]
-    assert tuple(row) == COLUMNS
-    assert (row["bus_bytes_per_second"], row["seconds"]) == (first.bus_bandwidth, first.seconds)
-    assert written["backend"] == "gloo"
-
-
-def test_a_folder_that_cannot_be_written_to_is_told_before_anything_is_measured(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(WanmaError) as refused:
-        check_writable(tmp_path / "file")
-    assert "--out DIR" in refused.value.hint
-
-
-def calibrated(path: Path) -> DeviceCalibration:
-    """A machine whose links were measured slower than `LINK`."""
-    slow = replace(LINK, links=(LinkLevel(4, 1e-3, 2e8),))
-    points = tuple(
-        BenchmarkPoint(operator, (4, size), seconds(slow, RankGroup(4), size))
-        for size in SIZES
-        for operator, seconds in (("all_reduce", all_reduce_seconds), ("send", all_gather_seconds))
-    )
-    points += (BenchmarkPoint("product", (64, 64, 64), 1e-6, "fp32"),)
-    measured = DeviceCalibration("a CPU", 4, 1, slow, points=points)
-    save_calibration(Calibration((measured,)), path)
-    return measured
-
-
-def test_saved_links_are_those_that_forecasts_use_and_all_else_stays(tmp_path: Path) -> None:
-    path = tmp_path / "calibration.json"
-    before = calibrated(path)
-    save_to_calibration([sweep()], path)
-    after = load_calibration(path).find("a CPU", 4, 1)
-    assert after is not None
-    assert after.machine.chip == before.machine.chip
-    for size in SIZES:
-        forecast = all_reduce_seconds(after.machine, RankGroup(4), size)
-        assert forecast == pytest.approx(all_reduce_seconds(LINK, RankGroup(4), size), rel=0.15)
-    kept = {point.operator for point in after.points}
-    assert kept == {"all_reduce", "all_gather", "send", "product"}
-    assert [point.shape[1] for point in after.points if point.operator == "all_reduce"] == list(SIZES)
-
-
-def test_without_a_calibration_of_so_many_ranks_nothing_is_saved(tmp_path: Path) -> None:
-    path = tmp_path / "calibration.json"
-    calibrated(path)
-    with pytest.raises(WanmaError) as refused:
-        save_to_calibration([replace(sweep(), ranks=2)], path)
-    assert "wanma cluster --calibrate --ranks 2" in refused.value.hint
-
-
-def test_without_the_backends_all_reduces_nothing_is_saved(tmp_path: Path) -> None:
-    path = tmp_path / "calibration.json"
-    before = calibrated(path)
-    others = tuple(one for one in sweep().timings if one.algorithm != "backend")
-    with pytest.raises(WanmaError, match="all-reduces in fp32"):
-        save_to_calibration([replace(sweep(), timings=others)], path)
-    assert load_calibration(path).devices == (before,)
-
-
-def test_links_between_machines_are_not_a_machines_own() -> None:
-    with pytest.raises(JobError, match="--save with --nodes 2"):
-        check_calibration_writable(2)

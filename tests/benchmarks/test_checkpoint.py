@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.checkpoint.report import report
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,9 +33,7 @@ def a_round(stall: float, disturbed: bool = False) -> dict[str, Any]:
     }
 
 
-def test_ratios_are_taken_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT))
-    report = importlib.import_module("benchmarks.checkpoint.report").report
+def test_ratios_are_taken_within_a_round() -> None:
     piece = {
         "settings": {"megabytes": 400, "ranks": 2, "foreign_limit": 0.1},
         "environment": {"machine": "a machine", "versions": {"torch": "2.13"}},

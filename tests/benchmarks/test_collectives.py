@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.collectives.report import report
 
 
 def a_round(factor: float, disturbed: bool = False) -> dict[str, Any]:
@@ -20,9 +16,7 @@ def a_round(factor: float, disturbed: bool = False) -> dict[str, Any]:
     }
 
 
-def test_times_are_medians_and_ratios_are_taken_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT))
-    report = importlib.import_module("benchmarks.collectives.report").report
+def test_times_are_medians_and_ratios_are_taken_within_a_round() -> None:
     piece = {
         "settings": {"collective": "broadcast", "ranks": 2, "mebibytes": [16.0]},
         "environment": {"machine": "a machine", "versions": {"torch": "2.13"}},

@@ -1,22 +1,11 @@
 """The comparison of losses: its jobs are wanma's, and each way stands beside whole gradients of its seed."""
 
-import importlib
-from pathlib import Path
-
-import pytest
+from benchmarks.convergence import run as convergence
 
 from wanma.job.file.loading import load_job
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-@pytest.fixture
-def convergence(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module("benchmarks.convergence.run")
-
-
-def test_every_way_has_a_job_that_differs_in_it_alone(convergence, tmp_path):
+def test_every_way_has_a_job_that_differs_in_it_alone(tmp_path):
     path = tmp_path / "job.toml"
     setting = convergence.Setting(2000, 4, 64)
     for method in convergence.METHODS:
@@ -28,7 +17,7 @@ def test_every_way_has_a_job_that_differs_in_it_alone(convergence, tmp_path):
         assert named == ({kind} if method != convergence.WHOLE else set())
 
 
-def test_the_report_sets_each_seed_beside_whole_gradients_of_the_same_job(convergence):
+def test_the_report_sets_each_seed_beside_whole_gradients_of_the_same_job():
     setting = convergence.Setting(2000, 4, 64)
 
     def run(method, seed, loss, setting=setting):

@@ -14,13 +14,6 @@ from support.fault_table import PROPERTY, Row
 
 pytest_plugins = ["pytester"]
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(autouse=True)
-def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT))
-
 
 def module(name: str) -> Any:
     return importlib.import_module(f"benchmarks.recovery.{name}")

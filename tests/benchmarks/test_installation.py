@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import zipfile
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(autouse=True)
-def root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT))
+from benchmarks.installation.report import report
+from benchmarks.installation.run import _sizes as sizes
 
 
 def sample(seconds: float, disturbed: bool = False) -> dict[str, Any]:
@@ -29,7 +22,6 @@ def sample(seconds: float, disturbed: bool = False) -> dict[str, Any]:
 
 
 def test_the_report_has_medians_of_undisturbed_rounds_and_the_size_of_the_wheel(tmp_path: Path) -> None:
-    sizes = importlib.import_module("benchmarks.installation.run")._sizes
     wheel = tmp_path / "wanma.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("wanma/a.py", bytes(2 << 20))
@@ -49,7 +41,7 @@ def test_the_report_has_medians_of_undisturbed_rounds_and_the_size_of_the_wheel(
         "environment": {"machine": "a machine", "versions": {"torch": "2.13"}},
         "pairs": rounds,
     }
-    text = importlib.import_module("benchmarks.installation.report").report([piece])
+    text = report([piece])
     assert "| wheel | 20.0 | 25.0 | 50.0 | 1,100 |" in text
     assert "| clone, `make train` | 40.0 | 45.0 | 70.0 | 1,100 |" in text
     assert "3 rounds of 20 steps" in text

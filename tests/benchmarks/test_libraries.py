@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.libraries.report import report
 
 
 def a_round(native: float, disturbed: bool = False) -> dict[str, Any]:
@@ -24,9 +20,7 @@ def a_round(native: float, disturbed: bool = False) -> dict[str, Any]:
     }
 
 
-def test_ratios_are_speeds_relative_to_the_native_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT))
-    report = importlib.import_module("benchmarks.libraries.report").report
+def test_ratios_are_speeds_relative_to_the_native_library() -> None:
     piece = {
         "settings": {"levels": ["native", "x86-64-v4", "x86-64-v2"], "foreign_limit": 2.0},
         "environment": {"machine": "a machine", "versions": {"torch": "2.13"}},

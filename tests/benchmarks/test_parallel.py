@@ -4,19 +4,11 @@ import importlib
 import sys
 from dataclasses import asdict, replace
 from itertools import product
-from pathlib import Path
 
 import pytest
 from benchmarks.parallel.bubble_runs import bubble_fraction
 
 from wanma.job.file.loading import load_job
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(autouse=True)
-def _in_the_repository(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
 
 
 def module(name):

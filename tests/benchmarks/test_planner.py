@@ -9,7 +9,6 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = [
     "source",
     "model",
@@ -71,8 +70,7 @@ ROW = {
 
 
 @pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT))
+def rows() -> ModuleType:
     return importlib.import_module("benchmarks.planner.rows")
 
 
@@ -173,7 +171,6 @@ def test_a_report_counts_errors_by_source_and_by_half(
 
 
 def test_runs_of_another_processor_are_not_mixed_into_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT))
     real = importlib.import_module("benchmarks.planner.real")
 
     def cluster(name: str) -> dict[str, object]:

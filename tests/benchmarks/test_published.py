@@ -18,11 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
 
 
-@pytest.fixture(autouse=True)
-def root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT))
-
-
 def benchmark(name: str) -> ModuleType:
     return importlib.import_module(f"benchmarks.planner.{name}")
 

@@ -18,11 +18,6 @@ from wanma.job.file.loading import load_job
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(autouse=True)
-def _in_the_repository(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-
-
 def module(name):
     return importlib.import_module(f"benchmarks.recovery.{name}")
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from benchmarks.suites import run as suites
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -47,8 +48,7 @@ NUMBER = re.compile(r"(?<![\w.,])\d[\d,]*(?:\.\d+)?")
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_says_what_its_data_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT))
+def test_a_page_says_what_its_data_say(name: str) -> None:
     module = importlib.import_module(f"benchmarks.{PAGES[name]}")
     content = json.loads((RESULTS / f"{name}.json").read_text())
     written = module.page(content) if name == "planner-mixed" else module.report(_parts(content))
@@ -59,15 +59,12 @@ def test_all_data_have_a_page() -> None:
     assert {path.stem for path in RESULTS.glob("*.json")} == PAGES.keys() | ELSEWHERE
 
 
-def test_the_page_of_suites_has_the_recorded_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT))
-    suites = importlib.import_module("benchmarks.suites.run")
+def test_the_page_of_suites_has_the_recorded_results() -> None:
     assert (RESULTS / "suites.md").read_text() == suites.report(suites.recorded_results())
 
 
-def test_the_quick_start_of_the_readme_is_a_recorded_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT))
-    figures = importlib.import_module("benchmarks.suites.run").recorded_result("quick-start").summaries["job"]
+def test_the_quick_start_of_the_readme_is_a_recorded_result() -> None:
+    figures = suites.recorded_result("quick-start").summaries["job"]
     readme = (ROOT / "README.md").read_text()
     assert f"  loss              {figures['loss'].median:.3f}  (step 300)" in readme
     best, perplexity = figures["validation_loss"].median, figures["perplexity"].median

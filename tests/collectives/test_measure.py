@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from support.ranks import run_ranks
 from wanma.collectives.measurement.microbenchmark import (
-    TRAINING_COLLECTIVES,
     TrainingCollective,
     measure_collective,
 )
 from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import WorkerContext
+
+COLLECTIVES: tuple[TrainingCollective, ...] = get_args(TrainingCollective)
 
 
 def measure(worker: WorkerContext) -> tuple[dict[TrainingCollective, float], list[float]]:
@@ -23,7 +26,7 @@ def measure(worker: WorkerContext) -> tuple[dict[TrainingCollective, float], lis
         group = dist.group.WORLD
         assert group is not None
         cpu = torch.device("cpu")
-        found = {name: measure_collective(name, 4099, group, cpu, 0.01) for name in TRAINING_COLLECTIVES}
+        found = {name: measure_collective(name, 4099, group, cpu, 0.01) for name in COLLECTIVES}
         sizes = [measure_collective("all_reduce", size, group, cpu, 0.05) for size in (1 << 10, 1 << 24)]
     return found, sizes
 
@@ -41,7 +44,7 @@ def alone(worker: WorkerContext) -> str:
 
 def test_every_collective_is_timed_and_ranks_agree() -> None:
     (one, sizes), (other, _) = run_ranks(measure, 2, ())
-    assert list(one) == list(TRAINING_COLLECTIVES)
+    assert list(one) == list(COLLECTIVES)
     assert one == other
     assert all(0 < seconds < 5 for seconds in one.values())
     assert sizes[1] > sizes[0], "16 MiB take longer than a kilobyte"

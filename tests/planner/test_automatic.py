@@ -254,7 +254,9 @@ def test_a_processor_that_was_never_measured_is_planned_for_by_rule() -> None:
     reason = time_search_unavailable_reason(
         PlanningInputs(asked, on, compute_decoder_workload(SMALL, SEQUENCE), SMALL)
     )
-    assert reason == "this CPU is not calibrated; run `wanma cluster --calibrate` to search plans by forecast"
+    assert (
+        reason == "this CPU is not calibrated; run `wanma bench machine --save` to search plans by forecast"
+    )
     result = planned(asked, on)
     assert (result.plan.world_size, result.plan.threads_per_rank) == (1, 8)
     assert any("one process" in told for told in result.forecast.reasons)

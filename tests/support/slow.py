@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from wanma.job.run.worker import NullSupervisorClient
+from wanma.job.run.worker import NullSupervisorClient, StepWork
 from wanma.models.architectures.decoder import Block
 
 SECONDS = 0.15
@@ -22,9 +22,9 @@ class Noting(NullSupervisorClient):
         super().__init__()
         self._path = path
 
-    def report_work(self, peer_group: int, data_seconds: float, compute_seconds: float, *_: int) -> None:
+    def report_work(self, work: StepWork) -> None:
         with self._path.open("a") as notes:
-            notes.write(f"{peer_group} {compute_seconds}\n")
+            notes.write(f"{work.peer_group} {work.compute_seconds}\n")
 
 
 def noted(path: Path) -> list[tuple[int, float]]:

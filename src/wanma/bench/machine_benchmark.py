@@ -58,6 +58,7 @@ def machine_suite(
     folder: Path | None = None,
     overrides: Sequence[str] = (),
     rounds: int = DEFAULT_ROUNDS,
+    calibrates: bool = False,
 ) -> tuple[Suite, Rule]:
     """Return suite and rule of the machine benchmark.
 
@@ -68,6 +69,7 @@ def machine_suite(
         folder: folder of the file system to measure; default: that of run directories.
         overrides: keys of `[cluster]`, such as 'cluster.nodes=2'.
         rounds: executions of each number of ranks.
+        calibrates: True: ranks are by default 1, 2, 4 ... to all, between which forecasts choose.
 
     Raises:
         WanmaError: an argument is wrong, or the ranks do not fit into memory.
@@ -78,7 +80,7 @@ def machine_suite(
     section = parse_benchmark_cluster(overrides)
     check_interface(section.network_interface)
     node = measured_node(section)
-    counts = _rank_counts(node, ranks, section.nodes, chosen)
+    counts = _rank_counts(node, ranks, section.nodes, chosen, calibrates)
     place = storage_folder(folder)
     system = file_system(place)
     contenders = tuple(
@@ -216,16 +218,20 @@ def _select_parts(names: Sequence[str]) -> tuple[Part, ...]:
     return tuple(part for part in PARTS if not names or part in names)
 
 
-def _rank_counts(node: NodeGroup, ranks: Sequence[int], nodes: int, parts: Sequence[Part]) -> list[int]:
+def _rank_counts(
+    node: NodeGroup, ranks: Sequence[int], nodes: int, parts: Sequence[Part], calibrates: bool
+) -> list[int]:
     if nodes > 1 and len(ranks) > 1:
         raise JobError(
             f"--ranks {','.join(map(str, ranks))} on {nodes} nodes: several nodes measure one number",
             "give one number, the same on every node",
         )
     counts = rank_counts(node, ranks)
-    if not ranks:
-        all_ranks = len(node.devices) or node.cores
-        counts = [all_ranks] if nodes > 1 else sorted({1, all_ranks})
+    all_ranks = len(node.devices) or node.cores
+    if not ranks and nodes > 1:
+        counts = [all_ranks]
+    elif not ranks and not calibrates:
+        counts = sorted({1, all_ranks})
     if nodes == 1 and not set(parts) - {"links", "collectives"}:
         counts = [count for count in counts if count > 1]
         if not counts:

@@ -16,6 +16,7 @@ import wanma
 from wanma.engines.code.git import NoRepositoryError, repository_root, run_git
 from wanma.hardware.discovery.node import discover_node
 from wanma.job.errors import WanmaError
+from wanma.job.run.resource_limits import cpu_model
 from wanma.job.run.run_directory import RunDirectory
 
 PACKAGES = (
@@ -53,7 +54,7 @@ def describe_hardware(runs: Iterable[RunDirectory] = ()) -> dict[str, Any]:
     cluster = next((found for run in runs if (found := _planned_cluster(run)) is not None), None)
     return {
         "cluster": cluster or discover_node().to_json(),
-        "processor": _processor(),
+        "processor": cpu_model(),
         "cores": len(psutil.Process().cpu_affinity()),
         "memory_bytes": psutil.virtual_memory().total,
         "kernel": platform.release(),
@@ -65,15 +66,6 @@ def _planned_cluster(run: RunDirectory) -> Mapping[str, Any] | None:
         return dict(json.loads(run.plan.read_text())["cluster"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
 
 
 def describe_code() -> dict[str, Any]:

@@ -334,7 +334,7 @@ def _slow_computation(evidence: Evidence) -> Finding | None:
         "all ranks compute more slowly than forecast",
         (f"{duration_text(measured)} a step, forecast {duration_text(forecast)}",),
         "other programs on the machine, throttled devices, or rates that were assumed: "
-        "`wanma cluster --calibrate` measures them",
+        "`wanma bench machine --save` measures them",
         (measured - forecast) / evidence.step_seconds,
     )
 

@@ -94,7 +94,7 @@ def time_search_unavailable_reason(inputs: PlanningInputs) -> str | None:
         return reason
     device = select_device_type(inputs.job, inputs.cluster)
     if device == "cpu" and not is_calibrated(problem.cluster, inputs.calibration):
-        return "this CPU is not calibrated; run `wanma cluster --calibrate` to search plans by forecast"
+        return "this CPU is not calibrated; run `wanma bench machine --save` to search plans by forecast"
     return None
 
 

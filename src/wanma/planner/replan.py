@@ -272,7 +272,7 @@ def _job_with_max_replicas(job: Job, current_plan: Plan, node_count: int, ranks_
         raise JobError(
             f"{ranks} ranks on {node_count} nodes are not a multiple of the {ranks_per_sample} ranks of one "
             f"replica (pp {current_plan.pp} × cp {current_plan.cp} × tp {current_plan.tp})",
-            "choose smaller sizes in [parallel], or parallel = 'auto' after `wanma cluster --calibrate`",
+            "choose smaller sizes in [parallel], or parallel = 'auto' after `wanma bench machine --save`",
         )
     data = ranks // ranks_per_sample
     layout = current_plan if current_plan.dp_shard > 1 else job.parallel  # one rank shards nothing

@@ -39,6 +39,8 @@ def suite(tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     write_pins(folder, wheels)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")  # a constraint there would be one more requirement
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     return folder / "own.toml"
 
 
@@ -53,8 +55,7 @@ def write_pins(folder: Path, wheels: Path, names: tuple[str, ...] = ("hay", "oat
 
 
 def environment(suite: Path, *words: str) -> int:
-    options = ["--no-index", "--find-links", str(suite.parents[1] / "wheels")]
-    return main(["bench", "environment", str(suite), "--environments", "made", *options, *words])
+    return main(["bench", "environment", str(suite), "--environments", "made", *words])
 
 
 def test_an_environment_is_made_when_its_user_says_so(

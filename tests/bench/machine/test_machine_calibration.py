@@ -1,12 +1,18 @@
-"""Calibration from a machine result: the same points as `wanma cluster --calibrate` measures."""
+"""Calibration from a machine result: the points that forecasts know, and the ranks that are measured."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from wanma.bench.machine.calibration import _calibration_pass, check_savable
+from wanma.bench.machine.calibration import check_savable, fastest_points
+from wanma.bench.machine_benchmark import machine_suite
 from wanma.bench.machine_figures.case_names import PARTS
+from wanma.hardware.catalogue.lookup import require_device_kind
+from wanma.hardware.discovery.node import discover_node
 from wanma.job.errors import JobError
+from wanma.planner.calibration.local_node import rank_counts
 from wanma.planner.hardware_model.calibration import BenchmarkPoint
 
 FIGURES = {
@@ -32,8 +38,7 @@ FIGURES = {
 
 
 def test_points_are_those_that_forecasts_know() -> None:
-    found = _calibration_pass(FIGURES, 2, has_gpus=False)
-    assert found.points == (
+    assert fastest_points([FIGURES], 2, has_gpus=False) == (
         BenchmarkPoint("product", (64, 64, 64), 1e-5, "bf16"),
         BenchmarkPoint("attention_backward", (2, 512, 8, 64), 0.02, "fp32"),
         BenchmarkPoint("stream", (4096,), 1e-6),
@@ -45,18 +50,36 @@ def test_points_are_those_that_forecasts_know() -> None:
         BenchmarkPoint("tensor_gather", (2, 4096), 4e-5),
         BenchmarkPoint("send", (2, 4096), 5e-5),
     )
-    assert found.multiprocessors is None
-    assert found.contended_measurements == 2
+
+
+def test_of_several_executions_the_least_time_of_each_point_counts() -> None:
+    slower = FIGURES | {"stream.4096_seconds": 9e-6, "disk.1000_seconds": 1e-4}
+    seconds = {point.operator: point.seconds for point in fastest_points([FIGURES, slower], 2, False)}
+    assert (seconds["stream"], seconds["disk"]) == (1e-6, 1e-4)
 
 
 def test_on_gpus_the_backend_gathers_all() -> None:
-    found = _calibration_pass(FIGURES, 2, has_gpus=True)
-    gathers = [point for point in found.points if "gather" in point.operator]
-    assert {(point.operator, point.seconds) for point in gathers} == {
-        ("all_gather", 4e-5),
-        ("tensor_gather", 4e-5),
-    }
-    assert found.multiprocessors == 132
+    points = fastest_points([FIGURES], 2, has_gpus=True)
+    gathers = {(point.operator, point.seconds) for point in points if "gather" in point.operator}
+    assert gathers == {("all_gather", 4e-5), ("tensor_gather", 4e-5)}
+
+
+def test_a_calibration_has_the_numbers_of_ranks_between_which_forecasts_choose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (node,) = discover_node().nodes
+    eight = replace(node, devices=(), cores=8)
+    monkeypatch.setattr("wanma.bench.machine_benchmark.measured_node", lambda _: eight)
+    for calibrates, ranks in ((False, ["1", "8"]), (True, ["1", "2", "4", "8"])):
+        suite, _ = machine_suite(parts=["compute"], calibrates=calibrates)
+        assert [contender.settings["ranks"] for contender in suite.contenders] == ranks
+
+
+def test_more_ranks_than_gpus_are_refused() -> None:
+    (node,) = discover_node().nodes
+    two = replace(node, devices=(require_device_kind("H100 SXM").to_device(),) * 2)
+    with pytest.raises(JobError, match="--ranks 4: this node has 2 GPUs"):
+        rank_counts(two, [4])
 
 
 def test_what_gives_no_calibration_is_refused() -> None:

@@ -34,9 +34,28 @@ else:
 """
 
 
-def run_on_nodes(program: str) -> subprocess.CompletedProcess[str]:
+ECHO = f"""
+import socket, time
+if "{{node}}" == "0":
+    connection, _ = socket.create_server(("{ADDRESSES[0]}", 4000)).accept()
+    connection.sendall(connection.recv(1))
+else:
+    while True:
+        try:
+            connection = socket.create_connection(("{ADDRESSES[0]}", 4000))
+            break
+        except OSError:
+            time.sleep(0.05)
+    began = time.monotonic()
+    connection.sendall(b"1")
+    connection.recv(1)
+    print(time.monotonic() - began)
+"""
+
+
+def run_on_nodes(program: str, *delay: str) -> subprocess.CompletedProcess[str]:
     module = "wanma.bench.programs.limited_link"
-    command = [sys.executable, "-P", "-m", module, str(MEGABITS), "--", sys.executable, "-c", program]
+    command = [sys.executable, "-P", "-m", module, str(MEGABITS), *delay, "--", sys.executable, "-c", program]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -47,6 +66,13 @@ def test_the_link_is_not_faster_than_its_rate() -> None:
     received, seconds = ran.stdout.split()
     assert int(received) == BYTES
     assert float(seconds) >= 0.9 * 8 * (BYTES - limited_link.BURST_BYTES) / (MEGABITS * 1e6)
+
+
+@pytest.mark.skipif(bool(missing_for_link(0.05)), reason="needs root, ip, tc and tun")
+def test_a_packet_takes_the_delay_each_way() -> None:
+    ran = run_on_nodes(ECHO, "0.05")
+    assert ran.returncode == 0, ran.stderr
+    assert float(ran.stdout) >= 0.1
 
 
 @pytest.mark.skipif(bool(missing_for_link()), reason="needs root, ip and tc")

@@ -25,9 +25,9 @@ from wanma.bench.scale import targets
 from wanma.bench.scale.sentences import _cause, chosen_alternatives, number_of_digits
 from wanma.bench.scale.stored_study import (
     Curve,
+    PartGrowth,
     ScaleStudy,
     StoredAlternative,
-    StoredGrowth,
     StoredKnee,
 )
 from wanma.bench.scale.study import BEST_PLAN, MeasuredPoint, read_growth, study_scaling
@@ -144,8 +144,8 @@ def test_a_part_that_adds_time_while_its_share_falls_is_not_said_to_grow() -> No
         last_ranks=1,
         efficiency=0.77,
         growths=[
-            StoredGrowth(part="compute", before=0.96, after=0.86, added=0.16),
-            StoredGrowth(part="optimizer", before=0.04, after=0.14, added=0.14),
+            PartGrowth(part="compute", before=0.96, after=0.86, added=0.16),
+            PartGrowth(part="optimizer", before=0.04, after=0.14, added=0.14),
         ],
     )
     text = _cause(knee, "")

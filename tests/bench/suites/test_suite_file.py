@@ -9,7 +9,7 @@ import pytest
 
 from wanma.bench.programs.places import place_contender
 from wanma.bench.suites.durations import parse_duration
-from wanma.bench.suites.known_suites import shipped_suites
+from wanma.bench.suites.known_suites import known_suites
 from wanma.bench.suites.scaled_contenders import THREADS
 from wanma.bench.suites.suite_file import find_suite, is_suite, parse_over
 from wanma.bench.suites.suite_of_commands import suite_of_commands
@@ -174,7 +174,7 @@ def test_commands_take_turns_and_equal_ones_are_numbered() -> None:
         suite_of_commands([], patterns={})
 
 
-@pytest.mark.parametrize("name", shipped_suites())
+@pytest.mark.parametrize("name", known_suites())
 def test_every_shipped_suite_is_valid(name: str, tmp_path: Path) -> None:
     for is_smoke in (False, True):
         suite, rule = read_suite_or_job(find_suite(name), is_smoke=is_smoke)

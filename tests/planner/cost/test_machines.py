@@ -120,7 +120,7 @@ def test_every_processor_of_the_catalogue_is_forecast_and_says_it_is_not_calibra
     )
     assert 0 < step_seconds(machine, dp_replicate=4) < 1e4
     assert machine.doubt > 0.3
-    assert "--calibrate" in machine.assumed[0]
+    assert "wanma bench machine --save" in machine.assumed[0]
 
 
 def test_every_kind_attained_has_its_generation_and_is_in_the_catalogue() -> None:

@@ -76,7 +76,7 @@ def test_a_damaged_file_is_refused_with_the_way_out(tmp_path: Path, text: str) -
     with pytest.raises(WanmaError, match="cannot be used") as refused:
         load_calibration(path)
     assert str(path) in refused.value.message
-    assert "wanma cluster --calibrate" in refused.value.hint
+    assert "wanma bench machine --save" in refused.value.hint
 
 
 def test_keys_of_another_version_are_refused(tmp_path: Path) -> None:

@@ -299,6 +299,6 @@ def _is_in_process(text: str) -> bool:
 
 
 def _is_wanma_in_process(parts: list[str]) -> bool:
-    if parts[0] != "wanma" or "--calibrate" in parts:
+    if parts[0] != "wanma" or "--save" in parts:
         return False
     return len(parts) == 1 or parts[1] in IN_PROCESS or "--dry-run" in parts or "--help" in parts

@@ -153,7 +153,7 @@ def _forecast(run: RunDirectory, plan: Plan, cluster: Cluster, calibration: Cali
         )
         raise WanmaError(
             f"a step of {run.path} cannot be forecast: {obstacle}",
-            "measure this node with `wanma cluster --calibrate`",
+            "measure this node with `wanma bench machine --save`",
             EXIT_USAGE,
         )
     return forecast

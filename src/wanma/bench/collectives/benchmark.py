@@ -3,8 +3,7 @@
     sweeps = bench_collectives(ranks=(2, 4), sizes="1K..64M")
 
 Ranks start, meet and build their process groups as in a run, so that the benchmark measures what a run would
-use. Times come from `collectives.measurement`, as in a calibration; `save_to_calibration` adds them to the
-calibration.
+use. Times come from `collectives.measurement`, as in a calibration.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import hashlib
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from typing import Any
 
 from wanma.bench.collectives.calibration_operators import forecast_seconds
@@ -38,7 +36,6 @@ from wanma.job.sections.cluster import ClusterSection
 from wanma.observe.units import bytes_text
 from wanma.planner.calibration.local_node import (
     baseline_plan,
-    calibration_device_name,
     node_text,
     rank_counts,
 )
@@ -202,12 +199,9 @@ def _collective_results(result: dict[str, Any], context: _BenchmarkContext, plan
     return CollectiveResults(
         ranks=ranks,
         nodes=nodes,
-        device=calibration_device_name(node, plan),
-        threads=plan.threads_per_rank if plan.device == "cpu" else 0,
         backend=result["backend"],
         limit=result["limit"],
         machine=node_text(node),
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
         timings=timings,
         disturbed=result["disturbed"],
     )

@@ -1,28 +1,12 @@
-"""Results of a collective benchmark as data, with their JSON form."""
+"""Results of a collective benchmark as data."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from wanma.bench.programs.command_program import FIGURE_MARK
 from wanma.collectives.measurement.bandwidth import CollectiveTiming
-
-COLUMNS = (
-    "collective",
-    "algorithm",
-    "dtype",
-    "ranks",
-    "nodes",
-    "size_bytes",
-    "seconds",
-    "algorithm_bytes_per_second",
-    "bus_bytes_per_second",
-    "limit_bytes_per_second",
-    "share_of_limit",
-    "forecast_seconds",
-)
 
 
 @dataclass(frozen=True)
@@ -31,18 +15,12 @@ class CollectiveResults:
 
     ranks: int
     nodes: int
-    device: str
-    """Device name, as in a calibration."""
-    threads: int
-    """Threads of one rank that computes on the CPU; 0 for an accelerator."""
     backend: str
     """Backend that carried the messages: 'gloo', 'nccl'."""
     limit: str
     """Reference of the bandwidths, as text."""
     machine: str
     """Description of the node, with versions."""
-    date: str
-    """Date and time in ISO 8601, UTC."""
     timings: tuple[CollectiveTiming, ...]
     disturbed: int
     """Number of measurements (timings and limits) during which other programs were busy throughout."""
@@ -52,10 +30,6 @@ class CollectiveResults:
         """Title such as '4 ranks on 2 nodes, gloo'."""
         nodes = f" on {self.nodes} nodes" if self.nodes > 1 else ""
         return f"{self.ranks} ranks{nodes}, {self.backend}"
-
-    def to_json(self) -> dict[str, Any]:
-        rows = [dict(zip(COLUMNS, _row(timing), strict=True)) for timing in self.timings]
-        return {**asdict(self), "timings": rows}
 
 
 def figure_lines(sweeps: Sequence[CollectiveResults]) -> Iterator[str]:
@@ -72,20 +46,3 @@ def figure_lines(sweeps: Sequence[CollectiveResults]) -> Iterator[str]:
         if len(sweeps) > 1:
             parts.append(f"of_{timing.ranks}")
         yield f"{FIGURE_MARK} {'_'.join(parts)}_{timing.size_bytes}_bytes_seconds {timing.seconds:.9f}"
-
-
-def _row(timing: CollectiveTiming) -> Sequence[Any]:
-    return (
-        timing.collective,
-        timing.algorithm,
-        timing.dtype,
-        timing.ranks,
-        timing.nodes,
-        timing.size_bytes,
-        timing.seconds,
-        timing.algorithm_bandwidth,
-        timing.bus_bandwidth,
-        timing.link_bytes_per_second,
-        timing.link_utilization,
-        timing.forecast_seconds,
-    )

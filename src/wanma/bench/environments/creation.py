@@ -39,14 +39,11 @@ def environment_state(environment: PythonEnvironment) -> str:
     return READY
 
 
-def make_environment(
-    environment: PythonEnvironment, pip_options: Sequence[str], progress: Callable[[str], None]
-) -> None:
+def make_environment(environment: PythonEnvironment, progress: Callable[[str], None]) -> None:
     """Make an environment that is missing; its folder is new, and goes if it cannot be made.
 
     Args:
         environment: environment of this machine.
-        pip_options: options of `pip install`, such as those of its index.
         progress: receives lines about what is done.
 
     Raises:
@@ -63,7 +60,7 @@ def make_environment(
     progress(f"{environment.name}: making {folder}, {count_text(len(environment.pins), 'pinned package')}")
     try:
         _run([sys.executable, "-m", "venv", str(folder)], "the virtual environment cannot be made")
-        _install(environment, pins, list(pip_options), progress)
+        _install(environment, pins, progress)
         environment.check()
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -73,11 +70,10 @@ def make_environment(
 def _install(
     environment: PythonEnvironment,
     pins: Mapping[str, Pin],
-    options: list[str],
     progress: Callable[[str], None],
 ) -> None:
     pip = [str(environment.python), "-I", "-m", "pip", "--disable-pip-version-check", "--no-input"]
-    install = [*pip, "install", "--quiet", *options]
+    install = [*pip, "install", "--quiet"]
     with tempfile.TemporaryDirectory() as temporary:
         required, allowed, report, locked = (
             Path(temporary, name) for name in ("required.txt", "allowed.txt", "report.json", "locked.txt")
@@ -162,5 +158,5 @@ def _run(command: Sequence[str], problem: str) -> None:
     if code.returncode:
         raise WanmaError(
             f"{problem}: exit code {code.returncode}, the reason stands above",
-            "give pip an index that has them: --index-url URL, --extra-index-url URL or --find-links DIR",
+            "give pip an index that has them: PIP_INDEX_URL, PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS",
         )

@@ -1,26 +1,27 @@
-"""Calibration from a machine result: the points of `wanma cluster --calibrate`, from its executions."""
+"""Calibration from a machine result: forecasts of this node use the times of its executions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import get_args
 
-from wanma.bench.calibration.node_calibration import (
-    PRECISIONS,
-    CalibrationPass,
-    fit_calibration,
-    minimum_times,
-)
 from wanma.bench.collectives.calibration_operators import calibration_operators
 from wanma.bench.machine.machine_result import NODES, node_count, rank_count
 from wanma.bench.machine_figures.case_names import PARTS, CaseParts, is_case_figure, parse_case
 from wanma.bench.results.result import BenchmarkResult, ContenderRecord
 from wanma.collectives.measurement.bandwidth import BUS_FACTORS
-from wanma.job.cluster import NodeGroup
+from wanma.job.cluster import Cluster, NodeGroup
 from wanma.job.errors import JobError, WanmaError
-from wanma.planner.calibration.local_node import baseline_plan
+from wanma.job.plan.plan import Plan
+from wanma.planner.calibration.curve_fitting import fit_hardware_model
+from wanma.planner.calibration.local_node import baseline_plan, calibration_device_name, node_text
+from wanma.planner.hardware_model.builder import build_hardware_model
 from wanma.planner.hardware_model.calibration import BenchmarkKind, BenchmarkPoint, DeviceCalibration
+from wanma.planner.hardware_model.model import DeviceModel
 
+PRECISIONS = {"cpu": ("fp32", "bf16", "fp16"), "cuda": ("bf16", "fp16", "fp32")}
+"""Precisions of products and attention by type of device."""
 KINDS: tuple[BenchmarkKind, ...] = get_args(BenchmarkKind)
 
 
@@ -42,7 +43,7 @@ def check_savable(settings: Mapping[str, str]) -> None:
 def calibrations_of(result: BenchmarkResult, node: NodeGroup) -> list[DeviceCalibration]:
     """Return a calibration for each number of ranks that was measured.
 
-    Of each point the least time of all executions that count is taken, as in `wanma cluster --calibrate`.
+    Of each point the least time of all executions that count is taken, because others only slow a node down.
 
     Args:
         result: a machine result of all parts, of this node.
@@ -55,22 +56,51 @@ def calibrations_of(result: BenchmarkResult, node: NodeGroup) -> list[DeviceCali
 
 
 def _calibration(result: BenchmarkResult, record: ContenderRecord, node: NodeGroup) -> DeviceCalibration:
-    executions = [
-        _calibration_pass(one.figures, rank_count(record), bool(node.devices))
-        for one in result.measurements_of(record.name)
-    ]
+    executions = [one.figures for one in result.measurements_of(record.name)]
     if not executions or node_count(record) > 1:
         raise WanmaError(
             f"not saved: no execution of {record.name} counts",
             "repeat it on a quieter machine, or raise --foreign-limit",
         )
-    return fit_calibration(node, baseline_plan(node, rank_count(record)), minimum_times(executions))
+    plan, has_gpus = baseline_plan(node, rank_count(record)), bool(node.devices)
+    points = fastest_points(executions, plan.world_size, has_gpus)
+    name = calibration_device_name(node, plan)
+    machine = fit_hardware_model(
+        name,
+        points,
+        plan.world_size,
+        multiprocessors=int(executions[0]["multiprocessors"]) if has_gpus else None,
+        catalogue_device=_catalogue_chip(node),
+        threads_per_core=threads_per_core(node, plan),
+    )
+    return DeviceCalibration(
+        device=name,
+        ranks=plan.world_size,
+        threads=0 if has_gpus else plan.threads_per_rank,
+        machine=machine,
+        host=node_text(node),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        points=points,
+        disturbed=round(min(figures["disturbed_share"] for figures in executions) * len(points)),
+    )
 
 
-def _calibration_pass(figures: Mapping[str, float], ranks: int, has_gpus: bool) -> CalibrationPass:
-    points = tuple(_points(figures, ranks, has_gpus))
-    disturbed = round(figures["disturbed_share"] * len(points))
-    return CalibrationPass(points, disturbed, int(figures["multiprocessors"]) if has_gpus else None)
+def fastest_points(
+    executions: Sequence[Mapping[str, float]], ranks: int, has_gpus: bool
+) -> tuple[BenchmarkPoint, ...]:
+    """Return the points of a calibration, each with the least time of all executions.
+
+    Args:
+        executions: figures of each execution by name.
+        ranks: number of ranks.
+        has_gpus: True if GPUs were measured.
+    """
+    fastest: dict[tuple[object, ...], BenchmarkPoint] = {}
+    for figures in executions:
+        for point in _points(figures, ranks, has_gpus):
+            key = (point.operator, point.shape, point.precision)
+            fastest[key] = min(point, fastest.get(key, point), key=lambda one: one.seconds)
+    return tuple(fastest.values())
 
 
 def _points(figures: Mapping[str, float], ranks: int, has_gpus: bool) -> Iterator[BenchmarkPoint]:
@@ -90,3 +120,16 @@ def _collective_operators(parts: CaseParts, has_gpus: bool) -> tuple[BenchmarkKi
     if parts.kind == "send":
         return ("send",)
     return calibration_operators(parts.kind, parts.algorithm, on_cpu=not has_gpus)
+
+
+def threads_per_core(node: NodeGroup, plan: Plan) -> float:
+    """Return the threads of all ranks per core of a CPU, at least 1."""
+    return 1.0 if node.devices else max(plan.world_size * plan.threads_per_rank / node.cores, 1.0)
+
+
+def _catalogue_chip(node: NodeGroup) -> DeviceModel | None:
+    """Return the catalogue's data of this node's GPUs; None if it has none."""
+    if not node.devices:
+        return None
+    machine = build_hardware_model(Cluster((node,)))
+    return None if machine.unknown else machine.chip

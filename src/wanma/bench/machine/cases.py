@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from wanma.bench.calibration.decoder_benchmark import decoder_cases
-from wanma.bench.calibration.node_calibration import PRECISIONS
 from wanma.bench.collectives.selection import BenchmarkSelection
 from wanma.bench.collectives.worker import collective_cases, known_algorithms
+from wanma.bench.machine.calibration import PRECISIONS
+from wanma.bench.machine.decoder_cases import decoder_cases
 from wanma.bench.machine_figures.case_names import PART_OF_KIND, Part, case_name
 from wanma.collectives.measurement.microbenchmark import BACKEND_ALGORITHM, measure_collective
 from wanma.collectives.measurement.pair_links import (

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from wanma.bench.calibration.node_calibration import threads_per_core
 from wanma.bench.collectives.benchmark import parse_benchmark_cluster
+from wanma.bench.machine.calibration import threads_per_core
 from wanma.bench.machine.figures import execution_figures
 from wanma.bench.machine.machine_result import PROGRAM
 from wanma.bench.machine.storage_place import storage_folder

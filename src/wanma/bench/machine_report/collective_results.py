@@ -37,12 +37,9 @@ def collective_results(result: BenchmarkResult, contender: ContenderRecord) -> C
     return CollectiveResults(
         ranks=ranks,
         nodes=nodes,
-        device=str(contender.settings.get("device", "")),
-        threads=0,
         backend=backend,
         limit=LIMIT,
         machine=place_lines(result)[0],
-        date=result.created,
         timings=tuple(timings),
         disturbed=0,
     )

@@ -87,11 +87,6 @@ class TurnsTaken:
     shared_turns: int = 0
     """Turns after the first step, while all contenders took them."""
 
-    @property
-    def stopped_seconds(self) -> float:
-        """Return the time in which the contender was stopped."""
-        return sum(ended - began for began, ended in self.stops)
-
 
 @dataclass(frozen=True)
 class Measurement:

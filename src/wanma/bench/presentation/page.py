@@ -21,7 +21,7 @@ from wanma.bench.figures.texts import (
 from wanma.bench.presentation.breakdown_chart import breakdown_card
 from wanma.bench.presentation.charts import contender_colours, result_charts
 from wanma.bench.presentation.result_tables import sections, summary_metrics
-from wanma.bench.presentation.scale_page import published_section, scale_section
+from wanma.bench.presentation.scale_page import scale_section
 from wanma.bench.presentation.terminal import (
     description_lines,
     exclusion_reasons,
@@ -66,7 +66,6 @@ def result_page(result: BenchmarkResult) -> str:
             _key_figures(result),
             breakdown_card(result),
             scale_section(result),
-            published_section(result),
             f'<p class="note">{INTERVAL_NOTE}</p>' if result.contenders else "",
             f'<section class="pair">{"".join(_metric_cards(result))}</section>',
             f'<section class="charts">{"".join(map(chart_figure, charts))}</section>' if charts else "",
@@ -150,10 +149,11 @@ def _verdict_table(result: BenchmarkResult, name: str) -> str:
 
 
 def _section_cards(result: BenchmarkResult) -> Iterator[str]:
-    for title, note, columns, rows in sections(result):
+    for title, notes, columns, rows in sections(result):
         table = table_header(columns, columns[1:])
         table += "".join(table_row(escape(first), *cells) for first, *cells in rows)
-        yield card(title, f'<p class="note">{escape(note)}</p><table>{table}</table>')
+        text = "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
+        yield card(title, f"{text}<table>{table}</table>")
 
 
 def measurement_card(result: BenchmarkResult) -> str:

@@ -27,7 +27,14 @@ from wanma.bench.figures.utilization import (
 )
 from wanma.bench.machine_figures.definitions import is_machine_detail
 from wanma.bench.measurements.measurement import COLUMNS
+from wanma.bench.presentation.scale_texts import (
+    PUBLISHED_COLUMNS,
+    published_notes,
+    published_rows,
+    published_title,
+)
 from wanma.bench.results.result import BenchmarkResult
+from wanma.bench.scale.stored_study import PublishedScaling
 from wanma.bench.statistics.estimates import Estimate
 
 SUMMARY_COLUMNS = (
@@ -172,17 +179,27 @@ def summary_metrics(result: BenchmarkResult) -> list[str]:
     return [name for name in names if name not in apart and not is_machine_detail(name)]
 
 
-def sections(result: BenchmarkResult) -> Iterator[tuple[str, str, Sequence[str], list[list[str]]]]:
-    """Yield title, note, columns and rows of the tables of a result beside those of its metrics."""
+def sections(
+    result: BenchmarkResult,
+) -> Iterator[tuple[str, Sequence[str], Sequence[str], Sequence[Sequence[str]]]]:
+    """Yield title, notes, columns and rows of the tables of a result beside those of its metrics."""
     for scaling in find_scalings(result):
         rows = [scaling_cells(row) for row in scaling.rows]
-        yield scaling.title, scaling_note(scaling), scaling_columns(scaling), rows
+        yield scaling.title, [scaling_note(scaling)], scaling_columns(scaling), rows
     for title, note, (columns, rows) in (
         ("MFU by convention", CONVENTIONS_NOTE, conventions_table(result)),
         ("Utilization", UTILIZATION_NOTE, utilization_table(result)),
     ):
         if rows:
-            yield title, note, columns, rows
+            yield title, [note], columns, rows
+    for value in result.published:
+        published = PublishedScaling.model_validate(value)
+        yield (
+            published_title(published),
+            published_notes(published),
+            PUBLISHED_COLUMNS,
+            published_rows(published),
+        )
 
 
 def _markdown_text(text: str) -> str:

@@ -7,18 +7,9 @@ from html import escape
 from itertools import pairwise
 
 from wanma.bench.presentation.charts import COLOUR_COUNT
-from wanma.bench.presentation.scale_texts import (
-    BAND_NOTE,
-    PUBLISHED_COLUMNS,
-    efficiency_points,
-    published_notes,
-    published_rows,
-    published_title,
-    scale_columns,
-    scale_rows,
-)
+from wanma.bench.presentation.scale_texts import BAND_NOTE, efficiency_points, scale_columns, scale_rows
 from wanma.bench.results.result import BenchmarkResult
-from wanma.bench.scale.stored_study import Curve, CurvePoint, Interval, PublishedScaling, ScaleStudy
+from wanma.bench.scale.stored_study import Curve, CurvePoint, Interval, ScaleStudy
 from wanma.observe.units import number_text, percent_text
 from wanma.report.components.downsampling import SeriesPoint
 from wanma.report.components.html_elements import card, table_header, table_row
@@ -39,18 +30,6 @@ def scale_section(result: BenchmarkResult) -> str:
     cards = "".join(map(_curve_card, study.curves))
     head = card(f"{study.kind.capitalize()} scaling", notes)
     return f'<section class="charts">{charts}</section><section class="charts">{head}{cards}</section>'
-
-
-def published_section(result: BenchmarkResult) -> str:
-    """Render the published scalings of a result beside their forecasts; empty: it has none."""
-    cards = []
-    for value in result.published:
-        scaling = PublishedScaling.model_validate(value)
-        rows = "".join(table_row(escape(first), *cells) for first, *cells in published_rows(scaling))
-        table = f"<table>{table_header(PUBLISHED_COLUMNS, PUBLISHED_COLUMNS[1:])}{rows}</table>"
-        notes = "".join(f"<p>{escape(note)}</p>" for note in published_notes(scaling))
-        cards.append(card(published_title(scaling), table + notes))
-    return f'<section class="charts">{"".join(cards)}</section>' if cards else ""
 
 
 def scale_charts(study: ScaleStudy) -> list[Chart]:

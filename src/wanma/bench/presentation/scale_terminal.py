@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from wanma.bench.presentation.scale_texts import (
-    BAND_NOTE,
-    PUBLISHED_COLUMNS,
-    efficiency_points,
-    published_notes,
-    published_rows,
-    published_title,
-    scale_columns,
-    scale_rows,
-)
-from wanma.bench.scale.stored_study import Curve, PublishedScaling, ScaleStudy
+from wanma.bench.presentation.scale_texts import BAND_NOTE, efficiency_points, scale_columns, scale_rows
+from wanma.bench.scale.stored_study import Curve, ScaleStudy
 from wanma.observe.units import percent_text
 
 if TYPE_CHECKING:
@@ -36,20 +27,6 @@ def scale_parts(study: ScaleStudy) -> list[RenderableType]:
             parts += [Text(""), _table(curve), Text(""), _bars(curve, study.limit)]
             parts.append(Text(curve.band, style="dim"))
     return [*parts, Text(""), *(Text(note, style="dim") for note in (*study.notes, BAND_NOTE))]
-
-
-def published_parts(scaling: PublishedScaling) -> list[RenderableType]:
-    """Return the parts of a published scaling: its figures beside the forecasts, and the notes."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, padding=(0, 1, 0, 1), pad_edge=False)
-    for number, name in enumerate(PUBLISHED_COLUMNS):
-        table.add_column(name, justify="right" if number else "left", no_wrap=number > 0)
-    for cells in published_rows(scaling):
-        table.add_row(*cells)
-    notes = [Text(note, style="dim") for note in published_notes(scaling)]
-    return [Text(f"\n{published_title(scaling)}", style="bold"), table, *notes]
 
 
 def _table(curve: Curve) -> RenderableType:

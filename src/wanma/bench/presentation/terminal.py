@@ -28,10 +28,10 @@ from wanma.bench.figures.texts import (
 )
 from wanma.bench.place import PACKAGES
 from wanma.bench.presentation.result_tables import sections, summary_metrics
-from wanma.bench.presentation.scale_terminal import published_parts, scale_parts
+from wanma.bench.presentation.scale_terminal import scale_parts
 from wanma.bench.results.hardware_identity import hardware_identity
 from wanma.bench.results.result import BenchmarkResult
-from wanma.bench.scale.stored_study import PublishedScaling, ScaleStudy
+from wanma.bench.scale.stored_study import ScaleStudy
 from wanma.bench.statistics.estimates import Estimate
 from wanma.bench.statistics.verdicts import Outcome, Verdict
 from wanma.observe.units import MISSING_TEXT, count_text, duration_text
@@ -82,15 +82,13 @@ def result_tables(result: BenchmarkResult, metrics: Sequence[str] = ()) -> Rende
     if breakdowns := step_breakdowns(result):
         parts += [Text("\nBreakdown of a step: mean, and forecast in parentheses", style="bold")]
         parts += [*_breakdown_tables(breakdowns), Text(BREAKDOWN_NOTE, style="dim")]
-    for title, note, columns, rows in sections(result):
+    for title, notes, columns, rows in sections(result):
         table = empty_table(columns, 1)
         for row in rows:
             table.add_row(*row)
-        parts += [Text(f"\n{title}", style="bold"), table, Text(note, style="dim")]
+        parts += [Text(f"\n{title}", style="bold"), table, *(Text(note, style="dim") for note in notes)]
     if result.scale is not None:
         parts += scale_parts(ScaleStudy.model_validate(result.scale))
-    for published in result.published:
-        parts += published_parts(PublishedScaling.model_validate(published))
     parts += [Text("\nMeasurements", style="bold"), measurement_table(result)] if result.contenders else []
     if sentence := turns_sentence(result):
         parts.append(Text(sentence, style="dim"))

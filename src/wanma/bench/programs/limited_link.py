@@ -1,8 +1,10 @@
 """Runner of a command on each of two nodes of this machine that a slow link joins: network namespaces.
 
     python -m wanma.bench.programs.limited_link 100 -- wanma train job.toml cluster.node_rank={node}
+    python -m wanma.bench.programs.limited_link 100 0.01 -- wanma train ...
 
-In the words of the command {node} is 0 or 1. The namespaces have no names: they end with their processes.
+The numbers are the rate in Mbit/s and the delay of a packet in seconds, each way. In the words of the command
+{node} is 0 or 1. The namespaces have no names: they end with their processes.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
+from wanma.bench.programs.link_delay import NEW_NETWORK, TUN, join_with_delay
 from wanma.elastic.protocol.shared_secret import SECRET_VARIABLE
 from wanma.elastic.workers.linux_processes import kill_on_parent_exit
 from wanma.job.errors import EXIT_FAILED, EXIT_USAGE, WanmaError
@@ -31,10 +35,9 @@ QUEUE_SECONDS = 1.0
 """Seconds of packets that wait at the limit before more are dropped."""
 END_SECONDS = 10.0
 """Seconds for which one node may continue after the other has failed."""
-_NEW_NETWORK = 0x40000000  # sched.h: CLONE_NEWNET
 
 
-def missing_for_link() -> list[str]:
+def missing_for_link(delay_seconds: float = 0.0) -> list[str]:
     """Return what this machine lacks for two nodes with a slow link between them."""
     programs = [
         f"`{name}` (Debian: apt-get install iproute2)" for name in ("ip", "tc") if not shutil.which(name)
@@ -44,6 +47,7 @@ def missing_for_link() -> list[str]:
     return [
         *([] if os.geteuid() == 0 else ["root, to join two network namespaces by a slow link"]),
         *programs,
+        *([f"{TUN} (in a container: --device {TUN})"] if delay_seconds and not Path(TUN).exists() else []),
     ]
 
 
@@ -74,7 +78,9 @@ def command_over_link(command: Sequence[str], megabits: float) -> list[str]:
 
 def main() -> None:
     """Run the command on both nodes; the exit code is the first that is not 0."""
-    megabits, command = float(sys.argv[1]), sys.argv[3:]
+    end = sys.argv.index("--")
+    megabits, delay = (*map(float, sys.argv[1:end]), 0.0)[:2]
+    command = sys.argv[end + 1 :]
     os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(16))
     starts = [_start_node(node, megabits, command) for node in (0, 1)]
     processes = [process for process, _, _ in starts]
@@ -87,9 +93,12 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, pass_on)
     _await(starts)
-    first, second = (str(process) for process in processes)
-    link = ["ip", "link", "add", INTERFACE, "netns", first, "type", "veth"]
-    subprocess.run([*link, "peer", "name", INTERFACE, "netns", second], check=True)
+    if delay:
+        join_with_delay(processes, INTERFACE, delay)
+    else:
+        first, second = (str(process) for process in processes)
+        link = ["ip", "link", "add", INTERFACE, "netns", first, "type", "veth"]
+        subprocess.run([*link, "peer", "name", INTERFACE, "netns", second], check=True)
     _release(starts)
     _await(starts)  # a node that ends takes the link with it, which the other may not have set up yet
     _release(starts)
@@ -127,7 +136,7 @@ def _start_node(node: int, megabits: float, command: Sequence[str]) -> tuple[int
     try:
         kill_on_parent_exit(parent)
         os.close(go_write)
-        if ctypes.CDLL(None, use_errno=True).unshare(_NEW_NETWORK) != 0:
+        if ctypes.CDLL(None, use_errno=True).unshare(NEW_NETWORK) != 0:
             raise OSError(ctypes.get_errno(), "no network namespace")
         os.write(ready_write, b".")
         os.read(go_read, 1)

@@ -11,25 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from wanma.bench.scale.forecasts import PointForecast
+from wanma.bench.scale.stored_study import PartGrowth
 from wanma.job.plan.plan import Plan
 from wanma.planner.explain.plan_changes import changed_settings
 
 _GROWING = {f"parallel.{name}" for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "stage_cuts")}
 _FOLLOWING = {"parallel.bucket_bytes", "parallel.all_reduce"}
 """Settings that follow from the number of ranks."""
-
-
-@dataclass(frozen=True)
-class PartGrowth:
-    """Growth of one part of a step between two numbers of ranks."""
-
-    part: str
-    before: float
-    """Share of a step on the fewer ranks."""
-    after: float
-    """Share of a step on the more."""
-    added: float
-    """Time of all ranks per sample that it adds, as a share of that of a sample on the fewer ranks."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +42,6 @@ class Knee:
     """Settings that the plan changed on its way to the knee, beside the sizes of the mesh."""
     unchanged_growths: tuple[PartGrowth, ...] = ()
     """`growths` if the plan had kept those settings; empty: it has kept them, or could not."""
-
-    @property
-    def driver(self) -> PartGrowth | None:
-        """Return the part that grows most, under the settings that the plan had; None without a plan."""
-        growths = self.unchanged_growths or self.growths
-        return growths[0] if growths else None
 
 
 def efficiency_of(point: PointForecast, reference: PointForecast) -> float | None:
@@ -113,7 +95,12 @@ def part_growths(before: PointForecast, after: PointForecast) -> tuple[PartGrowt
         earlier, later = before.parts.get(part, 0.0), after.parts.get(part, 0.0)
         added = later * after.ranks / after.global_batch - earlier * before.ranks / before.global_batch
         growths.append(
-            PartGrowth(part, earlier / before.step.seconds, later / after.step.seconds, added / ideal)
+            PartGrowth(
+                part=part,
+                before=earlier / before.step.seconds,
+                after=later / after.step.seconds,
+                added=added / ideal,
+            )
         )
     return tuple(sorted(growths, key=lambda growth: -growth.added))
 

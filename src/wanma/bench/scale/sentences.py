@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from wanma.bench.scale.stored_study import CurvePoint, Interval, StoredAlternative, StoredGrowth, StoredKnee
+from wanma.bench.scale.stored_study import CurvePoint, Interval, PartGrowth, StoredAlternative, StoredKnee
 from wanma.observe.units import count_text, percent_text
 
 MIN_SHARE = 0.15
@@ -114,7 +114,7 @@ def _cause(knee: StoredKnee, network: str) -> str:
     return text + "."
 
 
-def _growth(growth: StoredGrowth) -> str:
+def _growth(growth: PartGrowth) -> str:
     """Return how a part takes more time per sample; if others grow more, its share of a step falls."""
     before, after = _share(growth.before), _share(growth.after)
     if growth.after < growth.before:
@@ -128,7 +128,7 @@ def _is_compute_named(knee: StoredKnee) -> bool:
     return any(growth.part == "compute" and growth.added >= MIN_SHARE * total for growth in knee.growths)
 
 
-def _over(growth: StoredGrowth, network: str) -> str:
+def _over(growth: PartGrowth, network: str) -> str:
     is_exchange = growth.part.startswith("exposed") and "(" in growth.part
     return f", over a network of {network} per node" if network and is_exchange else ""
 

@@ -60,13 +60,16 @@ class CurvePoint(Stored):
         return Interval(value=self.speedup.value / self.ideal, low=low, high=high)
 
 
-class StoredGrowth(Stored):
-    """Growth of a part of a step between the best number of ranks and the knee."""
+class PartGrowth(Stored):
+    """Growth of one part of a step between two numbers of ranks."""
 
     part: str
     before: float
+    """Share of a step on the fewer ranks."""
     after: float
+    """Share of a step on the more."""
     added: float
+    """Time of all ranks per sample that it adds, as a share of that of a sample on the fewer ranks."""
 
 
 class StoredAlternative(Stored):
@@ -90,8 +93,8 @@ class StoredKnee(Stored):
     last_ranks: int
     efficiency: float | None
     """Throughput per rank over that of the reference; None: there is no plan from here on."""
-    growths: list[StoredGrowth] = []
-    unchanged_growths: list[StoredGrowth] = []
+    growths: list[PartGrowth] = []
+    unchanged_growths: list[PartGrowth] = []
     changed: list[str] = []
     micro_batches: tuple[int, int] | None = None
     """Samples of a micro-batch at the reference and at the knee; None: without a plan there."""

@@ -12,7 +12,7 @@ from wanma.bench.scale.alternatives import Alternative, find_alternatives
 from wanma.bench.scale.bands import COVERAGE, Band, BandRule, Observation, band_rule
 from wanma.bench.scale.forecasts import PointForecast, ScaledJob, forecast_curve
 from wanma.bench.scale.growth import Growth, growth_of
-from wanma.bench.scale.knee import Knee, PartGrowth, find_knee
+from wanma.bench.scale.knee import Knee, find_knee
 from wanma.bench.scale.sentences import curve_sentences, measured_sentences
 from wanma.bench.scale.stored_study import (
     Curve,
@@ -20,7 +20,6 @@ from wanma.bench.scale.stored_study import (
     Interval,
     ScaleStudy,
     StoredAlternative,
-    StoredGrowth,
     StoredKnee,
 )
 from wanma.bench.scale.targets import Target, target_here, target_of_cluster, target_of_device
@@ -252,8 +251,8 @@ def _stored_knee(knee: Knee, tried: Sequence[Alternative]) -> StoredKnee:
         reference_ranks=knee.reference.ranks,
         last_ranks=knee.last.ranks,
         efficiency=knee.efficiency,
-        growths=_stored_growths(knee.growths),
-        unchanged_growths=_stored_growths(knee.unchanged_growths),
+        growths=list(knee.growths),
+        unchanged_growths=list(knee.unchanged_growths),
         changed=list(knee.changed),
         micro_batches=knee.micro_batches,
         reason=knee.reason,
@@ -268,12 +267,6 @@ def _stored_knee(knee: Knee, tried: Sequence[Alternative]) -> StoredKnee:
             for one in tried
         ],
     )
-
-
-def _stored_growths(growths: Sequence[PartGrowth]) -> list[StoredGrowth]:
-    return [
-        StoredGrowth(part=one.part, before=one.before, after=one.after, added=one.added) for one in growths
-    ]
 
 
 def band_text(rule: BandRule, *, has_measurements: bool) -> str:

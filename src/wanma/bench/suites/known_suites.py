@@ -16,11 +16,6 @@ SHIPPED = Path(__file__).parent / "shipped"
 """Folder of the shipped suites."""
 
 
-def shipped_suites() -> dict[str, Path]:
-    """Return the shipped suites by name."""
-    return _suites_in(SHIPPED)
-
-
 def known_suites() -> dict[str, Path]:
     """Return the files of all suites by name: the shipped ones, then those of other packages.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from wanma.cli.arguments import (
     add_cluster_override_option,
@@ -17,8 +16,8 @@ from wanma.cli.output import print_progress
 _EXAMPLES = """\
 examples:
   wanma bench collectives                                         # 2, 4 ... ranks of this node
-  wanma bench collectives --ranks 4 --collectives all_reduce --sizes 1K..64M --out bench
-  wanma bench collectives --ranks 2 --save                        # used by later forecasts
+  wanma bench collectives --ranks 4 --collectives all_reduce --sizes 1K..64M
+  wanma bench run -- wanma bench collectives --ranks 2 --figures  # a result to keep and compare
   wanma bench collectives --nodes 2 --rendezvous 10.0.0.1:29500   # the same on each node
 
 Bandwidths are bus bandwidths by the definitions of nccl-tests; the limit is measured in the same run.
@@ -55,13 +54,7 @@ def add_parsers(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--seconds", metavar="N", type=float, help="seconds per number of ranks; default: 60"
     )
     collectives.add_argument(
-        "--out", metavar="DIR", type=Path, help="folder for the results as collectives.json"
-    )
-    collectives.add_argument(
         "--figures", action="store_true", help="print each time as a line that `wanma bench run` reads"
-    )
-    collectives.add_argument(
-        "--save", action="store_true", help="save the results for forecasts of this node"
     )
     collectives.add_argument(
         "--nodes", metavar="N", help="number of nodes; run the same command on each (cluster.nodes)"
@@ -72,19 +65,12 @@ def add_parsers(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from wanma.bench.collectives.benchmark import DEFAULT_SECONDS, bench_collectives, parse_benchmark_cluster
-    from wanma.bench.collectives.calibration import check_calibration_writable, save_to_calibration
-    from wanma.bench.collectives.output_files import check_writable, write_results
+    from wanma.bench.collectives.benchmark import DEFAULT_SECONDS, bench_collectives
     from wanma.bench.collectives.results import figure_lines
     from wanma.bench.collectives.selection import DEFAULT_SIZES
     from wanma.bench.collectives.terminal_tables import results_tables
     from wanma.cli.output import print_content
 
-    overrides = cluster_overrides(arguments)
-    if arguments.save:
-        check_calibration_writable(parse_benchmark_cluster(overrides).nodes)
-    if arguments.out is not None:
-        check_writable(arguments.out)
     sweeps = bench_collectives(
         ranks=arguments.ranks or (),
         sizes=DEFAULT_SIZES if arguments.sizes is None else arguments.sizes,
@@ -92,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         algorithms=arguments.algorithms,
         dtypes=arguments.dtypes,
         seconds=DEFAULT_SECONDS if arguments.seconds is None else arguments.seconds,
-        overrides=overrides,
+        overrides=cluster_overrides(arguments),
         progress=print_progress,
     )
     if not sweeps:
@@ -101,8 +87,4 @@ def run(arguments: argparse.Namespace) -> int:
     print_content(results_tables(sweeps))
     if arguments.figures:
         print("\n".join(figure_lines(sweeps)))
-    if arguments.out is not None:
-        print(f"Written: {write_results(sweeps, arguments.out)}")
-    if arguments.save:
-        print(f"Saved to {save_to_calibration(sweeps)}")
     return 0

@@ -11,10 +11,10 @@ _EXAMPLES = """\
 examples:
   wanma bench environment ddp-peers              # which there are, and the command that makes the others
   wanma bench environment ddp-peers --make
-  wanma bench environment sharded-peers --make --environments ~/environments --find-links ~/wheels --no-index
+  wanma bench environment sharded-peers --make --environments ~/environments
 
-Without --make nothing is installed. A file is taken only if its hash is that of its pin; pip's own
-configuration holds, too.
+Without --make nothing is installed. A file is taken only if its hash is that of its pin. The index is that of
+pip's own configuration, such as PIP_INDEX_URL.
 """
 
 
@@ -31,15 +31,6 @@ def add_parsers(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--make", action="store_true", help="make the environments that are missing")
     add_environments_option(parser)
-    index = parser.add_argument_group("package index, as for pip")
-    index.add_argument("--index-url", metavar="URL", help="package index")
-    index.add_argument(
-        "--extra-index-url", metavar="URL", action="append", default=[], help="a further index; repeatable"
-    )
-    index.add_argument(
-        "--find-links", metavar="DIR|URL", action="append", default=[], help="place of files; repeatable"
-    )
-    index.add_argument("--no-index", action="store_true", help="take files of --find-links alone")
     parser.set_defaults(run=run)
 
 
@@ -51,26 +42,14 @@ def run(arguments: argparse.Namespace) -> int:
     if not found:
         print(f"the commands of {arguments.subject} need no Python environment of their own")
         return 0
-    options = _pip_options(arguments)
     is_wrong = False
     for environment in found:
         state = environment_state(environment)
         if state == MISSING and arguments.make:
-            make_environment(environment, options, print_progress)
+            make_environment(environment, print_progress)
             state = READY
         print(f"{environment.name}: {state}    {environment.folder}")
         if state == MISSING:
             print(f"  make it: {environment.creation}")
         is_wrong |= state != READY
     return int(is_wrong)
-
-
-def _pip_options(arguments: argparse.Namespace) -> list[str]:
-    """Return the options of the package index, as pip takes them."""
-    options = ["--no-index"] if arguments.no_index else []
-    options += [] if arguments.index_url is None else ["--index-url", arguments.index_url]
-    for url in arguments.extra_index_url:
-        options += ["--extra-index-url", url]
-    for place in arguments.find_links:
-        options += ["--find-links", place]
-    return options

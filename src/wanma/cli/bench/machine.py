@@ -46,7 +46,7 @@ def add_parsers(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--ranks",
         metavar="N,N",
         type=parse_integers,
-        help="numbers of ranks on a node; default: 1, and its GPUs or cores",
+        help="numbers of ranks on a node; default: 1, and its GPUs or cores; with --save 1, 2, 4 ...",
     )
     parser.add_argument(
         "--parts",
@@ -120,6 +120,7 @@ def _measure(arguments: argparse.Namespace, placement: LauncherPlacement | None)
         folder=arguments.folder,
         overrides=overrides,
         rounds=DEFAULT_ROUNDS if arguments.rounds is None else arguments.rounds,
+        calibrates=arguments.save,
     )
     if arguments.save:
         check_savable(suite.contenders[0].settings)

@@ -1,12 +1,11 @@
-"""Command `wanma cluster`: the cluster as a file, the catalogue of devices, and calibration."""
+"""Command `wanma cluster`: the cluster as a file, and the catalogue of devices."""
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wanma.cli.arguments import complete_job_files, parse_integers, set_completer
+from wanma.cli.arguments import complete_job_files, set_completer
 from wanma.job.errors import JobError
 
 if TYPE_CHECKING:
@@ -21,12 +20,11 @@ examples:
   wanma plan JOB.toml --cluster cluster.toml            # plan for it
   wanma cluster --measured RESULT > cluster.toml        # with links of `wanma bench machine --nodes N`
   wanma cluster --devices                               # names of devices
-  wanma cluster --calibrate                             # measure this node for forecasts; takes minutes
 """
 
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("cluster", help="show or calibrate a cluster", epilog=_EXAMPLES)
+    parser = commands.add_parser("cluster", help="show a cluster", epilog=_EXAMPLES)
     argument = parser.add_argument(
         "where", metavar="CLUSTER", nargs="?", help="cluster file, or one line; default: this node"
     )
@@ -37,20 +35,6 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="RESULT",
         help="nodes of a result of `wanma bench machine --nodes N`, with their measured links",
     )
-    parser.add_argument(
-        "--calibrate", action="store_true", help="measure this node, and save the result for forecasts"
-    )
-    calibrating = parser.add_argument_group("calibration")
-    calibrating.add_argument("--seconds", metavar="N", type=float, help="duration in seconds; default: 60")
-    calibrating.add_argument(
-        "--ranks",
-        metavar="N,N",
-        type=parse_integers,
-        help="numbers of ranks to measure; default: 1, 2, 4 ... to all",
-    )
-    calibrating.add_argument(
-        "--output", metavar="FILE", type=Path, help="calibration file; default: in the user's cache folder"
-    )
     parser.set_defaults(run=run)
 
 
@@ -60,13 +44,6 @@ def run(arguments: argparse.Namespace) -> int:
     from wanma.hardware.cluster_file.reader import read_cluster
     from wanma.hardware.discovery.node import discover_node
 
-    if arguments.calibrate:
-        return _calibrate(arguments)
-    for option in ("seconds", "ranks", "output"):
-        if getattr(arguments, option) is not None:
-            raise JobError(
-                f"--{option} has no effect without --calibrate", f"add --calibrate, or remove --{option}"
-            )
     if arguments.devices:
         print_content(_catalogue_table())
         return 0
@@ -86,31 +63,6 @@ def _read_measured(name: str) -> Cluster:
     from wanma.cli.bench.arguments import RESULTS_FOLDER
 
     return measured_cluster(find_result(RESULTS_FOLDER, name).read())
-
-
-def _calibrate(arguments: argparse.Namespace) -> int:
-    from wanma.bench.calibration.node_calibration import DEFAULT_SECONDS, calibrate, calibration_table
-    from wanma.cli.output import print_content, print_progress
-
-    if arguments.where is not None or arguments.devices:
-        raise JobError(
-            "--calibrate measures this node only", "run it on the node, without CLUSTER or --devices"
-        )
-    measured, path = calibrate(
-        ranks=arguments.ranks or (),
-        seconds=DEFAULT_SECONDS if arguments.seconds is None else arguments.seconds,
-        output=arguments.output,
-        progress=print_progress,
-    )
-    print_content(calibration_table(measured))
-    if disturbed := sum(measurement.disturbed for measurement in measured):
-        total = sum(len(measurement.points) for measurement in measured)
-        print(
-            f"{disturbed} of {total} measurements ran while other processes used the CPU; "
-            "repeat on an idle node."
-        )
-    print(f"Saved to {path}")
-    return 0
 
 
 def _catalogue_table() -> Table:

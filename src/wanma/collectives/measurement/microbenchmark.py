@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -34,15 +34,13 @@ TrainingCollective = Literal[
     "all_to_all",
     "send",
 ]
-MeasuredCollective = TrainingCollective | Literal["broadcast"]
-"""Name of a collective that can be timed: those of training, and broadcast, which a benchmark shows."""
-
-TRAINING_COLLECTIVES: tuple[TrainingCollective, ...] = get_args(TrainingCollective)
-"""Collectives that training uses and forecasts know.
+"""Collective that training uses and forecasts know.
 
 all_gather, reduce_scatter: of sharded parameters and gradients. tensor_gather, tensor_scatter: of activations
 under sequence parallelism. send: every rank to the next one, all at once.
 """
+MeasuredCollective = TrainingCollective | Literal["broadcast"]
+"""Name of a collective that can be timed: those of training, and broadcast, which a benchmark shows."""
 
 BACKEND_ALGORITHM = "backend"
 """Name of the backend's own algorithm."""

@@ -13,7 +13,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from wanma.job.run.worker import OUTSIDE_SESSION_PHASE
+from wanma.job.run.worker import OUTSIDE_SESSION_PHASE, StepWork
 
 _HEAD_BYTES = 64
 _SLOT_BYTES = 192
@@ -64,18 +64,10 @@ class RankProgress:
 
 
 @dataclass(frozen=True)
-class ReportedWork:
-    """Work of one rank since its process began, without waits for other ranks."""
+class ReportedWork(StepWork):
+    """Work of one rank since its process began; its seconds are sums over all steps."""
 
     steps: int
-    peer_group: int
-    """Number of the rank's peer group: ranks of the same group have equal work."""
-    data_seconds: float
-    compute_seconds: float
-    cached_bytes: int
-    """Memory of its GPU that PyTorch's allocator holds beyond the peak of its tensors."""
-    allocation_retries: int
-    """Allocations for which the GPU had no room until this memory was freed."""
 
 
 class ProgressBoard:
@@ -139,10 +131,10 @@ class ProgressBoard:
         """Return the work of a rank so far."""
         offset = _HEAD_BYTES + local_rank * _SLOT_BYTES + _WORK_OFFSET
         for _ in range(100):
-            *values, check = _WORK.unpack_from(self._memory, offset)
-            if values[0] == check:
+            steps, group, data, compute, cached, retries, check = _WORK.unpack_from(self._memory, offset)
+            if steps == check:
                 break
-        return ReportedWork(*values)
+        return ReportedWork(group, data, compute, cached, retries, steps)
 
     def close(self) -> None:
         self._memory.close()
@@ -162,27 +154,20 @@ class ProgressWriter:
         self._steps = 0
         self._data_seconds = self._compute_seconds = 0.0
 
-    def report_work(
-        self,
-        peer_group: int,
-        data_seconds: float,
-        compute_seconds: float,
-        cached_bytes: int,
-        allocation_retries: int,
-    ) -> None:
-        """Add the time of a step to the rank's work, as `SupervisorClient.report_work` describes it."""
+    def report_work(self, work: StepWork) -> None:
+        """Add the work of a step to the rank's."""
         self._steps += 1
-        self._data_seconds += data_seconds
-        self._compute_seconds += compute_seconds
+        self._data_seconds += work.data_seconds
+        self._compute_seconds += work.compute_seconds
         _WORK.pack_into(
             self._memory,
             self._offset + _WORK_OFFSET,
             self._steps,
-            peer_group,
+            work.peer_group,
             self._data_seconds,
             self._compute_seconds,
-            cached_bytes,
-            allocation_retries,
+            work.cached_bytes,
+            work.allocation_retries,
             self._steps,
         )
 

@@ -90,7 +90,7 @@ LINK_EFFICIENCIES: Mapping[str, LinkEfficiency] = MappingProxyType(
         "NVLink 5": LinkEfficiency(0.731, 0.731),
         # In the same measurements, gathers on a server of L40S reach 19.4 GB/s between two and 4.8 between
         # four, of 31.5: then the two pairs have 0.06 of it for each device. Between all eight it was 2; other
-        # servers may do better, which `wanma cluster --calibrate` shows.
+        # servers may do better, which `wanma bench machine --save` shows.
         "PCIe 3": LinkEfficiency(0.62, 0.06),
         "PCIe 4": LinkEfficiency(0.62, 0.06),
         "PCIe 5": LinkEfficiency(0.62, 0.06),

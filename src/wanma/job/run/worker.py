@@ -22,6 +22,22 @@ Event = dict[str, Any]
 finish."""
 
 
+@dataclass(frozen=True)
+class StepWork:
+    """Own work of a rank in one step, without waits for other ranks."""
+
+    peer_group: int
+    """Number of the rank's peer group: ranks of the same group have equal work."""
+    data_seconds: float
+    """Time of waiting for data."""
+    compute_seconds: float
+    """Time of forward and backward; 0 if it cannot be separated from waiting."""
+    cached_bytes: int
+    """Memory of its GPU that PyTorch's allocator holds beyond the peak of its tensors."""
+    allocation_retries: int
+    """Allocations so far for which the GPU had no room until this memory was freed."""
+
+
 class SupervisorClient(Protocol):
     """Supervisor interface, as the training loop uses it."""
 
@@ -31,23 +47,8 @@ class SupervisorClient(Protocol):
     def report_finished_step(self, step: int) -> None:
         """Report that optimizer step `step` is finished: only new steps count as progress after a failure."""
 
-    def report_work(
-        self,
-        peer_group: int,
-        data_seconds: float,
-        compute_seconds: float,
-        cached_bytes: int,
-        allocation_retries: int,
-    ) -> None:
-        """Report this rank's own work in the step just finished, without waits for other ranks.
-
-        Args:
-            peer_group: ranks with the same number have equal work.
-            data_seconds: time of waiting for data.
-            compute_seconds: time of forward and backward; 0 if it cannot be separated from waiting.
-            cached_bytes: memory of its GPU that PyTorch holds beyond the peak of its tensors.
-            allocation_retries: allocations so far that had no room until this memory was freed.
-        """
+    def report_work(self, work: StepWork) -> None:
+        """Report this rank's own work in the step just finished."""
 
     def send_event(self, event: Event) -> None:
         """Pass an event to the supervisor's console; rank 0 only."""
@@ -83,14 +84,7 @@ class NullSupervisorClient:
     def report_finished_step(self, step: int) -> None:
         pass
 
-    def report_work(
-        self,
-        peer_group: int,
-        data_seconds: float,
-        compute_seconds: float,
-        cached_bytes: int,
-        allocation_retries: int,
-    ) -> None:
+    def report_work(self, work: StepWork) -> None:
         pass
 
     def send_event(self, event: Event) -> None:

@@ -93,7 +93,7 @@ RULES = (
         "steps take {value:.1f} times the upper end of the forecast's interval",
         (
             "other programs on the machine, or a throttled device: `wanma diagnose RUN` names the part",
-            "rates of the devices that were assumed: `wanma cluster --calibrate` measures them",
+            "rates of the devices that were assumed: `wanma bench machine --save` measures them",
         ),
         for_seconds=5 * MINUTE,
     ),

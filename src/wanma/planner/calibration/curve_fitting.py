@@ -18,7 +18,7 @@ from typing import TypeVar
 from wanma.job.errors import WanmaError
 from wanma.planner.calibration.framework_benchmarks import fit_framework_overhead
 from wanma.planner.calibration.host_benchmarks import fit_host_model
-from wanma.planner.hardware_model.calibration import BenchmarkKind, BenchmarkPoint, DeviceCalibration
+from wanma.planner.hardware_model.calibration import BenchmarkKind, BenchmarkPoint
 from wanma.planner.hardware_model.collective_time import (
     RankGroup,
     all_gather_seconds,
@@ -114,21 +114,6 @@ def fit_hardware_model(
     if ranks > 1:
         machine = _with_links(machine, points, ranks)
     return replace(machine, program=fit_framework_overhead(machine, points))
-
-
-def refit_links(device_calibration: DeviceCalibration, points: Sequence[BenchmarkPoint]) -> DeviceCalibration:
-    """Return `device_calibration` with these points of collectives in place of its own, and links refitted.
-
-    Args:
-        points: new points, with all-reduces among them.
-
-    Raises:
-        WanmaError: there are no all-reduces.
-    """
-    new = {point.operator for point in points}
-    merged = (*(point for point in device_calibration.points if point.operator not in new), *points)
-    machine = _with_links(device_calibration.machine, merged, device_calibration.ranks)
-    return replace(device_calibration, machine=machine, points=merged)
 
 
 def _with_bandwidth(chip: DeviceModel, points: Sequence[BenchmarkPoint], is_peak_known: bool) -> DeviceModel:
@@ -243,7 +228,7 @@ def forecast_collective_seconds(
     """Return the forecast seconds of a collective.
 
     Args:
-        operator: collective, one of `collectives.measurement.microbenchmark.TRAINING_COLLECTIVES`.
+        operator: collective, a `collectives.measurement.microbenchmark.TrainingCollective`.
     """
     return _COLLECTIVES[operator](hardware, RankGroup(ranks), size_bytes)
 

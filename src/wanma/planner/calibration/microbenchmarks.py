@@ -1,4 +1,4 @@
-"""Microbenchmarks of operators and collectives on the local device, run by all ranks at the same time.
+"""Microbenchmarks of operators on the local device, run by all ranks at the same time.
 
 Shared resources (a memory, cores, links) are then shared as in training. `curve_fitting` interprets the
 times.
@@ -7,7 +7,7 @@ times.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,10 +17,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from wanma.collectives.measurement.microbenchmark import TRAINING_COLLECTIVES, measure_collective
 from wanma.planner.calibration.host_benchmarks import host_benchmark_cases
-from wanma.planner.calibration.round_robin import measure_round_robin, sum_over_ranks
-from wanma.planner.hardware_model.calibration import BenchmarkKind, BenchmarkPoint
+from wanma.planner.calibration.round_robin import sum_over_ranks
+from wanma.planner.hardware_model.calibration import BenchmarkKind
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -64,49 +63,6 @@ CPU_BUFFERS = (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 GPU_BUFFERS = (1 << 14, 1 << 18, 1 << 22, 1 << 26, 1 << 29)
 
 
-@dataclass(frozen=True)
-class BenchmarkResults:
-    """Benchmark points, the same on every rank."""
-
-    points: tuple[BenchmarkPoint, ...]
-    disturbed_points: int
-    """Number of points without enough quiet rounds."""
-
-
-def run_microbenchmarks(
-    group: dist.ProcessGroup,
-    device: torch.device,
-    precisions: tuple[str, ...],
-    seconds: float,
-    threads_per_core: float = 1.0,
-    folder: Path | None = None,
-    extra_cases: Sequence[BenchmarkCase] = (),
-) -> BenchmarkResults:
-    """Measure every operator, compute-bound ones in each of `precisions`, and every collective of `group`.
-
-    All are run in turn, several times over: other work on the node comes and goes by seconds.
-
-    Args:
-        group: process group whose ranks all call this, with devices of one kind. A single rank measures no
-            collectives.
-        precisions: precisions to measure; those that this device only emulates are left out.
-        seconds: approximate seconds of all rounds; up to as many again where other programs disturb them.
-        threads_per_core: threads of all ranks per core of a CPU.
-        folder: folder on the disk to measure; None: neither disk nor host memory is measured.
-        extra_cases: additional cases.
-    """
-    cases = operator_cases(group, device, precisions, threads_per_core, folder)
-    if group.size() > 1:
-        cases += _collective_cases(group, device)
-    cases += extra_cases
-    times = measure_round_robin(cases, seconds, group)
-    points = tuple(
-        BenchmarkPoint(case.operator, case.shape, time.seconds, case.precision)
-        for case, time in zip(cases, times, strict=True)
-    )
-    return BenchmarkResults(points, sum(time.is_disturbed for time in times))
-
-
 def collective_buffers(device: torch.device) -> tuple[int, ...]:
     """Return the buffer sizes of collectives on a kind of device, in bytes."""
     return CPU_BUFFERS if device.type == "cpu" else GPU_BUFFERS
@@ -119,7 +75,15 @@ def operator_cases(
     threads_per_core: float = 1.0,
     folder: Path | None = None,
 ) -> list[BenchmarkCase]:
-    """Return the cases of operators, host and disk, which need no other rank."""
+    """Return the cases of operators, host and disk, which need no other rank.
+
+    Args:
+        group: process group whose ranks all call this, with devices of one kind.
+        device: device of this rank.
+        precisions: precisions of compute-bound operators; those that this device only emulates are left out.
+        threads_per_core: threads of all ranks per core of a CPU, at least 1.
+        folder: folder on the disk to measure; None: neither disk nor host memory is measured.
+    """
     native = _native_precisions(group, device, precisions)
     cases = list(_device_cases(device, native, threads_per_core))
     if folder is not None:
@@ -129,14 +93,6 @@ def operator_cases(
             for operator, shape, make in host_benchmark_cases(device, folder)
         ]
     return cases
-
-
-def _collective_cases(group: dist.ProcessGroup, device: torch.device) -> Iterator[BenchmarkCase]:
-    """Yield the cases of every collective of training."""
-    for collective in TRAINING_COLLECTIVES:
-        for size in collective_buffers(device):
-            run = partial(measure_collective, collective, size, group, device)
-            yield BenchmarkCase(collective, (group.size(), size), "", run)
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,7 @@ def _device_model(device: Device) -> tuple[DeviceModel, float, list[str]]:
         quantity, key = ("memory bandwidth", "gb_per_second") if peaks else ("peak rate", "peak_teraflops")
         raise _UnknownRateError(
             f"the {quantity} of '{device.name}' is unknown: give {key} under [[devices]] of a cluster file, "
-            "or run `wanma cluster --calibrate` on such a node"
+            "or run `wanma bench machine --save` on such a node"
         )
     known = find_by_name(device.name)
     attained, uncertainty, assumed = known.efficiency if known else None, 0.0, []
@@ -274,7 +274,7 @@ def _cpu_hardware(node: NodeGroup, ranks: int, threads: int | None) -> HardwareM
     if cpu is None or not cpu.peak_flops_per_second:
         cpu_text = f"'{cpu.name}'" if cpu else f"the CPU of {node.name}"
         raise _UnknownRateError(
-            f"the peak rate of {cpu_text} is unknown: run `wanma cluster --calibrate` on such a node, or "
+            f"the peak rate of {cpu_text} is unknown: run `wanma bench machine --save` on such a node, or "
             "set cpu = ... in a cluster file"
         )
     rank_threads = _threads_per_rank(node, ranks, threads)
@@ -305,7 +305,7 @@ def _cpu_hardware(node: NodeGroup, ranks: int, threads: int | None) -> HardwareM
 
 def _uncalibrated_cpu_text(name: str) -> str:
     """Return the sentence about a CPU without a calibration."""
-    way_out = "run `wanma cluster --calibrate` (some minutes)"
+    way_out = "run `wanma bench machine --save` (some minutes)"
     if find_by_name(name) is None:
         return (
             f"{name}: only matrix products were measured, at first use, and all other rates are "

@@ -1,6 +1,6 @@
 """Calibration: benchmark points of the local devices, curves fitted to them, and correction factors.
 
-`wanma cluster --calibrate` runs operators and collectives and saves their times (`BenchmarkPoint`) with the
+`wanma bench machine --save` runs operators and collectives and saves their times (`BenchmarkPoint`) with the
 curves fitted to them (`DeviceCalibration.machine`). `wanma plan --learn RUN` saves, apart from these, the
 ratio of measured to forecast times (`CorrectionFactors`). `builder.build_hardware_model` takes both. Pure
 data, without torch.
@@ -247,7 +247,7 @@ def load_calibration(path: Path | None = None) -> Calibration:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise WanmaError(
             f"the calibration {path} cannot be used: {error}",
-            "remove the file, and run `wanma cluster --calibrate` again",
+            "remove the file, and run `wanma bench machine --save` again",
         ) from error
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from wanma.job.plan.plan import Plan
 from wanma.job.plan.rank_timing import rank_timing_obstacle
-from wanma.job.run.worker import SupervisorClient
+from wanma.job.run.worker import StepWork, SupervisorClient
 from wanma.observe.metrics.memory import allocator_state
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh
 
@@ -44,7 +44,9 @@ class RankTimingReporter:
             self._global_batch, self._share = global_batch, self._share_of(global_batch)
         compute = compute_seconds / self._share if self._reports_compute else 0.0
         memory = allocator_state(plan.device)
-        self._report(self._pipeline_rank, phases["data"], compute, memory.cached_bytes, memory.retries)
+        self._report(
+            StepWork(self._pipeline_rank, phases["data"], compute, memory.cached_bytes, memory.retries)
+        )
 
     def _share_of(self, global_batch: int) -> float:
         """Return this rank's samples over the mean of the data ranks, where the batch does not divide evenly.

@@ -27,10 +27,10 @@ from wanma.training.loss.cross_entropy import cross_entropy_sum
 
 
 def decoder_cases(worker: WorkerContext, threads_per_core: float) -> list[BenchmarkCase]:
-    """Return one benchmark case for each of `plans`; all ranks of a process group call it.
+    """Return one benchmark case for each of `benchmark_plans`; all ranks of a process group call it.
 
     Args:
-        threads_per_core: threads per core, as in `run_microbenchmarks`.
+        threads_per_core: threads of all ranks per core of a CPU, at least 1.
     """
     return [
         BenchmarkCase(
