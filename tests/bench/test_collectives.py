@@ -152,3 +152,5 @@ def test_several_numbers_of_ranks_are_for_one_machine() -> None:
 def test_options_say_where_it_runs() -> None:
     section = parse_benchmark_cluster(["cluster.nodes=2", "cluster.network_interface=eth1"])
     assert (section.nodes, section.network_interface) == (2, "eth1")
+    with pytest.raises(JobError, match=r"cluster\.budget"):
+        parse_benchmark_cluster(["cluster.budget.hours=2"])

@@ -33,8 +33,3 @@ def test_a_range_of_nodes_is_refused_with_the_largest_number() -> None:
     with pytest.raises(JobError, match=r"'2\.\.3': .* fixed number") as refused:
         parse("cluster.nodes=2..3", "cluster.rendezvous=a:1")
     assert "set cluster.nodes = 3" in refused.value.hint
-
-
-def test_a_budget_is_refused() -> None:
-    with pytest.raises(JobError, match=r"cluster\.budget"):
-        parse("cluster.budget.hours=2")

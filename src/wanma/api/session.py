@@ -45,7 +45,7 @@ from wanma.job.run.worker import (
     in_session,
     launch_cluster_section,
 )
-from wanma.job.sections.cluster import ClusterSection
+from wanma.job.sections.cluster import BudgetSection, ClusterSection
 from wanma.job.sections.job import Job
 from wanma.models.config.resolution import input_kind
 from wanma.observe.console.opening import open_console
@@ -125,6 +125,8 @@ def session(
     warnings: list[str] = []
     if worker is not None:
         warnings = _ignored_setting_warnings(job, launched, run_directory, worker)
+    elif job.cluster.budget != BudgetSection():
+        warnings.append("cluster.budget has no effect here: start the script by `wanma launch`")
     if launched is not None:
         job = _with_launch_keys(job, launched)
     start = initial_layout(job, custom_model=True)
@@ -144,6 +146,7 @@ def session(
                 "steps": job.train.steps,
                 "observe": job.observe.model_dump(),
                 "checkpoint_interval_steps": job.checkpoint.every_steps or 0,
+                "cluster": job.cluster.model_dump(include={"budget", "file"}),
             }
             rank.supervisor_client.send_event(start_event)
         for text in warnings:

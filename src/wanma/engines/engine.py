@@ -220,5 +220,8 @@ class Engine(Protocol):
     def explain(self, handle: Handle, /) -> Explanation:
         """Explain why the run waits, and what would start at once."""
 
-    def shell_command(self, handle: Handle, node: str | None, /) -> list[str]:
-        """Return the command that opens a shell on a node of the run; default: on its first one."""
+    def shell_command(self, handle: Handle, node: str | None, minutes: float | None, /) -> list[str]:
+        """Return the command that opens a shell on a node of the run; default: on its first one.
+
+        It ends there after `minutes` (`lease.shell_time`); None: it has no limit.
+        """

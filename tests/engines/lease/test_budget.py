@@ -69,26 +69,36 @@ def test_a_limit_without_a_rate_is_refused(key: str) -> None:
         watch(node=node, **{key: 1.0})
 
 
-def usage(time: float, share: float | None = None, cpu_seconds: float = 0.0) -> dict[str, Any]:
+def usage(time: float, share: float | None = None, cpu_seconds: float = 0.0, node: int = 0) -> dict[str, Any]:
     gpus = [
         {"gpu": 0, "utilization": share, "is_used": True},
         {"gpu": 1, "utilization": 1.0, "is_used": False},
     ]
-    return {"kind": "usage", "time": time, "gpus": gpus, "ranks": [{"rank": 0, "cpu_seconds": cpu_seconds}]}
+    ranks = [{"rank": 0, "cpu_seconds": cpu_seconds}]
+    return {"kind": "usage", "node": node, "time": time, "gpus": gpus, "ranks": ranks}
 
 
 def test_idle_gpus_are_given_back() -> None:
     budget = watch(idle_minutes=1.0)
-    readings = [(0, 0.9), (30, 0.01), (60, 0.02), (80, 0.9), (100, 0.0), (170, 0.0)]
-    reasons = []
+    readings = [(0, 0.9), (30, 0.01), (60, 0.02), (80, 0.9), (100, 0.0), (170, 0.0), (240, 0.0)]
+    asked = []
     for now, share in readings:
-        assert budget.on_event(usage(now, share)) is None, "only events of ranks are answered"
-        reasons.append(budget.on_event(step(now)))
-    assert [reason is not None for reason in reasons] == [False] * 5 + [True]
+        assert budget.on_event(usage(now, 0.0, node=1)) is None, "another node"
+        if budget.on_event(usage(now, share)):
+            asked.append(now)
+    assert asked == [170], "once"
+
+
+def test_time_passes_without_steps() -> None:
+    budget = watch(hours=1.0)
+    budget.on_event(start(1000.0))
+    budget.on_event(step(1700.0))
+    asked = [now for now in range(1600, 6000, 100) if budget.on_event(usage(float(now)))]
+    assert asked == [4500], "two steps before its end; a reading that comes late counts nothing twice"
 
 
 def test_without_gpus_the_processors_count() -> None:
     budget = watch(idle_minutes=1.0)
-    for now, cpu_seconds in ((0, 0.0), (50, 40.0), (100, 40.5), (130, 41.0), (170, 41.0)):
-        budget.on_event(usage(now, None, cpu_seconds))
-    assert "idle_minutes" in (budget.on_event(step(170)) or "")
+    for now, cpu_seconds in ((0, 0.0), (50, 40.0), (100, 40.5), (130, 41.0)):
+        assert budget.on_event(usage(now, None, cpu_seconds)) is None
+    assert "idle_minutes" in (budget.on_event(usage(170, None, 41.0)) or "")

@@ -40,6 +40,7 @@ def job(folder: Path, steps: int):
             "data": {"text": [str(Path(__file__))], "sequence_length": 32},
             "train": {"steps": steps, "global_batch": 2},
             "checkpoint": {"every_steps": 1000},
+            "cluster": {"budget": {"shell_minutes": 7}},
             "observe": {"runs": str(folder), "name": "detached", "console": "plain"},
         }
     )
@@ -111,6 +112,22 @@ def test_a_submitted_run_ends_by_itself_and_is_shown_by_attach(submitted: Submit
     assert run_log_files(run, [0]) == [run.rank_log(0)]
     with pytest.raises(WanmaError, match=r"no rank-7\.log"):
         run_log_files(run, [7])
+
+
+def test_a_shell_has_the_time_of_the_job_or_of_its_option(
+    submitted: Submitted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def keep(_program: str, command: list[str]) -> None:
+        commands.append(command)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execvp", keep)
+    for option in ((), ("--minutes", "9")):
+        with pytest.raises(SystemExit):
+            main(["shell", str(submitted.run.path), *option])
+    assert [command[-2] for command in commands] == ["7", "9"]
 
 
 def test_a_run_of_one_machine_has_one_size(submitted: Submitted) -> None:

@@ -17,6 +17,7 @@ from typing import Literal, Self
 
 from wanma.api.launch.mpi_gang import MpiSettings, make_gang_key
 from wanma.api.launch.mpi_launcher import find_mpi_launcher
+from wanma.api.launch.script_budget import with_budget
 from wanma.api.launch.script_record import ScriptRecord
 from wanma.api.launch.tasks import Task, service_roles
 from wanma.api.run.run_records import (
@@ -241,7 +242,7 @@ def launch_script(
         try:
             outcome = run_local(
                 _launch(run, program, ranks, section, framework, tasks, mpi),
-                record.with_restart_records(console.write),
+                with_budget(record.with_restart_records(console.write), run, section, ranks),
             )
         except WanmaError as error:  # no rank was started
             record.record_end(error.exit_code, error.message, console.write)

@@ -236,7 +236,7 @@ def _event_handler(
         observer.on_event(event)
         used_up = budget.on_event(event)
         if event["kind"] == USAGE_EVENT:
-            return None
+            return used_up
         if event["kind"] == "planned":
             planned.update(event)
         if event["kind"] == "step" and not has_step:

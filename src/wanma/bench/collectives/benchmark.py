@@ -32,7 +32,7 @@ from wanma.job.errors import JobError
 from wanma.job.file.cluster_overrides import parse_cluster_section
 from wanma.job.plan.plan import Plan
 from wanma.job.run.resource_limits import usable_memory_bytes
-from wanma.job.sections.cluster import ClusterSection
+from wanma.job.sections.cluster import BudgetSection, ClusterSection
 from wanma.observe.units import bytes_text
 from wanma.planner.calibration.local_node import (
     baseline_plan,
@@ -125,11 +125,14 @@ def parse_benchmark_cluster(overrides: Sequence[str]) -> ClusterSection:
     """Return the `[cluster]` section of `overrides`.
 
     Raises:
-        JobError: a key of another section, a wrong value, or a range of nodes.
+        JobError: a key of another section, a wrong value, a range of nodes, or a budget.
     """
-    return parse_cluster_section(
+    section = parse_cluster_section(
         overrides, "wanma bench", "give keys of [cluster] only, e.g. cluster.network_interface=eth1"
     )
+    if section.budget != BudgetSection():
+        raise JobError("wanma bench: cluster.budget limits runs alone", "leave it out, and give --seconds")
+    return section
 
 
 def _check_memory(selection: BenchmarkSelection, ranks: int, device: str) -> None:

@@ -58,9 +58,15 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "shell",
         _shell,
         "open a shell on a node of a submitted run",
-        "example:\n  wanma shell gpt --node g7",
+        "examples:\n  wanma shell gpt --node g7\n  wanma shell gpt --minutes 120",
     )
     shell.add_argument("--node", metavar="HOST", help="node; default: the first one")
+    shell.add_argument(
+        "--minutes",
+        metavar="N",
+        type=parse_count,
+        help="time after which it ends with all that it has started; default: cluster.budget.shell_minutes",
+    )
     engines = commands.add_parser(
         "engines",
         help="list the engines, which place runs on nodes, and whether they can be used here",
@@ -144,7 +150,8 @@ def _shell(arguments: argparse.Namespace) -> int:
     from wanma.api.engines.control import find_submitted
 
     engine, record = find_submitted(resolve_run(arguments, allow_scripts=True))
-    command = engine.shell_command(record.handle, arguments.node)
+    minutes = arguments.minutes or record.read_submission("").settings.budget.shell_minutes
+    command = engine.shell_command(record.handle, arguments.node, minutes)
     os.execvp(command[0], command)
 
 

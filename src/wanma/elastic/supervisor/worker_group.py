@@ -15,7 +15,13 @@ from wanma.elastic.coordinator.user_notices import RESTARTED_EVENT
 from wanma.elastic.detection.hang_detector import HangDetector
 from wanma.elastic.failure import Failure, explain_sigkill, failure_from_exit_code
 from wanma.elastic.launch_config import LaunchConfig, ScriptSettings
-from wanma.elastic.protocol.local_messages import ForkCommand, ServeStoreCommand, SignalCommand, WorkerSpec
+from wanma.elastic.protocol.local_messages import (
+    EventReport,
+    ForkCommand,
+    ServeStoreCommand,
+    SignalCommand,
+    WorkerSpec,
+)
 from wanma.elastic.protocol.messages import (
     CompletionReport,
     Message,
@@ -55,7 +61,7 @@ class WorkerGroup:
         store_listener: socket at which rank 0, if it is here, serves the rendezvous store; closed here.
         memory_files: files of the ranks' in-memory checkpoints; None: there are none.
         failed_at: time at which the generation before failed, on the monotonic clock.
-        on_message: gets the ranks' messages.
+        on_message: gets the ranks' messages, and as one of the first rank each event of kind `usage`.
         on_event: gets the output of a script's ranks, and the notice of their restart.
     """
 
@@ -86,10 +92,9 @@ class WorkerGroup:
         """Number of the kernel's out-of-memory kills before the start."""
         self._fork_server = fork_server
         self._output = self._open_output(on_event) if launch.is_script else None
-        self._usage = self._record_usage(environment, on_event)
+        self._usage = self._record_usage(environment, on_message)
         if launch.script is not None and store_listener is not None:
             self._serve_script_store(store_listener)
-            store_listener = None
             store_listener = None
         payload = _write_payload(launch.payload)
         recovery = start.recovery
@@ -141,7 +146,7 @@ class WorkerGroup:
             store_listener.close()
 
     def _record_usage(
-        self, environment: Mapping[str, str], on_event: Callable[[Event], object]
+        self, environment: Mapping[str, str], on_message: Callable[[WorkerHandle, Message], None]
     ) -> UsageRecorder:
         run, node_rank = RunDirectory(self._launch.run_directory), self.start.node_rank
         interface = environment.get(INTERFACE_VARIABLES[0])
@@ -152,7 +157,7 @@ class WorkerGroup:
             self._loop,
             self._living_pids,
             self._rank_values,
-            on_event,
+            lambda event: on_message(self.workers[0], EventReport(event)),
             look=lambda: read_profile_request(run),
             on_look=self._pass_on,
         )

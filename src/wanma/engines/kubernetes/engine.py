@@ -41,6 +41,7 @@ from wanma.engines.kubernetes.states import (
     true_conditions,
 )
 from wanma.engines.kubernetes.volume import Volume, is_ready
+from wanma.engines.lease.shell_time import limit_time
 from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
 from wanma.job.run.run_directory import RunDirectory, write_atomically
 from wanma.job.sections.cluster import ClusterSection
@@ -240,16 +241,17 @@ class KubernetesEngine(Engine):
             explanation = explain_wait(handle, observation)
             return replace(explanation, advice=(*explanation.advice, error.message))
 
-    def shell_command(self, handle: Handle, node: str | None, /) -> list[str]:
+    def shell_command(self, handle: Handle, node: str | None, minutes: float | None, /) -> list[str]:
         pods = [pod for pod in self._observe(handle).pods if is_ready(pod)]
         chosen = [pod for pod in pods if node in (None, *pod_names([pod]))]
         if not chosen:
             names = ", ".join(pod_names(pods)) or "none"
             raise WanmaError(f"the run has no running pod {node or ''}", f"running: {names}", EXIT_USAGE)
-        context = _settings(handle).context
-        options = ["--context", context] if context is not None else []
+        settings = _settings(handle)
+        options = ["--context", settings.context] if settings.context is not None else []
         options += ["--namespace", handle["namespace"], "--container", CONTAINER]
-        return ["kubectl", "exec", "-it", *options, chosen[0]["metadata"]["name"], "--", "sh"]
+        shell = [*limit_time(minutes, settings.python), "sh"]
+        return ["kubectl", "exec", "-it", *options, chosen[0]["metadata"]["name"], "--", *shell]
 
     def _client(self, settings: KubernetesSection) -> KubernetesClient:
         key = settings.context, settings.namespace

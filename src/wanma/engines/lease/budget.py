@@ -10,6 +10,7 @@ from wanma.job.cluster import Cluster
 from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
 from wanma.job.run.worker import Event
 from wanma.job.sections.cluster import BudgetSection
+from wanma.observe.alerts.monitor import USAGE_EVENT
 
 STEPS_AHEAD = 2
 """Steps that a run still does after the request to end: the one that it is in, and the next."""
@@ -45,10 +46,14 @@ class BudgetWatch:
                 )
 
     def on_event(self, event: Event) -> str | None:
-        """Take an event of the run; return the reason for which it shall end in order, once; else None."""
-        if event["kind"] == "usage":
+        """Take an event of the run; return the reason for which it shall end in order, once; else None.
+
+        The events with the use of a node come by time, also of ranks that wait at a prompt.
+        """
+        if event["kind"] == USAGE_EVENT:
+            if event["node"]:
+                return None  # the node of rank 0 alone watches
             self._idle.add(event)
-            return None  # only events of ranks are answered
         if self._has_limit():
             self._spending.add(event)
         reason = None if self._has_asked else self._reason()

@@ -48,7 +48,7 @@ class Spending:
             self.seconds += passed
             self.device_seconds += passed * self.devices
             self.node_seconds += passed * self.nodes
-            self._newest = now
+            self._newest = max(now, self._newest or now)
         if event["kind"] == "finish":
             self._newest = None
 

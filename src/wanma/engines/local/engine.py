@@ -25,6 +25,7 @@ from wanma.engines.engine import (
     Submission,
 )
 from wanma.engines.environment.shared_folder import environment_in_use
+from wanma.engines.lease.shell_time import limit_time
 from wanma.engines.recorded_state import read_recorded_state
 from wanma.job.errors import EXIT_USAGE, WanmaError
 from wanma.job.run.run_directory import RunDirectory
@@ -123,9 +124,9 @@ class LocalEngine(Engine):
     def explain(self, _handle: Handle, /) -> Explanation:
         return Explanation("nothing blocks it: the engine 'local' starts each run at once")
 
-    def shell_command(self, handle: Handle, _node: str | None, /) -> list[str]:
+    def shell_command(self, handle: Handle, _node: str | None, minutes: float | None, /) -> list[str]:
         _check_host(handle)
-        return [os.environ.get("SHELL") or "/bin/sh"]
+        return [*limit_time(minutes), os.environ.get("SHELL") or "/bin/sh"]
 
 
 def _command(submission: Submission) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 from wanma.engines.engine import Engine, EngineCluster, Explanation, Handle, RunStatus, Submission
 from wanma.engines.engine_record import make_engine_record
+from wanma.engines.lease.shell_time import limit_time
 from wanma.engines.ray.client import RayClient, missing_ray, ray_client
 from wanma.engines.ray.discovery import choose_nodes, explain_waiting
 from wanma.engines.ray.node_records import MARKER_FILE, group_of, index_of, node_file, read_node_records
@@ -149,10 +151,13 @@ class RayEngine(Engine):
         nodes = ray_client(handle["address"]).ask("nodes")
         return explain_waiting(handle["first_nodes"], handle["bundle"], nodes)
 
-    def shell_command(self, handle: Handle, node: str | None, /) -> list[str]:
+    def shell_command(self, handle: Handle, node: str | None, minutes: float | None, /) -> list[str]:
         if not (hosts := self.hosts(handle)):
             raise WanmaError("the run has no node yet", "`wanma status` shows its state", EXIT_USAGE)
-        return ["ssh", "-t", node or hosts[0]]
+        words = ["ssh", "-t", node or hosts[0]]
+        if minutes is None:
+            return words
+        return [*words, f'exec {shlex.join(limit_time(minutes))} "${{SHELL:-/bin/sh}}" -l']
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from wanma.engines.engine import Engine, EngineCluster, Explanation, Handle, RunStatus, Submission
+from wanma.engines.lease.shell_time import limit_time
 from wanma.engines.scheduler_command import SchedulerCommandError, run_scheduler_command
 from wanma.engines.slurm.accounting import find_accounted_jobs
 from wanma.engines.slurm.batch_script import CANCEL_FILE, render_batch_script, script_file
@@ -145,7 +146,7 @@ class SlurmEngine(Engine):
             return Explanation(f"job {job} does not wait: it is {record['JobState'].lower()}")
         return explain_job(record, list_nodes())
 
-    def shell_command(self, handle: Handle, node: str | None) -> list[str]:
+    def shell_command(self, handle: Handle, node: str | None, minutes: float | None, /) -> list[str]:
         where = [f"--nodelist={node}"] if node is not None else []
         return [
             "srun",
@@ -155,6 +156,7 @@ class SlurmEngine(Engine):
             "--ntasks=1",
             *where,
             "--pty",
+            *limit_time(minutes),
             os.environ.get("SHELL") or "/bin/sh",
         ]
 

@@ -146,7 +146,7 @@ class SshConnections(Connections):
         self, host: Host, stdin: int | IO[bytes], errors: IO[bytes], python: str = ""
     ) -> subprocess.Popen[bytes]:
         # The errors go to a file: a connection that stays open would keep a pipe open.
-        remote = f"{_remote_path(python or self._python)} -c {shlex.quote(BOOTSTRAP)}"
+        remote = f"{remote_path(python or self._python)} -c {shlex.quote(BOOTSTRAP)}"
         try:
             return subprocess.Popen(
                 [*self._call(host), remote],
@@ -275,7 +275,7 @@ def _checked(host: Host, value: Any) -> Any:
     return value
 
 
-def _remote_path(path: str) -> str:
+def remote_path(path: str) -> str:
     """Return a path as a word for the host's shell; a leading `~` is the home folder there."""
     home, slash, rest = path.partition("/")
     if re.fullmatch(r"~[\w.-]*", home) and slash:

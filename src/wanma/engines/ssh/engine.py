@@ -31,8 +31,9 @@ from wanma.engines.environment.archive import (
 )
 from wanma.engines.hosts.connections import Host, HostError, join_errors
 from wanma.engines.hosts.records import RecordSource, fetch_records, record_owner, send_history
+from wanma.engines.lease.shell_time import limit_time
 from wanma.engines.ssh import host_supervision
-from wanma.engines.ssh.connection import SshConnections
+from wanma.engines.ssh.connection import SshConnections, remote_path
 from wanma.engines.ssh.discovery import (
     HostFacts,
     ProbedHosts,
@@ -229,7 +230,7 @@ class SshEngine(Engine):
             return Explanation(f"the run is {status.state}, and these hosts do not answer: {names}", advice)
         return Explanation(f"nothing blocks it: the run is {status.state}", advice)
 
-    def shell_command(self, handle: Handle, node: str | None, /) -> list[str]:
+    def shell_command(self, handle: Handle, node: str | None, minutes: float | None, /) -> list[str]:
         nodes = _nodes(handle)
         chosen = [
             placed
@@ -240,7 +241,10 @@ class SshEngine(Engine):
             names = ", ".join(placed.host.text for placed in nodes)
             raise WanmaError(f"the run is not on a host '{node}'", f"its hosts: {names}", EXIT_USAGE)
         words = self._connect_to(handle).command(chosen[0].host, "-t")
-        return [*words, f'cd {shlex.quote(chosen[0].folder)} && exec "${{SHELL:-/bin/sh}}" -l']
+        limit = "".join(
+            f"{remote_path(word)} " for word in limit_time(minutes, chosen[0].python or handle["python"])
+        )
+        return [*words, f'cd {shlex.quote(chosen[0].folder)} && exec {limit}"${{SHELL:-/bin/sh}}" -l']
 
     def _probe(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from wanma.job.errors import JobError
 from wanma.job.file.loading import parse_override, to_job
 from wanma.job.node_range import require_fixed_nodes
-from wanma.job.sections.cluster import BudgetSection, ClusterSection
+from wanma.job.sections.cluster import ClusterSection
 
 _ANY_MODEL = {"model": {"preset": "gpt-1m"}}
 """Model of the job that validates the overrides; it is never built."""
@@ -22,16 +22,11 @@ def parse_cluster_section(overrides: Sequence[str], command: str, hint: str) -> 
         hint: way out for a key of another section.
 
     Raises:
-        JobError: a key of another section, a wrong value, a range of nodes, or a budget.
+        JobError: a key of another section, a wrong value, or a range of nodes.
     """
     for text in overrides:
         if (path := parse_override(text).path)[0] != "cluster":
             raise JobError(f"{command}: {'.'.join(path)} is not a key of [cluster]", hint)
     job = to_job(_ANY_MODEL, overrides)
     require_fixed_nodes(job, command)
-    if job.cluster.budget != BudgetSection():
-        raise JobError(
-            f"{command}: cluster.budget limits the runs of `wanma train` alone",
-            "leave it out, and limit the time by the scheduler",
-        )
     return job.cluster

@@ -14,7 +14,7 @@ from wanma.job.url_credentials import CREDENTIALS_HINT, has_credentials
 
 
 class BudgetSection(Section):
-    """Limits over all starts of a run, which ends in order, with a checkpoint, before it passes one."""
+    """Limits of a run over all its starts, which ends in order before it passes one; time of its shells."""
 
     hours: float | None = Field(
         None, gt=0, le=1e7, description="hours of training, without the pauses between its starts"
@@ -33,6 +33,12 @@ class BudgetSection(Section):
     )
     idle_utilization: float = Field(
         0.05, gt=0, lt=1, description="utilization of the devices of node 0 below which they do no work"
+    )
+    shell_minutes: float | None = Field(
+        None,
+        gt=0,
+        le=1e6,
+        description="minutes after which a `wanma shell` ends, with all that it has started",
     )
 
 
