@@ -36,17 +36,21 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=120.0, help="of training, each of two runs")
     seconds = parser.parse_args().seconds
-    off_cpu, off_memory, _ = observed(seconds, is_on=False)
-    on_cpu, on_memory, ranks_cpu = observed(seconds, is_on=True)
+    off_cpu, off_memory, *_ = observed(seconds, is_on=False)
+    on_cpu, on_memory, ranks_cpu, host = observed(seconds, is_on=True)
     print(f"{machine()}; wanma at {commit()}; {seconds:g} s of examples/gpt.toml")
     print(f"ranks: {ranks_cpu:.1f} s of processor time")
     print(f"supervisor without: {off_cpu:.2f} s, {off_memory / 2**20:.1f} MiB")
     print(f"supervisor with metrics and alerts: {on_cpu:.2f} s, {on_memory / 2**20:.1f} MiB")
     print(f"metrics and alerts take {(on_cpu - off_cpu) / ranks_cpu:.2%} of the ranks' time")
+    print(f"rank 0 spends {host:.2%} of its steps in the loop's own Python, its records among it")
 
 
-def observed(seconds: float, *, is_on: bool) -> tuple[float, float, float]:
-    """Train for a time; return the supervisor's processor seconds and bytes, and the ranks' seconds."""
+def observed(seconds: float, *, is_on: bool) -> tuple[float, float, float, float]:
+    """Train for a time; return the supervisor's processor seconds and bytes, and the ranks' seconds.
+
+    The last number is the share of the phase `host` in rank 0's steps.
+    """
     with tempfile.TemporaryDirectory(prefix="wanma-cost-") as name:
         run = RunDirectory(Path(name) / "runs" / "cost")
         words = ["--metrics-port", "0"] if is_on else ["observe.alerts=false"]
@@ -71,7 +75,9 @@ def observed(seconds: float, *, is_on: bool) -> tuple[float, float, float]:
         ranks = _cpu_seconds(supervisor.children(recursive=True)) - first_ranks
         process.send_signal(signal.SIGTERM)
         process.wait()
-        return used, float(memory), ranks
+        steps = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+        host = sum(step["phases"]["host"] for step in steps) / sum(step["step_seconds"] for step in steps)
+        return used, float(memory), ranks, host
 
 
 def _cpu_seconds(processes: Iterable[psutil.Process]) -> float:

@@ -146,6 +146,36 @@ def test_a_rank_that_waits_for_its_data_and_a_store_for_which_all_wait_are_told_
 
 
 @pytest.mark.parametrize(
+    ("disk_wait", "cores", "name", "cause"),
+    [
+        (0.9, 0.2, "slow_store", "the store of its data"),
+        (0.3, 0.2, "slow_store", "the store of its data"),  # the other processors are busy
+        (0.08, 0.2, "straggler", "waits for its data"),
+        (None, 0.2, "straggler", "waits for its data"),
+        (0.02, 1.1, "straggler", "work on its samples"),
+        (0.9, 1.1, "straggler", "work on its samples"),  # of another program
+    ],
+)
+def test_a_disk_that_serves_other_ranks_first_slow_samples_and_data_that_come_late_are_told_apart(
+    records: Records, disk_wait: float | None, cores: float, name: str, cause: str
+) -> None:
+    parts = {"compute": 0.02, "communication": 0.48}
+    ranks = ({"data": 0.001, "cores": 0.2}, {"data": 0.48, "cores": cores})
+    records.train(parts, ranks=ranks, disk_wait=disk_wait)
+    (finding,) = [finding for finding in records.diagnose() if finding.urgency == "slow"]
+    assert finding.name == name
+    assert finding.title.startswith("all ranks wait for rank 1")
+    assert cause in finding.title
+    assert finding.lost_share == pytest.approx(0.479 / 0.5)
+
+
+def test_a_disk_for_which_rank_0_waits_is_named_once(records: Records) -> None:
+    ranks = ({"data": 0.48, "cores": 0.2}, {"data": 0.001, "cores": 0.2})
+    records.train({"compute": 0.02, "data": 0.48}, ranks=ranks, disk_wait=0.9)
+    assert names(records.diagnose()) == ["slow_store"]
+
+
+@pytest.mark.parametrize(
     ("loads", "cores", "name"),
     [
         ({"read": 0.6, "decode": 0.1, "collate": 0.0}, 1.0, "slow_store"),

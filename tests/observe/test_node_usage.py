@@ -28,6 +28,13 @@ def test_a_container_s_limit_counts_instead_of_the_node_s_memory(
     assert 0 < usage["disk_free_bytes"] <= usage["disk_bytes"]
 
 
+def test_waits_for_disks_are_those_of_some_program_where_the_kernel_counts_them(tmp_path: Path) -> None:
+    pressure = tmp_path / "io"
+    assert "disk_wait_seconds" not in read_node_usage(tmp_path, pressure=pressure)
+    pressure.write_text("some avg10=0.01 avg60=0.39 total=2500000\nfull avg10=0.01 avg60=0.27 total=9\n")
+    assert read_node_usage(tmp_path, pressure=pressure)["disk_wait_seconds"] == 2.5
+
+
 def test_infiniband_counts_words_of_four_bytes(tmp_path: Path) -> None:
     for port, words in (("1", ("10", "20")), ("2", ("3", ""))):  # the second reports nothing readable
         counters = tmp_path / "mlx5_0" / "ports" / port / "counters"

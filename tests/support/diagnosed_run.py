@@ -44,6 +44,7 @@ class Records:
         growth: float = 0.0,
         groups: tuple[int, ...] = (0, 0),
         foreign: float = 0.0,
+        disk_wait: float | None = None,
         change: Callable[[int], dict[str, Any]] = lambda _: {},
         **values: Any,
     ) -> None:
@@ -55,6 +56,7 @@ class Records:
             growth: bytes by which the memory of rank 1 grows a second.
             groups: peer group of each rank.
             foreign: processors of the node's four that other programs use.
+            disk_wait: share of the time in which some program of the node waits for a disk; None: unknown.
             change: values of a step's record that differ, by its number.
         """
         kinds = {kind: parts[kind] for kind in ("tensor", "context", "expert", "pipeline") if kind in parts}
@@ -90,6 +92,7 @@ class Records:
             ]
             usage = {"time": step * total, "ranks": entries, "disk_read_bytes": step * 1000, "cpus": 4}
             usage["cpu_seconds"] = step * total * foreign + sum(entry["cpu_seconds"] for entry in entries)
+            usage |= {} if disk_wait is None else {"disk_wait_seconds": step * total * disk_wait}
             self.usage.append(usage)
             times = [
                 RankWorkTime(

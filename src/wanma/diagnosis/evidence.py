@@ -65,6 +65,16 @@ class RankWork:
 
 
 @dataclass(frozen=True)
+class DiskUse:
+    """Use of a node's disks in the window."""
+
+    waiting_share: float
+    """Share of the time in which some program waited for a disk, 0 to 1."""
+    read_bytes_per_second: float
+    """Bytes read from all disks; NaN: it is unknown."""
+
+
+@dataclass(frozen=True)
 class Evidence:
     """Evidence of one run."""
 
@@ -82,6 +92,8 @@ class Evidence:
     """Newest records of usage of each node, oldest first."""
     foreign_processors: Mapping[int, float]
     """Share of its processors that other programs use, by node whose processors are all in use."""
+    disks: Mapping[int, DiskUse]
+    """Use of the disks by node; nodes that do not report it are absent."""
     stragglers: Sequence[Event]
     """Event of each rank that is a straggler, the one that loses most first."""
     mfu: float | None
@@ -158,6 +170,11 @@ def read_evidence(report: Report) -> Evidence:
             node: share
             for node, records in nodes.items()
             if (share := _foreign_share(_recent(records, begin))) > 0
+        },
+        disks={
+            node: use
+            for node, records in nodes.items()
+            if (use := _disk_use(_recent(records, begin))) is not None
         },
         stragglers=_stragglers(report),
         mfu=_mean(window.get("mfu", ())),
@@ -270,6 +287,16 @@ def _foreign_share(records: Sequence[Mapping[str, Any]]) -> float:
             used += sum(spent)
             available += after["cpus"] * (after["time"] - before["time"])
     return (busy - used) / available if available and busy > BUSY_SHARE * available else 0.0
+
+
+def _disk_use(records: Sequence[Mapping[str, Any]]) -> DiskUse | None:
+    """Return the use of a node's disks; None: its system does not report it."""
+    first, last = records[0], records[-1]
+    seconds = last["time"] - first["time"]
+    waited, read = (
+        last.get(key, math.nan) - first.get(key, math.nan) for key in ("disk_wait_seconds", "disk_read_bytes")
+    )
+    return None if seconds <= 0 or math.isnan(waited) else DiskUse(waited / seconds, read / seconds)
 
 
 def _fell(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from wanma.diagnosis.evidence import Evidence
+from wanma.diagnosis.evidence import Evidence, RankWork
 from wanma.diagnosis.finding import MIN_SHARE, Finding
-from wanma.observe.units import duration_text, percent_text
+from wanma.observe.units import bytes_text, duration_text, percent_text
 
 MIN_WORKING_CORES = 0.5
 """Processors in use below which a rank that works longer than its peers is kept from them."""
@@ -16,6 +16,9 @@ MIN_THROTTLED_SHARE = 0.2
 """Share of the readings in which a GPU is throttled from which that counts as the cause."""
 SLOW_CLOCK_RATIO = 0.9
 """Ratio of a GPU's clock to that of its peers' GPUs below which it counts as the cause."""
+MIN_DISK_WAIT_SHARE, MIN_DISK_WAIT_RATIO = 0.1, 0.25
+"""Share of the time in which programs of a node wait for a disk, and its ratio to a rank's waits for data,
+from which the disk is their cause. The kernel counts less of it while other processors are busy."""
 _UNKNOWN_CHANGE = "compare its device by `wanma bench machine`, and the lengths of its samples"
 
 
@@ -43,7 +46,19 @@ def find_straggler(evidence: Evidence) -> Finding | None:
     if event["phase"] == "waiting for data" or (data_seconds or 0.0) > additional / 2:
         if median([work.data_seconds or 0.0 for work in peers] or [0.0]) >= MIN_SHARE * evidence.step_seconds:
             return None  # all wait for data, some longer than others
-        cause, change = "waits for its data", "look at the store and the disk of that node"
+        if used is not None and used >= MIN_WORKING_CORES:
+            texts.append(f"in the additional time it uses {used:.2f} processors")
+            cause = "waits for the work on its samples: decoding, tokenizing, augmentation"
+            change = "compare the lengths of its samples with those of its peers; raise data.workers"
+        elif own is not None and (disk_text := _disk_wait_text(evidence, own)):
+            if rank == 0:
+                return None  # its waits are in the records of the steps
+            title = f"all ranks wait for rank {rank}, which waits for the store of its data"
+            change = "move the data to a faster disk or to memory; look for other programs that use the disk"
+            share = min(additional / evidence.step_seconds, 1.0)
+            return Finding("slow_store", "slow", title, (*texts, disk_text), change, share)
+        else:
+            cause, change = "waits for its data", "look at the store and the disk of that node"
     elif used is not None and used < MIN_WORKING_CORES:
         texts.append(f"in the additional time it uses {used:.2f} processors")
         cause = "does not get its processors: a limit, or another program on its node"
@@ -56,6 +71,21 @@ def find_straggler(evidence: Evidence) -> Finding | None:
         change = f"{change}; parallel.load_balancing = 'on' moves work away"
     title = f"all ranks wait for rank {rank}, which {cause}"
     return Finding("straggler", "slow", title, tuple(texts), change, additional / evidence.step_seconds)
+
+
+def _disk_wait_text(evidence: Evidence, work: RankWork) -> str:
+    """Return the evidence that a rank waits for a disk of its node; empty: there is none.
+
+    A disk that is too slow for all ranks of a node may serve some of them first, and these do not wait.
+    """
+    disk = evidence.disks.get(work.node)
+    if disk is None or not work.data_seconds:
+        return ""
+    waited = disk.waiting_share * (evidence.step_seconds or 0.0)
+    if disk.waiting_share < MIN_DISK_WAIT_SHARE or waited < MIN_DISK_WAIT_RATIO * work.data_seconds:
+        return ""
+    text = f"programs on node {work.node} wait for a disk {percent_text(disk.waiting_share)} of the time"
+    return f"{text}; {bytes_text(disk.read_bytes_per_second)} a second are read"
 
 
 def _gpu_faults(evidence: Evidence, rank: int, peers: Sequence[int]) -> list[tuple[str, str]]:

@@ -43,14 +43,14 @@ rank_timing.allocator_state = Allocator().state
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 2)
+        self.linear = nn.Linear(8, 3)
         self.calls = 0
         self.register_buffer("ballast", torch.zeros(2**20))  # so that a checkpoint has 4 MiB
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         y: Tensor = self.linear(x)
-        time.sleep(0.02)
+        time.sleep(0.1)  # long beside what other programs take of the processors
         is_second = dist.is_initialized() and dist.get_rank() == 1
         match fault():
             case "stall":
@@ -58,12 +58,12 @@ class Net(nn.Module):
             case "nan" if time.time() % 2 < 0.2:  # not so often that the run ends
                 return y * torch.nan
             case "spike":
-                return y * 1000
+                return y + torch.tensor([0.0, 0.0, 1000.0])  # a class that no sample has
             case "slow":
                 time.sleep(0.2)
             case "slow rank" if is_second:
                 time.sleep(0.2)
-            case "death" if is_second and self.calls > 60:  # a start that fails at once is not repeated
+            case "death" if is_second and self.calls > 40:  # a start that fails at once is not repeated
                 os._exit(9)
         return y
 
@@ -74,7 +74,7 @@ class Rows:
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if fault() == "slow data":
-            time.sleep(0.05)
+            time.sleep(0.5)
         generator = torch.Generator().manual_seed(index)
         return torch.randn(8, generator=generator), torch.tensor(index % 2)
 

@@ -44,6 +44,8 @@ def test_a_window_has_the_mean_and_the_deviation_of_its_values() -> None:
     past = history(*({("loss", ()): loss} for loss in (9.0, 1.0, 3.0)))
     assert mean("loss", 10.0).evaluate(past) == {(): 2.0}
     assert deviation("loss", 10.0).evaluate(past) == {(): 1.0}
+    assert mean("loss", 10.0, 10.0).evaluate(past) == {(): 5.0}
+    assert mean("loss", 10.0, 30.0).evaluate(past) == {}, "nothing is as old"
 
 
 @pytest.mark.parametrize("losses", [(math.inf, -math.inf), (1e308, 1e308), (1e300, -1e300)])
@@ -108,6 +110,10 @@ def test_given_labels_are_no_labels_of_the_result() -> None:
         (
             increase("phase_seconds", 60.0, phase="data"),
             'max by (run, job) (increase(wanma_phase_seconds_total{phase="data"}[60s]))',
+        ),
+        (
+            mean("loss", 60.0, 30.0),
+            "max by (run, job) (avg_over_time(wanma_loss[60s] offset 30s))",
         ),
         (
             shortest(value("rank_up")) > value("loss"),

@@ -87,12 +87,13 @@ def test_silence_that_is_short_for_such_long_steps_is_no_stall() -> None:
     assert monitor.on_event(usage(300.0, silent=240.0)) == []
 
 
-def test_a_spike_of_the_loss_stands_out_of_its_noise() -> None:
+@pytest.mark.parametrize("wavering", [0.0, 40.0])
+def test_a_spike_of_the_loss_stands_out_of_its_noise_though_it_wavers(wavering: float) -> None:
     monitor = AlertMonitor(PLAN)
     monitor.on_event(START)
     alerts = []
     for second in range(1, 1200):
-        loss = 2.0 + 0.1 * (second % 3) + (20.0 if second > 900 else 0.0)
+        loss = 2.0 + 0.1 * (second % 3) + (20.0 + wavering * (second % 2) if second > 900 else 0.0)
         monitor.on_event(step(second, float(second), loss=loss))
         if second % 5 == 0:
             alerts += monitor.on_event(usage(float(second)))

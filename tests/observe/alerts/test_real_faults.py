@@ -132,6 +132,8 @@ def test_a_run_that_fails(desk: Desk) -> None:
 def test_a_disk_that_fills(desk: Desk) -> None:
     with Webhook() as webhook, small_disk(desk.folder / "runs", "64m") as disk:
         start(desk, webhook, "checkpoint.keep=1")
+        training = desk.training("runs/struck")
+        wait_until(lambda: any(event["kind"] == "checkpoint" for event in training.events), "a checkpoint")
         with filled(disk, 2 * 2**20):
             wait_for(webhook, "DiskFull", "NoRoomForCheckpoint", "CheckpointTooOld")
         end_commands()
@@ -212,13 +214,13 @@ def test_steps_that_are_slower_than_the_forecast(desk: Desk) -> None:
 
 @contextmanager
 def stopped_most_of_the_time(training: Training) -> Iterator[None]:
-    """Ranks that a scheduler lets run for a fifth of the time."""
+    """Ranks that a scheduler lets run for a tenth of the time."""
     processes = [process for rank in range(2) if (process := training.rank_process(rank)) is not None]
     is_over = threading.Event()
 
     def hold() -> None:
         while not is_over.wait(0.1):
-            for signal_number, seconds in ((signal.SIGSTOP, 0.4), (signal.SIGCONT, 0.0)):
+            for signal_number, seconds in ((signal.SIGSTOP, 0.9), (signal.SIGCONT, 0.0)):
                 for process in processes:
                     os.kill(process, signal_number)
                 time.sleep(seconds)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from support.fake_stream import FakeStream
 from wanma.collectives.timing.communication_timer import CommunicationTime, CommunicationTimer
@@ -16,6 +17,7 @@ from wanma.parallel.profiling.compute_timer import ComputeTimer
 from wanma.planner.pipeline.operation import Operation
 from wanma.planner.pipeline.replay import TimedOperation
 from wanma.training.run.step_times import StepTimes
+from wanma.training.run.trainer import Trainer
 
 
 class Rank:
@@ -116,3 +118,27 @@ def test_a_step_without_pieces_has_no_compute_and_no_waits_in_it() -> None:
         rank.stream.work(1.0)
     assert rank.end_step() == CommunicationTime({}, {})
     assert rank.times.metrics() == {}
+
+
+def test_the_times_of_a_step_are_read_after_its_one_wait_for_the_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank, waits = Rank(), list[float]()
+
+    def synchronize() -> None:
+        waits.append(rank.stream.seconds)
+        rank.stream.synchronize()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=synchronize))
+    trainer: Any = SimpleNamespace(
+        parallel_mesh=SimpleNamespace(device=torch.device("cuda")),
+        phases=rank.phases,
+        plan=None,
+        _times=rank.times,
+        _share_rebalancer=SimpleNamespace(record_compute=lambda _: None),
+        _in_memory_checkpoints=SimpleNamespace(finish_pending=lambda: None),
+    )
+    rank.work(1.0, is_forward=True, tensor=0.25)
+    Trainer._end_forward_backward(trainer)
+    assert waits == [1.25], "events that are not reached yet cannot be read"
+    assert rank.times.metrics() == {"compute_seconds": pytest.approx(1.0)}

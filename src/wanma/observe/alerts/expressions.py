@@ -44,17 +44,20 @@ class History:
             while points[0][0] < now - self._window_seconds:
                 points.popleft()
 
-    def points(self, metric: str, labels: Labels, window_seconds: float) -> dict[Labels, Points]:
+    def points(
+        self, metric: str, labels: Labels, window_seconds: float, offset_seconds: float
+    ) -> dict[Labels, Points]:
         """Return the values of each series of a metric in the window.
 
         Args:
             labels: labels that a series must have; they are not part of the result's.
+            offset_seconds: time from the end of the window to the newest reading.
         """
-        found = {}
+        found, end = {}, self.now - offset_seconds
         for (name, own), points in self._points.items():
             if name == metric and set(labels) <= set(own):
                 rest = tuple(pair for pair in own if pair not in labels)
-                found[rest] = [point for point in points if point[0] >= self.now - window_seconds]
+                found[rest] = [point for point in points if end - window_seconds <= point[0] <= end]
         return found
 
 
@@ -94,17 +97,17 @@ def value(metric: str) -> Expression:
 
 def increase(metric: str, window_seconds: float, **labels: str) -> Expression:
     """Return the increase of a counter in the window."""
-    return _range(metric, "increase", window_seconds, **labels)
+    return _range(metric, "increase", window_seconds, 0.0, **labels)
 
 
-def mean(metric: str, window_seconds: float) -> Expression:
-    """Return the mean of a gauge in the window."""
-    return _range(metric, "avg_over_time", window_seconds)
+def mean(metric: str, window_seconds: float, offset_seconds: float = 0.0) -> Expression:
+    """Return the mean of a gauge in the window, which ends some seconds ago."""
+    return _range(metric, "avg_over_time", window_seconds, offset_seconds)
 
 
-def deviation(metric: str, window_seconds: float) -> Expression:
-    """Return the standard deviation of a gauge in the window."""
-    return _range(metric, "stddev_over_time", window_seconds)
+def deviation(metric: str, window_seconds: float, offset_seconds: float = 0.0) -> Expression:
+    """Return the standard deviation of a gauge in the window, which ends some seconds ago."""
+    return _range(metric, "stddev_over_time", window_seconds, offset_seconds)
 
 
 def age(metric: str) -> Expression:
@@ -122,18 +125,21 @@ def shortest(expression: Expression) -> Expression:
     return _extreme("min", min, expression)
 
 
-def _range(metric: str, function: str, window_seconds: float, **matched: str) -> Expression:
+def _range(
+    metric: str, function: str, window_seconds: float, offset_seconds: float = 0.0, **matched: str
+) -> Expression:
     """Return the value of a metric, or a function of PromQL of its values in a window."""
     known, given = CATALOGUE[metric], tuple(sorted(matched.items()))
     labels = tuple(label for label in known.labels if label not in matched)
     matchers = ",".join(f'{name}="{text}"' for name, text in given)
     selector = known.full_name + (f"{{{matchers}}}" if matchers else "")
     if function:
-        selector = f"{function}({selector}[{window_seconds:g}s])"
+        offset = f" offset {offset_seconds:g}s" if offset_seconds else ""
+        selector = f"{function}({selector}[{window_seconds:g}s]{offset})"
 
     def evaluate(history: History) -> Values:
-        found = history.points(metric, given, window_seconds)
-        values = {own: _REDUCTIONS[function](points) for own, points in found.items()}
+        found = history.points(metric, given, window_seconds, offset_seconds)
+        values = {own: _REDUCTIONS[function](points) for own, points in found.items() if points}
         return {own: number for own, number in values.items() if number is not None}
 
     # A resume and each node have targets of their own, whose labels would let a series match several.

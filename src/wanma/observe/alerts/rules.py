@@ -44,6 +44,8 @@ def _mean_step(window_seconds: float) -> Expression:
     return increase("step_time_seconds", window_seconds) / increase("steps", window_seconds)
 
 
+# Without the last minute: a loss that has risen would raise its own mean and deviation.
+_LOSS_BEFORE = mean("loss", 15 * MINUTE, MINUTE)
 _LITTLE_ROOM = (
     "a plan with little room: a smaller parallel.micro_batch, parallel.recompute, or more ranks that share "
     "the states (parallel.shard)"
@@ -77,9 +79,9 @@ RULES = (
     Rule(
         "LossSpike",
         "warning",
-        (value("loss") - mean("loss", 15 * MINUTE) > deviation("loss", 15 * MINUTE) * 4)
-        & (value("loss") > mean("loss", 15 * MINUTE) * 1.5),
-        "the loss is {value:.3g} above its mean of 15 minutes",
+        (value("loss") - _LOSS_BEFORE > deviation("loss", 15 * MINUTE, MINUTE) * 4)
+        & (value("loss") > _LOSS_BEFORE * 1.5),
+        "the loss is {value:.3g} above its mean of the 15 minutes before",
         (
             "a learning rate that is too high: docs/guides/loss-spikes.md goes back and skips the samples",
             "damaged data: `wanma data inspect` shows the samples of the step",

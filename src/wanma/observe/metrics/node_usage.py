@@ -14,18 +14,24 @@ INFINIBAND_WORD_BYTES = 4
 """Bytes for one count of an InfiniBand port's data counters (InfiniBand specification, PortCounters)."""
 
 
-def read_node_usage(folder: Path, infiniband: Path = Path("/sys/class/infiniband")) -> dict[str, Any]:
+def read_node_usage(
+    folder: Path,
+    infiniband: Path = Path("/sys/class/infiniband"),
+    pressure: Path = Path("/proc/pressure/io"),
+) -> dict[str, Any]:
     """Read the present use of this node, as a record of logs/node-N.jsonl has it.
 
     Args:
         folder: run directory, whose file system is measured.
         infiniband: folder of the kernel with the InfiniBand devices.
+        pressure: file of the kernel with the stalls of programs for disks.
 
     Returns:
         `cpu_seconds` (busy time of all processors since the boot), `cpus`, `memory_bytes` and
         `memory_available_bytes` (of the node, or of a container with a limit), `disk_bytes`,
-        `disk_free_bytes`, `disk_read_bytes`, `disk_written_bytes`, and `interfaces`: received and sent
-        bytes by name. What the system does not report is missing.
+        `disk_free_bytes`, `disk_read_bytes`, `disk_written_bytes`, `disk_wait_seconds` (time since the boot
+        in which some program waited for a disk), and `interfaces`: received and sent bytes by name. What the
+        system does not report is missing.
     """
     import psutil
 
@@ -44,6 +50,10 @@ def read_node_usage(folder: Path, infiniband: Path = Path("/sys/class/infiniband
         counters = psutil.disk_io_counters()
         if counters is not None:
             usage |= {"disk_read_bytes": counters.read_bytes, "disk_written_bytes": counters.write_bytes}
+    with contextlib.suppress(OSError, ValueError):  # not every kernel counts them
+        # The first line has the stalls of some programs, in microseconds; iowait would need idle processors.
+        some = pressure.read_text().partition("\n")[0]
+        usage["disk_wait_seconds"] = int(some.rpartition("total=")[2]) / 1e6
     usage["interfaces"] = {
         name: (card.bytes_recv, card.bytes_sent)
         for name, card in psutil.net_io_counters(pernic=True).items()

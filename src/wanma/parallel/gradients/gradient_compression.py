@@ -173,13 +173,13 @@ class GradientCompression:
                 tensors[f"{POWER_SGD_Q_KIND}.{layout.name}"] = _q_dtensor(layout, memory.power_sgd_q)
         return tensors
 
-    def error_norm(self) -> float:
-        """Return the norm of this rank's error feedback, in units of the mean loss's gradients."""
+    def error_norm(self) -> Tensor:
+        """Return the norm () of this rank's error feedback, in units of the mean loss's gradients."""
         errors = [memory.residual for memory in self._error_feedbacks.values() if memory.residual is not None]
         if not errors:
-            return 0.0
-        norms = torch.stack(list(foreach_norm(errors)))
-        return float(torch.linalg.vector_norm(norms)) / self.gradient_scale
+            return torch.zeros((), device=self._device)
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(list(foreach_norm(errors))))
+        return norm / self.gradient_scale
 
     def pop_traffic(self) -> CompressionTraffic:
         """Return the bytes exchanged since the last call."""

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from wanma.job.errors import WanmaError
 from wanma.observe.metrics.gpu import GpuSampler
 from wanma.parallel.parallelize import ParallelModel
-
-
-def expert_metrics(statistics: Mapping[str, Tensor], target_count: float) -> dict[str, float]:
-    """Return the imbalance of the experts' load, and the balance loss per target."""
-    numbers = {name: float(number) for name, number in statistics.items()}
-    if "balance_loss" in numbers:
-        numbers["balance_loss"] /= target_count or math.nan
-    return numbers
 
 
 def parallel_metrics(model: ParallelModel) -> dict[str, float]:
@@ -29,7 +19,6 @@ def parallel_metrics(model: ParallelModel) -> dict[str, float]:
         metrics |= {
             "gradient_bytes_sent": traffic.sent_bytes,
             "gradient_bytes_saved": traffic.saved_bytes,
-            "compression_error_norm": compression.error_norm(),
         }
     counts = [embedding.cache.pop_counts() for embedding in model.embeddings if embedding.cache is not None]
     if used := sum(count.used for count in counts):

@@ -55,13 +55,12 @@ from wanma.training.run.run_records import (
 from wanma.training.run.skip_reason import find_skip_reason
 from wanma.training.run.start_health_check import HealthReport
 from wanma.training.run.step_data import StepData
-from wanma.training.run.step_metrics import expert_metrics, open_gpu_sampler, parallel_metrics
+from wanma.training.run.step_metrics import open_gpu_sampler, parallel_metrics
 from wanma.training.run.step_profiler import StepProfiler
 from wanma.training.run.step_times import StepTimes
 from wanma.training.sites.outer_optimizer import OuterStepResult
 from wanma.training.sites.site_synchronizer import SiteSynchronizer
-from wanma.training.step.layer_gradient_norms import LayerGradientNorms
-from wanma.training.step.model_statistics import update_model_statistics
+from wanma.training.step.device_metrics import DeviceMetrics
 from wanma.training.step.parameter_update import (
     StepTotals,
     apply_update,
@@ -138,8 +137,8 @@ class Trainer:
             interval_steps=resumed.in_memory_interval_steps,
         )
         interval = job.observe.gradient_norms_every_steps
-        self._layer_gradient_norms = LayerGradientNorms(parallel_model.parameter_names, plan, interval)
-        self._last_layer_norms: dict[str, float] = {}
+        self._device_metrics = DeviceMetrics(parallel_model, parallel_mesh, interval)
+        self._last_device_metrics: dict[str, Any] = {}
         self._log = RankStepLog(job, worker)
         self._timing_reporter = RankTimingReporter(plan, parallel_mesh, worker.supervisor_client)
         self._recorder: Recorder | None = None
@@ -156,7 +155,6 @@ class Trainer:
         self._learning_rate, self._global_batch = 0.0, 0
         self._timed_plan = self.plan
         self._share_change: ShareChange | None = None
-        self._expert_statistics: dict[str, Tensor] = {}
         bad_samples = RunDirectory(worker.run_directory).bad_samples(worker.rank)
         self.step_data = StepData(bad_samples, parallel_mesh, self.message, job.data)
         self._outer_result: OuterStepResult | AppliedStep | None = None
@@ -237,12 +235,8 @@ class Trainer:
                 sample_names=self.step_data.sample_names,
                 record_event=self._record_event,
             )
-            self._last_layer_norms = self._layer_gradient_norms.measure(
-                state.step + 1, state.named_optimizer, self.parallel_mesh, agreement.gradient_multiplier
-            )
-            self._expert_statistics = update_model_statistics(
-                state.parallel_model, self.parallel_mesh, agreement.is_finite and not skip_reason
-            )
+            is_applied = agreement.is_finite and not skip_reason
+            self._last_device_metrics = self._device_metrics.end_step(agreement, is_applied=is_applied)
         sites = state.site_synchronizer
         with self.phases.phase("optimizer"):
             applied = apply_update(
@@ -311,6 +305,8 @@ class Trainer:
             extra_terms=(*of_snapshots, *of_times, *of_data, *self._share_rebalancer.local_timings()),
             normalization=sites.exchange_gradients(step, factor, is_last) if sites is not None else None,
             loss_scale=state.loss_scale,
+            device_terms=self._device_metrics.local_terms(step, state.named_optimizer),
+            read_device_sums=self._device_metrics.take_sums,
         )
         if sites is not None:
             sites.set_target_count(step, agreement.target_count)
@@ -360,7 +356,6 @@ class Trainer:
                 "tokens_per_second": totals.target_count / seconds,
                 "step_seconds": seconds,
                 "grad_norm": totals.gradient_norm,
-                **({"layer_grad_norms": self._last_layer_norms} if self._last_layer_norms else {}),
                 "samples": self.state.samples,
                 "learning_rate": self._learning_rate,
                 "phases": phases,
@@ -369,7 +364,7 @@ class Trainer:
                 **self.step_data.metrics(),
                 **communication_seconds.numbers(),
                 "memory_bytes": peak_rank_memory_bytes(self.parallel_mesh.device.type),
-                **expert_metrics(self._expert_statistics, totals.target_count),
+                **self._last_device_metrics,
                 **parallel_metrics(self.state.parallel_model),
                 **(self._outer_result.metrics() if self._outer_result is not None else {}),
                 **(self._gpu.collect() if self._gpu is not None else {}),

@@ -1,11 +1,12 @@
-"""Gradient norms of a model's layers, every few steps, in one all-reduce of a number per layer."""
+"""Gradient norms of a model's layers, every few steps, by two numbers per layer in the step's all-reduce."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
@@ -36,36 +37,40 @@ class LayerGradientNorms:
         self._interval_steps = interval_steps
         self._layers = {layer: index for index, layer in enumerate(dict.fromkeys(map(layer_of, names)))}
 
-    def measure(
-        self,
-        step: int,
-        named_optimizer: NamedOptimizer,
-        parallel_mesh: ParallelMesh,
-        gradient_multiplier: float,
-    ) -> dict[str, float]:
-        """Return the norm by layer, of trained ones; empty where `step` is not due. Every rank calls it.
+    def local_terms(self, step: int, named_optimizer: NamedOptimizer, parallel_mesh: ParallelMesh) -> Tensor:
+        """Return what this rank adds to the step's sums.
 
         Args:
             step: optimizer steps, this one included.
             named_optimizer: optimizer of this rank's parameters.
             parallel_mesh: device meshes of the plan.
-            gradient_multiplier: factor from the gradients as they stand to those of the mean loss.
+
+        Returns:
+            (2 * layers,) float64: of each layer this rank's share of the squared norm, then whether it trains
+                a part of it; (0,) where `step` is not due.
         """
         if self._interval_steps == 0 or step % self._interval_steps:
-            return {}
-        by_layer: dict[str, list[torch.Tensor]] = {}
+            return torch.zeros(0, dtype=torch.float64, device=parallel_mesh.device)
+        by_layer: dict[str, list[Tensor]] = {}
         for name, parameter in named_optimizer.parameters.items():
             if parameter.grad is not None and name not in named_optimizer.tied_copies:
                 by_layer.setdefault(layer_of(name), []).append(parameter.grad)
-        squares = torch.zeros(2, len(self._layers), dtype=torch.float64, device=parallel_mesh.device)
+        terms = torch.zeros(2, len(self._layers), dtype=torch.float64, device=parallel_mesh.device)
         for layer, gradients in by_layer.items():
-            squares[0, self._layers[layer]] = local_squared_norm(gradients, parallel_mesh.plan)
-            squares[1, self._layers[layer]] = 1.0
-        if parallel_mesh.plan.world_size > 1:
-            dist.all_reduce(squares)
-        squares[0] = squares[0].sqrt() * gradient_multiplier
-        norms, is_trained = squares.tolist()  # one reading, for which a GPU is waited for
-        return {layer: norms[index] for layer, index in self._layers.items() if is_trained[index]}
+            terms[0, self._layers[layer]] = local_squared_norm(gradients, parallel_mesh.plan)
+            terms[1, self._layers[layer]] = 1.0
+        return terms.flatten()
+
+    def norms(self, sums: Sequence[float], gradient_multiplier: float) -> dict[str, float]:
+        """Return the norm by layer, of trained ones; empty where none is due.
+
+        Args:
+            sums: sums of `local_terms` over all ranks.
+            gradient_multiplier: factor from the gradients as they stand to those of the mean loss.
+        """
+        half = len(sums) // 2
+        by_layer = zip(self._layers, sums[:half], sums[half:], strict=False)
+        return {layer: math.sqrt(square) * gradient_multiplier for layer, square, count in by_layer if count}
 
 
 def layer_of(name: str) -> str:

@@ -6,7 +6,7 @@ All numbers on which ranks must agree per step travel in one all-reduce.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,6 +44,8 @@ class StepTotals:
     """True if some rank was asked to suspend, for a resize that continues from this step."""
     extra_sums: tuple[float, ...] = ()
     """Sums over the ranks of the further numbers that each gave."""
+    device_numbers: tuple[float, ...] = ()
+    """Numbers that follow from the sums on the device."""
     site_gradient_norm: float | None = None
     """Norm of the gradient that this rank's site takes; None: the same as `gradient_norm`.
 
@@ -68,6 +70,8 @@ def reduce_step_totals(
     *,
     step: int,
     effective_loss_multiplier: float,
+    device_terms: Tensor,
+    read_device_sums: Callable[[Tensor], Tensor],
     is_suspend_requested: bool = False,
     extra_terms: Sequence[float] = (),
     normalization: GradientNormalization | None = None,
@@ -85,6 +89,8 @@ def reduce_step_totals(
         parallel_mesh: device meshes of the plan.
         step: step, counted from 1.
         effective_loss_multiplier: ratio of the gradients to those of the summed losses.
+        device_terms: (terms,) float64 of the device, whose sums stay there; as many on every rank.
+        read_device_sums: function from these sums to the numbers (numbers,) that the host reads.
         is_suspend_requested: true if this rank was asked to suspend.
         extra_terms: more numbers to add up; as many on every rank.
         normalization: normalization of gradients summed over all sites; None: they are of this step and site.
@@ -99,12 +105,13 @@ def reduce_step_totals(
     by_site[:, parallel_mesh.site] = torch.stack([share, target_count.double()])
     local_requests = [float(is_drain_requested), float(is_suspend_requested), *extra_terms]
     added = torch.tensor(local_requests, dtype=torch.float64, device=parallel_mesh.device)
-    numbers = torch.cat([by_site.view(-1), loss_sum.detach().double().view(1), added])
+    numbers = torch.cat([by_site.view(-1), loss_sum.detach().double().view(1), added, device_terms])
     if parallel_mesh.plan.world_size > 1:
         dist.all_reduce(numbers)
-    totals = numbers.tolist()
+    read, device_sums = numbers.split([len(numbers) - len(device_terms), len(device_terms)])
+    totals = torch.cat([read, read_device_sums(device_sums)]).tolist()  # the host waits once
     squares, counts = totals[:sites], totals[sites : 2 * sites]
-    total_loss, drain_requests, suspend_requests, *extra_sums = totals[2 * sites :]
+    total_loss, drain_requests, suspend_requests, *extra_sums = totals[2 * sites : len(read)]
     total_targets = sum(counts)
     if total_targets == 0 and normalization is not None:
         raise WanmaError(
@@ -128,6 +135,7 @@ def reduce_step_totals(
         is_drain_requested=drain_requests > 0,
         is_suspend_requested=suspend_requests > 0,
         extra_sums=tuple(extra_sums),
+        device_numbers=tuple(totals[len(read) :]),
         site_gradient_norm=norms[parallel_mesh.site],
         site_target_counts=tuple(counts),
         has_gradients=normalization is None or normalization.target_count != 0,
