@@ -15,7 +15,7 @@ import pytest
 import requests
 
 from support.dashboards import PROXY, make_run, proxied, served_dashboard, write_steps, write_usage
-from wanma.dashboard.report_cache import ReportCache
+from wanma.dashboard.server import ReportCache
 from wanma.observe.endpoint import TARGETS_FOLDER
 from wanma.report import run_report
 from wanma.report.run_report import read_report

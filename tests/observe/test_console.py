@@ -62,10 +62,6 @@ def test_plain_lines_tell_the_run_from_start_to_end(run: RunDirectory) -> None:
     ]
 
 
-def test_a_run_of_one_step_is_told_in_the_singular(run: RunDirectory) -> None:
-    assert shown(run, "plain", [{"kind": "start", "step": 0, "steps": 1}])[1] == "training 1 step"
-
-
 def test_a_resumed_run_says_where_it_carries_on(run: RunDirectory) -> None:
     start = {"kind": "start", "step": 20, "steps": 30, "source": "step-00000020"}
     lines = shown(run, "plain", [start, step(21)])

@@ -6,6 +6,7 @@ import sys
 import time
 import types
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ def test_means_of_what_a_gpu_reports_are_handed_over_once(
     nvml.nvmlDeviceGetHandleByUUID = {"GPU-1234": 0, "GPU-no-power": 0}.__getitem__
     if means["gpu_power_watts"] is None:
         nvml.nvmlDeviceGetPowerUsage = lambda _: nvml.nvmlDeviceGetTemperature(1)
-    with GpuSampler(uuid, interval_seconds=0.002) as sampler:
+    with closing(GpuSampler(uuid, interval_seconds=0.002)) as sampler:
         assert first_sample(sampler) == means
     sampler._thread.join(60)
     sampler.collect()
@@ -64,6 +65,11 @@ def fake_node(count: int) -> types.ModuleType:
     calls: list[str] = []
     module.calls = calls
     module.NVMLError = NvmlError
+    for constant in (
+        "NVML_TEMPERATURE_GPU", "NVML_CLOCK_SM", "NVML_MEMORY_ERROR_TYPE_UNCORRECTED", "NVML_VOLATILE_ECC",
+        "nvmlEventTypeXidCriticalError",
+    ):  # fmt: skip
+        setattr(module, constant, 0)
     module.nvmlInit = lambda: calls.append("init")
     module.nvmlShutdown = lambda: calls.append("shutdown")
     module.nvmlDeviceGetCount = lambda: count

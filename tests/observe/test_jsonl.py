@@ -15,8 +15,14 @@ from hypothesis import strategies as st
 
 from wanma.job.errors import WanmaError
 from wanma.job.run.run_directory import RunDirectory
-from wanma.observe.sinks.append_file import AppendFile
-from wanma.observe.sinks.jsonl import JsonLinesSink, drop_steps, drop_torn_lines, last_record, to_json_line
+from wanma.observe.sinks.jsonl import (
+    AppendFile,
+    JsonLinesSink,
+    drop_steps,
+    drop_torn_lines,
+    last_record,
+    to_json_line,
+)
 
 Record = Callable[..., dict[str, Any]]
 

@@ -13,9 +13,8 @@ import pytest
 from wanma.job.errors import WanmaError
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event, NullSupervisorClient
-from wanma.observe.recorder import Recorder
+from wanma.observe.recorder import Recorder, SupervisorSink
 from wanma.observe.sinks.jsonl import JsonLinesSink
-from wanma.observe.sinks.supervisor import SupervisorSink
 
 
 class FullSink:

@@ -31,7 +31,7 @@ print(json.dumps([run.info.run_name, run.info.status, run.data.params["train.ste
 READ_WANDB = """
 import json, pathlib, sys
 from wandb.proto import wandb_internal_pb2
-from wanma.observe.trackers.wandb_file import _records
+from wanma.observe.trackers.wandb_tracker import _records
 rows = []
 for path in sorted(pathlib.Path(sys.argv[1]).rglob("run-*.wandb"), key=lambda path: path.stat().st_mtime):
     for text in _records(path.read_bytes()):

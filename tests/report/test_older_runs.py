@@ -12,8 +12,8 @@ from wanma.api.run.run_records import job_change_notes
 from wanma.job.file.loading import load_job, load_recorded_job, to_job
 from wanma.job.file.upgrade import upgrade_file
 from wanma.job.run.run_directory import RunDirectory
-from wanma.observe.sinks.renamed_records import with_new_names
 from wanma.report.exposed_communication import exposed_communication
+from wanma.report.renamed_records import with_new_names
 from wanma.report.report_page import write_report
 from wanma.report.run_report import Report, read_report
 from wanma.report.terminal import run_summary

@@ -54,7 +54,7 @@ At the end of a run that has failed it sends `RunFailed`, when no metric is left
 
 def pages() -> dict[Path, str]:
     """Return the text of each page by its file."""
-    alerts = "\n".join([*runbook()][4:])
+    alerts = "## " + runbook().partition("## ")[2]
     return {
         REFERENCE / "metrics.md": _HEAD.format(title="Metrics", text=_METRICS) + "\n".join(metric_table()),
         REFERENCE / "alerts.md": f"{_HEAD.format(title='Alerts', text=_ALERTS)}{alerts}\n",

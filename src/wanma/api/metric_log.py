@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from wanma.job.errors import WanmaError
-from wanma.observe.sinks.append_file import AppendFile
-from wanma.observe.sinks.jsonl import to_json_line
+from wanma.observe.sinks.jsonl import AppendFile, to_json_line
 
 METRICS_VARIABLE = "WANMA_METRICS"
 """Name of the environment variable with the path of this rank's file of metrics."""

@@ -70,12 +70,7 @@ def _run_row(run: RunDirectory) -> str:
 
 
 def run_page(report: Report, diagnosis: str) -> str:
-    """Return the page of one run.
-
-    Args:
-        report: its report.
-        diagnosis: text of `wanma diagnose`.
-    """
+    """Return the page of one run, with the text of `wanma diagnose`."""
     back = '<nav><a href="../../">all runs</a></nav>'
     header, problems, *others = report_parts(report)
     parts = [back, header, problems, card("Diagnosis", f"<pre>{escape(diagnosis)}</pre>")]
@@ -103,6 +98,7 @@ def _ranks(report: Report) -> str:
 
 def _rank_table(windows: Sequence[RankWindows]) -> str:
     columns = ("compute", "data", "processors", "memory")
+    # NaN, of a rank without a step, sorts as -1.
     rows = "".join(
         table_row(
             escape(work.name),
@@ -111,11 +107,7 @@ def _rank_table(windows: Sequence[RankWindows]) -> str:
             number_text(work.cores),
             bytes_text(work.memory_bytes),
         )
-        for work in sorted(
-            windows,
-            key=lambda work: work.work_seconds[-1] if math.isfinite(work.work_seconds[-1]) else -1.0,
-            reverse=True,
-        )[:16]
+        for work in sorted(windows, key=lambda work: max(-1.0, work.work_seconds[-1]), reverse=True)[:16]
     )
     return f"<table>{table_header(('slowest first', *columns), columns)}{rows}</table>"
 
@@ -131,32 +123,23 @@ def comparison_page(reports: Sequence[Report]) -> str:
             if key in report.steps
         ]
         if any(math.isfinite(value) for line in lines for value in line.ys):
-            charts.append(
-                chart_figure(Chart(title, lines, from_zero=key != "loss", offers_log_scale=key == "loss"))
-            )
-    validations = [
-        Series(
-            report.run.name,
-            number,
-            [float(event["step"]) for event in report.validations if event.get("loss") is not None],
-            [float(event["loss"]) for event in report.validations if event.get("loss") is not None],
-            marks_all_points=True,
-        )
-        for number, report in enumerate(reports, 1)
-    ]
+            is_loss = key == "loss"
+            charts.append(chart_figure(Chart(title, lines, from_zero=not is_loss, offers_log_scale=is_loss)))
+    validations = []
+    for number, report in enumerate(reports, 1):
+        known = [event for event in report.validations if event.get("loss") is not None]
+        steps, losses = ([float(event[key]) for event in known] for key in ("step", "loss"))
+        validations.append(Series(report.run.name, number, steps, losses, marks_all_points=True))
     if any(line.ys for line in validations):
         charts.insert(1, chart_figure(Chart("validation loss", validations, from_zero=False)))
     query = urlencode([("run", report.run.name) for report in reports])
-    return document(
-        f"compare {names}",
-        [
-            '<nav><a href="./">all runs</a></nav>',
-            f"<header><h1>Compare</h1><p class=facts>{escape(names)}</p></header>",
-            _settings(reports),
-            f'<section class="charts">{"".join(charts)}</section>',
-        ],
-        changes=f"events?{query}",
-    )
+    parts = [
+        '<nav><a href="./">all runs</a></nav>',
+        f"<header><h1>Compare</h1><p class=facts>{escape(names)}</p></header>",
+        _settings(reports),
+        f'<section class="charts">{"".join(charts)}</section>',
+    ]
+    return document(f"compare {names}", parts, changes=f"events?{query}")
 
 
 def _settings(reports: Sequence[Report]) -> str:
@@ -164,12 +147,8 @@ def _settings(reports: Sequence[Report]) -> str:
     flat = [dict(flat_values(report.job)) for report in reports]
     keys = [key for key in dict.fromkeys(key for values in flat for key in values) if key != "observe.name"]
     differing = [key for key in keys if len({values.get(key, "–") for values in flat}) > 1]
-    rows = "".join(
-        f"<tr><td>{escape(key)}</td>"
-        + "".join(f"<td>{escape(values.get(key, '–'))}</td>" for values in flat)
-        + "</tr>"
-        for key in differing[:60]
-    )
+    cells = ((key, *(values.get(key, "–") for values in flat)) for key in differing[:60])
+    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in cells)
     heads = table_header(("", *(report.run.name for report in reports)))
     return card("Settings that differ", f"<table>{heads}{rows}</table>") if rows else ""
 

@@ -9,10 +9,9 @@ import os
 import socket
 import socketserver
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from wanma.job.errors import JobError, missing_extra_error
@@ -30,12 +29,10 @@ class MetricsEndpoint:
     """Endpoint at `/metrics`; a context manager, served by a thread.
 
     Args:
-        host: address to listen on.
         port: port; 0: any that is free, also if the port is in use.
         token: required of readers as `Authorization: Bearer TOKEN`; empty: none is.
         samples: returns the present samples; called in another thread.
         labels: labels of every series.
-        warn: shows a text to the user.
 
     Raises:
         JobError: the address is not loopback, and there is no token; or it is none of this machine's.
@@ -85,14 +82,9 @@ class MetricsEndpoint:
         return int(self._server.server_address[1])
 
     def announce(self, runs: Path, name: str, labels: Mapping[str, str]) -> None:
-        """Write the file by which Prometheus finds the endpoint, for an earlier one; removed at the end.
-
-        Args:
-            runs: folder of run directories.
-            name: name of the file without suffix, one for each endpoint.
-            labels: labels for the target.
-        """
+        """Write the file by which Prometheus finds the endpoint, in place of an earlier one."""
         self._remove_target()
+        remove_stale_targets(runs)
         host = socket.gethostname() if self._host in ("0.0.0.0", "::") else self._host
         host = f"[{host}]" if ":" in host else host
         folder = runs / TARGETS_FOLDER
@@ -112,9 +104,7 @@ class MetricsEndpoint:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._remove_target()
         self._server.shutdown()
         self._server.server_close()
@@ -124,7 +114,6 @@ class MetricsEndpoint:
 class _Server(ThreadingHTTPServer):
     """Server at an address of IPv4 or IPv6, which writes nothing: the console belongs to the run."""
 
-    daemon_threads = True
     # That of HTTPServer asks for the name of the address, which a broken resolver answers late.
     server_bind = socketserver.TCPServer.server_bind
 
@@ -142,22 +131,18 @@ class _Collector:
     def __init__(self, samples: Callable[[], Iterable[Sample]], labels: Mapping[str, str]) -> None:
         self._samples, self._labels = samples, labels
 
-    def describe(self) -> list[Any]:
-        return []
-
-    def collect(self) -> Iterator[Any]:
+    def collect(self) -> Iterable[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         families: dict[str, Any] = {}
         for sample in self._samples():
             metric = CATALOGUE[sample.metric]
-            names = (*self._labels, *(name for name, _ in sample.labels))
-            family = families.get(sample.metric)
-            if family is None:
+            labels = {**self._labels, **dict(sample.labels)}
+            if metric.name not in families:
                 make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-                family = families[sample.metric] = make(metric.family_name, metric.meaning, labels=names)
-            family.add_metric([*self._labels.values(), *(text for _, text in sample.labels)], sample.value)
-        yield from families.values()
+                families[metric.name] = make(metric.family_name, metric.meaning, labels=tuple(labels))
+            families[metric.name].add_metric(tuple(labels.values()), sample.value)
+        return families.values()
 
 
 def _handler(registry: Any, client: Any, token: str) -> type[BaseHTTPRequestHandler]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from wanma.job.run.run_directory import RunDirectory
-from wanma.job.run.worker import Event
+from wanma.job.run.worker import Event, SupervisorClient
 from wanma.observe.units import count_text
 
 STEP_KEYS = (
@@ -56,11 +56,28 @@ class Sink(Protocol):
         """Close the sink; no event follows."""
 
 
+class SupervisorSink:
+    """Sink that passes events on to the supervisor, which opens and closes its console itself."""
+
+    output_name = "the console"
+
+    def __init__(self, supervisor_client: SupervisorClient) -> None:
+        self._supervisor_client = supervisor_client
+
+    def open(self, run: RunDirectory, first_step: int) -> None:
+        """Open nothing."""
+
+    def write(self, event: Event) -> None:
+        self._supervisor_client.send_event(event)
+
+    def close(self) -> None:
+        """Close nothing."""
+
+
 class Recorder:
     """Writer of the event stream on rank 0.
 
     Args:
-        run: run directory of the files.
         sinks: sinks, opened here and closed by `close`.
         first_step: number of the first step to be recorded: 1, or the one after the checkpoint.
         check_fence: called before each record; raises if another process records the run now.
@@ -113,36 +130,32 @@ class Recorder:
             try:
                 sink.close()
             except OSError as error:
-                self._broadcast_message(
-                    self._sinks, f"{sink.output_name} may be cut short: {_error_text(error)}", "warning"
-                )
+                self._tell(f"{sink.output_name} may be cut short: {_error_text(error)}", "warning")
 
     def _write(self, event: Event) -> None:
         for sink in self._sinks:
+            name, lost = sink.output_name, self._lost_events.get(sink.output_name, 0)
             try:
                 self._check_fence()  # where that cannot be told, the record is lost like any other
                 sink.write(event)
             except OSError as error:
-                self._lost_events[sink.output_name] = self._lost_events.get(sink.output_name, 0) + 1
-                if self._lost_events[sink.output_name] == 1:
-                    text = f"{sink.output_name} cannot be written: {_error_text(error)}; training continues"
-                    self._broadcast_message(
-                        [other_sink for other_sink in self._sinks if other_sink is not sink], text, "warning"
-                    )
+                self._lost_events[name] = lost + 1
+                if not lost:
+                    text = f"{name} cannot be written: {_error_text(error)}; training continues"
+                    self._tell(text, "warning", failing=sink)
             else:
-                if lost_count := self._lost_events.pop(sink.output_name, 0):
-                    text = (
-                        f"{sink.output_name} is writable again; missing: {count_text(lost_count, 'record')}"
-                    )
-                    self._broadcast_message(self._sinks, text, "info")
+                if lost:
+                    del self._lost_events[name]
+                    self._tell(f"{name} is writable again; missing: {count_text(lost, 'record')}", "info")
 
-    @staticmethod
-    def _broadcast_message(sinks: Sequence[Sink], text: str, level: str) -> None:
+    def _tell(self, text: str, level: str, failing: Sink | None = None) -> None:
+        """Write a message into all sinks but the one that fails."""
         message = {"kind": "message", "time": time.time(), "level": level, "text": text}
-        for sink in sinks:
-            # A sink that fails here as well is reported when the next event reaches it.
+        for sink in self._sinks:
+            # Another one that fails is reported when the next event reaches it.
             with contextlib.suppress(OSError):
-                sink.write(message)
+                if sink is not failing:
+                    sink.write(message)
 
 
 def _error_text(error: OSError) -> str:

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from wanma.job.run.run_directory import RunDirectory
@@ -33,11 +32,9 @@ class RunObserver:
     """Observer; a context manager around the run.
 
     Args:
-        run: run directory.
         settings: section [observe] of the job; its trackers are checked (`check_trackers`).
         node: node rank of this node; None: it is that of the first event of kind `usage`.
         checkpoint_interval_steps: steps between two checkpoints, by the job; 0: there are none.
-        plan: content of plan.json.
         show: shows an event of kind `message` or `alert`.
         began: time in unix seconds before which records are those of earlier starts; None: now.
 
@@ -92,9 +89,6 @@ class RunObserver:
         """Take this node's number: announce its endpoint, and start the trackers where rank 0 is."""
         self._node = node
         if self._endpoint is not None:
-            from wanma.observe.endpoint import remove_stale_targets
-
-            remove_stale_targets(self._run.path.parent)
             # Series have the run and the node themselves; Prometheus would rename one of two equal labels.
             # The job of the target replaces that of the scrape configuration.
             labels = {"host": socket.gethostname(), "job": self._names["job"]}
@@ -145,20 +139,14 @@ class RunObserver:
         return self
 
     def end(self, failure: str | None) -> None:
-        """Resolve what still fires; a failure of the run is an alert of the node of rank 0 instead.
-
-        Args:
-            failure: message of a failed run; None: it did not fail.
-        """
+        """Resolve what still fires; the message of a failure is an alert of the node of rank 0 instead."""
         own_failure = failure if self._node in (0, None) else None
         with self._guard():
             with self._lock:
                 changes = self._monitor.end(time.time(), own_failure)
             self._tell(changes)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._guard():
             self._sinks.close()
             if self._trackers is not None:

@@ -26,7 +26,7 @@ from wanma.job.run.process_state import is_process_alive
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event
 from wanma.observe.sinks.jsonl import START_FAILED
-from wanma.observe.sinks.renamed_records import with_new_names as record_with_new_names
+from wanma.report.renamed_records import with_new_names as record_with_new_names
 
 RunState = Literal["new", "running", "finished", "interrupted", "aborted", "failed", "crashed"]
 """State of a run.

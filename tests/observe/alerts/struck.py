@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from wanma.observe.metrics.memory import AllocatorState
 from wanma.training.balancing import rank_timing
 
 FILE = Path(__file__).parent / "fault"
@@ -32,9 +31,9 @@ class Allocator:
     def __init__(self) -> None:
         self.retries = 0
 
-    def state(self, _: str) -> AllocatorState:
+    def state(self, _: str) -> rank_timing.AllocatorState:
         self.retries += fault() == "full GPU"
-        return AllocatorState(0, self.retries)
+        return rank_timing.AllocatorState(0, self.retries)
 
 
 rank_timing.allocator_state = Allocator().state

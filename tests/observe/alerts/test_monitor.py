@@ -100,6 +100,14 @@ def test_a_spike_of_the_loss_stands_out_of_its_noise_though_it_wavers(wavering: 
     assert names(alerts)[0] == ("LossSpike", True)
 
 
+def test_series_of_a_rank_end_with_it() -> None:
+    monitor = AlertMonitor(PLAN)
+    monitor.on_event(usage(1.0))
+    monitor.on_event(usage(2.0, ranks=[{"rank": 1, "is_alive": True}], gpus=[{"gpu": 0}]))
+    ranks = {sample.labels for sample in monitor.samples() if sample.metric == "rank_up"}
+    assert ranks == {(("node", "0"), ("rank", "1"))}
+
+
 def test_resources_of_a_node_are_named_with_the_node() -> None:
     monitor = AlertMonitor(PLAN)
     list(hour(monitor, 30))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from support.compare import spread_over
 from support.slow import SECONDS, Noting, noted
 from support.text import REAL_TEXT
 from wanma.job.plan.plan import Plan
+from wanma.training.balancing.rank_timing import AllocatorState, allocator_state
 
 LAYERS, STEPS = 4, 4
 DENSE = {"family": "decoder", "layers": LAYERS, "hidden": 16, "heads": 2}
@@ -63,3 +65,16 @@ def test_the_rank_that_works_for_long_is_told_apart_from_those_that_wait_for_it(
     slept = SECONDS * micro_batches * (LAYERS if plan.pp == 1 else 1)  # wherever a pipeline is cut
     assert own[-1] > slept
     assert max(own[:-1]) < own[-1] - slept / 2, "nobody else's work has taken so long"
+
+
+def test_memory_beyond_the_peak_of_tensors_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    state: dict[str, Any] = {
+        "reserved_bytes": {"all": {"current": 70}},
+        "allocated_bytes": {"all": {"peak": 60}},
+        "num_alloc_retries": 2,
+    }
+    monkeypatch.setattr("torch.cuda.memory_stats_as_nested_dict", lambda: state)
+    assert allocator_state("cuda") == AllocatorState(10, 2)
+    state["allocated_bytes"]["all"]["peak"] = 80  # since then the cache was freed
+    assert allocator_state("cuda").cached_bytes == 0
+    assert allocator_state("cpu") == AllocatorState(0, 0)

@@ -11,12 +11,11 @@ import torch
 from support.fake_stream import FakeStream
 from wanma.collectives.timing.communication_timer import CommunicationTime, CommunicationTimer
 from wanma.job.plan.plan import Plan
-from wanma.observe.metrics.phase_timer import PhaseTimer
 from wanma.parallel.pipeline.timed_stage import BubbleTimer
 from wanma.parallel.profiling.compute_timer import ComputeTimer
 from wanma.planner.pipeline.operation import Operation
 from wanma.planner.pipeline.replay import TimedOperation
-from wanma.training.run.step_times import StepTimes
+from wanma.training.run.step_times import PhaseTimer, StepTimes
 from wanma.training.run.trainer import Trainer
 
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,7 @@ from wanma.observe.metrics.process_usage import (
     read_process_table,
     sum_trees,
 )
-from wanma.observe.sinks.append_file import AppendFile
-from wanma.observe.sinks.jsonl import to_json_line
+from wanma.observe.sinks.jsonl import AppendFile, to_json_line
 
 FIRST_SAMPLE_SECONDS, SAMPLE_INTERVAL_SECONDS = 0.5, 5.0
 """Time, in seconds, to the first reading, and the longest between two; in between it doubles."""
@@ -156,7 +156,7 @@ class UsageRecorder:
             record["gpus"] = [
                 {
                     "gpu": number,
-                    **gpu.to_json(),
+                    **asdict(gpu),
                     "is_used": number in by_gpu,
                     "rank": by_gpu.get(number),
                     "needed_memory_bytes": needed_memory_bytes(gpu, self._newest.get(by_gpu.get(number, -1))),

@@ -7,7 +7,7 @@ from wanma.job.plan.plan import Plan
 
 
 def forecast_phases(step: StepTime, plan: Plan) -> dict[str, float]:
-    """Return the forecast seconds by phase of `phase_timer`, as far as a forecast knows them.
+    """Return the forecast seconds by phase of `PhaseTimer`, as far as a forecast knows them.
 
     Communication over `tp`, `cp` and `ep` is part of forward and backward, for the recorder as for the cost
     model. Data-parallel communication is a phase of its own only if it can be measured: on a GPU it overlaps

@@ -22,11 +22,7 @@ Points = list[tuple[float, float]]
 
 
 class History:
-    """Newest values of metrics, and those of the last `window_seconds`.
-
-    Args:
-        window_seconds: longest window that an expression looks back.
-    """
+    """Newest values of metrics, and those of the longest window that an expression looks back."""
 
     def __init__(self, window_seconds: float) -> None:
         self._window_seconds = window_seconds
@@ -131,19 +127,15 @@ def _range(
     """Return the value of a metric, or a function of PromQL of its values in a window."""
     known, given = CATALOGUE[metric], tuple(sorted(matched.items()))
     labels = tuple(label for label in known.labels if label not in matched)
-    matchers = ",".join(f'{name}="{text}"' for name, text in given)
-    selector = known.full_name + (f"{{{matchers}}}" if matchers else "")
-    if function:
-        offset = f" offset {offset_seconds:g}s" if offset_seconds else ""
-        selector = f"{function}({selector}[{window_seconds:g}s]{offset})"
+    offset = f" offset {offset_seconds:g}s" if offset_seconds else ""
+    promql = known.promql(function, f"{window_seconds:g}s", labels, offset=offset, **matched)
 
     def evaluate(history: History) -> Values:
         found = history.points(metric, given, window_seconds, offset_seconds)
         values = {own: _REDUCTIONS[function](points) for own, points in found.items() if points}
         return {own: number for own, number in values.items() if number is not None}
 
-    # A resume and each node have targets of their own, whose labels would let a series match several.
-    return Expression(labels, f"max by ({', '.join(labels)}) ({selector})", evaluate)
+    return Expression(labels, promql, evaluate)
 
 
 def _extreme(name: str, reduce: Callable[[Iterable[float]], float], part: Expression) -> Expression:

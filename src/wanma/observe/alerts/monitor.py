@@ -20,10 +20,7 @@ _NO_LABELS = dict.fromkeys(("node", "rank", "gpu"), "")
 class AlertMonitor:
     """Monitor of one node; rules over the whole run fire on the node of rank 0, which sees its steps.
 
-    Args:
-        plan: content of plan.json.
-        checkpoint_interval_steps: steps between two checkpoints, by the job; 0: there are none.
-        rules: rules; empty: nothing is evaluated.
+    Its plan and interval are those of `RunSeries`; without rules nothing is evaluated.
     """
 
     def __init__(
@@ -34,7 +31,7 @@ class AlertMonitor:
     ) -> None:
         self._run = RunSeries(plan, checkpoint_interval_steps)
         self._node: NodeSeries | None = None
-        self._rules = rules
+        self._rules = {rule.name: rule for rule in rules}
         self._history = History(HOUR)  # the longest window of a rule
         self._since: dict[tuple[str, Labels], float] = {}
         """Time since which the condition of a rule holds for a series."""
@@ -45,8 +42,7 @@ class AlertMonitor:
         if event["kind"] != USAGE_EVENT:
             self._run.update(event)
             return []
-        self._node = NodeSeries(event["node"])  # its number may change when others are lost
-        self._node.update(event)
+        self._node = NodeSeries(event)  # its number may change when others are lost
         self._run.mark_alive(any(rank["is_alive"] for rank in event["ranks"]))
         if not self._rules:
             return []
@@ -64,21 +60,19 @@ class AlertMonitor:
         self._since.clear()
         if failure is not None:
             return [_event(RUN_FAILED, (), 0.0, now, text=f"{RUN_FAILED.name}: {failure}")]
-        rules = {rule.name: rule for rule in self._rules}
-        return [_event(rules[name], labels, 0.0, now, is_firing=False) for name, labels in firing]
+        return [_event(self._rules[name], labels, 0.0, now, is_firing=False) for name, labels in firing]
 
     def samples(self) -> Iterator[Sample]:
         """Yield the present values of the metrics, with those of the alerts that fire."""
         yield from self._run.samples()
         if self._node is not None:
             yield from self._node.samples()
-        severities = {rule.name: rule.severity for rule in self._rules}
         for name, labels in self._firing:
-            named = {"alert": name, "severity": severities[name], **_NO_LABELS, **dict(labels)}
+            named = {"alert": name, "severity": self._rules[name].severity, **_NO_LABELS, **dict(labels)}
             yield Sample("alert", tuple(sorted(named.items())), 1.0)
 
     def _changes(self, now: float) -> Iterator[Event]:
-        for rule in self._rules:
+        for rule in self._rules.values():
             values = rule.condition.evaluate(self._history)
             for labels, value in values.items():
                 key = (rule.name, labels)

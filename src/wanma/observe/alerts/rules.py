@@ -172,10 +172,7 @@ RULES = (
         "warning",
         (value("gpu_memory_needed_bytes") / value("gpu_memory_bytes")) > 0.95,
         "{labels} needs {value:.1%} of its memory, without what PyTorch only caches",
-        (
-            _LITTLE_ROOM,
-            "another program on the GPU: `nvidia-smi` lists them",
-        ),
+        (_LITTLE_ROOM, "another program on the GPU: `nvidia-smi` lists them"),
         for_seconds=MINUTE,
     ),
     Rule(

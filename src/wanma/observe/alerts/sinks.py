@@ -27,7 +27,6 @@ class AlertSinks:
     """Sinks of one run; a context manager, which delivers what waits before it ends.
 
     Args:
-        settings: section [observe] of the job.
         names: names of the run and its job, which each event gets.
         warn: shows a text to the user: a sink does not work.
 

@@ -6,7 +6,6 @@ for the live display, when it opens.
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Self, TextIO
 
 from wanma.job.run.run_directory import RunDirectory
@@ -23,6 +22,8 @@ from wanma.observe.console.progress import (
 from wanma.observe.units import count_text, duration_text
 
 LEVEL_PREFIXES = {"info": "", "warning": "warning: ", "error": "error: "}
+_LINES = {"validation": validation_text, "checkpoint": checkpoint_text, "finish": finish_text}
+"""Function to the plain line of an event, by its kind."""
 
 
 class Console:
@@ -36,9 +37,7 @@ class Console:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
         self.stream.discard_pending()
 
@@ -46,9 +45,7 @@ class Console:
         """Handle one event of the stream."""
         self.progress.update(event)
         message = as_message(event)
-        if message is not None and (
-            message.get("level") in ("warning", "error") or event["kind"] == "resize"
-        ):
+        if message and (message.get("level") in ("warning", "error") or event["kind"] == "resize"):
             self.print_message(message)
 
     def print_message(self, event: Event) -> None:
@@ -85,12 +82,8 @@ class PlainConsole(Console):
                 self.print_line(start_text(self.progress))
         elif (message := as_message(event)) is not None:
             self.print_message(message)
-        elif kind == "validation":
-            self.print_line(validation_text(event))
-        elif kind == "checkpoint":
-            self.print_line(checkpoint_text(event))
-        elif kind == "finish":
-            self.print_line(finish_text(event))
+        elif kind in _LINES:
+            self.print_line(_LINES[kind](event))
 
     def close(self) -> None:
         if self.run.report.exists():
@@ -122,12 +115,9 @@ def as_message(event: Event) -> Event | None:
 
 def start_text(progress: RunProgress) -> str:
     """Return 'training 300 steps' or, after a resume, 'resuming from step 200 of 300 (step-00000200)'."""
+    done = f"{progress.first_step - 1:,} of {progress.steps:,}"
     if progress.first_step > progress.steps:
-        return (
-            f"the run is complete: step {progress.first_step - 1:,} of {progress.steps:,}; "
-            "raise train.steps to continue"
-        )
+        return f"the run is complete: step {done}; raise train.steps to continue"
     if progress.first_step > 1:
-        source = f" ({progress.source})" if progress.source else ""
-        return f"resuming from step {progress.first_step - 1:,} of {progress.steps:,}{source}"
+        return f"resuming from step {done}" + (f" ({progress.source})" if progress.source else "")
     return f"training {count_text(progress.steps, 'step')}"

@@ -28,14 +28,13 @@ def show_dataset_progress(
         prepare(section, progress)
 
     Args:
-        is_quiet: show nothing.
         stream: output; default: standard output.
         label: the work.
         first_line_seconds: time before the first line, without a terminal.
     """
     stream = stream or sys.stdout
     if is_quiet:
-        yield _ignore_progress
+        yield lambda _done, _total: None
     elif stream.isatty():
         yield from _bar_progress(stream, label)
     else:
@@ -44,29 +43,17 @@ def show_dataset_progress(
 
 def announcer(*, is_quiet: bool) -> Callable[[str], None] | None:
     """Return the function that shows a sentence about work on data before it begins; None if quiet."""
-    if is_quiet:
-        return None
-    return lambda text: print(f"preparing data: {text}", flush=True)
-
-
-def _ignore_progress(_done: int, _total: int) -> None:
-    pass
+    return None if is_quiet else lambda text: print(f"preparing data: {text}", flush=True)
 
 
 def _bar_progress(stream: TextIO, label: str) -> Iterator[Callable[[int, int], None]]:
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn(label, markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(file=stream), transient=True) as bar:
-        tasks: list[TaskID] = []
-
-        def advance(processed: int, total: int) -> None:
-            if not tasks:
-                tasks.append(bar.add_task("", total=total))
-            bar.update(tasks[0], completed=processed, total=total)
-
-        yield advance
+        task = bar.add_task("", visible=False)
+        yield lambda processed, total: bar.update(task, completed=processed, total=total, visible=True)
 
 
 def _line_progress(stream: TextIO, label: str, first_line_seconds: float) -> Callable[[int, int], None]:

@@ -21,7 +21,6 @@ from wanma.observe.units import duration_text
 
 LEVEL_STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
 SPARKLINE_WIDTH = 28
-REFRESHES_PER_SECOND = 4
 
 
 class LiveConsole(Console):
@@ -32,9 +31,7 @@ class LiveConsole(Console):
         self._opened_at = time.monotonic()
         self._lock = threading.Lock()  # events arrive in one thread and are drawn in another
         self._terminal = Terminal(file=cast(TextIO, self.stream), highlight=False)
-        self._live = Live(
-            console=self._terminal, get_renderable=self._draw, refresh_per_second=REFRESHES_PER_SECOND
-        )
+        self._live = Live(console=self._terminal, get_renderable=self._draw)
 
     def __enter__(self) -> Self:
         self._print_dimmed(f"run directory: {self.run.path}")
@@ -49,9 +46,8 @@ class LiveConsole(Console):
 
     def print_message(self, event: Event) -> None:
         level = event.get("level", "info")
-        self._terminal.print(
-            Text(LEVEL_PREFIXES.get(level, "") + str(event["text"]), LEVEL_STYLES.get(level, ""))
-        )
+        text = LEVEL_PREFIXES.get(level, "") + str(event["text"])
+        self._terminal.print(Text(text, LEVEL_STYLES.get(level, "")))
 
     def print_line(self, text: str) -> None:
         self._terminal.print(Text(text), soft_wrap=True)
@@ -76,16 +72,9 @@ class LiveConsole(Console):
         table.add_column(no_wrap=True)
         table.add_column(ratio=1)
         table.add_column(no_wrap=True)
-        table.add_row(
-            Text(self.run.name, "bold"),
-            ProgressBar(
-                total=progress.steps,
-                completed=progress.step,
-                complete_style="cyan",
-                finished_style="green",
-            ),
-            Text(f"step {progress.step:,}/{progress.steps:,}  {self._status_text()}"),
-        )
+        bar = ProgressBar(progress.steps, progress.step, complete_style="cyan", finished_style="green")
+        steps = f"step {progress.step:,}/{progress.steps:,}  {self._status_text()}"
+        table.add_row(Text(self.run.name, "bold"), bar, Text(steps))
         return table
 
     def _status_text(self) -> str:
@@ -110,9 +99,7 @@ class LiveConsole(Console):
         return text
 
     def _last_events_line(self) -> Text:
-        parts = []
-        if self.progress.validation_event is not None:
-            parts.append(validation_text(self.progress.validation_event))
-        if self.progress.checkpoint_event is not None:
-            parts.append(checkpoint_text(self.progress.checkpoint_event))
+        validation, checkpoint = self.progress.validation_event, self.progress.checkpoint_event
+        parts = [validation_text(validation)] if validation is not None else []
+        parts += [checkpoint_text(checkpoint)] if checkpoint is not None else []
         return Text("   ".join(parts), "dim", no_wrap=True, overflow="ellipsis")

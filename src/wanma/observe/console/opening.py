@@ -13,23 +13,12 @@ from wanma.observe.console.console import Console, PlainConsole
 def open_console(
     run: RunDirectory, observe: ObserveSection, steps: int, stream: TextIO | None = None
 ) -> Console:
-    """Open the console of `observe.console`; use it in a `with`, so that the terminal is restored.
-
-        with open_console(run, job.observe, job.train.steps) as console:
-            console.write(event)
-
-    Args:
-        steps: last step of the run.
-        stream: output stream; default: standard output.
-    """
+    """Open the console that a job asks for; use it in a `with`, so that the terminal is restored."""
     stream = stream or sys.stdout
-    mode = observe.console
-    if mode == "auto":
-        mode = "live" if stream.isatty() else "plain"
-    if mode == "live":
+    if observe.console == "live" or (observe.console == "auto" and stream.isatty()):
         from wanma.observe.console.live import LiveConsole  # rich is imported only where it draws
 
         return LiveConsole(run, steps, stream)
-    if mode == "quiet":
+    if observe.console == "quiet":
         return Console(run, steps, stream)
     return PlainConsole(run, steps, stream, observe.log_every_steps)

@@ -45,9 +45,8 @@ def sparkline(values: list[float], width: int) -> str:
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(means), max(means)
     span = (high - low) or 1.0
-    return "".join(
-        SPARKLINE_CHARACTERS[round((mean - low) / span * (len(SPARKLINE_CHARACTERS) - 1))] for mean in means
-    )
+    heights = (round((mean - low) / span * (len(SPARKLINE_CHARACTERS) - 1)) for mean in means)
+    return "".join(SPARKLINE_CHARACTERS[height] for height in heights)
 
 
 @dataclass
@@ -101,9 +100,8 @@ class RunProgress:
 
     def tokens_per_second(self) -> float | None:
         """Return the mean rate over the last steps, weighted by their time."""
-        pairs = [
-            (e["tokens_per_second"], e["step_seconds"]) for e in self._window if e.get("tokens_per_second")
-        ]
+        key = "tokens_per_second"
+        pairs = [(e[key], e["step_seconds"]) for e in self._window if e.get(key)]
         seconds = sum(pair[1] for pair in pairs)
         return sum(rate * time for rate, time in pairs) / seconds if seconds else None
 
@@ -111,24 +109,17 @@ class RunProgress:
         """Return the seconds to the last step at the recent pace, validations and checkpoints included."""
         if self.last_step_event is None:
             return None
-        first = self._window[0]
-        finished_steps = self.last_step_event["step"] - first["step"]
-        seconds_per_step = (
-            (self.last_step_event["time"] - first["time"]) / finished_steps
-            if finished_steps > 0
-            else self.last_step_event["step_seconds"]
-        )
-        return max(self.steps - self.step, 0) * float(seconds_per_step)
+        first, last = self._window[0], self.last_step_event
+        finished_steps, seconds = last["step"] - first["step"], last["time"] - first["time"]
+        step_seconds = seconds / finished_steps if finished_steps > 0 else last["step_seconds"]
+        return max(self.steps - self.step, 0) * float(step_seconds)
 
     def exposed_communication_share(self) -> float | None:
         """Return rank 0's exposed communication as a share of the last steps' time; None if unknown."""
-        step_events = [event for event in self._window if event.get("exposed_communication_seconds")]
-        seconds = sum(event["step_seconds"] for event in step_events)
-        return (
-            sum(sum(event["exposed_communication_seconds"].values()) for event in step_events) / seconds
-            if seconds
-            else None
-        )
+        key = "exposed_communication_seconds"
+        pairs = [(sum(e[key].values()), e["step_seconds"]) for e in self._window if e.get(key)]
+        seconds = sum(pair[1] for pair in pairs)
+        return sum(pair[0] for pair in pairs) / seconds if seconds else None
 
     def metric_texts(self) -> list[str]:
         """Return texts of loss, speed, MFU, exposed communication and memory, as far as they are known."""
@@ -150,9 +141,8 @@ class RunProgress:
 
 def validation_text(event: Event) -> str:
     """Return a text such as 'validation loss 3.214, perplexity 24.87 (step 100)'."""
-    values = [
-        f"{key} {number_text(event[key])}" for key in ("loss", "perplexity") if event.get(key) is not None
-    ]
+    known = (key for key in ("loss", "perplexity") if event.get(key) is not None)
+    values = [f"{key} {number_text(event[key])}" for key in known]
     if event.get("accuracy") is not None:
         values.append(f"accuracy {percent_text(event['accuracy'])}")
     values += [f"{name} {number_text(value)}" for name, value in event.get("metrics", {}).items()]
@@ -190,10 +180,8 @@ def resize_event_text(event: Event) -> str:
 
 def resize_text(resize: dict[str, Any]) -> str:
     """Return 'resized: 3 of at most 4 nodes (4 before): PLAN -> PLAN' with the reason."""
-    machines, previous_machines, max_machines = (
-        resize[key] for key in ("machines", "machines_before", "most_machines")
-    )
-    text = f"resized: {machines} of at most {max_machines} nodes ({previous_machines} before)"
+    nodes = f"{resize['machines']} of at most {resize['most_machines']} nodes"
+    text = f"resized: {nodes} ({resize['machines_before']} before)"
     if resize["plan"] != resize["plan_before"]:
         text += f": {resize['plan_before']} -> {resize['plan']}"
     return f"{text}\n  {resize['reason']}"

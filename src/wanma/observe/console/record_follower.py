@@ -39,10 +39,8 @@ class RecordFollower:
     def _read_file(self, path: Path) -> list[Event]:
         offset = self._offsets[path]
         size = _size(path)
-        if size < offset:  # a resumed run has dropped steps that it repeats
+        if size <= offset:  # smaller: a resumed run has dropped steps that it repeats
             self._offsets[path] = size
-            return []
-        if size == offset:
             return []
         with path.open("rb") as file:
             file.seek(offset)

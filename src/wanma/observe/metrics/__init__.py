@@ -1,1 +1,1 @@
-"""Measurements of a step: seconds by phase, memory, GPU utilization and power, MFU."""
+"""Readers of GPUs, processes and the node."""

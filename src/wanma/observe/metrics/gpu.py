@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
-from types import TracebackType
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 from wanma.job.errors import missing_extra_error
 
 SAMPLE_INTERVAL_SECONDS = 1.0
-WATTS_PER_MILLIWATT = 1e-3
 THROTTLE_REASONS = 0x08 | 0x20 | 0x40 | 0x80
 """Bits of NVML's clock event reasons that are faults: hardware slowdown, heat by software and by hardware,
 power brake. The software power cap (0x04) is not among them: a GPU at full load runs at it all the time."""
-NVML_TEMPERATURE_GPU = 0
-"""NVML's number of the sensor on the GPU's die."""
-NVML_CLOCK_SM = 1
-"""NVML's number of the clock of the multiprocessors."""
-NVML_UNCORRECTED_ERRORS, NVML_VOLATILE_ERRORS = 1, 0
-"""NVML's numbers of memory errors that could not be corrected, and of those since the driver's start."""
-NVML_XID_EVENT = 0x08
-"""NVML's bit of the event that the driver has reported an error of a GPU, by its XID number."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +35,6 @@ class GpuReading:
     xid: int | None = None
     """XID number of the newest error that the driver has reported since the reader was opened; 0: none."""
 
-    def to_json(self) -> dict[str, float | bool | None]:
-        """Return the state by name, as a record of logs/node-N.jsonl has it."""
-        return asdict(self)
-
 
 class GpuReader:
     """Reader of GPUs of this node, also of those that others use.
@@ -65,11 +51,11 @@ class GpuReader:
         self._nvml = nvml
         nvml.nvmlInit()
         if uuid is not None:
-            self._handles = [nvml.nvmlDeviceGetHandleByUUID(uuid)]
+            self.handles = [nvml.nvmlDeviceGetHandleByUUID(uuid)]
         else:
             numbers = range(nvml.nvmlDeviceGetCount())
-            self._handles = [nvml.nvmlDeviceGetHandleByIndex(number) for number in numbers]
-        self._events = [self._value(self._open_events, handle) for handle in self._handles]
+            self.handles = [nvml.nvmlDeviceGetHandleByIndex(number) for number in numbers]
+        self._events = [self._value(self._open_events, handle) for handle in self.handles]
         """Set of events of each GPU; None: it does not report errors."""
         self._xids = [None if events is None else 0 for events in self._events]
 
@@ -77,36 +63,28 @@ class GpuReader:
         """Return the state of each GPU."""
         nvml = self._nvml
         readings = []
-        for index, handle in enumerate(self._handles):
+        for index, handle in enumerate(self.handles):
             self._read_xid(index)
             rates = self._value(nvml.nvmlDeviceGetUtilizationRates, handle)
-            celsius = self._value(nvml.nvmlDeviceGetTemperature, handle, NVML_TEMPERATURE_GPU)
             reasons = self._value(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
             memory = self._value(nvml.nvmlDeviceGetMemoryInfo, handle)
             milliwatts = self._value(nvml.nvmlDeviceGetPowerUsage, handle)
-            megahertz = self._value(nvml.nvmlDeviceGetClockInfo, handle, NVML_CLOCK_SM)
-            ecc_errors = self._value(
-                nvml.nvmlDeviceGetTotalEccErrors, handle, NVML_UNCORRECTED_ERRORS, NVML_VOLATILE_ERRORS
-            )
+            megahertz = self._value(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM)
+            errors = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
             readings.append(
                 GpuReading(
                     utilization=None if rates is None else rates.gpu / 100,
-                    celsius=celsius,
+                    celsius=self._value(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
                     is_throttled=None if reasons is None else bool(reasons & THROTTLE_REASONS),
                     memory_bytes=None if memory is None else float(memory.used),
                     total_memory_bytes=None if memory is None else float(memory.total),
-                    power_watts=None if milliwatts is None else milliwatts * WATTS_PER_MILLIWATT,
+                    power_watts=None if milliwatts is None else milliwatts / 1e3,
                     clock_hertz=None if megahertz is None else megahertz * 1e6,
-                    ecc_errors=ecc_errors,
+                    ecc_errors=self._value(nvml.nvmlDeviceGetTotalEccErrors, handle, *errors),
                     xid=self._xids[index],
                 )
             )
         return readings
-
-    @property
-    def is_empty(self) -> bool:
-        """Return True if the node has no GPU."""
-        return not self._handles
 
     def close(self) -> None:
         """Give the driver back."""
@@ -118,7 +96,7 @@ class GpuReader:
     def _open_events(self, handle: Any) -> Any:
         events = self._nvml.nvmlEventSetCreate()
         try:
-            self._nvml.nvmlDeviceRegisterEvents(handle, NVML_XID_EVENT, events)
+            self._nvml.nvmlDeviceRegisterEvents(handle, self._nvml.nvmlEventTypeXidCriticalError, events)
         except self._nvml.NVMLError:
             self._nvml.nvmlEventSetFree(events)
             raise
@@ -126,11 +104,9 @@ class GpuReader:
 
     def _read_xid(self, index: int) -> None:
         """Take the errors that the driver has reported since the last call, without a wait."""
-        events = self._events[index]
-        while (
-            events is not None and (event := self._value(self._nvml.nvmlEventSetWait, events, 0)) is not None
-        ):
-            self._xids[index] = int(event.eventData)
+        if (events := self._events[index]) is not None:
+            while (event := self._value(self._nvml.nvmlEventSetWait, events, 0)) is not None:
+                self._xids[index] = int(event.eventData)
 
     def _value(self, read: Callable[..., Any], *arguments: object) -> Any:
         try:
@@ -149,21 +125,20 @@ def open_gpu_reader(uuid: str | None = None) -> GpuReader | None:
         reader = GpuReader(pynvml, uuid)
     except pynvml.NVMLError:
         return None
-    if reader.is_empty:
+    if not reader.handles:
         reader.close()
         return None
     return reader
 
 
 class GpuSampler:
-    """Sampler of means between two calls of `collect`; only for ranks on a GPU.
+    """Sampler, until it is closed, of means between two calls of `collect`; only for ranks on a GPU.
 
-        with GpuSampler(str(torch.cuda.get_device_properties(0).uuid)) as gpu:
-            record |= gpu.collect()    # {"gpu_utilization": 0.97, "gpu_power_watts": 640.0}
+        gpu = GpuSampler(str(torch.cuda.get_device_properties(0).uuid))
+        record |= gpu.collect()    # {"gpu_utilization": 0.97, "gpu_power_watts": 640.0}
 
     Args:
         uuid: UUID of the GPU, with or without the leading 'GPU-'.
-        interval_seconds: sampling interval.
 
     Raises:
         WanmaError: the package `nvidia-ml-py` is not installed.
@@ -180,14 +155,9 @@ class GpuSampler:
         self._readings: list[GpuReading] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="gpu-sampler", daemon=True)
-
-    def __enter__(self) -> Self:
         self._thread.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._stop.set()
         self._thread.join(5 * self._interval_seconds)
 

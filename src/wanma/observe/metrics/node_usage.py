@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from wanma.job.run.resource_limits import memory_left_bytes, usable_memory_bytes
+from wanma.observe.metrics.process_usage import read_counters
 
 VIRTUAL_INTERFACES = ("lo", "veth", "cali", "lxc", "cni", "flannel", "docker", "br-", "virbr", "tap")
 """Beginnings of the names of interfaces within a node, of which each container adds one of a random name."""
@@ -14,16 +15,11 @@ INFINIBAND_WORD_BYTES = 4
 """Bytes for one count of an InfiniBand port's data counters (InfiniBand specification, PortCounters)."""
 
 
-def read_node_usage(
-    folder: Path,
-    infiniband: Path = Path("/sys/class/infiniband"),
-    pressure: Path = Path("/proc/pressure/io"),
-) -> dict[str, Any]:
+def read_node_usage(folder: Path, pressure: Path = Path("/proc/pressure/io")) -> dict[str, Any]:
     """Read the present use of this node, as a record of logs/node-N.jsonl has it.
 
     Args:
         folder: run directory, whose file system is measured.
-        infiniband: folder of the kernel with the InfiniBand devices.
         pressure: file of the kernel with the stalls of programs for disks.
 
     Returns:
@@ -58,20 +54,16 @@ def read_node_usage(
         name: (card.bytes_recv, card.bytes_sent)
         for name, card in psutil.net_io_counters(pernic=True).items()
         if not name.startswith(VIRTUAL_INTERFACES)
-    } | read_infiniband(infiniband)
+    } | read_infiniband()
     return usage
 
 
-def read_infiniband(folder: Path) -> dict[str, tuple[int, int]]:
+def read_infiniband(folder: Path = Path("/sys/class/infiniband")) -> dict[str, tuple[int, int]]:
     """Return received and sent bytes of each InfiniBand port, by 'DEVICE/PORT'."""
     ports = {}
     for port in sorted(folder.glob("*/ports/*")):
-        try:
-            received, sent = (
-                INFINIBAND_WORD_BYTES * int((port / "counters" / name).read_text())
-                for name in ("port_rcv_data", "port_xmit_data")
-            )
-        except (OSError, ValueError):
-            continue
-        ports[f"{port.parts[-3]}/{port.name}"] = (received, sent)
+        words = read_counters(port / "counters", "port_rcv_data", "port_xmit_data")
+        if words is not None:
+            received, sent = (INFINIBAND_WORD_BYTES * count for count in words)
+            ports[f"{port.parts[-3]}/{port.name}"] = (received, sent)
     return ports

@@ -32,12 +32,7 @@ class ProcessEntry:
 def read_process_table(
     folder: Path = Path("/proc"), numbers: Iterable[int] | None = None
 ) -> dict[int, ProcessEntry]:
-    """Read living processes, by process number.
-
-    Args:
-        folder: where the kernel's files are.
-        numbers: numbers of the processes; None: all.
-    """
+    """Read the living processes of some process numbers, or all, by their number."""
     table = {}
     for number in process_numbers(folder) if numbers is None else numbers:
         try:
@@ -83,11 +78,10 @@ def sum_trees(table: Mapping[int, ProcessEntry], roots: Iterable[int]) -> dict[i
 
 def sum_usages(usages: Iterable[ProcessUsage]) -> ProcessUsage:
     """Return the use of some processes together."""
-    cpu_seconds, memory_bytes = 0.0, 0
-    for usage in usages:
-        cpu_seconds += usage.cpu_seconds
-        memory_bytes += usage.memory_bytes
-    return ProcessUsage(cpu_seconds, memory_bytes)
+    all_usages = list(usages)
+    return ProcessUsage(
+        sum(usage.cpu_seconds for usage in all_usages), sum(usage.memory_bytes for usage in all_usages)
+    )
 
 
 def children_of(table: Mapping[int, ProcessEntry]) -> dict[int, list[int]]:
@@ -100,10 +94,9 @@ def children_of(table: Mapping[int, ProcessEntry]) -> dict[int, list[int]]:
 
 def tree_of(children: Mapping[int, Sequence[int]], root: int) -> list[int]:
     """Return the numbers of a process and of all its descendants."""
-    tree, found = [root], 0
-    while found < len(tree):
-        tree += children.get(tree[found], ())
-        found += 1
+    tree = [root]
+    for number in tree:  # those that it adds, too
+        tree += children.get(number, ())
     return tree
 
 
@@ -122,10 +115,12 @@ def read_network_bytes(
     """Return received and sent bytes of an interface since its start; None: it is unknown."""
     if interface is None:
         return None
+    return read_counters(folder / interface / "statistics", "rx_bytes", "tx_bytes")
+
+
+def read_counters(folder: Path, received: str, sent: str) -> tuple[int, int] | None:
+    """Return counters of received and of sent data, from the kernel's files of these names; None: unknown."""
     try:
-        received, sent = (
-            int((folder / interface / "statistics" / name).read_text()) for name in ("rx_bytes", "tx_bytes")
-        )
+        return int((folder / received).read_text()), int((folder / sent).read_text())
     except (OSError, ValueError):
         return None
-    return received, sent

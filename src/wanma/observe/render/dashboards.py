@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from wanma.observe.series.catalogue import CATALOGUE, FORECAST_PREFIX, RANK_LABELS, RUN_LABELS
@@ -89,7 +90,7 @@ def _panel(
     """Return a panel without its place.
 
     Args:
-        queries: PromQL by legend; a text alone has the title as its legend.
+        queries: PromQL, or the name of a metric of the chosen run, by legend; without one the title is it.
         unit: unit by Grafana's identifier.
         kind: type of the panel by Grafana's identifier.
     """
@@ -110,55 +111,44 @@ def _panel(
             {
                 "refId": chr(ord("A") + index),
                 "datasource": DATA_SOURCE,
-                "expr": expression,
+                "expr": _run(query) if query in CATALOGUE else query,
                 "legendFormat": legend,
                 "instant": is_table,
                 "range": not is_table,
                 **({"format": "table"} if is_table else {}),
             }
-            for index, (legend, expression) in enumerate(named.items())
+            for index, (legend, query) in enumerate(named.items())
         ],
         **({"transformations": [{"id": "merge", "options": {}}]} if is_table else {}),
     }
 
 
-def _all(metric: str, function: str = "", window: str = "$__rate_interval", matchers: str = "") -> str:
-    """Return a metric of all runs, or a function of it in a window, with one series for all targets of a run.
-
-    These are those of its nodes and of its starts.
-    """
-    known = CATALOGUE[metric]
-    selector = known.full_name + (f"{{{matchers}}}" if matchers else "")
-    expression = f"{function}({selector}[{window}])" if function else selector
-    return f"max by ({', '.join(known.labels)}) ({expression})"
+def _all(metric: str, function: str = "", window: str = "$__rate_interval") -> str:
+    """Return a metric of all runs, or a function of it in a window."""
+    return CATALOGUE[metric].promql(function, window)
 
 
 def _run(metric: str, function: str = "", **labels: str) -> str:
     """Return a metric of the chosen run, or a function of it."""
-    matchers = ",".join(f'{name}="{text}"' for name, text in {**_CHOSEN, **labels}.items())
-    return _all(metric, function, matchers=matchers)
+    return CATALOGUE[metric].promql(function, "$__rate_interval", **_CHOSEN, **labels)
+
+
+_rate = partial(_run, function="rate")
 
 
 def _per_step(metric: str, **labels: str) -> str:
     """Return the part of a counter of seconds in the time of a mean step."""
-    return f"{_run(metric, 'rate', **labels)} / {_SAME_RUN} group_left () {_run('steps', 'rate')}"
+    return f"{_rate(metric, **labels)} / {_SAME_RUN} group_left () {_rate('steps')}"
 
 
-def _beside_forecast(metric: str, measured: str = "", **labels: str) -> dict[str, str]:
-    """Return the queries of a metric of the chosen run and of its forecast, by legend.
-
-    Args:
-        metric: name of the metric.
-        measured: query of what is measured; empty: the metric itself.
-        labels: labels that the series have.
-    """
-    forecast = _run(f"{FORECAST_PREFIX}{metric}", **labels)
-    return {"measured": measured or _run(metric, **labels), "forecast": forecast}
+def _beside_forecast(metric: str, measured: str = "") -> dict[str, str]:
+    """Return the queries of a metric, or of what is measured of it, and of its forecast, by legend."""
+    return {"measured": measured or metric, "forecast": f"{FORECAST_PREFIX}{metric}"}
 
 
 def _rank_work(phase: str) -> str:
-    per_rank = _run("rank_phase_seconds", "rate", phase=phase)
-    return f"{per_rank} / on ({', '.join(RANK_LABELS)}) {_run('rank_steps', 'rate')}"
+    per_rank = _rate("rank_phase_seconds", phase=phase)
+    return f"{per_rank} / on ({', '.join(RANK_LABELS)}) {_rate('rank_steps')}"
 
 
 _CPUS = f"{_all('node_cpu_seconds', 'rate')} / {_all('node_cpus')}"
@@ -199,37 +189,37 @@ _FLEET: Rows = {
 
 _RUN: Rows = {
     "Now": (
-        _panel("steps", _run("completed_steps"), kind="stat"),
-        _panel("loss", _run("loss"), kind="stat"),
-        _panel("targets/s", _run("targets_per_second"), kind="stat"),
-        _panel("MFU", _run("mfu_ratio"), "percentunit", "stat"),
-        _panel("goodput", _run("goodput_ratio"), "percentunit", "stat"),
+        _panel("steps", "completed_steps", kind="stat"),
+        _panel("loss", "loss", kind="stat"),
+        _panel("targets/s", "targets_per_second", kind="stat"),
+        _panel("MFU", "mfu_ratio", "percentunit", "stat"),
+        _panel("goodput", "goodput_ratio", "percentunit", "stat"),
         _panel("ranks alive", f"sum({_run('rank_up')})", kind="stat"),
     ),
     "Training": (
-        _panel("loss", {"training": _run("loss"), "validation": _run("validation_loss")}),
-        _panel("gradient norm", _run("gradient_norm")),
-        _panel("learning rate", _run("learning_rate")),
-        _panel("validation metrics", {"{{metric}}": _run("validation_metric")}),
-        _panel("expert load, maximum over mean", _run("expert_load_imbalance")),
-        _panel("gradient norm by layer", {"{{layer}}": _run("layer_gradient_norm")}),
+        _panel("loss", {"training": "loss", "validation": "validation_loss"}),
+        _panel("gradient norm", "gradient_norm"),
+        _panel("learning rate", "learning_rate"),
+        _panel("validation metrics", {"{{metric}}": "validation_metric"}),
+        _panel("expert load, maximum over mean", "expert_load_imbalance"),
+        _panel("gradient norm by layer", {"{{layer}}": "layer_gradient_norm"}),
     ),
     "Step": (
         _panel(
             "step, beside its forecast",
             {
                 **_beside_forecast("step_seconds", _per_step("step_time_seconds")),
-                "upper end of the forecast": _run("forecast_step_upper_seconds"),
+                "upper end of the forecast": "forecast_step_upper_seconds",
             },
             "s",
         ),
         _panel("step by phase (rank 0)", {"{{phase}}": _per_step("phase_seconds")}, "s", is_stacked=True),
-        _panel("forecast by phase", {"{{phase}}": _run("forecast_phase_seconds")}, "s", is_stacked=True),
+        _panel("forecast by phase", {"{{phase}}": "forecast_phase_seconds"}, "s", is_stacked=True),
         _panel(
             "exposed communication",
             {
                 "{{kind}}": _per_step("exposed_communication_seconds"),
-                "{{kind}}, forecast": _run("forecast_exposed_communication_seconds"),
+                "{{kind}}, forecast": "forecast_exposed_communication_seconds",
             },
             "s",
         ),
@@ -246,10 +236,13 @@ _RUN: Rows = {
         ),
         _panel(
             "wait for data (rank 0)",
-            _beside_forecast("phase_seconds", _per_step("phase_seconds", phase="data"), phase="data"),
+            {
+                "measured": _per_step("phase_seconds", phase="data"),
+                "forecast": _run("forecast_phase_seconds", phase="data"),
+            },
             "s",
         ),
-        _panel("bad samples (rank 0)", _run("bad_samples")),
+        _panel("bad samples (rank 0)", "bad_samples"),
     ),
     "Ranks": (
         _panel("work of a step by rank: computation", {_RANK: _rank_work("compute")}, "s", "status-history"),
@@ -258,54 +251,47 @@ _RUN: Rows = {
         ),
         _panel(
             "memory by rank",
-            {
-                _RANK: _run("rank_memory_bytes"),
-                "forecast of the fullest": _run("forecast_rank_memory_bytes"),
-            },
+            {_RANK: "rank_memory_bytes", "forecast of the fullest": "forecast_rank_memory_bytes"},
             "bytes",
         ),
-        _panel("processor time by rank", {_RANK: _run("rank_cpu_seconds", "rate")}, "percentunit"),
-        _panel("silence", {_RANK: _run("rank_silent_seconds")}, "s", description=_SILENCE),
+        _panel("processor time by rank", {_RANK: _rate("rank_cpu_seconds")}, "percentunit"),
+        _panel("silence", {_RANK: "rank_silent_seconds"}, "s", description=_SILENCE),
     ),
     "Nodes": (
-        _panel(
-            "network received",
-            {"{{node}} {{interface}}": _run("node_network_received_bytes", "rate")},
-            "Bps",
-        ),
-        _panel("network sent", {"{{node}} {{interface}}": _run("node_network_sent_bytes", "rate")}, "Bps"),
+        _panel("network received", {"{{node}} {{interface}}": _rate("node_network_received_bytes")}, "Bps"),
+        _panel("network sent", {"{{node}} {{interface}}": _rate("node_network_sent_bytes")}, "Bps"),
         _panel(
             "disks",
             {
-                "{{node}} read": _run("node_disk_read_bytes", "rate"),
-                "{{node}} written": _run("node_disk_written_bytes", "rate"),
+                "{{node}} read": _rate("node_disk_read_bytes"),
+                "{{node}} written": _rate("node_disk_written_bytes"),
             },
             "Bps",
         ),
-        _panel("free space", {"{{node}}": _run("node_disk_free_bytes")}, "bytes"),
-        _panel("memory available", {"{{node}}": _run("node_memory_available_bytes")}, "bytes"),
+        _panel("free space", {"{{node}}": "node_disk_free_bytes"}, "bytes"),
+        _panel("memory available", {"{{node}}": "node_memory_available_bytes"}, "bytes"),
     ),
     "GPUs": (
-        _panel("power by GPU", {_GPU: _run("gpu_power_watts")}, "watt", "status-history"),
-        _panel("throttled by GPU", {_GPU: _run("gpu_throttled")}, kind="status-history"),
-        _panel("GPU utilization", {_GPU: _run("gpu_utilization_ratio")}, "percentunit"),
+        _panel("power by GPU", {_GPU: "gpu_power_watts"}, "watt", "status-history"),
+        _panel("throttled by GPU", {_GPU: "gpu_throttled"}, kind="status-history"),
+        _panel("GPU utilization", {_GPU: "gpu_utilization_ratio"}, "percentunit"),
         _panel(
             "GPU memory",
             {
-                _GPU: _run("gpu_memory_used_bytes"),
-                f"{_GPU} without PyTorch's cache": _run("gpu_memory_needed_bytes"),
-                "forecast of the fullest": _run("forecast_gpu_memory_used_bytes"),
+                _GPU: "gpu_memory_used_bytes",
+                f"{_GPU} without PyTorch's cache": "gpu_memory_needed_bytes",
+                "forecast of the fullest": "forecast_gpu_memory_used_bytes",
             },
             "bytes",
         ),
-        _panel("allocation retries by rank, per second", {_RANK: _run("rank_allocation_retries", "rate")}),
-        _panel("GPU temperature", {_GPU: _run("gpu_temperature_celsius")}, "celsius"),
-        _panel("GPU clock", {_GPU: _run("gpu_sm_clock_hertz")}, "hertz"),
+        _panel("allocation retries by rank, per second", {_RANK: _rate("rank_allocation_retries")}),
+        _panel("GPU temperature", {_GPU: "gpu_temperature_celsius"}, "celsius"),
+        _panel("GPU clock", {_GPU: "gpu_sm_clock_hertz"}, "hertz"),
         _panel(
             "power",
             {
                 "GPUs": f"sum({_run('gpu_power_watts')})",
-                "nodes at the wall, forecast": _run("forecast_power_watts"),
+                "nodes at the wall, forecast": "forecast_power_watts",
             },
             "watt",
         ),
@@ -315,14 +301,14 @@ _RUN: Rows = {
         _panel(
             "checkpoints",
             {
-                "write": _run("checkpoint_write_seconds"),
-                "write, forecast": _run("forecast_checkpoint_write_seconds"),
-                "stall, per second": _run("checkpoint_stall_seconds", "rate"),
-                "stall of one, forecast": _run("forecast_checkpoint_stall_seconds"),
+                "write": "checkpoint_write_seconds",
+                "write, forecast": "forecast_checkpoint_write_seconds",
+                "stall, per second": _rate("checkpoint_stall_seconds"),
+                "stall of one, forecast": "forecast_checkpoint_stall_seconds",
             },
             "s",
         ),
         _panel("size of a checkpoint", _beside_forecast("checkpoint_bytes"), "bytes"),
-        _panel("recoveries and starts", {"recoveries": _run("recoveries"), "starts": _run("starts")}),
+        _panel("recoveries and starts", {"recoveries": "recoveries", "starts": "starts"}),
     ),
 }

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from wanma.job.run.run_directory import write_atomically
+from wanma.job.run.run_directory import write_atomically, write_json
 from wanma.observe.alerts.rules import RULES, Rule
 from wanma.observe.endpoint import TARGETS_FOLDER
 from wanma.observe.render.dashboards import DATA_SOURCE, dashboards
@@ -42,43 +40,26 @@ def render_files(
     Raises:
         OSError: a file cannot be written.
     """
-    provisioning = "grafana/provisioning"
     runbook_url = runbook_url or (folder.absolute() / "runbook.md").as_uri()
-    files: dict[str, str] = {
-        "prometheus/prometheus.yml": _json(
-            _scrape_configuration(runs, token_file, targets_url) | _alerting(alertmanager_url)
-        ),
-        "prometheus/wanma-rules.yml": _json(alerting_rules(runbook_url)),
-        "runbook.md": "\n".join(runbook()),
-        f"{provisioning}/datasources/wanma.yml": _json(
-            {
-                "apiVersion": 1,
-                "datasources": [
-                    {"name": "wanma", "access": "proxy", "url": prometheus_url, **DATA_SOURCE},
-                ],
-            }
-        ),
-        f"{provisioning}/dashboards/wanma.yml": _json(
-            {
-                "apiVersion": 1,
-                "providers": [
-                    {
-                        "name": "wanma",
-                        "type": "file",
-                        "options": {"path": str((folder / "grafana/dashboards").absolute())},
-                    }
-                ],
-            }
-        ),
-        **{f"grafana/dashboards/{uid}.json": _json(dashboard) for uid, dashboard in dashboards().items()},
+    source = {"name": "wanma", "access": "proxy", "url": prometheus_url, **DATA_SOURCE}
+    options = {"path": str((folder / "grafana/dashboards").absolute())}
+    provider = {"name": "wanma", "type": "file", "options": options}
+    contents: dict[str, Any] = {
+        "prometheus/prometheus.yml": _configuration(runs, token_file, targets_url, alertmanager_url),
+        "prometheus/wanma-rules.yml": alerting_rules(runbook_url),
+        "runbook.md": runbook(),
+        "grafana/provisioning/datasources/wanma.yml": {"apiVersion": 1, "datasources": [source]},
+        "grafana/provisioning/dashboards/wanma.yml": {"apiVersion": 1, "providers": [provider]},
+        **{f"grafana/dashboards/{uid}.json": dashboard for uid, dashboard in dashboards().items()},
     }
-    written = []
-    for name, text in files.items():
+    for name, content in contents.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, text)
-        written.append(path)
-    return written
+        if isinstance(content, str):
+            write_atomically(path, content)
+        else:
+            write_json(path, content)  # which is YAML, too
+    return [folder / name for name in contents]
 
 
 def alerting_rules(runbook_url: str) -> dict[str, Any]:
@@ -100,23 +81,16 @@ def alerting_rules(runbook_url: str) -> dict[str, Any]:
     return {"groups": [{"name": "wanma", "rules": rules}]}
 
 
-def runbook() -> Iterator[str]:
-    """Yield the lines of the runbook: for each alert what it means, and what to look at."""
-    yield "# Runbook"
-    yield ""
-    yield "Alerts and their usual causes, the most frequent one first; `wanma diagnose RUN` looks at all."
+def runbook() -> str:
+    """Return the runbook: for each alert what it means, and what to look at."""
+    text = "# Runbook\n\n"
+    text += "Alerts and their usual causes, the most frequent one first; `wanma diagnose RUN` looks at all."
     for rule in RULES:
-        yield ""
-        yield f"## {rule.name}"
-        yield ""
         hold = f"after it has held for {rule.for_seconds:g} s" if rule.for_seconds else "as soon as it holds"
-        yield f"{rule.severity.capitalize()}, {hold}:"
-        yield ""
-        yield "```text"
-        yield rule.condition.promql
-        yield "```"
-        yield ""
-        yield from (f"1. {cause}" for cause in rule.causes)
+        text += f"\n\n## {rule.name}\n\n{rule.severity.capitalize()}, {hold}:\n\n"
+        text += f"```text\n{rule.condition.promql}\n```\n\n"
+        text += "\n".join(f"1. {cause}" for cause in rule.causes)
+    return text
 
 
 def _summary(rule: Rule) -> str:
@@ -130,7 +104,9 @@ def _summary(rule: Rule) -> str:
     return f"run {{{{ $labels.run }}}}: {text}"
 
 
-def _scrape_configuration(runs: Path, token_file: Path | None, targets_url: str | None) -> dict[str, Any]:
+def _configuration(
+    runs: Path, token_file: Path | None, targets_url: str | None, alertmanager_url: str | None
+) -> dict[str, Any]:
     # Prometheus watches no folder that is missing when it starts, and sees no change on NFS: it looks again.
     refresh = {"refresh_interval": f"{SCRAPE_SECONDS}s"}
     scrape: dict[str, Any] = {"job_name": "wanma"}
@@ -141,25 +117,14 @@ def _scrape_configuration(runs: Path, token_file: Path | None, targets_url: str 
         scrape["file_sd_configs"] = [{"files": files, **refresh}]
     if token_file is not None:
         scrape["authorization"] = {"type": "Bearer", "credentials_file": str(token_file.absolute())}
-    return {
+    configuration: dict[str, Any] = {
         "global": {"scrape_interval": f"{SCRAPE_SECONDS}s", "evaluation_interval": f"{SCRAPE_SECONDS}s"},
         "rule_files": ["wanma-rules.yml"],
         "scrape_configs": [scrape],
     }
-
-
-def _alerting(url: str | None) -> dict[str, Any]:
-    if url is None:
-        return {}
-    address = urlsplit(url)
-    manager = {
-        "scheme": address.scheme,
-        "path_prefix": address.path or "/",
-        "static_configs": [{"targets": [address.netloc]}],
-    }
-    return {"alerting": {"alertmanagers": [manager]}}
-
-
-def _json(value: Any) -> str:
-    """Return a value as JSON, which is YAML, too."""
-    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    if alertmanager_url is not None:
+        address = urlsplit(alertmanager_url)
+        targets = {"scheme": address.scheme, "path_prefix": address.path or "/"}
+        manager = {**targets, "static_configs": [{"targets": [address.netloc]}]}
+        configuration["alerting"] = {"alertmanagers": [manager]}
+    return configuration

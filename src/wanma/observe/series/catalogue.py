@@ -6,7 +6,9 @@ The endpoint, the alert rules, the Grafana dashboards and the page docs/referenc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 RUN_LABELS = ("run", "job")
@@ -44,17 +46,29 @@ class Metric:
         """Return the metric that forecasts this one, of a sum its part in a step; None: nothing does."""
         return CATALOGUE.get(FORECAST_PREFIX + self.name.replace("step_time", "step"))
 
+    def promql(
+        self, function: str, window: str, by: Sequence[str] = (), offset: str = "", **matched: str
+    ) -> str:
+        """Return the query of it, or of a function of it in a window, by labels; default: by all.
 
-def _gauge(name: str, meaning: str, *labels: str, key: str = "") -> Metric:
-    return Metric(name, "gauge", meaning, (*RUN_LABELS, *labels), key or _key(name, labels))
+        A resume and each node have targets of their own, of which it makes one series.
+        """
+        matchers = ",".join(f'{label}="{text}"' for label, text in matched.items())
+        selector = self.full_name + (f"{{{matchers}}}" if matchers else "")
+        expression = f"{function}({selector}[{window}]{offset})" if function else selector
+        return f"max by ({', '.join(by or self.labels)}) ({expression})"
 
 
-def _counter(name: str, meaning: str, *labels: str) -> Metric:
-    return Metric(name, "counter", meaning, (*RUN_LABELS, *labels), _key(name, labels))
+def _gauge(
+    name: str, meaning: str, labels: str = "", key: str = "", kind: Literal["gauge", "counter"] = "gauge"
+) -> Metric:
+    """Return a metric; `labels` has blanks between them, and `key` is by default the name after the last."""
+    own = labels.split()
+    key = key or (name.removeprefix(f"{own[-1]}_") if own else name)
+    return Metric(name, kind, meaning, (*RUN_LABELS, *own), key)
 
 
-def _key(name: str, labels: tuple[str, ...]) -> str:
-    return name.removeprefix(f"{labels[-1]}_") if labels else name
+_counter = partial(_gauge, kind="counter")
 
 
 STEP_GAUGES = (
@@ -80,7 +94,7 @@ STEP_GAUGES = (
 GROUPS: dict[str, tuple[Metric, ...]] = {
     "Training": (
         *STEP_GAUGES,
-        _gauge("run_info", "1; labels: state of the run and its plan in words", "state", "plan"),
+        _gauge("run_info", "1; labels: state of the run and its plan in words", "state plan"),
         _gauge("up", "1 while the run trains, 0 after its end"),
         _gauge("completed_steps", "optimizer steps completed"),
         _gauge("target_steps", "step at which the run ends"),
@@ -139,11 +153,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _gauge(
             "alert",
             "1 while the alert fires, as the run's own supervisors see it, by what it names",
-            "alert",
-            "severity",
-            "node",
-            "rank",
-            "gpu",
+            "alert severity node rank gpu",
         ),
     ),
     "Task": (
@@ -154,26 +164,23 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _gauge("validation_metric", "accuracy, perplexity or a metric of the user's", "metric"),
     ),
     "System": (
-        _gauge("rank_up", "1 while the process of the rank lives", "node", "rank", key="is_alive"),
-        _gauge("rank_step", "step that the rank is in, as it reported it", "node", "rank"),
-        _gauge("rank_silent_seconds", "time since the rank's last report of progress", "node", "rank"),
+        _gauge("rank_up", "1 while the process of the rank lives", "node rank", key="is_alive"),
+        _gauge("rank_step", "step that the rank is in, as it reported it", "node rank"),
+        _gauge("rank_silent_seconds", "time since the rank's last report of progress", "node rank"),
         _counter(
             "rank_phase_seconds",
             "time of the rank without waits for others: data, compute",
-            "node",
-            "rank",
-            "phase",
+            "node rank phase",
         ),
-        _counter("rank_steps", "steps of the rank", "node", "rank"),
+        _counter("rank_steps", "steps of the rank", "node rank"),
         _gauge("rank_straggler", "1 while the rank is a straggler", "rank"),
-        _counter("rank_cpu_seconds", "processor time of the rank's processes", "node", "rank"),
-        _gauge("rank_memory_bytes", "resident memory of the rank's processes", "node", "rank"),
+        _counter("rank_cpu_seconds", "processor time of the rank's processes", "node rank"),
+        _gauge("rank_memory_bytes", "resident memory of the rank's processes", "node rank"),
         _gauge("forecast_rank_memory_bytes", "CPUs: forecast of it on the fullest rank"),
         _counter(
             "rank_allocation_retries",
             "allocations of the rank for which its GPU had no room until PyTorch had freed its cache",
-            "node",
-            "rank",
+            "node rank",
         ),
         _counter("node_cpu_seconds", "busy time of all processors of the node", "node"),
         _gauge("node_cpus", "processors of the node", "node"),
@@ -183,12 +190,10 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _gauge("node_disk_free_bytes", "free space there", "node"),
         _counter("node_disk_read_bytes", "bytes read from the node's disks", "node"),
         _counter("node_disk_written_bytes", "bytes written to them", "node"),
-        _counter("node_network_received_bytes", "bytes received", "node", "interface"),
-        _counter("node_network_sent_bytes", "bytes sent", "node", "interface"),
-        _gauge(
-            "gpu_utilization_ratio", "share of time in which a kernel ran", "node", "gpu", key="utilization"
-        ),
-        _gauge("gpu_memory_used_bytes", "memory in use, of all programs", "node", "gpu", key="memory_bytes"),
+        _counter("node_network_received_bytes", "bytes received", "node interface"),
+        _counter("node_network_sent_bytes", "bytes sent", "node interface"),
+        _gauge("gpu_utilization_ratio", "share of time in which a kernel ran", "node gpu", key="utilization"),
+        _gauge("gpu_memory_used_bytes", "memory in use, of all programs", "node gpu", key="memory_bytes"),
         _gauge(
             "forecast_gpu_memory_used_bytes",
             "GPUs: forecast of it on the fullest rank, with CUDA itself and gaps between tensors",
@@ -196,28 +201,24 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _gauge(
             "gpu_memory_needed_bytes",
             "of it what PyTorch cannot free: without its cache beyond the peak of its tensors",
-            "node",
-            "gpu",
+            "node gpu",
             key="needed_memory_bytes",
         ),
-        _gauge("gpu_memory_bytes", "memory of the GPU", "node", "gpu", key="total_memory_bytes"),
-        _gauge("gpu_temperature_celsius", "temperature of the die", "node", "gpu", key="celsius"),
-        _gauge("gpu_power_watts", "power", "node", "gpu"),
-        _gauge("gpu_sm_clock_hertz", "clock of the multiprocessors", "node", "gpu", key="clock_hertz"),
+        _gauge("gpu_memory_bytes", "memory of the GPU", "node gpu", key="total_memory_bytes"),
+        _gauge("gpu_temperature_celsius", "temperature of the die", "node gpu", key="celsius"),
+        _gauge("gpu_power_watts", "power", "node gpu"),
+        _gauge("gpu_sm_clock_hertz", "clock of the multiprocessors", "node gpu", key="clock_hertz"),
         _gauge(
             "gpu_throttled",
             "1 while heat or a fault of the power supply reduces the clock",
-            "node",
-            "gpu",
+            "node gpu",
             key="is_throttled",
         ),
-        _counter("gpu_ecc_errors", "uncorrected memory errors since the driver's start", "node", "gpu"),
+        _counter("gpu_ecc_errors", "uncorrected memory errors since the driver's start", "node gpu"),
         _gauge(
             "gpu_xid",
             "XID number of the newest error by the driver since the supervisor began; 0: none",
-            "node",
-            "gpu",
-            key="xid",
+            "node gpu",
         ),
     ),
 }

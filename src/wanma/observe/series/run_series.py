@@ -90,9 +90,9 @@ class Series:
             key = (metric, tuple(sorted(labels.items())))
             self._values[key] = self._values.get(key, 0.0) + float(value)
 
-    def _drop(self, metric: str) -> None:
-        """Remove all series of a metric."""
-        for key in [key for key in self._values if key[0] == metric]:
+    def _drop(self, prefix: str) -> None:
+        """Remove all series of the metrics whose names begin so."""
+        for key in [key for key in self._values if key[0].startswith(prefix)]:
             del self._values[key]
 
 
@@ -150,9 +150,7 @@ class RunSeries(Series):
     def _set_plan(self, planned: Mapping[str, Any]) -> None:
         """Take the forecast of a plan, as plan.json has it."""
         self._planned = planned
-        for metric in CATALOGUE:
-            if metric.startswith(FORECAST_PREFIX):
-                self._drop(metric)
+        self._drop(FORECAST_PREFIX)
         for name, value in _forecasts(planned).items():
             self._set(f"{FORECAST_PREFIX}{name}", value)
         with contextlib.suppress(LookupError, TypeError, ValueError):  # unknown, or of another version
@@ -241,13 +239,13 @@ class RunSeries(Series):
         done, is_restart = event.get("step", 0), bool(event.get("is_restart"))
         if done == 0 and not is_restart:
             self._begin_history()
-        lost = [seconds for step, seconds in self._useful if step > done]
-        self._useful_seconds -= sum(lost)
+        lost = 0
         while self._useful and self._useful[-1][0] > done:
-            self._useful.pop()
+            self._useful_seconds -= self._useful.pop()[1]
+            lost += 1
         if not is_restart:
             self._add("starts", 1)
-            self._add("repeated_steps", len(lost))
+            self._add("repeated_steps", lost)
         self._has_started, self._is_over, self._is_first_step = True, False, True
         if self._first_start is None:
             self._first_start = event.get("time")
@@ -320,31 +318,23 @@ def _forecasts(planned: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 class NodeSeries(Series):
-    """Series of one node and of its ranks, from the newest of its records of usage.
+    """Series of a node and of its ranks, from its newest event of usage: a record of logs/node-N.jsonl."""
 
-    Args:
-        node: node rank.
-    """
-
-    def __init__(self, node: int) -> None:
+    def __init__(self, record: Event) -> None:
         super().__init__()
-        self._node = str(node)
-
-    def update(self, record: Mapping[str, Any]) -> None:
-        """Take a record of logs/node-N.jsonl; series of ranks that it lacks end."""
-        self._values.clear()
-        self._set_all(NODE_LABELS, record, node=self._node)
+        node = str(record["node"])
+        self._set_all(NODE_LABELS, record, node=node)
         for name, (received, sent) in (record.get("interfaces") or {}).items():
-            self._set("node_network_received_bytes", received, interface=name, node=self._node)
-            self._set("node_network_sent_bytes", sent, interface=name, node=self._node)
+            self._set("node_network_received_bytes", received, interface=name, node=node)
+            self._set("node_network_sent_bytes", sent, interface=name, node=node)
         for rank in record.get("ranks", ()):
-            labels = {"rank": str(rank["rank"]), "node": self._node}
+            labels = {"rank": str(rank["rank"]), "node": node}
             self._set_all(RANK_LABELS, rank, **labels)
             for phase in ("data", "compute"):
                 self._set("rank_phase_seconds", rank.get(f"{phase}_seconds"), **labels, phase=phase)
         for gpu in record.get("gpus") or ():
             if gpu.get("is_used", True):
-                self._set_all(GPU_LABELS, gpu, gpu=str(gpu["gpu"]), node=self._node)
+                self._set_all(GPU_LABELS, gpu, gpu=str(gpu["gpu"]), node=node)
 
     def _set_all(self, names: tuple[str, ...], record: Mapping[str, Any], **labels: str) -> None:
         """Set the metrics that have these labels from a record of a node, rank or GPU."""

@@ -1,1 +1,1 @@
-"""Sinks of a run's event stream: JSON Lines files, TensorBoard, and the supervisor's console."""
+"""Sinks of a run's event stream: JSON Lines files and TensorBoard."""

@@ -23,7 +23,6 @@ from typing import Any
 from wanma.job.errors import WanmaError
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event
-from wanma.observe.sinks.append_file import AppendFile
 
 BLOCK_BYTES = 1 << 16
 START_FAILED = "start_failed"
@@ -67,6 +66,34 @@ class JsonLinesSink:
         self._files = {}
 
 
+class AppendFile:
+    """Append-only file with one `write` system call per record, and no buffer.
+
+    A kill can tear only the last record, and a full disk tears none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def write(self, record: bytes) -> None:
+        """Append `record`.
+
+        Raises:
+            OSError: the record did not fit; the file is unchanged.
+        """
+        start = os.fstat(self._descriptor).st_size
+        try:
+            written = 0
+            while written < len(record):
+                written += os.write(self._descriptor, record[written:])
+        except OSError:
+            os.ftruncate(self._descriptor, start)
+            raise
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
 def append_final_event(run: RunDirectory, kind: str, **fields: Any) -> None:
     """Add one event to a run that no longer has a recorder: its end, as seen by the supervisor.
 
@@ -83,11 +110,8 @@ def append_concurrent_event(run: RunDirectory, kind: str, **fields: Any) -> None
     Raises:
         OSError: the event could not be written.
     """
-    file = AppendFile(run.events)
-    try:
+    with contextlib.closing(AppendFile(run.events)) as file:
         file.write(to_json_line({"kind": kind, "time": time.time(), **fields}))
-    finally:
-        file.close()
 
 
 def to_json_line(record: dict[str, Any]) -> bytes:
@@ -119,21 +143,16 @@ def _replace_non_finite(value: Any, name: str, non_finite: dict[str, str]) -> An
 
 def drop_steps(run: RunDirectory, first_step: int) -> None:
     """Move the records of steps from `first_step` on out of the metrics, into a file beside them."""
-    metrics = run.metrics
-    if not metrics.exists():
+    lines = _read_records_backwards(run.metrics)
+    end = next((end for record, end in lines if record.get("step", 0) < first_step), 0)
+    if not run.metrics.exists() or end == run.metrics.stat().st_size:
         return
-    size = metrics.stat().st_size
-    with metrics.open("rb") as file:
-        end = next(
-            (end for record, end in _read_records_backwards(file) if record.get("step", 0) < first_step), 0
-        )
-        if end == size:
-            return
+    with run.metrics.open("rb") as file:
         file.seek(end)
         records = file.read()
     with contextlib.suppress(OSError):  # no room; the steps are repeated anyway
         _dropped_steps_file(run).write_bytes(records)
-    os.truncate(metrics, end)
+    os.truncate(run.metrics, end)
 
 
 def restore_steps(run: RunDirectory, last_step: int) -> None:
@@ -148,14 +167,11 @@ def restore_steps(run: RunDirectory, last_step: int) -> None:
     newest = last_record(run.metrics)
     last_recorded_step = newest["step"] if newest is not None else 0
     lines = dropped_file.read_bytes().splitlines()
-    file = AppendFile(run.metrics)
-    try:
+    with contextlib.closing(AppendFile(run.metrics)) as file:
         for line in lines:
             record = parse_record(line)
             if record is not None and last_recorded_step < record["step"] <= last_step:
                 file.write(line + b"\n")
-    finally:
-        file.close()
     dropped_file.unlink()
 
 
@@ -169,34 +185,33 @@ def drop_torn_lines(path: Path) -> None:
     It reads backwards, so the cost is that of the dropped part; one `truncate` makes the cut, so a kill
     leaves the file either as it was or as it should be.
     """
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        size = file.seek(0, os.SEEK_END)
-        _, end = next(_read_records_backwards(file), (None, 0))
-        if end < size:
-            file.truncate(end)
+    end = next((end for _, end in _read_records_backwards(path)), 0)
+    if path.exists() and end < path.stat().st_size:
+        os.truncate(path, end)
 
 
 def last_record(path: Path) -> dict[str, Any] | None:
     """Return the record of the last complete line that parses; None if there is none."""
-    if not path.exists():
-        return None
-    with path.open("rb") as file:
-        return next((record for record, _ in _read_records_backwards(file)), None)
+    return next((record for record, _ in _read_records_backwards(path)), None)
 
 
-def _read_records_backwards(file: Any) -> Iterator[tuple[dict[str, Any], int]]:
+def _read_records_backwards(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield (record, offset of its line's end) for all complete lines that parse, the last one first."""
-    end = file.seek(0, os.SEEK_END)
-    while end > 0:
-        start = _line_start(file, end)
-        file.seek(start)
-        line = file.read(end - start)
-        record = parse_record(line) if line.endswith(b"\n") else None
-        if record is not None:
-            yield record, end
-        end = start
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        end = start = file.seek(0, os.SEEK_END)
+        block = b""  # content from `start` to `end`
+        while end > 0:
+            while (newline := block.rfind(b"\n", 0, -1)) < 0 and start > 0:
+                size = min(BLOCK_BYTES, start)
+                start = file.seek(start - size)
+                block = file.read(size) + block
+            line, block = block[newline + 1 :], block[: newline + 1]
+            record = parse_record(line) if line.endswith(b"\n") else None
+            if record is not None:
+                yield record, end
+            end -= len(line)
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
@@ -206,16 +221,3 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return record if isinstance(record, dict) else None
-
-
-def _line_start(file: Any, end: int) -> int:
-    """Return the offset of the line that ends at `end` (its newline, if any, included)."""
-    stop = end - 1  # the line's own newline does not count
-    while stop > 0:
-        start = max(0, stop - BLOCK_BYTES)
-        file.seek(start)
-        newline = file.read(stop - start).rfind(b"\n")
-        if newline >= 0:
-            return int(start + newline + 1)
-        stop = start
-    return 0

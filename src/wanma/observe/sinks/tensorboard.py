@@ -14,7 +14,7 @@ from typing import Any
 from wanma.job.errors import WanmaError, missing_extra_error
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event
-from wanma.observe.sinks.append_file import AppendFile
+from wanma.observe.sinks.jsonl import AppendFile
 
 STEP_TAGS = {
     "loss": "train/loss",
@@ -55,10 +55,10 @@ class TensorBoardSink:
         try:
             run.tensorboard.mkdir(parents=True, exist_ok=True)
             self._writer = self._records.RecordWriter(AppendFile(path))
-            self._write_record(self._events.Event(wall_time=now, file_version="brain.Event:2"))
+            self._write_record(wall_time=now, file_version="brain.Event:2")
             if first_step > 1:
                 start_log = self._events.SessionLog(status=self._events.SessionLog.START)
-                self._write_record(self._events.Event(wall_time=now, step=first_step, session_log=start_log))
+                self._write_record(wall_time=now, step=first_step, session_log=start_log)
         except OSError as error:
             raise WanmaError(
                 f"cannot write {path}: {error.strerror or error}",
@@ -68,20 +68,16 @@ class TensorBoardSink:
     def write(self, event: Event) -> None:
         scalars = to_scalars(event)
         if scalars:
-            values = [
-                self._summaries.Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()
-            ]
-            summary = self._summaries.Summary(value=values)
-            self._write_record(
-                self._events.Event(wall_time=event["time"], step=event["step"], summary=summary)
-            )
+            kind = self._summaries.Summary
+            summary = kind(value=[kind.Value(tag=tag, simple_value=value) for tag, value in scalars.items()])
+            self._write_record(wall_time=event["time"], step=event["step"], summary=summary)
 
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
 
-    def _write_record(self, event: Any) -> None:
-        self._writer.write(event.SerializeToString())
+    def _write_record(self, **fields: Any) -> None:
+        self._writer.write(self._events.Event(**fields).SerializeToString())
 
 
 def to_scalars(event: Event) -> dict[str, float]:

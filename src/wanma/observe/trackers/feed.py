@@ -33,9 +33,6 @@ class Feed:
     """Feed of one tracker.
 
     Args:
-        name: name of the tracker.
-        make_tracker: makes it.
-        run: run directory.
         settings: keys of the job with their values.
         end: the run's end: what is missing is handed over, and no more awaited.
         say: writes a text into the trackers' log.
@@ -89,22 +86,18 @@ class Feed:
             self._repeat(lambda tracker: tracker.finish(self._outcome))
 
     def _hand_over(self, events: list[Event]) -> None:
-        scalars: list[Scalars] = []
-        newest = dict(self._steps)
-        for event in events:
-            # What is older belongs to a training that another has replaced (`--fresh`).
-            if event["kind"] not in self._steps or event["time"] < self._began:
-                continue
-            kind, step, values = event["kind"], event["step"], to_scalars(event)
-            if values:
-                self._open()
-                if step > self._steps[kind]:
-                    scalars.append(Scalars(step, event["time"], values))
-                    newest[kind] = max(newest[kind], step)
-        if not scalars:
+        # What is older belongs to a training that another has replaced (`--fresh`).
+        recorded = [e for e in events if e["kind"] in self._steps and e["time"] >= self._began]
+        scalars = [(e["kind"], Scalars(e["step"], e["time"], to_scalars(e))) for e in recorded]
+        if not any(entry.values for _, entry in scalars):
             return
-        self._repeat(lambda tracker: tracker.log(scalars))
-        self._steps = newest
+        self._repeat(lambda _: None)  # once it is open, the steps that have arrived are known
+        new = [(kind, entry) for kind, entry in scalars if entry.values and entry.step > self._steps[kind]]
+        if not new:
+            return
+        self._repeat(lambda tracker: tracker.log([entry for _, entry in new]))
+        for kind, entry in new:
+            self._steps[kind] = max(self._steps[kind], entry.step)
         self._write_state()
 
     def _take_starts(self, events: Iterable[Event]) -> None:
@@ -119,10 +112,6 @@ class Feed:
                     if self._began:
                         self._begin_again()
                     self._began = event["time"]
-
-    def _open(self) -> None:
-        if self._tracker is None:
-            self._repeat(lambda _: None)
 
     def _begin_again(self) -> None:
         """Leave the tracker's run: another training begins in the folder (`--fresh`)."""

@@ -28,12 +28,7 @@ END_SECONDS = 5.0
 
 
 class TrackerProcess:
-    """Process of the trackers, as the run's supervisor sees it.
-
-    Args:
-        run: run directory.
-        names: trackers, as `check_trackers` has accepted them.
-    """
+    """Process of the trackers that `check_trackers` has accepted, as the run's supervisor sees it."""
 
     def __init__(self, run: RunDirectory, names: Sequence[str]) -> None:
         self._names = names

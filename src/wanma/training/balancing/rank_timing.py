@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
 
 from wanma.job.plan.plan import Plan
 from wanma.job.plan.rank_timing import rank_timing_obstacle
 from wanma.job.run.worker import StepWork, SupervisorClient
-from wanma.observe.metrics.memory import allocator_state
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh
 
 
@@ -58,3 +60,24 @@ class RankTimingReporter:
             return 1.0
         local_rows = len(plan.batch_rows(global_batch, self._data_rank))
         return local_rows * plan.data_parallel_size / global_batch if local_rows else float("inf")
+
+
+@dataclass(frozen=True)
+class AllocatorState:
+    """State of PyTorch's caching allocator on the GPU of this process."""
+
+    cached_bytes: int
+    """Memory that it holds beyond the peak of its tensors; it frees this before an allocation fails."""
+    retries: int
+    """Allocations so far for which the GPU had no room until the cache was freed."""
+
+
+def allocator_state(device: str) -> AllocatorState:
+    """Return the state of the allocator, for which the host waits for no kernel; zeros on the CPU."""
+    if device != "cuda":
+        return AllocatorState(0, 0)
+    # It is read in each step: the nested form spares the flattening and sorting of `memory_stats`.
+    statistics = torch.cuda.memory_stats_as_nested_dict()
+    reserved = statistics["reserved_bytes"]["all"]["current"]
+    cached = reserved - statistics["allocated_bytes"]["all"]["peak"]
+    return AllocatorState(max(cached, 0), statistics["num_alloc_retries"])

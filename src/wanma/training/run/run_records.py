@@ -11,9 +11,8 @@ from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Restart, WorkerContext
 from wanma.job.sections.job import Job
-from wanma.observe.recorder import Recorder, Sink
+from wanma.observe.recorder import Recorder, Sink, SupervisorSink
 from wanma.observe.sinks.jsonl import JsonLinesSink
-from wanma.observe.sinks.supervisor import SupervisorSink
 from wanma.observe.sinks.tensorboard import TensorBoardSink
 from wanma.training.balancing.share_rebalancer import ShareChange
 from wanma.training.run.rank_memory import peak_rank_memory_bytes

@@ -1,16 +1,70 @@
-"""Times of a step beside the clock of its phases: compute, waits for other ranks, bubble of the pipeline."""
+"""Times of a step: the clock of its phases, compute, waits for other ranks, bubble of the pipeline."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 from wanma.collectives.timing.communication_timer import CommunicationTime
 from wanma.job.plan.plan import Plan
-from wanma.observe.metrics.phase_timer import PhaseTimer
 from wanma.parallel.parallelize import ParallelModel
 from wanma.parallel.pipeline.bubble_exchange import bubble_seconds, operation_terms
 from wanma.parallel.profiling.compute_timer import ComputeTime
+
+PHASES = ("data", "forward_backward", "communication", "optimizer", "checkpoint", "host", "validation")
+"""Phases of a step record; `communication` is its exposed part, not the overlapped one. `host` is the Python
+of the training loop outside the others: records, reports to the supervisor, hooks."""
+
+
+class PhaseTimer:
+    """Timer that adds up seconds by phase; `collect` returns them and starts anew.
+
+        with timer.phase("forward_backward"):
+            ...
+            with timer.phase("communication"):  # counted here, and no longer as forward_backward
+                ...
+        record["phases"] = timer.collect()
+
+    Work of a GPU counts when the host waits for it, not when it was started.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._active_phases: list[str] = []
+        """Phases entered and not left, outermost first; only the innermost one's clock runs."""
+        self._phase_start = 0.0
+
+    def phase(self, name: str) -> Self:
+        """Begin a phase, until the end of the `with` that this is called in; may be nested."""
+        if name not in self._seconds:
+            raise ValueError(f"unknown phase {name!r}: one of {', '.join(PHASES)}")
+        self._attribute_elapsed()
+        self._active_phases.append(name)
+        return self
+
+    def __enter__(self) -> None:
+        """Do nothing: the clock runs since the call of `phase`."""
+
+    def __exit__(self, *_: object) -> None:
+        self._attribute_elapsed()
+        self._active_phases.pop()
+
+    def collect(self) -> dict[str, float]:
+        """Return the seconds by phase since the last call, for every phase of `PHASES`.
+
+        An open phase keeps running, and its time so far is included.
+        """
+        self._attribute_elapsed()
+        phase_seconds, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+        return phase_seconds
+
+    def _attribute_elapsed(self) -> None:
+        """Add the time since the last change to the running phase."""
+        now = time.perf_counter()
+        if self._active_phases:
+            self._seconds[self._active_phases[-1]] += now - self._phase_start
+        self._phase_start = now
 
 
 class StepTimes:

@@ -22,9 +22,6 @@ from wanma.job.run.parameter_servers import AppliedStep
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.job import Job
-from wanma.observe.metrics.memory import reset_peak_memory
-from wanma.observe.metrics.mfu import model_flops_utilization
-from wanma.observe.metrics.phase_timer import PhaseTimer
 from wanma.observe.recorder import Recorder
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh
 from wanma.parallel.parallelize import ParallelModel
@@ -43,7 +40,7 @@ from wanma.training.optimizer.learning_rate_schedule import learning_rate_functi
 from wanma.training.optimizer.named_optimizer import check_parameter_patterns
 from wanma.training.optimizer.user_optimizer import NO_USER_OPTIMIZATION, UserOptimization
 from wanma.training.run.initial_state import build_training_state
-from wanma.training.run.rank_memory import peak_rank_memory_bytes
+from wanma.training.run.rank_memory import peak_rank_memory_bytes, reset_peak_memory
 from wanma.training.run.run_records import (
     RankStepLog,
     open_recorder,
@@ -55,9 +52,13 @@ from wanma.training.run.run_records import (
 from wanma.training.run.skip_reason import find_skip_reason
 from wanma.training.run.start_health_check import HealthReport
 from wanma.training.run.step_data import StepData
-from wanma.training.run.step_metrics import open_gpu_sampler, parallel_metrics
+from wanma.training.run.step_metrics import (
+    model_flops_utilization,
+    open_gpu_sampler,
+    parallel_metrics,
+)
 from wanma.training.run.step_profiler import StepProfiler
-from wanma.training.run.step_times import StepTimes
+from wanma.training.run.step_times import PhaseTimer, StepTimes
 from wanma.training.sites.outer_optimizer import OuterStepResult
 from wanma.training.sites.site_synchronizer import SiteSynchronizer
 from wanma.training.step.device_metrics import DeviceMetrics
@@ -208,7 +209,7 @@ class Trainer:
         finally:
             self._in_memory_checkpoints.close(FINAL_IN_MEMORY_TIMEOUT_SECONDS if failed else None)
             if self._gpu is not None:
-                self._gpu.__exit__(None, None, None)
+                self._gpu.close()
             if self._recorder is not None:
                 self._recorder.close()
 
@@ -368,9 +369,7 @@ class Trainer:
                 **parallel_metrics(self.state.parallel_model),
                 **(self._outer_result.metrics() if self._outer_result is not None else {}),
                 **(self._gpu.collect() if self._gpu is not None else {}),
-                "mfu": None
-                if self._flops_per_sample is None
-                else model_flops_utilization(
+                "mfu": model_flops_utilization(
                     self._flops_per_sample,
                     self._global_batch,
                     seconds,

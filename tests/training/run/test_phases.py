@@ -6,15 +6,15 @@ import contextlib
 
 import pytest
 
-from wanma.observe.metrics import phase_timer
-from wanma.observe.metrics.phase_timer import PHASES, PhaseTimer
+from wanma.training.run import step_times
+from wanma.training.run.step_times import PHASES, PhaseTimer
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock that shows the first element of a list that the test moves."""
     now = [0.0]
-    monkeypatch.setattr(phase_timer.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(step_times.time, "perf_counter", lambda: now[0])
     return now
 
 
