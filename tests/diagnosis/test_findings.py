@@ -176,20 +176,23 @@ def test_a_disk_for_which_rank_0_waits_is_named_once(records: Records) -> None:
 
 
 @pytest.mark.parametrize(
-    ("loads", "cores", "name"),
+    ("loads", "cores", "name", "key"),
     [
-        ({"read": 0.6, "decode": 0.1, "collate": 0.0}, 1.0, "slow_store"),
-        ({"read": 0.1, "decode": 0.9, "collate": 0.0}, 1.0, "slow_loading"),
-        (None, 0.7, "slow_store"),
-        (None, 1.1, "slow_loading"),
+        ({"read": 0.6, "decode": 0.1, "collate": 0.0}, 1.0, "slow_store", "data.cache"),
+        ({"read": 0.1, "decode": 0.9, "collate": 0.0}, 1.0, "slow_loading", "raise data.workers"),
+        ({"dataset": 0.9, "collate": 0.0}, 1.1, "slow_loading", "set data.worker_processes = true"),
+        (None, 0.7, "slow_store", "data.cache"),
+        (None, 1.1, "slow_loading", "raise data.workers"),
     ],
 )
 def test_a_slow_store_and_slow_work_on_samples_are_told_apart(
-    records: Records, loads: dict[str, float] | None, cores: float, name: str
+    records: Records, loads: dict[str, float] | None, cores: float, name: str, key: str
 ) -> None:
     given = {} if loads is None else {"load_seconds": loads}
     records.train({**HEALTHY, "data": 0.5}, ranks=({"cores": cores}, {"cores": cores}), **given)
-    assert names(records.diagnose()) == [name]
+    found = records.diagnose()
+    assert names(found) == [name]
+    assert key in found[-1].change
 
 
 def test_a_bubble_and_slow_transfers_of_stages_are_told_apart(records: Records, tmp_path: Path) -> None:

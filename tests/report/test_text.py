@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable
 
+import pytest
 from rich.console import Console
 
 from wanma.job.run.run_directory import RunDirectory
@@ -106,15 +107,16 @@ def test_the_part_of_loading_that_dominates_is_named(new_run: NewRun) -> None:
     assert "dominates" not in run_summary(read_report(new_run(4, "older")))
 
 
-def test_the_workers_that_would_keep_up_are_named(new_run: NewRun) -> None:
+@pytest.mark.parametrize(("part", "key"), [("read", ""), ("dataset", " with data.worker_processes = true")])
+def test_the_workers_that_would_keep_up_are_named(new_run: NewRun, part: str, key: str) -> None:
     run = new_run(4)
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     for line in lines:
         line["phases"] = {"data": 0.5, "forward_backward": 1.0}
-        line["load_seconds"] = {"read": 2.5, "decode": 0.0, "collate": 0.0}
+        line["load_seconds"] = {part: 2.5, "collate": 0.0}
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert "waiting for data 33 %: read dominates" in data_loading_text(read_report(run))
-    assert "(data.workers = 1; 3 would keep up)" in data_loading_text(read_report(run))
+    assert f"waiting for data 33 %: {part} dominates" in data_loading_text(read_report(run))
+    assert f"(data.workers = 1; 3{key} would keep up)" in data_loading_text(read_report(run))
 
 
 def test_loading_that_no_step_waits_for_is_not_mentioned(new_run: NewRun) -> None:

@@ -42,6 +42,9 @@ LLAMA = (  # as the [INST] templates: roles must alternate, an answer ends with 
 )
 TEMPLATES = {"chatml": CHATML, "marked": MARKED, "reasoning": REASONING, "llama": LLAMA}
 
+Row = list[tuple[int, bool]]
+"""Tokens of a row, each with True if it is a target."""
+
 
 def write_tokenizer(folder: Path, template: str | None = CHATML, end: str = "<|im_end|>") -> Path:
     """Write a tokenizer of bytes with special tokens and a chat template, and return its folder."""
@@ -79,3 +82,16 @@ def write_chats(path: Path, chats: Sequence[Any], field: str = "messages") -> Pa
     """Write conversations as JSON lines, and return the file."""
     path.write_text("".join(json.dumps({field: chat}) + "\n" for chat in chats))
     return path
+
+
+def tokens_of(tokenizer: Any, chat: Sequence[dict[str, str]]) -> Row:
+    """The tokens of a conversation in ChatML, by hand."""
+    pieces = []
+    for message in chat:
+        is_answer = message["role"] == "assistant"
+        pieces += [
+            (f"<|im_start|>{message['role']}\n", False),
+            (f"{message['content']}<|im_end|>", is_answer),
+            ("\n", False),
+        ]
+    return [(int(token), told) for text, told in pieces for token in tokenizer.encode(text)]

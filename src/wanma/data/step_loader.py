@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from types import TracebackType
 from typing import Literal
 
@@ -103,15 +104,15 @@ class StepLoader:
                 size. None: no limit.
         """
         self._dataset = dataset
-        self._plan = plan
         self._train = train
         self._data_parallel_rank = data_parallel_rank
+        self._use_plan(plan)
         self._next_step = start_step
         self._is_deepened = prefetch == "auto"
         self._prefetch = prefetch if isinstance(prefetch, int) else max(LEAST_STEPS_AHEAD, threads)
         self._prefetch_bytes = prefetch_bytes
         self._sample_bytes: float | None = None
-        """Largest size of a sample in the steps loaded so far; None: none is loaded."""
+        """Largest size of a sample in the steps that threads have loaded; None: they have loaded none."""
         self._load_seconds: float | None = None
         """Time that the last loaded step took; None: none is loaded.
 
@@ -180,7 +181,7 @@ class StepLoader:
         """
         if plan is self._plan:
             return
-        self._plan = plan
+        self._use_plan(plan)
         self._next_step -= len(self._prefetched) + (self._peeked is not None)
         self._peeked = None
         for future in self._prefetched:
@@ -195,14 +196,11 @@ class StepLoader:
         first_sample = samples_consumed_before(self._train, step)
         samples = self._dataset.step_samples(first_sample, self._plan, size)
         micro_batches = [
-            self._dataset.batch(samples[rows.start : rows.stop])
-            for rows in self._plan.micro_batches(size, self._data_parallel_rank)
+            self._dataset.batch(samples[rows.start : rows.stop]) for rows in self._micro_batches(size)
         ]
         if self._pin_memory:
             micro_batches = [_pin_batch(batch) for batch in micro_batches]
-        loaded = StepBatches(step, first_sample, size, micro_batches)
-        self._sample_bytes = max(self._sample_bytes or 0.0, loaded.memory_bytes / size)
-        return loaded
+        return StepBatches(step, first_sample, size, micro_batches)
 
     def close(self) -> None:
         """Stop loading and wait for the threads; steps that were loaded are dropped."""
@@ -218,6 +216,18 @@ class StepLoader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _use_plan(self, plan: Plan) -> None:
+        self._plan = plan
+        rows_of = partial(plan.micro_batches, data_parallel_rank=self._data_parallel_rank)
+        self._micro_batches = lru_cache(rows_of)
+        """Function from the size of a step to the rows of each micro-batch of this rank."""
+
+    def _load_ahead(self, step: int) -> StepBatches:
+        loaded = self._load_timed(step)
+        sample_bytes = loaded.memory_bytes / loaded.global_batch_size
+        self._sample_bytes = max(self._sample_bytes or 0.0, sample_bytes)
+        return loaded
 
     def _load_timed(self, step: int) -> StepBatches:
         began = time.perf_counter()
@@ -252,7 +262,7 @@ class StepLoader:
         while len(self._prefetched) < self._prefetch and self._next_step < self._train.steps:
             if self._prefetched and not self._has_room():
                 return
-            self._prefetched.append(self._pool.submit(self._load_timed, self._next_step))
+            self._prefetched.append(self._pool.submit(self._load_ahead, self._next_step))
             self._next_step += 1
 
     def _has_room(self) -> bool:

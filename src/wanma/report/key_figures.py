@@ -133,10 +133,11 @@ def data_loading_text(report: Report) -> str:
     if share < 0.5:
         return ""
     largest = max(loaded, key=loaded.__getitem__)
-    workers = report.loader_workers or report.job.get("data", {}).get("workers", 1)
+    section = report.job.get("data", {})
+    workers = report.loader_workers or section.get("workers", 1)
     needed = math.ceil(total / trained) if trained else 0
-    is_program = "factory" in report.job.get("data", {})  # whose threads share one interpreter
-    kind = " as data.worker_processes" if is_program else ""
+    is_by_threads = largest == "dataset" and not section.get("worker_processes")  # of one interpreter
+    kind = " with data.worker_processes = true" if is_by_threads else ""
     is_short = isinstance(workers, int) and needed > workers  # an old run may have "auto"
     needed_text = f"; {needed:,}{kind} would keep up" if share >= 1 and is_short else ""
     return (

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from support.chats import conversations, write_chats, write_tokenizer
+from support.chats import Row, conversations, tokens_of, write_chats, write_tokenizer
 from support.grids import rotated
 from support.killed_runs import read_with_kills
 from support.reference_order import reference_order
@@ -29,8 +29,6 @@ TOTAL = samples_consumed_before(TRAIN, TRAIN.steps)
 SHUFFLES = [("full", 1, 1), ("block", 3, 2), ("none", 1, 1)]
 LENGTH = 300
 CHATS = conversations(40)
-Row = list[tuple[int, bool]]
-"""Tokens of a row, each with True if it is a target."""
 
 
 def write_jsonl(folder: Path, chats: Sequence[Any]) -> Path:
@@ -50,19 +48,6 @@ def write_arrow(folder: Path, chats: Sequence[Any]) -> Path:
 
 
 WRITERS = {"jsonl": write_jsonl, "parquet": write_parquet, "arrow": write_arrow}
-
-
-def tokens_of(tokenizer: Any, chat: Sequence[dict[str, str]]) -> Row:
-    """The tokens of a conversation in ChatML, by hand."""
-    pieces = []
-    for message in chat:
-        is_answer = message["role"] == "assistant"
-        pieces += [
-            (f"<|im_start|>{message['role']}\n", False),
-            (f"{message['content']}<|im_end|>", is_answer),
-            ("\n", False),
-        ]
-    return [(int(token), told) for text, told in pieces for token in tokenizer.encode(text)]
 
 
 def reference_rows(rows: Sequence[Row], packing: bool, end: int) -> list[list[int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import tarfile
 from pathlib import Path
@@ -37,7 +36,7 @@ WORLD_SIZES = (1, 2, 3, 4, 8)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three sources of images in three formats."""
+    """Three sources of images: a tar of samples, a table, and folders named by their classes."""
     folder = tmp_path_factory.mktemp("sources")
     for name in "abc":
         (folder / name).mkdir()
@@ -50,10 +49,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "kind": [FIRST[1] + row for row in range(SIZES[1])],
     }
     pq.write_table(pa.table(table), folder / "b" / "b.parquet", row_group_size=6)
-    with tarfile.open(folder / "c" / "c.tar", "w") as archive:
-        for row in range(SIZES[2]):
-            add_member(archive, f"{row:04d}.jpg", picture(row, "jpeg"))
-            add_member(archive, f"{row:04d}.json", json.dumps({"label": FIRST[2] + row}).encode())
+    for row in range(SIZES[2]):
+        path = folder / "c" / str(FIRST[2] + row) / "one.jpg"
+        path.parent.mkdir()
+        path.write_bytes(picture(row, "jpeg"))
     return folder
 
 
@@ -65,6 +64,7 @@ def section(folder: Path, stages: list[tuple[int, list[int]]], **keys: Any) -> D
             "images": [str(folder / name)],
             "weight": list(zip(starts, [weights[number] for _, weights in stages], strict=True)),
             **({"columns": {"target": "kind"}} if name == "b" else {}),
+            **({} if name == "c" else {"class_names": [str(number) for number in range(sum(SIZES))]}),
         }
         for number, name in enumerate("abc")
     ]

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from wanma.data.sampling.order import SampleOrder, Shuffle
 from wanma.data.sampling.order_window import OrderWindow
+from wanma.data.sampling.permutation import IndexArray
 
 
 @given(
@@ -17,7 +18,22 @@ def test_a_window_gives_the_order_itself(
     shuffle: Shuffle, batches: list[tuple[int, int]], numbers: list[int]
 ) -> None:
     order = SampleOrder.of_mixture([37, 101], [1.0, 2.0], shuffle, 5)
-    window = OrderWindow(order)
+    window = OrderWindow(order.locate)
     for samples in [*(np.arange(first, first + count) for first, count in batches), np.array(numbers, int)]:
         found, expected = window.locate(samples), order.locate(samples)
         assert [one.tolist() for one in found] == [one.tolist() for one in expected]
+
+
+def test_more_samples_are_computed_at_once_while_batches_follow_each_other() -> None:
+    sizes = []
+
+    def locate(samples: IndexArray) -> tuple[IndexArray, ...]:
+        sizes.append(len(samples))
+        return (samples * 2,)
+
+    window = OrderWindow(locate)
+    firsts = [*range(0, 20_000, 24), 10**12, 5]
+    for first in firsts:
+        (found,) = window.locate(np.arange(first, first + 16))
+        assert found.tolist() == list(range(2 * first, 2 * first + 32, 2))
+    assert sizes == [512, 1024, 2048, *[4096] * 5, 512, 512]

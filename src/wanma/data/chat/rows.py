@@ -55,6 +55,10 @@ class ConversationRows:
         self.sequence_count = len(rows)
         self.token_count = int(lengths.sum())
 
+    def find(self, sequence_indices: IndexArray) -> IndexArray:
+        """Return the places of rows, as `read` takes them: their indices."""
+        return sequence_indices
+
     def read(self, sequence_indices: IndexArray) -> NDArray[np.uint32]:
         """Return the tokens (rows, sequence_length + 1) of rows, each with its mark."""
         positions, is_filling = self._positions(sequence_indices)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +64,12 @@ class LoadTimes:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._parts,)
 
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """Add seconds to parts."""
+        with self._lock:
+            for part, value in seconds.items():
+                self._seconds[part] += value
+
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
         """Add the time of the block to a part; a block of "decode" is one sample."""
@@ -109,9 +115,8 @@ class LoadTimes:
 
     def add_work(self, work: LoadWork) -> None:
         """Add the work of a loader process."""
+        self.add(work.seconds)
         with self._lock:
-            for part, seconds in work.seconds.items():
-                self._seconds[part] += seconds
             self._decoded_samples += work.decoded_samples
             self._decoding_core_seconds += work.decoding_core_seconds
             self._worker_traffic += work.traffic

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -78,7 +79,8 @@ class TokenDataset(BatchedDataset):
             Shuffle.of_job(section),
             seed,
         )
-        self._order_window = OrderWindow(self.order)
+        self._order_window = OrderWindow(self._locate)
+        self._stored_type = np.result_type(*{source.file.tokens.dtype for source in sources})
         self._document_masks = section.document_masks
         self._total = total_samples
         self._sequence_length = section.sequence_length
@@ -151,7 +153,7 @@ class TokenDataset(BatchedDataset):
     def read_rows(self, is_validation: bool, rows: IndexArray, sample_indices: IndexArray) -> Batch:
         """Read rows of one text; see `BatchedDataset.read_rows`."""
         streams = self._validation if is_validation else self._train
-        return self._read(streams[:1], np.zeros_like(rows), rows, sample_indices)
+        return self._read(streams[:1], np.zeros_like(rows), rows, streams[0].find(rows), sample_indices)
 
     def unread_batch(self, sample_indices: IndexArray) -> Batch | None:
         if self._document_masks:
@@ -160,25 +162,35 @@ class TokenDataset(BatchedDataset):
         return make_batch((tokens,), tokens, sample_indices, classes=(0, 0))
 
     def _train_batch(self, sample_indices: IndexArray) -> Batch:
-        sources, rows = self._order_window.locate(sample_indices)
-        return self._read(self._train, sources, rows, sample_indices)
+        sources, rows, places = self._order_window.locate(sample_indices)
+        return self._read(self._train, sources, rows, places, sample_indices)
 
     def _validation_batch(self, sample_indices: IndexArray, rows: IndexArray) -> Batch:
         starts = np.cumsum([0] + [stream.sequence_count for stream in self._validation])
         sources = np.searchsorted(starts, rows, side="right") - 1
-        return self._read(self._validation, sources, rows - starts[sources], sample_indices)
+        indices = rows - starts[sources]
+        places = _find(self._validation, sources, indices)
+        return self._read(self._validation, sources, indices, places, sample_indices)
+
+    def _locate(self, sample_indices: IndexArray) -> tuple[IndexArray, ...]:
+        """Return the source, the row and the place of each training sample."""
+        sources, rows = self.order.locate(sample_indices)
+        return sources, rows, _find(self._train, sources, rows)
 
     def _read(
         self,
         streams: list[Stream],
         sources: IndexArray,
         indices: IndexArray,
+        places: IndexArray,
         sample_indices: IndexArray,
     ) -> Batch:
-        with self.load_times.measure("read"):
-            rows, segment_starts = self._read_rows(streams, sources, indices)
-        with self.load_times.measure("collate"):
-            return self._join(rows, segment_starts, sample_indices)
+        began = time.perf_counter()
+        rows, segment_starts = self._read_rows(streams, sources, indices, places)
+        read = time.perf_counter()
+        batch = self._join(rows, segment_starts, sample_indices)
+        self.load_times.add({"read": read - began, "collate": time.perf_counter() - read})
+        return batch
 
     def _join(
         self, rows: NDArray[Any], segment_starts: NDArray[np.bool_], sample_indices: IndexArray
@@ -187,16 +199,18 @@ class TokenDataset(BatchedDataset):
         if self._has_chats:
             is_trained = rows[:, 1:] < NO_TARGET
             rows = rows.astype(np.int64) & (NO_TARGET - 1)
-        shape = (len(rows), self._sequence_length)
+        stored = rows[:, 1:]
+        shape = stored.shape
         inputs, targets = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.int64)
-        inputs.numpy()[:], targets.numpy()[:] = rows[:, :-1], rows[:, 1:]
+        inputs.numpy()[:], targets.numpy()[:] = rows[:, :-1], stored
         if is_trained is not None:
             targets.numpy()[~is_trained] = IGNORE_INDEX
         if not self._document_masks:
             if is_trained is not None:
                 return make_batch((inputs,), targets, sample_indices)
-            classes = int(rows[:, 1:].min()), int(rows[:, 1:].max())  # of two bytes each, not of eight
-            return make_batch((inputs,), targets, sample_indices, classes=classes)
+            lowest = np.minimum.reduce(stored, axis=None)  # of two bytes each, not of eight
+            highest = np.maximum.reduce(stored, axis=None)
+            return make_batch((inputs,), targets, sample_indices, classes=(int(lowest), int(highest)))
         documents, positions, crosses_documents = find_document_boundaries(
             rows, segment_starts, -1 if self._has_chats else self.tokenizer.end_of_document_id
         )
@@ -205,21 +219,22 @@ class TokenDataset(BatchedDataset):
         return make_batch((inputs,), targets, sample_indices, keywords)
 
     def _read_rows(
-        self, streams: list[Stream], sources: IndexArray, indices: IndexArray
+        self, streams: list[Stream], sources: IndexArray, indices: IndexArray, places: IndexArray
     ) -> tuple[NDArray[Any], NDArray[np.bool_]]:
         """Return tokens (rows, sequence + 1) as stored, and a mask of the starts of segments among them."""
         for source in self._sources:
             source.file.watch.check()
         first = int(sources[0])
-        if (sources == first).all():
-            rows = streams[first].read(indices)
+        if len(streams) == 1 or (sources == first).all():
+            rows = streams[first].read(places)
             return rows, self._segment_starts(streams[first], indices, rows)
-        rows = np.empty((len(indices), self._sequence_length + 1), np.int64)
+        rows = np.empty((len(indices), self._sequence_length + 1), self._stored_type)
         starts = np.zeros(rows.shape, bool)
-        for source in np.unique(sources):
-            mask = sources == source
-            rows[mask] = streams[source].read(indices[mask])
-            starts[mask] = self._segment_starts(streams[source], indices[mask], rows[mask])
+        for number in np.unique(sources).tolist():
+            mask = sources == number
+            rows[mask] = streams[number].read(places[mask])
+            if self._document_masks:
+                starts[mask] = self._segment_starts(streams[number], indices[mask], rows[mask])
         return rows, starts
 
     def _segment_starts(self, stream: Stream, indices: IndexArray, rows: NDArray[Any]) -> NDArray[np.bool_]:
@@ -230,6 +245,15 @@ class TokenDataset(BatchedDataset):
             # The end of a turn in a conversation may be the same token: there it ends no document.
             starts[:, 1:] |= rows[:, :-1] == self.tokenizer.end_of_document_id
         return starts
+
+
+def _find(streams: Sequence[Stream], sources: IndexArray, rows: IndexArray) -> IndexArray:
+    """Return the place of each row in the token file of its source, as `PackedSequences.read` takes it."""
+    places = np.empty_like(rows)
+    for source in np.unique(sources).tolist():
+        mask = sources == source
+        places[mask] = streams[source].find(rows[mask])
+    return places
 
 
 def _chat_facts(file: TokenFile, too_long: int) -> dict[str, Any]:

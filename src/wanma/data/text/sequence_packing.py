@@ -39,20 +39,27 @@ class PackedSequences:
         self.token_count = int(lengths.sum())
         self.sequence_count = max((self.token_count - 1) // sequence_length, 0)
 
-    def read(self, sequence_indices: IndexArray) -> NDArray[Any]:
-        """Return the tokens (rows, sequence_length + 1) of the sequences with these indices, as stored."""
+    def find(self, sequence_indices: IndexArray) -> IndexArray:
+        """Return the places of sequences, as `read` takes them.
+
+        A place is the first token in the file, or -1 - index where the sequence lies in several segments.
+        """
         starts = sequence_indices * self._length
-        first, last = self._segment(starts), self._segment(starts + self._length)
-        is_in_one_segment = first == last
-        if is_in_one_segment.all():
-            rows: NDArray[Any] = self._windows[starts + self._file_offset[first]]
+        segments = self._segment(starts)
+        is_whole = self._starts[segments + 1] > starts + self._length
+        return np.where(is_whole, starts + self._file_offset[segments], -1 - sequence_indices)
+
+    def read(self, places: IndexArray) -> NDArray[Any]:
+        """Return the tokens (rows, sequence_length + 1) of the sequences at these places, as stored."""
+        rows: NDArray[Any]
+        if np.minimum.reduce(places) >= 0:
+            rows = self._windows[places]
             return rows
-        rows = np.empty((len(sequence_indices), self._length + 1), self._tokens.dtype)
-        rows[is_in_one_segment] = self._windows[
-            starts[is_in_one_segment] + self._file_offset[first[is_in_one_segment]]
-        ]
-        positions = self._positions(sequence_indices[~is_in_one_segment])
-        rows[~is_in_one_segment] = self._tokens[positions + self._file_offset[self._segment(positions)]]
+        is_whole = places >= 0
+        rows = np.empty((len(places), self._length + 1), self._tokens.dtype)
+        rows[is_whole] = self._windows[places[is_whole]]
+        positions = self._positions(-1 - places[~is_whole])
+        rows[~is_whole] = self._tokens[positions + self._file_offset[self._segment(positions)]]
         return rows
 
     def segment_starts(self, sequence_indices: IndexArray) -> NDArray[np.bool_]:
@@ -60,7 +67,7 @@ class PackedSequences:
         return np.isin(self._positions(sequence_indices), self._starts)
 
     def _segment(self, positions: IndexArray) -> NDArray[np.intp]:
-        return np.searchsorted(self._starts, positions, side="right") - 1
+        return self._starts.searchsorted(positions, side="right") - 1
 
     def _positions(self, sequence_indices: IndexArray) -> IndexArray:
         positions: IndexArray = sequence_indices[:, None] * self._length + np.arange(self._length + 1)
