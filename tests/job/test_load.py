@@ -400,3 +400,12 @@ def test_names_of_other_libraries_lead_to_keys_that_exist() -> None:
     assert set(KEYS_BY_OTHER_NAME.values()) <= set(schema_keys(Job))
     own_names = {key.rpartition(".")[2] for key in schema_keys(Job)}
     assert not own_names & set(KEYS_BY_OTHER_NAME)
+
+
+@pytest.mark.parametrize(
+    ("section", "word", "key"), [("servers", "ps", "servers.count"), ("parallel", "worker", "dp_replicate")]
+)
+def test_words_of_tensorflow_lead_to_servers_and_workers(
+    tmp_path: Path, section: str, word: str, key: str
+) -> None:
+    assert key in refusal(write(tmp_path, f"{MODEL}[{section}]\n{word} = 2\n"))

@@ -22,8 +22,11 @@ from support.server_runs import (
     in_threads,
     work,
 )
-from wanma.job.run.parameter_servers import StepContribution
+from wanma.job.errors import WanmaError
+from wanma.job.run.parameter_servers import ServerPosition, StepContribution
+from wanma.parameter_server.client import ParameterServerClient
 from wanma.parameter_server.server_group import ServerGroup
+from wanma.parameter_server.server_host import ServerHost, ServerProcess
 from wanma.parameter_server.server_processes import ServerProcesses
 
 
@@ -169,3 +172,54 @@ def test_a_server_killed_during_a_move_loses_no_acknowledged_update(
     assert_close(client.fetch()[0], expected(weights, "adamw", range(2), 1))
     assert set(group.endpoints) == set(range(count))
     assert served.coordinator.resize(2)
+
+
+def test_a_move_to_a_server_that_does_not_start_leaves_the_others(
+    run: Callable[..., Run], group: ServerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, shown = run(), list[tuple[str, str]]()
+    served.coordinator.start(group, lambda text, level: shown.append((level, text)))
+    weights = served.begin()
+    original = ServerHost.start
+
+    def start(self: ServerHost, number: int) -> ServerProcess:
+        if number == 2:
+            raise WanmaError("no memory for server 2")
+        return original(self, number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ServerHost, "start", start)
+        served.coordinator.resize(3)
+    ((level, text),) = shown
+    assert (level, "no memory for server 2" in text) == ("warning", True)
+    compute(served.clients[0], 0)
+    assert_close(served.clients[0].fetch()[0], expected(weights, "adamw", range(1), 1))
+    assert set(group.endpoints) == {0, 1}
+
+
+def test_a_worker_lost_during_a_move_does_not_end_it(
+    run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Last in this file: the servers then refuse workers of an earlier start.
+    served, started = run(), list[ParameterServerClient]()
+    weights = served.begin()
+    old = served.clients[0]
+    compute(old, 0)
+    assert old.next_step(False).step == 1
+    old.push(1, gradients(1, 0), {"t": IDS[1]})
+
+    def restart_workers(_: ServerProcesses, message: dict[str, Any], is_after: bool) -> None:
+        if message["op"] == "prepare" and is_after and not started:
+            started.append(ParameterServerClient(served.coordinator.access, 0, 2, "synchronous"))
+            assert started[0].join().is_loaded
+
+    hook(monkeypatch, restart_workers)
+    assert served.coordinator.resize(3)
+    with pytest.raises(WanmaError):
+        old.finish(StepContribution(1, 1.0, 2.0, 1.0, RATE))
+    (new,) = started
+    new.begin(1000, ServerPosition(True))
+    assert compute(new, 0) == 1
+    assert_close(new.fetch()[0], expected(weights, "adamw", range(2), 1))
+    assert served.coordinator.resize(2)
+    new.close()

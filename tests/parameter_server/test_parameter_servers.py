@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from wanma.job.run.parameter_servers import ServerPosition, StepContribution
 from wanma.parameter_server import client as client_module
 from wanma.parameter_server import server_processes as processes_module
 from wanma.parameter_server.client import ParameterServerClient
+from wanma.parameter_server.coordinator import ServerCoordinator
 from wanma.parameter_server.frames import Connection, PeerLostError
 from wanma.parameter_server.server_group import ServerGroup
 from wanma.parameter_server.server_host import ServerHost, ServerProcess
@@ -140,13 +141,16 @@ class ReplicaCut(Proxy):
         except OSError:
             pass
         finally:
-            one.close()
-            other.close()
+            for end in (one, other):
+                with suppress(OSError):  # closed already
+                    end.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads it
+                end.close()
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("is_mended", [True, False])
 def test_holders_cut_from_each_other_wait_for_the_network_and_both_have_the_update(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_mended: bool
 ) -> None:
     proxies: dict[int, ReplicaCut] = {}
 
@@ -166,6 +170,13 @@ def test_holders_cut_from_each_other_wait_for_the_network_and_both_have_the_upda
         compute(served.clients[0], 0)
         before, cut = group.process_ids, proxies[1]
         cut.is_cut = True
+        if not is_mended:
+            monkeypatch.setattr(processes_module, "OUTAGE_SECONDS", 0.0)
+            with pytest.raises(WanmaError, match=r"server 0 .*server 1"):
+                compute(served.clients[0], 0)
+            assert group.process_ids == before
+            served.close()
+            return
 
         def mend() -> None:
             while cut.dropped < 3:
@@ -180,15 +191,46 @@ def test_holders_cut_from_each_other_wait_for_the_network_and_both_have_the_upda
         served.close()
 
 
-def test_a_slow_worker_holds_up_no_other(run: Callable[..., Run]) -> None:
-    served = run(2, "asynchronous")
+@pytest.mark.parametrize("phase", ["before its pull", "before its push", "before its update"])
+def test_a_slow_worker_lets_no_request_of_the_others_wait(
+    run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    served, waits = run(3, "asynchronous"), list[str]()
+    original = ServerCoordinator._wait
+
+    def wait(coordinator: ServerCoordinator, is_done: Callable[[], bool]) -> None:
+        if not is_done():
+            waits.append("a request that is not answered at once")
+        original(coordinator, is_done)
+
+    monkeypatch.setattr(ServerCoordinator, "_wait", wait)
     served.begin()
-    offer = served.clients[1].next_step(False)
-    assert offer.step == 0
-    assert [compute(served.clients[0], 0) for _ in range(5)] == [1, 2, 3, 4, 5]
-    served.clients[1].push(0, gradients(0, 1), {"t": IDS[1]})
-    served.clients[1].finish(StepContribution(0, 1.0, 2.0, 1.0, RATE))
-    assert served.clients[0].staleness_histogram() == {0: 5, 5: 1}
+    slow, ids = served.clients[1], {"t": IDS[1]}
+    assert slow.next_step(False).step == 0
+    if phase != "before its pull":
+        slow.pull(ids)
+    if phase == "before its update":
+        slow.push(0, gradients(0, 1), ids)
+    steps = [compute(served.clients[number % 2 * 2], number % 2 * 2) for number in range(20)]
+    assert steps == list(range(1, 21))
+    assert waits == []
+    slow.push(0, gradients(0, 1), ids)
+    slow.finish(StepContribution(0, 1.0, 2.0, 1.0, RATE))
+    assert slow.staleness_histogram() == {0: 20, 20: 1}
+
+
+def test_stop_signals_that_a_batch_system_sends_to_every_process_end_no_server(
+    run: Callable[..., Run], group: ServerGroup
+) -> None:
+    served = run()
+    weights = served.begin()
+    before = group.process_ids
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        for process in before.values():
+            os.kill(process, number)
+    compute(served.clients[0], 0)
+    assert_close(served.clients[0].fetch()[0], expected(weights, "adamw", range(1), 1))
+    assert group.process_ids == before
 
 
 @pytest.mark.parametrize("bad", [-1, 10])

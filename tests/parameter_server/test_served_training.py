@@ -15,7 +15,9 @@ import pytest
 from support.command import Desk, Running, Training, small_disk
 from support.networks import Cable, cable, ip
 from support.nodes import Machines
+from wanma.api.run.parameter_servers import _network_access
 from wanma.elastic.protocol.shared_secret import SECRET_VARIABLE
+from wanma.job.file.loading import to_job
 
 JOBS = {
     "ratings": """\
@@ -386,6 +388,48 @@ def test_a_killed_worker_repeats_no_step(desk: Desk, rank: int, keys: tuple[str,
 
 
 @pytest.mark.full
+def test_a_killed_server_without_another_holder_costs_the_steps_since_the_checkpoint(desk: Desk) -> None:
+    training = desk.training("killed-only")
+    keys = ("servers.count=2", "parallel.dp_replicate=2", "checkpoint.every_steps=5")
+    running = start_until(desk, training, 12, *keys)
+    os.kill(server_process(training, 1), signal.SIGKILL)
+    running.end().check()
+    assert running.left() == []
+    recoveries = [event for event in training.events if event["kind"] == "recovery"]
+    assert [event["source"] for event in recoveries] == ["checkpoint"]
+    assert recoveries[0]["repeated_steps"] < 5
+    assert largest_difference(training, trained(desk, "ratings", "ratings-alone")) <= 1e-6
+
+
+@pytest.mark.full
+def test_a_worker_that_stands_still_leaves_all_other_steps_to_the_others(desk: Desk) -> None:
+    training = desk.training("slow")
+    keys = ("servers.count=2", "parallel.dp_replicate=3", "train.steps=1500", *ASYNCHRONOUS)
+    no_pause = ("train.validate_every_steps=0", "checkpoint.every_steps=1500")
+    running = start_until(desk, training, 3, *keys, *no_pause)
+    for server in (0, 1):
+        listening = psutil.Process(server_process(training, server)).net_connections()
+        assert {one.laddr.ip for one in listening} == {"127.0.0.1"}
+    process = training.rank_process(1)
+    assert process is not None
+    os.kill(process, signal.SIGSTOP)
+    assert training.steps_begun() < 1000
+    assert running.until(lambda: training.steps_begun() >= 1490, 100)
+    os.kill(process, signal.SIGCONT)
+    running.end().check()
+    assert [step["step"] for step in training.metrics] == list(range(1, 1501))
+    assert "recovery" not in {event["kind"] for event in training.events}, "no worker was restarted"
+
+
+@pytest.mark.full
+def test_no_update_of_a_bounded_run_misses_more_than_the_bound(desk: Desk) -> None:
+    bounded = ("servers.mode=bounded", "servers.staleness=1", ASYNCHRONOUS[1])
+    training = trained(desk, "ratings", "bounded", "servers.count=2", "parallel.dp_replicate=3", *bounded)
+    assert len(training.metrics) == 40
+    assert {step["staleness"] for step in training.metrics} <= {0, 1}
+
+
+@pytest.mark.full
 def test_a_killed_supervisor_leaves_nothing_and_the_same_command_carries_on(desk: Desk) -> None:
     training = desk.training("killed-supervisor")
     keys = ("servers.count=2", "parallel.dp_replicate=2", "checkpoint.every_steps=5")
@@ -444,6 +488,24 @@ def test_a_full_disk_ends_the_run_with_one_error_and_the_same_command_carries_on
     desk.run("train", "ratings.toml", "--run-dir", training.path.name, *keys).check()
     alone = trained(desk, "ratings", "ratings-wide", keys[-1])
     assert largest_difference(training, alone) <= 1e-6
+
+
+def test_servers_of_several_nodes_listen_on_the_named_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET[SECRET_VARIABLE])
+    nodes = {"nodes": 2, "rendezvous": "192.0.2.1:29500", "network_interface": "lo"}
+    address, _ = _network_access(to_job({"model": {"preset": "gpt-1m"}, "cluster": nodes}))
+    assert address == "127.0.0.1"
+
+
+@pytest.mark.parametrize(("node_cores", "cores"), [(4, 3), (2, 2)])
+def test_a_submission_asks_for_the_cores_of_workers_and_servers(
+    desk: Desk, node_cores: int, cores: int
+) -> None:
+    nodes = ("cluster.nodes=2", "cluster.threads_per_rank=1", "cluster.slurm.exclusive=false")
+    cluster = f'cluster.file="2x{node_cores} cores EPYC 9654, 25G"'
+    keys = ("servers.count=3", "parallel.dp_replicate=2", *nodes, cluster)
+    ran = desk.call("render", "ratings.toml", "--engine", "slurm", *keys).check()
+    assert f"#SBATCH --cpus-per-task={cores}\n" in ran.out
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ where that says more: deepspeed, jsrun, Flux, Cray PALS, pbsdsh, LSF's hosts, Sl
 
 from __future__ import annotations
 
+import json
+
 Environment = dict[str, str]
 
 
@@ -151,6 +153,12 @@ def jsrun(rank: int = 0, *, size: int = 4, local_size: int = 2, **more: str) -> 
         "OMPI_MCA_orte_num_nodes": "",
         **more,
     }
+
+
+def tensorflow(role: str, index: int, **cluster: str) -> Environment:
+    """Task of a launcher of TensorFlow; `cluster`: by role the addresses of its tasks."""
+    addresses = {role: text.split() for role, text in cluster.items()}
+    return {"TF_CONFIG": json.dumps({"cluster": addresses, "task": {"type": role, "index": index}})}
 
 
 def flux(rank: int = 0, *, size: int = 4, nodes: int = 2, **more: str) -> Environment:

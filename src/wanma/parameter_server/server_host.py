@@ -8,9 +8,12 @@ from __future__ import annotations
 import base64
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +26,8 @@ _START_SECONDS = 120.0
 _END_SECONDS = 20.0
 _WAIT_SECONDS = 15.0
 """Longest wait of a request for the end of a process, before it is asked again."""
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals by which a run is stopped. Batch systems, such as Slurm, send them to every process of a job."""
 
 
 @dataclass(frozen=True)
@@ -163,8 +168,8 @@ class ServerHost:
 
     def _open(self, number: int) -> subprocess.Popen[str]:
         self._logs.mkdir(parents=True, exist_ok=True)
-        with self._log(number).open("a") as log:
-            # A session of its own: Ctrl-C is for the supervisor, which lets the workers save first.
+        # Stop signals are for the supervisor alone, which lets the workers save first.
+        with self._log(number).open("a") as log, _stop_signals_blocked():
             process = subprocess.Popen(
                 [sys.executable, "-m", "wanma.parameter_server.server"],
                 stdin=subprocess.PIPE,
@@ -230,6 +235,16 @@ def wait_for_end(host: Host, process: ServerProcess) -> None:
             failures = 0
         except PeerLostError:
             failures += 1
+
+
+@contextmanager
+def _stop_signals_blocked() -> Iterator[None]:
+    """Block stop signals in this thread; in a process that it starts meanwhile they stay blocked."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _kill(processes: dict[int, subprocess.Popen[str]]) -> None:

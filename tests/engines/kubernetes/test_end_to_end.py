@@ -55,6 +55,18 @@ def test_two_pods_train_as_one_machine_and_their_records_come_home(site: Site) -
 
 
 @pytest.mark.full
+def test_servers_and_workers_of_two_pods_train_as_one_process(site: Site) -> None:
+    values = site.job().model_dump(exclude_unset=True)
+    values |= {"train": {**values["train"], "optimizer": "sgd"}, "parallel": {"dp_shard": 1}}
+    spread = {"parallel": {"dp_shard": 1, "dp_replicate": 2}, "servers": {"count": 2}}
+    run, record = submit_job(to_job({**values, **spread}))
+    assert attach(run, record) == 0
+    alone = to_job({**values, "cluster": {"device": "cpu"}})
+    assert train_job(alone, run_directory=site.folder / "alone") == 0
+    assert losses(run) == pytest.approx(losses(type(run)(site.folder / "alone")), abs=2e-6)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("extensions", [()])
 def test_without_jobsets_an_indexed_job_runs_the_same(site: Site) -> None:
     run, record = submit_job(site.job())

@@ -14,6 +14,7 @@ from wanma.engines.launchers.launcher_placement import LauncherPlacement
 from wanma.engines.launchers.placement import PORTS, read_placement
 from wanma.job.errors import JobError
 
+TASKS = {"worker": "h1:2 h2:1 h2:2", "chief": "h1:1", "ps": "h3:1 h3:2"}
 EXPORTED = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "n", "MASTER_PORT": "1"}
 """Variables that a user has exported in the shell."""
 
@@ -44,6 +45,7 @@ def place(placement: LauncherPlacement) -> tuple[int, int, int, int, int]:
         ("deepspeed", of.deepspeed(3), "worker-1"),
         ("jsrun", of.jsrun(3), "h36n03"),
         ("flux run", of.flux(3, MASTER_ADDR="f1"), "f1"),
+        ("the launcher that set TF_CONFIG", of.tensorflow("worker", 2, **TASKS), "h1"),
     ],
 )
 def test_rank_node_and_host_are_those_of_the_launcher(
@@ -67,6 +69,8 @@ def test_rank_node_and_host_are_those_of_the_launcher(
         {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"},
         {"RANK": "1", "WORLD_SIZE": "2"},
         {"PBS_NODENUM": "0", "PBS_TASKNUM": "1", "PBS_JOBID": "7.server"},
+        of.tensorflow("worker", 0),
+        of.tensorflow("worker", 0, worker="h1:1", ps="h2:1"),
     ],
 )
 def test_a_shell_and_a_single_process_are_no_launch(environment: of.Environment) -> None:
@@ -218,6 +222,23 @@ def test_a_variable_that_is_no_number_is_named() -> None:
     with pytest.raises(JobError, match="SLURM_PROCID = 'first' is not a number") as refused:
         read_placement(of.srun(SLURM_PROCID="first"))
     assert "env -u SLURM_PROCID" in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        (of.tensorflow("ps", 1, **TASKS), "servers.count = 2"),
+        (of.tensorflow("evaluator", 0, worker="h1:1 h2:1"), "evaluator"),
+        (of.tensorflow("worker", 3, **TASKS), "worker"),
+        ({"TF_CONFIG": "{"}, "env -u TF_CONFIG"),
+        ({"TF_CONFIG": '{"cluster": {"worker": ["h1:1"]}}'}, "env -u TF_CONFIG"),
+        ({"TF_CONFIG": "[]"}, "env -u TF_CONFIG"),
+    ],
+)
+def test_a_task_of_tensorflow_that_does_not_train_is_refused(environment: of.Environment, told: str) -> None:
+    with pytest.raises(JobError, match="TF_CONFIG") as refused:
+        read_placement(environment)
+    assert told in refused.value.hint
 
 
 def test_ranks_that_are_dealt_out_in_turn_are_not_consecutive() -> None:

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from support.command import WANMA, Desk, Running
+from support.launcher_environments import tensorflow
 from wanma.job.errors import EXIT_USAGE
 
 MPIRUN = ("mpirun", "--oversubscribe")
@@ -21,6 +22,8 @@ PATIENT_MPIRUN = (*MPIRUN, "--mca", "odls_base_sigkill_timeout", "20")
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 OPEN_LAYOUT = ("text.toml", "parallel.dp_replicate=", "train.steps=8")
 """A job without sizes in [parallel]."""
+SERVED = (*OPEN_LAYOUT, "servers.count=2", "train.optimizer=sgd")
+"""The same with parameter servers."""
 EXPECTED_RANKS = """\
 import json, os
 names = [name for name in os.environ if name.startswith(("OMPI_COMM", "PMIX"))]
@@ -50,6 +53,14 @@ def reference(desk: Desk) -> list[float]:
     ran = desk.run("train", "text.toml", "train.steps=8", "--run-dir", "reference")
     ran.check()
     return desk.training("reference").losses
+
+
+@pytest.fixture
+def alone(desk: Desk) -> list[float]:
+    """Losses of the job with servers in one process without servers."""
+    words = ("train.steps=8", "train.optimizer=sgd", "parallel.dp_replicate=1", "--run-dir", "alone")
+    desk.run("train", "text.toml", *words).check()
+    return desk.training("alone").losses
 
 
 @pytest.fixture
@@ -136,16 +147,29 @@ def test_a_session_takes_the_ranks_of_mpirun(desk: Desk) -> None:
     assert len(desk.training("runs/own-loop").metrics) == 20
 
 
+def test_servers_and_the_workers_of_a_launch_train_as_one_process(desk: Desk, alone: list[float]) -> None:
+    ran = desk.start("train", *SERVED, "--run-dir", "mpirun", before=(*MPIRUN, "-n", "2"), **AS_ROOT).end()
+    ran.check()
+    assert desk.training("mpirun").losses == pytest.approx(alone, abs=2e-6)
+    tasks = [tensorflow("worker", index, worker="127.0.0.1:1 127.0.0.1:2")["TF_CONFIG"] for index in (0, 1)]
+    both = [desk.start("train", *SERVED, "--run-dir", "tasks", TF_CONFIG=task) for task in tasks]
+    for running in both:
+        running.end().check()
+    assert desk.training("tasks").losses == pytest.approx(alone, abs=2e-6)
+
+
 @pytest.mark.root
-def test_the_nodes_of_mpirun_have_a_supervisor_each(desk: Desk) -> None:
+def test_the_nodes_of_mpirun_have_a_supervisor_each_and_servers(desk: Desk, alone: list[float]) -> None:
     shell = desk.folder / "shell"
     shell.write_text(REMOTE_SHELL)
     shell.chmod(0o755)
     mpirun = (*MPIRUN, "--mca", "plm", "rsh", "--mca", "plm_rsh_agent", str(shell), "-x", "MASTER_ADDR")
     exported = [word for name in ("PYTHONPATH", "XDG_STATE_HOME", "XDG_CACHE_HOME") for word in ("-x", name)]
     hosts = ("-H", "node-a:2,node-b:2", "-n", "4", "--wdir", str(desk.folder))
-    command = [*mpirun, *exported, *hosts, *WANMA, "train", *OPEN_LAYOUT, "--run-dir", "run"]
-    ran = desk.start_program(command, MASTER_ADDR="127.0.0.1", **AS_ROOT).end()
+    command = [*mpirun, *exported, *hosts, *WANMA, "train"]
+    ran = desk.start_program(
+        [*command, *OPEN_LAYOUT, "--run-dir", "run"], MASTER_ADDR="127.0.0.1", **AS_ROOT
+    ).end()
     ran.check()
     assert ran.out.count("finished at step 8") == 1
     assert "as node rank 0 of 2, with ranks 0-1 of 4" in ran.out
@@ -153,3 +177,7 @@ def test_the_nodes_of_mpirun_have_a_supervisor_each(desk: Desk) -> None:
     job = (desk.folder / "run" / "job.toml").read_text()
     assert "dp_replicate = 4" in job
     assert (desk.folder / "run" / "logs" / "rank-3.log").exists()
+    served = [*command, *SERVED, "--run-dir", "served"]
+    desk.start_program(served, MASTER_ADDR="127.0.0.1", **AS_ROOT).end().check()
+    assert desk.training("served").losses == pytest.approx(alone, abs=2e-6)
+    assert len(list((desk.folder / "served" / "logs").glob("server-*.log"))) == 2

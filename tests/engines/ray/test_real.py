@@ -121,6 +121,19 @@ def test_a_run_is_submitted_shown_and_equal_to_one_here(
 
 
 @pytest.mark.full
+def test_servers_and_workers_train_as_one_process(cluster: RayCluster, tmp_path: Path) -> None:
+    words = ("model.factory=", "model.preset=gpt-1m", "train.optimizer=sgd", "train.steps=6")
+    run = Paced(cluster, tmp_path, "served", ENDLESS)
+    run.train(*words, "servers.count=2")
+    alone = Paced(cluster, tmp_path, "alone", ENDLESS)
+    alone.train(*words, "parallel.dp_replicate=1", "--engine", "local", "--nodes", "1")
+    losses = [read_report(one.run).steps["loss"] for one in (run, alone)]
+    assert len(losses[0]) == 6
+    assert losses[0] == pytest.approx(losses[1], abs=2e-6)
+    cluster.assert_nothing_is_left(run.run.path)
+
+
+@pytest.mark.full
 def test_a_cancelled_run_saves_leaves_nothing_and_resumes(
     cluster: RayCluster, tmp_path: Path, here: Paced
 ) -> None:

@@ -281,6 +281,28 @@ def test_a_cancelled_run_saves_leaves_nothing_and_resumes(cluster: SlurmCluster,
     wait_until_idle(cluster)
 
 
+def test_servers_and_workers_train_as_one_process_and_save_when_slurm_signals_all_processes(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    login = Login(cluster, tmp_path, "served", ENDLESS)
+    alone = ("parallel.dp_shard=1", "train.optimizer=sgd", "train.schedule=constant")
+    words = (*alone, "parallel.dp_replicate=2", "servers.count=2")
+    login.train("-d", *words)
+    login.wait_for_step(2)
+    login.ask("cancel")
+    login.wait_for_state("cancelled")
+    wait_until_idle(cluster)
+    stopped = read_report(login.run).checkpoints[-1]["step"]
+    assert stopped == login.steps[-1]
+    assert "ended by signal" not in login.output
+    login.train(*words, f"train.steps={stopped + 2}")
+    here = Login(cluster, tmp_path, "here", int(stopped) + 2)
+    here.train("--engine", "local", "--nodes", "1", *alone)
+    losses = [read_report(run).steps["loss"] for run in (login.run, here.run)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    wait_until_idle(cluster)
+
+
 @pytest.mark.full(always=True)
 def test_a_run_stopped_by_its_time_limit_and_by_a_pre_emption_ends_with_equal_weights(
     cluster: SlurmCluster, tmp_path: Path, undisturbed: dict[str, torch.Tensor]

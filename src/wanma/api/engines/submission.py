@@ -268,6 +268,9 @@ def _make_submission(
 ) -> Submission:
     plan, forecast = prepared.plan, prepared.plan_result.forecast
     ranks = plan.world_size // job.cluster.nodes
+    rank_cores = ranks * plan.threads_per_rank
+    server_cores = -(-job.servers.count // job.cluster.nodes)  # those of the fullest node, with a thread each
+    spare_cores = min(group.cores for group in prepared.cluster.nodes) - rank_cores
     command = ["train", str(run.engine_files / JOB_FILE), "--run-dir", str(run.path)]
     return Submission(
         name=run.name,
@@ -278,7 +281,7 @@ def _make_submission(
         min_nodes=job.cluster.min_nodes or job.cluster.nodes,
         ranks_per_node=ranks,
         gpus_per_node=ranks if plan.device == "cuda" else 0,
-        cores_per_node=ranks * plan.threads_per_rank,
+        cores_per_node=rank_cores + max(min(server_cores, spare_cores), 0),
         settings=job.cluster,
         secret=run_secret(run),
         job_text=job_to_toml(job),

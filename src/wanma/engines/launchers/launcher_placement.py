@@ -9,7 +9,7 @@ from wanma.job.errors import JobError
 
 _LAUNCHER_PREFIXES = (
     *("CROSS_", "FLUX_", "GROUP_RANK", "JSM_", "LOCAL_", "LSB_", "MPI_", "OMPI_", "PBS_", "PMI", "RANK"),
-    *("SLURM_", "TORCHELASTIC_", "WANMA_CODE_ARCHIVE", "WANMA_PLACED_BY", "WORLD_SIZE"),
+    *("SLURM_", "TF_CONFIG", "TORCHELASTIC_", "WANMA_CODE_ARCHIVE", "WANMA_PLACED_BY", "WORLD_SIZE"),
 )
 """Beginnings of the names of variables that launchers and engines set."""
 

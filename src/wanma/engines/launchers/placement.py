@@ -24,12 +24,14 @@ from wanma.engines.launchers.batch_launchers import (
 )
 from wanma.engines.launchers.launcher_placement import LauncherPlacement, read_integer
 from wanma.engines.launchers.mpi_launchers import read_jsrun, read_open_mpi, read_pmi
+from wanma.engines.launchers.tensorflow_launchers import read_tensorflow
 from wanma.engines.launchers.torch_launchers import read_deepspeed, read_torchrun
 from wanma.job.errors import JobError
 
 READERS: tuple[Callable[[Mapping[str, str]], LauncherPlacement | None], ...] = (
     read_torchrun,
     read_deepspeed,
+    read_tensorflow,
     read_jsrun,
     read_open_mpi,
     read_pmi,
