@@ -30,6 +30,7 @@ NAMES_OF_OTHERS = {
     "named tuples": "_fields _replace",
     "fsspec": "_find",
     "weakref": "_registry",
+    "ray": "_soft_target_node_id",
     "datasets: fields of state.json": "_data_files _indices_files _indices_data_files",
     "transformers": "_attn_implementation _global_mapping _init_weights _keys_to_ignore_on_load_unexpected "
     "_supports_attention_backend _tied_weights_keys _tp_plan _MAPPING_NAMES _loss_function _name_or_path",

@@ -61,6 +61,10 @@ def test_a_tar_in_an_object_store_trains_alike_on_one_and_two_ranks(
         assert requests == 2, "one block a shard, for the command and its rank"
         assert len(s3.proxy.ranged_requests) == requests, "the second run finds them in the cache"
     assert losses(desk, "two") == pytest.approx(losses(desk, "one"), rel=1e-4)
+    blocks = [step["cache_blocks"] for step in desk.training("two").metrics if "cache_blocks" in step]
+    assert all(kind == "hit" for one in blocks for kind in one), "both ranks read the cache"
+    assert sum(one["hit"] for one in blocks) >= 2
+    assert not any("store_requests" in step for step in desk.training("two").metrics)
     assert {"read", "decode", "collate"} == set(desk.training("one").metrics[-1]["load_seconds"])
     assert json.loads((desk.training("one").path / "plan.json").read_text())["loader_workers"] == 2
     assert json.loads((desk.training("two").path / "plan.json").read_text())["loader_workers"] >= 1

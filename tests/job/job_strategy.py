@@ -114,6 +114,7 @@ RULES: dict[type[Section], dict[str, st.SearchStrategy[Any]]] = {
         "python": st.just("python"),
         "mount_path": st.just("/data/runs"),
         "tolerations": st.lists(st.just("gpu=a:NoSchedule"), max_size=2),
+        "host_paths": st.lists(st.just("/var/cache/wanma"), max_size=2),
         "secret_environment": st.just({"KEY": "secret/key"}),
         "store": st.just("s3://bucket/runs"),
         **dict.fromkeys(("cpu", "memory", "shared_memory"), st.sampled_from([None, "16", "2.5Gi"])),

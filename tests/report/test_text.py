@@ -136,8 +136,10 @@ def test_traffic_with_stores_is_one_line(new_run: NewRun) -> None:
     for line in lines:
         line["store_requests"], line["store_bytes"] = {"s3": 300}, {"s3": 2**20}
         line["cache_blocks"] = {"hit": 3, "miss": 1}
+        line["node_requests"], line["node_bytes"] = {"0": 100, "1": 200}, {"0": 2**18, "1": 3 * 2**18}
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text = "stores, rank 0: s3 1,200 requests, 4.0 MiB; node cache: 75 % of 16 blocks"
+    text = "stores: s3 1,200 requests, 4.0 MiB; node cache: 75 % of 16 blocks; on 2 nodes 400 to 800 "
+    text += "requests each, 1.0 MiB to 3.0 MiB"
     assert store_traffic_text(read_report(run)) == text
     assert text in run_summary(read_report(run))
     assert text in render_report_page(read_report(run))

@@ -53,7 +53,7 @@ def prepare_job_data(
 
     Args:
         section: the job's `[data]`.
-        progress: called with (bytes done, bytes in all) while token files are built.
+        progress: called with (bytes done, bytes in all) while token files or indexes are built.
         announce: called before token files are built, with what is missing.
 
     Raises:
@@ -69,11 +69,11 @@ def prepare_job_data(
     elif section.has_table and not section.has_factory:
         from wanma.data.tables.table_dataset import open_tables
 
-        open_tables(section)
+        open_tables(section, progress)
     elif section.has_interactions:
         from wanma.data.interactions.log import read_log
 
-        read_log(section)  # builds its index, and names a bad row before ranks start
+        read_log(section, progress)  # builds its index, and names a bad row before ranks start
     elif section.has_factory:
         return  # a dataset may import anything, torch and threads included: only ranks open it
     elif reads_remote_storage(section):

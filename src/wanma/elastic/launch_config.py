@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from wanma.elastic.recovery.replan import ReplanDecision, ReplanRequest
 from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import Event
 
+NODE_NAME_VARIABLE = "WANMA_NODE_NAME"
+"""Environment variable with the name of the node, from an engine whose nodes do not call themselves by it."""
 OnEvent = Callable[[Event], str | None]
 """Function that gets a run's events; a text that it returns requests an orderly end."""
 
@@ -152,3 +155,8 @@ class RunOutcome:
 def get_hostname() -> str:
     """Return this node's name as messages show it."""
     return socket.gethostname()
+
+
+def get_node_name() -> str:
+    """Return the name by which an engine knows this node; in a pod that is not its own host name."""
+    return os.environ.get(NODE_NAME_VARIABLE) or get_hostname()

@@ -67,6 +67,8 @@ class Submission:
     """Forecast of the whole run, in seconds; None when unknown."""
     hosts: tuple[str, ...] = ()
     """Hosts that the plan is made for, in the order of node ranks; empty: the engine chooses."""
+    preferred_hosts: tuple[str, ...] = ()
+    """Hosts that have read the job's data before, the best first."""
     job_text: str = field(default="", repr=False)
     """Text of the job file in the folder of the submission; empty: a script, or a record of a run."""
     is_held: bool = False
@@ -136,6 +138,8 @@ class Engine(Protocol):
     """
     gives_way: bool = False
     """True if runs must look themselves for other work that waits for their nodes."""
+    preference: str = ""
+    """Use that the engine makes of `Submission.preferred_hosts`, as text for the user."""
 
     def unusable_reason(self) -> str | None:
         """Return the reason why the engine cannot be used from here; None: it can."""

@@ -147,25 +147,34 @@ def data_loading_text(report: Report) -> str:
 
 
 def store_traffic_text(report: Report) -> str:
-    """Describe rank 0's traffic with stores and the node cache; empty if all data are local.
+    """Describe the traffic of all ranks with stores and node caches; empty if all data are local.
 
-    Example: 'stores, rank 0: s3 1,204 requests, 3.2 GiB; node cache: 90 % of 4,000 blocks'.
+    Example: 'stores: s3 1,204 requests, 3.2 GiB; node cache: 90 % of 4,000 blocks; on 2 nodes 600 to 604
+    requests each, 1.6 GiB to 1.7 GiB'.
     """
 
     def total(key: str) -> float:
         return sum(value for value in report.steps.get(key, []) if value > 0)
 
-    prefix = "store_requests."
-    stores = sorted(key.removeprefix(prefix) for key in report.steps if key.startswith(prefix))
+    def names(key: str) -> list[str]:
+        return sorted(name.removeprefix(f"{key}.") for name in report.steps if name.startswith(f"{key}."))
+
     texts = [
-        f"{name} {count_text(int(total(prefix + name)), 'request')}, "
+        f"{name} {count_text(int(total(f'store_requests.{name}')), 'request')}, "
         f"{bytes_text(total(f'store_bytes.{name}'))}"
-        for name in stores
+        for name in names("store_requests")
     ]
     if blocks := total("cache_blocks.hit") + total("cache_blocks.miss"):
         hits = 100 * total("cache_blocks.hit") / blocks
         texts.append(f"node cache: {hits:.0f} % of {count_text(int(blocks), 'block')}")
-    return f"stores, rank 0: {'; '.join(texts)}" if texts else ""
+    if nodes := names("node_requests"):
+        requests = [total(f"node_requests.{node}") for node in nodes]
+        sizes = [total(f"node_bytes.{node}") for node in nodes]
+        texts.append(
+            f"on {count_text(len(nodes), 'node')} {min(requests):,.0f} to {max(requests):,.0f} requests "
+            f"each, {bytes_text(min(sizes))} to {bytes_text(max(sizes))}"
+        )
+    return f"stores: {'; '.join(texts)}" if texts else ""
 
 
 def event_text(event: Event) -> str:

@@ -267,6 +267,8 @@ _GROUPS = (
     "store_requests",
     "store_bytes",
     "cache_blocks",
+    "node_requests",
+    "node_bytes",
     "exposed_communication_seconds",
     "communication_seconds",
 )

@@ -13,6 +13,8 @@ from support.data_command import DataCommand
 from support.data_files import add_member
 from support.labelled_images import picture
 from wanma.data.text.token_file import open_token_file
+from wanma.observe.console import dataset_progress
+from wanma.observe.units import bytes_text
 
 JOB = """\
 [model]
@@ -61,6 +63,44 @@ def test_prepare_has_nothing_to_do_for_a_program(job: DataCommand) -> None:
     ran = job("prepare", "own.toml")
     assert ran.code == 0
     assert "nothing to prepare" in ran.out
+
+
+TABLE_JOB = """\
+[model]
+factory = "torch.nn:Linear"
+arguments = { in_features = 1, out_features = 2 }
+[data]
+path = "rows.csv"
+columns = { features = ["x"], target = "species" }
+"""
+RATINGS_JOB = """\
+[model]
+family = "recommender"
+kind = "matrix_factorization"
+[data]
+path = "rows.csv"
+interactions = { split = "random" }
+"""
+
+
+@pytest.mark.parametrize(
+    ("job_text", "rows"),
+    [
+        (TABLE_JOB, "x,species\n" + "1.5,ant\n0.5,owl\n" * 50),
+        (RATINGS_JOB, "user,item,rating,time\n" + "3,7,4.5,10\n0,2,1,9\n" * 50),
+    ],
+    ids=["table", "interactions"],
+)
+def test_prepare_shows_progress_of_an_index_and_of_the_reading_after_it(
+    job_text: str, rows: str, data: DataCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataset_progress, "LINE_INTERVAL_SECONDS", 0.0)  # a line for each call
+    (data.folder / "rows.csv").write_text(rows)
+    (data.folder / "job.toml").write_text(job_text)
+    ran = data("prepare", "job.toml")
+    ran.check()
+    size = bytes_text(len(rows))
+    assert ran.err.count(f"preparing: {size} of {size}\n") == 2
 
 
 SCAN = """

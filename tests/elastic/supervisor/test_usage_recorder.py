@@ -48,6 +48,7 @@ def test_the_use_of_ranks_and_gpus_is_recorded_every_few_seconds(
         monkeypatch.setattr(usage_recorder, name, 0.01)
     monkeypatch.setattr(usage_recorder, "NodeGpus", lambda loop: NodeGpus(loop, Reader))
     monkeypatch.setattr(usage_recorder, "used_gpus", lambda *_: [1])
+    monkeypatch.setenv("WANMA_NODE_NAME", "a7")
     run = RunDirectory(tmp_path)
     run.create()
 
@@ -65,6 +66,7 @@ def test_the_use_of_ranks_and_gpus_is_recorded_every_few_seconds(
     recorder.close()
     newest = records()[-1]
     assert newest["time"] >= began
+    assert newest["host"] == "a7"
     assert [rank["rank"] for rank in newest["ranks"]] == [5]
     assert newest["ranks"][0]["cpu_seconds"] > 0
     expected = [(0, 0.97, 3e9), (1, None, 4e9)]

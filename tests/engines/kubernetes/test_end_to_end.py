@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engines.kubernetes.conftest import Site, losses
+from engines.kubernetes.conftest import TEXT, Site, losses
 from support.kubernetes.cluster import IMAGE
 from support.prometheus import free_port
 from wanma.api.engines.attachment import attach
@@ -64,6 +64,25 @@ def test_servers_and_workers_of_two_pods_train_as_one_process(site: Site) -> Non
     alone = to_job({**values, "cluster": {"device": "cpu"}})
     assert train_job(alone, run_directory=site.folder / "alone") == 0
     assert losses(run) == pytest.approx(losses(type(run)(site.folder / "alone")), abs=2e-6)
+
+
+@pytest.mark.full
+def test_a_run_prefers_the_node_that_has_read_its_data_before(site: Site) -> None:
+    data = site.folder / "data"
+    disks = [site.cluster.folder / "disks" / node for node in "ab"]
+    for folder in (data, *(disk / str(data).lstrip("/") for disk in disks)):
+        folder.mkdir(parents=True)
+        (folder / "text.txt").write_text(TEXT)
+    nodes = []
+    for name, place in (("first", {"node_selector": {"kubernetes.io/hostname": "b"}}), ("second", {})):
+        values = site.job(nodes=1, host_paths=[str(data)], **place).model_dump(exclude_unset=True)
+        values["data"] = {"text": [str(data)], "placement": "parts", "sequence_length": 32}
+        values["observe"]["name"] = name
+        run, record = submit_job(to_job(values))
+        assert attach(run, record) == 0
+        (pod,) = site.client.list("Pod", f"{RUN_LABEL}={record.handle['name']}")
+        nodes.append(pod["spec"]["nodeName"])
+    assert nodes == ["b", "b"]
 
 
 @pytest.mark.full

@@ -41,6 +41,7 @@ FULL = {
     "gpu_product": "NVIDIA-H100-80GB-HBM3",
     "node_selector": {"zone": "a"},
     "tolerations": ["nvidia.com/gpu:NoSchedule", "team=ml:NoExecute", "spot"],
+    "host_paths": ["/var/cache/wanma", "/data"],
     "memory": "200Gi",
     "shared_memory": "16Gi",
     "run_as_user": 1000,
@@ -73,6 +74,7 @@ def submission(code: str = "", **settings: Any) -> Submission:
         settings=ClusterSection.model_validate(section),
         secret="nobody-sees-it",
         job_text="[model]",
+        preferred_hosts=tuple(map(str, range(100))),
         code=run / "code" / f"{'a' * 64}.tar" if code else None,
     )
 
@@ -127,6 +129,11 @@ def test_a_pod_has_its_code_its_volume_its_shared_memory_and_no_token() -> None:
     assert container["workingDir"].endswith("a" * 64)
     assert container["resources"]["limits"] == {"memory": "200Gi", "nvidia.com/gpu": "8"}
     assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}} in pod["volumes"]
+    assert [one["hostPath"]["path"] for one in pod["volumes"][-3:-1]] == FULL["host_paths"]
+    assert [one["mountPath"] for one in container["volumeMounts"][-3:-1]] == FULL["host_paths"]
+    (preferred,) = pod["affinity"]["nodeAffinity"].values()
+    terms = [one for term in preferred for one in term["preference"]["matchFields"]]
+    assert [one["values"] for one in terms] == [[str(number)] for number in range(64)]
     assert pod["automountServiceAccountToken"] is False
     assert pod["securityContext"]["runAsNonRoot"]
     assert container["securityContext"]["capabilities"]

@@ -52,6 +52,13 @@ def test_a_bridge_without_an_answer_ends_at_the_deadline(
         RayClient("head:6379").ask("nodes")
 
 
+def test_groups_of_one_bundle_get_free_nodes_of_the_preferred_hosts() -> None:
+    available = [{"CPU": 8.0}, {"CPU": 1.0}, {}, {"CPU": 2.0, "GPU": 1.0}, {"CPU": 8.0}]
+    nodes = [{"id": str(n), "host": "abcad"[n], "available": one} for n, one in enumerate(available)]
+    assert bridge.find_targets(["c", "a", "b", "gone"], {"CPU": 2.0}, nodes) == ["0", "3"]
+    assert bridge.find_targets(["d", "a"], {"CPU": 1.0, "GPU": 1.0}, nodes) == ["3"]
+
+
 @pytest.mark.parametrize("address", ["ray://head:10001", "http://head:8265", "head"])
 def test_an_address_is_auto_or_that_of_a_head_node(address: str) -> None:
     RaySection(address="head.cluster:6379")

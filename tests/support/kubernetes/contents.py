@@ -29,20 +29,26 @@ def environment(store: Store, pod: Object, container: Object) -> dict[str, str]:
         if "secretKeyRef" in source:
             made[one["name"]] = _secret(store, pod, source["secretKeyRef"])
         if "fieldRef" in source:
-            made[one["name"]] = _label(pod, source["fieldRef"]["fieldPath"])
+            made[one["name"]] = _field(pod, source["fieldRef"]["fieldPath"])
     return made
 
 
-def volume_folder(pod: Object, volume: Object, own: Path, claims: Path) -> Path:
+def volume_folder(pod: Object, volume: Object, own: Path, claims: Path, disk: Path) -> Path:
     """Return the folder that holds a volume: https://kubernetes.io/docs/concepts/storage/volumes/ .
 
     Args:
         own: folder of the pod's own volumes.
         claims: folder of the claims of all namespaces.
+        disk: folder of the node's own disk.
     """
     folder = own / volume["name"]
     if "persistentVolumeClaim" in volume:
         folder = claims / pod["metadata"]["namespace"] / volume["persistentVolumeClaim"]["claimName"]
+    if "hostPath" in volume:
+        assert volume["hostPath"]["type"] == "DirectoryOrCreate"
+        folder = disk / volume["hostPath"]["path"].lstrip("/")
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
     refuse_unknown(volume, *volume.keys() - {"name", "persistentVolumeClaim", "emptyDir"})
     folder.mkdir(parents=True, exist_ok=True)
     if "emptyDir" in volume:
@@ -90,8 +96,10 @@ def expand(text: str, environment: dict[str, str]) -> str:
     return re.sub(r"\$\(([A-Za-z_][\w.-]*)\)", lambda match: environment.get(match[1], match[0]), text)
 
 
-def _label(pod: Object, path: str) -> str:
-    """https://kubernetes.io/docs/concepts/workloads/pods/downward-api/ ; only labels are given."""
+def _field(pod: Object, path: str) -> str:
+    """https://kubernetes.io/docs/concepts/workloads/pods/downward-api/ ; the node, and labels."""
+    if path == "spec.nodeName":
+        return str(pod["spec"]["nodeName"])
     match = re.fullmatch(r"metadata\.labels\['(.+)'\]", path)
     assert match is not None, path
     return str(pod["metadata"].get("labels", {}).get(match[1], ""))

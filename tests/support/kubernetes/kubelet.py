@@ -189,7 +189,8 @@ class Kubelets:
         mounts = [Mount(run.folder / file, f"/etc/{file}") for file in ("hosts", "resolv.conf")]
         for mount in sorted(container.get("volumeMounts", []), key=lambda one: str(one["mountPath"])):
             volume = next(one for one in pod["spec"]["volumes"] if one["name"] == mount["name"])
-            source = volume_folder(pod, volume, run.folder / "volumes", self.folder / "claims")
+            disk = self.folder / "disks" / pod["spec"]["nodeName"]
+            source = volume_folder(pod, volume, run.folder / "volumes", self.folder / "claims", disk)
             if "subPath" in mount:
                 source = source / mount["subPath"]
                 source.mkdir(parents=True, exist_ok=True)

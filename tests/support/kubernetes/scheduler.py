@@ -85,7 +85,10 @@ class Scheduler:
         refuse_unknown(pod["spec"].get("affinity", {}), "podAffinity", "podAntiAffinity")
         others = [(one, one["spec"].get("nodeName", "")) for one in self.store.list("pods")] + taken
         load = Counter(name for _, name in others)
-        nodes = sorted(self.store.list("nodes"), key=lambda one: load[one["metadata"]["name"]])  # spread
+        nodes = sorted(  # spread, unless the pod prefers some
+            self.store.list("nodes"),
+            key=lambda one: (-_preference(pod, one), load[one["metadata"]["name"]]),
+        )
         if words := self._claims(pod):
             return "", f"0/{len(nodes)} nodes are available: {words}."
         why, help_ = Counter[str](), Counter[str]()
@@ -171,6 +174,18 @@ def _has_affinity(pod: Object, labels: dict[str, str]) -> bool:
     required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", {}).get("nodeSelectorTerms")
     return required is None or any(
         all(_is_met(one, labels) for one in term.get("matchExpressions", [])) for term in required
+    )
+
+
+def _preference(pod: Object, node: Object) -> int:
+    """https://kubernetes.io/docs/concepts/scheduling-eviction/assign-pod-node/#node-affinity ."""
+    affinity = pod["spec"].get("affinity", {}).get("nodeAffinity", {})
+    terms = affinity.get("preferredDuringSchedulingIgnoredDuringExecution", [])
+    names = {"metadata.name": node["metadata"]["name"]}
+    return sum(
+        term["weight"]
+        for term in terms
+        if all(_is_met(one, names) for one in term["preference"]["matchFields"])
     )
 
 

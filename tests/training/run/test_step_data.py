@@ -45,13 +45,16 @@ def data() -> Any:
     )
 
 
-def step_data(folder: Path, limit: int = 10, writes: bool = True) -> tuple[StepData, list[str]]:
+def step_data(
+    folder: Path, limit: int = 10, writes: bool = True, node: int = 0, nodes: int = 1
+) -> tuple[StepData, list[str]]:
     messages: list[str] = []
     one_rank = SimpleNamespace(pp=1, cp=1, tp=1, world_size=1)
     mesh: Any = SimpleNamespace(contributes_loss=writes, coordinate=lambda _: 0, plan=one_rank)
     section = DataSection(bad_data="skip", bad_data_limit=limit)
+    worker: Any = SimpleNamespace(node_rank=node, local_world_sizes=(1,) * nodes)
     return StepData(
-        folder / "bad-samples-0.jsonl", mesh, lambda text, _: messages.append(text), section
+        folder / "bad-samples-0.jsonl", mesh, lambda text, _: messages.append(text), section, worker
     ), messages
 
 
@@ -134,6 +137,7 @@ def test_traffic_is_that_since_the_last_record(tmp_path: Path, monkeypatch: pyte
     totals = {"s3": StoreTraffic(requests=3, received_bytes=10)}
     monkeypatch.setattr(load_times, "store_traffic", lambda: totals)
     monkeypatch.setattr(load_times, "cache_traffic", lambda: CacheTraffic(hits=5, misses=1))
+    end_step(report)
     assert report.metrics() == {
         "store_requests": {"s3": 3},
         "store_bytes": {"s3": 10},
@@ -141,4 +145,26 @@ def test_traffic_is_that_since_the_last_record(tmp_path: Path, monkeypatch: pyte
     }
     totals["s3"] += StoreTraffic(requests=2, received_bytes=7)
     totals["https"] = StoreTraffic(requests=1)
+    end_step(report)
     assert report.metrics() == {"store_requests": {"s3": 2, "https": 1}, "store_bytes": {"s3": 7}}
+
+
+def test_traffic_of_all_ranks_is_added_up_by_store_and_by_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    totals = {"s3": StoreTraffic(requests=3, received_bytes=10), "own": StoreTraffic(requests=4)}
+    monkeypatch.setattr(load_times, "store_traffic", lambda: totals)
+    monkeypatch.setattr(load_times, "cache_traffic", CacheTraffic)
+    ranks = [step_data(tmp_path, node=node, nodes=3)[0] for node in (0, 2, 2)]
+    sums = [sum(terms) for terms in zip(*(rank.exchanged_terms() for rank in ranks), strict=True)]
+    for rank in ranks:
+        rank.take_exchanged_sums(sums)
+        assert rank.metrics() == {
+            "store_requests": {"s3": 9, "other": 12},
+            "store_bytes": {"s3": 30},
+            "node_requests": {"0": 7, "2": 14},
+            "node_bytes": {"0": 10, "2": 20},
+        }
+    (many, _) = step_data(tmp_path, node=64, nodes=65)
+    end_step(many)
+    assert "node_requests" not in many.metrics()

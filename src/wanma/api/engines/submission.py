@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from wanma.api.engines.data_hosts import hosts_of_data
 from wanma.api.engines.placing import (
     environment_interpreter,
     make_environment,
@@ -154,6 +155,9 @@ def dry_submission(job: Job, run_directory: Path | None = None) -> RenderableTyp
     except WanmaError as error:
         error.exit_code = EXIT_USAGE  # nothing was started
         raise
+    if nodes is not None and (hosts := ",".join(submission.preferred_hosts)):
+        note = f"{hosts} have read the job's data in earlier runs: {engine.preference}"
+        nodes = replace(nodes, notes=(*nodes.notes, note))
     return Group(
         render_plan_summary(job, prepared),
         render_submission(engine, text, nodes),
@@ -285,6 +289,7 @@ def _make_submission(
         settings=job.cluster,
         secret=run_secret(run),
         job_text=job_to_toml(job),
+        preferred_hosts=hosts_of_data(job),
         hosts=tuple(host for group in nodes.cluster.nodes for host in group.hosts) if nodes else (),
         forecast_seconds=forecast.run.seconds if forecast is not None and forecast.run is not None else None,
     )

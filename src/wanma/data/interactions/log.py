@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wanma.data.formats.format import BadDataError, UnreadableFileError, row_place
+from wanma.data.index.build import Progress
 from wanma.data.index.records import read_each
 from wanma.data.index.sample_index import DamagedFile, SampleIndex
 from wanma.data.interactions.id_hashing import hash_ids, is_missing
@@ -106,8 +107,13 @@ class InteractionLog:
         )
 
 
-def read_log(section: DataSection) -> InteractionLog:
+def read_log(section: DataSection, progress: Progress | None = None) -> InteractionLog:
     """Read the log of a job.
+
+    Args:
+        section: the job's `[data]`.
+        progress: called with (bytes done, bytes in all) while an index is built, and again while the rows
+            are read.
 
     Raises:
         JobError: a field is missing, or a value is no id or number; names the file, row, column and value.
@@ -115,7 +121,7 @@ def read_log(section: DataSection) -> InteractionLog:
         BadDataError, WanmaError: files cannot be read.
     """
     keys, names = section.interactions, section.columns
-    columns = _synthetic_columns(section) or _stored_columns(section)
+    columns = _synthetic_columns(section) or _stored_columns(section, progress)
     rows = columns.rows
     ratings = columns.numbers("rating") if "rating" in columns.values else np.ones(rows)
     if keys.target == "click" and "rating" in columns.values:
@@ -227,8 +233,9 @@ def _synthetic_columns(section: DataSection) -> _Columns | None:
     return _Columns(make_synthetic_log(users, items, rows), section.interactions)
 
 
-def _stored_columns(section: DataSection) -> _Columns:
-    index = open_log(section)
+def _stored_columns(section: DataSection, progress: Progress | None) -> _Columns:
+    index = open_log(section, progress)
+    size = sum(file.size for group in index.groups for file in group.files)
     names = resolve_columns(section.columns, section.interactions, first_record(index))
     fields: dict[str, str] = {role: getattr(names, role) for role in ROLES if getattr(names, role)}
     for kind in ("sparse", "dense"):
@@ -245,6 +252,8 @@ def _stored_columns(section: DataSection) -> _Columns:
                 record = {}
             for use, name in fields.items():
                 lists[use].append(record[name] if name in record else record_value(record, name))
+        if progress is not None:
+            progress(size * (start + len(numbers)) // index.rows, size)
     return columns
 
 

@@ -14,6 +14,7 @@ from wanma.data.documents.record_fields import field_value
 from wanma.data.formats.csv_rows import Csv
 from wanma.data.formats.detection import format_named
 from wanma.data.formats.format import BadDataError, Format, Record
+from wanma.data.index.build import Progress
 from wanma.data.index.records import cache_folder, is_description, open_index, read_each
 from wanma.data.index.sample_index import SampleIndex
 from wanma.data.interactions.id_hashing import is_missing
@@ -48,25 +49,30 @@ def list_log_files(section: DataSection) -> list[StoredFile]:
     return files
 
 
-def open_log(section: DataSection) -> SampleIndex:
+def open_log(section: DataSection, progress: Progress | None = None) -> SampleIndex:
     """Open the rows of a job's interactions.
+
+    Args:
+        section: the job's `[data]`.
+        progress: called with (bytes done, bytes in all) while an index is built.
 
     Raises:
         JobError: a file is missing, or the format is unknown.
         BadDataError, WanmaError: files cannot be read, or have no known format.
     """
     files = list_log_files(section)
-    return _open(section, files, log_format(section, files), skip_damaged=section.bad_data == "skip")
+    data_format = log_format(section, files, progress)
+    return _open(section, files, data_format, skip_damaged=section.bad_data == "skip", progress=progress)
 
 
-def log_format(section: DataSection, files: Sequence[StoredFile]) -> Format:
+def log_format(section: DataSection, files: Sequence[StoredFile], progress: Progress | None = None) -> Format:
     """Return the format of the files: the job's, else that of the first file that can be read."""
     if section.format:
         return format_named(section.format)
     faults: list[BadDataError] = []
     for file in [one for one in files if one.size] or files:
         try:
-            return _format_of_file(partial(_open, section, [file]))
+            return _format_of_file(partial(_open, section, [file], progress=progress))
         except BadDataError as error:
             faults.append(error)
             if section.bad_data != "skip":
@@ -80,6 +86,7 @@ def _open(
     data_format: Format | None = None,
     *,
     skip_damaged: bool = False,
+    progress: Progress | None = None,
 ) -> SampleIndex:
     return open_index(
         files,
@@ -87,6 +94,7 @@ def _open(
         section.cache_bytes,
         data_format=data_format,
         skip_damaged=skip_damaged,
+        progress=progress,
         retry_seconds=section.store_retry_seconds,
     )
 

@@ -30,6 +30,7 @@ from wanma.data.images.fields import (
     read_label,
 )
 from wanma.data.images.stored_images import check_file_limit, sampled_rows
+from wanma.data.index.build import Progress
 from wanma.data.index.records import (
     cache_folder,
     is_description,
@@ -162,15 +163,20 @@ def process_count(section: DataSection, datasets: Sequence[Any]) -> int:
     return section.worker_count if chosen else 0
 
 
-def open_tables(section: DataSection) -> dict[int, TableDataset]:
+def open_tables(section: DataSection, progress: Progress | None = None) -> dict[int, TableDataset]:
     """Open the tables of a job by the number of their source; classes of one name are the same in all.
+
+    Args:
+        section: the job's `[data]`.
+        progress: called with (bytes done, bytes in all) of a table while its index is built, and while its
+            classes are found.
 
     Raises:
         JobError: nothing is there, or a column does not exist.
         BadDataError, WanmaError: files cannot be read, or have no known format.
     """
     opened = {
-        number: _open_table(section, number)
+        number: _open_table(section, number, progress)
         for number, (_, source) in enumerate(section.located_sources)
         if source.content == "table"
     }
@@ -189,7 +195,7 @@ def _open_again(section: DataSection, number: int) -> TableDataset:
     return open_tables(section)[number]
 
 
-def _open_table(section: DataSection, number: int) -> TableDataset:
+def _open_table(section: DataSection, number: int, progress: Progress | None) -> TableDataset:
     table, source = section.located_sources[number]
     columns, key = source.columns, f"{table}.columns"
     listed = list_files(source.entries, f"{table}.{source.entries_key}", section.store_retry_seconds)
@@ -211,6 +217,7 @@ def _open_table(section: DataSection, number: int) -> TableDataset:
             section.cache_bytes,
             data_format=chosen,
             skip_damaged=section.bad_data == "skip",
+            progress=progress,
             retry_seconds=section.store_retry_seconds,
         )
     except BadDataError as error:
@@ -242,6 +249,7 @@ def _open_table(section: DataSection, number: int) -> TableDataset:
                 folder,
                 skips_damaged=section.bad_data == "skip",
                 sampled=records,
+                progress=progress,
                 key=f"{key}.target",
             )
         except BadDataError as error:

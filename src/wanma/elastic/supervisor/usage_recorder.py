@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from wanma.elastic.launch_config import get_node_name
 from wanma.elastic.transport.event_loop import EventLoop, Timer
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event
@@ -146,7 +147,8 @@ class UsageRecorder:
             }
             for rank in sorted(self._newest)
         ]
-        record: dict[str, Any] = {"time": time.time(), "ranks": ranks, **read_node_usage(self._run.path)}
+        record: dict[str, Any] = {"time": time.time(), "host": get_node_name(), "ranks": ranks}
+        record |= read_node_usage(self._run.path)
         now = read_network_bytes(self._interface)
         if now is not None and self._network_start is not None:
             received, sent = (end - start for end, start in zip(now, self._network_start, strict=True))

@@ -61,6 +61,7 @@ class KubernetesEngine(Engine):
 
     name = "kubernetes"
     ends_with_caller = False
+    preference = "the pods prefer them"
 
     def __init__(self) -> None:
         self._clients: dict[tuple[str | None, str | None], KubernetesClient] = {}

@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 import re
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from wanma.elastic.launch_config import NODE_NAME_VARIABLE
 from wanma.elastic.protocol.shared_secret import SECRET_VARIABLE
 from wanma.engines.engine import CODE_ARCHIVE_VARIABLE, PLACED_BY_VARIABLE, Submission
 from wanma.job.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, JobError, missing_extra_error
@@ -45,6 +47,8 @@ UNREACHABLE_SECONDS = 30
 """Time, in seconds, after which the pod of a node without an answer is given up."""
 KEPT_SECONDS = 604_800
 """Time, in seconds, for which Kubernetes keeps the objects of a run that has ended."""
+MAX_PREFERRED_HOSTS = 64
+"""Largest number of nodes that a pod names as preferred: each is a term of the object."""
 UNNAMED_USER_ENVIRONMENT = {"HOME": "/tmp", "USER": "wanma"}
 """Environment of processes whose user has no entry in the image."""
 
@@ -199,6 +203,9 @@ def _pod_spec(submission: Submission, placement: Placement, rendezvous: str, *, 
     ]
     limit = {"sizeLimit": settings.shared_memory} if settings.shared_memory is not None else {}
     volumes = [_run_volume(settings), {"name": "shm", "emptyDir": {"medium": "Memory", **limit}}]
+    for number, path in enumerate(dict.fromkeys(settings.host_paths)):
+        mounts.append({"name": f"host-{number}", "mountPath": path})
+        volumes.append({"name": f"host-{number}", "hostPath": {"path": path, "type": "DirectoryOrCreate"}})
     environment = dict(submission.environment)
     is_visible = settings.store is None and submission.folder.is_relative_to(settings.mount_path)
     working_folder = str(submission.folder) if is_visible else settings.mount_path
@@ -250,9 +257,19 @@ def _pod_spec(submission: Submission, placement: Placement, rendezvous: str, *, 
         **_base_pod(settings, grace, volumes),
         "enableServiceLinks": False,
         **({"nodeSelector": selector} if selector else {}),
+        **({"affinity": _preference(submission.preferred_hosts)} if submission.preferred_hosts else {}),
         **({"initContainers": starters} if starters else {}),
         "containers": [container],
     }
+
+
+def _preference(hosts: Sequence[str]) -> Manifest:
+    """Return the affinity of a pod that prefers nodes by their names, and takes others as well."""
+    terms = [
+        {"key": "metadata.name", "operator": "In", "values": [host]} for host in hosts[:MAX_PREFERRED_HOSTS]
+    ]
+    preferred = [{"weight": 100, "preference": {"matchFields": [term]}} for term in terms]
+    return {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
 
 
 def render_files_pod(name: str, settings: KubernetesSection, placement: Placement) -> Manifest:
@@ -337,6 +354,8 @@ def _environment(settings: KubernetesSection, placement: Placement, plain: dict[
         {"name": name, "value": value.replace("$(", "$$(")}
         for name, value in sorted(plain.items())
     ]
+    node_name = {"fieldRef": {"fieldPath": "spec.nodeName"}}
+    environment.append({"name": NODE_NAME_VARIABLE, "valueFrom": node_name})
     for variable, reference in references.items():
         name, _, key = reference.partition("/")
         environment.append({"name": variable, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}})

@@ -61,13 +61,14 @@ def explain_refusal(text: str, address: str) -> WanmaError:
 
 
 def list_nodes() -> list[dict[str, Any]]:
-    """Return the nodes that live: `host`, all `resources`, and those that are `available` now."""
+    """Return the nodes that live: `id`, `host`, all `resources`, and those that are `available` now."""
     import ray
     from ray._private.state import available_resources_per_node  # elsewhere only the dashboard has it
 
     free, nodes = available_resources_per_node(), [node for node in ray.nodes() if node["Alive"]]
     return [
         {
+            "id": node["NodeID"],
             "host": node["NodeManagerHostname"],
             "resources": node["Resources"],
             "available": free.get(node["NodeID"], {}),
@@ -77,7 +78,11 @@ def list_nodes() -> list[dict[str, Any]]:
 
 
 def start_nodes(
-    groups: dict[str, int], bundle: dict[str, float], actors: dict[str, int], request: dict[str, Any]
+    groups: dict[str, int],
+    bundle: dict[str, float],
+    actors: dict[str, int],
+    preferred: list[str],
+    request: dict[str, Any],
 ) -> bool:
     """Create placement groups, and actors in bundles; return False if some wait for nodes.
 
@@ -87,6 +92,8 @@ def start_nodes(
         groups: number of bundles by name of the new groups.
         bundle: resources of each.
         actors: number of its bundle by name of the actor.
+        preferred: hosts that groups of one bundle get if they are free, the best first: of several bundles
+            Ray takes no preference that another node may break.
         request: request of the actors, without their names.
 
     Raises:
@@ -95,17 +102,21 @@ def start_nodes(
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+    targets = find_targets(preferred, bundle, list_nodes()) if preferred else []
     for name, count in groups.items():
-        ray.util.placement_group([bundle] * count, "STRICT_SPREAD", name=name, lifetime="detached")
+        place: dict[str, str] = {"strategy": "STRICT_SPREAD"}
+        if count == 1 and targets:
+            place = {"strategy": "STRICT_PACK", "_soft_target_node_id": targets.pop(0)}
+        ray.util.placement_group([bundle] * count, name=name, lifetime="detached", **place)
     handles = []
     for name, number in actors.items():
-        place = PlacementGroupSchedulingStrategy(
+        strategy = PlacementGroupSchedulingStrategy(
             ray.util.get_placement_group(name.rpartition("-")[0]), number
         )
         options: dict[str, Any] = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
         options["resources"] = {key: value for key, value in bundle.items() if key not in ("CPU", "GPU")}
         kind = ray.remote(NodeActor).options(
-            name=name, lifetime="detached", scheduling_strategy=place, **options
+            name=name, lifetime="detached", scheduling_strategy=strategy, **options
         )
         handles.append(kind.remote(json.dumps({**request, "name": name})))
     if not all(ray.util.get_placement_group(name).wait(GRANT_SECONDS) for name in groups):
@@ -122,6 +133,16 @@ def start_nodes(
             "system, and --run-dir DIR on it",
         ) from error
     return True
+
+
+def find_targets(preferred: list[str], bundle: dict[str, float], nodes: list[dict[str, Any]]) -> list[str]:
+    """Return the ids of the nodes of preferred hosts that have the resources of a bundle free now."""
+    return [
+        node["id"]
+        for host in preferred
+        for node in nodes
+        if node["host"] == host and all(node["available"].get(key, 0) >= need for key, need in bundle.items())
+    ]
 
 
 def stop_actors(names: list[str], signals: str) -> None:

@@ -44,6 +44,7 @@ class RayEngine(Engine):
     name = "ray"
     ends_with_caller = False
     gives_way = True
+    preference = "nodes that are asked for one by one prefer them"
 
     def unusable_reason(self) -> str | None:
         error = missing_ray()
@@ -252,6 +253,7 @@ def _start_nodes(
         groups={f"{prefix}g{group}": len(places[group]) for group in places if group or not is_joining},
         bundle=handle["bundle"],
         actors=added,
+        preferred=list(submission.preferred_hosts),
         request={
             "submission": make_engine_record("ray", submission, {}).submission,
             "secret": submission.secret,

@@ -61,6 +61,11 @@ class KubernetesSection(Section):
         description="folder of the volume in the pods, with runs/NAME below; run directories below the same "
         "folder on this machine are used as they are",
     )
+    host_paths: list[str] = Field(
+        default_factory=list,
+        description="folders of the nodes (hostPath) that the pods have at the same path, such as that of "
+        "data.cache, or of data in parts; made if they are missing",
+    )
     gpu_resource: str = Field(
         "nvidia.com/gpu",
         description="resource of one device, e.g. 'nvidia.com/mig-1g.10gb' for a MIG profile",
@@ -124,6 +129,9 @@ class KubernetesSection(Section):
             raise ValueError(
                 f"store contains credentials or a query, which records would show; {CREDENTIALS_HINT}"
             )
+        for path in self.host_paths:
+            if not path.startswith("/") or ".." in path.split("/"):
+                raise ValueError(f"host_paths are absolute paths without '..' (given: '{path}')")
         for text in self.tolerations:
             if not _TOLERATION.fullmatch(text):
                 raise ValueError(f"tolerations are KEY, KEY=VALUE or KEY=VALUE:EFFECT (given: '{text}')")

@@ -17,8 +17,8 @@ from wanma.planner.hardware_model.collective_time import RankGroup, all_gather_s
 from wanma.planner.hardware_model.model import HardwareModel
 from wanma.planner.hardware_model.operator_time import memory_bound_seconds
 
-_STATUS_BYTES = 128.0
-"""Bytes of the status that ranks exchange after every step: losses, norms, requests to stop."""
+_STATUS_BYTES = 512.0
+"""Bytes of the status that ranks exchange after every step: losses, norms, requests to stop, data traffic."""
 
 
 @dataclass(frozen=True)

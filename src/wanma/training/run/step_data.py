@@ -17,11 +17,17 @@ from wanma.data.datasets.dataset import BatchedDataset
 from wanma.data.datasets.load_times import Traffic, process_traffic
 from wanma.data.handover.sample_reading import SampleReading
 from wanma.data.step_loader import StepBatches
-from wanma.job.errors import JobError
+from wanma.job.errors import STORAGE_EXTRAS, JobError
+from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.data import DataSection
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh
 
 log = logging.getLogger("wanma.data")
+
+_OTHER_STORE = "other"
+"""Name of all stores whose protocols are not known to wanma."""
+_MAX_NODES_BY_NAME = 64
+"""Largest number of nodes whose traffic is also recorded by node: with more, a record would be long."""
 
 
 class StepData:
@@ -33,6 +39,7 @@ class StepData:
         message: function (text, level) that shows the user a message, on rank 0.
         section: the job's `[data]`. More different samples of all ranks that cannot be read than
             `bad_data_limit`, with the files that were left out as a whole, end the run.
+        worker: this rank's node among those of the run.
     """
 
     def __init__(
@@ -41,6 +48,7 @@ class StepData:
         parallel_mesh: ParallelMesh,
         message: Callable[[str, str], None],
         section: DataSection,
+        worker: WorkerContext,
     ) -> None:
         self._path, self._message, self._limit = path, message, section.bad_data_limit
         self._skips_bad = section.bad_data in ("skip", "substitute")
@@ -52,7 +60,21 @@ class StepData:
         self.reading: SampleReading | None = None
         """Way in which this rank gets its samples; None: each rank reads its own, or nothing is read yet."""
         self._samples_read = 0
+        stores, nodes = (*STORAGE_EXTRAS, _OTHER_STORE), len(worker.local_world_sizes)
+        by_name = nodes if 1 < nodes <= _MAX_NODES_BY_NAME else 0
+        self._traffic_keys = [
+            *(("store_requests", store) for store in stores),
+            *(("store_bytes", store) for store in stores),
+            *(("cache_blocks", kind) for kind in ("hit", "miss")),
+            *(("node_requests", str(node)) for node in range(by_name)),
+            *(("node_bytes", str(node)) for node in range(by_name)),
+        ]
+        """Amounts that ranks add up: the same on every rank, whatever stores it reads."""
+        self._node = str(worker.node_rank)
+        self._own_traffic: Traffic = Counter()
+        """Traffic of this rank so far."""
         self._traffic: Traffic = Counter()
+        """Traffic of all ranks since the last record."""
         self._bad_samples = 0
         self._bad_places: set[str] = set()
         self._gathered_count = 0
@@ -87,13 +109,27 @@ class StepData:
         self._bad_places |= {one.place for one in found}
 
     def exchanged_terms(self) -> tuple[float, ...]:
-        """Return the numbers that the rank adds to the step's all-reduce, as many on every rank."""
+        """Return the numbers that the rank adds to the step's all-reduce, as many on every rank.
+
+        Traffic is that since the last call, so it is called once a step.
+        """
         terms: list[float] = []
         if self._has_peers:
             terms.append(self.reading.training_samples_read if self.reading is not None else 0)
         if self._skips_bad:
             terms.append(len(self._bad_places) if self._writes else 0)
-        return tuple(map(float, terms))
+        return tuple(map(float, [*terms, *self._traffic_terms()]))
+
+    def _traffic_terms(self) -> list[int]:
+        """Return this rank's traffic with stores and node caches since the last call, by `_traffic_keys`."""
+        times = self._data.load_times if self._data is not None else None
+        totals = process_traffic() if times is None else times.traffic
+        new: Traffic = Counter()
+        for (kind, name), amount in (totals - self._own_traffic).items():
+            new[kind, name if (kind, name) in self._traffic_keys else _OTHER_STORE] += amount
+            new[kind.replace("store_", "node_"), self._node] += amount
+        self._own_traffic = totals
+        return [new[key] for key in self._traffic_keys]
 
     def take_exchanged_sums(self, sums: Sequence[float]) -> None:
         """Take the sums of `exchanged_terms`; every rank calls it.
@@ -101,10 +137,13 @@ class StepData:
         Raises:
             JobError: more samples and files cannot be read than the job allows; the same on all ranks.
         """
+        left = map(int, sums)
         if self._has_peers:
-            self._samples_read = int(sums[0])
+            self._samples_read = next(left)
+        bad_samples = next(left) if self._skips_bad else 0
+        self._traffic.update(dict(zip(self._traffic_keys, left, strict=False)))
         if self._skips_bad:
-            self._refuse_many_bad(int(sums[-1]))
+            self._refuse_many_bad(bad_samples)
 
     def _refuse_many_bad(self, count: int) -> None:
         """Refuse more different bad samples than the limit; ranks may have met the same in other epochs.
@@ -146,17 +185,17 @@ class StepData:
         times = self._data.load_times if self._data is not None else None
         return {
             **({} if times is None else {"load_seconds": times.take()}),
-            **self._take_traffic(process_traffic() if times is None else times.traffic),
+            **self._take_traffic(),
             **({"bad_samples": self._bad_samples} if self._bad_samples else {}),
             **({"samples_read": self._samples_read} if self._has_peers else {}),
         }
 
-    def _take_traffic(self, totals: Traffic) -> dict[str, dict[str, int]]:
-        """Return requests and bytes by store, and blocks of node caches, since the last call."""
+    def _take_traffic(self) -> dict[str, dict[str, int]]:
+        """Return requests and bytes by store and by node, and blocks of node caches, since the last call."""
         groups: dict[str, dict[str, int]] = {}
-        for (group, name), amount in (totals - self._traffic).items():
+        for (group, name), amount in (+self._traffic).items():
             groups.setdefault(group, {})[name] = amount
-        self._traffic = totals
+        self._traffic.clear()
         return groups
 
 

@@ -157,7 +157,7 @@ class Trainer:
         self._timed_plan = self.plan
         self._share_change: ShareChange | None = None
         bad_samples = RunDirectory(worker.run_directory).bad_samples(worker.rank)
-        self.step_data = StepData(bad_samples, parallel_mesh, self.message, job.data)
+        self.step_data = StepData(bad_samples, parallel_mesh, self.message, job.data, worker)
         self._outer_result: OuterStepResult | AppliedStep | None = None
         """Outer update after the last step, or update of parameter servers; None: there was none."""
         self._step_started = time.perf_counter()
