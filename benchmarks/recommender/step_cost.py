@@ -7,13 +7,15 @@
     python benchmarks/recommender/step_cost.py --rows 1000000 16000000 --same-ids --lookup
 
 With `--lookup` the bytes per second of lookups alone, read and written, in a table of wider rows, beside
-those of the copy that `wanma bench machine` measures.
+those of the copy that `wanma bench machine` measures. The process has the allocator of wanma's ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW, SparseAdam
 
+from wanma.elastic.workers.environment import TUNED_MALLOC_ENVIRONMENT
 from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.train import TrainSection
@@ -50,6 +53,8 @@ def main() -> None:
     )
     parser.add_argument("--lookup", action="store_true", help="measure lookups instead of steps")
     arguments = parser.parse_args()
+    if not TUNED_MALLOC_ENVIRONMENT.items() <= os.environ.items():  # it is read when a process starts
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **TUNED_MALLOC_ENVIRONMENT})
     measured = measure_lookup if arguments.lookup else measure
     torch.set_num_threads(1)
     plan = Plan(embedding="row_wise", micro_batch=BAGS)

@@ -16,7 +16,7 @@ from wanma.data.data_kinds import with_data_kinds
 from wanma.data.index.records import read_each
 from wanma.data.interactions.dataset import InteractionDataset
 from wanma.data.interactions.id_hashing import hash_ids
-from wanma.data.interactions.log import InteractionLog, read_log
+from wanma.data.interactions.log import Bags, InteractionLog, read_log
 from wanma.data.interactions.log_files import (
     first_record,
     interaction_faults,
@@ -241,6 +241,15 @@ def test_interactions_are_known_by_the_model_by_columns_or_by_their_fields(
     (tmp_path / "log.csv").write_text(HEADER + "\n".join(ROWS))
     job = to_job({"model": model, "data": {"path": str(tmp_path / "log.csv"), **data}})
     assert with_data_kinds(job).data.content == kind
+
+
+@pytest.mark.parametrize(
+    ("starts", "ids", "offsets"),
+    [([0, 1, 2, 3], [9, 5, 9], [0, 1, 2]), ([0, 2, 2, 3], [9, 5, 7, 9], [0, 1, 3])],
+)
+def test_rows_are_taken_with_their_ids(starts: list[int], ids: list[int], offsets: list[int]) -> None:
+    taken = Bags(np.array([5, 7, 9]), np.array(starts)).take(np.array([2, 0, 2]))
+    assert [array.tolist() for array in taken] == [ids, offsets]
 
 
 def test_a_synthetic_log_has_the_rows_that_it_names_each_pair_once() -> None:

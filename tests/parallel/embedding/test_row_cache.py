@@ -38,7 +38,7 @@ def memory_bytes(slots: int, rows: int, record_bytes: int) -> int:
 
 def open_cache(folder: Path, slots: int, rows: int = 200) -> RowCache:
     size = memory_bytes(slots, rows, LAYOUT.columns * 4)
-    return RowCache(rows, LAYOUT, torch.float32, size, DiskPool(folder / "scratch"), 3)
+    return RowCache(rows, LAYOUT, torch.float32, size, DiskPool(folder / "scratch"), 3, torch.device("cpu"))
 
 
 # ------------------------------------------------------------------ the cache alone

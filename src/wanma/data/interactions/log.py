@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -49,8 +49,15 @@ class Bags:
     starts: NDArray[np.int64]
     """Start of each row's ids, and the end of the last, (rows + 1,)."""
 
+    @cached_property
+    def _have_one_id(self) -> bool:
+        """True if each row has one id."""
+        return np.array_equal(self.starts, np.arange(len(self.ids) + 1))
+
     def take(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the ids of some rows, one after the other, and the start of each."""
+        if self._have_one_id:
+            return self.ids[rows], np.arange(len(rows))
         starts, counts = self.starts[rows], self.starts[rows + 1] - self.starts[rows]
         offsets = np.cumsum(counts) - counts
         return self.ids[np.arange(counts.sum()) + np.repeat(starts - offsets, counts)], offsets

@@ -44,14 +44,14 @@ def _adagrad(update: RowUpdate, states: Mapping[str, Tensor]) -> Tensor:
     """Adagrad (Duchi et al. 2011) with one sum of squares for each element."""
     total = states["sum"].index_select(0, update.rows).addcmul_(update.gradient, update.gradient)
     states["sum"].index_copy_(0, update.rows, total)
-    return update.gradient / (total.sqrt_() + update.epsilon)
+    return update.gradient / total.sqrt_().add_(update.epsilon)
 
 
 def _rowwise_adagrad(update: RowUpdate, states: Mapping[str, Tensor]) -> Tensor:
     """Adagrad with one sum for each row, of the mean square of its gradient, as FBGEMM's."""
     total = states["row_sum"].index_select(0, update.rows) + update.gradient.square().mean(1)
     states["row_sum"].index_copy_(0, update.rows, total)
-    return update.gradient / (total.sqrt_() + update.epsilon)[:, None]
+    return update.gradient / total.sqrt_().add_(update.epsilon)[:, None]
 
 
 def _adam(update: RowUpdate, states: Mapping[str, Tensor]) -> Tensor:
@@ -92,10 +92,11 @@ class RowRule:
     def apply(self, matrix: Tensor, states: Mapping[str, Tensor], update: RowUpdate) -> None:
         """Update rows of a matrix (rows, width) and their states in place."""
         vectors = matrix.index_select(0, update.rows)  # on CPUs faster than by brackets, as index_copy_ is
-        if self.couples_decay:
-            update = replace(update, gradient=update.gradient + update.decay * vectors)
-        else:
-            vectors = vectors * (1 - update.rate * update.decay)
+        if isinstance(update.decay, Tensor) or update.decay != 0:
+            if self.couples_decay:
+                update = replace(update, gradient=update.gradient + update.decay * vectors)
+            else:
+                vectors = vectors * (1 - update.rate * update.decay)
         matrix.index_copy_(0, update.rows, vectors - update.rate * self.direction(update, states))
 
 

@@ -1,8 +1,10 @@
-"""Rows of embedding tables that lie in a file on disk, and are in memory while they are in use.
+"""Rows of embedding tables that lie in a file on disk, and are in the device's memory while they are in use.
 
-A record is a row with its optimizer state, one contiguous piece of the file. The records of a step are read
-while the step before it runs; records that have changed are written back when others take their place. The
-file has no name and ends with the process: a run that was killed goes on from its checkpoint.
+The device is a CPU or a GPU; the kernel keeps pages of the file in host memory that is free. A record is a
+row with its optimizer state, one contiguous piece of the file. The records of a step are read while the step
+before it runs; records that have changed are written back when others take their place. Threads use a GPU's
+default stream, as the step does, so that their copies and its kernels are in order. The file has no name and
+ends with the process: a run that was killed goes on from its checkpoint.
 """
 
 from __future__ import annotations
@@ -66,11 +68,11 @@ class RowCounts(NamedTuple):
 
 
 class RowCache:
-    """Rows of one rank: all on disk, some in memory.
+    """Rows of one rank: all on disk, some in the memory of its device.
 
-    A slot is the place of one record in memory. Slots are given away by a clock with counts of uses (GCLOCK,
-    Smith 1978): a record whose count is zero when the hand comes is replaced. What a run computes does not
-    depend on which records are in memory. One thread calls the methods.
+    A slot is the place of one record in that memory. Slots are given away by a clock with counts of uses
+    (GCLOCK, Smith 1978): a record whose count is zero when the hand comes is replaced. What a run computes
+    does not depend on which records are in memory. One thread calls the methods.
 
     Args:
         row_count: rows of the rank.
@@ -79,6 +81,7 @@ class RowCache:
         memory_bytes: memory for records and their addresses.
         disk_pool: provider of the file.
         rank: rank in messages.
+        device: device of the rank.
 
     Raises:
         JobError: the memory holds no row.
@@ -93,9 +96,11 @@ class RowCache:
         memory_bytes: int,
         disk_pool: DiskPool,
         rank: int,
+        device: torch.device,
     ) -> None:
         columns = layout.columns
         self._rank, self._record_bytes = rank, columns * dtype.itemsize
+        self._device = device
         slots = cached_row_count(memory_bytes, row_count, self._record_bytes)
         if slots == 0 and row_count > 0:
             raise JobError(
@@ -111,7 +116,7 @@ class RowCache:
             self._mapping = self._map_file(row_count, disk_pool)
             flat = torch.frombuffer(self._mapping, dtype=dtype, count=row_count * columns)
             self._stored = flat.view(row_count, columns)
-        self._records = torch.zeros(slots, columns, dtype=dtype)
+        self._records = torch.zeros(slots, columns, dtype=dtype, device=device)
         """Records in memory, (slots, columns)."""
         self.matrix, self.states = layout.split(self._records)
         """Rows in memory, (slots, width), and their states by name."""
@@ -147,6 +152,7 @@ class RowCache:
         """
         self._wait()
         self.prefetched_step = step
+        rows = rows.cpu()
         in_memory = int((self._slot_of[rows] >= 0).sum())
         self._counts = RowCounts(self._counts.used + len(rows), self._counts.in_memory + in_memory)
         earlier, self._request = self._request, self._request + 1
@@ -165,16 +171,17 @@ class RowCache:
 
     def vectors(self, rows: Tensor) -> Tensor:
         """Return a copy of rows, (rows, width); from the file those that are not in memory."""
+        rows = rows.cpu()
         slots = self._slot_of[rows].long()
         is_stored = slots < 0
         if not bool(is_stored.any()):
             if not bool(self._is_ready[slots].all()):
                 self._wait()
-            return self.matrix[slots]
+            return self.matrix[slots.to(self._device)]
         self._wait()  # for rows on their way to memory, and for those on their way to the file
         vectors = self.matrix.new_empty(len(rows), self.matrix.shape[1])
-        vectors[~is_stored] = self.matrix[slots[~is_stored]]
-        vectors[is_stored] = self.stored_matrix[rows[is_stored]]
+        vectors[(~is_stored).to(self._device)] = self.matrix[slots[~is_stored].to(self._device)]
+        vectors[is_stored.to(self._device)] = self.stored_matrix[rows[is_stored]].to(self._device)
         return vectors
 
     def slots_to_change(self, rows: Tensor) -> Tensor:
@@ -186,6 +193,7 @@ class RowCache:
         Raises:
             WanmaError: memory does not hold them all.
         """
+        rows = rows.cpu()
         slots = self._slot_of[rows].long()
         if bool((slots < 0).any()) or not bool(self._is_ready[slots].all()):
             self._wait()
@@ -194,7 +202,7 @@ class RowCache:
             self._wait()
             slots = self._slot_of[rows].long()
         self._is_dirty[slots] = True
-        return slots
+        return slots.to(self._device)
 
     def pop_counts(self) -> RowCounts:
         """Return the counts since the last call."""
@@ -214,7 +222,7 @@ class RowCache:
         dirty = self._is_dirty.nonzero()[:, 0]
         dirty = dirty[self._row_of[dirty].argsort()]
         for slots in dirty.split(_RECORDS_PER_WRITE):
-            self._write(self._row_of[slots], self._records.index_select(0, slots))
+            self._write(self._row_of[slots], self._read_slots(slots))
         self._is_dirty.zero_()
 
     # ------------------------------------------------------------------ slots
@@ -295,7 +303,7 @@ class RowCache:
         """
         assert self._mapping is not None
         self._mapping.madvise(mmap.MADV_RANDOM)  # else the kernel reads the neighbours of each page
-        old_records = self._records.index_select(0, old_slots)
+        old_records = self._read_slots(old_slots)
         size = _RECORDS_PER_TRANSFER
         with ThreadPoolExecutor(_TRANSFER_THREADS, thread_name_prefix="wanma-rows") as threads:
             writes = threads.map(self._write, old_rows.split(size), old_records.split(size))
@@ -304,13 +312,18 @@ class RowCache:
             list(reads)
         self._mapping.madvise(mmap.MADV_DONTNEED)  # its pages are the kernel's to keep
 
+    def _read_slots(self, slots: Tensor) -> Tensor:
+        """Return a copy of records in host memory, (slots, columns)."""
+        return self._records.index_select(0, slots.to(self._device)).cpu()
+
     @torch.no_grad()
     def _write(self, rows: Tensor, records: Tensor) -> None:
         self._stored.index_copy_(0, rows, records)
 
     @torch.no_grad()
     def _read(self, rows: Tensor, slots: Tensor) -> None:
-        self._records.index_copy_(0, slots, self._stored.index_select(0, rows))
+        records = self._stored.index_select(0, rows)
+        self._records.index_copy_(0, slots.to(self._device), records.to(self._device))
 
     def _map_file(self, row_count: int, disk_pool: DiskPool) -> mmap.mmap:
         try:

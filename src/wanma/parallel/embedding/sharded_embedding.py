@@ -2,24 +2,33 @@
 
 Each id travels once however often a rank uses it. Of a table that lies on one rank, bags may be summed there,
 so that one vector comes back for each. Vectors travel while the dense part of the model computes, and so do
-their gradients. A table has no dense gradient: `finalize_gradients` leaves rows and the gradient of each.
+their gradients. One rank reads its rows without any exchange. A table has no dense gradient:
+`finalize_gradients` leaves rows and the gradient of each.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from wanma.job.errors import JobError, WanmaError
 from wanma.models.recommender.embedding_tables import OFFSETS, EmbeddingTables
+from wanma.parallel.embedding.id_groups import group_ids, sum_rows
+from wanma.parallel.embedding.lookups import (
+    Bags,
+    ExchangedLookup,
+    Lookup,
+    OwnLookup,
+    RankExchange,
+    RowGradients,
+    look_up,
+)
 from wanma.parallel.embedding.row_cache import RecordLayout, RowCache
 from wanma.parallel.embedding.table_layout import TableLayout
 from wanma.parallel.memory.disk_pool import DiskPool
@@ -31,6 +40,7 @@ from wanma.planner.embedding_placement import (
     TablePlacement,
     place_tables,
 )
+from wanma.torch_internals.dtensor import make_spec, wrap_by_spec
 from wanma.torch_internals.loaded import DTensor, Placement, Replicate, Shard
 from wanma.torch_internals.modules import registered_parameters
 
@@ -99,11 +109,11 @@ class ShardedEmbedding:
         group: dist.ProcessGroup | None,
     ) -> None:
         self._module, self._path, self._mesh = module, path, parallel_mesh
-        self._group, self._timer = group, parallel_mesh.communication_timer
+        self._exchange = None if group is None else RankExchange(group, parallel_mesh.communication_timer)
         self._names = tuple(module.rows)
         self._counts = torch.tensor([module.rows[name] for name in self._names])
-        self._first_keys = self._counts.cumsum(0) - self._counts
         self._is_whole = torch.tensor([placements[name].sharding == "table_wise" for name in self._names])
+        self._has_whole = bool(self._is_whole.any())
         self.layout = TableLayout(module.rows, placements, parallel_mesh.rank, parallel_mesh.plan.world_size)
         weights = [registered_parameters(module.tables[f"of_{name}"]) for name in self._names]
         assert all(weight["weight"] is not None for weight in weights)
@@ -122,14 +132,16 @@ class ShardedEmbedding:
         self._open_cache: Callable[[Sequence[str], Sequence[str]], RowCache] | None = None
         """Function from the names of states to the cache; None: memory holds all rows."""
         self._anchor = torch.zeros(0, requires_grad=True)
-        """Leaf that makes autograd call the backward of an exchange."""
-        self._exchanges: list[_Exchange] = []
-        """Exchanges of the step whose gradients have been sent."""
+        """Leaf that makes autograd call the backward of a lookup."""
+        self._lookups: list[Lookup] = []
+        """Lookups of the step whose backward has begun."""
         self.gradient: TableGradient | None = None
         """Gradient of the step, summed over all ranks; None before it is complete."""
 
     def allocate(self, device: torch.device) -> None:
         """Allocate this rank's rows and make them parameters of the model, under the names of the tables."""
+        self._counts, self._is_whole = self._counts.to(device), self._is_whole.to(device)
+        self._anchor = torch.zeros(0, device=device, requires_grad=True)
         rows = 0 if self._open_cache is not None else self.layout.row_count
         self.matrix = torch.empty(rows, self._module.width, dtype=self._dtype, device=device)
         if self._open_cache is None:
@@ -179,7 +191,13 @@ class ShardedEmbedding:
         def open_cache(states: Sequence[str], row_states: Sequence[str]) -> RowCache:
             layout = RecordLayout(self._module.width, tuple(states), tuple(row_states))
             return RowCache(
-                self.layout.row_count, layout, self._dtype, memory_bytes, disk_pool, self._mesh.rank
+                self.layout.row_count,
+                layout,
+                self._dtype,
+                memory_bytes,
+                disk_pool,
+                self._mesh.rank,
+                self._counts.device,
             )
 
         self._open_cache = open_cache
@@ -190,18 +208,17 @@ class ShardedEmbedding:
         Args:
             features: of each micro-batch of this rank, with the ids of each table.
         """
-        keys = []
-        for name, first, count in zip(
-            self._names, self._first_keys.tolist(), self._counts.tolist(), strict=True
-        ):
-            ids = torch.cat([batch[name].reshape(-1) for batch in features]).unique()
-            keys.append(ids[(ids >= 0) & (ids < count)] + first)  # the lookup reports others
-        holders, rows = self.layout.locate(torch.cat(keys))
-        sent = torch.bincount(holders, minlength=self.layout.ranks)
-        received = self._all_to_all(sent)
-        rows = rows[holders.argsort(stable=True)]
-        own_rows: Tensor = self._all_to_all(rows, received.tolist(), sent.tolist()).unique()
-        return own_rows
+        ids = [torch.cat([batch[name].reshape(-1) for batch in features]) for name in self._names]
+        flat, tables, _ = self._join(ids)
+        is_inside = (flat >= 0) & (flat < self._counts.index_select(0, tables))  # the lookup reports others
+        holders, rows = self.layout.locate(tables[is_inside], flat[is_inside])
+        first = group_ids(holders * self.layout.stride + rows).first_positions
+        if self._exchange is None:
+            return rows[first]
+        sent = torch.bincount(holders[first], minlength=self.layout.ranks)
+        received = self._exchange.start(sent).finish()
+        asked = self._exchange.start(rows[first], received.tolist(), sent.tolist()).finish()
+        return asked[group_ids(asked).first_positions]
 
     def write_back(self) -> None:
         """Make what checkpoints read current."""
@@ -239,16 +256,10 @@ class ShardedEmbedding:
             if rows.placement.sharding == "table_wise" and rows.placement.rank != self._mesh.rank:
                 continue
             holders, placement = meshes[rows.placement.sharding]
-            local = matrix[rows.start : rows.start + rows.count]
-            shape = (self._module.rows[rows.table], *matrix.shape[1:])
-            views[rows.table] = DTensor.from_local(
-                local,
-                holders,
-                [placement],
-                run_check=False,
-                shape=torch.Size(shape),
-                stride=(*matrix.shape[1:], 1),
-            )
+            table = torch.empty(self._module.rows[rows.table], *matrix.shape[1:], device="meta")
+            spec = make_spec(holders, [placement], table, matrix.dtype)
+            # `DTensor.from_local` would copy rows on disk to the GPU that computes with them.
+            views[rows.table] = wrap_by_spec(matrix[rows.start : rows.start + rows.count], spec)
         return views
 
     # ------------------------------------------------------------------ lookups
@@ -256,120 +267,67 @@ class ShardedEmbedding:
     def start(self, features: Mapping[str, Tensor]) -> Callable[[], list[Tensor]]:
         """Start a lookup, as `EmbeddingTables.forward`: ids are exchanged, and vectors are on their way."""
         ids = [features[name] for name in self._names]
-        offsets = [features[name + OFFSETS] for name in self._names]
-        device, rows = ids[0].device, len(offsets[0])
-        sizes = torch.tensor([len(one) for one in ids], device=device)
-        ends = [torch.cat([one[1:], one.new_tensor([len(of)])]) for one, of in zip(offsets, ids, strict=True)]
-        lengths = torch.cat(ends) - torch.cat(offsets)
-        tables = torch.arange(len(ids), device=device).repeat_interleave(sizes)
-        bags = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
-        keys = self._keys(torch.cat(ids), tables, bags % max(rows, 1))
-        # On its holder a bag costs one vector; without, no more than the table has rows.
-        is_summed = self._is_whole.to(device) & (sizes > rows) & (self._counts.to(device) > rows)
-        exchange = self._begin(keys, bags, is_summed[tables])
-        return partial(self._bag_vectors, exchange, bags, is_summed[tables], lengths, len(ids))
+        offsets = torch.stack([features[name + OFFSETS] for name in self._names])
+        rows = offsets.shape[1]
+        flat, tables, sizes = self._join(ids)
+        starts = (offsets + (sizes.cumsum(0) - sizes)[:, None]).flatten()
+        is_summed = None
+        if self._has_whole and self._exchange is not None:
+            # On its holder a bag costs one vector; without, no more than the table has rows.
+            is_summed = (self._is_whole & (sizes > rows) & (self._counts > rows)).index_select(0, tables)
+        lookup = self._begin(flat, tables, Bags(starts, len(flat), rows), is_summed)
+
+        def finish() -> list[Tensor]:
+            sums = look_up(lookup, self._anchor, self._lookups)
+            return list(sums.view(len(ids), rows, self._module.width).unbind(0))
+
+        return finish
 
     def lookup(self, name: str, ids: Tensor) -> Tensor:
         """Return the vectors (..., width) of single ids (...)."""
-        flat = ids.reshape(-1)
-        tables = torch.full_like(flat, self._names.index(name))
-        keys = self._keys(flat, tables, torch.arange(len(flat), device=ids.device))
-        exchange = self._begin(keys, flat, torch.zeros_like(flat, dtype=torch.bool))
-        vectors = self._receive(exchange)
-        return F.embedding(exchange.segment_of, vectors).view(*ids.shape, -1)
+        flat = ids.reshape(-1).to(self._counts.device)
+        bags = Bags(torch.arange(len(flat), device=flat.device), len(flat), len(flat))
+        lookup = self._begin(flat, torch.full_like(flat, self._names.index(name)), bags, None)
+        vectors = look_up(lookup, self._anchor, self._lookups)
+        return vectors.view(*ids.shape, self._module.width)
 
-    def _keys(self, ids: Tensor, tables: Tensor, rows: Tensor) -> Tensor:
-        """Return ids as `TableLayout.locate` takes them.
+    def _join(self, ids: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Join the ids of all tables.
+
+        Returns:
+            The ids, (all ids,); the number of the table of each; the number of ids of each table, (tables,).
+        """
+        device = self._counts.device
+        sizes = torch.tensor([len(each) for each in ids], device=device)
+        tables = torch.arange(len(ids), device=device).repeat_interleave(sizes)
+        return torch.cat(list(ids)).to(device), tables, sizes
+
+    def _begin(self, ids: Tensor, tables: Tensor, bags: Bags, is_summed: Tensor | None) -> Lookup:
+        """Begin a lookup; without `is_summed`, as of `ExchangedLookup`, no bag is summed by its holder.
 
         Raises:
             WanmaError: an id lies outside its table.
         """
-        is_outside = (ids < 0) | (ids >= self._counts.to(ids.device)[tables])
-        if bool(is_outside.any()):
-            at = int(is_outside.nonzero()[0])
+        outside = ((ids < 0) | (ids >= self._counts.index_select(0, tables))).nonzero()
+        if len(outside):
+            at = int(outside[0])
             name = self._names[int(tables[at])]
             raise WanmaError(
-                f"rank {self._mesh.rank}: id {int(ids[at])} in row {int(rows[at])} of a micro-batch is "
-                f"outside table '{name}', which has {self._module.rows[name]:,} rows",
+                f"rank {self._mesh.rank}: id {int(ids[at])} in row {int(bags.bag_of[at]) % bags.rows} of a "
+                f"micro-batch is outside table '{name}', which has {self._module.rows[name]:,} rows",
                 f"correct the data, or set model.recommender.tables.{name}",
             )
-        return ids + self._first_keys.to(ids.device)[tables]
+        holders, rows = self.layout.locate(tables, ids)
+        if self._exchange is None:
+            return OwnLookup(self._read, rows, bags)
+        return ExchangedLookup(self._read, self._exchange, self.layout, (holders, rows), bags, is_summed)
 
-    def _begin(self, keys: Tensor, bags: Tensor, is_summed: Tensor) -> _Exchange:
-        """Send ids and look up those that come, and start to send vectors back.
-
-        A segment is what one vector comes back for: an id, or the ids of a bag that are summed.
-        """
-        layout, ranks = self.layout, self.layout.ranks
-        holders, rows = layout.locate(keys)
-        stride = layout.stride + (int(bags[-1]) + 1 if len(bags) else 1)
-        wanted = holders * stride + torch.where(is_summed, layout.stride + bags, rows)
-        segments, segment_of, counts = torch.unique(wanted, return_inverse=True, return_counts=True)
-        in_holder = segments % stride
-        is_bag = in_holder >= layout.stride
-        lengths = torch.where(is_bag, counts, 1)
-        in_bag = is_bag.repeat_interleave(lengths)
-        addresses = keys.new_empty(len(in_bag))
-        addresses[~in_bag] = in_holder[~is_bag]
-        summed_ids = is_summed.nonzero()[:, 0]
-        addresses[in_bag] = rows[summed_ids[segment_of[summed_ids].argsort(stable=True)]]
-        starts = torch.searchsorted(segments, torch.arange(ranks + 1, device=keys.device) * stride)
-        address_starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])[starts]
-        sent = torch.stack([address_starts.diff(), starts.diff()], 1)  # (ranks, addresses and segments)
-        received = self._all_to_all(sent)
-        (sent_addresses, sent_segments), (own_addresses, own_segments) = (
-            sizes.T.tolist() for sizes in (sent, received)
-        )
-        addresses = self._all_to_all(addresses, own_addresses, sent_addresses)
-        own_lengths = None
-        if bool(self._is_whole.any()):  # else each segment is one id
-            own_lengths = self._all_to_all(lengths, own_segments, sent_segments)
-        with torch.no_grad():
-            vectors = self._segment_vectors(addresses, own_lengths).to(self._vector_dtype)
-        exchange = _Exchange(self, segment_of, addresses, own_lengths, own_segments, sent_segments)
-        exchange.start(vectors, sent_segments, own_segments)
-        return exchange
-
-    def _segment_vectors(self, addresses: Tensor, lengths: Tensor | None) -> Tensor:
-        """Return the sum of the rows of each segment, (segments, width)."""
+    def _read(self, rows: Tensor, starts: Tensor) -> Tensor:
+        """Return the sums of lists of this rank's rows, (lists, width)."""
         matrix = self.matrix
         if self.cache is not None:
-            matrix = self.cache.vectors(addresses)
-            if lengths is None:
-                return matrix
-            addresses = torch.arange(len(addresses))
-        if lengths is None or len(lengths) == len(addresses):
-            return matrix.index_select(0, addresses)
-        return F.embedding_bag(addresses, matrix, lengths.cumsum(0) - lengths, mode="sum")
-
-    def _bag_vectors(
-        self, exchange: _Exchange, bags: Tensor, is_summed: Tensor, lengths: Tensor, tables: int
-    ) -> list[Tensor]:
-        """Return the vectors of all bags, by table, (rows, width)."""
-        vectors = self._receive(exchange)
-        is_first = torch.ones_like(is_summed)
-        is_first[1:] = bags[1:] != bags[:-1]
-        is_used = is_first | ~is_summed  # of a bag that is summed, the one vector
-        used = torch.bincount(bags[is_used], minlength=len(lengths))
-        sums = F.embedding_bag(exchange.segment_of[is_used], vectors, used.cumsum(0) - used, mode="sum")
-        return list(sums.view(tables, -1, self._module.width).unbind(0))
-
-    def _receive(self, exchange: _Exchange) -> Tensor:
-        """Return the vectors of an exchange, (segments, width), whose gradients go the way back."""
-        anchor = self._anchor.to(self.matrix)
-        vectors: Tensor = _ReceivedVectors.apply(anchor, exchange)  # type: ignore[no-untyped-call]
-        return vectors
-
-    def _all_to_all(
-        self, tensor: Tensor, received: list[int] | None = None, sent: list[int] | None = None
-    ) -> Tensor:
-        if self._group is None:
-            return tensor
-        rows = len(tensor) if received is None else sum(received)
-        output = tensor.new_empty(rows, *tensor.shape[1:])
-        with self._timer.time_blocking_transfer("data"):
-            dist.all_to_all_single(output, tensor.contiguous(), received, sent, group=self._group)
-        return output
+            matrix, rows = self.cache.vectors(rows), torch.arange(len(rows), device=rows.device)
+        return sum_rows(matrix, rows, starts).to(self._vector_dtype)
 
     # ------------------------------------------------------------------ gradients
 
@@ -379,41 +337,49 @@ class ShardedEmbedding:
         Args:
             divisor: number by which summed gradients are divided.
         """
-        exchanges, self._exchanges = self._exchanges, []
-        shared = self.layout.shared_rows
-        rows = [self.matrix.new_zeros(0, dtype=torch.int64)]
-        values = [self.matrix.new_zeros(0, self._module.width)]
-        for exchange in exchanges:
-            gradient = exchange.finish().to(self._dtype)
-            if exchange.lengths is not None:
-                gradient = gradient.repeat_interleave(exchange.lengths, 0)
-            rows.append(exchange.addresses)
-            values.append(gradient)
-        all_rows, all_values = torch.cat(rows), torch.cat(values)
-        is_shared = all_rows < shared
-        own_rows, positions = torch.unique(all_rows[is_shared], return_inverse=True)
-        own = all_values.new_zeros(len(own_rows), self._module.width).index_add_(
-            0, positions, all_values[is_shared]
-        )
-        replicated = all_values.new_zeros(self.layout.row_count - shared, self._module.width)
-        replicated.index_add_(0, all_rows[~is_shared] - shared, all_values[~is_shared])
-        if self._group is not None and len(replicated):
-            with self._timer.time_blocking_transfer("data"):
-                dist.all_reduce(replicated, group=self._group)
+        rows, sums = self._sum_by_row([lookup.finish_backward() for lookup in self._lookups])
+        self._lookups.clear()
+        shared, count = self.layout.shared_rows, self.layout.row_count
+        if self._exchange is not None and count > shared:
+            own = int(torch.searchsorted(rows, shared))
+            replicated = sums.new_zeros(count - shared, sums.shape[1])
+            replicated.index_copy_(0, rows[own:] - shared, sums[own:])
+            self._exchange.all_reduce(replicated)
+            rows = torch.cat([rows[:own], torch.arange(shared, count, device=rows.device)])
+            sums = torch.cat([sums[:own], replicated])
         # Rows of padding samples, and of those that no target depends on, are not used.
-        is_used, is_used_replica = (part.ne(0).any(1) for part in (own, replicated))
-        used_replicas = is_used_replica.nonzero()[:, 0]
-        self.gradient = TableGradient(
-            torch.cat([own_rows[is_used], used_replicas + shared]),
-            torch.cat([own[is_used], replicated[used_replicas]]).div_(divisor),
-            int(is_used.sum()),
+        is_used = sums.abs().sum(1).ne(0)
+        if not bool(is_used.all()):
+            rows, sums = rows[is_used], sums[is_used]
+        if divisor != 1:
+            sums.div_(divisor)
+        self.gradient = TableGradient(rows, sums, int(torch.searchsorted(rows, shared)))
+
+    def _sum_by_row(self, parts: Sequence[RowGradients]) -> tuple[Tensor, Tensor]:
+        """Return the rows of gradients, each once and ascending, (rows,), and their sums, (rows, width)."""
+        if not parts:
+            return self.matrix.new_zeros(0, dtype=torch.int64), self.matrix.new_zeros(0, self._module.width)
+        all_rows, values = (
+            _joined([part.rows for part in parts]),
+            _joined([part.values for part in parts]).to(self._dtype),
         )
+        starts = itertools.accumulate((len(part.values) for part in parts), initial=0)
+        sources = _joined([part.sources + start for part, start in zip(parts, starts, strict=False)])
+        groups = group_ids(all_rows)
+        sums = sum_rows(values, sources.index_select(0, groups.positions), groups.starts)
+        return all_rows.index_select(0, groups.first_positions), sums
 
     def reset_gradients(self) -> None:
         """Drop the gradients of the step."""
-        for exchange in self._exchanges:
-            exchange.finish()
-        self._exchanges, self.gradient = [], None
+        for lookup in self._lookups:
+            lookup.finish_backward()
+        self._lookups.clear()
+        self.gradient = None
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors one after another, without a copy of a single one."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 @dataclass(frozen=True)
@@ -421,7 +387,7 @@ class TableGradient:
     """Gradient of the rows that a step has used."""
 
     rows: Tensor
-    """Rows of the rank's matrix, each once, (used,) int64."""
+    """Rows of the rank's matrix, each once and ascending, (used,) int64."""
     values: Tensor
     """Gradient of each, (used, width)."""
     shared_count: int
@@ -436,58 +402,3 @@ class TableGradient:
     def replicated(self) -> Tensor:
         """Gradients that all data ranks hold alike, (replicated, width), in the memory of `values`."""
         return self.values[self.shared_count :]
-
-
-@dataclass
-class _Exchange:
-    """Exchange of one lookup: vectors on their way, and then their gradients on the way back."""
-
-    embedding: ShardedEmbedding
-    segment_of: Tensor
-    """Segment of each id that this rank has asked for, (ids,)."""
-    addresses: Tensor
-    """Rows that the ranks have asked of this rank's matrix, segment by segment, (addresses,)."""
-    lengths: Tensor | None
-    """Number of rows of each segment; None: one."""
-    asked: list[int]
-    """Number of segments that each rank has asked of this one."""
-    sent: list[int]
-    """Number of segments that this rank has asked of each."""
-    _result: Tensor = field(default_factory=lambda: torch.empty(0))
-    _work: Any = None
-    _source: Tensor | None = None
-
-    def start(self, tensor: Tensor, received: list[int], sent: list[int]) -> None:
-        """Start to exchange rows of a tensor, of which the ranks get and give that many each."""
-        group = self.embedding._group
-        self._result = tensor
-        if group is not None:
-            self._source = tensor.contiguous()
-            self._result = tensor.new_empty(sum(received), *tensor.shape[1:])
-            self._work = dist.all_to_all_single(
-                self._result, self._source, received, sent, group=group, async_op=True
-            )
-
-    def finish(self) -> Tensor:
-        """Return what has come, once it has."""
-        if self._work is not None:
-            with self.embedding._timer.time_blocking_transfer("data"):
-                self._work.wait()
-        result, self._result, self._work, self._source = self._result, torch.empty(0), None, None
-        return result
-
-
-class _ReceivedVectors(torch.autograd.Function):
-    """Vectors of an exchange, (segments, width); its backward sends their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, exchange: _Exchange) -> Tensor:  # noqa: ARG004  # autograd's
-        ctx.exchange = exchange
-        return exchange.finish()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
-        exchange: _Exchange = ctx.exchange
-        exchange.start(gradients[0], exchange.asked, exchange.sent)
-        exchange.embedding._exchanges.append(exchange)
-        return None, None

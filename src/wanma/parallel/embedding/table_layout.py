@@ -40,51 +40,53 @@ class TableLayout:
         self, rows: Mapping[str, int], placements: Mapping[str, TablePlacement], rank: int, ranks: int
     ) -> None:
         self.ranks = ranks
-        first_ids = dict(zip(rows, _starts(list(rows.values())), strict=True))
         shared = [name for name in rows if placements[name].sharding != "replicated"]
         replicated = [name for name in rows if placements[name].sharding == "replicated"]
         self.local_rows: list[LocalRows] = []
-        parts: list[tuple[int, int, int]] = []  # first key, rank, first row there
+        self._part_sizes = torch.ones(len(rows), dtype=torch.int64)
+        """Ids of a part of each table: consecutive ids whose rows are consecutive rows of one rank."""
+        self._part_ranks = torch.zeros(len(rows), ranks, dtype=torch.int64)
+        """Rank that holds each part, (tables, parts)."""
+        self._part_shifts = torch.zeros(len(rows), ranks, dtype=torch.int64)
+        """Difference of a row and its id, (tables, parts)."""
+        numbers = {name: number for number, name in enumerate(rows)}
         sizes = [0] * ranks
         for name in (*shared, *replicated):
-            is_replicated = name in replicated
-            for holder in range(ranks):
-                held = placements[name].rows_of(holder, rows[name], ranks)
+            parts = [placements[name].rows_of(holder, rows[name], ranks) for holder in range(ranks)]
+            size = max(1, *map(len, parts))
+            self._part_sizes[numbers[name]] = size
+            for holder, held in enumerate(parts):
                 if holder == rank:
                     self.local_rows.append(LocalRows(name, placements[name], sizes[holder], len(held)))
-                if len(held) > 0 and (holder == rank or not is_replicated):
-                    parts.append((first_ids[name] + held.start, holder, sizes[holder]))
+                if len(held) > 0 and (holder == rank or name in shared):
+                    place = numbers[name], held.start // size
+                    self._part_ranks[place] = holder
+                    self._part_shifts[place] = sizes[holder] - held.start
                 sizes[holder] += len(held)
-            if name == (shared[-1] if shared else None):
-                self.shared_rows = sizes[rank]
-        if not shared:
-            self.shared_rows = 0
+        self.shared_rows = sum(held.count for held in self.local_rows if held.table in shared)
+        """Rows of this rank's matrix that are not of replicated tables: the first ones."""
         self.row_count = sizes[rank]
         """Rows of this rank's matrix."""
         self.stride = max(sizes)
         """Rows of the largest matrix of a rank."""
-        parts.sort()
-        self._part_keys = torch.tensor([key for key, _, _ in parts])
-        self._part_ranks = torch.tensor([holder for _, holder, _ in parts])
-        self._part_shifts = torch.tensor([start - key for key, _, start in parts])
 
-    def locate(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the ranks that hold rows, and the rows in their matrices.
+    def locate(self, tables: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the ranks that hold rows, and the rows in their matrices, (ids,) int64 both.
 
         Args:
-            keys: ids, each plus the rows of all tables before its own, (ids,) int64.
+            tables: number of the table of each id, (ids,) int64.
+            ids: ids within their tables, (ids,) int64.
         """
-        if self._part_keys.device != keys.device:
-            self._part_keys, self._part_ranks, self._part_shifts = (
-                part.to(keys.device) for part in (self._part_keys, self._part_ranks, self._part_shifts)
+        if self._part_sizes.device != ids.device:
+            self._part_sizes, self._part_ranks, self._part_shifts = (
+                each.to(ids.device) for each in (self._part_sizes, self._part_ranks, self._part_shifts)
             )
-        parts = torch.searchsorted(self._part_keys, keys, right=True) - 1
-        return self._part_ranks[parts], keys + self._part_shifts[parts]
-
-
-def _starts(sizes: list[int]) -> list[int]:
-    starts, total = [], 0
-    for size in sizes:
-        starts.append(total)
-        total += size
-    return starts
+        if self.ranks == 1:
+            return torch.zeros_like(ids), ids + self._part_shifts[:, 0].index_select(0, tables)
+        sizes = self._part_sizes.index_select(0, tables)
+        parts = tables * self.ranks + ids.div(sizes, rounding_mode="trunc")
+        ranks, shifts = (
+            each.view(-1).index_select(0, parts)  # on CPUs several times as fast as brackets
+            for each in (self._part_ranks, self._part_shifts)
+        )
+        return ranks, ids + shifts

@@ -278,12 +278,6 @@ def _embedding_tables(query: _SupportQuery) -> JobError | None:
     }
     if plan.embedding_memory_bytes is not None:
         key = f"parallel.embedding_memory_bytes = {plan.embedding_memory_bytes}"
-        if plan.device != "cpu":
-            return JobError(
-                f"{key} holds rows of tables in host memory, where CPUs compute with them, and this plan "
-                f"computes on GPUs (cluster.device = '{plan.device}'): rows have no place in their memory",
-                "set cluster.device = 'cpu', or unset parallel.embedding_memory_bytes and use more GPUs",
-            )
         settings["servers.count"] = job.servers.count > 0
     if (other := next((name for name, is_set in settings.items() if is_set), None)) is None:
         return None

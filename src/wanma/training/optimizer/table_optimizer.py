@@ -6,14 +6,14 @@ is the dense rule; Adam's dense rule would move unused rows by their moments.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from wanma.job.errors import JobError
 from wanma.job.sections.train import TrainSection
-from wanma.models.recommender.row_updates import ROW_RULES, RowUpdate
+from wanma.models.recommender.row_updates import ROW_RULES, Factor, RowUpdate
 from wanma.models.structure.parameter_roles import find_parameter_group
 from wanma.parallel.embedding.sharded_embedding import ShardedEmbedding
 
@@ -36,6 +36,11 @@ def table_rates(name: str, train: TrainSection) -> tuple[float, float]:
     return group.learning_rate_scale, group.weight_decay or 0.0
 
 
+def _common_factor(factors: Sequence[float], matrix: Tensor) -> Factor:
+    """Return the one factor of all tables, or one for each, (tables,), of the type and device of a matrix."""
+    return factors[0] if len(set(factors)) == 1 else matrix.new_tensor(factors)
+
+
 class TableOptimizer:
     """Optimizer of the tables of one `ShardedEmbedding`.
 
@@ -54,17 +59,15 @@ class TableOptimizer:
         self._train, self._rule = train, ROW_RULES[train.embedding_optimizer]
         self._states = embedding.allocate_states(self._rule.states, self._rule.row_states)
         matrix = embedding.matrix
-        self._changed = torch.zeros(embedding.layout.row_count, dtype=torch.bool, device=matrix.device)
+        stored_on = matrix.device if embedding.cache is None else torch.device("cpu")
+        self._changed = torch.zeros(embedding.layout.row_count, dtype=torch.bool, device=stored_on)
         rates = [
             table_rates(embedding.parameter_names[rows.table], train) for rows in embedding.layout.local_rows
         ]
         self._ends = torch.tensor(
             [rows.start + rows.count for rows in embedding.layout.local_rows], device=matrix.device
         )
-        self._scales, self._decays = (
-            torch.tensor(values, dtype=matrix.dtype, device=matrix.device)
-            for values in zip(*rates, strict=True)
-        )
+        self._scale, self._decay = (_common_factor(values, matrix) for values in zip(*rates, strict=True))
 
     @torch.no_grad()
     def step(self, learning_rate: float, step: int) -> None:
@@ -77,12 +80,19 @@ class TableOptimizer:
         gradient = self.embedding.gradient
         if gradient is None or not len(gradient.rows):
             return
-        tables = torch.bucketize(gradient.rows, self._ends, right=True)
-        rates, decays = (values[tables, None] for values in (self._scales * learning_rate, self._decays))
+        rate, decay = (
+            self._of_rows(factor, gradient.rows) for factor in (self._scale * learning_rate, self._decay)
+        )
         train, rows = self._train, self.embedding.matrix_rows(gradient.rows)
-        update = RowUpdate(rows, gradient.values, rates, decays, step, train.betas, train.epsilon)
+        update = RowUpdate(rows, gradient.values, rate, decay, step, train.betas, train.epsilon)
         self._rule.apply(self.embedding.matrix, self._states, update)
-        self._changed[gradient.rows] = True
+        self._changed.index_fill_(0, gradient.rows.to(self._changed.device), True)
+
+    def _of_rows(self, factor: Factor, rows: Tensor) -> Factor:
+        """Return the factor of each of some rows, (rows, 1), from that of each table, or the one of all."""
+        if not isinstance(factor, Tensor):
+            return factor
+        return factor[torch.bucketize(rows, self._ends, right=True), None]
 
     def changed_rows(self) -> dict[str, Tensor]:
         """Return whether each row of this rank has changed since `reset_changed_rows`, by parameter name."""

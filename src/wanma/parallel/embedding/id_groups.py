@@ -1,0 +1,53 @@
+"""Ids of a list grouped by value, and sums of vectors, in an order that depends on nothing but the list."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class IdGroups:
+    """Groups of equal ids, in ascending order of ids."""
+
+    positions: Tensor
+    """Positions of the ids in their list, group by group, ascending within each, (ids,) int64."""
+    is_first: Tensor
+    """True for the first position of each group, (ids,) bool."""
+    starts: Tensor
+    """Index of the first position of each group in `positions`, (groups,) int64."""
+
+    @property
+    def first_positions(self) -> Tensor:
+        """First position of each group in the list, (groups,) int64."""
+        return self.positions.index_select(0, self.starts)
+
+    @property
+    def sizes(self) -> Tensor:
+        """Number of ids in each group, (groups,) int64."""
+        return self.starts.diff(append=self.starts.new_tensor([len(self.positions)]))
+
+
+def group_ids(ids: Tensor) -> IdGroups:
+    """Group ids, (ids,) int64."""
+    ordered, positions = ids.sort(stable=True)
+    is_first = torch.ones_like(ordered, dtype=torch.bool)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    return IdGroups(positions, is_first, is_first.nonzero()[:, 0])
+
+
+@torch.no_grad()
+def sum_rows(matrix: Tensor, rows: Tensor, starts: Tensor) -> Tensor:
+    """Return sums of rows of a matrix (rows, width), (lists, width); that of an empty list is zero.
+
+    Args:
+        matrix: matrix of which rows are read.
+        rows: rows to add up, one list after another, (entries,) int64.
+        starts: index of the first row of each list in `rows`, (lists,) int64.
+    """
+    if len(rows) == 0:
+        return matrix.new_zeros(len(starts), matrix.shape[1])
+    return F.embedding_bag(rows, matrix, starts, mode="sum")

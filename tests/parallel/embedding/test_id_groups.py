@@ -1,0 +1,34 @@
+"""Ids are grouped in a fixed order, and lists of rows are summed one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from wanma.parallel.embedding.id_groups import group_ids, sum_rows
+
+
+@pytest.mark.parametrize("largest", [0, 20, 1 << 61])
+@pytest.mark.parametrize("count", [0, 1, 2, 700])
+def test_groups_are_those_of_unique_and_keep_the_order_of_equal_ids(count: int, largest: int) -> None:
+    ids = torch.randint(largest + 1, (count,), generator=torch.Generator().manual_seed(count))
+    ids[count // 2 :] = ids[: count - count // 2].clone()
+    before = ids.clone()
+    groups = group_ids(ids)
+    different, numbers, sizes = ids.unique(return_inverse=True, return_counts=True)
+    assert torch.equal(ids, before)
+    assert torch.equal(ids[groups.first_positions], different)
+    assert torch.equal(groups.sizes, sizes)
+    assert torch.equal(groups.positions, numbers.argsort(stable=True))
+    assert torch.equal(groups.positions[groups.is_first], groups.first_positions)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_each_list_is_summed_and_an_empty_one_is_zero(dtype: torch.dtype) -> None:
+    matrix = torch.arange(21.0).view(7, 3).to(dtype).requires_grad_()
+    sums = sum_rows(matrix, torch.tensor([6, 0, 6, 2]), torch.tensor([0, 0, 3, 4]))
+    rows = torch.tensor([[0, 0, 0], [36, 39, 42], [6, 7, 8], [0, 0, 0]])
+    assert torch.equal(sums, rows.to(dtype))
+    assert not sums.requires_grad
+    nothing = torch.zeros(0, dtype=torch.int64)
+    assert torch.equal(sum_rows(matrix[:0], nothing, torch.zeros(2, dtype=torch.int64)), sums.new_zeros(2, 3))
