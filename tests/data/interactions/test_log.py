@@ -13,7 +13,10 @@ from pydantic import ValidationError
 
 from wanma.cli.main import main
 from wanma.data.data_kinds import with_data_kinds
+from wanma.data.formats.format import BadDataError, Record, Rows
 from wanma.data.index.records import read_each
+from wanma.data.index.sample_index import SampleIndex
+from wanma.data.interactions import log_columns
 from wanma.data.interactions.dataset import InteractionDataset
 from wanma.data.interactions.id_hashing import hash_ids
 from wanma.data.interactions.log import Bags, InteractionLog, read_log
@@ -139,6 +142,19 @@ def test_parquet_gives_lists_and_dense_columns(tmp_path: Path) -> None:
     assert (ids.tolist(), offsets.tolist()) == ([3, 3], [0, 0, 2])
 
 
+@pytest.mark.parametrize("hash_rows", [{}, {"tags": 50}], ids=["ids", "hashed"])
+def test_rows_of_one_id_are_read_as_among_rows_of_several(tmp_path: Path, hash_rows: dict[str, int]) -> None:
+    ids = ["3", "", "017", "9" * 12, "0"]
+    lines = "".join(f"{number},1,2,{one}\n" for number, one in enumerate(ids))
+    header = "user,item,rating,tags\n"
+    alone, among = (
+        read(tmp_path / name, header + text, {"sparse": ["tags"]}, hash_rows=hash_rows).features["tags"]
+        for name, text in (("alone.csv", lines), ("among.csv", f"{lines}5,1,2,4|5\n"))
+    )
+    assert alone.starts.tolist() == among.starts[:-1].tolist()
+    assert alone.ids.tolist() == among.ids[:-2].tolist()
+
+
 def test_a_text_of_ids_is_a_bag(tmp_path: Path) -> None:
     text = 'user,item,rating,genres\n0,1,5,3|17\n1,1,4,\n2,2,3,"9"\n'
     log = read(tmp_path / "log.csv", text, {"sparse": ["genres"]})
@@ -217,6 +233,29 @@ def test_verification_lists_the_same_rows_as_reading(
     damages = json.loads(capsys.readouterr().out)["damages"]
     listed = read_log(section_of(folder, bad_data="skip")).bad_rows
     assert [(one["file"], one["row"], one["cause"]) for one in damages] == [tuple(row) for row in listed]
+
+
+def test_a_log_is_converted_once_until_its_rows_or_settings_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    converted: list[int] = []
+
+    def count(index: SampleIndex, rows: Rows) -> list[Record | BadDataError]:
+        converted.append(len(rows))
+        return read_each(index, rows)
+
+    monkeypatch.setattr(log_columns, "read_each", count)
+    section, click = (section_of(tmp_path / "log.csv", target=target) for target in ("rating", "click"))
+    (tmp_path / "log.csv").write_text(HEADER + "\n".join(ROWS))
+    first = read_log(section)
+    again = read_log(section.model_copy(update={"validation_fraction": 0.5}))
+    assert converted == [40]
+    for name in ("users", "items", "targets", "times", "dense"):
+        assert np.array_equal(getattr(again, name), getattr(first, name))
+    assert read_log(click).targets.tolist() == [1.0] * 40
+    (tmp_path / "log.csv").write_text(HEADER + "\n".join(ROWS[:-1]))
+    assert len(read_log(section)) == 39
+    assert converted == [40, 40, 39]
 
 
 def test_a_missing_field_is_refused(tmp_path: Path) -> None:

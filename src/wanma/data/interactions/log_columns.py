@@ -1,0 +1,298 @@
+"""Columns of an interaction log: arrays of ids, numbers and targets, converted once a node. No torch.
+
+In the cache folder:
+
+    interactions/KEY.columns    columns of a log, named by its content and by the settings that they depend on
+
+Ranks map that file, so that a node reads and holds a log once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wanma.data.formats.format import BadDataError, Layout, Record, UnreadableFileError, row_place
+from wanma.data.index.build import Progress
+from wanma.data.index.group_scan import open_if_whole
+from wanma.data.index.layout_file import StoredLayout, open_layout, serialize
+from wanma.data.index.records import cache_folder, read_each
+from wanma.data.index.sample_index import SampleIndex
+from wanma.data.interactions.id_hashing import hash_ids, is_missing
+from wanma.data.interactions.log_files import (
+    ROLES,
+    first_record,
+    id_end,
+    id_fault,
+    id_of,
+    ids_in,
+    number_fault,
+    number_of,
+    record_value,
+    resolve_columns,
+)
+from wanma.data.stores.atomic_file import write_once
+from wanma.data.text.encoding_task import BadRow
+from wanma.job.errors import JobError, WanmaError
+from wanma.job.sections.data import DataSection
+from wanma.job.sections.data_sources import ColumnsSection
+from wanma.job.sections.recommender import InteractionsSection
+
+ROW_COLUMNS = ("users", "items", "targets", "times")
+"""Names of the columns with one number in each row."""
+_VERSION = 1
+_CHUNK_ROWS = 65_536
+_PARTS_OF_A_BAG = re.compile(r"[|,;\s]")
+"""Characters without which a text of ids is one id."""
+
+Columns = dict[str, NDArray[Any]]
+"""Columns by name: `ROW_COLUMNS`, `dense` (rows, features), and of each sparse feature `ids.NAME`, the ids of
+all rows, and `starts.NAME`, the start of each row's and the end of the last, (rows + 1,)."""
+
+
+def open_columns(
+    index: SampleIndex, section: DataSection, progress: Progress | None = None
+) -> tuple[Columns, dict[int, str]]:
+    """Map the columns of stored rows, and return the cause of each bad row, by its number.
+
+    One process of a node converts them, and the others wait for it.
+
+    Args:
+        index: index of the rows.
+        section: the job's `[data]`.
+        progress: called with (bytes done, bytes in all) while the rows are converted.
+
+    Raises:
+        JobError: a field is missing; or rows are bad, and more than the job skips.
+        BadDataError, WanmaError: files cannot be read, or the cache cannot be written.
+    """
+    fields = _fields(resolve_columns(section.columns, section.interactions, first_record(index)))
+    folder = cache_folder(section.cache) / "interactions"
+    path = folder / f"{_key(index, section, fields)}.columns"
+    stored = open_if_whole(path)
+    if stored is None:
+        try:
+            with write_once(path) as file:
+                if file is not None:
+                    layout = _convert_rows(index, section, fields, progress)
+                    file.writelines(serialize(StoredLayout(layout, index.fingerprint)))
+            stored = open_layout(path)
+        except OSError as error:
+            raise WanmaError(
+                f"cannot keep the columns of data.path in {folder}: {error.strerror or error}",
+                "free space, or choose another folder by data.cache",
+            ) from error
+    faults = {int(row): cause for row, cause in stored.layout.facts["faults"].items()}
+    return dict(stored.layout.tables), faults
+
+
+def convert_columns(values: Mapping[str, Sequence[Any]], section: DataSection) -> Columns:
+    """Return the columns of values by their role, which have no fault."""
+    return _join([_Chunk(values, section).convert()])
+
+
+def row_places(index: SampleIndex, numbers: NDArray[np.int64]) -> list[tuple[str, int]]:
+    """Return the file of each row, and the row within it."""
+    groups, rows = index.locate(numbers)
+    return [(index.groups[group].url, row) for group, row in zip(groups.tolist(), rows.tolist(), strict=True)]
+
+
+def list_bad_rows(index: SampleIndex, faults: Mapping[int, str]) -> list[BadRow]:
+    """Return the bad rows with their places, in their order."""
+    numbers = sorted(faults)
+    places = row_places(index, np.array(numbers, dtype=np.int64))
+    return [[*place, faults[number]] for place, number in zip(places, numbers, strict=True)]
+
+
+def check_bad_rows(index: SampleIndex, bad_rows: Sequence[BadRow], section: DataSection) -> None:
+    """Refuse bad rows and files if the job does not skip them, or if there are more than it allows."""
+    causes = [f"{row_place(file, row)}: {cause}" for file, row, cause in bad_rows]
+    if causes and section.bad_data != "skip":
+        raise JobError(
+            f"data.path: {causes[0]}",
+            "mend the row, name other fields in data.columns, or set data.bad_data = 'skip'",
+        )
+    causes += [f"{one.file}: {one.cause}" for one in index.damaged]
+    if len(causes) > section.bad_data_limit:
+        raise JobError(
+            f"data.bad_data_limit: {len(causes):,} rows and files of interactions cannot be read, more than "
+            f"{section.bad_data_limit:,}; the first: {causes[0]}",
+            "list them with `wanma data verify`, mend them, or raise data.bad_data_limit",
+        )
+
+
+def _fields(names: ColumnsSection) -> dict[str, str]:
+    """Return the field of each use: a role, 'sparse.FIELD' or 'dense.FIELD'."""
+    fields: dict[str, str] = {role: getattr(names, role) for role in ROLES if getattr(names, role)}
+    for kind in ("sparse", "dense"):
+        fields |= {f"{kind}.{name}": name for name in getattr(names, kind)}
+    return fields
+
+
+def _key(index: SampleIndex, section: DataSection, fields: Mapping[str, str]) -> str:
+    keys = section.interactions
+    tables = [[keys.hash_rows_of(name), id_end(keys, name)] for name in section.columns.table_names]
+    values = [keys.target, keys.positive_from, keys.log_dense, keys.missing_dense]
+    text = json.dumps([_VERSION, index.fingerprint, list(fields.items()), tables, values])
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def _convert_rows(
+    index: SampleIndex, section: DataSection, fields: Mapping[str, str], progress: Progress | None
+) -> Layout:
+    size = sum(file.size for group in index.groups for file in group.files)
+    chunks, faults = list[Columns](), dict[int, str]()
+    for start in range(0, index.rows, _CHUNK_ROWS):
+        numbers = np.arange(start, min(start + _CHUNK_ROWS, index.rows))
+        records: list[Record] = []
+        for row, record in zip(numbers.tolist(), read_each(index, numbers), strict=True):
+            if isinstance(record, UnreadableFileError):  # another time it may be whole
+                raise record
+            if isinstance(record, BadDataError):
+                faults[row] = record.cause
+            records.append({} if isinstance(record, BadDataError) else record)
+        values = {use: _values(records, name) for use, name in fields.items()}
+        chunks.append(_Chunk(values, section, fields, start, faults).convert())
+        if faults:
+            check_bad_rows(index, list_bad_rows(index, faults), section)
+        if progress is not None:
+            progress(size * (start + len(numbers)) // index.rows, size)
+    return Layout(index.rows, _join(chunks), {"faults": faults})
+
+
+def _values(records: Sequence[Record], name: str) -> list[Any]:
+    try:
+        return [record[name] for record in records]
+    except KeyError:  # a bad row, or a path with dots
+        return [record[name] if name in record else record_value(record, name) for record in records]
+
+
+def _join(chunks: Sequence[Columns]) -> Columns:
+    joined: Columns = {}
+    for name in chunks[0]:
+        whole = np.concatenate([chunk[name] for chunk in chunks])
+        kind, _, feature = name.partition(".")
+        if kind == "counts":
+            name, whole = f"starts.{feature}", np.concatenate([[0], np.cumsum(whole)])
+        joined[name] = whole
+    return joined
+
+
+@dataclass
+class _Chunk:
+    """Values of neighbouring rows, by their use."""
+
+    values: Mapping[str, Sequence[Any]]
+    section: DataSection
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """Fields that hold the values, by their use."""
+    start: int = 0
+    """Number of the first row."""
+    faults: dict[int, str] = field(default_factory=dict)
+    """Cause of each bad row, by its number; those of the values are added."""
+
+    @property
+    def keys(self) -> InteractionsSection:
+        return self.section.interactions
+
+    def convert(self) -> Columns:
+        """Return the columns; instead of `starts.NAME` they have `counts.NAME`, the ids of each row."""
+        keys, names, rows = self.keys, self.section.columns, len(self.values["user"])
+        ratings = self._numbers("rating") if "rating" in self.values else np.ones(rows)
+        if keys.target == "click" and "rating" in self.values:
+            threshold = keys.positive_from
+            ratings = np.ones(rows) if threshold is None else (ratings >= threshold).astype(np.float64)
+        has_times = "time" in self.values
+        times = self._numbers("time") if has_times else np.arange(self.start, self.start + rows, dtype=float)
+        columns = {
+            "users": self._ids(self.values["user"], names.table_name("user"), "user"),
+            "items": self._ids(self.values["item"], names.table_name("item"), "item"),
+            "targets": ratings.astype(np.float32),
+            "times": times,
+        }
+        dense = [self._numbers(f"dense.{name}", keys.missing_dense) for name in names.dense]
+        if keys.log_dense:
+            dense = [np.log1p(np.maximum(one, 0)) for one in dense]
+        columns["dense"] = np.stack(dense, 1).astype(np.float32) if dense else np.zeros((rows, 0), np.float32)
+        for name in names.sparse:
+            columns |= self._bags(f"sparse.{name}", name)
+        return columns
+
+    def _numbers(self, use: str, missing: float | None = None) -> NDArray[np.float64]:
+        """Return the numbers of a use, with `missing` where a row has none if it is given."""
+        values = self.values[use]
+        if missing is not None:
+            values = [missing if is_missing(value) else value for value in values]
+        try:
+            numbers = np.asarray(values, dtype=np.float64)
+        except (TypeError, ValueError, OverflowError):
+            numbers = np.zeros((0, 0))
+        if numbers.ndim != 1:  # not all are numbers: some are, or all are lists
+            numbers = np.array([number_of(value) for value in values])
+        self._note(use, values, ~np.isfinite(numbers), np.arange(len(values)), number_fault)
+        return numbers
+
+    def _bags(self, use: str, table: str) -> Columns:
+        """Return the ids and counts of a use; a missing value is an id like others where ids are hashed."""
+        values, is_hashed = self.values[use], self.keys.hash_rows_of(table) is not None
+        if _are_texts(values) and not _PARTS_OF_A_BAG.search("".join(values)):  # at most one id in each
+            counts = np.fromiter((1 if value or is_hashed else 0 for value in values), np.int64, len(values))
+            parts = values if is_hashed else [value for value in values if value]
+        else:
+            bags = [ids_in(value) or ([""] if is_hashed else []) for value in values]
+            counts = np.fromiter(map(len, bags), np.int64, len(bags))
+            parts = [part for bag in bags for part in bag]
+        ids = self._ids(parts, table, use, np.repeat(np.arange(len(counts)), counts))
+        return {f"ids.{table}": ids, f"counts.{table}": counts}
+
+    def _ids(
+        self, values: Sequence[Any], table: str, use: str, rows: NDArray[np.int64] | None = None
+    ) -> NDArray[np.int64]:
+        """Return ids, hashed into the rows of their table if the job says so.
+
+        Args:
+            rows: row of each id in the chunk; None: each has one.
+        """
+        if (hash_rows := self.keys.hash_rows_of(table)) is not None:
+            return hash_ids(values, hash_rows)
+        end = id_end(self.keys, table)
+        ids = _parse_ids(values, end)
+        self._note(
+            use, values, ids < 0, np.arange(len(ids)) if rows is None else rows, partial(id_fault, end=end)
+        )
+        return ids
+
+    def _note(
+        self,
+        use: str,
+        values: Sequence[Any],
+        is_bad: NDArray[np.bool_],
+        rows: NDArray[np.int64],
+        fault: Callable[[str, Any], str],
+    ) -> None:
+        for place in np.flatnonzero(is_bad).tolist():
+            row = self.start + int(rows[place])
+            self.faults.setdefault(row, fault(self.fields[use], values[place]))
+
+
+def _parse_ids(values: Sequence[Any], end: int) -> NDArray[np.int64]:
+    """Return values as ids below `end`; -1: one is none."""
+    if _are_texts(values):
+        try:
+            ids = np.fromiter(map(int, values), np.int64, len(values))
+            return np.where(ids <= end - 1, np.maximum(ids, -1), -1)
+        except (ValueError, OverflowError):  # one of them is no number
+            pass
+    return np.array([id_of(value, end) for value in values], dtype=np.int64)
+
+
+def _are_texts(values: Sequence[Any]) -> bool:
+    return set(map(type, values)) <= {str}
