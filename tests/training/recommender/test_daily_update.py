@@ -17,6 +17,8 @@ from wanma.job.plan.plan import Plan
 from wanma.job.sections.checkpoint import CheckpointSection
 from wanma.models.recommender.build import build_recommender
 from wanma.models.recommender.config import RecommenderConfig
+from wanma.models.structure.parameter_initialization import draw_initial_shard
+from wanma.parallel.parameters import initialization
 from wanma.training.loop.preflight import _check_start
 
 ITEM, NEW_ROWS = "model.embeddings.tables.of_item.weight", 4
@@ -132,6 +134,24 @@ def test_new_rows_are_appended_on_any_layout(
             assert tensor.shape[0] == len(after[ITEM])
             assert not tensor[-NEW_ROWS:].any()
             assert tensor[:-NEW_ROWS].any()
+
+
+def test_initial_values_are_drawn_only_where_the_start_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = first_day(tmp_path / "first", "adagrad")
+    drawn: list[str] = []
+
+    def draw(model: Any, name: str, *others: Any) -> torch.Tensor:
+        drawn.append(f"model.{name}")
+        return draw_initial_shard(model, name, *others)
+
+    monkeypatch.setattr(initialization, "draw_initial_shard", draw)
+    same, more = tmp_path / "same", tmp_path / "more"
+    run_here(same, job(same, "adagrad", checkpoint=start), placed("adagrad"))
+    assert drawn == []
+    run_here(more, with_new_rows(more, "adagrad", **start), placed("adagrad"))
+    assert drawn == [ITEM]
 
 
 def test_a_smaller_table_is_refused_before_and_at_the_start(tmp_path: Path) -> None:

@@ -27,7 +27,10 @@ from wanma.models.architectures.decoder import Decoder
 from wanma.models.layers.lora import is_lora_parameter
 from wanma.models.recommender.embedding_tables import EmbeddingParameter, embedding_parameters
 from wanma.parallel.parameters.freezing import LOW_PRECISION_DTYPES
-from wanma.training.checkpointing.published_weights import load_huggingface_weights
+from wanma.training.checkpointing.published_weights import (
+    huggingface_parameter_names,
+    load_huggingface_weights,
+)
 from wanma.training.checkpointing.run_identity import Identity, start_warnings
 from wanma.training.checkpointing.training_state import TrainingState
 
@@ -80,6 +83,28 @@ def load_initial_weights(
     state.broadcast_tied_weights()
     state.reset_weight_copies()
     return notes, warnings
+
+
+def names_without_initial_values(
+    state: TrainingState, path: Path, reassigned_rows: Mapping[str, IndexArray]
+) -> set[str]:
+    """Return this rank's parameters that the weights to start from fill whole; arguments as above."""
+    model = state.parallel_model
+    if has_huggingface_weights(path):
+        return huggingface_parameter_names(model)
+    try:
+        entries = read_manifest(path).tensors
+    except WanmaError:  # refused when it is loaded
+        return set()
+    kept = {table.name for table in _embedding_parameters(state) if table.table in reassigned_rows}
+    return {
+        name
+        for part in model.model_parts
+        for name, parameter in part.named_parameters()
+        if name not in kept
+        and (entry := entries.get(f"model.{name}")) is not None
+        and entry.shape == tuple(parameter.shape)
+    }
 
 
 def check_start_folder(path: Path, section: CheckpointSection) -> None:

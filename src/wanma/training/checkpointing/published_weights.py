@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -64,9 +63,9 @@ def huggingface_parameter_names(parallel_model: ParallelModel) -> set[str]:
     return {
         name
         for part in parallel_model.model_parts
-        if hasattr(part, "tensor_mappings")
+        for adapter in [get_state_dict_adapter(part)]
         for name, parameter in part.named_parameters()
-        if cast(StateDictAdapter, part).tensor_mappings(name, tuple(parameter.shape))
+        if adapter.tensor_mappings(name, tuple(parameter.shape))
     }
 
 

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wanma.checkpoint.conversion.huggingface_weights import has_huggingface_weights
 from wanma.checkpoint.in_memory.in_memory_checkpointer import find_local_checkpoint
 from wanma.checkpoint.in_memory.reshard import gather_for_reshard, needs_reshard
 from wanma.checkpoint.in_memory.restore import restore_lost_files
@@ -44,12 +43,10 @@ from wanma.training.checkpointing.initial_weights import (
     find_names_on_other_ranks,
     gather_problems,
     load_initial_weights,
+    names_without_initial_values,
 )
 from wanma.training.checkpointing.partial_checkpoints import assemble_flushed_parts
 from wanma.training.checkpointing.private_folders import PrivateFolders
-from wanma.training.checkpointing.published_weights import (
-    huggingface_parameter_names,
-)
 from wanma.training.checkpointing.run_identity import (
     ACCEPT_CHANGES,
     WAYS_OUT,
@@ -180,11 +177,7 @@ def _begin(
     """
     folder, choice = worker.run_directory / "checkpoints", job.checkpoint
     start = Path(choice.start_from).expanduser() if choice.start_from is not None else None
-    state.initialize(
-        huggingface_parameter_names(state.parallel_model)
-        if start is not None and has_huggingface_weights(start)
-        else ()
-    )
+    state.initialize(names_without_initial_values(state, start, reassigned_rows) if start is not None else ())
     warnings: list[str] = []
     if start is not None:
         notes, warnings = load_initial_weights(state, start, choice, plan, worker, identity, reassigned_rows)
