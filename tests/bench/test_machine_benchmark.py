@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import socket
@@ -13,15 +12,21 @@ from pathlib import Path
 
 import pytest
 
-from support.benchmark_results import benchmark_result
 from support.command import share_compiled
 from support.launcher_environments import srun
 from wanma.api.calibration.corrections import correct_calibration
 from wanma.bench.figures import precision
+from wanma.bench.machine.cases import known_algorithms
+from wanma.bench.machine.collective_selection import parse_sizes
+from wanma.bench.machine.execution import parse_benchmark_cluster
 from wanma.bench.machine_benchmark import launched_overrides, machine_suite, node_role
+from wanma.bench.programs.command_program import CommandProgram
 from wanma.bench.results.directory import ResultDirectory
 from wanma.bench.statistics.warm_up import find_warm_up
+from wanma.bench.suites.suite_file import find_suite
+from wanma.bench.suites.suite_of_job import read_suite_or_job
 from wanma.cli.main import main
+from wanma.collectives.algorithms.algorithm_table import ALGORITHMS
 from wanma.engines.launchers.placement import read_placement
 from wanma.hardware.discovery.node import discover_node
 from wanma.job.errors import JobError
@@ -60,6 +65,35 @@ def bench(*words: str) -> int:
 
 def newest(root: Path = Path("bench-results")) -> ResultDirectory:
     return ResultDirectory(max(path for path in root.iterdir() if path.is_dir()))
+
+
+def test_every_collective_is_measured_by_every_algorithm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--ranks", "3", "--sizes", "1K,64K", "--rounds", "1", "--seconds", "1"]
+    assert bench("machine", *arguments, "--foreign-limit", "1000", *CPU) == 0
+    assert "halving doubling" in capsys.readouterr().out
+    (measurement,) = newest().read().measurements
+    names = [name.split(".") for name in measurement.figures if name.endswith("fp32.1024_seconds")]
+    assert {(collective, algorithm) for collective, algorithm, *_ in names} == {*known_algorithms("cpu")}
+    for collective, algorithm, *_ in names:
+        assert 0 < measurement.figures[f"{collective}.{algorithm}.fp32.65536_seconds"] < math.inf
+
+
+def test_the_suite_compares_all_algorithms_by_figures_that_they_print(tmp_path: Path) -> None:
+    suite, _ = read_suite_or_job(find_suite("collectives"))
+    names = ["backend", *ALGORITHMS["all_reduce"]]
+    assert {one.name for one in suite.contenders} == {f"all_reduce={name}" for name in names}
+    for one in suite.contenders:
+        assert one.command[one.command.index("--algorithms") + 1] == one.name.removeprefix("all_reduce=")
+        sizes = parse_sizes(one.command[one.command.index("--sizes") + 1])
+        case = f"all_reduce.{one.name.removeprefix('all_reduce=')}.fp32"
+        printed = " ".join(f"{case}.{size}_seconds {size}e-9" for size in sizes)
+        program = CommandProgram(one, tmp_path, None)
+        _, figures = program.read([(0.0, f"wanma figure {printed}")])
+        for metric, size in zip(suite.file.metrics, sizes, strict=True):
+            assert figures[metric] == size * 1e-9
 
 
 @pytest.mark.full
@@ -104,12 +138,10 @@ def test_the_whole_machine_is_measured_calibrated_and_compared_with_a_run(
     Path("job.toml").write_text(JOB)
     assert main(["train", "job.toml", "--run-dir", "run", "observe.console=quiet"]) == 0
     capsys.readouterr()
-    assert bench("machine", "--ranks", "2", *QUICK, "--save", "--run", "run") == 0
+    assert bench("machine", "--ranks", "2", *QUICK, "--save") == 0
     shown = capsys.readouterr().out
     for title in ("Matrix products, fp32", "Memory copy", "All-reduce bus bandwidth", "Storage write"):
         assert title in shown
-    assert "run: " in shown
-    assert "of the roof; of products" in shown
     (measured,) = load_calibration().devices
     assert (measured.device, measured.ranks) == (cpu_model(), 2)
     operators = {point.operator for point in measured.points}
@@ -132,9 +164,6 @@ def test_the_whole_machine_is_measured_calibrated_and_compared_with_a_run(
     assert load_calibration().corrections_for(cpu_model()).runs == 1
     capsys.readouterr()
     directory = newest()
-    (point,) = json.loads((directory.path / "roofline.json").read_text())["points"]
-    assert point["name"] == "run"
-    assert point["network_bytes"] > 1e6, "gradients of 0.9 million parameters"
     assert 'aria-label="Roofline"' in directory.page.read_text()
     # A training whose steps drift has no step time: on a machine with other load that is no fault.
     monkeypatch.setattr(precision, "find_warm_up", partial(find_warm_up, max_drift=math.inf))
@@ -142,10 +171,11 @@ def test_the_whole_machine_is_measured_calibrated_and_compared_with_a_run(
     assert bench("train", "job.toml", *options) == 0
     measured = capsys.readouterr()
     assert "step_seconds" in newest().read().summaries.get("job", {}), f"no step time:\n{measured}"
-    assert bench("machine", "--from", directory.id) == 0
+    assert bench("show", directory.id) == 0
     shown = capsys.readouterr().out
-    assert "run: " in shown
+    assert "of the roof; of products" in shown
     assert "job of 2" in shown, f"the training that was measured since:\n{measured}"
+    assert "job of 2" in directory.page.read_text()
 
 
 @pytest.mark.full
@@ -221,8 +251,11 @@ def test_two_nodes_measure_together_and_the_first_one_keeps_the_result(
             "--save with --nodes 2",
         ),
         (["--save", "--parts", "compute"], "--save without memory"),
-        (["--run", "no-such-run"], "no-such-run"),
-        (["--from", "no-such-result"], "there is no result 'no-such-result'"),
+        (["--sizes", "1Q"], "'1Q' is not a size"),
+        (["--ranks", "1", "--sizes", "4K"], "one rank has no links"),
+        (["--algorithms", "butterfly"], "unknown name 'butterfly'"),
+        (["--ranks", "64", "--sizes", "16G"], "and this node has"),
+        (["--nodes", "2..3"], "cluster.nodes = '2..3'"),
     ],
 )
 def test_what_cannot_be_measured_is_one_message_before_anything_starts(
@@ -238,16 +271,6 @@ def test_what_cannot_be_measured_is_one_message_before_anything_starts(
     assert message in captured.err
     assert captured.out == ""
     assert not Path("bench-results").exists()
-
-
-def test_a_result_of_trainings_has_no_roofs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = benchmark_result({"a": [1.0, 1.1, 0.9]})
-    ResultDirectory(Path("bench-results") / result.id).write_result(result)
-    assert bench("machine", "--from", result.id) == 2
-    assert "is no result of `wanma bench machine`" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused(
@@ -267,6 +290,8 @@ def test_a_launcher_says_which_node_this_is() -> None:
     assert node_role(overrides[:2]) == "single"
     with pytest.raises(JobError, match=r"cluster\.nodes = 3"):
         launched_overrides(["cluster.nodes=3"], placement)
+    with pytest.raises(JobError, match=r"cluster\.budget"):
+        parse_benchmark_cluster(["cluster.budget.hours=2"])
 
 
 def test_one_rank_and_all_of_the_node_are_the_default() -> None:

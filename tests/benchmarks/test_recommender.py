@@ -16,8 +16,8 @@ import torch
 
 from support.peer_environments import link_environments
 from wanma.bench.benchmark import new_directory, run_benchmark
-from wanma.bench.environments.python_environment import environments_folder
 from wanma.bench.meter.disturbance import NO_LIMITS
+from wanma.bench.programs.python_environment import environments_folder
 from wanma.bench.suites.suite_of_job import read_suite_or_job
 from wanma.models.recommender.build import build_recommender
 from wanma.models.recommender.config import RECOMMENDER_PRESETS

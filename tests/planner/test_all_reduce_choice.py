@@ -219,7 +219,7 @@ MEASURED_SECONDS: dict[AllReduceAlgorithm, float] = {
     "hierarchical": 0.0298,
 }
 """Seconds of 4 KiB between two nodes of two ranks, over 100 Mbit/s and 10 ms each way (network namespaces,
-two busy cores; `wanma.bench.programs.limited_link` with `wanma bench collectives`)."""
+two busy cores; `wanma.bench.programs.limited_link` with `wanma bench machine`)."""
 
 
 def test_forecasts_are_near_what_a_long_link_took() -> None:

@@ -28,8 +28,6 @@ from urllib.parse import unquote, urlsplit
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 LOCK = PROJECT.with_name("constraints.txt")
-PINS = PROJECT.parent / "src/wanma/bench/suites/shipped/environments"
-"""Folder of the pins of the benchmark suites' environments, which have the same hashes."""
 
 
 @dataclass(frozen=True)
@@ -125,13 +123,13 @@ def write_lock(text: str, hashes: Mapping[str, Iterable[str]]) -> str:
         if re.fullmatch(r"\s+# sha256:[0-9a-f]{64}", line):
             continue
         lines.append(line)
-        if pin := re.fullmatch(r"([A-Za-z0-9._-]+)==\S+(?:\s+# optional)?", line):
+        if pin := re.fullmatch(r"([A-Za-z0-9._-]+)==\S+", line):
             lines += [f"    # sha256:{value}" for value in hashes[canonical(pin[1])]]
     return "\n".join(lines) + "\n"
 
 
 def renew() -> None:
-    """Write the hashes of all files of the pinned versions, as the package index has them, into all locks.
+    """Write the hashes of all files of the pinned versions, as the package index has them, into the lock.
 
     Raises:
         SystemExit: uv is not installed, or a version does not exist.
@@ -154,8 +152,7 @@ def renew() -> None:
             found[name] = []
         elif value := re.search(r"--hash=sha256:([0-9a-f]{64})", line):
             found[name].append(value[1])
-    for path in (LOCK, *sorted(PINS.glob("*.txt"))):
-        path.write_text(write_lock(path.read_text(), found))
+    LOCK.write_text(write_lock(LOCK.read_text(), found))
 
 
 def archive_hash(source: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from wanma.bench.machine.machine_result import is_machine_result
 from wanma.bench.machine_report.page import machine_page
 from wanma.bench.machine_report.tables import machine_tables
-from wanma.bench.machine_report.training_points import read_points
+from wanma.bench.machine_report.training_points import training_points
 from wanma.bench.presentation.page import result_page
 from wanma.bench.presentation.terminal import result_tables
 from wanma.bench.results.directory import ResultDirectory
@@ -24,9 +24,11 @@ def page_of(result: BenchmarkResult, directory: ResultDirectory) -> str:
 
     Args:
         result: a result with summaries.
-        directory: its folder, which may have more to show.
+        directory: its folder; trainings in those beside it are shown with a machine result.
     """
-    return machine_page(result, read_points(directory)) if is_machine_result(result) else result_page(result)
+    if is_machine_result(result):
+        return machine_page(result, training_points(directory, result))
+    return result_page(result)
 
 
 def tables_of(
@@ -40,5 +42,5 @@ def tables_of(
         metrics: names of the metrics to show; a machine result shows all its limits.
     """
     if is_machine_result(result):
-        return machine_tables(result, read_points(directory))
+        return machine_tables(result, training_points(directory, result))
     return result_tables(result, metrics)

@@ -11,22 +11,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from wanma.bench.collectives.benchmark import parse_benchmark_cluster
 from wanma.bench.machine.calibration import calibrations_of
-from wanma.bench.machine.execution import execution_command, measured_node, run_execution
-from wanma.bench.machine.machine_result import NODES, RANKS, SUITE
+from wanma.bench.machine.collective_selection import ALL_COLLECTIVES, CollectiveSelection
+from wanma.bench.machine.execution import (
+    execution_command,
+    measured_node,
+    parse_benchmark_cluster,
+    run_execution,
+)
+from wanma.bench.machine.machine_result import NODES, PROGRAM, RANKS, SELECTION, SUITE
 from wanma.bench.machine.storage_place import file_system, storage_folder
 from wanma.bench.machine_figures.case_names import PARTS, Part
-from wanma.bench.machine_report.training_points import (
-    point_of_run,
-    points_of_results,
-    read_points,
-    with_new_point,
-    write_points,
-)
-from wanma.bench.place import describe_hardware
 from wanma.bench.programs.contender import Contender
-from wanma.bench.results.directory import ResultDirectory, read_results
 from wanma.bench.results.result import BenchmarkResult
 from wanma.bench.runner import Rule
 from wanma.bench.suites.suite_file import Suite, SuiteFile
@@ -36,7 +32,6 @@ from wanma.hardware.discovery.network_interfaces import check_interface
 from wanma.job.cluster import NodeGroup
 from wanma.job.errors import JobError, did_you_mean
 from wanma.job.run.resource_limits import usable_memory_bytes
-from wanma.job.run.run_directory import RunDirectory
 from wanma.observe.units import bytes_text
 from wanma.planner.calibration.device_benchmarks import CPU_COPY_BYTES
 from wanma.planner.calibration.host_benchmarks import STREAMED_BYTES
@@ -48,6 +43,8 @@ DEFAULT_ROUNDS = 5
 SMOKE_SECONDS = 1.0
 RANK_BYTES = STREAMED_BYTES + 2 * CPU_COPY_BYTES
 """Memory of a rank's largest buffers in bytes."""
+MAX_BUFFERS = 3
+"""Maximum buffers of the largest message that a rank holds at once."""
 
 
 def machine_suite(
@@ -59,28 +56,36 @@ def machine_suite(
     overrides: Sequence[str] = (),
     rounds: int = DEFAULT_ROUNDS,
     calibrates: bool = False,
+    selection: CollectiveSelection = ALL_COLLECTIVES,
 ) -> tuple[Suite, Rule]:
     """Return suite and rule of the machine benchmark.
 
     Args:
         ranks: numbers of ranks on each node; default: one, and one for each GPU, or core of a CPU.
         seconds: approximate duration of one execution.
-        parts: parts of the machine; default: all.
+        parts: parts of the machine; default: all, or collectives if some are selected.
         folder: folder of the file system to measure; default: that of run directories.
         overrides: keys of `[cluster]`, such as 'cluster.nodes=2'.
         rounds: executions of each number of ranks.
         calibrates: True: ranks are by default 1, 2, 4 ... to all, between which forecasts choose.
+        selection: collectives to measure; default: all.
 
     Raises:
         WanmaError: an argument is wrong, or the ranks do not fit into memory.
     """
     if seconds <= 0:
         raise JobError(f"--seconds {seconds:g}: must be above 0", "give at least 1")
-    chosen = _select_parts(parts)
+    chosen = _select_parts(parts or (["collectives"] if selection.words else []))
     section = parse_benchmark_cluster(overrides)
     check_interface(section.network_interface)
     node = measured_node(section)
+    if selection.words:
+        from wanma.bench.machine.cases import known_algorithms  # imports torch
+
+        selection.algorithms_of(known_algorithms("cuda" if node.devices else "cpu"))
     counts = _rank_counts(node, ranks, section.nodes, chosen, calibrates)
+    rank_bytes = RANK_BYTES if {*chosen} & {"memory", "storage"} else 0
+    _check_memory(max(counts), max(rank_bytes, MAX_BUFFERS * max(selection.sizes, default=0)))
     place = storage_folder(folder)
     system = file_system(place)
     contenders = tuple(
@@ -94,8 +99,9 @@ def machine_suite(
                 "seconds": f"{seconds:g}",
                 "parts": ",".join(chosen),
                 "storage": f"{place} ({system})" if system else str(place),
+                **({SELECTION: " ".join(selection.words)} if selection.words else {}),
             },
-            command=execution_command(count, seconds, chosen, place, overrides),
+            command=execution_command(count, seconds, chosen, place, overrides, selection),
         )
         for count in counts
     )
@@ -128,29 +134,6 @@ def save_machine_calibration(result: BenchmarkResult, overrides: Sequence[str]) 
     """
     node = measured_node(parse_benchmark_cluster(overrides))
     return save_calibration(load_calibration().with_devices(*calibrations_of(result, node)))
-
-
-def update_points(directory: ResultDirectory, root: Path, runs: Sequence[Path] = ()) -> None:
-    """Write the trainings that the roofline of a machine result shows: runs, and newest results.
-
-    Args:
-        directory: folder of the machine result.
-        root: folder of all results.
-        runs: run directories, which stay in the roofline.
-
-    Raises:
-        WanmaError: a folder has no run whose step time and bytes are known.
-    """
-    hardware = (
-        directory.read(with_measurements=False).hardware if directory.result.exists() else describe_hardware()
-    )
-    points = read_points(directory)
-    for point in reversed(list(points_of_results(list(read_results(root)), hardware))):
-        points = with_new_point(points, point)
-    for path in runs:
-        points = with_new_point(points, point_of_run(RunDirectory(path)))
-    if points:
-        write_points(directory, points)
 
 
 def launched_overrides(overrides: Sequence[str], placement: LauncherPlacement) -> list[str]:
@@ -186,22 +169,17 @@ def node_role(overrides: Sequence[str]) -> Literal["single", "leader", "follower
     return "leader" if section.node_rank == 0 else "follower"
 
 
-def follow_executions(
-    suite: Suite, rule: Rule, overrides: Sequence[str], progress: Callable[[str], None]
-) -> None:
+def follow_executions(suite: Suite, rule: Rule, progress: Callable[[str], None]) -> None:
     """Take part in all executions as a node without rank 0, which keeps no result.
 
     Raises:
         WanmaError: an execution failed, or the nodes did not meet.
     """
     (contender,) = suite.contenders
-    nodes = int(contender.settings[NODES])
-    parts = [part for part in PARTS if part in contender.settings["parts"].split(",")]
-    folder = Path(contender.command[contender.command.index("--folder") + 1])
+    arguments = contender.command[contender.command.index(PROGRAM) + 1 :]
     for number in range(rule.rounds):
         progress(f"execution {number + 1} of {rule.rounds}")
-        count, seconds = int(contender.settings[RANKS]) // nodes, float(contender.settings["seconds"])
-        run_execution(count, seconds, parts, folder, overrides)
+        run_execution(arguments)
 
 
 def _name(ranks: int, nodes: int) -> str:
@@ -239,11 +217,13 @@ def _rank_counts(
                 f"--parts {','.join(parts)}: one rank has no links",
                 "give --ranks 2 or more, or other --parts",
             )
-    needed = 0 if not set(parts) & {"memory", "storage"} else max(counts) * RANK_BYTES
-    if needed > usable_memory_bytes():
-        raise JobError(
-            f"{max(counts)} ranks with buffers of {bytes_text(RANK_BYTES)} need {bytes_text(needed)}, "
-            f"and this node has {bytes_text(usable_memory_bytes())}",
-            "give fewer --ranks",
-        )
     return counts
+
+
+def _check_memory(ranks: int, rank_bytes: int) -> None:
+    if ranks * rank_bytes > usable_memory_bytes():
+        raise JobError(
+            f"{ranks} ranks with buffers of {bytes_text(rank_bytes)} need {bytes_text(ranks * rank_bytes)}, "
+            f"and this node has {bytes_text(usable_memory_bytes())}",
+            "give fewer --ranks, or smaller --sizes",
+        )

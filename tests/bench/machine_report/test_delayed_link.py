@@ -14,6 +14,7 @@ import torch.distributed as dist
 from support.machine_results import machine_result
 from support.ranks import run_ranks
 from wanma.bench.machine.cases import CPU_MESSAGE_BYTES, machine_cases
+from wanma.bench.machine.collective_selection import ALL_COLLECTIVES
 from wanma.bench.machine.figures import execution_figures
 from wanma.bench.machine.worker import times_content
 from wanma.bench.machine_report.slow_parts import SlowPart, find_slow_parts
@@ -44,7 +45,9 @@ def measured(worker: WorkerContext) -> list[dict[str, Any]]:
         group = dist.group.WORLD
         assert group is not None
         dist.isend = delayed
-        cases = machine_cases(worker, group, grid.device, ["links"], 1.0, worker.run_directory, 1)
+        cases = machine_cases(
+            worker, group, grid.device, ["links"], 1.0, worker.run_directory, 1, ALL_COLLECTIVES
+        )
         cases = [case for case in cases if case.name.startswith("pair_stream")]
         for _ in range(EXECUTIONS):
             times = measure_round_robin(cases, 0.1, group)

@@ -44,7 +44,7 @@ def test_tables_have_limits_pairs_slow_links_and_exclusions(result: BenchmarkRes
     assert "GB/s from each rank (row) to each other" in text
     assert re.search(r"ranks=4: rank 1 to rank 2: \d\d\.\d % \(", text)
     assert re.search(r"ranks=4 +5 +1 +Other programs used 1.50 CPUs", text), "one execution is excluded"
-    assert "backend: gloo" in text
+    assert "ranks=4: collectives, gloo" in text
     assert "storage: /data" in text
     assert "a run: 200 GFLOP/s at 20 FLOP/B" in text
     assert "1024x512x512" not in text, "cases are in the page"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -17,9 +16,6 @@ from wanma.bench.machine_report.roofline import (
     roof_line,
 )
 from wanma.bench.machine_report.roofline_chart import roofline_section, roofline_svg
-from wanma.bench.machine_report.training_points import read_points, with_new_point, write_points
-from wanma.bench.results.directory import ResultDirectory
-from wanma.job.errors import WanmaError
 
 ROOFS = Roofs("ranks=4", 4, {"fp32": 1e12, "bf16": 4e12}, 100e9, 10e9)
 POINT = TrainingPoint("a run", "fp32", 4, 1, 0.1, 20e9, 1e9, 0.25e9)
@@ -95,16 +91,3 @@ def test_names_cannot_become_code() -> None:
     html = roofline_section(ROOFS, [evil])
     assert "<script>" not in html
     assert html.count('<div class="bar">') == 3
-
-
-def test_points_are_kept_beside_the_result(tmp_path: Path) -> None:
-    directory = ResultDirectory(tmp_path)
-    assert read_points(directory) == []
-    write_points(directory, [POINT])
-    assert read_points(directory) == [POINT]
-    newer = TrainingPoint("a run", "fp32", 4, 1, 0.2, 20e9, 1e9, 0.25e9)
-    assert with_new_point([POINT], newer) == [newer]
-    for content, fact in (('{"schema": 99, "points": []}', "schema 99"), ("{}", "is damaged")):
-        (tmp_path / "roofline.json").write_text(content)
-        with pytest.raises(WanmaError, match=fact):
-            read_points(directory)

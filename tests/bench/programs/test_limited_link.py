@@ -14,39 +14,30 @@ from wanma.job.errors import WanmaError
 
 MEGABITS = 40
 BYTES = 2 << 20
-SEND = f"""
-import socket, sys, time
+CONNECT = f"""
+import socket, time
 if "{{node}}" == "0":
-    server = socket.create_server(("{ADDRESSES[0]}", 4000))
-    connection, _ = server.accept()
-    began, received = time.monotonic(), 0
+    connection, _ = socket.create_server(("{ADDRESSES[0]}", 4000)).accept()
+while "{{node}}" == "1":
+    try:
+        connection = socket.create_connection(("{ADDRESSES[0]}", 4000))
+        break
+    except OSError:
+        time.sleep(0.05)
+began = time.monotonic()
+if "{{node}}" == "0":
+"""
+SEND = f"""{CONNECT}
+    received = 0
     while data := connection.recv(1 << 16):
         received += len(data)
     print(received, time.monotonic() - began)
 else:
-    while True:
-        try:
-            connection = socket.create_connection(("{ADDRESSES[0]}", 4000))
-            break
-        except OSError:
-            time.sleep(0.05)
     connection.sendall(bytes({BYTES}))
 """
-
-
-ECHO = f"""
-import socket, time
-if "{{node}}" == "0":
-    connection, _ = socket.create_server(("{ADDRESSES[0]}", 4000)).accept()
+ECHO = f"""{CONNECT}
     connection.sendall(connection.recv(1))
 else:
-    while True:
-        try:
-            connection = socket.create_connection(("{ADDRESSES[0]}", 4000))
-            break
-        except OSError:
-            time.sleep(0.05)
-    began = time.monotonic()
     connection.sendall(b"1")
     connection.recv(1)
     print(time.monotonic() - began)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from wanma.bench.scale import targets
-from wanma.bench.scale.growth import Growth, default_axis, growth_of
+from wanma.bench.scale.growth import default_axis, growth_of
 from wanma.bench.scale.targets import target_here, target_of_cluster, target_of_device
 from wanma.bench.suites.scale_table import doubled_counts, parse_counts
 from wanma.hardware.cluster_file.shorthand import parse_shorthand
@@ -137,12 +137,3 @@ def test_a_part_of_a_server_has_its_part_of_the_network(
     target = target_here([], uses_cpu=False, network=None)
     assert (target.unit, target.ranks_per_node) == ("GPUs", devices)
     assert target.nodes_for(4 * devices).nodes[0].network_text == network
-
-
-def test_a_growth_takes_more_settings() -> None:
-    growth = Growth("dp_shard", 1, 16, 1, False, {"train.steps": "5"})
-    assert growth.with_settings({"parallel.tp": "2"}, 2).settings_of(8) == {
-        "train.steps": "5",
-        "parallel.tp": "2",
-        "parallel.dp_shard": "4",
-    }

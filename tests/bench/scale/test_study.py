@@ -10,27 +10,28 @@ import re
 from pathlib import Path
 
 import pytest
-from rich.console import Console, Group
+from rich.console import Console
 
 from support.benchmark_results import benchmark_result
 from support.scaling_jobs import JOBS
 from wanma.bench.presentation.page import result_page
 from wanma.bench.presentation.result_tables import scaling_csv
-from wanma.bench.presentation.scale_page import scale_charts
-from wanma.bench.presentation.scale_terminal import scale_parts
-from wanma.bench.presentation.scale_texts import scale_columns, scale_rows
+from wanma.bench.presentation.scale_charts import scale_charts
+from wanma.bench.presentation.scale_texts import scale_sections
+from wanma.bench.presentation.terminal import result_tables
 from wanma.bench.results.directory import ResultDirectory
 from wanma.bench.results.result import BenchmarkResult
 from wanma.bench.scale import targets
-from wanma.bench.scale.sentences import _cause, chosen_alternatives, number_of_digits
+from wanma.bench.scale.sentences import curve_sentences, number_of_digits
 from wanma.bench.scale.stored_study import (
     Curve,
+    CurvePoint,
+    Interval,
     PartGrowth,
     ScaleStudy,
-    StoredAlternative,
     StoredKnee,
 )
-from wanma.bench.scale.study import BEST_PLAN, MeasuredPoint, read_growth, study_scaling
+from wanma.bench.scale.study import MeasuredPoint, read_growth, study_scaling
 from wanma.bench.statistics.estimates import Estimate
 from wanma.bench.suites.scale_table import ScaleTable
 from wanma.hardware.cluster_file.shorthand import parse_shorthand
@@ -68,7 +69,7 @@ def forecast_study(tmp_path_factory: pytest.TempPathFactory) -> ScaleStudy:
     path = JOBS["shards over a slow network"].write(folder)
     table = ScaleTable(
         to=512, weak=True, axis="dp_shard", clusters=["1x8 A100 SXM 80GB, 1x100G"], gpus=["H100 SXM"],
-        best_plan=False, batch_ranks=8,
+        batch_ranks=8,
     )  # fmt: skip
     scaled, growth = read_growth(table, path)
     return study_scaling(scaled, growth, table, {}, quiet)
@@ -85,7 +86,7 @@ def measured_study(tmp_path_factory: pytest.TempPathFactory) -> ScaleStudy:
 
 
 def study_with_measurements(path: Path) -> ScaleStudy:
-    table = ScaleTable(measure=[1, 2], to=32, axis="dp_replicate", network="1x25G", best_plan=True)
+    table = ScaleTable(measure=[1, 2], to=32, axis="dp_replicate", network="1x25G")
     scaled, growth = read_growth(table, path)
     plain = study_scaling(scaled, growth, table, {}, quiet).curves[0]
     rates = {point.ranks: (point.forecast or 0.0) / 2 for point in plain.points}
@@ -141,34 +142,31 @@ def test_a_part_that_adds_time_while_its_share_falls_is_not_said_to_grow() -> No
     knee = StoredKnee(
         ranks=2,
         reference_ranks=1,
-        last_ranks=1,
         efficiency=0.77,
         growths=[
             PartGrowth(part="compute", before=0.96, after=0.86, added=0.16),
             PartGrowth(part="optimizer", before=0.04, after=0.14, added=0.14),
         ],
     )
-    text = _cause(knee, "")
+    point = CurvePoint(ranks=1, global_batch=1, speedup=Interval(value=1.0, low=1.0, high=1.0))
+    text = " ".join(curve_sentences([point], knee, "GPUs", 0.8, ""))
     assert "falls from 96 % to 86 % of a step" in text
     assert "optimizer from 4.0 % to 14 %" in text
 
 
-def test_sentences_name_knee_cause_and_what_moves_it(forecast_study: ScaleStudy) -> None:
+def test_sentences_name_knee_and_cause(forecast_study: ScaleStudy) -> None:
     slow, fast = forecast_study.curves
     text = " ".join(slow.sentences)
     assert slow.knee is not None
     assert f"from {slow.knee.ranks} GPUs on" in text
     assert "(dp) grows from 1.2 % to 16 % of a step" in text
     assert "over a network of 1 × 100G per node" in text
-    (best,) = [one for one in slow.knee.alternatives if one.change == "parallel.shard = optimizer"]
-    assert f"optimizer beyond {best.last} GPUs" in text
     assert fast.sentences[-1] == "Efficiency stays at or above 80 % up to 512 GPUs."
 
 
 def test_measurements_stand_beside_their_forecasts(measured_study: ScaleStudy) -> None:
-    curve, best = measured_study.curves
+    (curve,) = measured_study.curves
     assert curve.target.endswith("(here)")
-    assert best.layout == BEST_PLAN
     one, two, four = curve.points[:3]
     assert one.measured is not None
     assert one.error == pytest.approx(1.0), "the forecast is twice the measurement"
@@ -196,13 +194,17 @@ def test_nodes_without_a_network_have_no_forecast_beyond_one(
     monkeypatch.setattr(targets, "with_measured_cpu_peak", lambda _: node)
     path = tmp_path / "job.toml"
     path.write_text(HERE)
-    table = ScaleTable(measure=[1, 2], to=8, axis="dp_replicate", best_plan=False)
+    table = ScaleTable(measure=[1, 2], to=8, axis="dp_replicate")
     scaled, growth = read_growth(table, path)
-    (curve,) = study_scaling(scaled, growth, table, {}, quiet).curves
+    study = study_scaling(scaled, growth, table, {}, quiet)
+    (curve,) = study.curves
     assert [point.forecast is not None for point in curve.points] == [True, True, False, False]
     assert "the network between the 2 nodes" in curve.points[2].reason
-    rows = list(scale_rows(curve))
-    assert rows[-1][0] == ["4–8"], "neighbours with the same reason share a row"
+    ((_, notes, _, rows),) = scale_sections(study)
+    assert [row[0] for row in rows] == ["1", "2"]
+    assert any(note.startswith("4–8 ranks: ") for note in notes), (
+        "neighbours with the same reason share a note"
+    )
 
 
 def result_with(study: ScaleStudy) -> BenchmarkResult:
@@ -260,7 +262,7 @@ def test_the_terminal_shows_everything_in_its_width(
 ) -> None:
     for study in (measured_study, forecast_study):
         console = Console(width=100, record=True, file=io.StringIO())
-        console.print(Group(*scale_parts(study)))
+        console.print(result_tables(result_with(study)))
         text = console.export_text()
         for curve in study.curves:
             assert curve.name in text.replace("\n", " ")
@@ -268,20 +270,8 @@ def test_the_terminal_shows_everything_in_its_width(
                 if point.speedup is not None:
                     assert number_of_digits(point.speedup.value, 4) in text
         assert "…" not in text
-    assert scale_columns(forecast_study.curves[0]) == (
-        "GPUs", "expected/s (90 %)", "speedup", "ideal", "efficiency",
-    )  # fmt: skip
-
-
-def test_advice_names_one_change_of_a_kind_and_layouts_first() -> None:
-    def one(change: str, note: str = "") -> StoredAlternative:
-        return StoredAlternative(change=change, note=note, knee=64, last=32, efficiency=0.9)
-
-    found = chosen_alternatives(
-        [one("a network of 8 × 800G", "other hardware"), one("parallel.tp = 8"), one("parallel.tp = 4"),
-         one("parallel.pp = 2")]
-    )  # fmt: skip
-    assert [each.change for each in found] == ["parallel.tp = 8", "parallel.pp = 2", "a network of 8 × 800G"]
+    for _, _, columns, _ in scale_sections(forecast_study):
+        assert columns == ("GPUs", "expected/s (90 %)", "speedup", "ideal", "efficiency")
 
 
 @pytest.mark.parametrize(

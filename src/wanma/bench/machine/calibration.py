@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import get_args
 
-from wanma.bench.collectives.calibration_operators import calibration_operators
-from wanma.bench.machine.machine_result import NODES, node_count, rank_count
+from wanma.bench.machine.collective_selection import DIRECT
+from wanma.bench.machine.machine_result import NODES, SELECTION, node_count, rank_count
 from wanma.bench.machine_figures.case_names import PARTS, CaseParts, is_case_figure, parse_case
 from wanma.bench.results.result import BenchmarkResult, ContenderRecord
 from wanma.collectives.measurement.bandwidth import BUS_FACTORS
@@ -23,6 +23,22 @@ from wanma.planner.hardware_model.model import DeviceModel
 PRECISIONS = {"cpu": ("fp32", "bf16", "fp16"), "cuda": ("bf16", "fp16", "fp32")}
 """Precisions of products and attention by type of device."""
 KINDS: tuple[BenchmarkKind, ...] = get_args(BenchmarkKind)
+BACKEND = "backend"
+_CPU_OPERATORS: dict[tuple[str, str], tuple[BenchmarkKind, ...]] = {
+    ("all_reduce", BACKEND): ("all_reduce",),
+    ("all_gather", DIRECT): ("all_gather",),
+    ("all_gather", BACKEND): ("tensor_gather",),
+    ("reduce_scatter", DIRECT): ("reduce_scatter",),
+    ("reduce_scatter", BACKEND): ("tensor_scatter",),
+    ("all_to_all", BACKEND): ("all_to_all",),
+}
+_GPU_OPERATORS: dict[tuple[str, str], tuple[BenchmarkKind, ...]] = {
+    ("all_reduce", BACKEND): ("all_reduce",),
+    ("all_gather", BACKEND): ("all_gather", "tensor_gather"),
+    ("reduce_scatter", BACKEND): ("reduce_scatter", "tensor_scatter"),
+    ("all_to_all", BACKEND): ("all_to_all",),
+}
+"""Operators of a calibration by collective and algorithm, of those that training runs."""
 
 
 def check_savable(settings: Mapping[str, str]) -> None:
@@ -33,10 +49,11 @@ def check_savable(settings: Mapping[str, str]) -> None:
             f"--save with --nodes {nodes}: a calibration holds the links of one node",
             "remove --save; describe the network between nodes in a cluster file",
         )
-    if missing := [part for part in PARTS if part not in parts]:
+    missing = [part for part in PARTS if part not in parts]
+    if missing or SELECTION in settings:
         raise JobError(
-            f"--save without {', '.join(missing)}: a calibration needs all parts",
-            "remove --parts, or --save",
+            f"--save without {', '.join(missing) or 'all collectives'}: a calibration needs all parts",
+            "remove --parts, --sizes, --collectives and --algorithms, or --save",
         )
 
 
@@ -119,7 +136,7 @@ def _points(figures: Mapping[str, float], ranks: int, has_gpus: bool) -> Iterato
 def _collective_operators(parts: CaseParts, has_gpus: bool) -> tuple[BenchmarkKind, ...]:
     if parts.kind == "send":
         return ("send",)
-    return calibration_operators(parts.kind, parts.algorithm, on_cpu=not has_gpus)
+    return (_GPU_OPERATORS if has_gpus else _CPU_OPERATORS).get((parts.kind, parts.algorithm), ())
 
 
 def threads_per_core(node: NodeGroup, plan: Plan) -> float:

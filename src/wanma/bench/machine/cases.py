@@ -10,16 +10,21 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from wanma.bench.collectives.selection import BenchmarkSelection
-from wanma.bench.collectives.worker import collective_cases, known_algorithms
 from wanma.bench.machine.calibration import PRECISIONS
+from wanma.bench.machine.collective_selection import DIRECT, CollectiveSelection
 from wanma.bench.machine.decoder_cases import decoder_cases
 from wanma.bench.machine_figures.case_names import PART_OF_KIND, Part, case_name
-from wanma.collectives.measurement.microbenchmark import BACKEND_ALGORITHM, measure_collective
+from wanma.collectives.algorithms.algorithm_table import ALGORITHMS
+from wanma.collectives.measurement.microbenchmark import (
+    BACKEND_ALGORITHM,
+    MeasuredCollective,
+    measure_collective,
+)
 from wanma.collectives.measurement.pair_links import (
     measure_bisection,
     measure_pair_latency,
@@ -34,6 +39,11 @@ MAX_RANKS_OF_ALL_PAIRS = 32
 """Largest number of ranks of which each pair is measured; of more, those within nodes and one between two."""
 CPU_MESSAGE_BYTES, GPU_MESSAGE_BYTES = 1 << 24, 1 << 26
 """Size of a message over a single link."""
+_BACKEND_ONLY_COLLECTIVES: dict[str, MeasuredCollective] = {
+    "all_gather": "tensor_gather",
+    "reduce_scatter": "tensor_scatter",
+}
+"""Backend's own variants of collectives that the runtime does not leave to the backend on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,7 @@ def machine_cases(
     threads_per_core: float,
     folder: Path,
     node_count: int,
+    selection: CollectiveSelection,
 ) -> list[MachineCase]:
     """Return the cases of some parts; all ranks of the group call it.
 
@@ -66,11 +77,12 @@ def machine_cases(
         threads_per_core: threads of all ranks per core of a CPU, at least 1.
         folder: folder of the file system to measure.
         node_count: number of nodes, with as many ranks on each.
+        selection: collectives to measure.
     """
     cases = [
         *_own_cases(worker, group, device, parts, threads_per_core, folder),
         *(_link_cases(group, device, node_count) if group.size() > 1 else ()),
-        *(_collective_cases(group, device, node_count) if group.size() > 1 else ()),
+        *(_collective_cases(group, device, node_count, selection) if group.size() > 1 else ()),
     ]
     return [case for case in cases if PART_OF_KIND[case.name.partition(".")[0]] in parts]
 
@@ -123,11 +135,29 @@ def _link_cases(group: dist.ProcessGroup, device: torch.device, node_count: int)
 
 
 def _collective_cases(
-    group: dist.ProcessGroup, device: torch.device, node_count: int
+    group: dist.ProcessGroup, device: torch.device, node_count: int, selection: CollectiveSelection
 ) -> Iterator[MachineCase]:
-    """Yield each collective by each algorithm."""
-    sizes = collective_buffers(device)
-    selection = BenchmarkSelection(sizes, tuple(known_algorithms(device.type)), ("fp32",))
-    for case in collective_cases(selection, group, device, node_count):
-        name = f"{case.collective}.{case.algorithm}.{case.dtype}.{sizes[case.size_index]}"
-        yield MachineCase(name, case.measure)
+    """Yield each selected collective by each algorithm and size."""
+    node_size = group.size() // node_count
+    nodes = [range(first, first + node_size) for first in range(0, group.size(), node_size)]
+    for collective, algorithm in selection.algorithms_of(known_algorithms(device.type)):
+        measured, by = cast("MeasuredCollective", collective), algorithm
+        if algorithm == DIRECT:
+            by = BACKEND_ALGORITHM
+        elif algorithm == BACKEND_ALGORITHM and device.type == "cpu":
+            measured = _BACKEND_ONLY_COLLECTIVES.get(collective, measured)
+        for size in selection.sizes or collective_buffers(device):
+            measure = partial(
+                measure_collective, measured, size, group, device, algorithm=by, ranks_by_node=nodes
+            )
+            yield MachineCase(f"{collective}.{algorithm}.fp32.{size}", measure)
+
+
+def known_algorithms(device: str) -> Iterator[tuple[str, str]]:
+    """Yield (collective, algorithm) for all that can be measured on 'cpu' or 'cuda'."""
+    for collective, algorithms in ALGORITHMS.items():
+        yield collective, BACKEND_ALGORITHM
+        if device == "cpu" and collective in _BACKEND_ONLY_COLLECTIVES:
+            yield collective, DIRECT
+        for name in algorithms:
+            yield collective, name

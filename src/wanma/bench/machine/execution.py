@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from wanma.bench.collectives.benchmark import parse_benchmark_cluster
 from wanma.bench.machine.calibration import threads_per_core
+from wanma.bench.machine.collective_selection import CollectiveSelection
 from wanma.bench.machine.figures import execution_figures
 from wanma.bench.machine.machine_result import PROGRAM
 from wanma.bench.machine.storage_place import storage_folder
@@ -24,8 +24,9 @@ from wanma.bench.programs.command_program import FIGURE_MARK
 from wanma.bench.programs.places import PYTHON, word
 from wanma.hardware.discovery.node import discover_node
 from wanma.job.cluster import NodeGroup
-from wanma.job.errors import WanmaError
-from wanma.job.sections.cluster import ClusterSection
+from wanma.job.errors import JobError, WanmaError
+from wanma.job.file.cluster_overrides import parse_cluster_section
+from wanma.job.sections.cluster import BudgetSection, ClusterSection
 from wanma.planner.calibration.local_node import baseline_plan
 
 ENTRY = "wanma.bench.machine.worker:measure_machine_worker"
@@ -39,17 +40,25 @@ def measured_node(section: ClusterSection) -> NodeGroup:
     return replace(node, devices=()) if section.device == "cpu" else node
 
 
-def run_execution(
-    ranks: int, seconds: float, parts: Sequence[Part], folder: Path, overrides: Sequence[str]
-) -> dict[str, float] | None:
+def parse_benchmark_cluster(overrides: Sequence[str]) -> ClusterSection:
+    """Return the `[cluster]` section of `overrides`.
+
+    Raises:
+        JobError: a key of another section, a wrong value, a range of nodes, or a budget.
+    """
+    section = parse_cluster_section(
+        overrides, "wanma bench", "give keys of [cluster] only, e.g. cluster.network_interface=eth1"
+    )
+    if section.budget != BudgetSection():
+        raise JobError("wanma bench: cluster.budget limits runs alone", "leave it out, and give --seconds")
+    return section
+
+
+def run_execution(arguments: Sequence[str]) -> dict[str, float] | None:
     """Measure once with the ranks of this node, and return the figures by name.
 
     Args:
-        ranks: ranks on each node.
-        seconds: approximate duration of the rounds.
-        parts: parts of the machine.
-        folder: folder of the file system to measure.
-        overrides: keys of `[cluster]`.
+        arguments: words after the program of `execution_command`.
 
     Returns:
         None on a node without rank 0.
@@ -57,19 +66,39 @@ def run_execution(
     Raises:
         WanmaError: a rank failed, or the nodes did not meet.
     """
-    section = parse_benchmark_cluster(overrides)
-    folder = storage_folder(folder)
+    parser = argparse.ArgumentParser(prog=PROGRAM)
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--parts", type=_words, default=PARTS)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--sizes")
+    parser.add_argument("--collectives", type=_words, default=[])
+    parser.add_argument("--algorithms", type=_words, default=[])
+    given = parser.parse_args(arguments)
+    section = parse_benchmark_cluster(given.set)
     node = measured_node(section)
-    plan = baseline_plan(node, ranks, section.nodes)
+    plan = baseline_plan(node, given.ranks, section.nodes)
     from wanma.bench.machine.worker import MachineRequest  # imports torch
 
-    request = MachineRequest(plan, seconds, threads_per_core(node, plan), folder, tuple(parts), section.nodes)
-    fingerprint = hashlib.sha256(repr((ranks, seconds, parts, section.nodes, section.device)).encode())
-    launch = RankLaunch(
-        ENTRY, PRELOAD, pickle.dumps(request), plan, seconds, section, fingerprint.hexdigest()[:16]
+    request = MachineRequest(
+        plan,
+        given.seconds,
+        threads_per_core(node, plan),
+        storage_folder(given.folder),
+        tuple(part for part in PARTS if part in given.parts),
+        section.nodes,
+        CollectiveSelection.parse(given.sizes, given.collectives, given.algorithms),
     )
+    shared = (given.ranks, given.seconds, request.parts, section.nodes, section.device, request.selection)
+    fingerprint = hashlib.sha256(repr(shared).encode()).hexdigest()[:16]
+    launch = RankLaunch(ENTRY, PRELOAD, pickle.dumps(request), plan, given.seconds, section, fingerprint)
     written = measure_on_ranks(launch, lambda text: print(text, file=sys.stderr, flush=True))
     return None if written is None else execution_figures(written, plan.world_size)
+
+
+def _words(text: str) -> list[str]:
+    return text.split(",")
 
 
 def print_figures(figures: Mapping[str, float]) -> None:
@@ -80,28 +109,34 @@ def print_figures(figures: Mapping[str, float]) -> None:
 
 
 def execution_command(
-    ranks: int, seconds: float, parts: Sequence[Part], folder: Path, overrides: Sequence[str]
+    ranks: int,
+    seconds: float,
+    parts: Sequence[Part],
+    folder: Path,
+    overrides: Sequence[str],
+    selection: CollectiveSelection,
 ) -> tuple[str, ...]:
-    """Return the command line of an execution, by this interpreter; arguments as for `run_execution`."""
+    """Return the command line of an execution, by this interpreter.
+
+    Args:
+        ranks: ranks on each node.
+        seconds: approximate duration of the rounds.
+        parts: parts of the machine.
+        folder: folder of the file system to measure.
+        overrides: keys of `[cluster]`.
+        selection: collectives.
+    """
     settings = [word for text in overrides for word in ("--set", text)]
     return (
-        *(word(PYTHON), "-m", PROGRAM, "--ranks", str(ranks)),
-        *("--seconds", f"{seconds:g}", "--parts", ",".join(parts), "--folder", str(folder), *settings),
+        *(word(PYTHON), "-m", PROGRAM, "--ranks", str(ranks), "--seconds", f"{seconds:g}"),
+        *("--parts", ",".join(parts), "--folder", str(folder), *settings, *selection.words),
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Run the command and return its exit code."""
-    parser = argparse.ArgumentParser(prog="wanma.bench.machine.execution")
-    parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--set", action="append", default=[])
-    given = parser.parse_args(arguments)
-    parts = [part for part in PARTS if part in given.parts.split(",")]
     try:
-        figures = run_execution(given.ranks, given.seconds, parts, given.folder, given.set)
+        figures = run_execution(sys.argv[1:])
     except WanmaError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -10,13 +10,15 @@ SUITE = "machine"
 """Name of the suite; that of a smoke test has a suffix."""
 RANKS, NODES = "ranks", "nodes"
 """Settings of a contender: ranks of all nodes, and nodes."""
+SELECTION = "selection"
+"""Setting of a contender whose collectives are selected: the options."""
 PROGRAM = "wanma.bench.machine.execution"
 """Module that each execution runs."""
 
 
 def is_machine_result(result: BenchmarkResult) -> bool:
     """Return True if a result is of a machine's limits."""
-    return any(PROGRAM in contender.command for contender in result.contenders)
+    return any(PROGRAM in one.command and RANKS in one.settings for one in result.contenders)
 
 
 def rank_count(contender: ContenderRecord) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from wanma.bench.machine.cases import MachineCase, machine_cases
+from wanma.bench.machine.collective_selection import CollectiveSelection
 from wanma.bench.machine_figures.case_names import Part
 from wanma.bench.measurements.rank_measurement import open_rank_measurement
 from wanma.job.plan.plan import Plan
@@ -29,6 +30,7 @@ class MachineRequest:
     """Folder of the file system to measure."""
     parts: tuple[Part, ...]
     node_count: int
+    selection: CollectiveSelection
 
 
 def measure_machine_worker(worker: WorkerContext, payload: bytes) -> None:
@@ -47,6 +49,7 @@ def measure_machine_worker(worker: WorkerContext, payload: bytes) -> None:
             request.threads_per_core,
             request.folder,
             request.node_count,
+            request.selection,
         )
         times = measure_round_robin(
             cases,

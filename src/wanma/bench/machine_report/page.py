@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from wanma.bench.collectives.charts import DEFINITIONS, charts
 from wanma.bench.figures.metrics import rate_text
 from wanma.bench.machine.figures import product_flops
 from wanma.bench.machine.machine_result import limit_metrics
 from wanma.bench.machine_figures.case_names import is_case_figure, parse_case
-from wanma.bench.machine_report.collective_results import collective_results
+from wanma.bench.machine_report.collectives import DEFINITIONS, backend_of, charts, collective_timings
 from wanma.bench.machine_report.roofline import TrainingPoint, find_roofs
 from wanma.bench.machine_report.roofline_chart import roofline_section
 from wanma.bench.machine_report.slow_parts import MIN_EFFECT
@@ -159,12 +157,11 @@ def _pair_cell(rate: float | None, highest: float) -> str:
 
 def _collective_sections(result: BenchmarkResult) -> Iterator[str]:
     for contender in result.contenders:
-        measured = collective_results(result, contender)
-        if measured is not None and all(math.isfinite(one.link_bytes_per_second) for one in measured.timings):
-            figures = "".join(map(chart_figure, charts(measured)))
-            note = f'<p class="note">{escape(DEFINITIONS)} Limit: {escape(measured.limit)}.</p>'
+        if timings := collective_timings(result, contender):
+            figures = "".join(map(chart_figure, charts(timings)))
+            title = f"{contender.name}: collectives, {backend_of(result, contender)}"
             yield (
-                f"<h2>{escape(contender.name)}: collectives, {escape(measured.title)}</h2>{note}"
+                f'<h2>{escape(title)}</h2><p class="note">{escape(DEFINITIONS)}</p>'
                 f'<section class="charts">{figures}</section>'
             )
 

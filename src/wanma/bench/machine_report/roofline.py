@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from wanma.bench.figures.metrics import rate_text
 from wanma.bench.machine.machine_result import node_count, rank_count
@@ -41,7 +40,7 @@ class TrainingPoint:
     """Training below the roofs; amounts are those of one step on one rank."""
 
     name: str
-    """Name of the run, or of the contender and its result."""
+    """Name of the contender and its result."""
     precision: str
     ranks_per_node: int
     threads_per_rank: int
@@ -63,14 +62,6 @@ class TrainingPoint:
     def intensity(self) -> float:
         """FLOPs of the model per byte of memory traffic."""
         return self.flops / self.memory_bytes if self.memory_bytes else math.inf
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> TrainingPoint:
-        """Return the point that `to_json` wrote; unknown keys are ignored."""
-        return cls(**{part.name: content[part.name] for part in fields(cls)})
 
 
 @dataclass(frozen=True)

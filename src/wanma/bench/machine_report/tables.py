@@ -6,15 +6,14 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from wanma.bench.collectives.terminal_tables import fastest_text
 from wanma.bench.figures.texts import estimate_text
 from wanma.bench.machine.machine_result import limit_metrics, rank_count
-from wanma.bench.machine_report.collective_results import collective_results
+from wanma.bench.machine_report.collectives import backend_of, collective_timings, fastest_text, timings_table
 from wanma.bench.machine_report.nominal import nominal_line
 from wanma.bench.machine_report.roofline import TrainingPoint, find_roofs, point_line, roof_line
 from wanma.bench.machine_report.slow_parts import MIN_EFFECT, MIN_PARTS, SlowPartReport, find_slow_parts
 from wanma.bench.presentation.terminal import empty_table, measurement_table, place_lines
-from wanma.bench.results.result import BenchmarkResult
+from wanma.bench.results.result import BenchmarkResult, ContenderRecord
 from wanma.collectives.measurement.bandwidth import BUS_FACTORS
 from wanma.observe.units import MISSING_TEXT, percent_text
 
@@ -54,10 +53,7 @@ def machine_tables(result: BenchmarkResult, points: Sequence[TrainingPoint] = ()
         if 2 < rank_count(contender) <= MAX_MATRIX_RANKS and (rows := pair_rates(result, contender.name)):
             parts.append(Text(f"\n{contender.name}: GB/s from each rank (row) to each other", style="bold"))
             parts.append(_matrix(rows))
-        lines = _fastest_lines(result, contender.name)
-        if lines:
-            parts.append(Text(f"\n{contender.name}: algorithms of collectives", style="bold"))
-            parts += [Text(line) for line in lines]
+        parts += _collective_parts(result, contender)
     if lines := roofline_lines(result, points):
         parts.append(Text("\nRoofline of one rank", style="bold"))
         parts += [Text(line) for line in lines]
@@ -156,15 +152,24 @@ def _limit_tables(result: BenchmarkResult) -> Iterator[tuple[str, Table]]:
         yield title, table
 
 
-def _fastest_lines(result: BenchmarkResult, contender: str) -> list[str]:
-    measured = collective_results(result, result.contender(contender))
-    if measured is None:
-        return []
-    lines = [f"backend: {measured.backend}"] if measured.backend else []
-    for collective, group in groupby(measured.timings, key=lambda timing: timing.collective):
-        if text := fastest_text(list(group)):
-            lines.append(f"{collective}: {text}")
-    return lines
+def _collective_parts(result: BenchmarkResult, contender: ContenderRecord) -> Iterator[RenderableType]:
+    """Yield the fastest algorithms by size; where collectives alone are measured, all times, too."""
+    from rich.text import Text
+
+    timings = collective_timings(result, contender)
+    if not timings:
+        return
+    yield Text(f"\n{contender.name}: collectives, {backend_of(result, contender)}", style="bold")
+    shows_times = not {*str(contender.settings["parts"]).split(",")} - {"links", "collectives"}
+    for collective, group in groupby(timings, key=lambda timing: timing.collective):
+        own = list(group)
+        text = fastest_text(own)
+        if shows_times:
+            yield Text(f"\n{collective}", style="bold")
+            yield timings_table(own)
+            yield Text(text, style="dim")
+        elif text:
+            yield Text(f"{collective}: {text}")
 
 
 def _matrix(rows: dict[int, dict[int, float]]) -> Table:

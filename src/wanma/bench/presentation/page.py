@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -21,7 +21,7 @@ from wanma.bench.figures.texts import (
 from wanma.bench.presentation.breakdown_chart import breakdown_card
 from wanma.bench.presentation.charts import contender_colours, result_charts
 from wanma.bench.presentation.result_tables import sections, summary_metrics
-from wanma.bench.presentation.scale_page import scale_section
+from wanma.bench.presentation.scale_charts import scale_charts
 from wanma.bench.presentation.terminal import (
     description_lines,
     exclusion_reasons,
@@ -31,6 +31,7 @@ from wanma.bench.presentation.terminal import (
 )
 from wanma.bench.results.hardware_identity import hardware_identity
 from wanma.bench.results.result import BenchmarkResult
+from wanma.bench.scale.stored_study import ScaleStudy
 from wanma.bench.statistics.estimates import Estimate
 from wanma.observe.units import MISSING_TEXT, count_text, number_text
 from wanma.report.components.html_elements import (
@@ -43,7 +44,7 @@ from wanma.report.components.html_elements import (
     table_header,
     table_row,
 )
-from wanma.report.components.line_chart import chart_figure
+from wanma.report.components.line_chart import Chart, chart_figure
 
 MAX_SHOWN_MEASUREMENTS = 400
 MIN_INTERVAL_SHARE = 0.004
@@ -58,23 +59,27 @@ INTERVAL_NOTE = (
 
 def result_page(result: BenchmarkResult) -> str:
     """Return the complete page."""
-    charts = result_charts(result)
+    scaling = [] if result.scale is None else scale_charts(ScaleStudy.model_validate(result.scale))
     return document(
         result.title,
         [
             header(result),
             _key_figures(result),
             breakdown_card(result),
-            scale_section(result),
+            _charts(scaling),
             f'<p class="note">{INTERVAL_NOTE}</p>' if result.contenders else "",
             f'<section class="pair">{"".join(_metric_cards(result))}</section>',
-            f'<section class="charts">{"".join(map(chart_figure, charts))}</section>' if charts else "",
+            _charts(result_charts(result)),
             *_section_cards(result),
             measurement_card(result),
             contender_section(result),
             environment_section(result),
         ],
     )
+
+
+def _charts(charts: Sequence[Chart]) -> str:
+    return f'<section class="charts">{"".join(map(chart_figure, charts))}</section>' if charts else ""
 
 
 def header(result: BenchmarkResult) -> str:

@@ -32,9 +32,10 @@ from wanma.bench.presentation.scale_texts import (
     published_notes,
     published_rows,
     published_title,
+    scale_sections,
 )
 from wanma.bench.results.result import BenchmarkResult
-from wanma.bench.scale.stored_study import PublishedScaling
+from wanma.bench.scale.stored_study import PublishedScaling, ScaleStudy
 from wanma.bench.statistics.estimates import Estimate
 
 SUMMARY_COLUMNS = (
@@ -192,6 +193,8 @@ def sections(
     ):
         if rows:
             yield title, [note], columns, rows
+    if result.scale is not None:
+        yield from scale_sections(ScaleStudy.model_validate(result.scale))
     for value in result.published:
         published = PublishedScaling.model_validate(value)
         yield (

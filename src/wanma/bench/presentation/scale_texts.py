@@ -1,4 +1,4 @@
-"""Cells of the table of a scaling, shared by terminal and page."""
+"""Tables of a scaling and of published scalings, shared by terminal and page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from wanma.bench.scale.sentences import interval_text, number_of_digits
-from wanma.bench.scale.stored_study import Curve, CurvePoint, Interval, PublishedScaling
+from wanma.bench.scale.stored_study import CurvePoint, Interval, PublishedScaling, ScaleStudy
 from wanma.observe.units import MISSING_TEXT, percent_text
 
 BAND_NOTE = (
@@ -17,29 +17,29 @@ BAND_NOTE = (
 )
 
 
-def scale_columns(curve: Curve) -> tuple[str, ...]:
-    """Return the names of the columns of a curve."""
-    measured = ("measured/s", "forecast/s", "error") if has_measurements(curve) else ()
-    return (curve.unit, *measured, "expected/s (90 %)", "speedup", "ideal", "efficiency")
+def scale_sections(
+    study: ScaleStudy,
+) -> Iterator[tuple[str, Sequence[str], Sequence[str], Sequence[Sequence[str]]]]:
+    """Yield title, notes, columns and rows of each curve.
 
-
-def has_measurements(curve: Curve) -> bool:
-    return any(point.measured is not None for point in curve.points)
-
-
-def scale_rows(curve: Curve) -> Iterator[tuple[list[str], str]]:
-    """Yield the cells of each point with the reason why it has no forecast.
-
-    Neighbouring points with the same reason make one row.
+    A note has the reason why points have no forecast, neighbours with the same one together.
     """
-    for is_missing, group in groupby(curve.points, key=_reason_kind):
-        points = list(group)
-        if is_missing:
+    for curve in study.curves:
+        has_measurements = any(point.measured is not None for point in curve.points)
+        names = ("measured/s", "forecast/s", "error") if has_measurements else ()
+        columns = (curve.unit, *names, "expected/s (90 %)", "speedup", "ideal", "efficiency")
+        rows: list[list[str]] = []
+        reasons = []
+        for is_missing, group in groupby(curve.points, key=_reason_kind):
+            points = list(group)
+            if not is_missing:
+                rows += [_cells(point, has_measurements) for point in points]
+                continue
             first, last = points[0].ranks, points[-1].ranks
-            yield [f"{first:,}" if first == last else f"{first:,}–{last:,}"], points[0].reason
-            continue
-        for point in points:
-            yield _cells(point, curve), ""
+            span = f"{first:,}" if first == last else f"{first:,}–{last:,}"
+            reasons.append(f"{span} {curve.unit}: {points[0].reason}.")
+        notes = [*curve.sentences, *reasons, curve.band, *study.notes, BAND_NOTE]
+        yield f"{study.kind.capitalize()} scaling: {curve.name}", notes, columns, rows
 
 
 PUBLISHED_COLUMNS = ("", "speedup", "ideal", "efficiency", "samples/min")
@@ -94,9 +94,9 @@ def efficiency_points(points: Sequence[CurvePoint]) -> list[CurvePoint]:
     return [point for point in points if point.efficiency is not None]
 
 
-def _cells(point: CurvePoint, curve: Curve) -> list[str]:
+def _cells(point: CurvePoint, has_measurements: bool) -> list[str]:
     cells = [f"{point.ranks:,}"]
-    if has_measurements(curve):
+    if has_measurements:
         cells += [
             _interval(point.measured),
             MISSING_TEXT if point.forecast is None else number_of_digits(point.forecast, 4),

@@ -28,10 +28,8 @@ from wanma.bench.figures.texts import (
 )
 from wanma.bench.place import PACKAGES
 from wanma.bench.presentation.result_tables import sections, summary_metrics
-from wanma.bench.presentation.scale_terminal import scale_parts
 from wanma.bench.results.hardware_identity import hardware_identity
 from wanma.bench.results.result import BenchmarkResult
-from wanma.bench.scale.stored_study import ScaleStudy
 from wanma.bench.statistics.estimates import Estimate
 from wanma.bench.statistics.verdicts import Outcome, Verdict
 from wanma.observe.units import MISSING_TEXT, count_text, duration_text
@@ -87,8 +85,6 @@ def result_tables(result: BenchmarkResult, metrics: Sequence[str] = ()) -> Rende
         for row in rows:
             table.add_row(*row)
         parts += [Text(f"\n{title}", style="bold"), table, *(Text(note, style="dim") for note in notes)]
-    if result.scale is not None:
-        parts += scale_parts(ScaleStudy.model_validate(result.scale))
     parts += [Text("\nMeasurements", style="bold"), measurement_table(result)] if result.contenders else []
     if sentence := turns_sentence(result):
         parts.append(Text(sentence, style="dim"))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from wanma.bench.environments.python_environment import PythonEnvironment
+from wanma.bench.programs.python_environment import PythonEnvironment
 
 ContenderKind = Literal["job", "command"]
 

@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 from typing import IO
 
-from wanma.bench.environments.python_environment import program_variables
 from wanma.bench.programs.command_program import CommandProgram
 from wanma.bench.programs.contender import Contender
 from wanma.bench.programs.job_program import JobProgram
+from wanma.bench.programs.python_environment import program_variables
 from wanma.bench.turns.own_clock import OwnClock
 from wanma.job.errors import WanmaError
 

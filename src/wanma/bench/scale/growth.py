@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from wanma.bench.suites.scale_table import Axis
 from wanma.job.errors import EXIT_USAGE, WanmaError
@@ -69,14 +69,6 @@ class Growth:
                 EXIT_USAGE,
             )
         return batch
-
-    def with_settings(self, settings: Mapping[str, str], others: int | None = None) -> Growth:
-        """Return the growth with more overrides, and another product of the other dimensions."""
-        return replace(
-            self,
-            settings={**self.settings, **settings},
-            others=self.others if others is None else others,
-        )
 
 
 def default_axis(job: Job, device: str) -> Axis:

@@ -1,16 +1,15 @@
-"""Sentences about a curve of a scaling: its end, its knee, the cause of it, and what moves it."""
+"""Sentences about a curve of a scaling: its end, its knee, and the cause of it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from wanma.bench.scale.stored_study import CurvePoint, Interval, PartGrowth, StoredAlternative, StoredKnee
+from wanma.bench.scale.stored_study import CurvePoint, Interval, PartGrowth, StoredKnee
 from wanma.observe.units import count_text, percent_text
 
 MIN_SHARE = 0.15
 """Share of the added time from which on a part is named beside the largest."""
-MAX_ALTERNATIVES = 3
 
 
 def curve_sentences(
@@ -79,39 +78,37 @@ def measured_sentences(
 def _knee_sentences(knee: StoredKnee, unit: str, limit: float, network: str) -> Iterator[str]:
     if knee.efficiency is None:
         yield f"From {knee.ranks:,} {unit} on this layout has no plan: {knee.reason.rstrip('.')}."
-    else:
-        yield (
-            f"Knee: from {knee.ranks:,} {unit} on, efficiency is below {_percent(limit)}: throughput per "
-            f"{unit.rstrip('s')} is {_percent(knee.efficiency)} of that on {knee.reference_ranks:,}."
-        )
-        yield _cause(knee, network)
-        if knee.micro_batches is not None and _is_compute_named(knee):
-            before, after = knee.micro_batches
-            if after < before:
-                yield (
-                    f"Compute grows because micro-batches have {count_text(after, 'sample')} instead of "
-                    f"{before}: smaller products use a device less."
-                )
-        if knee.changed:
-            yield _changed(knee)
-    yield _advice(knee, unit)
-
-
-def _cause(knee: StoredKnee, network: str) -> str:
-    """Return the sentence on the parts that grow."""
-    total = sum(max(growth.added, 0.0) for growth in knee.growths)
-    named = [growth for growth in knee.growths[1:] if growth.added >= MIN_SHARE * total]
-    first = knee.growths[0]
-    text = (
-        f"Cause: {first.part} {_growth(first)}{_over(first, network)}, which is "
-        f"{_percent(first.added / total)} of the time that is added per sample"
+        return
+    yield (
+        f"Knee: from {knee.ranks:,} {unit} on, efficiency is below {_percent(limit)}: throughput per "
+        f"{unit.rstrip('s')} is {_percent(knee.efficiency)} of that on {knee.reference_ranks:,}."
     )
-    for growth in named:
+    yield from _causes(knee, network)
+
+
+def _causes(knee: StoredKnee, network: str) -> Iterator[str]:
+    """Yield sentences on the parts that add most, and on smaller micro-batches if compute is one of them."""
+    total = sum(max(growth.added, 0.0) for growth in knee.growths)
+    first, *others = knee.growths
+    others = [growth for growth in others if growth.added >= MIN_SHARE * total]
+    is_exchange = first.part.startswith("exposed") and "(" in first.part
+    over = f", over a network of {network} per node" if network and is_exchange else ""
+    text = (
+        f"Cause: {first.part} {_growth(first)}{over}, which is {_percent(first.added / total)} of the time "
+        "that is added per sample"
+    )
+    for growth in others:
         text += (
             f"; {growth.part} from {_share(growth.before)} to {_share(growth.after)} "
             f"({_percent(growth.added / total)})"
         )
-    return text + "."
+    yield text + "."
+    before, after = knee.micro_batches or (0, 0)
+    if after < before and "compute" in {growth.part for growth in (first, *others)}:
+        yield (
+            f"Compute grows because micro-batches have {count_text(after, 'sample')} instead of {before}: "
+            "smaller products use a device less."
+        )
 
 
 def _growth(growth: PartGrowth) -> str:
@@ -120,58 +117,6 @@ def _growth(growth: PartGrowth) -> str:
     if growth.after < growth.before:
         return f"takes longer per sample, although it falls from {before} to {after} of a step"
     return f"grows from {before} to {after} of a step"
-
-
-def _is_compute_named(knee: StoredKnee) -> bool:
-    """Return True if compute is among the parts that the sentence on the cause names."""
-    total = sum(max(growth.added, 0.0) for growth in knee.growths)
-    return any(growth.part == "compute" and growth.added >= MIN_SHARE * total for growth in knee.growths)
-
-
-def _over(growth: PartGrowth, network: str) -> str:
-    is_exchange = growth.part.startswith("exposed") and "(" in growth.part
-    return f", over a network of {network} per node" if network and is_exchange else ""
-
-
-def _changed(knee: StoredKnee) -> str:
-    """Return the sentence on settings that the plan changed on the way."""
-    changes = ", ".join(knee.changed)
-    if not knee.unchanged_growths:
-        return f"The plan there has {changes}: with the settings of {knee.reference_ranks:,} there is none."
-    driver = knee.unchanged_growths[0]
-    before = 1 + sum(growth.added for growth in knee.unchanged_growths)
-    now = 1 + sum(growth.added for growth in knee.growths)
-    text = (
-        f"The plan there has {changes}; with the settings of {knee.reference_ranks:,}, throughput would be "
-        f"{_percent(1 / before)} of it instead of {_percent(1 / now)}"
-    )
-    if driver.part != knee.growths[0].part:
-        text += (
-            f", because {driver.part} would grow from {_share(driver.before)} to {_share(driver.after)} "
-            "of a step"
-        )
-    return text + "."
-
-
-def _advice(knee: StoredKnee, unit: str) -> str:
-    chosen = chosen_alternatives(knee.alternatives)
-    if not chosen:
-        return "None of the changes that were tried moves it."
-    return f"What moves it: {'; '.join(_alternative(one, knee, unit) for one in chosen)}."
-
-
-def chosen_alternatives(alternatives: Sequence[StoredAlternative]) -> list[StoredAlternative]:
-    """Return the alternatives worth a sentence: the best of each key, layouts before all others."""
-    best: dict[str, StoredAlternative] = {}
-    for one in alternatives:
-        best.setdefault(one.change.partition(" = ")[0] if not one.note else one.note, one)
-    return sorted(best.values(), key=lambda one: bool(one.note))[:MAX_ALTERNATIVES]
-
-
-def _alternative(one: StoredAlternative, knee: StoredKnee, unit: str) -> str:
-    where = f"to {one.knee:,} {unit}" if one.knee is not None else f"beyond {one.last:,} {unit}"
-    note = f"; {one.note}" if one.note else ""
-    return f"{one.change} {where} ({_percent(one.efficiency)} at {knee.ranks:,}{note})"
 
 
 def _share(share: float) -> str:

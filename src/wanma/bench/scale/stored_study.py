@@ -72,34 +72,21 @@ class PartGrowth(Stored):
     """Time of all ranks per sample that it adds, as a share of that of a sample on the fewer ranks."""
 
 
-class StoredAlternative(Stored):
-    """Change that moves the knee."""
-
-    change: str
-    note: str = ""
-    knee: int | None
-    """None: efficiency stays above the limit to the end of the curve."""
-    last: int
-    """Largest number of ranks above the limit."""
-    efficiency: float
-    """Efficiency on as many ranks as the knee has."""
-
-
 class StoredKnee(Stored):
     """Knee of a curve with its causes."""
 
     ranks: int
+    """Smallest number of ranks, of those forecast, whose efficiency is below the limit."""
     reference_ranks: int
-    last_ranks: int
+    """Fewer ranks with the highest throughput per rank, to which efficiency is relative."""
     efficiency: float | None
     """Throughput per rank over that of the reference; None: there is no plan from here on."""
     growths: list[PartGrowth] = []
-    unchanged_growths: list[PartGrowth] = []
-    changed: list[str] = []
+    """Parts of a step by the time that they add, the largest first; `added` makes 1 / efficiency − 1."""
     micro_batches: tuple[int, int] | None = None
     """Samples of a micro-batch at the reference and at the knee; None: without a plan there."""
     reason: str = ""
-    alternatives: list[StoredAlternative] = []
+    """Reason why there is no plan."""
 
 
 class Curve(Stored):
@@ -109,7 +96,7 @@ class Curve(Stored):
     target: str
     """Hardware."""
     layout: str
-    """Dimension that grows, or "best plan"."""
+    """Dimension that grows."""
     unit: str
     """GPUs or ranks."""
     points: list[CurvePoint]

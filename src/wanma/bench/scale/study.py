@@ -5,30 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
-from wanma.bench.scale.alternatives import Alternative, find_alternatives
 from wanma.bench.scale.bands import COVERAGE, Band, BandRule, Observation, band_rule
-from wanma.bench.scale.forecasts import PointForecast, ScaledJob, forecast_curve
+from wanma.bench.scale.forecasts import PointForecast, ScaledJob
 from wanma.bench.scale.growth import Growth, growth_of
-from wanma.bench.scale.knee import Knee, find_knee
+from wanma.bench.scale.knee import find_knee
 from wanma.bench.scale.sentences import curve_sentences, measured_sentences
-from wanma.bench.scale.stored_study import (
-    Curve,
-    CurvePoint,
-    Interval,
-    ScaleStudy,
-    StoredAlternative,
-    StoredKnee,
-)
+from wanma.bench.scale.stored_study import Curve, CurvePoint, Interval, ScaleStudy
 from wanma.bench.scale.targets import Target, target_here, target_of_cluster, target_of_device
 from wanma.bench.statistics.estimates import Estimate
 from wanma.bench.suites.scale_table import ScaleTable, doubled_counts
-from wanma.job.plan.plan import Plan
 from wanma.planner.presentation.formatting import mesh_text, settings_text
-
-BEST_PLAN = "best plan"
 
 
 @dataclass(frozen=True)
@@ -81,21 +69,15 @@ def study_scaling(
     """
     curves = []
     for target in _targets(scaled, table, growth):
-        rule = band_rule(scaled.hardware_class(target))
         own = measured if target.is_here else {}
         first = min(own, default=growth.others)
-        counts = [
-            count
-            for count in doubled_counts(first, max(table.to, first), also=[*own])
-            if count % growth.others == 0
-        ]
-        layout = partial(scaled.forecast_layout, target, growth)
-        points = forecast_curve(counts, layout, progress, f"{target.name}, {growth.axis}")
-        curves.append(_curve(scaled, target, growth, points, own, rule, table.efficiency, growth.axis))
-        if table.best_plan:
-            best = partial(scaled.forecast_best, target, growth)
-            points = forecast_curve(counts, best, progress, f"{target.name}, {BEST_PLAN}")
-            curves.append(_curve(scaled, target, growth, points, {}, rule, table.efficiency, BEST_PLAN))
+        points = []
+        for count in doubled_counts(first, max(table.to, first), also=[*own]):
+            if count % growth.others == 0:
+                points.append(scaled.forecast_layout(target, growth, count))
+                progress(f"forecast {target.name}, {growth.axis}: {count:,}")
+        rule = band_rule(scaled.hardware_class(target))
+        curves.append(_curve(target, points, own, rule, table))
     return ScaleStudy(
         kind="weak" if table.weak else "strong",
         limit=table.efficiency,
@@ -115,51 +97,29 @@ def _targets(scaled: ScaledJob, table: ScaleTable, growth: Growth) -> Iterable[T
 
 
 def _curve(
-    scaled: ScaledJob,
     target: Target,
-    growth: Growth,
     points: Sequence[PointForecast],
     measured: Mapping[int, MeasuredPoint],
     rule: BandRule,
-    limit: float,
-    layout: str,
+    table: ScaleTable,
 ) -> Curve:
-    """Return the stored curve of a layout, or of the best plans."""
-
-    def pinned(ranks: int, plan: Plan) -> PointForecast:
-        """Forecast `ranks` ranks with the micro-batch and recompute of a plan on fewer."""
-        replicas = plan.data_parallel_size * ranks // plan.world_size
-        rows = max(growth.batch_of(ranks) // max(replicas, 1), 1)
-        settings = {
-            "parallel.micro_batch": str(min(plan.micro_batch, rows)),
-            "parallel.recompute": plan.recompute,
-            "parallel.recompute_share": f"{plan.recompute_share:.12g}",
-        }
-        return scaled.forecast_layout(target, growth.with_settings(settings), ranks)
-
-    is_best = layout == BEST_PLAN
-    knee = find_knee(points, limit, None if is_best else pinned)
-    tried: tuple[Alternative, ...] = ()
-    if knee is not None:
-        counts = [point.ranks for point in points]
-        tried = find_alternatives(scaled, target, growth, knee, counts, limit, is_best=is_best)
-    stored_knee = None if knee is None else _stored_knee(knee, tried)
+    knee = find_knee(points, table.efficiency)
     stored = _curve_points(points, measured, rule)
-    node = target.cluster.nodes[0]
     spans_nodes = knee is not None and knee.ranks > target.ranks_per_node
-    network = node.network_text if spans_nodes else ""
-    sentences = curve_sentences(stored, stored_knee, target.unit, limit, network)
+    network = target.cluster.nodes[0].network_text if spans_nodes else ""
     parts = {ranks: found.parts for ranks, found in measured.items()}
-    sentences += measured_sentences(stored, parts, target.unit, limit)
     return Curve(
-        name=f"{target.name}, {layout}",
+        name=f"{target.name}, {table.axis}",
         target=target.name,
-        layout=layout,
+        layout=table.axis,
         unit=target.unit,
         points=stored,
-        knee=stored_knee,
+        knee=knee,
         band=band_text(rule, has_measurements=bool(measured)),
-        sentences=sentences,
+        sentences=[
+            *curve_sentences(stored, knee, target.unit, table.efficiency, network),
+            *measured_sentences(stored, parts, target.unit, table.efficiency),
+        ],
     )
 
 
@@ -243,30 +203,6 @@ def _half_width(estimate: Estimate) -> float:
 def _interval(estimate: Estimate) -> Interval:
     low, high = (estimate.low, estimate.high) if estimate.has_interval else (estimate.median, estimate.median)
     return Interval(value=estimate.median, low=low, high=high)
-
-
-def _stored_knee(knee: Knee, tried: Sequence[Alternative]) -> StoredKnee:
-    return StoredKnee(
-        ranks=knee.ranks,
-        reference_ranks=knee.reference.ranks,
-        last_ranks=knee.last.ranks,
-        efficiency=knee.efficiency,
-        growths=list(knee.growths),
-        unchanged_growths=list(knee.unchanged_growths),
-        changed=list(knee.changed),
-        micro_batches=knee.micro_batches,
-        reason=knee.reason,
-        alternatives=[
-            StoredAlternative(
-                change=one.change.text,
-                note=one.change.note,
-                knee=one.knee,
-                last=one.last,
-                efficiency=one.efficiency,
-            )
-            for one in tried
-        ],
-    )
 
 
 def band_text(rule: BandRule, *, has_measurements: bool) -> str:

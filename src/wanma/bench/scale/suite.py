@@ -36,7 +36,6 @@ class ScaleOptions:
     clusters: Sequence[str] = ()
     gpus: Sequence[str] = ()
     network: str | None = None
-    best_plan: bool = True
     batch_ranks: int | None = None
     """Number of ranks for which the job's global batch is meant; None: the fewest that are measured."""
     efficiency: float = DEFAULT_EFFICIENCY
@@ -85,7 +84,6 @@ def scale_suite(
         clusters=list(options.clusters),
         gpus=list(options.gpus),
         network=options.network,
-        best_plan=options.best_plan,
         batch_ranks=options.batch_ranks or min([*measure], default=growth.others),
         settings=settings,
         efficiency=options.efficiency,

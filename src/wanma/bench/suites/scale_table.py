@@ -34,8 +34,6 @@ class ScaleTable(Section):
     """Devices of the catalogue, in their usual servers, that are forecast too."""
     network: str | None = None
     """Network cards of one node such as this one: "8x400G"; None: those of its reference server."""
-    best_plan: bool = True
-    """True if the best plan is searched for each number of devices, beside the layout of the job."""
     batch_ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
     """Number of ranks for which the job's global batch is meant, in weak scaling."""
     settings: dict[str, str] = Field(default_factory=dict)

@@ -31,11 +31,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from wanma.bench.environments.pinned_packages import read_pins, required_versions
-from wanma.bench.environments.python_environment import PythonEnvironment, environments_folder
 from wanma.bench.programs.command_program import compile_patterns
 from wanma.bench.programs.contender import Contender, Fault, Patterns
 from wanma.bench.programs.places import ENVIRONMENTS, SUITE, Places, place_contender, word
+from wanma.bench.programs.python_environment import PythonEnvironment, environments_folder, read_pins
 from wanma.bench.programs.redaction import redact_text
 from wanma.bench.programs.target import Target, parse_target
 from wanma.bench.suites.command_files import file_hashes
@@ -364,7 +363,7 @@ def _command(table: ContenderTable, job: JobWords, folder: Path) -> Contender:
             name,
             f"{word(ENVIRONMENTS)}/{name}",
             f"{word(SUITE)}/{pins}",
-            required_versions(read_pins(folder / pins)),
+            read_pins(folder / pins),
         )
     if table.rank_variables and not job.job_text:
         raise WanmaError(

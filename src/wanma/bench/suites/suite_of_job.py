@@ -7,11 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from wanma.bench.environments.python_environment import (
-    PythonEnvironment,
-    environments_folder,
-    find_environment,
-)
 from wanma.bench.runner import Rule
 from wanma.bench.suites.durations import parse_duration
 from wanma.bench.suites.suite_file import (
@@ -19,7 +14,6 @@ from wanma.bench.suites.suite_file import (
     RuleTable,
     Suite,
     SuiteFile,
-    find_suite,
     is_suite,
     make_suite,
     parse_over,
@@ -160,19 +154,3 @@ def split_override(text: str) -> tuple[str, str]:
             f"'{text}' is not an override: expected KEY=VALUE", "for example train.steps=500", EXIT_USAGE
         )
     return key, value
-
-
-def environments_of(subject: str, folder: Path | None = None) -> list[PythonEnvironment]:
-    """Return the Python environments of a suite, or that of a file of pins, as they are on this machine.
-
-    Args:
-        subject: name of a shipped suite, suite file, or file of pins, NAME.txt.
-        folder: folder of the environments; default: see `environments_folder`.
-
-    Raises:
-        WanmaError: there is no such file or suite, or it is wrong.
-    """
-    path = Path(subject)
-    if path.suffix == ".txt":
-        return [find_environment(path.stem, path, environments_folder(folder))]
-    return read_suite_or_job(find_suite(subject), environments=folder)[0].python_environments

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -153,7 +152,6 @@ def measure_result(
     rule: Rule,
     arguments: argparse.Namespace,
     limits: DisturbanceLimits,
-    prepare: Callable[[ResultDirectory], None] = lambda _: None,
 ) -> tuple[ResultDirectory, int]:
     """Run a benchmark, show it, and return its folder and the exit code.
 
@@ -162,7 +160,6 @@ def measure_result(
         rule: amount of measuring.
         arguments: options of the command line.
         limits: limits within which a measurement counts.
-        prepare: function that gets the folder before the first measurement.
     """
     from wanma.bench.benchmark import find_unfinished, new_directory, run_benchmark
     from wanma.bench.display import tables_of
@@ -173,7 +170,6 @@ def measure_result(
         print_progress(f"goes on with {directory.path}, which has not ended")
     else:
         directory = new_directory(arguments.results, suite)
-    prepare(directory)
     try:
         result = run_benchmark(suite, rule, directory, limits=limits, progress=print_progress)
     except KeyboardInterrupt:

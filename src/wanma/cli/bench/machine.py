@@ -20,7 +20,6 @@ from wanma.cli.bench.arguments import (
     measure_result,
 )
 from wanma.cli.output import print_progress
-from wanma.job.errors import EXIT_USAGE, WanmaError
 
 if TYPE_CHECKING:
     from wanma.engines.launchers.launcher_placement import LauncherPlacement
@@ -29,6 +28,7 @@ _EXAMPLES = """\
 examples:
   wanma bench machine                                    # one rank, and one for each GPU or core
   wanma bench machine --ranks 8 --parts links,collectives
+  wanma bench machine --ranks 4 --collectives all_reduce --sizes 1K..64M
   wanma bench machine --save                             # also calibrates the forecasts of this node
   srun -N2 --ntasks-per-node=1 wanma bench machine       # the nodes of an allocation
   wanma bench machine --nodes 2 --node-rank 0 --rendezvous 10.0.0.1:29500   # the same on each node, its rank
@@ -53,24 +53,28 @@ def add_parsers(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="NAME,NAME",
         type=parse_names,
         default=[],
-        help="compute, memory, framework, links, collectives, storage; default: all",
+        help="compute, memory, framework, links, collectives, storage; default: all, or collectives where "
+        "the next options select some",
+    )
+    parser.add_argument(
+        "--sizes",
+        metavar="SIZES",
+        help="message sizes of collectives, such as 1K..64M or 4K,1M",
+    )
+    parser.add_argument(
+        "--collectives", metavar="NAME,NAME", type=parse_names, default=[], help="collectives; default: all"
+    )
+    parser.add_argument(
+        "--algorithms",
+        metavar="NAME,NAME",
+        type=parse_names,
+        default=[],
+        help="algorithms of collectives, such as backend,ring; default: all",
     )
     parser.add_argument("--rounds", metavar="N", type=parse_count, help="executions of each; default: 5")
     parser.add_argument("--seconds", metavar="N", type=float, help="duration of one execution; default: 20")
     parser.add_argument(
         "--folder", metavar="DIR", type=Path, help="folder of the storage to measure; default: runs"
-    )
-    parser.add_argument(
-        "--run",
-        metavar="RUN",
-        type=Path,
-        dest="runs",
-        action="append",
-        default=[],
-        help="run directory of a training that the roofline shows; repeatable",
-    )
-    parser.add_argument(
-        "--from", metavar="RESULT", dest="stored", help="show this machine result, instead of measuring"
     )
     parser.add_argument("--save", action="store_true", help="save a calibration for forecasts of this node")
     parser.add_argument("--nodes", metavar="N", help="number of nodes; run it on each (cluster.nodes)")
@@ -84,14 +88,13 @@ def run(arguments: argparse.Namespace) -> int:
     from wanma.engines.launchers.node_leader import run_on_node
     from wanma.engines.launchers.placement import read_placement
 
-    if arguments.stored is not None:
-        return _show_stored(arguments)
     placement = read_placement()
     return run_on_node(placement, lambda: _measure(arguments, placement))
 
 
 def _measure(arguments: argparse.Namespace, placement: LauncherPlacement | None) -> int:
     from wanma.bench.machine.calibration import check_savable
+    from wanma.bench.machine.collective_selection import CollectiveSelection
     from wanma.bench.machine_benchmark import (
         DEFAULT_ROUNDS,
         DEFAULT_SECONDS,
@@ -100,11 +103,8 @@ def _measure(arguments: argparse.Namespace, placement: LauncherPlacement | None)
         machine_suite,
         node_role,
         save_machine_calibration,
-        update_points,
     )
-    from wanma.bench.machine_report.training_points import point_of_run
     from wanma.bench.meter.disturbance import NO_LIMITS
-    from wanma.job.run.run_directory import RunDirectory
     from wanma.planner.hardware_model.calibration import load_calibration
 
     overrides = cluster_overrides(arguments)
@@ -121,49 +121,19 @@ def _measure(arguments: argparse.Namespace, placement: LauncherPlacement | None)
         overrides=overrides,
         rounds=DEFAULT_ROUNDS if arguments.rounds is None else arguments.rounds,
         calibrates=arguments.save,
+        selection=CollectiveSelection.parse(arguments.sizes, arguments.collectives, arguments.algorithms),
     )
     if arguments.save:
         check_savable(suite.contenders[0].settings)
         load_calibration()  # a damaged one is reported before the work
-    for path in arguments.runs:
-        point_of_run(RunDirectory(path))  # one that cannot be shown is refused before the work
     if role == "follower":
-        follow_executions(suite, rule, overrides, print_progress)
+        follow_executions(suite, rule, print_progress)
         print("measurement complete; the result is on the node of rank 0")
         return 0
     limits = disturbance_limits(rule, arguments)
     if role == "leader":  # the other nodes count on as many executions, all in this command
         limits, arguments.fresh = NO_LIMITS, True
-    directory, exit_code = measure_result(
-        suite,
-        rule,
-        arguments,
-        limits,
-        lambda directory: update_points(directory, arguments.results, arguments.runs),
-    )
+    directory, exit_code = measure_result(suite, rule, arguments, limits)
     if arguments.save:
         print(f"saved to {save_machine_calibration(directory.read(), overrides)}")
     return exit_code
-
-
-def _show_stored(arguments: argparse.Namespace) -> int:
-    """Show a machine result with the trainings that its roofline has by now."""
-    from wanma.bench.display import page_of, tables_of
-    from wanma.bench.machine.machine_result import is_machine_result
-    from wanma.bench.machine_benchmark import update_points
-    from wanma.bench.results.directory import find_result
-    from wanma.cli.output import print_content
-
-    directory = find_result(arguments.results, arguments.stored)
-    result = directory.read()
-    if not is_machine_result(result):
-        raise WanmaError(
-            f"--from {arguments.stored}: {result.id} is no result of `wanma bench machine`",
-            "`wanma bench list` shows all results",
-            EXIT_USAGE,
-        )
-    update_points(directory, arguments.results, arguments.runs)
-    directory.write_page(page_of(result, directory))
-    print_content(tables_of(result, directory))
-    print(f"page: {directory.page}")
-    return 0

@@ -77,12 +77,16 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from wanma.bench.display import tables_of
+    from wanma.bench.display import page_of, tables_of
+    from wanma.bench.machine.machine_result import is_machine_result
     from wanma.bench.results.directory import find_result
     from wanma.cli.output import print_content
 
     directory = find_result(arguments.results, arguments.result)
-    print_content(tables_of(directory.read(), directory))
+    result = directory.read()
+    print_content(tables_of(result, directory))
+    if is_machine_result(result) and result.ended:
+        directory.write_page(page_of(result, directory))  # its roofline has the trainings since
     if directory.page.exists():
         print(f"page: {directory.page}")
     return 0

@@ -15,7 +15,8 @@ examples:
   wanma bench scale job.toml --weak --cluster site.toml
 
 Forecasts stand beside the measurements, with the band in which 90 % of measurements are expected. The knee,
-where efficiency falls below --efficiency, is explained: the part of a step that grows, and what moves it.
+where efficiency falls below --efficiency, is explained by the part of a step that grows. `wanma plan --scale`
+finds other layouts for as many devices.
 """
 
 
@@ -62,7 +63,6 @@ def add_parsers(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="device of the catalogue that is forecast too, in its usual servers; repeatable",
     )
     add("--network", metavar="NICS", help="network cards of a node such as this one, e.g. 8x400G")
-    add("--no-best-plan", action="store_true", help="forecast the job's own layout alone, without a search")
     add(
         "--efficiency",
         metavar="E",
@@ -86,7 +86,6 @@ def run(arguments: argparse.Namespace) -> int:
         clusters=arguments.cluster,
         gpus=arguments.gpu,
         network=arguments.network,
-        best_plan=not arguments.no_best_plan,
         batch_ranks=arguments.batch_ranks,
         efficiency=arguments.efficiency or DEFAULT_EFFICIENCY,
     )

@@ -4,7 +4,7 @@
 
 `communication_schedules` says which messages an algorithm has; here they are sent. A backend's own all-reduce
 is usually a ring, whose steps grow with the ranks: over links with high latency rather than low bandwidth,
-log₂ n steps take less time (`wanma bench collectives` measures where). Sums are made in the schedule's order,
+log₂ n steps take less time (`wanma bench machine` measures where). Sums are made in the schedule's order,
 so that all ranks have the same bits, and have them again the next time.
 """
 

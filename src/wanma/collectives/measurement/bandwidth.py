@@ -40,8 +40,6 @@ class CollectiveTiming:
     """Time of one run on the slowest rank."""
     link_bytes_per_second: float
     """Bandwidth of the link in one direction, measured in the same run with messages of this size."""
-    forecast_seconds: float | None = None
-    """Time by the forecast before this measurement; None for a collective that forecasts do not know."""
 
     @property
     def algorithm_bandwidth(self) -> float:

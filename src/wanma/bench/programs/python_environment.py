@@ -1,21 +1,22 @@
 """Python environment of a command: a virtual environment with pinned packages, which its user has made.
 
 Nothing here installs a package. An environment that is missing, or whose versions differ from the pins, is
-refused with the command that makes it: see `creation`.
+refused with the command that makes it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wanma.bench.environments.pinned_packages import read_pins, required_versions
 from wanma.engines.environment.lock_file import canonical
 from wanma.job.errors import EXIT_USAGE, WanmaError
 
@@ -23,6 +24,7 @@ FOLDER_VARIABLE = "WANMA_BENCH_ENVIRONMENTS"
 """Environment variable of the folder of the environments."""
 DEFAULT_FOLDER = Path("bench-environments")
 LIST_SECONDS = 60.0
+_PIN = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s;,*\\]+)(?:\s+--hash=\S+)*\s*\\?")
 _LIST_PROGRAM = """\
 import importlib.metadata as metadata, json, platform
 found = {"python": platform.python_version()}
@@ -51,10 +53,9 @@ class PythonEnvironment:
 
     @property
     def creation(self) -> str:
-        """Command that makes the environment."""
-        folder = str(Path(self.folder).parent)
-        words = ["wanma", "bench", "environment", self.requirements, "--environments", folder, "--make"]
-        return shlex.join(words)
+        """Command of a shell that makes the environment."""
+        venv = shlex.join([sys.executable, "-m", "venv", self.folder])
+        return f"{venv} && {shlex.join([str(self.python), '-m', 'pip', 'install', '-r', self.requirements])}"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -88,7 +89,7 @@ class PythonEnvironment:
             raise WanmaError(
                 f"the environment '{self.name}' in {self.folder} is not that of {self.requirements}: "
                 f"{', '.join(wrong)}",
-                f"make it again: remove {self.folder}, and {self.creation}",
+                f"make it again: rm -r {shlex.quote(self.folder)} && {self.creation}",
                 EXIT_USAGE,
             )
         return found
@@ -107,30 +108,43 @@ class PythonEnvironment:
             output = (getattr(error, "stderr", "") or "").strip()
             raise WanmaError(
                 f"the environment '{self.name}' in {self.folder} does not work: {output or error}",
-                f"make it again: remove {self.folder}, and {self.creation}",
+                f"make it again: rm -r {shlex.quote(self.folder)} && {self.creation}",
                 EXIT_USAGE,
             ) from error
+
+
+def read_pins(requirements: Path) -> dict[str, str]:
+    """Return the versions of a file of requirements, by canonical name of the package.
+
+    Raises:
+        WanmaError: the file cannot be read, or a line is no `name==version`.
+    """
+    try:
+        lines = requirements.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise WanmaError(
+            f"{requirements} cannot be read: {error.strerror}",
+            "write the pins of the environment there, as `name==version`, or correct python_environment",
+            EXIT_USAGE,
+        ) from error
+    pins = {}
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].strip()
+        if not text or text.startswith("--hash="):
+            continue
+        if (match := _PIN.fullmatch(text)) is None:
+            raise WanmaError(
+                f"{requirements}:{number}: '{text}' pins no version",
+                "write name==version; `pip freeze` does",
+                EXIT_USAGE,
+            )
+        pins[canonical(match[1])] = match[2]
+    return pins
 
 
 def environments_folder(given: Path | None = None) -> Path:
     """Return the folder of the environments: the given one, or that of the variable, or the default."""
     return given or Path(os.environ.get(FOLDER_VARIABLE) or DEFAULT_FOLDER)
-
-
-def find_environment(name: str, requirements: Path, folder: Path) -> PythonEnvironment:
-    """Return the environment of a name, whose pins are those of a file of requirements.
-
-    Args:
-        name: name of the environment, and of its folder.
-        requirements: file of lines such as `torch==2.13.0`.
-        folder: folder of all environments.
-
-    Raises:
-        WanmaError: the file cannot be read, or a line pins no version.
-    """
-    place = (folder / name).absolute()  # links are kept: the folder may be one
-    pins = required_versions(read_pins(requirements))
-    return PythonEnvironment(name, str(place), str(requirements.resolve()), pins)
 
 
 def program_variables(

@@ -1,10 +1,10 @@
-"""Arguments of `wanma bench collectives`, and their refusals."""
+"""Selection of collectives: sizes, names, and the words of a command line."""
 
 from __future__ import annotations
 
 import pytest
 
-from wanma.bench.collectives.selection import parse_sizes, select_algorithms, select_dtypes
+from wanma.bench.machine.collective_selection import CollectiveSelection, parse_sizes
 from wanma.job.errors import JobError
 
 KNOWN = (
@@ -38,11 +38,15 @@ def test_what_is_no_size_is_refused(text: str, message: str) -> None:
         parse_sizes(text)
 
 
+def select(collectives: list[str], algorithms: list[str]) -> tuple[tuple[str, str], ...]:
+    return CollectiveSelection.parse(None, collectives, algorithms).algorithms_of(KNOWN)
+
+
 def test_collectives_and_algorithms_narrow_each_other_down() -> None:
-    assert select_algorithms([], [], KNOWN) == KNOWN
-    assert select_algorithms(["all_reduce"], [], KNOWN) == KNOWN[:2]
-    assert select_algorithms([], ["backend"], KNOWN) == (KNOWN[0], KNOWN[2])
-    assert select_algorithms(["broadcast"], ["tree"], KNOWN) == (KNOWN[3],)
+    assert select([], []) == KNOWN
+    assert select(["all_reduce"], []) == KNOWN[:2]
+    assert select([], ["backend"]) == (KNOWN[0], KNOWN[2])
+    assert select(["broadcast"], ["tree"]) == (KNOWN[3],)
 
 
 def test_names_that_there_are_not_are_refused_with_those_there_are() -> None:
@@ -52,11 +56,10 @@ def test_names_that_there_are_not_are_refused_with_those_there_are() -> None:
         (["broadcast"], ["ring"], "broadcast: ring .*\n.* from tree"),
     ):
         with pytest.raises(JobError, match=fact):
-            select_algorithms(collectives, algorithms, KNOWN)
+            select(collectives, algorithms)
 
 
-def test_a_precision_is_fp32_unless_others_are_named() -> None:
-    assert select_dtypes([]) == ("fp32",)
-    assert select_dtypes(["bf16", "fp32", "bf16"]) == ("bf16", "fp32")
-    with pytest.raises(JobError, match="--dtypes: unknown name 'fp8'"):
-        select_dtypes(["fp8"])
+def test_only_what_is_selected_is_part_of_a_command_line() -> None:
+    selection = CollectiveSelection.parse("4K,64K", [], ["ring", "tree"])
+    assert selection.words == ("--sizes", "4096,65536", "--algorithms", "ring,tree")
+    assert CollectiveSelection.parse("", [], []).words == ()

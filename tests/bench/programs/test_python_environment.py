@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,17 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from support.wheels import make_wheel
 from wanma.bench.benchmark import new_directory, run_benchmark
 from wanma.bench.comparisons.comparison import find_differences
-from wanma.bench.environments.python_environment import (
-    FOLDER_VARIABLE,
-    environments_folder,
-    find_environment,
-    program_variables,
-)
 from wanma.bench.meter.disturbance import NO_LIMITS
 from wanma.bench.presentation.terminal import package_lines
 from wanma.bench.programs.contender import Contender
+from wanma.bench.programs.python_environment import (
+    FOLDER_VARIABLE,
+    PythonEnvironment,
+    environments_folder,
+    program_variables,
+)
 from wanma.bench.suites.suite_of_job import read_suite_or_job
 from wanma.cli.main import main
 from wanma.job.errors import WanmaError
@@ -72,6 +72,11 @@ def suite(tmp_path: Path) -> Path:
     return path
 
 
+def python_environment(suite: Path, folder: Path) -> PythonEnvironment:
+    (found,) = read_suite_or_job(suite, environments=folder)[0].python_environments
+    return found
+
+
 def test_a_command_runs_in_its_environment_and_the_result_has_all_versions(
     environment: Path, suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,16 +102,20 @@ def test_a_command_runs_in_its_environment_and_the_result_has_all_versions(
 
 
 def test_a_missing_environment_is_refused_with_the_command_that_makes_it(
-    suite: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    suite: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, results = tmp_path / "none here", tmp_path / "results"
     assert main(["bench", "train", str(suite), "--environments", str(folder), "--results", str(results)]) == 2
     message = capsys.readouterr().err
     assert f"{folder}/mine/bin/python" in message
-    pins = suite.parent / "environments" / "mine.txt"
-    made = ["wanma", "bench", "environment", str(pins), "--environments", str(folder), "--make"]
-    assert f"make it: {shlex.join(made)}" in message
     assert not folder.exists(), "nothing is installed unasked"
+    make_wheel(tmp_path / "wheels", "my_framework", "1.5")
+    (creation,) = [line.partition("make it: ")[2] for line in message.splitlines() if "make it: " in line]
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")  # a constraint there would be one more requirement
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    subprocess.run(creation, shell=True, check=True)
+    assert python_environment(suite, folder).check()["my_framework"] == "1.5"
 
 
 @pytest.mark.parametrize(
@@ -114,7 +123,8 @@ def test_a_missing_environment_is_refused_with_the_command_that_makes_it(
     [
         ("my_framework==1.6", r"1\.5\+local instead of 1\.6"),
         ("my-framework==1.5+other", r"1\.5\+local instead of 1\.5\+other"),
-        ("my.framework==1.5\nother==2", r"other 2 is missing"),
+        ("my.framework==1.5 \\\n    --hash=sha256:1\nother==2", r"other 2 is missing"),
+        ("my-framework==1.5  # all\n\nnumpy>=2\n", r"mine\.txt:3: 'numpy>=2' pins no version"),
     ],
 )
 def test_another_version_than_the_pinned_one_is_refused(
@@ -123,7 +133,7 @@ def test_another_version_than_the_pinned_one_is_refused(
     path = suite.parent / "environments" / "mine.txt"
     path.write_text(pins)
     with pytest.raises(WanmaError, match=message):
-        find_environment("mine", path, environment).check()
+        python_environment(suite, environment).check()
 
 
 def test_a_benchmark_does_not_go_on_with_other_versions(
@@ -147,9 +157,8 @@ def test_a_damaged_environment_is_refused(suite: Path, tmp_path: Path) -> None:
     python.parent.mkdir(parents=True)
     python.write_text("#!/bin/sh\necho broken >&2; exit 1\n")
     python.chmod(0o755)
-    pins = suite.parent / "environments" / "mine.txt"
     with pytest.raises(WanmaError, match=r"does not work: broken"):
-        find_environment("mine", pins, tmp_path / "all").check()
+        python_environment(suite, tmp_path / "all").check()
 
 
 def test_the_folder_of_environments_is_given_by_option_or_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,35 +1,20 @@
-"""Section of a result's page on the scaling of its job: charts, tables, knees."""
+"""Charts of the scaling of a job: throughput and efficiency by devices, with their bands."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from html import escape
 from itertools import pairwise
 
 from wanma.bench.presentation.charts import COLOUR_COUNT
-from wanma.bench.presentation.scale_texts import BAND_NOTE, efficiency_points, scale_columns, scale_rows
-from wanma.bench.results.result import BenchmarkResult
+from wanma.bench.presentation.scale_texts import efficiency_points
 from wanma.bench.scale.stored_study import Curve, CurvePoint, Interval, ScaleStudy
 from wanma.observe.units import number_text, percent_text
 from wanma.report.components.downsampling import SeriesPoint
-from wanma.report.components.html_elements import card, table_header, table_row
-from wanma.report.components.line_chart import Chart, Series, chart_figure
+from wanma.report.components.line_chart import Chart, Series
 
 MAX_TICKS = 18
 MIN_TICK_RATIO = 1.6
 """Smallest ratio of two neighbouring numbers of ranks that both get a label."""
-
-
-def scale_section(result: BenchmarkResult) -> str:
-    """Render the scaling of a result; empty: it has none."""
-    if result.scale is None:
-        return ""
-    study = ScaleStudy.model_validate(result.scale)
-    charts = "".join(chart_figure(chart) for chart in scale_charts(study))
-    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in (*study.notes, BAND_NOTE))
-    cards = "".join(map(_curve_card, study.curves))
-    head = card(f"{study.kind.capitalize()} scaling", notes)
-    return f'<section class="charts">{charts}</section><section class="charts">{head}{cards}</section>'
 
 
 def scale_charts(study: ScaleStudy) -> list[Chart]:
@@ -107,41 +92,3 @@ def _count_text(count: float) -> str:
 
 def _point_text(point: SeriesPoint) -> str:
     return f"{point.center:,.0f} devices"
-
-
-def _curve_card(curve: Curve) -> str:
-    columns = scale_columns(curve)
-    rows = []
-    for cells, reason in scale_rows(curve):
-        if reason:
-            span = len(columns) - 1
-            rows.append(f'<tr><td>{escape(cells[0])}</td><td colspan="{span}">{escape(reason)}</td></tr>')
-        else:
-            rows.append(table_row(escape(cells[0]), *cells[1:]))
-    sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in curve.sentences)
-    table = f"<table>{table_header(columns, columns[1:])}{''.join(rows)}</table>"
-    return card(curve.name, sentences + table + f'<p class="note">{escape(curve.band)}</p>' + _details(curve))
-
-
-def _details(curve: Curve) -> str:
-    """Render the plans, and the changes that move the knee."""
-    plans = "".join(
-        table_row(f"{point.ranks:,}", point.plan, point.unsupported) for point in curve.points if point.plan
-    )
-    parts = [f"<details><summary>Plans</summary><table>{plans}</table></details>" if plans else ""]
-    if curve.knee is not None and curve.knee.alternatives:
-        rows = "".join(
-            table_row(
-                escape(one.change),
-                f"{100 * one.efficiency:.0f} %",
-                f"{one.knee:,}" if one.knee is not None else f"beyond {one.last:,}",
-                one.note,
-            )
-            for one in curve.knee.alternatives
-        )
-        heads = ("change", f"efficiency at {curve.knee.ranks:,}", "knee", "note")
-        parts.append(
-            f"<details><summary>Changes that move the knee</summary><table>{table_header(heads, heads[1:3])}"
-            f"{rows}</table></details>"
-        )
-    return "".join(parts)

@@ -1,1 +1,0 @@
-"""Benchmark of collectives: bandwidth and time by message size, algorithm and number of ranks."""

@@ -1,0 +1,161 @@
+"""Collectives of a machine result: times by size and algorithm, as tables and charts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from wanma.bench.machine.machine_result import node_count, rank_count
+from wanma.bench.machine_figures.case_names import is_case_figure, parse_case
+from wanma.bench.results.result import BenchmarkResult, ContenderRecord
+from wanma.collectives.measurement.bandwidth import BUS_FACTORS, CollectiveTiming, fastest_ranges
+from wanma.observe.units import MISSING_TEXT, bytes_text, duration_text
+from wanma.report.components.line_chart import Chart, Series
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+LIMIT_COLOR = 7
+COLOR_COUNT = 6
+DEFINITIONS = (
+    "Bus bandwidth by the definitions of nccl-tests (doc/PERFORMANCE.md): size / time × 2 (n − 1) / n of an "
+    "all-reduce, × (n − 1) / n of an all-gather, reduce-scatter and all-to-all, × 1 of a broadcast. "
+    "Limit: a stream from one rank to another, nothing else sent."
+)
+
+
+def collective_timings(result: BenchmarkResult, contender: ContenderRecord) -> list[CollectiveTiming]:
+    """Return the median times of a contender's collectives; the limit of all is a stream between two ranks.
+
+    It is NaN if links were not measured.
+    """
+    summaries = result.summaries.get(contender.name, {})
+    limit = summaries.get("link_bytes_per_second")
+    return [
+        CollectiveTiming(
+            parts.kind,
+            parts.algorithm,
+            parts.precision,
+            rank_count(contender),
+            node_count(contender),
+            parts.sizes[0],
+            estimate.median,
+            limit.median if limit is not None else math.nan,
+        )
+        for name, estimate in summaries.items()
+        if is_case_figure(name) and (parts := parse_case(name)) is not None and parts.kind in BUS_FACTORS
+    ]
+
+
+def backend_of(result: BenchmarkResult, contender: ContenderRecord) -> str:
+    """Return the backend that carried the messages between ranks: 'gloo', 'nccl'; empty: unknown."""
+    names = [name for name in result.summaries.get(contender.name, {}) if name.startswith("backend.")]
+    return names[0].removeprefix("backend.") if names else ""
+
+
+def fastest_text(timings: Sequence[CollectiveTiming]) -> str:
+    """Return a line with the fastest algorithm by size; empty where only one was measured.
+
+    Example: 'fastest: tree up to 16.0 KiB, ring from 64.0 KiB'.
+    """
+    if len({timing.algorithm for timing in timings}) == 1:
+        return ""
+    ranges = fastest_ranges(timings)
+    if len(ranges) == 1:
+        return f"fastest for every size: {_name(ranges[0].algorithm)}"
+    first, *middle, last = ranges
+    parts = [f"{_name(first.algorithm)} up to {bytes_text(first.last_bytes)}"]
+    for part in middle:
+        span = f"{bytes_text(part.first_bytes)} to {bytes_text(part.last_bytes)}"
+        is_single = part.first_bytes == part.last_bytes
+        parts.append(
+            f"{_name(part.algorithm)} {'at ' + bytes_text(part.first_bytes) if is_single else 'from ' + span}"
+        )
+    parts.append(f"{_name(last.algorithm)} from {bytes_text(last.first_bytes)}")
+    return f"fastest: {', '.join(parts)}"
+
+
+def _name(algorithm: str) -> str:
+    return algorithm.replace("_", " ")
+
+
+def timings_table(timings: Sequence[CollectiveTiming]) -> RenderableType:
+    """Return times and bus bandwidths of one collective by size and algorithm, the fastest of each size bold.
+
+    Without a measured link there is no limit.
+    """
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("algorithm", no_wrap=True)
+    for name in ("µs", "GB/s", "limit", "share"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for size in sorted({timing.size_bytes for timing in timings}):
+        rows = [timing for timing in timings if timing.size_bytes == size]
+        best = min(rows, key=lambda timing: timing.seconds)
+        for timing in rows:
+            has_limit = math.isfinite(timing.link_bytes_per_second)
+            table.add_row(
+                bytes_text(size) if timing is rows[0] else "",
+                _name(timing.algorithm),
+                f"{1e6 * timing.seconds:,.0f}",
+                f"{timing.bus_bandwidth / 1e9:.3g}",
+                f"{timing.link_bytes_per_second / 1e9:.3g}" if has_limit else MISSING_TEXT,
+                f"{timing.link_utilization:.0%}" if has_limit else MISSING_TEXT,
+                style="bold" if timing is best and len(rows) > 1 else "",
+            )
+    return table
+
+
+def charts(timings: Sequence[CollectiveTiming]) -> list[Chart]:
+    """Return two charts, bandwidth and time, for each collective."""
+    result = []
+    for collective, group in groupby(timings, key=lambda timing: timing.collective):
+        result += _bandwidth_and_time_charts(collective, list(group))
+    return result
+
+
+def _bandwidth_and_time_charts(title: str, timings: Sequence[CollectiveTiming]) -> list[Chart]:
+    names = tuple(dict.fromkeys(timing.algorithm for timing in timings))
+    rates, times = [], []
+    for number, name in enumerate(names):
+        own_timings = [timing for timing in timings if timing.algorithm == name]
+        xs = [float(timing.size_bytes) for timing in own_timings]
+        colour = number % COLOR_COUNT + 1
+        rates.append(
+            Series(
+                name,
+                colour,
+                xs,
+                [timing.bus_bandwidth / 1e9 for timing in own_timings],
+                marks_all_points=True,
+            )
+        )
+        times.append(
+            Series(name, colour, xs, [timing.seconds for timing in own_timings], marks_all_points=True)
+        )
+    own_timings = [timing for timing in timings if timing.algorithm == names[0]]
+    xs = [float(timing.size_bytes) for timing in own_timings]
+    limits = [timing.link_bytes_per_second / 1e9 for timing in own_timings]
+    if all(map(math.isfinite, limits)):
+        rates.append(Series("limit", LIMIT_COLOR, xs, limits))
+    return [
+        Chart(
+            f"{title}: {quantity}",
+            lines,
+            unit,
+            text,
+            offers_log_scale=True,
+            x_ticks=xs,
+            x_text=bytes_text,
+            x_is_log=len(xs) > 1,
+            tooltip_text=lambda bucket: bytes_text(bucket.center),
+        )
+        for quantity, lines, unit, text in (
+            ("bus bandwidth", rates, "GB/s", lambda rate: f"{rate:.3g} GB/s"),
+            ("time", times, "s", duration_text),
+        )
+    ]
