@@ -168,28 +168,50 @@ def test_sources_by_path_are_one_kind_by_their_content_and_survive_the_file(tmp_
 
 
 @pytest.mark.parametrize(
-    "data",
+    ("data", "message"),
     [
-        {"path": "a", "text": "b"},
-        {"path": "a", "kind": "images", "columns": {"text": "x"}},
-        {"images": "a", "columns": {"messages": "x"}},
-        {"path": "a", "kind": "table"},
-        {"path": "a", "columns": {"features": ["x"]}},
-        {"path": "a", "columns": {"text": "x", "tokens": "y"}},
-        {"path": "a", "columns": {"text": "x", "target": "y"}},
-        {"path": "a", "columns": {"text": "x", "target_type": "class"}},
-        {"path": "a", "columns": {"text": "x", "sparse": ["y"]}},
-        {"path": "a", "columns": {"user": "x", "target": "y"}},
-        {"path": "a", "columns": {"user": "x", "item": "x"}},
-        {"path": "a", "columns": {"dense": ["x"]}, "placement": "parts"},
-        {"path": "a", "kind": "interactions", "bad_data": "substitute"},
-        {"sources": [{"name": "a", "path": "b", "kind": "interactions"}]},
-        {"factory": "a:b", "kind": "text"},
-        {"format": "jsonl"},
-        {"sources": [{"name": "a", "path": "b"}], "columns": {"text": "x"}},
-        {"path": "a", "columns": {"features": ["x"], "target": "y"}, "placement": "parts"},
+        ({"path": "a", "text": "b"}, None),
+        ({"path": "a", "kind": "images", "columns": {"text": "x"}}, None),
+        ({"images": "a", "columns": {"messages": "x"}}, None),
+        ({"path": "a", "kind": "table"}, None),
+        ({"path": "a", "columns": {"features": ["x"]}}, None),
+        ({"path": "a", "columns": {"text": "x", "tokens": "y"}}, None),
+        ({"path": "a", "columns": {"text": "x", "target": "y"}}, None),
+        ({"path": "a", "columns": {"text": "x", "target_type": "class"}}, None),
+        ({"path": "a", "columns": {"text": "x", "sparse": ["y"]}}, None),
+        ({"path": "a", "columns": {"user": "x", "target": "y"}}, None),
+        ({"path": "a", "columns": {"user": "x", "item": "x"}}, None),
+        ({"path": "a", "columns": {"dense": ["x"]}, "placement": "parts"}, None),
+        ({"path": "a", "kind": "interactions", "bad_data": "substitute"}, None),
+        ({"sources": [{"name": "a", "path": "b", "kind": "interactions"}]}, None),
+        ({"factory": "a:b", "kind": "text"}, None),
+        ({"format": "jsonl"}, None),
+        ({"sources": [{"name": "a", "path": "b"}], "columns": {"text": "x"}}, None),
+        ({"path": "a", "columns": {"features": ["x"], "target": "y"}, "placement": "parts"}, None),
+        ({"sources": [{"name": "a"}]}, "'a' needs one of path, text, images, factory"),
+        ({"sources": [{"name": "a", "text": "x", "images": "y"}]}, r"\(given: text and images\)"),
+        (
+            {"sources": [{"name": "a", "text": "x"}, {"name": "b", "images": "y"}]},
+            r"\(text: a, images: b\)",
+        ),
+        ({"sources": [{"name": "a", "images": "y", "columns": {"text": "t"}}]}, "images says images"),
+        ({"sources": [{"name": "a", "text": "y", "class_names": ["t"]}]}, "class_names has no effect"),
+        ({"sources": [{"name": "a", "images": "y", "class_names": ["x", "x"]}]}, "class_names has x twice"),
+        ({"images": "a", "image_transform": {"augment": ["random_resized_crop"]}}, "crop needs a size"),
+        ({"images": "a", "image_transform": {"mean": [0.5, 0.5]}}, "mean has 2 values"),
+        ({"images": "a", "image_transform": {"std": [0.0]}}, "each std must be > 0"),
+        ({"factory": "a:b", "placement": "parts"}, "needs entries of text or images"),
+        ({"sources": [{"name": "a", "text": "b"}], "placement": "parts"}, "needs entries of text or images"),
+        ({"placement": "parts"}, "needs entries of text or images"),
+        ({"text": "a", "bad_data": "substitute"}, "use 'skip'"),
+        (
+            {"path": "a", "columns": {"features": ["x"], "target": "y"}, "bad_data": "substitute"},
+            "use 'skip'",
+        ),
     ],
 )
-def test_keys_that_contradict_each_other_are_refused_in_the_job(data: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
+def test_keys_that_contradict_each_other_are_refused_in_the_job(
+    data: dict[str, Any], message: str | None
+) -> None:
+    with pytest.raises(ValidationError, match=message):
         DataSection.model_validate(data)

@@ -7,20 +7,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.killed_runs import read_with_kills
-from support.reference_order import permuted, reference_order
+from support.killed_runs import (
+    MIXTURES,
+    SHUFFLES,
+    TRAIN,
+    expected_mixture,
+    order_keys,
+    read_with_kills,
+    source_weights,
+)
 from wanma.data.datasets.dataset_mixture import UserDatasetMixture
 from wanma.data.opening import open_dataset
-from wanma.data.sampling.batch_size_schedule import samples_consumed_before
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.sections.data import DataSection
-from wanma.job.sections.train import TrainSection
 
-TRAIN = TrainSection(steps=9, global_batch=16, batch_ramp=[(2, 5), (4, 9)], seed=5)
-TOTAL = samples_consumed_before(TRAIN, TRAIN.steps)
 SIZES, FIRST = (40, 25, 17), (0, 40, 65)
-STAGES = [(0, [7, 2, 1]), (40, [1, 0, 3]), (71, [0, 1, 1])]
-SHUFFLES = [("full", 1, 1), ("block", 3, 2), ("none", 1, 1)]
 
 
 class Numbers:
@@ -47,35 +48,27 @@ class Endless:
         yield np.float32(0), 0
 
 
-def section(stages: list[tuple[int, list[int]]] = STAGES, **keys: Any) -> DataSection:
-    starts = [start for start, _ in stages]
+def section(**keys: Any) -> DataSection:
     sources = [
         {
             "name": "abc"[number],
             "factory": f"{__name__}:Numbers",
             "arguments": {"first": FIRST[number], "size": SIZES[number]},
-            "weight": list(zip(starts, [weights[number] for _, weights in stages], strict=True)),
+            "weight": weight,
         }
-        for number in range(3)
+        for number, weight in enumerate(source_weights(MIXTURES["curriculum"]))
     ]
     return DataSection(**{"sources": sources, "validation_fraction": 0, **keys})
 
 
 @pytest.mark.parametrize("processes", [False, True])
-@pytest.mark.parametrize("shuffle", SHUFFLES, ids=[kind for kind, *_ in SHUFFLES])
-def test_datasets_are_read_in_the_order_of_the_reference(
-    shuffle: tuple[str, int, int], processes: bool
-) -> None:
-    kind, block, window = shuffle
-    data = section(shuffle=kind, block_samples=block, window_blocks=window, worker_processes=processes)
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_datasets_are_read_in_the_order_of_the_reference(shuffle: str, processes: bool) -> None:
+    data = section(**order_keys(shuffle), worker_processes=processes)
     worlds = [2] if processes else [3, 1, 4, 2]
-    found = read_with_kills(lambda: open_dataset(data, TRAIN), TRAIN, worlds, 1, 7)
-    rows = [
-        permuted(list(range(size)), "validation split") if kind == "full" else list(range(size))
-        for size in SIZES
-    ]
-    order = reference_order(SIZES, STAGES, shuffle, TRAIN.seed, TOTAL)
-    assert found == list(enumerate(FIRST[source] + rows[source][row] for source, row in order))
+    found = read_with_kills(lambda: open_dataset(data, TRAIN), worlds=worlds)
+    order = expected_mixture(SIZES, MIXTURES["curriculum"], shuffle)
+    assert found == list(enumerate(FIRST[source] + row for source, row in order))
 
 
 def test_each_dataset_keeps_a_share_or_brings_its_validation_set() -> None:

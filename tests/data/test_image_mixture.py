@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from support.data_files import add_member
-from support.labelled_images import CLASSES, SIZE, picture, write_folder, write_tar
-from support.s3_server import S3Server, s3_server
+from support.labelled_images import CLASSES, SIZE, picture, write_folder, write_samples, write_tar
+from support.s3_server import S3Server
 from wanma.data.datasets.stored_image_dataset import StoredImageDataset
 from wanma.data.formats.format import BadDataError
 from wanma.data.opening import open_dataset, prepare_job_data
@@ -34,9 +32,7 @@ def section(folder: Path, *sources: dict[str, Any], **keys: Any) -> DataSection:
 
 
 def opened(folder: Path, *sources: dict[str, Any], **keys: Any) -> StoredImageDataset:
-    data = open_dataset(section(folder, *sources, **keys), TRAIN)
-    assert isinstance(data, StoredImageDataset)
-    return data
+    return open_dataset(section(folder, *sources, **keys), TRAIN)
 
 
 def write_classes(folder: Path, classes: dict[str, int], size: int = SIZE) -> None:
@@ -129,24 +125,6 @@ def test_a_message_names_the_source_by_its_key(tmp_path: Path) -> None:
         opened(tmp_path, {"name": "a"}, {"name": "missing"})
 
 
-@pytest.mark.parametrize(
-    ("sources", "message"),
-    [
-        ([{"name": "a"}], r"'a' needs one of path, text, images, factory"),
-        ([{"name": "a", "text": "x", "images": "y"}], r"\(given: text and images\)"),
-        ([{"name": "a", "text": "x"}, {"name": "b", "images": "y"}], r"\(text: a, images: b\)"),
-        ([{"name": "a", "images": "y", "columns": {"text": "t"}}], "images says images"),
-        ([{"name": "a", "text": "y", "class_names": ["t"]}], "class_names has no effect: .* holds text"),
-        ([{"name": "a", "images": "y", "class_names": ["x", "x"]}], "class_names has x twice"),
-    ],
-)
-def test_sources_that_do_not_fit_are_refused_in_the_job_file(
-    sources: list[dict[str, Any]], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        DataSection(sources=sources)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("shuffle", ["full", "block", "none"])
 def test_each_source_keeps_a_share_for_validation(tmp_path: Path, shuffle: str) -> None:
     write_labels(tmp_path / "a", list(range(20)))
@@ -159,15 +137,6 @@ def test_each_source_keeps_a_share_for_validation(tmp_path: Path, shuffle: str) 
     assert sum(target < 20 for target in held_out) == 2
     trained = set(data.batch(range(200)).targets.tolist())
     assert trained == set(range(60)) - set(held_out)
-
-
-def test_images_that_two_sources_share_are_on_one_side(tmp_path: Path) -> None:
-    write_labels(tmp_path / "a", list(range(30)))
-    shared = str(tmp_path / "a")
-    data = opened(tmp_path, {"name": "a"}, {"name": "b", "images": [shared]}, validation_fraction=0.2)
-    held_out = set(data.validation_batch(range(12)).targets.tolist())
-    assert len(held_out) == 6
-    assert set(data.batch(range(60)).targets.tolist()) == set(range(30)) - held_out
 
 
 def test_a_source_with_splits_of_its_own_keeps_them(tmp_path: Path) -> None:
@@ -206,12 +175,9 @@ def test_mnist_and_npz_are_sources_with_their_test_sets(tmp_path: Path) -> None:
 
 def damaged_tar(folder: Path, first: int) -> None:
     """Write ten samples labelled from `first` on, of which number 4 has a cut image."""
-    folder.mkdir()
-    with tarfile.open(folder / "a.tar", "w") as archive:
-        for number in range(10):
-            image = picture(number)
-            add_member(archive, f"{number:04d}.png", image[: len(image) - 30] if number == 4 else image)
-            add_member(archive, f"{number:04d}.cls", str(first + number).encode())
+    images = [picture(number) for number in range(10)]
+    images[4] = images[4][:-30]
+    write_samples(folder / "a.tar", images, range(first, first + 10))
 
 
 def test_a_damaged_image_is_replaced_by_one_of_its_source(tmp_path: Path) -> None:
@@ -233,18 +199,6 @@ def test_a_damaged_image_is_replaced_by_one_of_its_source(tmp_path: Path) -> Non
     assert {data.sample_name(sample) for sample in bad} == set(places.values())
 
 
-def test_the_fingerprint_of_one_source_is_that_of_its_images(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    write_tar(tmp_path / "a", 9)
-    keys = {"validation_fraction": 0.0, "cache": str(tmp_path / "cache")}
-    alone = open_dataset(DataSection(images=[str(tmp_path / "a")], **keys), TRAIN)
-    assert opened(tmp_path, {"name": "a"}).fingerprint == alone.fingerprint
-    (tmp_path / "b").mkdir()
-    write_tar(tmp_path / "b", 8)
-    both = opened(tmp_path, {"name": "a"}, {"name": "b"})
-    assert len({both.fingerprint, alone.fingerprint, opened(tmp_path, {"name": "b"}).fingerprint}) == 3
-
-
 def test_the_sources_are_selected_by_name(tmp_path: Path) -> None:
     write_folder(tmp_path / "a" / "train", 9)
     write_folder(tmp_path / "a" / "val", 6)
@@ -252,12 +206,6 @@ def test_the_sources_are_selected_by_name(tmp_path: Path) -> None:
     data = section(tmp_path, {"name": "a", "weight": 3}, {"name": "b"})
     sources = select_job_data(data, FormatChoice(), None).sources
     assert [(one.name, len(one.files)) for one in sources] == [("a/train", 9), ("a/validation", 6), ("b", 1)]
-
-
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Any:
-    with s3_server(monkeypatch) as server:
-        yield server
 
 
 def test_sources_of_a_store_and_of_a_disk_mix(tmp_path: Path, s3: S3Server) -> None:

@@ -7,18 +7,17 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers
 
 from wanma.data import opening as front_door
-from wanma.data.datasets.dataset import BatchedDataset
 from wanma.data.index.records import cache_folder
 from wanma.data.opening import open_dataset, prepare_job_data
-from wanma.data.sampling.batch_size_schedule import global_batch_size, samples_consumed_before
 from wanma.job.errors import JobError, WanmaError
-from wanma.job.plan.plan import Plan
 from wanma.job.sections.data import DataSection, SourceSection
 from wanma.job.sections.train import TrainSection
 
@@ -67,56 +66,6 @@ def test_an_epoch_is_every_sequence_of_the_training_documents_once(corpus: Path)
     assert whole.train_samples > data.train_samples > 0.8 * whole.train_samples
 
 
-def test_another_epoch_another_order_the_same_rows(corpus: Path) -> None:
-    data = open_dataset(section(corpus), TrainSection())
-    n = data.train_samples
-    first, second = data.batch(range(n)).inputs[0], data.batch(range(n, 2 * n)).inputs[0]
-    assert not torch.equal(first, second)
-    assert sorted(first.tolist()) == sorted(second.tolist())
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    replicate=st.integers(1, 4),
-    shard=st.integers(1, 3),
-    micro_batch=st.integers(1, 5),
-    resumed=st.integers(0, 4),
-    mixture=st.booleans(),
-)
-def test_any_layout_resumed_anywhere_reads_what_one_process_reads(
-    corpus: Path, replicate: int, shard: int, micro_batch: int, resumed: int, mixture: bool
-) -> None:
-    train = TrainSection(global_batch=5, batch_ramp=[(2, 9), (4, 3)], seed=3)
-    job = mixed(corpus) if mixture else section(corpus)
-    alone = open_dataset(job, train)
-    plan = Plan(dp_replicate=replicate, dp_shard=shard, micro_batch=micro_batch)
-    ranks = [open_dataset(job, train) for _ in range(plan.data_parallel_size)]
-    for step in range(resumed, 6):
-        size, before = global_batch_size(train, step), samples_consumed_before(train, step)
-        expected = alone.batch(range(before, before + size))
-        rows = [
-            rank_data.batch(range(before + run.start, before + run.stop))
-            for rank, rank_data in enumerate(ranks)
-            for run in plan.micro_batches(size, rank)
-        ]
-        real = [row for row in rows if row.real.all()]
-        assert torch.equal(torch.cat([row.inputs[0] for row in real]), expected.inputs[0])
-        assert torch.cat([row.samples for row in real]).tolist() == list(range(before, before + size))
-
-
-def test_a_mixture_reads_its_sources_by_weight_each_in_its_own_epochs(corpus: Path) -> None:
-    data = open_dataset(mixed(corpus), TrainSection(steps=100, global_batch=32))
-    low = open_dataset(section(corpus, text=[f"{corpus}/0*.txt"]), TrainSection())
-    rows = data.batch(range(3200)).inputs[0].tolist()
-    known = {tuple(row) for row in low.batch(range(low.train_samples)).inputs[0].tolist()}
-    shares = np.mean([tuple(row) in known for row in rows])
-    assert shares == pytest.approx(0.7, abs=0.02)
-    described = data.describe()["sources"]
-    assert [source["name"] for source in described] == ["low", "high"]
-    assert [source["share"] for source in described] == [0.7, 0.3]
-    assert described[0]["epochs"] == pytest.approx(3200 * 0.7 / low.train_samples, rel=0.1)
-
-
 def test_validation_is_a_fixed_shuffle_apart_from_training(corpus: Path) -> None:
     for job in (section(corpus), mixed(corpus)):
         data = open_dataset(job, TrainSection())
@@ -144,29 +93,6 @@ def test_document_masks_keep_documents_apart(corpus: Path) -> None:
     plain = open_dataset(section(corpus, sequence_length=128), TrainSection()).batch(range(20))
     assert torch.equal(plain.inputs[0], tokens)
     assert torch.equal(plain.targets[~ends], targets[~ends])
-
-
-def test_padding_is_one_row_that_counts_for_nothing(corpus: Path) -> None:
-    batch = open_dataset(section(corpus, document_masks=True), TrainSection()).batch(range(7, 7))
-    assert batch.inputs[0].shape == (1, 16)
-    assert (batch.targets == -100).all()
-    assert batch.real.tolist() == [False]
-    assert set(batch.keywords) == {"documents", "positions"}
-
-
-def test_tokens_are_text_again(corpus: Path) -> None:
-    data = open_dataset(section(corpus), TrainSection())
-    assert data.decode([104, 105, 256]) == "hi"
-
-
-def test_ranks_and_machines_agree_on_the_fingerprint(corpus: Path, tmp_path: Path) -> None:
-    here = open_dataset(section(corpus), TrainSection())
-    (tmp_path / "copy").mkdir()
-    for path in corpus.iterdir():
-        (tmp_path / "copy" / path.name).write_bytes(path.read_bytes())
-    there = open_dataset(section(tmp_path / "copy"), TrainSection())
-    assert here.fingerprint == there.fingerprint
-    assert torch.equal(here.batch(range(9)).inputs[0], there.batch(range(9)).inputs[0])
 
 
 def test_a_job_without_data_trains_on_the_standard_library(tmp_path: Path) -> None:
@@ -199,12 +125,6 @@ def test_bad_input_is_refused_before_ranks_start(
 ) -> None:
     with pytest.raises(JobError, match=message):
         prepare_job_data(section(corpus, **values))
-
-
-def test_a_bad_source_is_named(corpus: Path) -> None:
-    sources = [SourceSection(name="a", text=[str(corpus)]), SourceSection(name="b", text=["/no/such"])]
-    with pytest.raises(JobError, match=r"sources\[1\]\.text\[0\]: '/no/such'"):
-        prepare_job_data(section(corpus, text=[], sources=sources))
 
 
 def test_progress_counts_all_sources_together(corpus: Path, tmp_path: Path) -> None:
@@ -243,36 +163,21 @@ except ChildProcessError:
 """
 
 
-@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("kind", ["text", "text in processes", "records"])
 def test_preparing_imports_no_torch_and_leaves_no_thread_and_no_process(
-    corpus: Path, tmp_path: Path, several: bool
+    corpus: Path, tmp_path: Path, kind: str
 ) -> None:
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import models, pre_tokenizers
-
-    tokenizer = "bytes"
-    if several:
+    tokenizer, data, program = "bytes", corpus, QUIET
+    if kind == "text in processes":
         backend = Backend(models.WordLevel({"1": 0, "?": 1}, unk_token="?"))
         backend.pre_tokenizer = pre_tokenizers.Whitespace()
-        backend.save(str(tmp_path / "t.json"))
-        tokenizer = str(tmp_path / "t.json")
+        backend.save(tokenizer := str(tmp_path / "t.json"))
+    elif kind == "records":  # whose library starts threads
+        data, program = tmp_path / "a.parquet", QUIET + 'assert "pyarrow" not in sys.modules\n'
+        pq.write_table(pa.table({"text": [f"row {number} of some" for number in range(50)]}), data)
     # numpy's own linear algebra starts its threads on import unless told not to
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", QUIET, str(corpus), str(tmp_path / "cache"), tokenizer]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert (result.stdout, result.returncode) == ("alone\n", 0), result.stderr
-
-
-def test_records_are_prepared_without_a_thread_of_their_libraries_here(tmp_path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pq.write_table(
-        pa.table({"text": [f"row {number} of some" for number in range(50)]}), tmp_path / "a.parquet"
-    )
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-    program = QUIET + 'assert "pyarrow" not in sys.modules\n'
-    command = [sys.executable, "-c", program, str(tmp_path / "a.parquet"), str(tmp_path / "cache"), "bytes"]
+    command = [sys.executable, "-c", program, str(data), str(tmp_path / "cache"), tokenizer]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert (result.stdout, result.returncode) == ("alone\n", 0), result.stderr
 
@@ -290,9 +195,3 @@ def test_storage_with_threads_is_prepared_in_another_process(
     with pytest.raises(WanmaError, match=r"text\[0\]: '/no/such' does not exist") as told:
         prepare_job_data(section(corpus, text=["/no/such"]))
     assert told.value.exit_code == 2
-
-
-def test_the_front_door_names_the_type_it_opens() -> None:
-    assert front_door.BatchedDataset is BatchedDataset
-    with pytest.raises(AttributeError):
-        front_door.nothing  # noqa: B018

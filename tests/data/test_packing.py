@@ -34,15 +34,6 @@ def test_rows_are_consecutive_pieces_of_the_joined_segments(
         assert stream.segment_starts(np.array(rows)).tolist() == seams
 
 
-def test_masks_restart_documents_and_positions_and_ignore_foreign_targets() -> None:
-    rows = np.array([[5, 6, END, 7, END, 8, 9]])
-    documents, positions, foreign = find_document_boundaries(rows, np.zeros(rows.shape, bool), END)
-    assert documents.tolist() == [[0, 0, 0, 1, 1, 2]]
-    assert positions.tolist() == [[0, 1, 2, 0, 1, 0]]
-    # token 2 is the end of document 0: its target is the first token of document 1
-    assert foreign.tolist() == [[False, False, True, False, True, False]]
-
-
 def test_a_seam_separates_like_an_end() -> None:
     rows = np.array([[5, 6, 7, 8]])
     documents, positions, foreign = find_document_boundaries(

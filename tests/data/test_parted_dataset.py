@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import torch
 
 from support.labelled_images import write_folder, write_tar
 from wanma.data.batch import BadSample, Batch
-from wanma.data.datasets.parted_dataset import DataPart, PartedDataset, join_rows
+from wanma.data.datasets.parted_dataset import PartedDataset, join_rows
 from wanma.data.opening import open_dataset, part_sections, prepare_job_data
 from wanma.data.sampling.permutation import IndexArray
 from wanma.data.text.tokenizer import BytesTokenizer
@@ -36,9 +34,7 @@ def write_text(folder: Path, numbers: range) -> Path:
 
 def opened(*entries: Path, **keys: Any) -> PartedDataset:
     values = {"sequence_length": 8, "validation_fraction": 0.2, "placement": "parts", **keys}
-    data = open_dataset(DataSection(text=[str(entry) for entry in entries], **values), TRAIN)
-    assert isinstance(data, PartedDataset)
-    return data
+    return open_dataset(DataSection(text=[str(entry) for entry in entries], **values), TRAIN)
 
 
 class Others:
@@ -174,8 +170,6 @@ def test_stored_images_in_parts_are_those_of_one_node(write: Any, tmp_path: Path
         open_dataset(DataSection(images=[str(folder) for folder in own], **keys), TRAIN)
         for own in (folders, folders[:1], folders[1:])
     )
-    assert isinstance(node_0, PartedDataset)
-    assert isinstance(node_1, PartedDataset)
     node_0.join([*node_0.parts, *node_1.parts], Others(node_1), is_spread=True)
     assert node_0.classes == one.classes == 3
     assert_same(node_0.batch(range(20, 40)), one.batch(range(20, 40)))
@@ -190,16 +184,6 @@ def test_entries_that_a_node_does_not_have_are_those_of_others(folders: tuple[Pa
     nothing = section.model_copy(update={"text": ["nowhere"]})
     with pytest.raises(JobError, match=r"data\.text"):
         part_sections(nothing)
-
-
-def test_parts_of_different_forms_are_refused(folders: tuple[Path, Path, Path]) -> None:
-    first, second, cache = folders
-    data = opened(first, cache=str(cache))
-    [other] = opened(second, cache=str(cache)).parts
-    with pytest.raises(AllRanksError, match="are of another form than those of"):
-        data.join(
-            [*data.parts, replace(other, form="9 tokens of a vocabulary of 3")], Others(), is_spread=True
-        )
 
 
 def test_parts_of_different_tokenizers_are_refused(folders: tuple[Path, Path, Path], tmp_path: Path) -> None:
@@ -222,12 +206,6 @@ def test_arrays_in_memory_are_refused(tmp_path: Path) -> None:
     section = DataSection(images=[str(tmp_path / "a.npz")], placement="parts")
     with pytest.raises(JobError, match="normalized by their own mean"):
         prepare_job_data(section)
-
-
-@pytest.mark.parametrize("keys", [{"factory": "a:b"}, {"sources": [{"name": "a", "text": "b"}]}, {}])
-def test_other_data_cannot_lie_in_parts(keys: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="needs entries of text or images"):
-        DataSection(placement="parts", **keys)
 
 
 def test_joined_rows_have_their_places() -> None:
@@ -254,11 +232,3 @@ def test_joined_rows_have_their_places() -> None:
     assert joined.real.tolist() == [True, True, True, False]
     assert joined.class_range == (0, 6)
     assert [one.sample for one in joined.bad_samples] == [1, 3]
-
-
-def test_names_tell_the_node(folders: tuple[Path, Path, Path]) -> None:
-    first, _, cache = folders
-    data = opened(first, cache=str(cache))
-    part: DataPart = data.parts[0]
-    assert part.host == os.uname().nodename
-    assert data.sample_name(0).endswith(f" of {first} on {part.host}")

@@ -115,12 +115,6 @@ def test_neighbours_are_one_segment() -> None:
     assert split.train.tolist() == [[0, 990]]
 
 
-def test_without_a_fraction_everything_is_for_training() -> None:
-    (split,) = split_documents([file_of([10, 0, 10], [0, 1, 2])], 0, 8)
-    assert split.train.tolist() == [[0, 20]]
-    assert len(split.validation) == 0
-
-
 @pytest.mark.parametrize(("tokens", "fraction"), [(16, 0.0), (16, 0.01), (20, 0.01), (30, 0.9)])
 def test_too_little_text_names_the_sequence_length(tokens: int, fraction: float) -> None:
     with pytest.raises(JobError, match=r"data\.sequence_length: 16 is too long"):

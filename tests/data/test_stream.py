@@ -26,29 +26,11 @@ class Counting(IterableDataset[Any]):
 
     def __init__(self, size: int = 10) -> None:
         self.size, self.epoch = size, 0
+        self.at = self.begin = 0
         self.read: list[int] = []
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
-
-    def __iter__(self) -> Iterator[Any]:
-        for number in range(self.size):
-            self.read.append(number)
-            yield float(100 * self.epoch + number), number
-
-
-class Resumable(Counting):
-    """One that can begin in the middle."""
-
-    def __init__(self, size: int = 10) -> None:
-        super().__init__(size)
-        self.at = self.begin = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at, "epoch": self.epoch}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.begin, self.epoch = state["at"], state["epoch"]
 
     def __iter__(self) -> Iterator[Any]:
         begin, self.begin = self.begin, 0
@@ -56,6 +38,16 @@ class Resumable(Counting):
             self.at = number + 1
             self.read.append(number)
             yield float(100 * self.epoch + number), number
+
+
+class Resumable(Counting):
+    """One that can begin in the middle."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begin, self.epoch = state["at"], state["epoch"]
 
 
 class Shuffling(Resumable):
@@ -164,7 +156,6 @@ def reader(dataset: Any) -> StreamReader:
     data = opened(dataset)
     assert data.fingerprint
     found = data.reader  # type: ignore[attr-defined]
-    assert isinstance(found, StreamReader)
     found.every_steps = 2
     return found
 
@@ -219,6 +210,7 @@ def test_a_state_saves_reading_what_came_before() -> None:
         (lambda: Counting(0), {}, WanmaError, "Counting yields no samples"),
         (Counting, {"workers": 2}, JobError, "data.workers = 2 .*Counting"),
         (Counting, {"shuffle": "block"}, JobError, "data.shuffle = 'block' .*Counting"),
+        (Counting, {"worker_processes": True}, JobError, "data.worker_processes .*Counting"),
     ],
 )
 def test_what_is_no_stream_of_samples_is_refused(

@@ -60,20 +60,9 @@ def test_a_glob_crosses_folders_with_two_stars(corpus: Path) -> None:
     assert names([f"{corpus}/**/*.txt"], corpus) == ["b.txt", "sub/c.txt"]
 
 
-def test_a_file_named_twice_counts_once_and_keeps_its_first_place(corpus: Path) -> None:
-    assert names([f"{corpus}/sub/c.txt", str(corpus)], corpus) == ["sub/c.txt", "a.md", "b.txt"]
-
-
 def test_a_name_with_glob_characters_is_found_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "a[1].txt").write_text("x")
     assert names([f"{tmp_path}/a[1].txt"], tmp_path) == ["a[1].txt"]
-
-
-def test_any_fsspec_url_is_read() -> None:
-    memory = fsspec.filesystem("memory")
-    memory.pipe("/corpus-urls/x.txt", b"hello")
-    assert content("memory://corpus-urls/x.txt") == [b"hello"]
-    assert [d.path for d in list_documents(["memory://corpus-urls"])] == ["/corpus-urls/x.txt"]
 
 
 @pytest.fixture
@@ -132,11 +121,6 @@ def test_storage_that_does_not_know_what_to_say_of_a_pattern_is_searched(
     monkeypatch.setattr(failing, "info", lambda *_, **__: 1 / 0)
     with pytest.raises(WanmaError, match="division by zero"):
         list_documents([f"failing://{corpus}/b.txt"])
-
-
-def test_compressed_text_is_read_as_text(tmp_path: Path) -> None:
-    (tmp_path / "x.txt.gz").write_bytes(gzip.compress(b"hello\n"))
-    assert content(str(tmp_path / "x.txt.gz")) == [b"hello\n"]
 
 
 def test_the_standard_library_is_there_in_order_without_tests_and_installed_packages() -> None:
@@ -222,19 +206,6 @@ def test_a_broken_compressed_file_is_told(tmp_path: Path, damage: bytes) -> None
     (tmp_path / "x.gz").write_bytes(damage)
     with pytest.raises(BadDataError, match=r"x\.gz: damaged or truncated gzip data"):
         content(str(tmp_path / "x.gz"))
-
-
-def test_a_file_that_disappears_is_told(corpus: Path) -> None:
-    document = list_documents([str(corpus / "b.txt")])[0]
-    (corpus / "b.txt").unlink()
-    with pytest.raises(WanmaError, match=r"text\[0\]: .*b\.txt': No such file"):
-        list(read_chunks(document))
-
-
-def test_a_file_that_changes_has_another_version(corpus: Path) -> None:
-    before = list_documents([str(corpus / "b.txt")])[0]
-    os.utime(corpus / "b.txt", ns=(1, before.size + 10**18))
-    assert list_documents([str(corpus / "b.txt")])[0].version != before.version
 
 
 def test_asynchronous_storage_is_known_by_its_url() -> None:

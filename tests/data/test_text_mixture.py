@@ -12,20 +12,25 @@ import pyarrow.parquet as pq
 import pytest
 
 from support.chats import conversations, tokens_of, write_chats, write_tokenizer
-from support.killed_runs import read_with_kills
+from support.killed_runs import (
+    BLOCK,
+    SHUFFLES,
+    TOTAL,
+    TRAIN,
+    WINDOW,
+    WORLD_SIZES,
+    order_keys,
+    read_with_kills,
+)
 from support.reference_order import reference_order
 from support.text_formats import json_lines, write_megatron
 from wanma.data.batch import IGNORE_INDEX
 from wanma.data.data_kinds import with_data_kinds
 from wanma.data.opening import open_dataset
-from wanma.data.sampling.batch_size_schedule import samples_consumed_before
 from wanma.data.text.tokenizer import load_tokenizer
 from wanma.job.file.loading import to_job
 from wanma.job.sections.data import DataSection
-from wanma.job.sections.train import TrainSection
 
-TRAIN = TrainSection(steps=9, global_batch=16, batch_ramp=[(2, 5), (4, 9)], seed=5)
-TOTAL = samples_consumed_before(TRAIN, TRAIN.steps)
 LENGTH = 120
 CHATS = conversations(20)
 WEIGHTS = {"plain": 3, "jsonl": 2, "parquet": 2, "megatron": 1, "numpy": 1, "chat": 3}
@@ -89,20 +94,18 @@ def section(folder: Path, **keys: Any) -> DataSection:
     return with_data_kinds(to_job({"model": {"preset": "gpt-1m"}, "data": data})).data
 
 
-@pytest.mark.parametrize("shuffle", [("full", 1, 1), ("block", 3, 2), ("none", 1, 1)], ids=lambda one: one[0])
+@pytest.mark.parametrize("shuffle", SHUFFLES)
 def test_every_form_of_text_is_read_in_the_order_of_the_reference(
-    folder: Path, targets: dict[str, list[tuple[int, ...]]], shuffle: tuple[str, int, int]
+    folder: Path, targets: dict[str, list[tuple[int, ...]]], shuffle: str
 ) -> None:
-    kind, block, window = shuffle
-    data = section(folder, shuffle=kind, block_samples=block, window_blocks=window)
+    data = section(folder, **order_keys(shuffle))
     assert [one.content for one in data.sources] == ["text"] * len(WEIGHTS)
-    draw = random.Random(kind)
-    worlds, threads = draw.sample((1, 2, 3, 4, 8), k=3), draw.choice([1, 2])
-    found = read_with_kills(lambda: open_dataset(data, TRAIN), TRAIN, worlds, threads, draw.randrange(100))
+    draw = random.Random(shuffle)
+    worlds = draw.sample(WORLD_SIZES, k=3)
+    found = read_with_kills(lambda: open_dataset(data, TRAIN), TRAIN, worlds, draw.choice([1, 2]))
     rows = [targets[name] for name in WEIGHTS]
-    order = reference_order(
-        [len(one) for one in rows], [(0, list(WEIGHTS.values()))], shuffle, TRAIN.seed, TOTAL
-    )
+    stages = [(0, list(WEIGHTS.values()))]
+    order = reference_order([len(one) for one in rows], stages, (shuffle, BLOCK, WINDOW), TRAIN.seed, TOTAL)
     assert found == [(sample, rows[source][row]) for sample, (source, row) in enumerate(order)]
 
 

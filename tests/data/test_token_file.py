@@ -4,10 +4,8 @@ import errno
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -208,20 +206,6 @@ def test_text_that_begins_like_something_else_is_text(content: bytes, tmp_path: 
     assert bytes(build(list_documents([str(tmp_path / "a.txt")]), tmp_path).tokens[:-1].tolist()) == content
 
 
-def test_a_folder_of_records_without_the_field_is_refused_and_one_with_some_among_its_texts_is_not(
-    tmp_path: Path,
-) -> None:
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    for number in range(2):
-        (folder / f"{number}.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n')
-    with pytest.raises(WanmaError, match=r"no field 'text'; .* body"):
-        build(list_documents([str(folder)]), tmp_path)
-    for number in range(2):
-        (folder / f"{number}.txt").write_text("text")
-    assert build(list_documents([str(folder)]), tmp_path).header["documents"] == 4
-
-
 def test_a_corpus_of_binary_files_is_empty(tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "b.png").write_bytes(b"\x89PNG\0\0")
@@ -358,18 +342,3 @@ def test_of_several_builders_one_builds_and_all_get_the_same(
     outputs = [builder.communicate(timeout=60)[0].split("\n") for builder in builders]
     assert sum("building 0" in output for output in outputs) == 1
     assert len({output[-2] for output in outputs}) == 1
-
-
-def test_a_killed_builder_blocks_nobody_and_its_half_is_never_used(
-    documents: list[StoredFile], tmp_path: Path
-) -> None:
-    killed = start_builder(tmp_path, 60)
-    assert killed.stdout is not None
-    assert killed.stdout.readline() == "building 0\n"
-    time.sleep(0.05)
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate()
-    assert [name for name in folders(tmp_path) if name.endswith(".building")]
-    file = build(documents, tmp_path)
-    assert file.header["documents"] == 20
-    assert folders(tmp_path) == [file.folder.name]

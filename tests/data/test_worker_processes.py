@@ -167,7 +167,6 @@ if __name__ == "__main__":
 def test_processes_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     (tmp_path / "parent.py").write_text(PARENT)
     with subprocess.Popen([sys.executable, tmp_path / "parent.py"], stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
         process = int(parent.stdout.readline())
         assert _runs(process)
         parent.kill()
@@ -186,12 +185,3 @@ def test_a_dataset_that_cannot_be_pickled_is_refused_by_its_key() -> None:
 
     with pytest.raises(JobError, match=r"worker_processes: Locked .* pickled"):
         opened(Locked()).batch([0])
-
-
-def test_a_stream_is_refused() -> None:
-    class Stream:
-        def __iter__(self) -> Iterator[tuple[float, int]]:
-            return iter([(0.5, 1)] * 9)
-
-    with pytest.raises(JobError, match=r"data\.worker_processes"):
-        opened(Stream(), workers=1)

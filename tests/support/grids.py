@@ -12,8 +12,6 @@ def rotated(rows: Iterable[Any], columns: Sequence[Any], ids: Sequence[str] = ()
     """Cases (row, column): every row with one of the columns in turn, and with the others in the full suite.
 
     Args:
-        rows: values that are their own names.
-        columns: values.
         ids: names of the columns; empty: the columns are their own.
     """
     names = ids or columns

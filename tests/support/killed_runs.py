@@ -1,4 +1,4 @@
-"""Reading of a run's data by several runs that end anywhere, each with other ranks."""
+"""Law 2 checked: the data of runs that end anywhere, each with other ranks, beside the plain reference."""
 
 from __future__ import annotations
 
@@ -7,11 +7,56 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from support.reference_order import permuted, reference_order, stream
 from wanma.data.batch import Batch
 from wanma.data.datasets.dataset import BatchedDataset
+from wanma.data.sampling.batch_size_schedule import samples_consumed_before
 from wanma.data.step_loader import StepLoader
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.train import TrainSection
+
+TRAIN = TrainSection(steps=9, global_batch=16, batch_ramp=[(2, 5), (4, 9)], seed=5)
+TOTAL = samples_consumed_before(TRAIN, TRAIN.steps)
+BLOCK, WINDOW = 3, 2
+SHUFFLES = ("full", "block", "none")
+MIXTURES: dict[str, list[tuple[int, list[int]]]] = {
+    "static": [(0, [7, 2, 1])],
+    "curriculum": [(0, [7, 2, 1]), (40, [1, 0, 3]), (71, [0, 1, 1])],
+}
+"""Stages of three sources: (first sample, weights)."""
+WORLD_SIZES = (1, 2, 3, 4, 8)
+
+
+def order_keys(shuffle: str) -> dict[str, Any]:
+    """Keys of `[data]` of a shuffle, without a validation split."""
+    keys = {"shuffle": shuffle, "block_samples": BLOCK, "window_blocks": WINDOW}
+    return {**keys, "validation_fraction": 0}
+
+
+def source_weights(stages: Sequence[tuple[int, Sequence[int]]]) -> list[list[tuple[int, float]]]:
+    """The weight of each source, as `data.sources` has it."""
+    return [[(start, float(weights[n])) for start, weights in stages] for n in range(len(stages[0][1]))]
+
+
+def numbered_rows(count: int, shuffle: str) -> list[int]:
+    """The rows of a source that a holdout numbers: by a hash, unless neighbours are read together."""
+    rows = list(range(count))
+    return permuted(rows, "validation split") if shuffle == "full" else rows
+
+
+def expected_rows(count: int, shuffle: str, total: int = TOTAL) -> list[int]:
+    """The rows of one source in the order of the reference."""
+    rows = numbered_rows(count, shuffle)
+    return [rows[row] for row in itertools.islice(stream(count, shuffle, BLOCK, WINDOW, TRAIN.seed), total)]
+
+
+def expected_mixture(
+    sizes: Sequence[int], stages: Sequence[tuple[int, Sequence[int]]], shuffle: str
+) -> list[tuple[int, int]]:
+    """(source, row) of a mixture of sources in the order of the reference."""
+    rows = [numbered_rows(size, shuffle) for size in sizes]
+    order = reference_order(sizes, stages, (shuffle, BLOCK, WINDOW), TRAIN.seed, TOTAL)
+    return [(source, rows[source][row]) for source, row in order]
 
 
 def targets_of(batch: Batch) -> list[Any]:
@@ -21,10 +66,10 @@ def targets_of(batch: Batch) -> list[Any]:
 
 def read_with_kills(
     open_data: Callable[[], BatchedDataset],
-    train: TrainSection,
-    worlds: Sequence[int],
-    threads: int,
-    seed: int,
+    train: TrainSection = TRAIN,
+    worlds: Sequence[int] = (3, 1, 4),
+    threads: int = 1,
+    seed: int = 0,
     contents_of: Callable[[Batch], list[Any]] = targets_of,
 ) -> list[tuple[int, Any]]:
     """(sample, content) of all steps, read by runs that end at random steps.

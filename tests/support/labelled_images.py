@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from PIL import Image
 
 from support.data_files import add_member, example, frame
+from support.table_files import write_table
 
 CLASSES = ("ant", "bee", "cat")
 SIZE = 12
@@ -44,13 +45,22 @@ def write_folder(folder: Path, count: int) -> None:
         path.write_bytes(picture(number))
 
 
+def write_samples(
+    path: Path, images: Iterable[bytes], labels: Iterable[Any] = itertools.repeat(1), first: int = 0
+) -> None:
+    """Write a WebDataset shard of images with labels in `.cls`, numbered from `first` on."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        for number, (image, one) in enumerate(zip(images, labels, strict=False), first):
+            add_member(archive, f"{number:04d}.png", image)
+            add_member(archive, f"{number:04d}.cls", one if isinstance(one, bytes) else str(one).encode())
+
+
 def write_tar(folder: Path, count: int) -> None:
     """Write two WebDataset shards with labels in `.cls`."""
     for shard, numbers in enumerate((range(count // 3), range(count // 3, count))):
-        with tarfile.open(folder / f"shard-{shard}.tar", "w") as archive:
-            for number in numbers:
-                add_member(archive, f"{number:04d}.png", picture(number))
-                add_member(archive, f"{number:04d}.cls", str(label(number)).encode())
+        path = folder / f"shard-{shard}.tar"
+        write_samples(path, map(picture, numbers), map(label, numbers), numbers.start)
 
 
 def write_json_tar(folder: Path, count: int) -> None:
@@ -61,29 +71,18 @@ def write_json_tar(folder: Path, count: int) -> None:
             add_member(archive, f"{number:04d}.json", json.dumps({"label": label(number)}).encode())
 
 
-def _table(count: int) -> pa.Table:
-    images = [{"bytes": picture(number), "path": None} for number in range(count)]
-    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    labels = [label(number) for number in range(count)]
-    return pa.table({"image": pa.array(images, kind), "label": pa.array(labels, pa.int64())})
+def _write_table(name: str) -> Callable[[Path, int], None]:
+    """Return the writer of a table, see `write_table`; without a name into the folder itself."""
+
+    def write(folder: Path, count: int) -> None:
+        images = [{"bytes": picture(number), "path": None} for number in range(count)]
+        rows = [{"image": image, "label": label(number)} for number, image in enumerate(images)]
+        write_table(folder / name, rows)
+
+    return write
 
 
-def write_parquet(folder: Path, count: int) -> None:
-    pq.write_table(_table(count), folder / "part-0.parquet", row_group_size=5)
-
-
-def write_arrow(folder: Path, count: int) -> None:
-    with pa.OSFile(str(folder / "a.arrow"), "wb") as sink, pa.ipc.new_file(sink, _table(1).schema) as writer:
-        writer.write_table(_table(count), max_chunksize=5)
-
-
-def write_huggingface(folder: Path, count: int) -> None:
-    """Write the layout of `Dataset.save_to_disk`."""
-    with pa.ipc.new_stream(folder / "data-00000-of-00001.arrow", _table(1).schema) as writer:
-        writer.write_table(_table(count), max_chunksize=7)
-    state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_fingerprint": "0", "_split": None}
-    (folder / "state.json").write_text(json.dumps(state))
-    (folder / "dataset_info.json").write_text("{}")
+write_huggingface = _write_table("")
 
 
 def write_tfrecord(folder: Path, count: int) -> None:
@@ -105,8 +104,8 @@ WRITERS: dict[str, Callable[[Path, int], None]] = {
     "images": write_folder,
     "webdataset": write_tar,
     "webdataset-json": write_json_tar,
-    "parquet": write_parquet,
-    "arrow": write_arrow,
+    "parquet": _write_table("part-0.parquet"),
+    "arrow": _write_table("a.arrow"),
     "huggingface": write_huggingface,
     "tfrecord": write_tfrecord,
 }

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from support.killed_runs import order_keys
 from wanma.data.index.records import open_records
 from wanma.data.opening import open_dataset
 from wanma.data.step_loader import StepLoader
@@ -19,7 +20,7 @@ from wanma.job.plan.plan import Plan
 from wanma.job.sections.data import DataSection
 from wanma.job.sections.train import TrainSection
 
-TRAIN = TrainSection(steps=16, global_batch=9, batch_ramp=[(4, 7), (9, 12)], seed=5)
+RUN = TrainSection(steps=16, global_batch=9, batch_ramp=[(4, 7), (9, 12)], seed=5)
 ROWS = 53
 
 
@@ -44,22 +45,13 @@ class StoredRows(Rows):
 
 
 def main(folder: Path, world_size: int, first_step: int, shuffle: Any, workers: int) -> None:
-    section = DataSection(
-        shuffle=shuffle,
-        block_samples=8,
-        window_blocks=3,
-        validation_fraction=0,
-        workers=workers,
-        worker_processes=workers > 1,
-    )
+    section = DataSection(**order_keys(shuffle), workers=workers, worker_processes=workers > 1)
     plan = Plan(dp_replicate=world_size, micro_batch=3)
     loaders = [
-        StepLoader(
-            open_dataset(section, TRAIN, StoredRows(folder)), plan, TRAIN, rank, first_step, 2, workers
-        )
+        StepLoader(open_dataset(section, RUN, StoredRows(folder)), plan, RUN, rank, first_step, 2, workers)
         for rank in range(world_size)
     ]
-    for step in range(first_step, TRAIN.steps):
+    for step in range(first_step, RUN.steps):
         for loader in loaders:
             for batch in next(loader).micro_batches:
                 samples, rows = batch.samples[batch.real], batch.targets[batch.real]

@@ -31,10 +31,7 @@ def measure_shuffle(
 
     Args:
         shuffle: the shuffle; its `block_samples` divides the rows into blocks, whatever its kind.
-        epoch_size: rows of the data.
         positions: at least two positions of an epoch, such as its last ones; the same in each epoch.
-        epochs: epochs to average over.
-        seed: seed of the order.
     """
     starts = np.arange(epochs, dtype=np.int64)[:, None] * epoch_size
     stream = starts + np.asarray(positions, dtype=np.int64)

@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import struct
 import tarfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from support.data_files import add_member, compress, example, frame
+from support.table_files import write_table
+from wanma.data.documents.text_files import list_documents
+from wanma.data.text.token_file import TokenFile, open_or_build_token_file
+from wanma.data.text.tokenizer import BytesTokenizer, Tokenizer
 
 Write = Callable[[Path, Sequence[str]], None]
 
 
 @dataclass(frozen=True)
 class TextCase:
-    """Way to store documents.
-
-    Args:
-        write: function (folder, documents) that writes them into a folder.
-        field: `data.columns.text`.
-    """
+    """Way to store documents, and the field that holds them."""
 
     write: Write
     field: str = "text"
+
+
+def build_token_file(
+    entries: Sequence[str | Path], cache: Path, tokenizer: Tokenizer | None = None, **keywords: Any
+) -> TokenFile:
+    """Open or build the token file of entries; keywords as of `open_or_build_token_file`."""
+    documents = list_documents([str(entry) for entry in entries])
+    return open_or_build_token_file(documents, tokenizer or BytesTokenizer(), cache, **keywords)
 
 
 def write_plain(folder: Path, documents: Sequence[str]) -> None:
@@ -58,40 +63,16 @@ def _write_two_files(folder: Path, documents: Sequence[str]) -> None:
 
 
 def _write_nested(folder: Path, documents: Sequence[str]) -> None:
-    records = [{"meta": {"text": text}} for text in documents]
-    (folder / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    write_table(folder / "a.jsonl", [{"meta": {"text": text}} for text in documents])
 
 
-def _write_json_list(folder: Path, documents: Sequence[str]) -> None:
-    (folder / "a.json").write_text(json.dumps([{"text": text} for text in documents], indent=1))
+def _write_table(name: str = "") -> Write:
+    """Write a table of numbers and documents, see `write_table`; without a name to the folder itself."""
 
+    def write(folder: Path, documents: Sequence[str]) -> None:
+        write_table(folder / name, [{"id": number, "text": text} for number, text in enumerate(documents)])
 
-def _write_csv(folder: Path, documents: Sequence[str]) -> None:
-    with (folder / "a.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["id", "text"])
-        writer.writerows(enumerate(documents))
-
-
-def table(documents: Sequence[str]) -> pa.Table:
-    return pa.table({"id": pa.array(range(len(documents))), "text": pa.array(documents, pa.string())})
-
-
-def _write_parquet(folder: Path, documents: Sequence[str]) -> None:
-    pq.write_table(table(documents), folder / "a.parquet", row_group_size=7)
-
-
-def _write_arrow(folder: Path, documents: Sequence[str]) -> None:
-    with pa.ipc.new_file(folder / "a.arrow", table(documents).schema) as writer:
-        writer.write_table(table(documents), max_chunksize=7)
-
-
-def _write_huggingface(folder: Path, documents: Sequence[str]) -> None:
-    with pa.ipc.new_stream(folder / "data-00000-of-00001.arrow", table(documents).schema) as writer:
-        writer.write_table(table(documents), max_chunksize=7)
-    state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_fingerprint": "0", "_split": None}
-    (folder / "state.json").write_text(json.dumps(state))
-    (folder / "dataset_info.json").write_text('{\n  "features": {}\n}\n')
+    return write
 
 
 def _write_tar(folder: Path, documents: Sequence[str]) -> None:
@@ -122,11 +103,11 @@ TEXT_CASES = {
     "jsonl.zst": TextCase(_write_json_lines("zstd", ".zst")),
     "two files": TextCase(_write_two_files),
     "nested": TextCase(_write_nested, "meta.text"),
-    "json-list": TextCase(_write_json_list),
-    "csv": TextCase(_write_csv),
-    "parquet": TextCase(_write_parquet),
-    "arrow": TextCase(_write_arrow),
-    "huggingface": TextCase(_write_huggingface),
+    "json-list": TextCase(_write_table("a.json")),
+    "csv": TextCase(_write_table("a.csv")),
+    "parquet": TextCase(_write_table("a.parquet")),
+    "arrow": TextCase(_write_table("a.arrow")),
+    "huggingface": TextCase(_write_table()),
     "tar": TextCase(_write_tar, "txt"),
     "tar of json": TextCase(_write_tar_of_json, "json.text"),
     "tfrecord": TextCase(_write_tfrecord()),
@@ -135,13 +116,7 @@ TEXT_CASES = {
 
 
 def write_megatron(path: Path, documents: Sequence[Sequence[int]], dtype: str = "<u2") -> None:
-    """Write .bin and .idx with one sequence a document.
-
-    Args:
-        path: the .bin file.
-        documents: tokens of each document.
-        dtype: type of a token.
-    """
+    """Write .bin and .idx with one sequence a document."""
     code = {"<u2": 8, "<i4": 4, "<i8": 5}[dtype]
     arrays = [np.array(document, dtype) for document in documents]
     lengths = np.array([len(array) for array in arrays], "<i4")

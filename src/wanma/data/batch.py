@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -21,7 +22,6 @@ class BadSample:
     sample: int
     """Index in the run's order."""
     place: str
-    """File, and the row within it."""
     cause: str
     is_substituted: bool
     """True: another sample has its position; False: its position is a padding row."""
@@ -55,7 +55,6 @@ class Batch:
     Stored on the host, so that a loss can check it without waiting for a device.
     """
     bad_samples: tuple[BadSample, ...] = ()
-    """Samples of these rows that cannot be read."""
 
     @property
     def rows(self) -> int:
@@ -72,20 +71,24 @@ class Batch:
         return self.targets if self.named_targets is None else self.named_targets
 
     def to(self, device: torch.device) -> Batch:
-        def move(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=True)
+        return map_batch(self, lambda tensor: tensor.to(device, non_blocking=True))
 
-        return replace(
-            self,
-            inputs=tuple(move(tensor) for tensor in self.inputs),
-            targets=move(self.targets),
-            samples=move(self.samples),
-            real=move(self.real),
-            keywords={name: move(tensor) for name, tensor in self.keywords.items()},
-            named_targets=None
-            if self.named_targets is None
-            else {name: move(tensor) for name, tensor in self.named_targets.items()},
-        )
+
+def map_batch(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
+    """Return a batch with `function` of each tensor of another."""
+
+    def mapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: function(tensor) for name, tensor in tensors.items()}
+
+    return replace(
+        batch,
+        inputs=tuple(map(function, batch.inputs)),
+        targets=function(batch.targets),
+        samples=function(batch.samples),
+        real=function(batch.real),
+        keywords=mapped(batch.keywords),
+        named_targets=None if batch.named_targets is None else mapped(batch.named_targets),
+    )
 
 
 def widen_integers(tensor: Tensor) -> Tensor:

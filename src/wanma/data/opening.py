@@ -52,8 +52,6 @@ def prepare_job_data(
     """Prepare the data once for all ranks of a node: find it, and build token files that are missing.
 
     Args:
-        section: the job's `[data]`.
-        progress: called with (bytes done, bytes in all) while token files or indexes are built.
         announce: called before token files are built, with what is missing.
 
     Raises:
@@ -118,8 +116,6 @@ def open_dataset(
     """Open the data: the same view on every rank.
 
     Args:
-        section: the job's `[data]`.
-        train: the job's `[train]`.
         dataset: a user's dataset, or a pair (training, validation); replaces the data of `section`.
         known_ids: of interactions, ids that have rows already, as of `InteractionDataset`.
 
@@ -266,12 +262,3 @@ def _open_token_dataset(
         for text in resolve_text_sources(section)
     ]
     return TokenDataset(sources, tokenizer, section, seed=train.seed, total_samples=total)
-
-
-def __getattr__(name: str) -> Any:
-    """Import `BatchedDataset` on demand: it needs torch, which `prepare_job_data` must not import."""
-    if name == "BatchedDataset":
-        from wanma.data.datasets.dataset import BatchedDataset
-
-        return BatchedDataset
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

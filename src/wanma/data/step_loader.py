@@ -14,14 +14,14 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import TracebackType
 from typing import Literal
 
 from torch import Tensor
 
-from wanma.data.batch import BadSample, Batch
+from wanma.data.batch import BadSample, Batch, map_batch
 from wanma.data.datasets.dataset import BatchedDataset
 from wanma.data.sampling.batch_size_schedule import global_batch_size, samples_consumed_before
 from wanma.job.plan.plan import Plan
@@ -90,11 +90,7 @@ class StepLoader:
         """Start the threads.
 
         Args:
-            dataset: the data set.
-            plan: the plan that divides the global batch.
-            train: the job's `[train]`.
             data_parallel_rank: index of this rank among those that read different samples.
-            start_step: the first step to yield.
             prefetch: maximum number of steps in memory ahead of the loop; auto: at least 4 and one for each
                 thread, doubled when the loop waits for a step that was begun before, up to 64.
             threads: number of steps loaded at once; more than 1 calls a user's dataset concurrently. A data
@@ -199,7 +195,7 @@ class StepLoader:
             self._dataset.batch(samples[rows.start : rows.stop]) for rows in self._micro_batches(size)
         ]
         if self._pin_memory:
-            micro_batches = [_pin_batch(batch) for batch in micro_batches]
+            micro_batches = [map_batch(batch, Tensor.pin_memory) for batch in micro_batches]
         return StepBatches(step, first_sample, size, micro_batches)
 
     def close(self) -> None:
@@ -277,20 +273,3 @@ class StepLoader:
         first = samples_consumed_before(self._train, self._next_step - len(self._prefetched))
         samples = samples_consumed_before(self._train, self._next_step + 1) - first
         return samples * self._sample_bytes <= self._prefetch_bytes
-
-
-def _pin_batch(batch: Batch) -> Batch:
-    def pin(tensor: Tensor) -> Tensor:
-        return tensor.pin_memory()
-
-    return replace(
-        batch,
-        inputs=tuple(pin(tensor) for tensor in batch.inputs),
-        targets=pin(batch.targets),
-        samples=pin(batch.samples),
-        real=pin(batch.real),
-        keywords={name: pin(tensor) for name, tensor in batch.keywords.items()},
-        named_targets=None
-        if batch.named_targets is None
-        else {name: pin(tensor) for name, tensor in batch.named_targets.items()},
-    )

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import tarfile
-from pathlib import Path
-
 import pytest
 
 from support.data_command import DataCommand
-from support.data_files import add_member
-from support.labelled_images import picture
 from wanma.data.text.token_file import open_token_file
 from wanma.observe.console import dataset_progress
 from wanma.observe.units import bytes_text
@@ -101,49 +94,3 @@ def test_prepare_shows_progress_of_an_index_and_of_the_reading_after_it(
     ran.check()
     size = bytes_text(len(rows))
     assert ran.err.count(f"preparing: {size} of {size}\n") == 2
-
-
-SCAN = """
-import sys, threading, time
-from pathlib import Path
-from wanma.cli.main import main
-from wanma.data.formats.tar_samples import TarSamples
-folder, name = map(Path, sys.argv[1:])
-scan, count, lock = TarSamples.scan, 0, threading.Lock()
-def counted(*given):
-    global count
-    with lock:
-        count += 1
-    (folder / f"begun-{name}").touch()
-    while len(list(folder.glob("begun-*"))) < 2:  # neither does its first file before the other has begun one
-        time.sleep(0.01)
-    return scan(*given)
-TarSamples.scan = counted
-code = main(["data", "prepare", f"{folder}/job.toml"])
-print(code, count)
-"""
-
-
-def test_two_processes_scan_the_files_of_an_index_together(job: DataCommand) -> None:
-    folder = job.folder
-    (folder / "images").mkdir()
-    for shard in range(12):
-        with tarfile.open(folder / "images" / f"{shard:02}.tar", "w") as archive:
-            for number in range(3):
-                add_member(archive, f"{number}.png", picture(shard))
-                add_member(archive, f"{number}.cls", str(shard).encode())
-    (folder / "job.toml").write_text(
-        f'[model]\npreset = "gpt-1m"\n[data]\nimages = ["{folder}/images"]\ncache = "{folder}/cache"\n'
-    )
-    assert job("prepare", "job.toml", f"data.cache={folder}/alone").code == 0
-    command = [sys.executable, "-c", SCAN, str(folder)]
-    both = [subprocess.Popen([*command, name], stdout=subprocess.PIPE, text=True) for name in "ab"]
-    results = [process.communicate(timeout=120)[0].splitlines()[-1].split() for process in both]
-    assert [code for code, _ in results] == ["0", "0"]
-    assert sum(int(count) for _, count in results) == 12, "no file is scanned twice"
-    assert index_files(folder / "cache") == index_files(folder / "alone")
-
-
-def index_files(cache: Path) -> dict[str, bytes]:
-    files = [path for path in (cache / "index").rglob("*") if path.is_file()]
-    return {str(path.relative_to(cache)): path.read_bytes() for path in files}

@@ -55,13 +55,6 @@ def test_damaged_rows_and_files_are_listed(data: DataCommand) -> None:
     assert (found["damaged_files"], found["damaged_rows"]) == (1, 2)
 
 
-def test_whole_data_have_exit_code_0(data: DataCommand) -> None:
-    data.write_lines("a.jsonl", RECORDS)
-    ran = data("verify", "a.jsonl")
-    assert ran.code == 0
-    assert ran.out.startswith("whole: 3,000 rows in 1 file, ")
-
-
 def test_files_of_several_formats_are_each_verified_by_their_own(data: DataCommand) -> None:
     data.write_lines("in/a.jsonl", RECORDS[:20])
     pq.write_table(pa.table({"x": [1, 2]}), data.folder / "in" / "b.parquet")
@@ -217,13 +210,6 @@ def test_a_file_that_is_gone_or_has_changed_is_bad_data(data: DataCommand) -> No
         gone.open()
     with pytest.raises(BadDataError, match=r"b\.jsonl: has changed since"):
         changed.open()
-
-
-def test_objects_of_s3_are_verified(data: DataCommand, monkeypatch: pytest.MonkeyPatch) -> None:
-    with s3_server(monkeypatch) as s3:
-        s3.put("folder/a.jsonl", b'{"text": "a"}\n{"text"\n')
-        found = data.json("verify", "s3://bucket/folder", code=1)
-    assert [(one["file"], one["row"]) for one in found["damages"]] == [("s3://bucket/folder/a.jsonl", 1)]
 
 
 def test_several_processes_read_from_s3(data: DataCommand, monkeypatch: pytest.MonkeyPatch) -> None:

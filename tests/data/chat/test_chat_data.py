@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from support.chats import Row, conversations, tokens_of, write_chats, write_tokenizer
 from support.grids import rotated
-from support.killed_runs import read_with_kills
+from support.killed_runs import BLOCK, SHUFFLES, TOTAL, TRAIN, WINDOW, order_keys, read_with_kills
 from support.reference_order import reference_order
+from support.table_files import write_table
 from wanma.data.batch import IGNORE_INDEX
 from wanma.data.opening import open_dataset, prepare_job_data
-from wanma.data.sampling.batch_size_schedule import samples_consumed_before
 from wanma.data.text.tokenizer import load_tokenizer
 from wanma.job.errors import WanmaError
 from wanma.job.sections.data import DataSection
-from wanma.job.sections.train import TrainSection
 
-TRAIN = TrainSection(steps=7, global_batch=8, batch_ramp=[(2, 5), (4, 9)], seed=5)
-TOTAL = samples_consumed_before(TRAIN, TRAIN.steps)
-SHUFFLES = [("full", 1, 1), ("block", 3, 2), ("none", 1, 1)]
 LENGTH = 300
 CHATS = conversations(40)
 
@@ -35,19 +29,15 @@ def write_jsonl(folder: Path, chats: Sequence[Any]) -> Path:
     return write_chats(folder / "chats.jsonl", chats)
 
 
-def write_parquet(folder: Path, chats: Sequence[Any]) -> Path:
-    pq.write_table(pa.table({"messages": list(chats)}), folder / "chats.parquet", row_group_size=7)
-    return folder / "chats.parquet"
-
-
-def write_arrow(folder: Path, chats: Sequence[Any]) -> Path:
-    table = pa.table({"id": range(len(chats)), "messages": [json.dumps(chat) for chat in chats]})
-    with pa.ipc.new_file(folder / "chats.arrow", table.schema) as writer:
-        writer.write_table(table)
-    return folder / "chats.arrow"
-
-
-WRITERS = {"jsonl": write_jsonl, "parquet": write_parquet, "arrow": write_arrow}
+WRITERS: dict[str, Callable[[Path, Sequence[Any]], Path]] = {
+    "jsonl": write_jsonl,
+    "parquet": lambda folder, chats: write_table(
+        folder / "chats.parquet", [{"messages": chat} for chat in chats]
+    ),
+    "arrow": lambda folder, chats: write_table(
+        folder / "chats.arrow", [{"messages": json.dumps(chat)} for chat in chats]
+    ),
+}
 
 
 def reference_rows(rows: Sequence[Row], packing: bool, end: int) -> list[list[int]]:
@@ -76,30 +66,30 @@ def section_of(tmp_path: Path, path: Path, **keys: Any) -> DataSection:
     )
 
 
-@pytest.mark.parametrize(("name", "shuffle"), rotated(WRITERS, SHUFFLES, [kind for kind, *_ in SHUFFLES]))
+@pytest.mark.parametrize(("name", "shuffle"), rotated(WRITERS, SHUFFLES))
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "rows"])
 def test_chats_of_each_format_are_read_in_the_order_of_the_reference(
-    name: str, shuffle: tuple[str, int, int], packing: bool, tmp_path: Path
+    name: str, shuffle: str, packing: bool, tmp_path: Path
 ) -> None:
-    kind, block, window = shuffle
-    section = section_of(
-        tmp_path,
-        WRITERS[name](tmp_path, CHATS),
-        chat={"packing": packing},
-        shuffle=kind,
-        block_samples=block,
-        window_blocks=window,
-    )
+    path = WRITERS[name](tmp_path, CHATS)
+    section = section_of(tmp_path, path, chat={"packing": packing}, **order_keys(shuffle))
     prepare_job_data(section)
     tokenizer = load_tokenizer(section.tokenizer)
     rows = reference_rows(
         [tokens_of(tokenizer, chat) for chat in CHATS], packing, tokenizer.end_of_document_id
     )
     assert len(rows) == 40 or packing
-    worlds = {"full": [3, 1, 4], "block": [2, 4, 1], "none": [1, 2, 3]}[kind]
-    found = read_with_kills(lambda: open_dataset(section, TRAIN), TRAIN, worlds, 1, 0)
-    order = reference_order([len(rows)], [(0, [1])], shuffle, TRAIN.seed, TOTAL)
+    found = read_with_kills(lambda: open_dataset(section, TRAIN))
+    order = reference_order([len(rows)], [(0, [1])], (shuffle, BLOCK, WINDOW), TRAIN.seed, TOTAL)
     assert found == [(sample, tuple(rows[row])) for sample, (_, row) in enumerate(order)]
+
+
+def test_targets_are_those_of_the_answers_alone(tmp_path: Path) -> None:
+    data = open_dataset(section_of(tmp_path, write_jsonl(tmp_path, CHATS)), TRAIN)
+    count = int((data.batch(range(data.train_samples)).targets != IGNORE_INDEX).sum())
+    answers = [m["content"] for chat in CHATS for m in chat if m["role"] == "assistant"]
+    (source,) = data.describe()["sources"]
+    assert count == source["targets"] == sum(len(text.encode()) + 1 for text in answers)
 
 
 def test_inputs_hold_the_whole_conversation_and_masks_part_those_of_a_row(tmp_path: Path) -> None:
@@ -115,24 +105,6 @@ def test_inputs_hold_the_whole_conversation_and_masks_part_those_of_a_row(tmp_pa
     first = [token for token, _ in tokens_of(tokenizer, CHATS[0])]
     assert batch.inputs[0][0, : len(first)].tolist() == first
     assert batch.keywords["positions"][0, : len(first)].tolist() == list(range(len(first)))
-
-
-def test_chats_and_text_are_one_mixture_of_which_text_is_all_target(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("plain text\n" * 300)
-    sources = [
-        {"name": "chat", "path": str(write_jsonl(tmp_path, CHATS)), "columns": {"messages": "messages"}},
-        {"name": "notes", "path": str(tmp_path / "notes.txt")},
-    ]
-    keys = section_of(tmp_path, tmp_path, document_masks=True).model_dump(exclude_unset=True)
-    section = DataSection.model_validate({**keys, "path": [], "columns": {}, "sources": sources})
-    data = open_dataset(section, TRAIN)
-    assert data.order is not None
-    batch = data.batch(range(30))
-    sources_of, _ = data.order.locate(np.arange(30))
-    kept = (batch.targets != IGNORE_INDEX).sum(1)
-    assert set(sources_of.tolist()) == {0, 1}
-    for row, source in enumerate(sources_of.tolist()):
-        assert (int(kept[row]) == LENGTH) == (source == 1)
 
 
 @pytest.mark.parametrize(("too_long", "rows"), [("cut", 40), ("skip", 38)])

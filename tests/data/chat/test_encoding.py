@@ -126,8 +126,6 @@ def test_a_saved_tokenizer_keeps_its_template(tmp_path: Path) -> None:
     tokenizer.save(tmp_path / "saved")
     saved = load_tokenizer(tmp_path / "saved")
     assert saved.fingerprint == tokenizer.fingerprint
-    assert saved.chat is not None
-    assert tokenizer.chat is not None
     assert saved.chat.fingerprint == tokenizer.chat.fingerprint
 
 
@@ -135,6 +133,5 @@ def test_the_file_of_a_template_goes_before_that_in_the_settings(tmp_path: Path)
     folder = write_tokenizer(tmp_path, "unused")
     (folder / "chat_template.jinja").write_text(CHATML)
     found = load_tokenizer(folder / "tokenizer.json").chat
-    assert found is not None
     assert found.source == CHATML
     assert found.special_tokens == {"bos_token": "<s>", "eos_token": "<|im_end|>"}

@@ -80,7 +80,6 @@ def test_gaps_and_repeated_elements_are_not_kept() -> None:
 def test_the_first_of_named_targets_is_the_target_itself() -> None:
     targets = {"box": torch.randn(3, 4), "class": torch.tensor([1, 2, 3])}
     found = moved(made(targets=targets["box"], named_targets=targets, class_range=None))
-    assert found.named_targets is not None
     assert found.targets is found.named_targets["box"]
     assert_same(found.named_targets["class"], targets["class"])
 

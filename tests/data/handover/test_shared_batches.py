@@ -66,12 +66,6 @@ def test_a_batch_is_kept_until_the_last_rank_has_taken_it() -> None:
     assert batches.kept_bytes == 0
 
 
-def test_training_and_validation_are_kept_apart() -> None:
-    batches = SharedBatches(Reader(), consumers=2, readers=1, limit_bytes=None)
-    assert batches.take(False, indices(0)).map().inputs[0][0, 0] == 0
-    assert batches.take(True, indices(0)).map().inputs[0][0, 0] == 0.5
-
-
 def test_what_was_dropped_for_lack_of_room_is_read_again() -> None:
     reader = Reader(width=1000)
     batches = SharedBatches(reader, consumers=2, readers=1, limit_bytes=20_000)

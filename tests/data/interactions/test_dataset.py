@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from wanma.data.interactions.dataset import InteractionDataset
-from wanma.data.interactions.item_draws import ItemDraws
+from wanma.data.interactions.dataset import InteractionDataset, ItemDraws
 from wanma.job.sections.data import DataSection
 
 
@@ -53,13 +52,6 @@ def test_seen_items_are_those_of_the_user_in_training() -> None:
     train = pairs(data, is_validation=False)
     for user, seen in zip(batch.keywords["user"].tolist(), batch.keywords["seen"].tolist(), strict=True):
         assert sorted(one for one in seen if one >= 0) == sorted(item for who, item in train if who == user)
-
-
-def test_the_split_by_time_holds_out_the_latest_rows() -> None:
-    data = opened(split="time", validation_fraction=0.2)
-    assert data.validation_samples == 120
-    times = data._log.times
-    assert times[data._validation].min() > times[data._train].max()
 
 
 def test_the_split_by_time_is_read_in_the_order_of_time(tmp_path: Path) -> None:

@@ -129,19 +129,6 @@ def test_fields_of_a_file_without_header_have_numbers(tmp_path: Path) -> None:
     assert log.features["3"].ids.tolist() == [1, 2]
 
 
-def test_parquet_gives_lists_and_dense_columns(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    table = {"user": [1, 0], "item": [5, 6], "click": [1, 0], "tags": [[3, 3], []], "age": [0.5, 2.0]}
-    parquet.write_table(pyarrow.table(table), tmp_path / "log.parquet")
-    columns = {"rating": "click", "sparse": ["tags"], "dense": ["age"]}
-    log = read_log(section_of(tmp_path / "log.parquet", columns, target="click", positive_from=1))
-    assert log.targets.tolist() == [1, 0]
-    assert log.dense.tolist() == [[0.5], [2.0]]
-    ids, offsets = log.features["tags"].take(np.array([1, 0, 1]))
-    assert (ids.tolist(), offsets.tolist()) == ([3, 3], [0, 0, 2])
-
-
 @pytest.mark.parametrize("hash_rows", [{}, {"tags": 50}], ids=["ids", "hashed"])
 def test_rows_of_one_id_are_read_as_among_rows_of_several(tmp_path: Path, hash_rows: dict[str, int]) -> None:
     ids = ["3", "", "017", "9" * 12, "0"]
@@ -153,13 +140,6 @@ def test_rows_of_one_id_are_read_as_among_rows_of_several(tmp_path: Path, hash_r
     )
     assert alone.starts.tolist() == among.starts[:-1].tolist()
     assert alone.ids.tolist() == among.ids[:-2].tolist()
-
-
-def test_a_text_of_ids_is_a_bag(tmp_path: Path) -> None:
-    text = 'user,item,rating,genres\n0,1,5,3|17\n1,1,4,\n2,2,3,"9"\n'
-    log = read(tmp_path / "log.csv", text, {"sparse": ["genres"]})
-    assert log.features["genres"].ids.tolist() == [3, 17, 9]
-    assert log.features["genres"].starts.tolist() == [0, 2, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -60,13 +60,6 @@ def test_proportions_are_exact_over_each_period_of_a_stage(weights: list[int], p
     assert [count * sum(weights) for count in given_samples] == [weight * period for weight in weights]
 
 
-def test_a_constant_weight_holds_in_all_stages_of_the_others() -> None:
-    schedule = MixtureSchedule.from_weights([3.0, [(0, 1.0), (400, 0.0)], [(0, 0), (200, 1.0)]])
-    sources, _ = schedule.locate_samples(np.arange(600))
-    counts = [np.bincount(sources[start : start + 200], minlength=3).tolist() for start in (0, 200, 400)]
-    assert counts == [[150, 50, 0], [120, 40, 40], [150, 0, 50]]
-
-
 @given(
     weights=st.lists(st.sampled_from([0.1, 0.3, 2.0, 7.0]), min_size=1, max_size=6),
     start=st.integers(0, 10**12),

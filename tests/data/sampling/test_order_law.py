@@ -11,41 +11,46 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.killed_runs import read_with_kills
-from support.order_reader import ROWS, TRAIN, Rows
-from support.reference_order import epoch, permuted, reference_order, stream
+from support.killed_runs import (
+    BLOCK,
+    MIXTURES,
+    SHUFFLES,
+    TOTAL,
+    TRAIN,
+    WINDOW,
+    WORLD_SIZES,
+    expected_rows,
+    order_keys,
+    read_with_kills,
+    source_weights,
+)
+from support.order_reader import ROWS, RUN, Rows
+from support.reference_order import permuted, reference_order, stream
+from support.table_files import write_table
 from wanma.data.opening import open_dataset
 from wanma.data.sampling.batch_size_schedule import samples_consumed_before
 from wanma.data.sampling.order import SampleOrder, Shuffle, order_difference
 from wanma.job.sections.data import DataSection, SourceSection
 
-SHUFFLES = [("full", 1, 1), ("block", 8, 3), ("none", 1, 1)]
-MIXTURES: dict[str, list[tuple[int, list[int]]]] = {
-    "one source": [(0, [1])],
-    "static": [(0, [7, 2, 1])],
-    "curriculum": [(0, [7, 2, 1]), (60, [1, 0, 3]), (101, [0, 1, 1])],
-}
-WORLD_SIZES = (1, 2, 3, 4, 8)
+STAGES: dict[str, list[tuple[int, list[int]]]] = {"one source": [(0, [1])], **MIXTURES}
+RUN_TOTAL = samples_consumed_before(RUN, RUN.steps)
+"""Samples of a run of `support.order_reader`."""
 
 
 def order_of(
     sizes: Sequence[int], stages: list[tuple[int, list[int]]], shuffle: tuple[str, int, int], seed: int
 ) -> SampleOrder:
-    starts = [start for start, _ in stages]
-    weights = [list(zip(starts, source, strict=True)) for source in zip(*(w for _, w in stages), strict=True)]
-    return SampleOrder.of_mixture(sizes, weights, Shuffle(*shuffle), seed)  # type: ignore[arg-type]
+    return SampleOrder.of_mixture(sizes, source_weights(stages), Shuffle(*shuffle), seed)  # type: ignore[arg-type]
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    mixture=st.sampled_from(sorted(MIXTURES)),
-    kind=st.sampled_from(["full", "block", "none"]),
+    mixture=st.sampled_from(sorted(STAGES)),
+    kind=st.sampled_from(SHUFFLES),
     block=st.integers(1, 9),
     window=st.integers(1, 4),
     sizes=st.lists(st.integers(1, 90), min_size=3, max_size=3),
@@ -55,14 +60,13 @@ def order_of(
 def test_any_slice_of_any_order_is_that_of_the_plain_reference(
     mixture: str, kind: str, block: int, window: int, sizes: list[int], seed: int, start: int
 ) -> None:
-    stages = MIXTURES[mixture]
+    stages = STAGES[mixture]
     sizes = sizes[: len(stages[0][1])]
     expected = reference_order(sizes, stages, (kind, block, window), seed, start + 40)[start:]
     found = order_of(sizes, stages, (kind, block, window), seed).locate(np.arange(start, start + 40))
     assert list(zip(*(part.tolist() for part in found), strict=True)) == expected
 
 
-TOTAL = samples_consumed_before(TRAIN, TRAIN.steps)
 LIVES = st.lists(st.sampled_from(WORLD_SIZES), min_size=1, max_size=4)
 
 
@@ -75,22 +79,15 @@ LIVES = st.lists(st.sampled_from(WORLD_SIZES), min_size=1, max_size=4)
     seed=st.integers(0, 1000),
 )
 def test_a_map_style_dataset_is_read_in_the_order_of_the_reference(
-    shuffle: tuple[str, int, int], worlds: list[int], threads: int, fraction: float, seed: int
+    shuffle: str, worlds: list[int], threads: int, fraction: float, seed: int
 ) -> None:
-    kind, block, window = shuffle
-    section = DataSection(
-        shuffle=kind,  # type: ignore[arg-type]
-        block_samples=block,
-        window_blocks=window,
-        validation_fraction=fraction,
-        workers=threads,
-    )
-    found = read_with_kills(lambda: open_dataset(section, TRAIN, Rows()), TRAIN, worlds, threads, seed)
-    by_hash = permuted(list(range(53)), "validation split")
-    training = by_hash[: 53 - 5] if fraction else by_hash
-    if kind != "full":
+    keys = {**order_keys(shuffle), "validation_fraction": fraction, "workers": threads}
+    section = DataSection(**keys)
+    found = read_with_kills(lambda: open_dataset(section, RUN, Rows()), RUN, worlds, threads, seed)
+    training = permuted(list(range(ROWS)), "validation split")[: ROWS - 5 if fraction else ROWS]
+    if shuffle != "full":
         training = sorted(training)
-    rows = itertools.islice(stream(len(training), kind, block, window, 5), TOTAL)
+    rows = itertools.islice(stream(len(training), shuffle, BLOCK, WINDOW, RUN.seed), RUN_TOTAL)
     assert found == [(sample, training[row]) for sample, row in enumerate(rows)]
 
 
@@ -107,48 +104,27 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(max_examples=25, deadline=None)
 @given(
     shuffle=st.sampled_from(SHUFFLES),
-    mixture=st.sampled_from(sorted(MIXTURES)),
+    mixture=st.sampled_from(sorted(STAGES)),
     worlds=LIVES,
     threads=st.sampled_from([1, 2]),
     seed=st.integers(0, 1000),
 )
 def test_text_is_read_in_the_order_of_the_reference(
-    corpus: Path,
-    shuffle: tuple[str, int, int],
-    mixture: str,
-    worlds: list[int],
-    threads: int,
-    seed: int,
+    corpus: Path, shuffle: str, mixture: str, worlds: list[int], threads: int, seed: int
 ) -> None:
-    kind, block, window = shuffle
-    stages = MIXTURES[mixture]
-    starts = [start for start, _ in stages]
+    stages = STAGES[mixture]
+    files = [corpus / f"{number}.txt" for number in range(len(stages[0][1]))]
     sources = [
-        SourceSection(
-            name=str(number),
-            text=[str(corpus / f"{number}.txt")],
-            weight=[(start, float(w[number])) for start, w in stages]
-            if len(starts) > 1
-            else stages[0][1][number],
-        )
-        for number in range(len(stages[0][1]))
+        SourceSection(name=path.stem, text=[str(path)], weight=weight)
+        for path, weight in zip(files, source_weights(stages), strict=True)
     ]
-    section = DataSection(
-        sources=sources,
-        sequence_length=8,
-        validation_fraction=0,
-        shuffle=kind,  # type: ignore[arg-type]
-        block_samples=block,
-        window_blocks=window,
-        cache=str(corpus / "cache"),
-    )
+    keys = {**order_keys(shuffle), "sequence_length": 8, "cache": str(corpus / "cache")}
+    section = DataSection(sources=sources, **keys)
     found = read_with_kills(lambda: open_dataset(section, TRAIN), TRAIN, worlds, threads, seed)
-    sizes = [((corpus / f"{number}.txt").stat().st_size + 1 - 1) // 8 for number in range(len(sources))]
-    texts = [(corpus / f"{number}.txt").read_bytes() + bytes([0]) for number in range(len(sources))]
-    expected = [
-        (sample, _target_tokens(texts[source], row))
-        for sample, (source, row) in enumerate(reference_order(sizes, stages, shuffle, 5, TOTAL))
-    ]
+    texts = [path.read_bytes() + bytes([0]) for path in files]
+    sizes = [(len(text) - 1) // 8 for text in texts]
+    order = reference_order(sizes, stages, (shuffle, BLOCK, WINDOW), TRAIN.seed, TOTAL)
+    expected = [(sample, _target_tokens(texts[source], row)) for sample, (source, row) in enumerate(order)]
     assert found == expected
 
 
@@ -159,19 +135,13 @@ def _target_tokens(text: bytes, row: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)
-def test_images_are_read_in_the_order_of_the_reference(tmp_path: Path, shuffle: tuple[str, int, int]) -> None:
-    kind, block, window = shuffle
+def test_images_are_read_in_the_order_of_the_reference(tmp_path: Path, shuffle: str) -> None:
     images = np.arange(40, dtype=np.uint8)[:, None, None] * np.ones((1, 3, 3), np.uint8)
     np.savez(tmp_path / "images.npz", images=images, labels=np.arange(40))
-    section = DataSection(
-        images=str(tmp_path / "images.npz"),
-        validation_fraction=0,
-        shuffle=kind,  # type: ignore[arg-type]
-        block_samples=block,
-        window_blocks=window,
-    )
-    found = read_with_kills(lambda: open_dataset(section, TRAIN), TRAIN, [3, 1, 4], 1, 0)
-    assert found == list(enumerate(itertools.islice(stream(40, kind, block, window, 5), TOTAL)))
+    section = DataSection(images=str(tmp_path / "images.npz"), **order_keys(shuffle))
+    found = read_with_kills(lambda: open_dataset(section, TRAIN))
+    order = itertools.islice(stream(40, shuffle, BLOCK, WINDOW, TRAIN.seed), TOTAL)
+    assert found == list(enumerate(order))
 
 
 @pytest.mark.full
@@ -180,13 +150,9 @@ def test_images_are_read_in_the_order_of_the_reference(tmp_path: Path, shuffle: 
 def test_processes_that_are_killed_read_the_order_of_the_reference_together(
     tmp_path: Path, kind: str, suffix: str, workers: int
 ) -> None:
-    rows = [{"row": row} for row in range(ROWS)]
     folder = tmp_path / "records"
     folder.mkdir()
-    if suffix == "parquet":
-        pq.write_table(pa.Table.from_pylist(rows), folder / "a.parquet", row_group_size=7)
-    else:
-        (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_table(folder / f"a.{suffix}", [{"row": row} for row in range(ROWS)])
     draw = random.Random(f"{kind} {workers}")
     read: dict[int, int] = {}
     first_step, ended = 0, False
@@ -200,7 +166,6 @@ def test_processes_that_are_killed_read_the_order_of_the_reference_together(
             stdout=subprocess.PIPE,
             text=True,
         )
-        assert process.stdout is not None
         for line in itertools.islice(process.stdout, draw.randint(20, 60)):
             if ended := line == "end\n":
                 break
@@ -212,34 +177,7 @@ def test_processes_that_are_killed_read_the_order_of_the_reference_together(
         process.wait()
         if ended:
             break
-    order = itertools.islice(stream(ROWS, kind, 8, 3, 5), TOTAL)
-    training = permuted(list(range(ROWS)), "validation split") if kind == "full" else list(range(ROWS))
-    assert [read[sample] for sample in range(TOTAL)] == [training[row] for row in order]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("shuffle", SHUFFLES, ids=[kind for kind, *_ in SHUFFLES])
-def test_loader_processes_read_the_order_of_the_reference(shuffle: tuple[str, int, int]) -> None:
-    kind, block, window = shuffle
-    section = DataSection(
-        shuffle=kind,  # type: ignore[arg-type]
-        block_samples=block,
-        window_blocks=window,
-        validation_fraction=0,
-        workers=2,
-        worker_processes=True,
-    )
-    found = read_with_kills(lambda: open_dataset(section, TRAIN, Rows()), TRAIN, [2, 1], 2, 1)
-    rows = itertools.islice(stream(53, kind, block, window, 5), TOTAL)
-    training = permuted(list(range(53)), "validation split") if kind == "full" else list(range(53))
-    assert found == [(sample, training[row]) for sample, row in enumerate(rows)]
-
-
-def test_every_shuffle_reads_each_sample_once_an_epoch_and_each_epoch_anew() -> None:
-    for kind, block, window in SHUFFLES:
-        first, second = (epoch(53, kind, block, window, 1, number) for number in (0, 1))
-        assert sorted(first) == sorted(second) == list(range(53))
-        assert (first == second) == (kind == "none")
+    assert [read[sample] for sample in range(RUN_TOTAL)] == expected_rows(ROWS, kind, RUN_TOTAL)
 
 
 @pytest.mark.parametrize("kind", ["full", "block", "none"])

@@ -3,41 +3,40 @@
 from __future__ import annotations
 
 import bisect
-import csv
 import functools
 import hashlib
 import itertools
-import json
 import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from support.data_files import CASES, plain, write_case
 from support.grids import rotated
-from support.killed_runs import read_with_kills
-from support.labelled_images import WRITERS, label
-from support.reference_order import mix, permuted, reference_order, stream
+from support.killed_runs import (
+    BLOCK,
+    MIXTURES,
+    SHUFFLES,
+    TOTAL,
+    TRAIN,
+    WINDOW,
+    WORLD_SIZES,
+    expected_mixture,
+    expected_rows,
+    order_keys,
+    read_with_kills,
+    source_weights,
+)
+from support.reference_order import mix, permuted, stream
+from support.table_files import write_table
 from wanma.data.batch import Batch
 from wanma.data.index.records import open_records
 from wanma.data.opening import open_dataset
-from wanma.data.sampling.batch_size_schedule import samples_consumed_before
 from wanma.job.sections.data import DataSection, SourceSection
-from wanma.job.sections.train import TrainSection
 
-TRAIN = TrainSection(steps=7, global_batch=8, batch_ramp=[(2, 5), (4, 9)], seed=5)
-TOTAL = samples_consumed_before(TRAIN, TRAIN.steps)
-SHUFFLES = [("full", 1, 1), ("block", 3, 2), ("none", 1, 1)]
-MIXTURES: dict[str, list[tuple[int, list[int]]]] = {
-    "static": [(0, [5, 2, 1])],
-    "curriculum": [(0, [5, 2, 1]), (20, [1, 0, 3]), (40, [2, 1, 1])],
-}
 SIZES = (20, 12, 9)
-WORLD_SIZES = (1, 2, 3, 4, 8)
 
 
 class RowOfContent:
@@ -53,37 +52,22 @@ class RowOfContent:
         return np.float32(0), self.contents.index(plain(self.records[number]))
 
 
-def expected_rows(count: int, shuffle: tuple[str, int, int], total: int) -> list[int]:
-    """The rows in order, of data without a validation split."""
-    kind, block, window = shuffle
-    rows = permuted(list(range(count)), "validation split") if kind == "full" else list(range(count))
-    return [rows[row] for row in itertools.islice(stream(count, kind, block, window, 5), total)]
-
-
-@pytest.mark.parametrize(("name", "shuffle"), rotated(CASES, SHUFFLES, [kind for kind, *_ in SHUFFLES]))
+@pytest.mark.parametrize(("name", "shuffle"), rotated(CASES, SHUFFLES))
 def test_records_of_each_format_are_read_in_the_order_of_the_reference(
-    tmp_path: Path, name: str, shuffle: tuple[str, int, int]
+    tmp_path: Path, name: str, shuffle: str
 ) -> None:
     contents = [plain(record) for record in write_case(name, tmp_path / "data")]
     assert all(contents.index(content) == row for row, content in enumerate(contents))
-    kind, block, window = shuffle
-    draw = random.Random(f"{name} {kind}")
-    threads = draw.choice([1, 2])
-    section = DataSection(
-        shuffle=kind,  # type: ignore[arg-type]
-        block_samples=block,
-        window_blocks=window,
-        validation_fraction=0,
-        workers=threads,
-    )
+    draw = random.Random(f"{name} {shuffle}")
+    threads, worlds = draw.choice([1, 2]), draw.choices(WORLD_SIZES, k=3)
+    section = DataSection(**order_keys(shuffle), workers=threads)
 
     def open_data() -> Any:
         records = open_records(str(tmp_path / "data"), CASES[name].data_format, cache=tmp_path / "cache")
         return open_dataset(section, TRAIN, RowOfContent(records, contents))
 
-    worlds = draw.choices(WORLD_SIZES, k=3)
-    found = read_with_kills(open_data, TRAIN, worlds, threads, draw.randrange(100))
-    assert found == list(enumerate(expected_rows(len(contents), shuffle, TOTAL)))
+    found = read_with_kills(open_data, TRAIN, worlds, threads)
+    assert found == list(enumerate(expected_rows(len(contents), shuffle)))
 
 
 @functools.cache
@@ -112,61 +96,23 @@ def test_each_format_is_read_in_a_mixture_in_the_order_of_the_reference(
 ) -> None:
     stages = MIXTURES[mixture]
     draw = random.Random(f"{name} {mixture}")
-    shuffle = draw.choice(SHUFFLES)
-    kind, block, window = shuffle
     formats = (name, "jsonl", "parquet")
     sizes = [len(written(one, tmp_path / f"{n}", SIZES[n])) for n, one in enumerate(formats)]
-    first = [100 * number for number in range(len(formats))]
     sources = [
         SourceSection(
-            name="abc"[number],
+            name="abc"[n],
             factory=f"{__name__}:StoredSource",
-            arguments={
-                "name": one,
-                "folder": str(tmp_path / f"{number}"),
-                "first": first[number],
-                "count": SIZES[number],
-            },
-            weight=[(start, float(weights[number])) for start, weights in stages],
+            arguments={"name": one, "folder": str(tmp_path / f"{n}"), "first": 100 * n, "count": SIZES[n]},
+            weight=weight,
         )
-        for number, one in enumerate(formats)
+        for n, (one, weight) in enumerate(zip(formats, source_weights(stages), strict=True))
     ]
-    section = DataSection(
-        sources=sources,
-        shuffle=kind,  # type: ignore[arg-type]
-        block_samples=block,
-        window_blocks=window,
-        validation_fraction=0,
-    )
+    shuffle = draw.choice(SHUFFLES)
+    section = DataSection(sources=sources, **order_keys(shuffle))
     worlds = draw.choices(WORLD_SIZES, k=3)
-    found = read_with_kills(lambda: open_dataset(section, TRAIN), TRAIN, worlds, 1, draw.randrange(100))
-    rows = [
-        permuted(list(range(size)), "validation split") if kind == "full" else list(range(size))
-        for size in sizes
-    ]
-    order = reference_order(sizes, stages, shuffle, TRAIN.seed, TOTAL)
-    assert found == [(sample, first[one] + rows[one][row]) for sample, (one, row) in enumerate(order)]
-
-
-@pytest.mark.parametrize("shuffle", SHUFFLES, ids=[kind for kind, *_ in SHUFFLES])
-@pytest.mark.parametrize("name", ["webdataset", "parquet"])
-def test_images_of_each_format_are_read_in_the_order_of_the_reference(
-    tmp_path: Path, name: str, shuffle: tuple[str, int, int]
-) -> None:
-    (tmp_path / "data").mkdir()
-    WRITERS[name](tmp_path / "data", 30)
-    kind, block, window = shuffle
-    section = DataSection(
-        images=[str(tmp_path / "data")],
-        validation_fraction=0,
-        cache=str(tmp_path / "cache"),
-        shuffle=kind,  # type: ignore[arg-type]
-        block_samples=block,
-        window_blocks=window,
-    )
-    found = read_with_kills(lambda: open_dataset(section, TRAIN), TRAIN, [3, 1, 4], 1, 0)
-    rows = expected_rows(30, shuffle, TOTAL)
-    assert found == [(sample, label(row)) for sample, row in enumerate(rows)]
+    found = read_with_kills(lambda: open_dataset(section, TRAIN), TRAIN, worlds)
+    order = expected_mixture(sizes, stages, shuffle)
+    assert found == [(sample, 100 * source + row) for sample, (source, row) in enumerate(order)]
 
 
 # ------------------------------------------------------------------ interactions
@@ -205,15 +151,9 @@ def write_log(path: Path, count: int) -> list[Interaction]:
         }
         for _ in range(count)
     ]
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
-    elif path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    else:
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows({**row, "tags": "|".join(map(str, row["tags"]))} for row in rows)
+    is_text = path.suffix == ".csv"  # which has no lists
+    stored = [{**row, "tags": "|".join(map(str, row["tags"]))} for row in rows] if is_text else rows
+    write_table(path, stored)
     return rows
 
 
@@ -240,13 +180,12 @@ def drawn_items(sample: int, trained: list[int], items: int, count: int) -> list
     return [min(bisect.bisect_right(shares, one * 2.0**-53), items - 1) for one in drawn]
 
 
-def expected_interactions(rows: list[Interaction], split: str, shuffle: tuple[str, int, int]) -> list[Any]:
+def expected_interactions(rows: list[Interaction], split: str, shuffle: str) -> list[Any]:
     """(sample, (user, items, tags, numbers, target)) of a run in plain Python."""
-    kind, block, window = shuffle
     training, keys = training_rows(rows, split), SPLITS[split]
     trained, items = [rows[number]["what"] for number in training], max(row["what"] for row in rows) + 1
     found = []
-    order = itertools.islice(stream(len(training), kind, block, window, TRAIN.seed), TOTAL)
+    order = itertools.islice(stream(len(training), shuffle, BLOCK, WINDOW, TRAIN.seed), TOTAL)
     for sample, place in enumerate(order):
         row = rows[training[place]]
         candidates = [row["what"], *drawn_items(sample, trained, items, keys.get("negatives", 0))]
@@ -266,33 +205,26 @@ def contents_of_interactions(batch: Batch) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("suffix", "drawn"),
-    rotated(["csv", "jsonl", "parquet"], DRAWN_SPLITS, [f"{split}-{one[0]}" for split, one in DRAWN_SPLITS]),
+    rotated(["csv", "jsonl", "parquet"], DRAWN_SPLITS, [f"{split}-{one}" for split, one in DRAWN_SPLITS]),
 )
 def test_interactions_are_read_in_the_order_of_the_reference(
-    tmp_path: Path, suffix: str, drawn: tuple[str, tuple[str, int, int]]
+    tmp_path: Path, suffix: str, drawn: tuple[str, str]
 ) -> None:
     split, shuffle = drawn
-    kind, block, window = shuffle
     rows = write_log(tmp_path / f"log.{suffix}", 40)
     section = DataSection.model_validate(
         {
             "path": str(tmp_path / f"log.{suffix}"),
             "columns": COLUMNS,
             "interactions": {"split": split, **SPLITS[split]},
+            **order_keys(shuffle),
             "validation_fraction": HELD_OUT,
             "cache": str(tmp_path / "cache"),
-            "shuffle": kind,
-            "block_samples": block,
-            "window_blocks": window,
         }
     )
-    draw = random.Random(f"{suffix} {split} {kind}")
+    draw = random.Random(f"{suffix} {split} {shuffle}")
+    worlds, threads = draw.choices(WORLD_SIZES, k=3), draw.choice([1, 2])
     found = read_with_kills(
-        lambda: open_dataset(section, TRAIN),
-        TRAIN,
-        draw.choices(WORLD_SIZES, k=3),
-        draw.choice([1, 2]),
-        draw.randrange(100),
-        contents_of_interactions,
+        lambda: open_dataset(section, TRAIN), TRAIN, worlds, threads, 0, contents_of_interactions
     )
     assert found == expected_interactions(rows, split, shuffle)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from support.data_files import add_member
-from support.s3_server import S3Server, s3_server
+from support.s3_server import S3Server
 from wanma.data.datasets.dataset import BatchedDataset
 from wanma.data.index.records import open_records
 from wanma.data.opening import open_dataset
@@ -23,12 +21,6 @@ WINDOW = 4
 SHARD_BYTES = SAMPLES * (SAMPLE_BYTES + 512) + 1024
 CACHE_BYTES = 7 * SHARD_BYTES
 """Fewer than two windows; a cache may only hold whole blocks, and a tar ends in padding."""
-
-
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    with s3_server(monkeypatch) as server:
-        yield server
 
 
 class Numbers:

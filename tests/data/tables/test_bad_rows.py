@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from support.ranks import run_here, run_job
+from support.table_files import write_table
 from wanma.data.batch import IGNORE_INDEX
-from wanma.data.datasets.map_dataset import UserDataset
 from wanma.data.opening import open_dataset, prepare_job_data
 from wanma.data.step_loader import StepLoader
 from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
@@ -54,16 +54,7 @@ def write_columns(folder: Path, name: str) -> tuple[Path, list[int]]:
     """Write a table with null, NaN, infinity and a class that is missing."""
     rows = [dict(row) for row in ROWS]
     rows[2]["z"], rows[9]["x"], rows[23]["x"], rows[31]["kind"] = None, float("nan"), float("inf"), None
-    table = pa.Table.from_pylist(rows)
-    if name.endswith("parquet"):
-        pq.write_table(table, folder / name, row_group_size=7)
-    else:
-        with (
-            pa.OSFile(str(folder / name), "wb") as sink,
-            pa.ipc.new_stream(sink, table.schema) as writer,
-        ):
-            writer.write_table(table, max_chunksize=7)
-    return folder / name, [2, 9, 23, 31]
+    return write_table(folder / name, rows), [2, 9, 23, 31]
 
 
 Writer = Callable[[Path], tuple[Path, list[int]]]
@@ -72,7 +63,7 @@ WRITERS: dict[str, Writer] = {
     "tsv": lambda folder: write_text(folder, "a.tsv", "\t"),
     "jsonl": write_jsonl,
     "parquet": lambda folder: write_columns(folder, "a.parquet"),
-    "arrow": lambda folder: write_columns(folder, "a.arrow"),
+    "arrow": lambda folder: write_columns(folder, "a.arrows"),
 }
 
 
@@ -132,15 +123,6 @@ def test_a_bad_row_is_refused_with_its_place_and_the_way_out(name: str, tmp_path
     assert "data.bad_data" in caught.value.hint
 
 
-def test_a_target_that_is_a_number_is_skipped_too(tmp_path: Path) -> None:
-    path, bad = WRITERS["csv"](tmp_path)
-    columns = {"features": ["x", "z"], "target": "mass"}
-    batch = open_dataset(section_of(path, "skip", columns=columns), TRAIN).batch(range(40))
-    assert batch.targets.dtype == torch.float32
-    assert (~batch.real).nonzero().flatten().tolist() == bad
-    assert batch.targets[batch.real].tolist() == [n + 0.5 for n in range(40) if n not in bad]
-
-
 def test_a_file_that_is_cut_is_left_out_and_counted(tmp_path: Path) -> None:
     for name in ("a", "b"):
         pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / f"{name}.parquet")
@@ -198,15 +180,9 @@ def test_the_limit_is_that_of_all_ranks_together(tmp_path: Path) -> None:
     assert listed == [2, 2], "each rank alone has met fewer"
 
 
-def test_substitution_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'skip'"):
-        section_of(tmp_path / "a.csv", "substitute")
-
-
 def test_a_bad_row_of_validation_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, _ = WRITERS["csv"](tmp_path)
     dataset = open_dataset(section_of(path, "skip", validation_fraction=0.9), TRAIN)
-    assert isinstance(dataset, UserDataset)
     for _ in range(2):
         batch = dataset.validation_batch(range(dataset.validation_samples))
     count = len(batch.bad_samples)

@@ -2,112 +2,48 @@
 
 from __future__ import annotations
 
-import csv
-import itertools
-import json
 import pickle
 import runpy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
 from support.grids import rotated
-from support.killed_runs import read_with_kills
+from support.killed_runs import SHUFFLES, TRAIN, expected_rows, order_keys, read_with_kills
 from support.ranks import run_here
-from support.reference_order import permuted, stream
+from support.table_files import write_table
 from wanma.data.data_kinds import with_data_kinds
 from wanma.data.opening import open_dataset, prepare_job_data
-from wanma.data.sampling.batch_size_schedule import samples_consumed_before
 from wanma.data.tables.table_dataset import open_tables
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.file.loading import load_job
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.data import DataSection
-from wanma.job.sections.train import TrainSection
 
-TRAIN = TrainSection(steps=7, global_batch=8, batch_ramp=[(2, 5), (4, 9)], seed=5)
-TOTAL = samples_consumed_before(TRAIN, TRAIN.steps)
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SAVED = Path(__file__).parents[1] / "formats" / "library_files" / "datasets" / "saved"
 """Data set on disk that the library `datasets` has written."""
-SHUFFLES = [("full", 1, 1), ("block", 3, 2), ("none", 1, 1)]
 ROWS = [
     {"id": n, "x1": n / 4, "x2": -n, "species": ("owl", "ant", "elk")[n % 3], "mass": n + 0.5}
     for n in range(30)
 ]
 
 
-def write_csv(folder: Path, rows: list[dict[str, Any]]) -> Path:
-    with (folder / "table.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    return folder / "table.csv"
-
-
-def write_jsonl(folder: Path, rows: list[dict[str, Any]]) -> Path:
-    (folder / "table.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder / "table.jsonl"
-
-
-def write_parquet(folder: Path, rows: list[dict[str, Any]]) -> Path:
-    pq.write_table(pa.Table.from_pylist(rows), folder / "table.parquet", row_group_size=7)
-    return folder / "table.parquet"
-
-
-def write_npz(folder: Path, rows: list[dict[str, Any]]) -> Path:
-    columns = {name: np.array([row[name] for row in rows]) for name in rows[0] if name != "species"}
-    species = np.array([("ant", "elk", "owl").index(row["species"]) for row in rows])
-    np.savez(folder / "table.npz", **columns, species=species, other=np.zeros(2))
-    return folder / "table.npz"
-
-
-def write_tsv(folder: Path, rows: list[dict[str, Any]]) -> Path:
-    with (folder / "table.tsv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), dialect="excel-tab")
-        writer.writeheader()
-        writer.writerows(rows)
-    return folder / "table.tsv"
-
-
-def write_arrow(folder: Path, rows: list[dict[str, Any]]) -> Path:
-    table = pa.Table.from_pylist(rows)
-    with (
-        pa.OSFile(str(folder / "table.arrow"), "wb") as sink,
-        pa.ipc.new_file(sink, table.schema) as writer,
-    ):
-        writer.write_table(table, max_chunksize=7)
-    return folder / "table.arrow"
-
-
-def write_huggingface(folder: Path, rows: list[dict[str, Any]]) -> Path:
-    """Write the layout of `Dataset.save_to_disk`."""
-    table, names = pa.Table.from_pylist(rows), []
-    (folder / "saved").mkdir()
-    for number in range(2):
-        names.append(f"data-{number:05d}-of-00002.arrow")
-        with pa.ipc.new_stream(folder / "saved" / names[-1], table.schema) as writer:
-            writer.write_table(table.slice(number * 13, 13 if number == 0 else None), max_chunksize=7)
-    state = {"_data_files": [{"filename": name} for name in names], "_fingerprint": "0", "_split": None}
-    (folder / "saved" / "state.json").write_text(json.dumps(state))
-    (folder / "saved" / "dataset_info.json").write_text("{}")
-    return folder / "saved"
-
-
-WRITERS = {
-    "csv": write_csv,
-    "tsv": write_tsv,
-    "jsonl": write_jsonl,
-    "parquet": write_parquet,
-    "arrow": write_arrow,
-    "huggingface": write_huggingface,
-    "npz": write_npz,
+FILES = {
+    **{suffix: f"table.{suffix}" for suffix in ("csv", "tsv", "jsonl", "parquet", "arrow", "npz")},
+    "huggingface": "saved",
 }
+
+
+def write(name: str, folder: Path, rows: list[dict[str, Any]]) -> Path:
+    """Write a table in a format; arrays have numbers in the place of names, in the order of the names."""
+    if name == "npz":
+        names = ("ant", "elk", "owl")
+        rows = [{**row, "species": names.index(row["species"])} for row in rows]
+    return write_table(folder / FILES[name], rows)
 
 
 def section_of(tmp_path: Path, path: Path, **keys: Any) -> DataSection:
@@ -121,9 +57,9 @@ def section_of(tmp_path: Path, path: Path, **keys: Any) -> DataSection:
     return DataSection.model_validate({**plain, **keys})
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", FILES)
 def test_features_are_float32_and_names_of_classes_count_in_their_order(name: str, tmp_path: Path) -> None:
-    section = section_of(tmp_path, WRITERS[name](tmp_path, ROWS), shuffle="none")
+    section = section_of(tmp_path, write(name, tmp_path, ROWS), shuffle="none")
     prepare_job_data(section)
     batch = open_dataset(section, TRAIN).batch([0, 1, 2, 5])
     assert batch.inputs[0].dtype == torch.float32
@@ -132,27 +68,18 @@ def test_features_are_float32_and_names_of_classes_count_in_their_order(name: st
     assert batch.targets.tolist() == [2, 0, 1, 1]
 
 
-@pytest.mark.parametrize(("name", "shuffle"), rotated(WRITERS, SHUFFLES, [kind for kind, *_ in SHUFFLES]))
+@pytest.mark.parametrize(("name", "shuffle"), rotated(FILES, SHUFFLES))
 def test_rows_of_each_format_are_read_in_the_order_of_the_reference(
-    name: str, shuffle: tuple[str, int, int], tmp_path: Path
+    name: str, shuffle: str, tmp_path: Path
 ) -> None:
-    kind, block, window = shuffle
-    section = section_of(
-        tmp_path,
-        WRITERS[name](tmp_path, ROWS),
-        columns={"features": ["x1"], "target": "id"},
-        shuffle=kind,
-        block_samples=block,
-        window_blocks=window,
-    )
-    worlds = {"full": [3, 1, 4], "block": [2, 4, 1], "none": [1, 2, 3]}[kind]
-    found = read_with_kills(lambda: open_dataset(section, TRAIN), TRAIN, worlds, 1, 0)
-    rows = permuted(list(range(30)), "validation split") if kind == "full" else list(range(30))
-    order = itertools.islice(stream(30, kind, block, window, TRAIN.seed), TOTAL)
-    assert found == [(sample, rows[row]) for sample, row in enumerate(order)]
+    columns = {"features": ["x1"], "target": "id"}
+    path = write(name, tmp_path, ROWS)
+    section = section_of(tmp_path, path, columns=columns, **order_keys(shuffle))
+    found = read_with_kills(lambda: open_dataset(section, TRAIN))
+    assert found == list(enumerate(expected_rows(30, shuffle)))
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize(
     ("target", "target_type", "dtype", "first"),
     [
@@ -165,7 +92,7 @@ def test_a_fraction_is_a_number_and_an_integer_a_class_unless_the_job_says_other
     name: str, target: str, target_type: str | None, dtype: torch.dtype, first: list[float], tmp_path: Path
 ) -> None:
     columns = {"features": ["x2"], "target": target, "target_type": target_type}
-    section = section_of(tmp_path, WRITERS[name](tmp_path, ROWS), columns=columns, shuffle="none")
+    section = section_of(tmp_path, write(name, tmp_path, ROWS), columns=columns, shuffle="none")
     batch = open_dataset(section, TRAIN).batch([0, 1])
     assert batch.targets.dtype == dtype
     assert batch.targets.tolist() == first
@@ -184,13 +111,13 @@ def test_patterns_name_columns_in_their_order_and_arrays_are_several_features(tm
     )
     assert open_dataset(section, TRAIN).batch([1]).inputs[0].tolist() == [[5, 6, 7, 8, 9]]
     section = section_of(
-        tmp_path, write_csv(tmp_path, ROWS), columns={"features": ["x*"], "target": "id"}, shuffle="none"
+        tmp_path, write("csv", tmp_path, ROWS), columns={"features": ["x*"], "target": "id"}, shuffle="none"
     )
     assert open_dataset(section, TRAIN).batch([3]).inputs[0].tolist() == [[0.75, -3]]
 
 
 def test_a_copy_in_another_process_reads_the_same_rows(tmp_path: Path) -> None:
-    dataset = open_tables(section_of(tmp_path, write_parquet(tmp_path, ROWS)))[0]
+    dataset = open_tables(section_of(tmp_path, write("parquet", tmp_path, ROWS)))[0]
     copy = pickle.loads(pickle.dumps(dataset))
     assert len(copy) == 30
     assert copy[7][0].equal(dataset[7][0])
@@ -202,15 +129,14 @@ def test_tables_of_a_mixture_have_their_classes_in_common(tmp_path: Path) -> Non
     few = [{**row, "species": "yak" if row["id"] % 2 else "owl"} for row in ROWS[:10]]
     columns = {"features": ["x1", "x2"], "target": "species"}
     sources = [
-        {"name": "a", "path": str(write_csv(tmp_path, ROWS)), "columns": columns},
-        {"name": "b", "path": str(write_parquet(tmp_path / "b", few)), "columns": columns},
+        {"name": "a", "path": str(write("csv", tmp_path, ROWS)), "columns": columns},
+        {"name": "b", "path": str(write("parquet", tmp_path / "b", few)), "columns": columns},
         {"name": "own", "factory": f"{__name__}:own_rows"},
     ]
     section = DataSection.model_validate(
         {"sources": sources, "cache": str(tmp_path / "cache"), "validation_fraction": 0, "shuffle": "none"}
     )
     data = open_dataset(section, TRAIN)
-    assert data.order is not None
     places = data.order.locate(np.arange(30))
     targets = data.batch(range(30)).targets.tolist()
     names = ("ant", "elk", "owl", "yak")
@@ -234,9 +160,9 @@ def own_rows() -> list[tuple[torch.Tensor, int]]:
 def test_a_column_that_does_not_exist_is_one_message_with_those_that_do(
     columns: dict[str, Any], key: str, tmp_path: Path
 ) -> None:
-    for write in (write_csv, write_parquet):
+    for name in ("csv", "parquet"):
         with pytest.raises(JobError) as caught:
-            prepare_job_data(section_of(tmp_path, write(tmp_path, ROWS), columns=columns))
+            prepare_job_data(section_of(tmp_path, write(name, tmp_path, ROWS), columns=columns))
         assert key in str(caught.value)
         assert "id, x1, x2, species, mass" in str(caught.value)
 
@@ -244,7 +170,7 @@ def test_a_column_that_does_not_exist_is_one_message_with_those_that_do(
 @pytest.mark.parametrize("value", ["", "many", "nan", None])
 def test_a_missing_or_wrong_value_names_file_row_and_field(value: str | None, tmp_path: Path) -> None:
     rows = [*ROWS[:5], {**ROWS[5], "x2": value}]
-    section = section_of(tmp_path, write_jsonl(tmp_path, rows), shuffle="none")
+    section = section_of(tmp_path, write("jsonl", tmp_path, rows), shuffle="none")
     with pytest.raises(WanmaError) as caught:
         open_dataset(section, TRAIN).batch([4, 5])
     assert "table.jsonl" in str(caught.value)
@@ -255,7 +181,7 @@ def test_a_missing_or_wrong_value_names_file_row_and_field(value: str | None, tm
 def test_a_class_with_a_fraction_names_the_way_out(tmp_path: Path) -> None:
     columns = {"features": ["x1"], "target": "mass", "target_type": "class"}
     with pytest.raises(JobError, match=r"data\.columns\.target") as caught:
-        prepare_job_data(section_of(tmp_path, write_parquet(tmp_path, ROWS), columns=columns))
+        prepare_job_data(section_of(tmp_path, write("parquet", tmp_path, ROWS), columns=columns))
     assert "target_type" in caught.value.hint
 
 

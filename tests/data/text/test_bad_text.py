@@ -13,23 +13,20 @@ import pyarrow.parquet as pq
 import pytest
 
 from support.data_files import add_member, compress
-from support.text_formats import json_lines, write_megatron
-from wanma.data.documents.text_files import list_documents
+from support.ranks import run_here
+from support.text_formats import build_token_file, json_lines, write_megatron
 from wanma.data.opening import open_dataset, prepare_job_data
 from wanma.data.text import encoding_task
 from wanma.data.text.encoding_task import ReadingSettings
-from wanma.data.text.token_file import TokenFile, open_or_build_token_file
-from wanma.data.text.tokenizer import BytesTokenizer
+from wanma.data.text.token_file import TokenFile
 from wanma.job.errors import JobError
+from wanma.job.plan.plan import Plan
 from wanma.job.sections.data import DataSection
 from wanma.job.sections.train import TrainSection
 
 
 def build(entries: Sequence[Path], cache: Path, settings: ReadingSettings, count: int = 1) -> TokenFile:
-    documents = list_documents([str(entry) for entry in entries])
-    return open_or_build_token_file(
-        documents, BytesTokenizer(), cache, process_count=count, settings=settings
-    )
+    return build_token_file(entries, cache, settings=settings, process_count=count)
 
 
 def skipping(limit: int = 100, field: str = "text") -> ReadingSettings:
@@ -161,6 +158,16 @@ def test_skipped_rows_are_in_the_report_of_the_data(corpus: Path, tmp_path: Path
     json.dumps(source)
 
 
-def test_another_content_in_place_of_a_text_is_refused() -> None:
-    with pytest.raises(ValueError, match="use 'skip'"):
-        DataSection(text=["a"], bad_data="substitute")
+def test_rows_that_were_left_out_are_in_the_records_of_the_run(corpus: Path, tmp_path: Path) -> None:
+    keys = {"text": [str(corpus)], "cache": str(tmp_path / "cache"), "sequence_length": 4}
+    job = {
+        "model": {"family": "decoder", "layers": 1, "hidden": 16, "heads": 2},
+        "data": {**keys, "validation_fraction": 0, "bad_data": "skip"},
+        "train": {"steps": 1, "global_batch": 1},
+    }
+    outcome = run_here(tmp_path / "run", job, Plan(micro_batch=1))
+    events = map(json.loads, (outcome.directory / "events.jsonl").read_text().splitlines())
+    texts = [event["text"] for event in events if event["kind"] == "message"]
+    (text,) = (one for one in texts if "bad rows" in one)
+    assert f"{len(EXPECTED)} bad rows or files" in text
+    assert "a.jsonl: row 1: it has no field 'text'" in text

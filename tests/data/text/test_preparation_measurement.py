@@ -37,16 +37,13 @@ def section(path: Path, **keys: object) -> DataSection:
 
 def test_text_without_a_token_file_is_missing_until_it_is_prepared(text: Path) -> None:
     found = text_preparation(section(text))
-    assert found is not None
     assert (found.text_bytes, found.missing_bytes, found.is_remote) == (SIZE, SIZE, False)
-    assert found.bytes_per_second is not None
     assert found.bytes_per_second > 0
     assert found.rate_origin == "measured on this machine on the first bytes of the largest file"
     announced: list[TextPreparation] = []
     prepare_job_data(section(text), announce=announced.append)
     assert [one.missing_bytes for one in announced] == [SIZE]
     later = text_preparation(section(text))
-    assert later is not None
     assert (later.text_bytes, later.missing_bytes, later.store) == (SIZE, 0, None)
 
 
@@ -56,7 +53,6 @@ def test_a_preparation_leaves_its_rate_for_later_ones(text: Path, monkeypatch: p
     other = text.with_name("b.txt")
     other.write_bytes(PIECE * 2600)
     found = text_preparation(section(other))
-    assert found is not None
     assert found.rate_origin.startswith("measured by a preparation on ")
 
 
@@ -66,7 +62,6 @@ def test_a_recorded_rate_is_by_process(tmp_path: Path) -> None:
     files = list_files([str(path)], "data.text")
     record_preparation(tmp_path, files, BytesTokenizer(), seconds=4.0, processes=2)
     found = preparation_measurement.recorded_rate(tmp_path, files, BytesTokenizer())
-    assert found is not None
     assert found[0] == (32 << 20) / 8
 
 
@@ -83,7 +78,6 @@ def test_records_are_measured_by_their_text(text: Path) -> None:
     line = json.dumps({"id": "x" * 5000, "text": "short"}).encode() + b"\n"
     lines.write_bytes(line * 2000)
     found = text_preparation(section(lines))
-    assert found is not None
     assert found.bytes_per_second is not None
     assert found.missing_bytes == len(line) * 2000
 
@@ -93,13 +87,11 @@ def test_a_small_text_is_not_measured(tmp_path: Path) -> None:
     path.parent.mkdir()
     path.write_bytes(PIECE)
     found = text_preparation(section(path))
-    assert found is not None
     assert (found.missing_bytes, found.bytes_per_second) == (len(PIECE), None)
 
 
 def test_text_that_is_not_here_is_a_reason(tmp_path: Path) -> None:
     found = text_preparation(section(tmp_path / "nowhere" / "a.txt"))
-    assert found is not None
     assert "nowhere" in found.fault
 
 
@@ -108,14 +100,12 @@ def test_a_store_that_does_not_answer_in_time_is_a_reason(
 ) -> None:
     monkeypatch.setattr(opening, "_MEASURE_SECONDS", 0.01)  # less than a process takes to start
     found = text_preparation(DataSection(text=["http://127.0.0.1:9/a.txt"], cache=str(tmp_path)))
-    assert found is not None
     assert found.fault == "the store did not answer within 0.01 s; data.probe_store=false asks it nothing"
 
 
 def test_a_store_that_is_not_to_be_probed_is_not_asked(tmp_path: Path) -> None:
     url = ["http://127.0.0.1:9/a.txt"]
     found = text_preparation(DataSection(text=url, cache=str(tmp_path), probe_store=False))
-    assert found is not None
     assert found.fault == "data.probe_store = false"
 
 
@@ -127,10 +117,8 @@ def test_text_in_a_store_is_measured_by_another_process(
         server.put("a.txt", PIECE * 2500)
         keys = DataSection(text=["s3://bucket/a.txt"], cache=str(tmp_path / "cache"))
         found = text_preparation(keys)
-        assert found is not None
         assert (found.missing_bytes, found.is_remote, found.fault) == (SIZE, True, "")
         assert found.bytes_per_second is not None
-        assert found.store is not None
         assert found.store.origin.startswith("measured by a probe on ")
         announced: list[TextPreparation] = []
         prepare_job_data(keys, announce=announced.append)

@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 
 from support.data_files import compress
 from support.faulty_proxy import SLOW_DOWN, Fault, Request
-from support.s3_server import S3Server, s3_server
-from support.text_formats import json_lines
+from support.s3_server import S3Server
+from support.text_formats import build_token_file, json_lines
 from support.webhdfs import Operation, webhdfs
 from wanma.data.documents.text_files import list_documents, read_chunks
 from wanma.data.opening import open_dataset, prepare_job_data
-from wanma.data.text.token_file import TokenFile, open_or_build_token_file
-from wanma.data.text.tokenizer import BytesTokenizer
 from wanma.job.sections.data import DataSection
 from wanma.job.sections.train import TrainSection
 
 DOCUMENTS = [random.Random(seed).randbytes(seed * 40).hex() for seed in range(1, 60)]
-
-
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    with s3_server(monkeypatch) as server:
-        yield server
 
 
 def fill(s3: S3Server, folder: Path) -> None:
@@ -43,10 +32,6 @@ def fill(s3: S3Server, folder: Path) -> None:
         s3.put(f"corpus/{path.name}", path.read_bytes())
 
 
-def build(entries: list[str], cache: Path) -> TokenFile:
-    return open_or_build_token_file(list_documents(entries), BytesTokenizer(), cache)
-
-
 def entries(root: str) -> list[str]:
     return [f"{root}/part-*.jsonl.zst", f"{root}/*.parquet", f"{root}/notes.txt"]
 
@@ -55,14 +40,14 @@ def test_objects_give_the_tokens_of_local_files_past_a_store_that_asks_for_pause
     s3: S3Server, tmp_path: Path
 ) -> None:
     fill(s3, tmp_path / "corpus")
-    local = build(entries(str(tmp_path / "corpus")), tmp_path / "local")
+    local = build_token_file(entries(str(tmp_path / "corpus")), tmp_path / "local")
     faults = [SLOW_DOWN, Fault(cut_at=2), Fault(500), SLOW_DOWN]
 
     def choose(request: Request) -> Fault | None:
         return faults.pop() if faults and request.is_ranged else None
 
     s3.proxy.fault = choose
-    remote = build(entries("s3://bucket/corpus"), tmp_path / "remote")
+    remote = build_token_file(entries("s3://bucket/corpus"), tmp_path / "remote")
     assert not faults, "all faults have happened"
     assert remote.fingerprint == local.fingerprint
     assert not (remote.folder / "blocks").exists()
@@ -97,9 +82,3 @@ def test_an_error_of_a_datanode_is_no_text(tmp_path: Path) -> None:
         hdfs.fault = choose
         assert b"".join(read_chunks(document)) == b"the text"
         assert not faults
-
-
-def test_records_in_memory_are_read_here(tmp_path: Path) -> None:
-    fsspec.filesystem("memory").pipe("/records-here/a.jsonl", json_lines(DOCUMENTS))
-    file = build(["memory://records-here"], tmp_path)
-    assert file.header["documents"] == len(DOCUMENTS)

@@ -81,7 +81,6 @@ def test_a_killed_preparation_goes_on_where_it_was(
     whole = build(corpus, tmp_path / "whole")
     command = [sys.executable, "-c", BUILDER, str(tmp_path / "corpus"), str(tmp_path / "cache"), str(count)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as killed:
-        assert killed.stdout is not None
         done = [int(killed.stdout.readline()) for _ in range(9)]
         killed.send_signal(signal.SIGKILL)
     assert done[-1] > 0

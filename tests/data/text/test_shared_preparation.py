@@ -68,7 +68,6 @@ def node(
     command += [str(pause), str(hanging_task)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stdout is not None
             assert process.stdout.readline() == "task 1\n"
             yield process
         finally:
@@ -76,7 +75,6 @@ def node(
 
 
 def wait_for_task(process: subprocess.Popen[str], number: int) -> None:
-    assert process.stdout is not None
     while process.stdout.readline() != f"task {number}\n":
         pass
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
-import json
 import logging
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,17 +16,16 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
 from support.data_files import compress
-from support.text_formats import TEXT_CASES, json_lines, write_megatron, write_plain
+from support.text_formats import TEXT_CASES, build_token_file, json_lines, write_megatron, write_plain
 from wanma.data.documents.text_files import list_documents, read_chunks
-from wanma.data.opening import open_dataset, prepare_job_data
+from wanma.data.opening import open_dataset
 from wanma.data.stores import byte_source
 from wanma.data.text import encoding_task
 from wanma.data.text.encoding_task import ReadingSettings
-from wanma.data.text.token_file import TokenFile, open_or_build_token_file
-from wanma.data.text.tokenizer import BytesTokenizer, load_tokenizer
+from wanma.data.text.token_file import TokenFile
+from wanma.data.text.tokenizer import load_tokenizer
 from wanma.job.errors import JobError, WanmaError
-from wanma.job.sections.data import DataSection, SourceSection
-from wanma.job.sections.data_sources import ColumnsSection
+from wanma.job.sections.data import DataSection
 from wanma.job.sections.train import TrainSection
 
 LONG = "".join(f"{number} a long document\n" for number in range(60_000))
@@ -43,11 +41,8 @@ DOCUMENTS = [
 ]
 
 
-def build(entries: Sequence[str | Path], cache: Path, **keywords: object) -> TokenFile:
-    settings = {"settings": ReadingSettings(str(keywords.pop("field", "text"))), **keywords}
-    tokenizer = settings.pop("tokenizer", BytesTokenizer())
-    documents = list_documents([str(entry) for entry in entries])
-    return open_or_build_token_file(documents, tokenizer, cache, **settings)  # type: ignore[arg-type]
+def build(entries: Sequence[str | Path], cache: Path, field: str = "text", **keywords: Any) -> TokenFile:
+    return build_token_file(entries, cache, settings=ReadingSettings(field), **keywords)
 
 
 def texts(file: TokenFile) -> list[str]:
@@ -224,29 +219,6 @@ def test_arrays_of_numpy_are_documents_of_tokens(tmp_path: Path) -> None:
     assert "data.columns" in error.value.hint
 
 
-def test_lists_of_integers_in_records_are_tokens(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"input_ids": [[97, 98], [99, 256]]}), tmp_path / "a.parquet")
-    (tmp_path / "b.jsonl").write_text(json.dumps({"input_ids": [100, 101]}) + "\n")
-    file = build([tmp_path], tmp_path.parent / "cache", field="input_ids")
-    assert texts(file) == ["ab", "c", "de"]
-
-
-def test_sources_of_a_mixture_have_fields_and_formats_of_their_own(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(json_lines(DOCUMENTS))
-    pq.write_table(pa.table({"content": DOCUMENTS[::-1]}), tmp_path / "b.parquet")
-    sources = [
-        SourceSection(name="a", text=[str(tmp_path / "a.jsonl")], weight=3),
-        SourceSection(name="b", text=[str(tmp_path / "b.parquet")], columns=ColumnsSection(text="content")),
-    ]
-    section = DataSection(
-        sources=sources, sequence_length=8, cache=str(tmp_path / "cache"), validation_fraction=0
-    )
-    prepare_job_data(section)
-    described = open_dataset(section, TrainSection()).describe()["sources"]
-    assert [source["documents"] for source in described] == [len(DOCUMENTS)] * 2
-    assert [source["share"] for source in described] == [0.75, 0.25]
-
-
 @pytest.mark.parametrize("name", ["jsonl", "json-list", "csv", "parquet", "arrow", "tar", "tfrecord"])
 def test_a_missing_field_is_refused_with_those_that_there_are(name: str, tmp_path: Path) -> None:
     TEXT_CASES[name].write(tmp_path, ["one", "two"])
@@ -278,22 +250,6 @@ def test_files_found_beside_text_that_hold_no_documents_are_left_out_and_told(
     assert "1 files of the format numpy, such as" in caplog.text
     with pytest.raises(JobError, match=r"b\.csv .* 'text'; .* x, y"):
         build([tmp_path / "b.csv"], tmp_path.parent / "cache")
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv", "json"])
-def test_a_glob_of_nothing_but_records_without_the_field_is_refused(tmp_path: Path, suffix: str) -> None:
-    (tmp_path / "named.txt").write_text("plain text")
-    for name in ("a", "b"):
-        if suffix == "parquet":
-            pq.write_table(pa.table({"body": ["one"]}), tmp_path / f"{name}.parquet")
-        elif suffix == "csv":
-            (tmp_path / f"{name}.csv").write_text("id,body\n1,one\n")
-        elif suffix == "json":
-            (tmp_path / f"{name}.json").write_text('[{"body": "one"}]')
-        else:
-            (tmp_path / f"{name}.jsonl").write_text('{"body": "one"}\n')
-    with pytest.raises(JobError, match=rf"text\[1\]: .*a\.{suffix} .*; .* body"):
-        build([tmp_path / "named.txt", f"{tmp_path}/*.{suffix}"], tmp_path / "cache")
 
 
 def test_a_part_without_the_field_beside_parts_with_it_is_refused(tmp_path: Path) -> None:
@@ -340,11 +296,3 @@ def test_data_beside_text_whose_description_cannot_be_followed_is_left_out_and_t
     TEXT_CASES["huggingface"].write(tmp_path / "other", ["one"])
     with pytest.raises(JobError, match=missing):
         build([tmp_path], tmp_path.parent / "cache")
-
-
-def test_an_array_that_is_truncated_is_refused(tmp_path: Path) -> None:
-    buffer = io.BytesIO()
-    np.save(buffer, np.arange(100, dtype="u2"))
-    (tmp_path / "a.npy").write_bytes(buffer.getvalue()[:-10])
-    with pytest.raises(JobError, match=r"text\[0\]: .*a\.npy: .* 190 .* 200 "):
-        build([tmp_path / "a.npy"], tmp_path / "cache")

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from wanma.data.documents.text_files import list_documents
+from support.text_formats import build_token_file
 from wanma.data.opening import prepare_job_data
-from wanma.data.text import token_file
-from wanma.data.text.encoding_task import ReadingSettings
-from wanma.data.text.token_file import TokenFile, open_or_build_token_file, token_folder
-from wanma.data.text.tokenizer import BytesTokenizer
 from wanma.job.errors import JobError
 from wanma.job.sections.data import DataSection
-
-
-def build(entries: Sequence[str | Path], cache: Path) -> TokenFile:
-    return open_or_build_token_file(list_documents([*map(str, entries)]), BytesTokenizer(), cache)
 
 
 @pytest.fixture
@@ -39,11 +28,11 @@ def corpus(tmp_path: Path) -> Path:
 def test_a_wrong_field_is_refused_although_a_token_file_of_the_same_documents_exists(
     corpus: Path, tmp_path: Path
 ) -> None:
-    built = build([corpus], tmp_path / "cache")
+    built = build_token_file([corpus], tmp_path / "cache")
     for _ in range(2):
         with pytest.raises(JobError, match=r"c\.jsonl .* 'text'; .* are body"):
-            build([corpus / "*.txt", corpus / "*.jsonl"], tmp_path / "cache")
-    assert build([corpus], tmp_path / "cache").folder == built.folder
+            build_token_file([corpus / "*.txt", corpus / "*.jsonl"], tmp_path / "cache")
+    assert build_token_file([corpus], tmp_path / "cache").folder == built.folder
 
 
 def test_a_csv_without_header_is_plain_text_in_a_folder_and_refused_by_name(tmp_path: Path) -> None:
@@ -51,51 +40,17 @@ def test_a_csv_without_header_is_plain_text_in_a_folder_and_refused_by_name(tmp_
     folder.mkdir()
     (folder / "a.txt").write_text("plain text " * 20)
     (folder / "b.csv").write_text("so good, it is\nso bad, it was\nso fine, it is\n")
-    assert build([folder], tmp_path / "cache").header["documents"] == 2
+    assert build_token_file([folder], tmp_path / "cache").header["documents"] == 2
     with pytest.raises(JobError, match=r"b\.csv .* 'text'; .* are so good"):
-        build([folder / "b.csv"], tmp_path / "cache")
-
-
-def test_a_token_file_of_an_older_version_is_refused_for_a_wrong_field(tmp_path: Path) -> None:
-    """The older version has read tables without the field as plain text."""
-    (tmp_path / "a.txt").write_text("id,body\n1,one\n" * 20)
-    (tmp_path / "b.csv").write_text("id,body\n1,one\n" * 20)
-    other = build([tmp_path / "a.txt"], tmp_path / "cache")
-    folder = token_folder(
-        list_documents([f"{tmp_path}/*.csv"]), BytesTokenizer(), tmp_path / "cache", ReadingSettings()
-    )
-    shutil.copytree(other.folder, folder)
-    header = json.loads((folder / "header.json").read_text())
-    del header["accepted"]
-    (folder / "header.json").write_text(json.dumps(header))
-    with pytest.raises(JobError, match=r"b\.csv have no field 'text'; .* id, body"):
-        build([f"{tmp_path}/*.csv"], tmp_path / "cache")
-
-
-def test_entries_that_a_token_file_was_accepted_for_are_looked_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in "ab":
-        (tmp_path / f"{name}.txt").write_text(name * 100)
-    folder = build([f"{tmp_path}/*.txt"], tmp_path / "cache").folder
-    assert not (folder / "accepted.json").exists()
-    build([f"{tmp_path}/a*.txt", f"{tmp_path}/b*.txt"], tmp_path / "cache")
-    assert len(json.loads((folder / "accepted.json").read_text())) == 2
-
-    def refuse(*_: object) -> None:
-        raise AssertionError("the documents are looked at again")
-
-    monkeypatch.setattr(token_file, "accept_documents", refuse)
-    build([f"{tmp_path}/a*.txt", f"{tmp_path}/b*.txt"], tmp_path / "cache")
-    assert build([f"{tmp_path}/*.txt"], tmp_path / "cache").folder == folder
+        build_token_file([folder / "b.csv"], tmp_path / "cache")
 
 
 def test_arrays_that_a_glob_names_are_read_although_a_folder_has_left_them_out(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text " * 50)
     np.save(tmp_path / "b.npy", np.array([[97, 98, 256]], "i4"))
-    assert build([tmp_path], tmp_path.parent / "cache").header["documents"] == 1
+    assert build_token_file([tmp_path], tmp_path.parent / "cache").header["documents"] == 1
     globs = [f"{tmp_path}/*.txt", f"{tmp_path}/*.npy"]
-    assert build(globs, tmp_path.parent / "cache").header["documents"] == 2
+    assert build_token_file(globs, tmp_path.parent / "cache").header["documents"] == 2
 
 
 def test_records_read_as_plain_text_are_told_at_each_preparation(
@@ -104,7 +59,7 @@ def test_records_read_as_plain_text_are_told_at_each_preparation(
     section = DataSection(
         text=[str(corpus)], cache=str(tmp_path / "cache"), sequence_length=8, validation_fraction=0
     )
-    build([corpus], tmp_path / "cache")
+    build_token_file([corpus], tmp_path / "cache")
     for _ in range(2):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
@@ -126,5 +81,5 @@ def test_tables_without_the_field_that_are_most_of_a_folder_are_refused(
     for number in range(3):
         (folder / f"{number}.{suffix}").write_text(content)
     with pytest.raises(JobError, match=r"no field 'text'; .* id, body") as error:
-        build([folder], tmp_path / "cache")
+        build_token_file([folder], tmp_path / "cache")
     assert "data.columns" in error.value.hint

@@ -16,7 +16,6 @@ from wanma.job.errors import JobError
 
 NO_TARGET = 1 << 31
 TOKEN_DTYPE = np.dtype("<u4")
-"""Type of a token with its mark."""
 
 
 class ChatTokenizer(Protocol):

@@ -19,10 +19,8 @@ class ConversationRows:
     Args:
         tokens: tokens of the token file, with their marks.
         starts: first token of each conversation of this side, rising.
-        lengths: number of tokens of each.
         filling: token after the end of a row.
         sequence_length: inputs of a row; it holds one token more.
-        chat: rules of the rows.
     """
 
     def __init__(

@@ -54,7 +54,6 @@ class ChatTemplate:
         """Return the text of a conversation, and the parts in `{% generation %}` blocks.
 
         Args:
-            messages: the messages.
             asks: end with the beginning of an answer (`add_generation_prompt`).
 
         Raises:

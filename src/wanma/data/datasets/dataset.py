@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from wanma.data.batch import IGNORE_INDEX, BadSample, Batch, widen_integers
 from wanma.data.datasets.load_times import LoadTimes
+from wanma.data.handover.sample_reading import SampleReading
 from wanma.data.index.sample_index import DamagedFile
 from wanma.data.sampling.order import SampleOrder
 from wanma.data.sampling.permutation import IndexArray, permute_indices
@@ -33,16 +34,6 @@ log = logging.getLogger("wanma.data")
 _SHOWN_DAMAGED_FILES = 3
 
 InputKind = Literal["tokens", "images", "interactions", "custom"]
-
-
-class SampleSource(Protocol):
-    """Source of batches in the place of reading by this process."""
-
-    def take(self, is_validation: bool, sample_indices: IndexArray) -> Batch:
-        """Return the batch of these samples."""
-
-    def discard(self) -> None:
-        """Drop batches that were read ahead, because other ones will be taken."""
 
 
 class BatchedDataset(ABC):
@@ -77,7 +68,7 @@ class BatchedDataset(ABC):
     """True if a batch is copied from arrays in memory or mapped files, which any thread may do."""
     load_times: LoadTimes | None = None
     """Seconds by part of loading; None: not measured."""
-    sample_source: SampleSource | None = None
+    sample_source: SampleReading | None = None
     """Source of batches, while ranks that need the same samples share their reading; None: this process."""
     can_share_reading: bool = True
     """True if a process can read any samples for others; False: it reads all in their order."""
@@ -115,8 +106,6 @@ class BatchedDataset(ABC):
         """Read stored rows, whatever the order of the run is; only text and stored images can.
 
         Args:
-            is_validation: true for rows of validation.
-            rows: rows in [0, train_samples), or in [0, validation_samples).
             sample_indices: sample indices that the rows have in the run.
         """
         raise TypeError(f"data of kind {self.input_kind!r} cannot lie in parts")
@@ -141,8 +130,6 @@ class BatchedDataset(ABC):
 
         Args:
             first_sample: samples consumed by the steps before it.
-            plan: plan of the step.
-            size: samples of the step.
         """
         return np.arange(first_sample, first_sample + size)
 
@@ -261,8 +248,6 @@ def with_bad_samples(batch: Batch, bad_samples: Sequence[BadSample], *, keeps_ta
     """Return a batch with its bad samples; the rows of those that are skipped become padding.
 
     Args:
-        batch: batch of real rows.
-        bad_samples: samples of it that cannot be read.
         keeps_targets: leave the targets of padding as they are, see `BatchedDataset.padding_has_targets`.
     """
     skipped = [one.sample for one in bad_samples if not one.is_substituted]
@@ -286,7 +271,6 @@ def log_bad_validation(bad_samples: Sequence[BadSample], reported: set[str]) -> 
     """Log samples of validation that cannot be read, each once; those of training a run lists.
 
     Args:
-        bad_samples: the samples.
         reported: places that were logged before; the new ones are added.
     """
     for one in bad_samples:

@@ -48,32 +48,14 @@ class HeldOutRows:
 
 
 class UserDatasetMixture(UserDataset):
-    """Data set that reads several of a user's datasets in the order of a mixture.
-
-    Args:
-        sources: the datasets, at least one.
-        validation_fraction: share of the rows of each source that brings no validation set; 0: none.
-        serialize_access: let only one thread at a time into the datasets.
-        shuffle: order of the rows of each source in an epoch.
-        seed: the job's seed.
-        total_samples: samples of the whole run.
-        worker_processes: processes that read the datasets; 0: threads of this one do.
-    """
+    """Data set that reads several of a user's datasets in the order of a mixture."""
 
     def __init__(
-        self,
-        sources: Sequence[DatasetSource],
-        *,
-        validation_fraction: float,
-        serialize_access: bool,
-        shuffle: Shuffle,
-        seed: int,
-        total_samples: int,
-        worker_processes: int = 0,
+        self, sources: Sequence[DatasetSource], section: DataSection, seed: int, total_samples: int
     ) -> None:
         self._sources = sources
         self._holdouts = [
-            Holdout.of_share(len(one.train), 0 if one.validation is not None else validation_fraction)
+            Holdout.of_share(len(one.train), 0 if one.validation is not None else section.validation_fraction)
             for one in sources
         ]
         for one, holdout in zip(sources, self._holdouts, strict=True):
@@ -92,16 +74,16 @@ class UserDatasetMixture(UserDataset):
         super().__init__(
             self._joined,
             JoinedDatasets(names, held_out),
-            validation_fraction=0,
-            serialize_access=serialize_access,
-            shuffle=shuffle,
-            seed=seed,
-            total_samples=total_samples,
-            worker_processes=worker_processes,
+            section,
+            seed,
+            total_samples,
+            worker_processes=process_count(section, [one.train for one in sources]),
         )
         sizes = [holdout.train_rows for holdout in self._holdouts]
         self.train_samples = sum(sizes)
-        self.order = SampleOrder.of_mixture(sizes, [one.weight for one in sources], shuffle, seed)
+        self.order = SampleOrder.of_mixture(
+            sizes, [one.weight for one in sources], Shuffle.of_job(section), seed
+        )
 
     @cached_property
     def fingerprint(self) -> str:  # type: ignore[override]  # it reads samples, and not every use wants it
@@ -168,14 +150,6 @@ def open_dataset_mixture(section: DataSection, seed: int, total_samples: int) ->
                 "implement `__len__` and `__getitem__`",
             )
         sources.append(DatasetSource(one.name, one.weight, train, validation))
-    data = UserDatasetMixture(
-        sources,
-        validation_fraction=section.validation_fraction,
-        serialize_access=section.worker_count == 1,
-        shuffle=Shuffle.of_job(section),
-        seed=seed,
-        total_samples=total_samples,
-        worker_processes=process_count(section, [source.train for source in sources]),
-    )
+    data = UserDatasetMixture(sources, section, seed, total_samples)
     data.take_tables(tables.values())
     return data

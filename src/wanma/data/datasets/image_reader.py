@@ -57,10 +57,6 @@ class ImageReader:
     """Reader of the samples of all sources: those of the first source, then those of the second, and so on.
 
     Args:
-        train: training samples of each source.
-        validation: validation samples of each source.
-        bad_data: `data.bad_data` of the job.
-        seed: the job's seed.
         decode_threads: samples decoded at once; 1: by the caller itself.
         is_remote: True if a file is not in local storage: files of a batch are read side by side.
     """
@@ -91,7 +87,6 @@ class ImageReader:
         """Read samples.
 
         Args:
-            is_validation: true for samples of validation.
             positions: their positions, see `starts`.
             sample_indices: sample indices that they have in the run.
 

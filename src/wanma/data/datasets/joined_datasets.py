@@ -12,7 +12,6 @@ class JoinedDatasets:
     """Map-style datasets one after the other, as one.
 
     Args:
-        names: name of each, for messages.
         parts: the datasets; some may be empty.
     """
 

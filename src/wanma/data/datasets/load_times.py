@@ -40,24 +40,20 @@ class LoadWork:
     """Work of a loader process for one batch."""
 
     seconds: dict[str, float]
-    """Seconds by part."""
     decoded_samples: int
     decoding_core_seconds: float
     traffic: Traffic
 
 
 class LoadTimes:
-    """Sum of seconds by part of loading; threads add to it at once. A copy by pickle begins at zero.
-
-    Args:
-        parts: the parts.
-    """
+    """Sum of seconds by part of loading; threads add to it at once. A copy by pickle begins at zero."""
 
     def __init__(self, parts: tuple[str, ...]) -> None:
         self._parts = parts
         self._lock = threading.Lock()
         self._seconds = dict.fromkeys(parts, 0.0)
         self._decoded_samples, self._decoding_core_seconds = 0, 0.0
+        self._decoding_seconds = 0.0
         self._worker_traffic: Traffic = Counter()
         """Traffic of the loader processes of this rank; in such a process the part that is reported."""
 
@@ -71,8 +67,8 @@ class LoadTimes:
                 self._seconds[part] += value
 
     @contextmanager
-    def measure(self, part: str) -> Iterator[None]:
-        """Add the time of the block to a part; a block of "decode" is one sample."""
+    def measure(self, part: str, samples: int = 1) -> Iterator[None]:
+        """Add the time of the block to a part; a block of "decode" or "dataset" makes so many samples."""
         start, core_start = time.perf_counter(), time.thread_time()
         try:
             yield
@@ -80,15 +76,21 @@ class LoadTimes:
             elapsed, core_seconds = time.perf_counter() - start, time.thread_time() - core_start
             with self._lock:
                 self._seconds[part] += elapsed
-                if part in ("decode", OWN_TRANSFORM_PART):
-                    self._decoded_samples += part == "decode"
+                if part in ("decode", "dataset", OWN_TRANSFORM_PART):
+                    self._decoded_samples += 0 if part == OWN_TRANSFORM_PART else samples
                     self._decoding_core_seconds += core_seconds
+                    self._decoding_seconds += elapsed
 
     @property
     def decoding(self) -> tuple[int, float]:
         """Samples decoded since the start, and the seconds of one core that they took, changes included."""
         with self._lock:
             return self._decoded_samples, self._decoding_core_seconds
+
+    @property
+    def decoding_seconds(self) -> float:
+        """Seconds in which threads of this process have decoded samples since the start."""
+        return self._decoding_seconds
 
     @property
     def traffic(self) -> Traffic:
@@ -132,60 +134,37 @@ def process_traffic() -> Traffic:
     return totals
 
 
-class ReadingRates:
-    """Sum of the times of reading samples of a user's own dataset, kept for forecasts of later runs.
+def record_reading(cache: Path, name: Callable[[], str], source: str, times: LoadTimes) -> None:
+    """Keep the times of reading a user's own dataset for forecasts of later runs.
 
     Args:
-        cache: folder of the job's cache, which keeps records.
         name: function that returns a name of class and content of the dataset; it may read samples.
+        source: the run, as 'run NAME'.
     """
+    (samples, core_seconds), seconds = times.decoding, times.decoding_seconds
+    if samples < _MIN_RECORDED_SAMPLES or seconds <= 0:
+        return
+    figures = {"seconds": seconds / samples, "core_share": min(core_seconds / seconds, 1.0)}
+    write_rates(cache, _KIND, name(), source, figures)
 
-    def __init__(self, cache: Path, name: Callable[[], str]) -> None:
-        self._cache, self._name = cache, name
-        self._lock = threading.Lock()
-        self._samples, self._seconds, self._core_seconds = 0, 0.0, 0.0
 
-    @contextmanager
-    def measure(self, samples: int) -> Iterator[None]:
-        """Add the time of the block, which reads so many samples; threads add at once."""
-        start, core_start = time.perf_counter(), time.thread_time()
-        yield
-        seconds, core_seconds = time.perf_counter() - start, time.thread_time() - core_start
-        with self._lock:
-            self._samples += samples
-            self._seconds += seconds
-            self._core_seconds += core_seconds
-
-    def record(self, source: str) -> None:
-        """Keep the times of a run; `source` is the run, as 'run NAME'."""
-        with self._lock:
-            samples, seconds, core_seconds = self._samples, self._seconds, self._core_seconds
-        if samples < _MIN_RECORDED_SAMPLES or seconds <= 0:
-            return
-        figures = {"seconds": seconds / samples, "core_share": min(core_seconds / seconds, 1.0)}
-        write_rates(self._cache, _KIND, self._name(), source, figures)
-
-    def sample_loading(self, samples: int) -> SampleLoading | None:
-        """Return the loading cost that an earlier run has measured; None: none has.
-
-        Args:
-            samples: samples of one epoch.
-        """
-        if not has_rates(self._cache, _KIND):  # no sample is read for its name
-            return None
-        record = read_rates(self._cache, _KIND, self._name())
-        if record is None or not record.figures.get("seconds"):
-            return None
-        return SampleLoading(
-            samples=samples,
-            sample_bytes=0.0,
-            file_bytes=0.0,
-            decode_seconds=record.figures["seconds"],
-            is_remote=False,
-            read_threads=1,
-            loader_threads=1,
-            cache_block_bytes=1,
-            decode_origin=record.origin,
-            is_own=True,
-            core_share=record.figures.get("core_share", 1.0),
-        )
+def recorded_reading(cache: Path, name: Callable[[], str], samples: int) -> SampleLoading | None:
+    """Return the loading cost that `record_reading` has kept; None: an earlier run has measured none."""
+    if not has_rates(cache, _KIND):  # no sample is read for its name
+        return None
+    record = read_rates(cache, _KIND, name())
+    if record is None or not record.figures.get("seconds"):
+        return None
+    return SampleLoading(
+        samples=samples,
+        sample_bytes=0.0,
+        file_bytes=0.0,
+        decode_seconds=record.figures["seconds"],
+        is_remote=False,
+        read_threads=1,
+        loader_threads=1,
+        cache_block_bytes=1,
+        decode_origin=record.origin,
+        is_own=True,
+        core_share=record.figures.get("core_share", 1.0),
+    )

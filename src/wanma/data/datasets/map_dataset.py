@@ -7,7 +7,6 @@ Items are joined by torch's default collate.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +27,12 @@ from wanma.data.datasets.dataset import (
 )
 from wanma.data.datasets.fingerprint import dataset_fingerprint, hash_texts
 from wanma.data.datasets.joined_datasets import JoinedDatasets
-from wanma.data.datasets.load_times import USER_DATASET_PARTS, LoadTimes, ReadingRates
+from wanma.data.datasets.load_times import (
+    USER_DATASET_PARTS,
+    LoadTimes,
+    record_reading,
+    recorded_reading,
+)
 from wanma.data.datasets.seeded_draws import SeededDraws, SeedGenerators
 from wanma.data.datasets.stream_reader import check_stream, is_stream
 from wanma.data.datasets.worker_processes import WorkerProcesses
@@ -58,7 +62,6 @@ class Sample:
     """Positional arguments of the model, without the batch dimension."""
     target: Any
     keywords: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the model."""
 
 
 class UserDataset(BatchedDataset):
@@ -70,8 +73,8 @@ class UserDataset(BatchedDataset):
     """Function that prepares batches of samples that give their targets as `labels`; None: none."""
     has_number_targets = False
     """True if the targets are numbers of a table, with the squared error as the default loss."""
-    _rates: ReadingRates | None = None
-    """Times of reading samples, kept for forecasts; None: not measured."""
+    _rates_folder: Path | None = None
+    """Folder that keeps the times of reading for forecasts; None: they are not kept."""
     _processes: WorkerProcesses | None = None
     """Processes that read the datasets; None: threads of this one do."""
 
@@ -79,38 +82,29 @@ class UserDataset(BatchedDataset):
         self,
         train: Any,
         validation: Any,
-        *,
-        validation_fraction: float,
-        serialize_access: bool,
-        shuffle: Shuffle,
+        section: DataSection,
         seed: int,
         total_samples: int,
+        *,
         worker_processes: int = 0,
-        cache: Path | None = None,
+        keeps_rates: bool = False,
     ) -> None:
         """Open the dataset and divide it.
 
         Args:
-            train: the dataset.
             validation: dataset, or None to keep a share of `train`, by a hash of the row, since content is
                 unknown.
-            validation_fraction: that share; 0: none.
-            serialize_access: let only one thread at a time into the datasets.
-            shuffle: order of the rows in an epoch.
-            seed: the job's seed.
-            total_samples: samples of the whole run.
             worker_processes: processes that read the datasets; 0: threads of this one do.
-            cache: folder that keeps the times of reading for forecasts; None: they are not kept.
+            keeps_rates: keep the times of reading for forecasts.
         """
         self._reported: set[str] = set()
-        if cache is not None:
-            # Unlike data of a common class, such as torch's TensorDataset, are told by their samples.
-            self._rates = ReadingRates(cache, lambda: f"{type(train).__qualname__} {self.fingerprint}")
+        self._rates_folder = cache_folder(section.cache) if keeps_rates else None
         self.load_times: LoadTimes = LoadTimes(USER_DATASET_PARTS)
         self.reads_by_processes = worker_processes > 0
         if worker_processes:
             reader = _ProcessReader(train, validation, seed)
             self._processes = WorkerProcesses(reader, worker_processes, type(train).__name__, self.load_times)
+        serialize_access = section.worker_count == 1
         # Several threads or processes for a user's dataset: its samples take time.
         self.is_costly_to_read = worker_processes > 0 or not serialize_access
         self._train = train
@@ -119,7 +113,8 @@ class UserDataset(BatchedDataset):
         self._total = total_samples
         self.seed = seed
         size = _length(train)
-        self._holdout = Holdout.of_share(size, 0 if validation is not None else validation_fraction)
+        fraction = 0 if validation is not None else section.validation_fraction
+        self._holdout = Holdout.of_share(size, fraction)
         self.train_samples = self._holdout.train_rows
         if self.train_samples < 1:
             raise JobError(
@@ -127,7 +122,7 @@ class UserDataset(BatchedDataset):
                 "add samples, or set data.validation_fraction=0",
             )
         self.validation_samples = self._holdout.validation_rows if validation is None else _length(validation)
-        self.order = SampleOrder.of_source(self.train_samples, shuffle, seed)
+        self.order = SampleOrder.of_source(self.train_samples, Shuffle.of_job(section), seed)
 
     @cached_property
     def fingerprint(self) -> str:  # type: ignore[override]  # it reads samples, and not every use wants it
@@ -168,11 +163,17 @@ class UserDataset(BatchedDataset):
         }
 
     def sample_loading(self) -> SampleLoading | None:
-        return self._rates.sample_loading(self.train_samples) if self._rates is not None else None
+        if self._rates_folder is None:
+            return None
+        return recorded_reading(self._rates_folder, self._rates_name, self.train_samples)
 
     def record_rates(self, source: str) -> None:
-        if self._rates is not None:
-            self._rates.record(source)
+        if self._rates_folder is not None:
+            record_reading(self._rates_folder, self._rates_name, source, self.load_times)
+
+    def _rates_name(self) -> str:
+        # Unlike data of a common class, such as torch's TensorDataset, are told by their samples.
+        return f"{type(self._train).__qualname__} {self.fingerprint}"
 
     def _train_batch(self, sample_indices: IndexArray) -> Batch:
         return self._read(self._train, self._train_rows(sample_indices), sample_indices)
@@ -207,10 +208,7 @@ class UserDataset(BatchedDataset):
     def _read_here(self, dataset: Any, rows: IndexArray, sample_indices: IndexArray) -> Batch:
         def read(seed: SeedGenerators) -> list[Any]:
             items = []
-            with ExitStack() as measured:
-                if self._rates is not None:
-                    measured.enter_context(self._rates.measure(len(rows)))
-                measured.enter_context(self.load_times.measure("dataset"))
+            with self.load_times.measure("dataset", len(rows)):
                 for row, number in zip(rows.tolist(), sample_indices.tolist(), strict=True):
                     seed(number)
                     items.append(self._read_item(dataset, row))
@@ -303,15 +301,8 @@ class _ProcessReader:
 
     @cached_property
     def _dataset(self) -> UserDataset:
-        return UserDataset(
-            self.train,
-            self.validation,
-            validation_fraction=0,
-            serialize_access=True,
-            shuffle=Shuffle(),
-            seed=self.seed,
-            total_samples=1,
-        )
+        section = DataSection(workers=1, validation_fraction=0)
+        return UserDataset(self.train, self.validation, section, self.seed, total_samples=1)
 
 
 def wrap_user_dataset(dataset: Any, section: DataSection, seed: int, total_samples: int) -> UserDataset:
@@ -321,16 +312,9 @@ def wrap_user_dataset(dataset: Any, section: DataSection, seed: int, total_sampl
         JobError: not a map-style dataset, or an empty one.
     """
     train, validation = check_dataset(dataset)
+    processes = process_count(section, [train])
     return UserDataset(
-        train,
-        validation,
-        validation_fraction=section.validation_fraction,
-        serialize_access=section.worker_count == 1,
-        shuffle=Shuffle.of_job(section),
-        seed=seed,
-        total_samples=total_samples,
-        worker_processes=process_count(section, [train]),
-        cache=cache_folder(section.cache),
+        train, validation, section, seed, total_samples, worker_processes=processes, keeps_rates=True
     )
 
 
@@ -359,7 +343,6 @@ def call_dataset_factory(name: str, arguments: Mapping[str, Any], key: str = "da
 
     Args:
         name: its name, 'package.module:function'.
-        arguments: its keyword arguments.
         key: table of the job whose key `factory` names it.
 
     Raises:

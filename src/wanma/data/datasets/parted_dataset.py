@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from wanma.data.batch import Batch
 from wanma.data.datasets.dataset import BatchedDataset
+from wanma.data.handover.part_rows import RowClients
 from wanma.data.sampling.order import SampleOrder, Shuffle
 from wanma.data.sampling.permutation import IndexArray
 from wanma.job.errors import AllRanksError
@@ -34,32 +35,17 @@ class DataPart:
     """Part of the data, as all ranks know it."""
 
     fingerprint: str
-    """Hash of the content."""
     train_samples: int
     validation_samples: int
     entry: str
     """Entry of the job that finds it."""
     host: str
-    """Name of a node that has it."""
     form: str
     """Form of its samples, which all parts have alike."""
     classes: int | None = None
     """Number of classes of its own labels."""
     bad_data_note: str = ""
     bad_file_count: int = 0
-    """Files that were left out as a whole."""
-
-
-class RemoteRows(Protocol):
-    """Reader of parts that lie on other nodes; for several threads at once."""
-
-    def read_rows(
-        self, part: str, is_validation: bool, rows: IndexArray, sample_indices: IndexArray
-    ) -> Batch:
-        """Read rows of the part with this fingerprint."""
-
-    def close(self) -> None:
-        """End all hand-over."""
 
 
 class PartedDataset(BatchedDataset):
@@ -67,12 +53,9 @@ class PartedDataset(BatchedDataset):
 
     Args:
         local: data sets of this node's parts, each with its entry; at least one.
-        host: name of this node.
         shuffle: order of the rows of all parts in an epoch, or of each part.
         is_interleaved: true if each part is in an order of its own, in proportion to its size; then the
             samples of a step are computed, as far as possible, where they lie.
-        seed: the job's seed.
-        total_samples: samples of the whole run.
     """
 
     def __init__(
@@ -95,7 +78,7 @@ class PartedDataset(BatchedDataset):
         self.local_entries = tuple(entry for entry, _ in local)
         """Entries of the job that this node has, also those whose content another one has, too."""
         self._shuffle, self._total = shuffle, total_samples
-        self._remote: RemoteRows | None = None
+        self._remote: RowClients | None = None
         self._pool: ThreadPoolExecutor | None = None
         self.seed = seed
         first = local[0][1]
@@ -112,12 +95,11 @@ class PartedDataset(BatchedDataset):
         """Parts of this node."""
         return [part for part in self.parts if part.fingerprint in self._local]
 
-    def join(self, parts: Iterable[DataPart], remote: RemoteRows, *, is_spread: bool) -> None:
+    def join(self, parts: Iterable[DataPart], remote: RowClients, *, is_spread: bool) -> None:
         """Make the parts of all nodes one data set; before any sample is read.
 
         Args:
             parts: parts of all nodes.
-            remote: reader of those of other nodes.
             is_spread: true if a node has not all of them; the same on all ranks.
 
         Raises:

@@ -26,7 +26,6 @@ class SeededDraws:
     """Reader of batches with random generators that are seeded by sample.
 
     Args:
-        seed: the job's.
         serialize_access: True if batches are read one after the other anyway. Otherwise they are until it is
             seen that the datasets draw nothing from numpy and Python, whose generators threads share.
     """

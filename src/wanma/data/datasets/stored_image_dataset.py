@@ -37,12 +37,6 @@ _REMOTE_LOADER_THREADS = 3
 class StoredImageDataset(BatchedDataset):
     """Data set of stored images: inputs (rows, channels, height, width) float32, targets (rows,) int64.
 
-    Args:
-        sources: the images, one source or those of a mixture.
-        section: the job's `[data]`.
-        seed: the job's seed.
-        total_samples: samples of the whole run.
-
     Raises:
         JobError: too few images for a validation split, or classes that only names tell and nobody counted.
     """
@@ -193,13 +187,7 @@ def _indexes(sources: Sequence[ImageSource]) -> list[SampleIndex]:
 
 
 def _needs_processes(section: DataSection, indexes: Sequence[SampleIndex], *, has_own: bool) -> bool:
-    """Return True if loader processes read: by the job, or for transforms or formats of other packages.
-
-    Args:
-        section: the job's `[data]`.
-        indexes: indexes of all sources.
-        has_own: True if the job has transforms of other packages.
-    """
+    """Return True if loader processes read: by the job, or for transforms or formats of other packages."""
     if section.worker_processes is not None:
         return section.worker_processes
     has_foreign_code = has_own or not all(is_built_in(index.data_format) for index in indexes)

@@ -114,14 +114,11 @@ class StreamReader:
     """Reader of indexed samples of a stream.
 
     Args:
-        dataset: the iterable dataset.
         draws: generators that are seeded by sample.
-        train: the job's `[train]`.
         cache_size: number of the latest samples read that are kept for repeated reads.
     """
 
     def __init__(self, dataset: Any, draws: SeededDraws, train: TrainSection, cache_size: int) -> None:
-        check_stream(dataset)
         self._dataset, self._draws, self._cache_size = dataset, draws, cache_size
         self.name = type(dataset).__name__
         self._train = train
@@ -150,12 +147,7 @@ class StreamReader:
             )
 
     def seek(self, position: int, on_progress: Callable[[int], None]) -> None:
-        """Read on to a position, without keeping anything.
-
-        Args:
-            position: sample index.
-            on_progress: called with the position from time to time.
-        """
+        """Read on to a position, without keeping anything."""
         while self._position < position:
             end = min(self._position + _PROGRESS_INTERVAL, position)
             with self._lock:

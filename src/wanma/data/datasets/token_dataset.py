@@ -47,13 +47,6 @@ class TokenDataset(BatchedDataset):
     """Data set of token sequences; inputs are (rows, sequence), targets the same shifted by one.
 
     Targets that no answer of a conversation holds are `IGNORE_INDEX`.
-
-    Args:
-        sources: the token files, one or those of a mixture.
-        tokenizer: the tokenizer.
-        section: the job's `[data]`.
-        seed: the job's seed.
-        total_samples: samples of the whole run.
     """
 
     input_kind: ClassVar[InputKind] = "tokens"

@@ -48,8 +48,6 @@ class WorkerProcesses:
 
     Args:
         reader: function that reads a batch in a process; pickled by value.
-        count: number of processes.
-        name: name of the dataset, for messages.
         load_times: work of loading of this rank, to which that of the processes is added.
     """
 

@@ -1,19 +1,10 @@
-"""Acceptance of a corpus: records without the field of the job are refused, or told. No torch here.
-
-A token file is found by its documents, unread. Whether records without the field are refused depends on the
-entries of the job, too, and an older version of wanma may have accepted what is refused now. So a token file
-notes the entries for which it was accepted; for others the first bytes of its documents are read again.
-"""
+"""Acceptance of a corpus: records without the field of the job are refused, or told. No torch here."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any, Protocol
 
 from wanma.data.documents.content_detection import records_without_text_error
@@ -27,17 +18,8 @@ from wanma.data.documents.record_fields import DEFAULT_TEXT_FIELD
 from wanma.data.stores.data_file import FileOpener
 from wanma.data.stores.listing import StoredFile
 from wanma.job.errors import JobError
-from wanma.job.run.run_directory import write_json
 
 log = logging.getLogger("wanma.data")
-
-_RULES = 1
-"""Version of the rules by which records without the field are refused."""
-_LATER_ENTRIES = "accepted.json"
-"""File in the folder of a token file: entries for which it was accepted after it was built."""
-
-Acceptances = Mapping[str, Sequence[str]]
-"""Notes on files that are left out or read as plain text, by `entries_identity`."""
 
 
 class DocumentRules(Protocol):
@@ -60,11 +42,6 @@ def accept_documents(
     documents: Sequence[StoredFile], rules: DocumentRules, opener: FileOpener | None = None
 ) -> tuple[list[DocumentGroup], list[UnusedFormat]]:
     """Group files by their content, without those that only describe others.
-
-    Args:
-        documents: the files of the corpus.
-        rules: keys of the job.
-        opener: opener of remote files; None: their stores.
 
     Returns:
         The groups, and the formats of files that are left out or read as plain text.
@@ -104,14 +81,15 @@ def report_unused(documents: Sequence[StoredFile], notes: Sequence[str]) -> None
         log.warning("%s: %s", documents[0].job_key, note)
 
 
-def entries_identity(documents: Sequence[StoredFile]) -> str:
-    """Return the hash of the division of files into entries of the job, and of the rules of acceptance."""
+def entries_identity(documents: Sequence[StoredFile]) -> list[list[Any]]:
+    """Return the division of found files into entries of the job; empty: they are of one entry.
+
+    Whether records without the field are refused depends on it, see `group_documents`.
+    """
     numbers: dict[str, int] = {}
-    runs = [
-        [numbers.setdefault(entry, len(numbers)), sum(1 for _ in files)]
-        for entry, files in groupby(documents, key=lambda document: document.entry)
-    ]
-    return hashlib.sha256(json.dumps([_RULES, runs]).encode()).hexdigest()[:32]
+    found = [document.entry for document in documents if not document.is_named]
+    runs = [[numbers.setdefault(entry, len(numbers)), len([*run])] for entry, run in groupby(found)]
+    return runs if len(numbers) > 1 else []
 
 
 def document_key(document: StoredFile) -> list[Any]:
@@ -123,28 +101,6 @@ def document_key(document: StoredFile) -> list[Any]:
     is_array_of_glob = is_array and not document.is_named and is_array_requested(document)
     mark = ["array"] if is_array_of_glob else []
     return [document.url, document.size, document.version, document.is_named, *mark]
-
-
-def is_accepted(folder: Path, documents: Sequence[StoredFile]) -> bool:
-    """Return True if the token file in `folder` exists, and was accepted for the entries of `documents`."""
-    return entries_identity(documents) in acceptances(folder)
-
-
-def acceptances(folder: Path) -> Acceptances:
-    """Return the acceptances of the token file in `folder`; none if it is missing, damaged or older."""
-    found: dict[str, Sequence[str]] = {}
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        found |= json.loads((folder / "header.json").read_text(encoding="utf-8"))["accepted"]
-    with suppress(OSError, ValueError, TypeError):
-        found |= json.loads((folder / _LATER_ENTRIES).read_text(encoding="utf-8"))
-    return found
-
-
-def note_acceptance(folder: Path, documents: Sequence[StoredFile], notes: Sequence[str]) -> None:
-    """Note that a finished token file was accepted for the entries of `documents`."""
-    entries = {**acceptances(folder), entries_identity(documents): notes}
-    with suppress(OSError):  # a shared cache may be read-only, or full: then each opening looks again
-        write_json(folder / _LATER_ENTRIES, entries)
 
 
 def _are_most(unused: Sequence[UnusedFormat], groups: Sequence[DocumentGroup]) -> bool:

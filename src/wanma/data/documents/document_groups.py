@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from wanma.data.documents.content_detection import detect_content
@@ -60,7 +60,6 @@ class DocumentGroup:
     column: str = ""
     """Field of the records that holds the document; empty: all fields are read."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """See `FileGroup.facts`."""
     is_compressed: bool = False
 
     @property
@@ -79,7 +78,6 @@ class UnusedFormat:
 
     format_name: str
     example: str
-    """Address of one of the files."""
     files: int
     fields: tuple[str, ...]
     fault: str = ""
@@ -112,9 +110,6 @@ def group_documents(
     """Group files in their order, each by its content.
 
     Args:
-        files: the files.
-        field: field of records that holds the document.
-        opener: opener of remote files; None: their stores.
         format_name: format of all files; empty: each file's content tells it.
 
     Returns:
@@ -395,7 +390,7 @@ def _with_field(
     if group.kind in ("text", "description"):
         return group, []
     if group.format_name == Megatron.name:
-        return _replace(group, column="tokens"), []
+        return replace(group, column="tokens"), []
     data_format, opened = known_formats()[group.format_name], openable_group(group, opener)
     if group.format_name == "numpy":
         if not is_array_requested(group.files[0]):
@@ -408,14 +403,15 @@ def _with_field(
             return None, [found]
         name, dimensions = found
         is_npy = group.files[0].url.lower().rpartition(".")[2] != "npz"
-        return _replace(group, kind="array" if dimensions == 1 else "rows", column="" if is_npy else name), []
+        kind: Literal["array", "rows"] = "array" if dimensions == 1 else "rows"
+        return replace(group, kind=kind, column="" if is_npy else name), []
     fields = first_fields(data_format, opened, probe)
     if fields is None:
         return group, []
     column = column_of(field, fields)
     if not column:
         return None, [name for name in fields if not name.startswith("__")]
-    return _replace(group, column=column), fields
+    return replace(group, column=column), fields
 
 
 def is_array_requested(file: StoredFile) -> bool:
@@ -436,9 +432,3 @@ def _missing_field_error(group: DocumentGroup, field: str, fields: Sequence[str]
         "name the one that holds the text, token ids or messages in data.columns; where files have different "
         "ones, list them as [[data.sources]], each with its columns",
     )
-
-
-def _replace(
-    group: DocumentGroup, kind: Literal["rows", "array"] = "rows", column: str = ""
-) -> DocumentGroup:
-    return DocumentGroup(kind, group.files, group.format_name, column, group.facts, group.is_compressed)

@@ -19,7 +19,6 @@ from wanma.data.formats.tar_samples import TarSamples, split_path
 from wanma.data.formats.tfrecord import TFRecord
 
 DEFAULT_TEXT_FIELD = "text"
-"""Default of `data.columns.text`."""
 TOKEN_FIELDS = ("tokens", "input_ids")
 """Usual names of fields that hold tokens."""
 
@@ -28,8 +27,6 @@ def first_fields(data_format: Format, group: FileGroup, probe: Probe | None = No
     """Return the names of the fields of the first record, without reading the whole file.
 
     Args:
-        data_format: format of the group.
-        group: the files.
         probe: first bytes of the first file, if they were read already.
 
     Returns:
@@ -51,11 +48,6 @@ def first_fields(data_format: Format, group: FileGroup, probe: Probe | None = No
 
 def array_field(data_format: Format, group: FileGroup, field: str) -> tuple[str, int] | str:
     """Find the array of token ids in a file of numpy.
-
-    Args:
-        data_format: `NumpyArrays`.
-        group: the file.
-        field: name of the array that the job asks for.
 
     Returns:
         Name and number of dimensions of the array, or the reason why there is none.

@@ -10,7 +10,7 @@ import lzma
 import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import fsspec
 from fsspec.compression import compr
@@ -48,13 +48,6 @@ _EXCLUDED_SOURCES = (
 )
 _NODE_SPECIFIC_FILES = "_sysconfigdata*"
 """Pattern of files written when a Python is built: different on every node."""
-
-
-class ReadableStream(Protocol):
-    """File that is read from front to back."""
-
-    def read(self, size: int, /) -> bytes:
-        """Return the next bytes, up to `size`; none at the end."""
 
 
 def list_documents(
@@ -107,11 +100,6 @@ def read_chunks(
 
     It is decompressed as its name says (.gz, .bz2, .xz), or its first bytes do (also zstd).
 
-    Args:
-        document: the file.
-        chunk_size: size of a piece in bytes.
-        opener: opener of a remote file, such as a node cache; None: its store.
-
     Raises:
         BadDataError: the file is compressed, and damaged or truncated.
         WanmaError: missing, forbidden or broken; names the key and the file.
@@ -136,16 +124,13 @@ def read_chunks(
         raise told from shown_cause(error)
 
 
-def split_pieces(
-    stream: ReadableStream, piece_bytes: int = PIECE_BYTES, head: bytes = b""
-) -> Iterator[bytes]:
+def split_pieces(stream: IO[bytes], piece_bytes: int = PIECE_BYTES, head: bytes = b"") -> Iterator[bytes]:
     """Yield a text in pieces of about `piece_bytes`.
 
     They end with a line where there are lines, and never inside a UTF-8 character. A text of any origin is
     cut alike, so that its tokens are the same.
 
     Args:
-        stream: the text.
         piece_bytes: size of a piece; a text that is not longer is one piece.
         head: its first `piece_bytes` bytes if they were read already.
     """

@@ -280,14 +280,7 @@ def _places(layout: Layout) -> Iterator[tuple[str, ArrayPlace]]:
 
 
 def _npy_place(source: ByteSource, stream: Any, size: int, label: str = "it") -> ArrayPlace:
-    """Read the header of a .npy.
-
-    Args:
-        source: the file, for messages.
-        stream: the .npy as a file.
-        size: size of the .npy in bytes.
-        label: name of the array in messages.
-    """
+    """Read the header of a .npy."""
     try:
         version = np.lib.format.read_magic(stream)
         reader = {

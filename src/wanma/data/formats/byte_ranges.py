@@ -88,9 +88,7 @@ class RangeReader(RowReader):
     """Reader of samples that are byte ranges.
 
     Args:
-        source: the plain content.
         layout: tables `starts` and `ends`, in bytes.
-        parse: see `RangeFormat.parse`.
     """
 
     def __init__(
@@ -135,12 +133,7 @@ def read_ranges(
 
 
 class Cursor:
-    """Position in a file that a scan reads from front to back, or jumps over; reads in large chunks.
-
-    Args:
-        source: the file.
-        chunk_bytes: bytes read at once.
-    """
+    """Position in a file that a scan reads from front to back, or jumps over; reads in large chunks."""
 
     def __init__(self, source: ByteSource, chunk_bytes: int = CURSOR_BYTES) -> None:
         self._source, self._chunk_bytes = source, chunk_bytes
@@ -174,7 +167,6 @@ def find_lines(
     """Find the lines of a text, without their line feeds, and without those of white space only.
 
     Args:
-        source: the text.
         space: bytes that count as white space.
 
     Returns:
@@ -214,8 +206,6 @@ def check_text(source: ByteSource, values: NDArray[np.uint8], position: int) -> 
     """Refuse content with a zero byte, which no UTF-8 text has.
 
     Args:
-        source: the file.
-        values: a part of its content.
         position: position of that part.
     """
     if not values.all():

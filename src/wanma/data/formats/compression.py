@@ -196,7 +196,6 @@ class SourceStream(io.RawIOBase):
     """Part of a source as a file of Python that can be read and sought.
 
     Args:
-        source: the source.
         start, end: the part; end None: to the end.
     """
 
@@ -256,10 +255,8 @@ def open_copy(source: ByteSource, scratch: Path | None, part: str, chunks: Itera
     """Open a plain copy in the scratch folder, writing it unless it is there; a copy is complete or absent.
 
     Args:
-        source: the file it is a copy of.
         scratch: the folder; None: in memory.
         part: name of the part of the file that it is a copy of; empty: the whole.
-        chunks: the content.
     """
     if scratch is None:
         return MemorySource(source.url, b"".join(chunks))

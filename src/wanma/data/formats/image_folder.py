@@ -22,21 +22,28 @@ from wanma.data.formats.format import (
 )
 
 _SIGNATURES = (
-    b"\xff\xd8\xff",
-    b"\x89PNG\r\n\x1a\n",
-    b"GIF87a",
-    b"GIF89a",
-    b"II*\0",
-    b"MM\0*",
+    (b"\xff\xd8\xff", "JPEG"),
+    (b"\x89PNG\r\n\x1a\n", "PNG"),
+    (b"GIF87a", "GIF"),
+    (b"GIF89a", "GIF"),
+    (b"II*\0", "TIFF"),
+    (b"MM\0*", "TIFF"),
 )
-"""First bytes of JPEG, PNG, GIF and TIFF; those of BMP and WebP have a part that differs."""
+"""First bytes of formats; those of BMP and WebP have a part that differs."""
+
+
+def image_format(head: bytes) -> str:
+    """Return the name of an image's format by its first bytes; empty: they are those of no image."""
+    if head.startswith(b"BM") and head[6:10] == bytes(4):
+        return "BMP"
+    if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
+        return "WebP"
+    return next((name for start, name in _SIGNATURES if head.startswith(start)), "")
 
 
 def is_image(head: bytes) -> bool:
     """Return True if a file begins as an image does."""
-    is_bitmap = head.startswith(b"BM") and head[6:10] == bytes(4)
-    is_webp = head.startswith(b"RIFF") and head[8:12] == b"WEBP"
-    return is_bitmap or is_webp or head.startswith(_SIGNATURES)
+    return bool(image_format(head))
 
 
 @dataclass(frozen=True)

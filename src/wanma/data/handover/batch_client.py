@@ -27,8 +27,6 @@ class BatchClient:
     """Client of one server; for several threads at once.
 
     Args:
-        endpoint: endpoint of the server.
-        secret: secret of the server.
         is_local: True if the server is on this node. It hands over complete batches only.
     """
 

@@ -37,7 +37,6 @@ class BatchServer:
 
     Args:
         take: function that returns the batch of a request.
-        rank: rank of this process.
         secret: secret of `SECRET_BYTES` bytes that connections begin with.
         host: address at which other nodes reach this one; empty: no rank there needs batches.
 

@@ -39,7 +39,6 @@ class BatchRequest:
     part: str = ""
     """Fingerprint of a part of the data; empty: samples in the order of the run."""
     rows: IndexArray | None = None
-    """Rows of the samples in that part."""
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -20,12 +20,6 @@ ReadRows = Callable[[str, bool, IndexArray, IndexArray], Batch]
 def serve_rows(read: ReadRows, rank: int, secret: bytes, host: str) -> BatchServer:
     """Start a server of this node's rows for ranks on other nodes.
 
-    Args:
-        read: function that reads rows of this node's parts.
-        rank: rank of this process.
-        secret: secret of the hand-over.
-        host: address at which other nodes reach this one.
-
     Raises:
         OSError: it cannot listen.
     """

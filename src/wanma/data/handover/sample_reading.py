@@ -19,17 +19,12 @@ log = logging.getLogger("wanma.data")
 
 
 class SampleReading(ABC):
-    """Way in which this rank gets its samples.
-
-    Args:
-        read: function that reads samples in this process.
-    """
+    """Way in which this rank gets its samples."""
 
     def __init__(self, read: ReadSamples) -> None:
         self._read_samples = read
         self._lock = threading.Lock()
         self.training_samples_read = 0
-        """Training samples that this process has read so far."""
         self._is_fallback_logged = False
 
     @abstractmethod
@@ -84,12 +79,9 @@ class PeerServer(SampleReading):
     """Reading by this rank, for itself and for peers.
 
     Args:
-        read: function that reads samples in this process.
         consumers: ranks that take each batch, this one included.
         readers: batches read at once.
         limit_bytes: limit in bytes of the batches that not all have taken; None: no limit.
-        rank: rank of this process.
-        secret: secret of the hand-over.
         host: address at which other nodes reach this one; empty: no rank there needs batches.
     """
 
@@ -132,8 +124,6 @@ class PeerReading(SampleReading):
 
     Args:
         read: function that reads samples in this process, used for those that cannot be handed over.
-        client: client of the peer.
-        content: part of each batch that this rank needs.
     """
 
     def __init__(self, read: ReadSamples, client: BatchClient, content: Content = "complete") -> None:

@@ -29,9 +29,6 @@ _OPEN_FILES_PER_BATCH = 4
 class BatchFile:
     """Batch in a file in memory, which other processes map. The file ends with its last holder.
 
-    Args:
-        batch: batch, which is copied.
-
     Raises:
         UnsupportedTensorError: a tensor of it cannot be copied to a file.
         OSError: there is no memory for it.
@@ -54,7 +51,6 @@ def map_batch(layout: dict[str, Any], descriptor: int) -> Batch:
     """Return the batch in a file in memory; whoever changes its tensors changes a copy.
 
     Args:
-        layout: layout of the batch.
         descriptor: descriptor of the file; stays the caller's.
     """
     size = layout["ends"]["complete"]
@@ -78,7 +74,6 @@ class SharedBatches:
     A batch is a pure function of its sample indices: what was dropped too early is read again.
 
     Args:
-        read: function that reads a batch.
         consumers: ranks that take each batch, this one included.
         readers: batches read at once.
         limit_bytes: size in bytes from which on the oldest batches are dropped, though not all have taken

@@ -89,12 +89,6 @@ def find_fields(
 ) -> ImageFields:
     """Find the fields of image and class among sampled records, at least one.
 
-    Args:
-        records: sampled records.
-        image_field, label_field: names that the job gives; None: none.
-        key: key of the images in the job, for messages.
-        columns_key: key of the table that names the fields, for messages.
-
     Raises:
         JobError: a field is missing, or several may hold the image.
     """
@@ -168,13 +162,7 @@ def find_classes(
     """Find the classes of a data set; where only all samples tell them, they are read once and remembered.
 
     Args:
-        index: the training samples.
-        field: field of the class.
-        cache_folder: folder in which they are remembered.
         skips_damaged: leave samples out that cannot be read; False: refuse them.
-        sampled: some of the samples.
-        progress: called with (bytes done, bytes in all) while all samples are read.
-        key: key of the images in the job, for messages.
         class_names: names of the labels, which are numbers, in their order; empty: none are given.
 
     Raises:

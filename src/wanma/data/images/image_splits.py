@@ -49,10 +49,7 @@ def find_image_split(
     """List the files of entries, divided into training and validation.
 
     Args:
-        entries: files, folders, globs and URLs.
-        key: key of the job, for messages.
         by_name: recognize the files of MNIST, CIFAR-10 and .npz by their names.
-        retry_seconds: see `list_files`.
 
     Raises:
         JobError: an entry is missing or matches nothing.

@@ -45,11 +45,6 @@ def measure_loading(
     opening the images has read, so that a store is asked for no others.
 
     Args:
-        images: the images.
-        read_threads: files that one rank reads from a store at once.
-        loader_threads: least number of steps that one rank loads at once.
-        by_processes: True if loader processes read.
-        cache: folder of the job's cache, which keeps records of measurements.
         is_store_probed: measure a store of which there is no record.
     """
     index = images.train
@@ -77,12 +72,7 @@ def measure_loading(
 
 
 def mean_loading(parts: Sequence[SampleLoading], shares: Sequence[float]) -> SampleLoading:
-    """Return the loading cost of a mixture: the mean of its sources by their shares of the samples.
-
-    Args:
-        parts: the cost of each source.
-        shares: share of each source in the samples of the run.
-    """
+    """Return the loading cost of a mixture: the mean of its sources by their shares of the samples."""
     if len(parts) == 1:
         return parts[0]
     known = [
@@ -110,10 +100,7 @@ def record_loading(
     """Keep what a run has measured while it loaded images, for later forecasts of the same images.
 
     Args:
-        images: the images.
-        cache: folder of the job's cache.
         source: the run, as 'run NAME'.
-        samples: samples that it has decoded.
         core_seconds: seconds of one core that they took.
     """
     if samples >= _MIN_RECORDED_SAMPLES and core_seconds > 0:

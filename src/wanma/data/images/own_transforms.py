@@ -32,8 +32,6 @@ class OwnTransform:
     """Image transform of another package.
 
     Args:
-        name: name in the job.
-        origin: 'package.module:function'.
         function: function (pixels, random) of uint8 pixels (height, width, channels), and a numpy generator
             for its random numbers, None for images of validation; returns pixels of the same shape.
     """

@@ -242,7 +242,6 @@ class _Advance:
 
     Args:
         progress: called with (bytes done, bytes in all) of all files; None: nobody is told.
-        total: bytes in all.
     """
 
     def __init__(self, progress: Progress | None, total: int) -> None:

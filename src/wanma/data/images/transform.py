@@ -67,14 +67,12 @@ class ImageTransform:
     """Transform of images to arrays (channels, height, width) of float32.
 
     Args:
-        height, width: size of the result in pixels.
         channels: 1 or 3.
         mean, std: statistics by channel, of pixels in [0, 1].
         resizes: crop and resize images of other sizes; False: refuse them.
         converts_colors: let images with colors become gray; False: refuse them where `channels` is 1.
         augment: names of built-in random changes.
         own: transforms of other packages, called in this order after the built-in changes.
-        key: key of the images in the job, for messages.
     """
 
     height: int

@@ -70,7 +70,6 @@ class AdmittedIds:
         Args:
             ids: ids of the training rows, in their order, as often as they come, (uses,).
             max_rows: maximum rows of the table, with the shared ones.
-            min_count: minimum uses of an id that is admitted.
             evict_after_runs: runs without an id after which a new one may have its row, where none is left;
                 None: never.
         """
@@ -109,9 +108,6 @@ def admit_ids(
     """Admit the ids of the training rows to the tables of `data.interactions.admit_rows`.
 
     Args:
-        log: log, with raw ids in those tables.
-        train: numbers of the training rows, in their order.
-        section: the job's `[data]`.
         known: by table `AdmittedIds.table` of the run before.
 
     Raises:

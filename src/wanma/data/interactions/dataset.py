@@ -16,16 +16,16 @@ from torch import Tensor
 from wanma.data.batch import Batch
 from wanma.data.datasets.dataset import BatchedDataset, InputKind, make_batch
 from wanma.data.interactions.admitted_ids import admit_ids
-from wanma.data.interactions.item_draws import ItemDraws
-from wanma.data.interactions.log import read_log
-from wanma.data.interactions.splits import split_rows
+from wanma.data.interactions.log import InteractionLog, read_log
 from wanma.data.sampling.order import SampleOrder, Shuffle
-from wanma.data.sampling.permutation import IndexArray
+from wanma.data.sampling.permutation import IndexArray, mix_bits, permute_indices
 from wanma.data.text.encoding_task import describe_bad_rows
+from wanma.job.errors import JobError
 from wanma.job.sections.data import DataSection
 from wanma.job.sections.recommender import InteractionSizes
 
 _DESCRIBED_BAD_ROWS = 20
+_FOLDS_KEY = "interaction folds"
 
 
 class InteractionDataset(BatchedDataset):
@@ -58,7 +58,7 @@ class InteractionDataset(BatchedDataset):
         known_ids: Mapping[str, NDArray[np.int64]] = MappingProxyType({}),
     ) -> None:
         raw = read_log(section)
-        self._train, self._validation = split_rows(raw, section)
+        self._train, self._validation = _split_rows(raw, section)
         self._admission = admit_ids(raw, self._train, section, known_ids)
         log = self._admission.log
         self._log, self._keys = log, section.interactions
@@ -72,7 +72,6 @@ class InteractionDataset(BatchedDataset):
         self.order: SampleOrder = SampleOrder.of_source(self.train_samples, Shuffle.of_job(section), seed)
         self.interaction_sizes = self._sizes()
         self.ranks_items = self._keys.target == "click" and self._keys.split == "leave_last"
-        """True if validation ranks the held-out item among all others."""
         self.top_k = self._keys.top_k
         self.has_negatives = self._keys.negatives > 0 or self._keys.positive_from is not None
         """True if some rows or candidates are no clicks."""
@@ -184,3 +183,65 @@ class InteractionDataset(BatchedDataset):
         for array in arrays:
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
+
+
+class ItemDraws:
+    """Draws of items in proportion to their count in training to a power.
+
+    Args:
+        power: 1: as often as in training; 0: all items alike.
+    """
+
+    def __init__(self, items: NDArray[np.int64], item_count: int, power: float, seed: int) -> None:
+        counts = np.bincount(items, minlength=item_count).astype(np.float64)
+        weights = np.power(counts, power) if power else np.ones(item_count)
+        self._cumulative = np.cumsum(weights / weights.sum())
+        self._seed = seed
+        # An item that training lacks, and that validation scores, counts as if it had been there once.
+        floored = np.power(np.maximum(counts, 1), power)
+        self.log_probability = np.log(floored / weights.sum()).astype(np.float32)
+        """Logarithm of the probability of each item, (items,)."""
+
+    def draw(self, samples: IndexArray, count: int, purpose: str) -> NDArray[np.int64]:
+        """Return `count` items for each sample, (samples, count), with replacement."""
+        digest = hashlib.blake2b(f"{self._seed}:{purpose}".encode(), digest_size=8).digest()
+        key = np.uint64(int.from_bytes(digest, "little"))
+        numbers = np.arange(count).astype(np.uint64)
+        positions = mix_bits(samples.astype(np.uint64)[:, None], key) + numbers
+        uniform = (mix_bits(positions, key) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        found = np.searchsorted(self._cumulative, uniform, side="right")
+        return np.minimum(found, len(self._cumulative) - 1).astype(np.int64)
+
+
+def _split_rows(log: InteractionLog, section: DataSection) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the training and the validation rows: rising, or with `split = "time"` in the order of time.
+
+    Raises:
+        JobError: one of them has none.
+    """
+    keys, rows = section.interactions, np.arange(len(log))
+    if keys.split == "random":
+        is_validation = permute_indices(rows, len(rows), _FOLDS_KEY) % keys.folds == keys.fold
+    elif keys.split == "leave_last":
+        is_validation = _is_last(log)
+    else:
+        rows = np.argsort(log.times, kind="stable")
+        is_validation = np.arange(len(rows)) >= len(rows) - round(len(rows) * section.validation_fraction)
+    if is_validation.all() or not (is_validation.any() or keys.split == "time"):
+        raise JobError(
+            f"data.interactions.split = '{keys.split}' leaves no rows for "
+            f"{'training' if is_validation.all() else 'validation'} of {len(rows)}",
+            "use another split, or more rows",
+        )
+    return rows[~is_validation], rows[is_validation]
+
+
+def _is_last(log: InteractionLog) -> NDArray[np.bool_]:
+    """Return whether a row is the last of its user, who has others; of equal times the later stored."""
+    order = np.lexsort((np.arange(len(log)), log.times, log.users))
+    users = log.users[order]
+    ends = np.append(users[1:] != users[:-1], True)
+    starts = np.insert(ends[:-1], 0, True)
+    is_last = np.zeros(len(log), dtype=bool)
+    is_last[order[ends & ~starts]] = True
+    return is_last

@@ -69,7 +69,6 @@ class InteractionLog:
     dense: NDArray[np.float32]
     """Dense features, (rows, features)."""
     bad_rows: Sequence[BadRow] = ()
-    """Rows that were left out."""
     index: SampleIndex | None = None
     """Index of the stored rows; None: the log is synthetic."""
     numbers: NDArray[np.int64] | None = None
@@ -110,7 +109,6 @@ def read_log(section: DataSection, progress: Progress | None = None) -> Interact
     """Read the log of a job.
 
     Args:
-        section: the job's `[data]`.
         progress: called with (bytes done, bytes in all) while an index is built, and again while the rows
             are read.
 

@@ -52,10 +52,6 @@ def list_log_files(section: DataSection) -> list[StoredFile]:
 def open_log(section: DataSection, progress: Progress | None = None) -> SampleIndex:
     """Open the rows of a job's interactions.
 
-    Args:
-        section: the job's `[data]`.
-        progress: called with (bytes done, bytes in all) while an index is built.
-
     Raises:
         JobError: a file is missing, or the format is unknown.
         BadDataError, WanmaError: files cannot be read, or have no known format.
@@ -130,11 +126,6 @@ def resolve_columns(columns: ColumnsSection, keys: InteractionsSection, first: R
     """Return the columns with the field of each role that the log has.
 
     An unset role is the field of its name, and in a file without a header the field at its place.
-
-    Args:
-        columns: fields that the job names.
-        keys: the job's `[data.interactions]`.
-        first: record of the log.
 
     Raises:
         JobError: the log lacks a field that the job needs.
@@ -225,9 +216,7 @@ def interaction_faults(record: Record, columns: ColumnsSection, section: DataSec
     """Yield what is wrong with the values of a row.
 
     Args:
-        record: the row.
         columns: as of `resolve_columns`.
-        section: the job's `[data]`.
     """
     keys, tables = section.interactions, section.columns.table_names
     for table, name in zip(tables, (columns.user, columns.item, *columns.sparse), strict=True):

@@ -36,7 +36,6 @@ class Holdout:
         """Return the row of each training sample in [0, train_rows).
 
         Args:
-            indices: training samples.
             ascending: number the training rows from first to last, as orders need that read neighbours
                 together; it takes eight bytes of memory for each validation row. False: number them by
                 hash, in O(1) memory.

@@ -30,7 +30,11 @@ class MixtureStage:
     """Sample index from which on the stage holds, until the next stage."""
     mixture: Mixture
     samples_before: tuple[int, ...]
-    """Samples that each source has given before the stage."""
+
+    def count_before(self, sample_index: int) -> tuple[int, ...]:
+        """Return how many samples each source gives before a sample of the stage."""
+        in_stage = self.mixture.samples_before(sample_index - self.first_sample)
+        return tuple(before + count for before, count in zip(self.samples_before, in_stage, strict=True))
 
 
 @dataclass(frozen=True)
@@ -55,9 +59,7 @@ class MixtureSchedule:
             mixture = Mixture.from_weights(
                 [max((c for c in source if c[0] <= start), key=lambda c: c[0])[1] for source in changes]
             )
-            before = (0,) * len(weights)
-            if stages:
-                before = _samples_before(stages[-1], start)
+            before = stages[-1].count_before(start) if stages else (0,) * len(weights)
             stages.append(MixtureStage(start, mixture, before))
         return cls(tuple(stages))
 
@@ -77,9 +79,4 @@ class MixtureSchedule:
     def samples_before(self, sample_index: int) -> tuple[int, ...]:
         """Return how many samples each source gives before the sample with this index."""
         stage = next(stage for stage in reversed(self.stages) if stage.first_sample <= sample_index)
-        return _samples_before(stage, sample_index)
-
-
-def _samples_before(stage: MixtureStage, sample_index: int) -> tuple[int, ...]:
-    in_stage = stage.mixture.samples_before(sample_index - stage.first_sample)
-    return tuple(before + count for before, count in zip(stage.samples_before, in_stage, strict=True))
+        return stage.count_before(sample_index)

@@ -147,7 +147,6 @@ def order_difference(saved: str, current: str, samples_consumed: int) -> str:
     Args:
         saved: `SampleOrder.identity` of the run so far; empty: unknown, as in older checkpoints.
         current: `SampleOrder.identity` of the job now; empty: the data have an order of their own.
-        samples_consumed: samples that the run has consumed.
     """
     if not saved or not current or saved == current:
         return ""

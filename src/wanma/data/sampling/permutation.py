@@ -49,7 +49,6 @@ def map_epochs(
 
     Args:
         stream_positions: positions in the endless stream of epochs.
-        epoch_size: samples of one epoch.
         order: function (positions in [0, epoch_size), epoch) -> sample indices.
     """
     epochs, positions = np.divmod(stream_positions, epoch_size)
@@ -121,7 +120,6 @@ def _walk_cycle(
 
     Args:
         positions: integers in [0, size).
-        size: size of the permutation.
         round_keys: keys of the rounds, (rounds,), or (rounds, positions) with keys of their own.
         network: Feistel network, or its inverse, which walks the same cycles backward.
     """

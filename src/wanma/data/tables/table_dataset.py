@@ -71,12 +71,7 @@ class TableDataset:
     """Rows of a table as samples (features (count,) float32, target); a copy by pickle opens the files again.
 
     Args:
-        section: the job's `[data]`.
-        number: number of the source among those of the job.
-        index: rows of the files.
-        features: fields of the features, in order.
         classes: classes of the target; None: it is a number.
-        feature_count: numbers in the features of a row.
     """
 
     def __init__(
@@ -94,7 +89,6 @@ class TableDataset:
         self._target, self._columns_key = source.columns.target or "", f"{table}.columns"
         self._skips, self._feature_count = section.bad_data == "skip", feature_count
         self.damaged = index.damaged
-        """Files that cannot be read and count as empty."""
 
     @property
     def needs_processes(self) -> bool:
@@ -167,7 +161,6 @@ def open_tables(section: DataSection, progress: Progress | None = None) -> dict[
     """Open the tables of a job by the number of their source; classes of one name are the same in all.
 
     Args:
-        section: the job's `[data]`.
         progress: called with (bytes done, bytes in all) of a table while its index is built, and while its
             classes are found.
 

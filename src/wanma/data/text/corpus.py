@@ -7,12 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from wanma.data.chat.encoding import chat_template_of
-from wanma.data.documents.corpus_acceptance import (
-    acceptances,
-    entries_identity,
-    is_accepted,
-    report_unused,
-)
+from wanma.data.documents.corpus_acceptance import report_unused
 from wanma.data.documents.document_groups import holds_records
 from wanma.data.documents.record_fields import DEFAULT_TEXT_FIELD
 from wanma.data.documents.text_files import STANDARD_LIBRARY, list_documents
@@ -36,14 +31,7 @@ log = logging.getLogger("wanma.data")
 def build_token_files(
     section: DataSection, texts: Sequence[TextSource], tokenizer: Tokenizer, progress: Progress | None = None
 ) -> None:
-    """Build the token files of text, and check that they hold enough for the job's sequences.
-
-    Args:
-        section: the job's `[data]`.
-        texts: its sources, see `resolve_text_sources`.
-        tokenizer: its tokenizer.
-        progress: called with (bytes done, bytes in all).
-    """
+    """Build the token files of text, and check that they hold enough for the job's sequences."""
     files: list[TokenFile] = []
     totals = [sum(document.size for document in text.documents) for text in texts]
     for number, text in enumerate(texts):
@@ -57,8 +45,7 @@ def build_token_files(
         is_built = folder.is_dir()
         files.append(open_token_file_of(text, tokenizer, section, advance))
         if is_built:  # a build tells it before its long work
-            notes = acceptances(folder).get(entries_identity(text.documents), ())
-            report_unused(text.documents, notes)
+            report_unused(text.documents, files[-1].header.get("notes", ()))
     sides = divide_corpus(files, section)
     if tail := max(side.validation_tail_fraction for side in sides):
         log.warning(
@@ -113,7 +100,7 @@ def reads_records(section: DataSection, texts: Sequence[TextSource], tokenizer: 
     """Return True if token files are to be built of more than plain text, by libraries that start threads."""
     cache = cache_folder(section.cache)
     return any(
-        not is_accepted(token_folder(text.documents, tokenizer, cache, text.settings), text.documents)
+        not token_folder(text.documents, tokenizer, cache, text.settings).is_dir()
         and holds_records(text.documents)
         for text in texts
     )
@@ -137,11 +124,7 @@ class TextSource:
 
 
 def resolve_text_sources(section: DataSection) -> list[TextSource]:
-    """Return the text sources of a job; without any, the standard library's source.
-
-    Args:
-        section: the job's `[data]`.
-    """
+    """Return the text sources of a job; without any, the standard library's source."""
     return [
         TextSource(
             source.name if isinstance(source, SourceSection) else "text",

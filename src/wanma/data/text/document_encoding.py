@@ -38,8 +38,6 @@ def check_tokens(tokens: NDArray[Any], tokenizer: Tokenizer, first: int = 0) -> 
     """Refuse token ids outside the vocabulary.
 
     Args:
-        tokens: the ids, at least one.
-        tokenizer: the tokenizer of the job.
         first: position of the first one in its document.
 
     Raises:

@@ -136,13 +136,7 @@ def describe_bad_rows(rows: Sequence[BadRow]) -> str:
 
 
 def check_bad_limit(count: int, rows: Sequence[BadRow], settings: ReadingSettings) -> None:
-    """Refuse more bad rows than the job allows.
-
-    Args:
-        count: number of bad rows and files.
-        rows: the first of them.
-        settings: keys of the job.
-    """
+    """Refuse more bad rows than the job allows."""
     if count <= settings.bad_data_limit:
         return
     raise JobError(
@@ -156,8 +150,6 @@ def check_corpus(documents: Sequence[StoredFile], result: EncodingResult, reason
     """Refuse a corpus without documents, or of records that were read as plain text for lack of the field.
 
     Args:
-        documents: the files.
-        result: counts of all of them.
         reasons: formats of files that lack the field of the job, in words; empty: none.
     """
     key = documents[0].job_key
@@ -183,9 +175,7 @@ def plan_tasks(
     """Yield the tasks of a corpus in the order of its documents; large groups are scanned when their turn is.
 
     Args:
-        groups: the corpus.
         folder: folder of layouts and plain copies; it goes away with the unfinished token file.
-        settings: keys of the job.
     """
     texts: list[StoredFile] = []
     size = 0
@@ -304,7 +294,6 @@ class _Encoder:
         """Encode rows of a group of files.
 
         Args:
-            task: the group and the rows.
             scratch: folder for a plain copy of a compressed file.
         """
         group, document = task.group, task.group.files[0]

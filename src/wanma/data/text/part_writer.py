@@ -39,7 +39,6 @@ class PartWriter:
 
     Args:
         path: file of the tokens; the others are beside it.
-        dtype: type of a token.
         end_of_document_id: token that ends each document; None: its own last one does.
     """
 
@@ -89,8 +88,6 @@ class TokenFileWriter:
     """Writer of the three files of a token file, one part after the other; goes on where a killed one was.
 
     Args:
-        folder: folder of the files; it exists.
-        dtype: type of a token.
         identity: facts that determine the parts; files of another identity are written anew.
         stores_tokens: False: the tokens are hashed and not written, because a file holds them already.
 

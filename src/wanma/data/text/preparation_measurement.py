@@ -60,10 +60,7 @@ def measure_preparation(
     """Return the preparation that a job's text needs on this machine.
 
     Args:
-        section: the job's `[data]`.
-        text_bytes: stored bytes of all its text.
         missing: files whose token file is missing, each with the field of its text.
-        tokenizer: its tokenizer.
     """
     cache = cache_folder(section.cache)
     documents = [document for document, _ in missing]
@@ -125,8 +122,6 @@ def encoding_rate(
     so that other programs do not count.
 
     Args:
-        pieces: stored bytes and text of each piece.
-        tokenizer: the tokenizer.
         clock: clock in seconds of this thread's core.
     """
     done, start = 0, 0.0
@@ -166,15 +161,7 @@ def _record_texts(head: bytes, text_field: str) -> Iterator[tuple[int, Document]
 def record_preparation(
     cache: Path, documents: Sequence[StoredFile], tokenizer: Tokenizer, seconds: float, processes: int
 ) -> None:
-    """Keep the rate of a whole preparation, in stored bytes per second and process.
-
-    Args:
-        cache: folder of the job's cache.
-        documents: all files of the text.
-        tokenizer: its tokenizer.
-        seconds: duration of reading, encoding and writing.
-        processes: processes that encoded.
-    """
+    """Keep the rate of a whole preparation, in stored bytes per second and process."""
     size = sum(document.size for document in documents)
     if size < MIN_RECORDED_BYTES or seconds <= 0:
         return

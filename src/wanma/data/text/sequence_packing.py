@@ -85,7 +85,6 @@ class CorpusSides:
     train: Stream
     validation: Stream
     validation_tail_fraction: float = 0.0
-    """See `ValidationSplit.validation_tail_fraction`."""
 
     @property
     def too_long(self) -> int:
@@ -155,7 +154,6 @@ def find_document_boundaries(
     Args:
         rows: tokens (rows, sequence + 1).
         segment_starts: (rows, sequence + 1), true where another text begins although no document ended.
-        end_of_document_id: its token.
 
     Returns:
         documents: (rows, sequence), 0 for the first document in the row, then counting up.

@@ -52,22 +52,15 @@ log = logging.getLogger("wanma.data")
 Encode = Callable[[Path], EncodingResult]
 """Function (part) that encodes a task and writes its part."""
 EncodedPart = tuple[Path, EncodingResult]
-"""Part of a task, and its result."""
 
 
 class SharedTasks:
-    """Tasks of one unfinished token file; a context manager, whose end gives up the claims of the builder.
-
-    Args:
-        folder: its folder.
-        node: name of this node.
-    """
+    """Tasks of one unfinished token file; a context manager, whose end gives up the claims of the builder."""
 
     def __init__(self, folder: Path, node: str) -> None:
         self._folder, self._node, self._claims = folder, node, folder / "claims"
         self._claims.mkdir(exist_ok=True)
         self._claimed: dict[int, ExitStack] = {}
-        """Claims of the builder, by the number of the task."""
 
     def __enter__(self) -> Self:
         return self
@@ -163,8 +156,6 @@ def builder_lock(folder: Path, node: str, help_builder: Callable[[], None]) -> I
     """Hold the lock as the only builder of a token file; a builder on another node is helped meanwhile.
 
     Args:
-        folder: folder of the token file.
-        node: name of this node.
         help_builder: called once if a process of another node builds it.
     """
     path = _lock_path(folder)

@@ -24,9 +24,7 @@ class StoredTokens:
 
     path: str
     offset: int
-    """First byte."""
     size: int
-    """Size in bytes."""
 
     def map(self, dtype: str) -> NDArray[Any]:
         """Map the tokens, read-only.

@@ -8,7 +8,6 @@ One folder per (documents, tokenizer, format), named by their identity:
     digests.bin     uint64: a hash of each document's content, which decides its side of the split
     header.json     format, sizes and SHA-256 of the three, and the hash of all: equal where the data is equal
     verified.json   files (size, times, inode) whose hashes were verified; a changed file is hashed again
-    accepted.json   entries of jobs, besides the builder's, whose files may be read as these documents are
 
 A folder appears by one rename after everything in it has reached the disk. The lock of a builder dies with
 its process; the next builder goes on with what it has left. No torch here.
@@ -21,12 +20,12 @@ import json
 import logging
 import shutil
 import socket
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +36,6 @@ from wanma.data.documents.corpus_acceptance import (
     accept_documents,
     document_key,
     entries_identity,
-    is_accepted,
-    note_acceptance,
     report_unused,
     unused_notes,
 )
@@ -133,11 +130,6 @@ def open_or_build_token_file(
     Safe to call from many processes at once: one builds, the others wait and open its result.
 
     Args:
-        documents: the files of the corpus, in order.
-        tokenizer: the tokenizer.
-        cache_folder: folder of token files.
-        progress: called with (bytes done, bytes in all) while building.
-        process_count: encoding processes; default: by the size of the corpus and the usable cores.
         settings: keys of the job that decide what the documents are; default: the job's defaults.
 
     Raises:
@@ -145,8 +137,9 @@ def open_or_build_token_file(
     """
     settings = settings or ReadingSettings()
     folder = token_folder(documents, tokenizer, cache_folder, settings)
+    corpus = _Corpus(documents, tokenizer, settings, progress, process_count)
     with _explain_disk_errors(folder.parent):
-        file = _open_or_build(folder, documents, tokenizer, settings, progress, process_count)
+        file = _open_or_build(folder, corpus)
     check_bad_limit(file.bad_row_count, file.bad_rows, settings)
     return file
 
@@ -158,48 +151,32 @@ def token_folder(
     return cache_folder / "tokens" / _cache_key(documents, tokenizer, settings)
 
 
-def _open_or_build(
-    folder: Path,
-    documents: Sequence[StoredFile],
-    tokenizer: Tokenizer,
-    settings: ReadingSettings,
-    progress: Progress | None,
-    process_count: int | None,
-) -> TokenFile:
+@dataclass(frozen=True)
+class _Corpus:
+    """Arguments of `open_or_build_token_file`."""
+
+    documents: Sequence[StoredFile]
+    tokenizer: Tokenizer
+    settings: ReadingSettings
+    progress: Progress | None
+    process_count: int | None
+
+
+def _open_or_build(folder: Path, corpus: _Corpus) -> TokenFile:
     with suppress(FileNotFoundError, TokenFileCorruptError):
-        return _open_accepted(folder, documents, settings)
+        return open_token_file(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-
-    def help_builder() -> None:
-        _help(folder, documents, tokenizer, settings, progress, process_count)
-
-    with builder_lock(folder, _node_of(settings), help_builder):
+    with builder_lock(folder, _node_of(corpus.settings), partial(_help, folder, corpus)):
         # Look again: the last holder may have built or repaired the file.
         try:
-            return _open_accepted(folder, documents, settings)
+            return open_token_file(folder)
         except FileNotFoundError:
             pass
         except TokenFileCorruptError as error:
             log.warning("token file %s is damaged (%s) and is built again", folder, error)
             shutil.rmtree(folder)
-        _build(folder, documents, tokenizer, settings, progress, process_count)
+        _build(folder, corpus)
         return open_token_file(folder)
-
-
-def _open_accepted(folder: Path, documents: Sequence[StoredFile], settings: ReadingSettings) -> TokenFile:
-    """Open a token file; for entries that it was not accepted for, its documents are looked at before.
-
-    Raises:
-        JobError: records lack the field of the job.
-        FileNotFoundError, TokenFileCorruptError: as of `open_token_file`.
-    """
-    file = open_token_file(folder)
-    if not is_accepted(folder, documents):
-        with tempfile.TemporaryDirectory(prefix="wanma-blocks-") as scratch:
-            opener = replace(settings, cache_folder=scratch).opener(documents)
-            _, unused = accept_documents(documents, settings, opener)
-        note_acceptance(folder, documents, unused_notes(unused, settings.text_field))
-    return file
 
 
 def open_token_file(folder: Path) -> TokenFile:
@@ -271,19 +248,14 @@ def _cache_key(documents: Sequence[StoredFile], tokenizer: Tokenizer, settings: 
     Keys of the job that have their default are not part of it, so that older token files stay in use.
     """
     document_keys = [document_key(document) for document in documents]
-    chat = [tokenizer.chat.fingerprint] if settings.is_chat and tokenizer.chat is not None else []
-    text = json.dumps([_FORMAT, _VERSION, tokenizer.fingerprint, document_keys, *settings.identity, *chat])
+    others = [*settings.identity, *entries_identity(documents)]
+    if settings.is_chat and tokenizer.chat is not None:
+        others.append(tokenizer.chat.fingerprint)
+    text = json.dumps([_FORMAT, _VERSION, tokenizer.fingerprint, document_keys, *others])
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-def _build(
-    folder: Path,
-    documents: Sequence[StoredFile],
-    tokenizer: Tokenizer,
-    settings: ReadingSettings,
-    progress: Progress | None,
-    process_count: int | None,
-) -> None:
+def _build(folder: Path, corpus: _Corpus) -> None:
     """Build a token file; after an interruption or a failure of a store the work that is done stays.
 
     Bad data and a full disk leave nothing: another try would begin with other data, or needs the space.
@@ -292,24 +264,25 @@ def _build(
     build_folder.mkdir(exist_ok=True)
     _remove_unjoined_parts(build_folder)
     remove_abandoned_builds(folder.parent)
-    settings = _with_block_cache(settings, build_folder)
+    corpus = replace(corpus, settings=_with_block_cache(corpus.settings, build_folder))
+    documents, tokenizer, settings = corpus.documents, corpus.tokenizer, corpus.settings
     is_begun, start = _has_parts(build_folder), time.perf_counter()
     try:
         groups, unused = accept_documents(documents, settings, settings.opener(documents))
         notes = unused_notes(unused, settings.text_field)
         report_unused(documents, notes)
         stored = None if settings.is_chat else find_stored_tokens(groups, tokenizer)
-        built = _encode(build_folder, groups, tokenizer, settings, progress, process_count, stored)
+        built = _encode(build_folder, groups, corpus, stored)
         if stored is not None and built.hashes["tokens.bin"] != stored.sha256():  # a document was left out
             stored = None
-            built = _encode(build_folder, groups, tokenizer, settings, progress, process_count, stored)
+            built = _encode(build_folder, groups, corpus, stored)
         reasons = "; ".join(one.describe(settings.text_field) for one in unused)
         check_corpus(documents, built.result, reasons)
         header = _header(build_folder, groups, tokenizer, built, stored)
         if settings.is_chat:
             header |= {"dtype": settings.token_dtype(tokenizer).str, "is_chat": True}
             header["targets"] = built.result.targets
-        header["accepted"] = {entries_identity(documents): notes}
+        header["notes"] = notes
         write_json(build_folder / "header.json", header)
         _remove_temporary(build_folder)
         sync_to_disk(build_folder / "header.json")
@@ -320,7 +293,7 @@ def _build(
         write_json(build_folder / "verified.json", {name: _stat(path) for name, path in paths.items()})
         build_folder.rename(folder)
         if not is_begun and stored is None:
-            processes = encoding_processes(groups, tokenizer, process_count)
+            processes = encoding_processes(groups, tokenizer, corpus.process_count)
             seconds = time.perf_counter() - start
             record_preparation(folder.parent.parent, documents, tokenizer, seconds, processes)
         _remove_temporary(folder)  # of a helper that began a task at the last moment
@@ -342,22 +315,23 @@ class _Built:
 
 
 def _encode(
-    folder: Path,
-    groups: Sequence[DocumentGroup],
-    tokenizer: Tokenizer,
-    settings: ReadingSettings,
-    progress: Progress | None,
-    process_count: int | None,
-    stored: StoredTokens | None,
+    folder: Path, groups: Sequence[DocumentGroup], corpus: _Corpus, stored: StoredTokens | None
 ) -> _Built:
     """Write the three files; parts that a killed builder has left are kept."""
+    tokenizer, settings = corpus.tokenizer, corpus.settings
     identity = {"tokenizer": tokenizer.fingerprint, "settings": settings.identity}
     for is_last in (False, True):
         try:
             dtype = settings.token_dtype(tokenizer)
             with TokenFileWriter(folder, dtype, identity, stored is None) as writer:
                 result = tokenize_documents(
-                    groups, tokenizer, writer, settings, _node_of(settings), progress, process_count
+                    groups,
+                    tokenizer,
+                    writer,
+                    settings,
+                    _node_of(settings),
+                    corpus.progress,
+                    corpus.process_count,
                 )
             return _Built(result, writer.hashes, writer.tokens)
         except JournalMismatchError:  # another version of wanma has cut the corpus into other tasks
@@ -376,14 +350,7 @@ def _remove_unjoined_parts(build_folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _help(
-    folder: Path,
-    documents: Sequence[StoredFile],
-    tokenizer: Tokenizer,
-    settings: ReadingSettings,
-    progress: Progress | None,
-    process_count: int | None,
-) -> None:
+def _help(folder: Path, corpus: _Corpus) -> None:
     """Encode tasks of a token file that another node builds in the common cache, until it has ended.
 
     A failure is left to the builder, which meets it too.
@@ -396,10 +363,17 @@ def _help(
     if not build_folder.is_dir():
         return
     try:
-        settings = _with_block_cache(settings, build_folder)
-        groups, _ = accept_documents(documents, settings, settings.opener(documents))
+        settings = _with_block_cache(corpus.settings, build_folder)
+        groups, _ = accept_documents(corpus.documents, settings, settings.opener(corpus.documents))
         count = help_tokenizing(
-            groups, tokenizer, build_folder, settings, _node_of(settings), is_over, progress, process_count
+            groups,
+            corpus.tokenizer,
+            build_folder,
+            settings,
+            _node_of(settings),
+            is_over,
+            corpus.progress,
+            corpus.process_count,
         )
         log.info("%s tasks of the token file %s were encoded here for another node", count, folder)
     except (WanmaError, OSError) as error:

@@ -64,12 +64,7 @@ def tokenize_documents(
     """Write every document's tokens, in order, to `writer`; parts that it has already are not done again.
 
     Args:
-        groups: the corpus, in order.
-        tokenizer: the tokenizer.
         writer: the token file; its folder holds the processes' parts, which are removed one by one.
-        settings: keys of the job.
-        node: name of this node; others with a common cache may help.
-        progress: called with (bytes done, bytes in all).
         process_count: number of processes; default: by the size of the corpus, up to the cores.
 
     Raises:
@@ -125,9 +120,6 @@ def help_tokenizing(
     """Encode tasks of a token file that another node builds, and return their number.
 
     Args:
-        groups, tokenizer, settings, process_count: as of `tokenize_documents`.
-        folder: folder of the unfinished token file.
-        node: name of this node.
         is_over: returns True once the builder has ended.
         progress: called with (bytes in the token file, bytes in all), after tasks of this node.
     """
@@ -169,9 +161,6 @@ class _Runner:
     """Runner of numbered tasks, in this process or in several.
 
     Args:
-        tokenizer: the tokenizer.
-        folder: folder of the parts.
-        settings: keys of the job.
         claim: function (number, task, encode) that lets `encode` write the part unless another node does.
     """
 

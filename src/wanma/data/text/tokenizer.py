@@ -59,9 +59,7 @@ class Tokenizer(ABC):
     vocabulary_size: int
     """Vocabulary size; every token is below it."""
     end_of_document_id: int
-    """Token that follows every document."""
     end_of_document: str
-    """Text of that token."""
     needs_utf8: bool
     """True if bytes that are not UTF-8 are replaced by U+FFFD before encoding."""
     fingerprint: str
@@ -81,7 +79,6 @@ class Tokenizer(ABC):
         """Encode a piece of text to tokens of `dtype`, without special tokens around them.
 
         Args:
-            text: the piece.
             continues: true if the piece is not the first of its document: no space is put before it.
         """
 
@@ -144,10 +141,8 @@ class HuggingFaceTokenizer(Tokenizer):
     """Tokenizer from a Hugging Face `tokenizers` JSON file, with any algorithm.
 
     Args:
-        content: content of the file.
         end: end-of-text token that the files beside it name, as text or number; None: they name none. Where
             the vocabulary has no end-of-text token either, the tokenizer gets one after its last token.
-        chat: chat template in the files beside it.
     """
 
     needs_utf8 = True
@@ -293,12 +288,7 @@ def load_tokenizer(name: str | Path, key: str = "data.tokenizer") -> Tokenizer:
 
 
 class _FilesBeside:
-    """Files beside a tokenizer.json; none where those there may belong to others.
-
-    Args:
-        name: name of the tokenizer.
-        key: its key in the job, for messages.
-    """
+    """Files beside a tokenizer.json; none where those there may belong to others."""
 
     def __init__(self, name: str, key: str) -> None:
         self._filesystem, path = fsspec.core.url_to_fs(name)

@@ -38,7 +38,6 @@ def split_documents(
     """Split every source's documents; all sources together get at least one validation sequence.
 
     Args:
-        files: token file of each source.
         fraction: share of documents to keep for validation; 0: none.
         sequence_length: tokens of a sequence; a side needs at least one token more.
 
@@ -66,10 +65,7 @@ def _rebalance_split(
     side cannot take the training text away.
 
     Args:
-        files: token file of each source.
         masks: per source, mask of the documents whose hash puts them into validation.
-        fraction: share of documents to keep for validation.
-        min_tokens: minimum tokens of a side.
     """
     sizes = np.array([len(file.tokens) for file in files])
     min_train_tokens = np.maximum(min_tokens, sizes * (1 - fraction) / 2)

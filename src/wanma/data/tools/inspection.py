@@ -15,6 +15,7 @@ from wanma.data.documents.rows import Document, document_of
 from wanma.data.formats.arrow_tables import ArrowTables, Parquet
 from wanma.data.formats.format import BadDataError, Record
 from wanma.data.formats.image_folder import is_image
+from wanma.data.index.records import read_each
 from wanma.data.index.sample_index import DamagedFile, SampleIndex
 from wanma.data.sampling.permutation import permute_indices
 from wanma.data.text.tokenizer import Tokenizer, load_tokenizer
@@ -200,25 +201,17 @@ def _measured_samples(index: SampleIndex, order: NDArray[np.int64]) -> NDArray[n
 
 def _read(index: SampleIndex, samples: NDArray[np.int64]) -> list[tuple[int, Record | str]]:
     """Read samples, many at once; of a damaged one the cause."""
+    decode = record_decoder(index.data_format)
     found: list[tuple[int, Record | str]] = []
     for start in range(0, len(samples), _BATCH_ROWS):
         batch = samples[start : start + _BATCH_ROWS]
-        try:
-            found += zip(
-                batch.tolist(), map(record_decoder(index.data_format), index.read(batch)), strict=True
-            )
-        except (BadDataError, ValueError):
-            found += [(sample, _read_one(index, sample)) for sample in batch.tolist()]
+        for sample, record in zip(batch.tolist(), read_each(index, batch), strict=True):
+            try:
+                content = record.cause if isinstance(record, BadDataError) else decode(record)
+            except ValueError as error:
+                content = str(error)
+            found.append((sample, content))
     return found
-
-
-def _read_one(index: SampleIndex, sample: int) -> Record | str:
-    try:
-        return record_decoder(index.data_format)(index.read(np.array([sample], np.int64))[0])
-    except BadDataError as error:
-        return error.cause
-    except ValueError as error:
-        return str(error)
 
 
 def _fields(records: Sequence[Record]) -> tuple[FieldFacts, ...]:
@@ -260,7 +253,6 @@ def _token_lengths(records: Sequence[Record], field: str, tokenizer: Tokenizer |
     """Return the number of tokens of each record, the end of its document included if it is text.
 
     Args:
-        records: the records, decoded.
         field: field of the text or of the tokens; empty: found by name.
         tokenizer: tokenizer of texts; None: only tokens are counted.
     """

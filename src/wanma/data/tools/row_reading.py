@@ -25,7 +25,6 @@ class RowTask:
     """Consecutive rows [start, end) of one group of files, read by one process."""
 
     source: int
-    """Number of the source."""
     group: int
     """Number of the group in the index of the source."""
     start: int
@@ -74,8 +73,6 @@ def read_rows(
     The number is 1, but for damage that concerns consecutive rows at once.
 
     Args:
-        index: index of the source.
-        task: the rows.
         decode: see `record_decoder`; its `ValueError` is damage of the row.
     """
     try:

@@ -95,7 +95,6 @@ class DataSource:
     skipped: tuple[str, ...] = ()
     """Files that training leaves out, because they hold no text."""
     is_in_memory: bool = False
-    """True if no other process can read the files."""
     columns: ColumnsSection | None = None
     """Columns of a job's table or interactions; None: other data."""
     interactions: DataSection | None = None
@@ -134,7 +133,6 @@ class FormatChoice:
 
     Args:
         name: name of the format; empty: detected by content.
-        options: values of its options by name.
     """
 
     name: str = ""
@@ -198,8 +196,6 @@ def select_entries(entries: Sequence[str], choice: FormatChoice, cache: str | No
     Folders of images whose first folders name splits, such as `train/` and `val/`, are one source a split.
 
     Args:
-        entries: the entries.
-        choice: format to read them as.
         cache: folder of indexes; None: the user's cache folder.
 
     Raises:

@@ -49,7 +49,6 @@ class Work(Generic[Task, Result]):
         """Yield each task with its result, as they end.
 
         Args:
-            tasks: the tasks.
             processes: processes that work at once; 1: this one.
             is_isolated: use another process even if one is enough, because a task may end it.
 

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from wanma.data.documents.record_fields import TOKEN_FIELDS
-from wanma.data.formats.image_folder import is_image
+from wanma.data.formats.image_folder import image_format, is_image
+from wanma.data.images.transform import unwrap
 from wanma.data.text.tokenizer import Tokenizer
-from wanma.data.tools.images import image_description, image_format, is_picture
+from wanma.data.tools.images import image_description, is_picture
 
 _TEXT_FIELDS = ("text", "content", "txt")
 _SHOWN_NUMBERS = 16
@@ -25,10 +26,10 @@ def image_bytes(value: Any) -> bytes | None:
 
     It is bytes, a list of one such, or `{"bytes": ...}`; None: neither.
     """
-    if isinstance(value, Mapping) and value.keys() <= {"bytes", "path"}:
-        value = value.get("bytes")
-    elif isinstance(value, list) and len(value) == 1:
-        (value,) = value
+    try:
+        value = unwrap(value)
+    except ValueError:
+        return None
     return bytes(value) if isinstance(value, bytes | bytearray | memoryview) else None
 
 
@@ -53,10 +54,7 @@ def value_text(name: str, value: Any, tokenizer: Tokenizer | None, limit: int) -
     """Return a value as text of up to about `limit` characters; tokens are decoded, images described.
 
     Args:
-        name: field of the value.
-        value: the value.
         tokenizer: tokenizer of the tokens; None: unknown.
-        limit: characters of a text that are shown.
     """
     if isinstance(value, str):
         return _cut(value, limit)

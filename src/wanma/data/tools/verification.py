@@ -70,7 +70,6 @@ def verify_data(
     """Read all data, and list what is damaged.
 
     Args:
-        selection: the sources.
         processes: processes that read at once; default: by the size, up to the usable cores.
         progress: called with (bytes done, bytes in all); a file counts twice, scanned and read.
 
@@ -158,7 +157,6 @@ def record_faults(record: Record, vocabulary: int = 0) -> Iterator[str]:
     """Yield the faults of values that can be read, but not used in training.
 
     Args:
-        record: the record, decoded.
         vocabulary: size of the vocabulary of its tokens; 0: unknown.
     """
     for name, value in record.items():
