@@ -42,6 +42,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             "unknown option --lr\n  it is a key of the job: train.learning_rate=",
         ),
         (["train", "x.toml", "--steps=3"], "train.steps=VALUE"),
+        (["cluster", "--calibrate"], "--calibrate\n  it is now `wanma bench machine --save`\n"),
         (["runs", "extra"], "error: wanma runs: unexpected argument 'extra'"),
         (["--colour"], "error: wanma: unknown option --colour.\n  see `wanma --help`"),
         (["job", "trian"], "error: the job file has no 'trian'. Did you mean 'train'?"),

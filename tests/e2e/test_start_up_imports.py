@@ -1,4 +1,4 @@
-"""Modules that a start waits for: replicas of an eager model import nothing that splits or compiles."""
+"""Modules that a start waits for, and that a supervisor keeps: nothing that splits or compiles; no torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ sys.meta_path.insert(0, Watch())
 
 
 @pytest.mark.parametrize(
-    "override", ["parallel.dp_replicate=2", pytest.param("parallel.tp=2", marks=pytest.mark.full)]
+    "override",
+    ["parallel.dp_replicate=2", "--dry-run", pytest.param("parallel.tp=2", marks=pytest.mark.full)],
 )
 def test_replicas_import_nothing_that_splits_or_compiles(desk: Desk, tmp_path: Path, override: str) -> None:
     found = tmp_path / "found"
@@ -49,3 +50,24 @@ def test_replicas_import_nothing_that_splits_or_compiles(desk: Desk, tmp_path: P
         assert "torch.distributed.tensor" in text
     else:
         assert text == ""
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        pytest.param("train.seed=1", id="formula", marks=pytest.mark.full),
+        pytest.param("model.lora_rank=2", id="traced"),
+    ],
+)
+def test_the_supervisor_holds_no_torch_while_its_rank_trains(desk: Desk, override: str) -> None:
+    training = desk.training(f"holds-{override}")
+    sizes = ("parallel.dp_replicate=1", "train.steps=100000", override)
+    running = desk.start("train", "text.toml", "--run-dir", training.path.name, *sizes)
+    assert running.until(lambda: training.steps_begun() >= 1), running.end().text
+    rank = training.rank_process(0)
+    assert rank is not None
+    maps = {pid: Path(f"/proc/{pid}/maps").read_text() for pid in (running.process.pid, rank)}
+    running.kill_all()
+    running.end()
+    assert "libtorch" in maps[rank]
+    assert "libtorch" not in maps[running.process.pid]

@@ -63,6 +63,11 @@ start here:
   wanma show                            results of the newest run
 """
 
+_MOVED_OPTIONS = {
+    "wanma cluster --calibrate": "wanma bench machine --save",
+}
+"""Command that does what an earlier option did, by the command and option."""
+
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
@@ -140,6 +145,8 @@ def _unknown_argument(argument: str, parsed: argparse.Namespace, parser: argpars
     if not argument.startswith("-"):
         return JobError(f"{prog}: unexpected argument '{argument}'", hint)
     name = argument.partition("=")[0]
+    if (command := _MOVED_OPTIONS.get(f"{prog} {name}")) is not None:
+        return JobError(f"{prog}: unknown option {name}", f"it is now `{command}`")
     if "." in name:
         return JobError(
             f"{prog}: unknown option {argument}", "write overrides without dashes: train.steps=500"

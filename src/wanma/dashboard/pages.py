@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
-from wanma.job.run.run_directory import RunDirectory
+from wanma.job.run.run_directory import RunDirectory, read_tail
 from wanma.observe.units import bytes_text, duration_text, number_text, percent_text
 from wanma.report.components.heat_map import heat_map
 from wanma.report.components.html_elements import card, document, table_header, table_row
@@ -165,11 +165,7 @@ def log_page(run: RunDirectory, rank: int, text: str) -> str:
 
 def log_text(run: RunDirectory, rank: int) -> str | None:
     """Return the end of a rank's log; None: there is none here."""
-    path = run.rank_log(rank)
     try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - LOG_TAIL_BYTES))
-            return file.read().decode(errors="replace")
+        return read_tail(run.rank_log(rank), LOG_TAIL_BYTES).decode(errors="replace")
     except OSError:
         return None

@@ -14,7 +14,7 @@ from statistics import fmean, median
 from wanma.job.forecast.forecast import StepTime
 from wanma.job.forecast.step_phases import comparable_phases, forecast_phases
 from wanma.job.plan.plan import Plan
-from wanma.job.run.run_directory import RunDirectory
+from wanma.job.run.run_directory import RunDirectory, read_tail
 from wanma.observe.units import bytes_text, duration_text
 from wanma.report.run_report import Report
 
@@ -133,9 +133,7 @@ def rank_memory_bytes(run: RunDirectory) -> dict[int, int]:
     for path in run.rank_log(0).parent.glob("rank-*.log"):
         number = path.stem.removeprefix("rank-")
         try:
-            with path.open("rb") as log:
-                log.seek(max(0, log.seek(0, 2) - LOG_TAIL_BYTES))
-                peaks = _PEAK.findall(log.read())
+            peaks = _PEAK.findall(read_tail(path, LOG_TAIL_BYTES))
         except OSError:
             continue  # unreadable logs are skipped; the report lists logs elsewhere
         if peaks and number.isdigit():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from wanma.job.run.run_directory import RunDirectory
+from wanma.job.run.run_directory import RunDirectory, read_tail
+from wanma.observe.sinks.jsonl import parse_record
 
 WINDOWS = 60
 """Most windows of time of one rank."""
@@ -79,10 +79,8 @@ def _read_tail(path: Path, tail: int) -> Sequence[Mapping[str, Any]]:
     state = path.stat()
     version, known = (state.st_size, state.st_mtime_ns), _tails.pop((path, tail), None)
     if known is None or known[0] != version:
-        with path.open("rb") as file:
-            file.seek(max(0, state.st_size - tail))
-            lines = file.read().splitlines()
-        known = version, tuple(record for line in lines if (record := _parse(line)) is not None)
+        records = map(parse_record, read_tail(path, tail).splitlines())
+        known = version, tuple(record for record in records if record is not None and "time" in record)
     if len(_tails) >= 2 * FEW_NODES:
         _tails.popitem(last=False)
     _tails[path, tail] = known
@@ -119,11 +117,3 @@ def _windows(rank: int, records: Sequence[Mapping[str, Any]]) -> RankWindows | N
         if end > begin and after["cpu_seconds"] >= before["cpu_seconds"]:
             cores = (after["cpu_seconds"] - before["cpu_seconds"]) / (end - begin)
     return RankWindows(rank, compute, data, cores, float(entries[-1][1]["memory_bytes"])) if compute else None
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and "time" in record else None

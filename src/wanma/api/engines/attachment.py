@@ -13,7 +13,7 @@ from wanma.engines.engine_record import EngineRecord, read_engine_record
 from wanma.engines.selection import get_engine
 from wanma.job.errors import EXIT_FAILED, EXIT_INTERRUPTED, WanmaError
 from wanma.job.file.loading import load_recorded_job
-from wanma.job.run.run_directory import RunDirectory
+from wanma.job.run.run_directory import RunDirectory, read_tail
 from wanma.job.run.worker import Event
 from wanma.job.sections.observe import ObserveSection
 from wanma.observe.console.console import Console
@@ -36,6 +36,8 @@ UNKNOWN_SECONDS = 60.0
 """Time, in seconds, after which a run of which nothing is known counts as ended."""
 LAST_LINES = 12
 """Lines of the engine's output that are shown when a run ends without a record."""
+LAST_BYTES = 1 << 14
+"""Bytes at the end of that output in which they lie."""
 
 
 class OutputFollower:
@@ -301,7 +303,7 @@ def _show_end(
     if not recorded:
         for path in engine.log_files(record.handle)[-1:]:
             _say(console, f"last lines of {path}:")
-            for line in _last_lines(path):
+            for line in read_tail(path, LAST_BYTES).decode(errors="replace").splitlines()[-LAST_LINES:]:
                 _say(console, f"  {line}")
     return status.exit_code or EXIT_FAILED
 
@@ -312,12 +314,6 @@ def _newest_record(record: EngineRecord) -> EngineRecord:
     with contextlib.suppress(WanmaError):
         return read_engine_record(run) or record
     return record
-
-
-def _last_lines(path: Path) -> list[str]:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - (1 << 14)))
-        return file.read().decode(errors="replace").splitlines()[-LAST_LINES:]
 
 
 def _say(console: Console, text: str, level: str = "info") -> None:

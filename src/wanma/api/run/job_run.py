@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from wanma.api.run.callback_thread import CallbackThread, load_callbacks
 from wanma.api.run.parameter_servers import SERVED_ENTRY, RunServers
+from wanma.api.run.preparation import preload_modules, prepare_run
 from wanma.api.run.replanning import make_replanner
 from wanma.api.run.run_records import (
     SUPERVISOR_EVENT_KINDS,
@@ -61,7 +62,6 @@ from wanma.observe.console.record_follower import read_records
 from wanma.observe.run_observer import RunObserver
 from wanma.observe.trackers.tracker import check_trackers
 from wanma.planner.preparation.job_planning import (
-    InitialLayout,
     PreparedJob,
     initial_layout,
     note_level,
@@ -69,7 +69,6 @@ from wanma.planner.preparation.job_planning import (
     prepare_job,
 )
 from wanma.planner.preparation.loader_workers import workers_note
-from wanma.torch_internals.loaded import COMPILER_MODULE
 from wanma.training.loop.train_request import ProcessSettings, TrainRequest
 
 if TYPE_CHECKING:
@@ -119,12 +118,8 @@ def train_job(
     check_trackers(job.observe.trackers)
     run = resolve_run_directory(job, run_directory)
     called = _callbacks(job, run, callbacks, user_objects or {})
-    start = initial_layout(job, world_size=world_size)
-    start_node = ForkServerHandle.start if fork_server is None else fork_server.complete
-    node = start_node(preload_modules(job, start.plan), make_worker_environment(job.cluster, start.plan))
+    node, prepared = prepare_run(job, user_objects or {}, world_size, fork_server)
     try:
-        # The fork server imports torch meanwhile.
-        prepared = _prepare(job, start, user_objects)
         budget = BudgetWatch(job.cluster.budget, prepared.cluster, read_records(run, time.time()))
         run.create()
         with lock_run(run) if job.cluster.nodes == 1 else contextlib.nullcontext():
@@ -165,20 +160,6 @@ def train_job(
             return exit_code
     finally:
         node.close()
-
-
-def _prepare(job: Job, start: InitialLayout, user_objects: dict[str, Any] | None) -> PreparedJob:
-    """Prepare the data and complete the plan, with their progress on the console."""
-    is_quiet = job.observe.console == "quiet"
-    with show_dataset_progress(is_quiet=is_quiet) as progress:
-        return prepare_job(
-            job,
-            start,
-            objects=user_objects,
-            progress=progress,
-            announce=announcer(is_quiet=is_quiet),
-            read_custom_model=is_elastic(job),
-        )
 
 
 def _callbacks(
@@ -296,28 +277,6 @@ def _end_callbacks(outcome: RunOutcome, callbacks: CallbackThread) -> tuple[str 
         )
         exit_code = EXIT_FAILED
     return failure, exit_code
-
-
-def preload_modules(job: Job, plan: Plan) -> tuple[str, ...]:
-    """Return the modules that the fork server imports before it forks the ranks, and what it calls then.
-
-    Only what splits or compiles the model imports the compiler, with two thirds of a second and 80 MB.
-    """
-    needed = {
-        "wanma.parallel.data_parallel.sharded": not plan.computes_on_master_weights,
-        "wanma.parallel.tensor.tensor_parallel": plan.tp > 1,
-        "wanma.parallel.expert.expert_parallel": plan.ep > 1,
-        "wanma.parallel.pipeline.pipeline_runner": plan.pp > 1,
-        COMPILER_MODULE: plan.compile,
-    }
-    modules = [name for name, is_needed in needed.items() if is_needed]
-    return (
-        "torch",
-        *([COMPILER_MODULE, *modules] if modules else []),
-        "wanma.training.loop.train_worker",
-        *(["wanma.models.huggingface.causal_model"] if job.model.huggingface is not None else []),
-        *([] if modules else ["wanma.torch_internals.uncompiled:defer_compiler"]),
-    )
 
 
 def dry_run(job: Job, run_directory: Path | None = None, world_size: int | None = None) -> RenderableType:

@@ -1,4 +1,4 @@
-"""Messages between a rank that reads and its peers: a length of four bytes, then JSON."""
+"""Messages between a rank that reads and its peers: a length of four bytes, then JSON. No torch here."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import json
 import socket
 import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from wanma.data.handover.batch_layout import Content
 from wanma.data.sampling.permutation import IndexArray
+
+if TYPE_CHECKING:
+    from wanma.data.handover.batch_layout import Content
 
 _LENGTH = struct.Struct(">I")
 

@@ -2,21 +2,18 @@
 
 Rules of types: features are float32. A target is a class (int64, counted from 0) or a number (float32). Where
 the job does not say which, floats and texts with a fraction or an exponent are numbers; integers, booleans
-and other texts are classes.
+and other texts are classes. Torch is imported as rows are read: the supervisor opens tables, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from wanma.data.batch import BadSample
 from wanma.data.documents.record_fields import field_value
 from wanma.data.formats.arrays import NumpyArrays
 from wanma.data.formats.detection import format_named, is_built_in
@@ -45,6 +42,11 @@ from wanma.job.errors import EXIT_USAGE, JobError
 from wanma.job.sections.data import DataSection
 from wanma.job.sections.data_sources import EntriesSection
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from wanma.data.batch import BadSample
+
 
 @dataclass(frozen=True)
 class BadRow:
@@ -59,6 +61,8 @@ def replace_bad_rows(
     items: Sequence[Any], sample_indices: NDArray[np.int64]
 ) -> tuple[list[Any], tuple[BadSample, ...]]:
     """Return items with padding in the place of bad rows, and the bad samples."""
+    from wanma.data.batch import BadSample
+
     bad_samples = tuple(
         BadSample(int(number), item.error.place, item.error.cause, is_substituted=False)
         for number, item in zip(sample_indices, items, strict=True)
@@ -119,10 +123,14 @@ class TableDataset:
                     f"{self._columns_key}",
                     EXIT_USAGE,
                 ) from error
+            import torch
+
             padding = torch.zeros(self._feature_count), 0 if self.classes is not None else torch.zeros(())
             return BadRow(padding, error)
 
     def _read(self, row: int) -> tuple[Tensor, Tensor | int]:
+        import torch
+
         (record,) = self._index.read(np.array([row]))
         try:
             values = feature_values(record, self.features)
@@ -133,6 +141,8 @@ class TableDataset:
             raise bad_sample(self._index, row, str(error)) from error
 
     def _read_target(self, record: Record) -> Tensor | int:
+        import torch
+
         if self.classes is not None:
             return self.classes.number(read_label(record, self._target))
         values = numbers_of(field_value(record, self._target), self._target)

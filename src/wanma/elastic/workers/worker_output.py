@@ -15,6 +15,7 @@ from pathlib import Path
 
 from wanma.elastic.protocol.local_messages import WorkerSpec
 from wanma.elastic.transport.event_loop import EventLoop, Timer
+from wanma.job.run.run_directory import read_tail
 from wanma.job.run.worker import Event
 
 OUTPUT_EVENT = "output"
@@ -56,9 +57,7 @@ def exception_line(rank: int) -> str:
 def read_last_output(log: Path, lines: int = LAST_OUTPUT_LINES) -> str:
     """Return the last lines that a rank has printed since its newest start; empty if its log has none."""
     try:
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_LINE_BYTES))
-            text = file.read().decode(errors="replace")
+        text = read_tail(log, MAX_LINE_BYTES).decode(errors="replace")
     except OSError:
         return ""
     last: list[str] = []

@@ -175,6 +175,17 @@ def write_json(path: Path, value: Any) -> None:
     write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
+def read_tail(path: Path, size: int) -> bytes:
+    """Return the last `size` bytes of a file, or all of a smaller one.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - size))
+        return file.read()
+
+
 def list_runs(folder: Path) -> list[RunDirectory]:
     """List the runs below `folder`, newest first."""
     if not folder.is_dir():

@@ -24,7 +24,7 @@ CLOSE_SECONDS = 15.0
 
 
 class AlertSinks:
-    """Sinks of one run; a context manager, which delivers what waits before it ends.
+    """Sinks of one run; `close` delivers what waits.
 
     Args:
         names: names of the run and its job, which each event gets.

@@ -40,6 +40,9 @@ from wanma.planner.rules.capabilities import check_supported
 from wanma.planner.rules.unused_keys import unused_key_notes
 from wanma.torch_internals.versions import untried_version_note
 
+ModelReader = Callable[[Job, dict[str, Any]], WorkloadResult]
+"""Function such as `read_model`."""
+
 
 @dataclass(frozen=True)
 class PreparedJob:
@@ -96,6 +99,7 @@ def initial_layout(
     custom_model: bool = False,
     cluster: Cluster | None = None,
     world_size: int | None = None,
+    read: ModelReader = read_model,
 ) -> InitialLayout:
     """Return the nodes, and the part of the plan that is known without the data.
 
@@ -106,6 +110,7 @@ def initial_layout(
         custom_model: True if the user passes a model that `[model]` does not describe.
         cluster: nodes of the run; default: this node, or `cluster.file`.
         world_size: number of ranks of an open layout (`parallel = "auto"`); default: the planner's choice.
+        read: function that reads the model.
 
     Raises:
         JobError, WanmaError: the job's request cannot be met here.
@@ -113,8 +118,9 @@ def initial_layout(
     cluster = cluster or run_cluster(job)
     planned = None
     if job.parallel.auto and not custom_model and input_kind(job.model) == "tokens":
+        workload = read(job, {}).workload
         planned = search_by_time(
-            _without_missing_packages(job), cluster, job_workload(job), job_dimensions(job), _only(world_size)
+            _without_missing_packages(job), cluster, workload, job_dimensions(job), _only(world_size)
         )
     plan = planned.plan if planned is not None else build_layout(job, cluster, world_size)
     if plan.compile and plan.device == "cpu" and find_cpp_compiler() is None:
@@ -220,6 +226,7 @@ def prepare_job(
     announce: Callable[[str], None] | None = None,
     read_custom_model: bool = False,
     is_submission: bool = False,
+    read: ModelReader = read_model,
 ) -> PreparedJob:
     """Build missing token files, and complete the plan.
 
@@ -232,6 +239,7 @@ def prepare_job(
         read_custom_model: read a user's own module also where no choice depends on its forecast: that
             imports it and opens its dataset here, where a run has no need of them.
         is_submission: the nodes are elsewhere, so this one need not be of their kind.
+        read: function that reads the model.
 
     Raises:
         JobError, WanmaError: the data or model cannot be had, nothing fits, or the plan is forecast-only.
@@ -245,20 +253,18 @@ def prepare_job(
             raise
     is_own = "model" in objects or input_kind(job.model) == "custom"
     decides = job.parallel.auto or job.parallel.recompute == "auto"
-    read = (
-        read_model(job, objects) if read_custom_model or decides or not is_own else WorkloadResult(None, None)
-    )
+    found = read(job, objects) if read_custom_model or decides or not is_own else WorkloadResult(None, None)
     planned = _with_optimizer_reasons(
-        complete_run_plan(job, initial_layout, read.workload), objects.get("optimizer")
+        complete_run_plan(job, initial_layout, found.workload), objects.get("optimizer")
     )
     if not is_submission:
         check_node_kind(job, planned.plan, initial_layout.cluster)
     cluster = initial_layout.cluster
     peak = peak_flops_per_second(planned.plan, cluster)
     workers = loader_workers(
-        job, planned.plan, cluster, planned.forecast, read.workload, has_own_data="data" in objects
+        job, planned.plan, cluster, planned.forecast, found.workload, has_own_data="data" in objects
     )
-    return PreparedJob(cluster, planned, read.workload, peak, read.reason, workers)
+    return PreparedJob(cluster, planned, found.workload, peak, found.reason, workers)
 
 
 def _announcer(

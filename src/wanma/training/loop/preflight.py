@@ -34,6 +34,7 @@ from wanma.models.structure.parameter_roles import find_parameter_roles, is_froz
 from wanma.models.user_modules.forward_error import forward_error
 from wanma.models.workload.fake_tensors import fake_tensor_mode
 from wanma.parallel.parameters.freezing import LOW_PRECISION_DTYPES
+from wanma.parallel.parameters.initialization import WithoutValues
 from wanma.parallel.precision.autocast import PRECISION_DTYPES
 from wanma.planner.preparation.job_data import open_job_dataset
 from wanma.training.checkpointing.error_feedback_state import check_compression_patterns
@@ -88,7 +89,7 @@ def preflight(job: Job, plan: Plan) -> list[str]:
     notes = _check_own(job, plan, data)
     spec = apply_freezing_to_spec(build_model_spec(request, data), job.train.parameter_groups)
     if spec.input_kind != "custom":
-        with torch.device("meta"):
+        with torch.device("meta"), WithoutValues():
             model = spec.build_module()
         _check_model(model, job, plan)
         return notes
