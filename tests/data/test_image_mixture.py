@@ -228,3 +228,5 @@ def test_sources_of_a_store_and_of_a_disk_mix(tmp_path: Path, s3: S3Server) -> N
     cost = remote.sample_loading()
     assert (cost.samples, cost.is_remote) == (36, True)
     assert cost.decode_seconds is not None
+    stored = sum(path.stat().st_size for name in "bc" for path in (tmp_path / name).iterdir())
+    assert cost.cached_bytes == cost.store_bytes == stored, "all has been read"

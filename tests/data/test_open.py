@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +18,7 @@ from tokenizers import models, pre_tokenizers
 from wanma.data import opening as front_door
 from wanma.data.index.records import cache_folder
 from wanma.data.opening import open_dataset, prepare_job_data
+from wanma.data.text import corpus as corpus_module
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.sections.data import DataSection, SourceSection
 from wanma.job.sections.train import TrainSection
@@ -186,12 +188,17 @@ def test_storage_with_threads_is_prepared_in_another_process(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(front_door, "reads_remote_storage", lambda _: True)
-    monkeypatch.setattr("wanma.data.text.corpus.open_or_build_token_file", None)  # not in this process
+    here: list[Any] = []
+    build = corpus_module.open_or_build_token_file
+    monkeypatch.setattr(
+        corpus_module, "open_or_build_token_file", lambda *a, **k: (here.append(a), build(*a, **k))[1]
+    )
     seen: list[tuple[int, int]] = []
     job = section(corpus).model_copy(update={"cache": str(tmp_path)})
     prepare_job_data(job, lambda done, total: seen.append((done, total)))
     assert seen[-1][0] == seen[-1][1] == sum(path.stat().st_size for path in corpus.iterdir())
     assert len(list((tmp_path / "tokens").glob("*/header.json"))) == 1
+    assert not here, "not in this process"
     with pytest.raises(WanmaError, match=r"text\[0\]: '/no/such' does not exist") as told:
         prepare_job_data(section(corpus, text=["/no/such"]))
     assert told.value.exit_code == 2

@@ -18,7 +18,7 @@ from tokenizers import models, pre_tokenizers
 from wanma.data.documents.document_groups import DocumentGroup
 from wanma.data.documents.text_files import list_documents
 from wanma.data.stores.listing import StoredFile
-from wanma.data.text import encoding_task, token_file, tokenization
+from wanma.data.text import encoding_task, token_file, tokenization, tokenization_process
 from wanma.data.text.encoding_task import EncodingTask, ReadingSettings
 from wanma.data.text.part_writer import TokenFileWriter
 from wanma.data.text.token_file import (
@@ -156,6 +156,7 @@ def test_a_process_that_dies_is_told_and_leaves_nothing(
     documents: list[StoredFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(encoding_task, "TASK_BYTES", 500)
+    monkeypatch.setattr(tokenization_process, "run_task", lambda *_: os._exit(1))  # of a forked process
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(WanmaError, match="exited early with code 1"):
         build(documents, tmp_path, process_count=2)
@@ -297,7 +298,7 @@ def test_a_full_disk_is_told_and_nothing_is_left(
 def test_a_disk_that_fills_up_in_a_process_is_told_alike(documents: list[StoredFile], tmp_path: Path) -> None:
     BytesTokenizer().save(tmp_path)
     (tmp_path / "part").symlink_to("/dev/full")  # every write to it fails as on a full disk
-    process = tokenization._TokenizationProcess(tmp_path, "bytes")
+    process = tokenization._TokenizationProcess(BytesTokenizer(), tmp_path)
     try:
         task = EncodingTask(DocumentGroup("text", tuple(documents)), 0)
         with (

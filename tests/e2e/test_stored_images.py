@@ -59,6 +59,8 @@ def test_a_tar_in_an_object_store_trains_alike_on_one_and_two_ranks(
         open_keys = ("data.probe_store=false", "data.workers=auto")
         train(desk, "two", "s3://bucket/shapes/*.tar", 2, *open_keys, **s3.environment)
         assert requests == 2, "one block a shard, for the command and its rank"
+        counted = [step.get("store_requests", {}).get("s3", 0) for step in desk.training("one").metrics]
+        assert counted[0] == sum(counted) == requests, "those of the command before its rank started, too"
         assert len(s3.proxy.ranged_requests) == requests, "the second run finds them in the cache"
     assert losses(desk, "two") == pytest.approx(losses(desk, "one"), rel=1e-4)
     blocks = [step["cache_blocks"] for step in desk.training("two").metrics if "cache_blocks" in step]

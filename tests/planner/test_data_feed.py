@@ -13,7 +13,7 @@ from wanma.job.forecast.data_feed import DataFeed, SampleLoading, StoreRates
 from wanma.job.forecast.forecast import Forecast, Workload
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.images import ImageTransformSection
-from wanma.planner.forecast.data_feed import HEADROOM, data_feed_text
+from wanma.planner.forecast.data_feed import HEADROOM, data_feed_text, store_download_reasons
 from wanma.planner.forecast.data_loading import load_cost
 from wanma.planner.forecast.plan_forecast import forecast_plan
 from wanma.planner.forecast.problem import PlanningProblem
@@ -106,6 +106,45 @@ def test_without_a_cache_each_sample_is_a_request_of_its_rank() -> None:
     split = replace(PLAN, dp_replicate=4, tp=2)  # two ranks read the same samples
     twice = load_cost(given(cache_bytes=0), split).parts["store bandwidth"]
     assert twice == pytest.approx(2 * 16 * 100e3 / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "cache", "store", "expected"),
+    [
+        (1, 1 << 40, 8 << 20, "3.0 GiB to download in this run, 6 min 24 s at 8.0 MiB/s"),
+        (1, 1 << 40, None, "3.0 GiB to download in this run"),
+        (1, 2 << 30, None, "8.0 GiB to download in this run"),
+        (1, 0, None, None),
+        (
+            2,
+            1 << 40,
+            None,
+            "3.8 GiB to download in this run, by each of 2 nodes with an empty cache (7.5 GiB in all)",
+        ),
+    ],
+    ids=["rate", "no rate", "small cache", "no cache", "nodes"],
+)
+def test_the_plan_says_what_leaves_the_store_by_node(
+    nodes: int, cache: int, store: float | None, expected: str | None
+) -> None:
+    """Four epochs of 4 GiB in blocks of one sample, of which each of two nodes meets half in an epoch."""
+    loading = replace(
+        STORED,
+        samples=4096,
+        sample_bytes=float(1 << 20),
+        file_bytes=float(1 << 20),
+        store_bytes=4 << 30,
+        cached_bytes=1 << 30,
+    )
+    of = given(loading, steps=1024, cache_bytes=cache)
+    node = replace(of.cluster.nodes[0], store_bytes_per_second=store, count=nodes)
+    machines = problem(devices=8 * nodes)
+    of = replace(of, cluster=replace(of.cluster, nodes=(node,)), hardware=machines.hardware)
+    plan = replace(PLAN, dp_replicate=8 * nodes, micro_batch=1)
+    held = "node cache: this machine's holds 1.0 GiB of 4.0 GiB of the data; "
+    texts = store_download_reasons(of, plan)
+    assert texts == (() if expected is None else (held + expected,))
+    assert set(texts) <= set(forecast_plan(of, plan).reasons)
 
 
 def test_a_wait_for_data_is_part_of_the_step_for_the_share_of_the_run_that_reads_the_store() -> None:

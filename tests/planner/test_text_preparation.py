@@ -48,6 +48,7 @@ def test_a_slow_store_is_the_cause_where_it_gives_less() -> None:
     found = forecast_preparation(REMOTE, NODE, 1)
     assert [limit.cause for limit in found.limits] == ["store bandwidth", "tokenizing"]
     assert found.seconds == pytest.approx(12_288 / 24)
+    assert preparation_text(found).startswith("the text is downloaded and tokenized before")
     assert "(store bandwidth: 24.0 MiB/s)" in preparation_text(found)
     assert found.remedies[1] == "a copy of the text on the nodes' disks is read faster"
     assert found.origins[1].endswith("GB/s per node, measured now")

@@ -7,12 +7,14 @@ workers are forked.
 from __future__ import annotations
 
 import socket
+from collections import Counter
 from collections.abc import Callable, Mapping
 from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wanma.data.cache.prepared_entries import mark_prepared_entries
+from wanma.data.datasets.load_times import Traffic
 from wanma.data.documents.text_files import STANDARD_LIBRARY
 from wanma.data.images.image_files import ImageFiles, UnknownImagesError, find_image_files, read_image_files
 from wanma.data.images.image_splits import may_be_known_by_name, only_entry
@@ -48,19 +50,23 @@ def prepare_job_data(
     section: DataSection,
     progress: Callable[[int, int], None] | None = None,
     announce: Callable[[TextPreparation], None] | None = None,
-) -> None:
+) -> Traffic:
     """Prepare the data once for all ranks of a node: find it, and build token files that are missing.
 
     Args:
         announce: called before token files are built, with what is missing.
 
+    Returns:
+        The traffic of child processes with stores; that of this process is `process_traffic`.
+
     Raises:
         JobError: the data or the tokenizer does not exist or has an unknown format.
         WanmaError: it cannot be read, is damaged, or the cache cannot be written.
     """
+    traffic: Traffic = Counter()
     if section.placement == "parts":
         for _, part in part_sections(section):
-            prepare_job_data(part, progress, announce)
+            traffic += prepare_job_data(part, progress, announce)
     elif section.has_images:
         if _find_image_files(section) is None:
             open_image_sources(section, progress)
@@ -73,18 +79,19 @@ def prepare_job_data(
 
         read_log(section, progress)  # builds its index, and names a bad row before ranks start
     elif section.has_factory:
-        return  # a dataset may import anything, torch and threads included: only ranks open it
+        return traffic  # a dataset may import anything, torch and threads included: only ranks open it
     elif reads_remote_storage(section):
-        prepare_in_subprocess(section, progress, announce)
+        traffic = prepare_in_subprocess(section, progress, announce)
     else:
         texts, tokenizer = resolve_text_sources(section), load_job_tokenizer(section)
         if reads_records(section, texts, tokenizer):
-            prepare_in_subprocess(section, progress, announce)
+            traffic = prepare_in_subprocess(section, progress, announce, (texts, tokenizer))
         else:
             if announce is not None:
                 announce(preparation_of(section, texts, tokenizer))
             build_token_files(section, texts, tokenizer, progress)
     mark_prepared_entries(section)
+    return traffic
 
 
 def text_preparation(section: DataSection) -> TextPreparation | None:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,12 @@ def test_ranges_are_equal_and_each_block_leaves_the_store_once(
 ) -> None:
     cache = NodeCache(tmp_path, ROOMY, BLOCK)
     source = cache.open(file)
+    assert cache.held_bytes([file]) == 0
     ranges = [(250_000, 450_001), (0, 3), (5, 5), (949_990, 960_000), (260_000, 260_001)]
     assert source.read_ranges(ranges) == [CONTENT[start:end] for start, end in ranges]
     assert len(s3.proxy.ranged_requests) == 5, "of ten blocks"
+    assert cache.held_bytes([file]) == 4 * BLOCK + 50_000
+    assert cache.held_bytes([replace(file, version="another")]) == 0
     assert source.read(0, len(CONTENT)) == CONTENT
     assert len(s3.proxy.ranged_requests) == BLOCKS
     assert (cache.traffic.misses, cache.traffic.downloaded_bytes) == (BLOCKS, len(CONTENT))

@@ -62,7 +62,8 @@ def test_a_job_reads_text_from_a_store_in_a_process_of_its_own(s3: S3Server, tmp
         for root in ("s3://bucket/corpus", str(tmp_path / "corpus"))
     ]
     seen: list[tuple[int, int]] = []
-    prepare_job_data(sections[0], lambda *done: seen.append(done))
+    traffic = prepare_job_data(sections[0], lambda *done: seen.append(done))
+    assert traffic["store_requests", "s3"] == len(s3.proxy.ranged_requests) > 0
     assert seen[-1][0] == seen[-1][1] > 0
     prepare_job_data(sections[1])
     remote, local = (open_dataset(section, TrainSection()) for section in sections)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -147,6 +148,16 @@ def test_traffic_is_that_since_the_last_record(tmp_path: Path, monkeypatch: pyte
     totals["https"] = StoreTraffic(requests=1)
     end_step(report)
     assert report.metrics() == {"store_requests": {"s3": 2, "https": 1}, "store_bytes": {"s3": 7}}
+
+
+def test_traffic_before_the_ranks_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report, _ = step_data(tmp_path)
+    monkeypatch.setattr(load_times, "store_traffic", lambda: {"s3": StoreTraffic(1, 0, 10)})
+    monkeypatch.setattr(load_times, "cache_traffic", CacheTraffic)
+    report.add_traffic(Counter({("store_requests", "s3"): 3, ("store_requests", "https"): 2}))
+    end_step(report)
+    end_step(report)
+    assert report.metrics() == {"store_requests": {"s3": 4, "https": 2}, "store_bytes": {"s3": 10}}
 
 
 def test_traffic_of_all_ranks_is_added_up_by_store_and_by_node(

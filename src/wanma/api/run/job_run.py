@@ -320,13 +320,16 @@ def _launch(
     plan, workload = prepared.plan, prepared.workload
     fingerprint = _launch_fingerprint(job, plan)
     job = prepared.resolve(job)  # each machine's own affair, as it changes no sample
-    payload = partial(
-        _worker_payload,
-        user_objects or {},
-        {} if user_objects is None else _process_state(job, user_objects),
+    request = TrainRequest(
+        job,
+        plan,
         workload.flops_per_sample if workload else None,
-        servers,
+        user_objects=user_objects or {},
+        servers=servers,
+        process_state={} if user_objects is None else _process_state(job, user_objects),
+        prepared_traffic=prepared.traffic,
     )
+    payload = partial(_worker_payload, request)
     return LaunchConfig(
         run_directory=run.path.absolute(),
         entry=ENTRY if servers is None else SERVED_ENTRY,
@@ -364,33 +367,14 @@ def _process_state(job: Job, user_objects: dict[str, Any]) -> dict[str, int]:
     return process_state(user_objects.values(), factory_paths(job, user_objects).values())
 
 
-def _worker_payload(
-    user_objects: dict[str, Any],
-    process_state: dict[str, int],
-    flops_per_sample: float | None,
-    servers: ServerAccess | None,
-    job: Job,
-    plan: Plan,
-    peak: float | None,
-) -> bytes:
-    """Return the pickled request for the ranks."""
+def _worker_payload(request: TrainRequest, job: Job, plan: Plan, peak: float | None) -> bytes:
+    """Return the pickled request for the ranks, of a job, a plan and the peak FLOP/s of a rank."""
     seeded = False
-    if "model" in user_objects:
+    if "model" in request.user_objects:
         from wanma.training.checkpointing.run_identity import is_seeded
 
         seeded = is_seeded()
-    return pickle_request(
-        TrainRequest(
-            job,
-            plan,
-            flops_per_sample,
-            peak,
-            user_objects,
-            seeded=seeded,
-            servers=servers,
-            process_state=process_state,
-        )
-    )
+    return pickle_request(replace(request, job=job, plan=plan, peak_flops_per_second=peak, seeded=seeded))
 
 
 def pickle_request(request: TrainRequest) -> bytes:

@@ -23,8 +23,8 @@ from pathlib import Path
 
 from wanma.bench.programs.link_delay import NEW_NETWORK, TUN, join_with_delay
 from wanma.elastic.protocol.shared_secret import SECRET_VARIABLE
-from wanma.elastic.workers.linux_processes import kill_on_parent_exit
 from wanma.job.errors import EXIT_FAILED, EXIT_USAGE, WanmaError
+from wanma.job.run.child_process import kill_on_parent_exit
 
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 PORT = 29500

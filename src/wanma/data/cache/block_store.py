@@ -14,6 +14,7 @@ import hashlib
 import mmap
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -170,6 +171,15 @@ class BlockStore:
             reservation.part.unlink()
             if usage is not None:
                 usage.total -= size
+
+    def bytes_by_file(self) -> Counter[str]:
+        """Return the bytes of complete blocks, by the names of their blocks up to the last '-'."""
+        sizes: Counter[str] = Counter()
+        for entry in self._entries():
+            file, _, block = entry.path.name.rpartition("-")
+            if not block.endswith(_PART):
+                sizes[file] += entry.size - TRAILER_BYTES
+        return sizes
 
     def _remove_damaged(self, path: Path, status: os.stat_result) -> None:
         self.damaged_blocks += 1

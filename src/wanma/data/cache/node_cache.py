@@ -108,6 +108,11 @@ class NodeCache:
         """Return the bytes of a listed file through the cache; a local file is mapped and not copied."""
         return open_file(file) if is_local(file.filesystem) else CachedFile(file, self, self.policy)
 
+    def held_bytes(self, files: Sequence[StoredFile]) -> int:
+        """Return the bytes of listed files that the cache holds now."""
+        sizes = self.store.bytes_by_file()
+        return sum(sizes[_file_key(file, self.block_bytes)] for file in files) if sizes else 0
+
     @property
     def traffic(self) -> CacheTraffic:
         """Traffic of this process with the cache."""
@@ -164,6 +169,12 @@ def cache_traffic() -> CacheTraffic:
     return CacheTraffic(*(sum(counts) for counts in zip(*totals, strict=True)))
 
 
+def _file_key(file: StoredFile, block_bytes: int) -> str:
+    """Return the beginning of the names of a file's blocks."""
+    identity = f"{file.url}\0{file.version}\0{file.size}\0{block_bytes}"
+    return hashlib.sha256(identity.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+
+
 class _ProcessState:
     """Mapped blocks, threads and counters of one process."""
 
@@ -200,8 +211,7 @@ class CachedFile:
     def __init__(self, file: StoredFile, cache: NodeCache, policy: RetryPolicy = READ_RETRY_POLICY) -> None:
         self._remote, self._cache, self._policy = RemoteFile(file, policy), cache, policy
         self.url, self.size, self.version = self._remote.url, file.size, file.version
-        identity = f"{file.url}\0{file.version}\0{file.size}\0{cache.block_bytes}"
-        self._key = hashlib.sha256(identity.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+        self._key = _file_key(file, cache.block_bytes)
         self._is_whole_only = False
 
     def read(self, start: int, end: int) -> bytes | memoryview:

@@ -23,21 +23,17 @@ Document = bytes | NDArray[Any]
 """Text in UTF-8, or token ids (tokens,) of any integer type."""
 
 
-def read_rows(
-    reader: RowReader, start: int, end: int, row_bytes: float
-) -> Iterator[tuple[int, Record | BadDataError]]:
-    """Yield the rows [start, end) in their order, and for a damaged one its error.
-
-    Args:
-        reader: the open group.
-        start, end: the rows.
-        row_bytes: size of a row in bytes, about.
-    """
+def row_batches(start: int, end: int, row_bytes: float) -> Iterator[range]:
+    """Yield the rows [start, end) in batches to read at once; `row_bytes` is the size of one, about."""
     step = int(min(max(_BATCH_BYTES / max(row_bytes, 1.0), 1), _BATCH_ROWS))
     for first in range(start, end, step):
-        rows = range(first, min(first + step, end))
-        found = read_around_damage(lambda part: reader.read_range(part.start, part.stop), rows)
-        yield from zip(rows, (one for _, one in found), strict=True)
+        yield range(first, min(first + step, end))
+
+
+def read_rows(reader: RowReader, rows: range) -> Iterator[tuple[int, Record | BadDataError]]:
+    """Yield rows in their order, and for a damaged one its error."""
+    found = read_around_damage(lambda part: reader.read_range(part.start, part.stop), rows)
+    return zip(rows, (one for _, one in found), strict=True)
 
 
 def document_of(record: Record, field: str) -> Document:

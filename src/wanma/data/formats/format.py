@@ -20,6 +20,8 @@ Record = dict[str, Any]
 Rows = NDArray[np.int64]
 """Numbers of samples within a group of files, from 0."""
 Content = bytes | memoryview
+Lists = tuple[NDArray[Any], NDArray[np.int64]]
+"""Numbers of several lists, one list after the other, and the bounds (lists + 1,) of each among them."""
 
 
 def row_place(file: str, row: int | None) -> str:
@@ -163,6 +165,13 @@ class RowReader(ABC):
     def read_range(self, start: int, end: int) -> list[Record]:
         """Return the samples [start, end)."""
         return self.read(np.arange(start, end, dtype=np.int64))
+
+    def read_lists(self, field: str, start: int, end: int) -> Lists | None:
+        """Return a field of the samples [start, end) that holds lists of numbers, without a step for each.
+
+        None: the field holds anything else, a sample is damaged, or the format has no such reading.
+        """
+        return None
 
     def _check(self, rows: Rows) -> None:
         if len(rows) and not 0 <= rows.min() <= rows.max() < self.rows:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from wanma.data.cache.node_cache import NodeCache
 from wanma.data.formats.format import BadDataError
 from wanma.data.images.stored_images import StoredImages, sampled_rows
 from wanma.data.images.transform import uniform_draws
@@ -56,6 +57,8 @@ def measure_loading(
     else:
         origin = record.origin
     sizes = [file.size for group in index.groups for file in group.files]
+    remote = _files(images)
+    opener = getattr(index.groups[0].files[0], "opener", None)  # one for all files
     return SampleLoading(
         samples=index.rows,
         sample_bytes=sum(sizes) / index.rows,
@@ -66,8 +69,10 @@ def measure_loading(
         loader_threads=loader_threads,
         cache_block_bytes=MAX_REQUEST_BYTES,
         decode_origin=origin,
-        store=measured_store_rates(_files(images), cache, is_probed=is_store_probed),
+        store=measured_store_rates(remote, cache, is_probed=is_store_probed),
         by_processes=by_processes,
+        store_bytes=sum(file.size for file in remote),
+        cached_bytes=opener.held_bytes(remote) if isinstance(opener, NodeCache) else 0,
     )
 
 
@@ -91,6 +96,8 @@ def mean_loading(parts: Sequence[SampleLoading], shares: Sequence[float]) -> Sam
         else None,
         is_remote=any(part.is_remote for part in parts),
         store=next((part.store for part in parts if part.store is not None), None),
+        store_bytes=sum(part.store_bytes for part in parts),
+        cached_bytes=sum(part.cached_bytes for part in parts),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from wanma.data.documents.rows import Document
 from wanma.data.documents.text_files import split_pieces
+from wanma.data.formats.format import Lists
 from wanma.data.text.tokenizer import Tokenizer
 
 
@@ -27,6 +29,45 @@ def encode_document(document: Document, tokenizer: Tokenizer) -> Iterator[NDArra
     elif len(tokens := without_end(document, tokenizer)):
         check_tokens(tokens, tokenizer)
         yield tokens
+
+
+@dataclass(frozen=True)
+class EncodedDocuments:
+    """Tokens of several documents, each with its end."""
+
+    tokens: NDArray[Any]
+    lengths: NDArray[np.int64]
+    digests: NDArray[np.uint64]
+    """See `document_digest`."""
+
+
+def encode_lists(lists: Lists, tokenizer: Tokenizer) -> EncodedDocuments | None:
+    """Encode documents of token ids at once, as `encode_document` does one; empty ones are left out.
+
+    Returns None if there are no ids, they are no integers, or one is outside the vocabulary.
+    """
+    values, bounds = lists
+    if not len(values) or values.dtype.kind not in "iu":
+        return None
+    if not 0 <= int(values.min()) <= int(values.max()) < tokenizer.vocabulary_size:
+        return None
+    starts, ends = bounds[:-1], bounds[1:]
+    has_end = (ends > starts) & (values[ends - 1] == tokenizer.end_of_document_id)
+    is_content = np.ones(len(values), np.bool_)
+    is_content[ends[has_end] - 1] = False
+    ends = ends - has_end
+    is_filled = ends > starts
+    starts, ends = starts[is_filled], ends[is_filled]
+    lengths = ends - starts + 1
+    tokens = np.empty(int(lengths.sum()), tokenizer.dtype)
+    is_end = np.zeros(len(tokens), np.bool_)
+    is_end[np.cumsum(lengths) - 1] = True
+    tokens[is_end] = tokenizer.end_of_document_id
+    tokens[~is_end] = values[is_content]
+    content = memoryview(values.astype("<u4")).cast("B")
+    ranges = zip((4 * starts).tolist(), (4 * ends).tolist(), strict=True)
+    digests = b"".join(_digest(content[start:end]) for start, end in ranges)
+    return EncodedDocuments(tokens, lengths, np.frombuffer(digests, "<u8"))
 
 
 def without_end(tokens: NDArray[Any], tokenizer: Tokenizer) -> NDArray[Any]:
@@ -61,4 +102,8 @@ def document_digest(document: Document, tokenizer: Tokenizer) -> int:
         content = document
     else:
         content = without_end(document, tokenizer).astype("<u4").tobytes()
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+    return int.from_bytes(_digest(content), "little")
+
+
+def _digest(content: bytes | memoryview) -> bytes:
+    return hashlib.blake2b(content, digest_size=8).digest()

@@ -24,16 +24,22 @@ from wanma.data.documents.content_detection import (
 )
 from wanma.data.documents.document_groups import DocumentGroup, openable_group, reading_format
 from wanma.data.documents.record_fields import DEFAULT_TEXT_FIELD, field_value
-from wanma.data.documents.rows import document_of, read_array, read_rows
+from wanma.data.documents.rows import document_of, read_array, read_rows, row_batches
 from wanma.data.documents.text_files import read_chunks
 from wanma.data.formats.arrays import ArrayReader
-from wanma.data.formats.format import BadDataError, FileGroup, Format, Layout, row_place
+from wanma.data.formats.format import BadDataError, FileGroup, Format, Layout, RowReader, row_place
 from wanma.data.index.group_scan import open_or_scan
 from wanma.data.stores.data_file import FileOpener, OpenableFile
 from wanma.data.stores.filesystems import is_local, is_shared_memory
 from wanma.data.stores.listing import StoredFile
 from wanma.data.stores.remote_file import READ_RETRY_POLICY
-from wanma.data.text.document_encoding import check_tokens, document_digest, encode_document, without_end
+from wanma.data.text.document_encoding import (
+    check_tokens,
+    document_digest,
+    encode_document,
+    encode_lists,
+    without_end,
+)
 from wanma.data.text.part_writer import PartWriter
 from wanma.data.text.tokenizer import Tokenizer
 from wanma.job.errors import JobError
@@ -315,7 +321,23 @@ class _Encoder:
             group.format_name, self._settings.text_field
         )
         end = reader.rows if task.end is None else task.end
-        for row, record in read_rows(reader, task.start, end, group.size / max(reader.rows, 1)):
+        for rows in row_batches(task.start, end, group.size / max(reader.rows, 1)):
+            if not self._encode_lists(reader, name, rows):
+                self._encode_each(reader, name, rows, document)
+
+    def _encode_lists(self, reader: RowReader, name: str, rows: range) -> bool:
+        """Encode rows of token ids at once; return False where each row is to be looked at."""
+        lists = None if self._settings.is_chat else reader.read_lists(name, rows.start, rows.stop)
+        found = None if lists is None else encode_lists(lists, self._tokenizer)
+        if found is None:
+            return False
+        self._writer.write_documents(found)
+        self.result.documents += len(found.lengths)
+        self.result.empty_documents += len(rows) - len(found.lengths)
+        return True
+
+    def _encode_each(self, reader: RowReader, name: str, rows: range, document: StoredFile) -> None:
+        for row, record in read_rows(reader, rows):
             try:
                 if isinstance(record, BadDataError):
                     raise record
@@ -323,7 +345,7 @@ class _Encoder:
             except BadDataError as error:
                 self._note_bad(document, error.file, row, error.cause, error)
             except ValueError as error:
-                self._note_bad(document, opened.url, row, str(error), None)
+                self._note_bad(document, OpenableFile(document).url, row, str(error), None)
             # An error, and no end of the part: another job with a higher limit would take it as whole.
             check_bad_limit(len(self.result.bad_rows), self.result.bad_rows, self._settings)
 

@@ -23,6 +23,8 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wanma.data.text.document_encoding import EncodedDocuments
+
 TOKEN_FILES = ("tokens.bin", "offsets.bin", "digests.bin")
 _COPY_BYTES = 1 << 22
 _LENGTHS, _DIGESTS = ".lengths", ".digests"
@@ -52,6 +54,12 @@ class PartWriter:
         """Append tokens to the present document."""
         self._file.write(tokens.astype(self._dtype, copy=False).tobytes())
         self._length += len(tokens)
+
+    def write_documents(self, documents: EncodedDocuments) -> None:
+        """Append whole documents."""
+        self._file.write(documents.tokens.astype(self._dtype, copy=False).tobytes())
+        self._lengths.frombytes(documents.lengths.tobytes())
+        self._digests.frombytes(documents.digests.tobytes())
 
     def end_document(self, digest: int) -> bool:
         """End the present document; return False if it has no token, and is none."""

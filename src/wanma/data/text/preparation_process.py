@@ -1,68 +1,76 @@
-"""Child process that runs `prepare_job_data` (`python -m wanma.data.text.preparation_process`).
+"""Child process that prepares the text of a job, or measures the preparation.
 
-The section comes in as a line of JSON; progress and an error, if any, go out as one JSON object per line.
+The section comes in; progress, the traffic with stores and an error, if any, go out.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from functools import partial
 
+from wanma.data.datasets.load_times import Traffic, process_traffic
 from wanma.data.text.corpus import (
+    TextSource,
     build_token_files,
     load_job_tokenizer,
     preparation_of,
     resolve_text_sources,
 )
+from wanma.data.text.tokenizer import Tokenizer
 from wanma.job.errors import WanmaError
 from wanma.job.forecast.data_feed import TextPreparation
+from wanma.job.run.child_process import ChildProcess, Message, serve_parent
 from wanma.job.sections.data import DataSection
 
+_MODULE = "wanma.data.text.preparation_process"
 _MEASURE, _ANNOUNCE = "--measure", "--announce"
 """Arguments of a process that measures and prepares nothing, and of one that measures before it prepares."""
+Corpus = tuple[Sequence[TextSource], Tokenizer]
 
 
 def prepare_in_subprocess(
     section: DataSection,
     progress: Callable[[int, int], None] | None,
     announce: Callable[[TextPreparation], None] | None = None,
-) -> None:
+    corpus: Corpus | None = None,
+) -> Traffic:
     """Build token files in a child process, so that its threads end with it.
 
     Args:
         section: the job's `[data]`.
         progress: called with (bytes done, bytes in all).
         announce: called before it begins, with what is to be prepared.
+        corpus: the job's corpus if it is known here; a new interpreter looks for it again.
+
+    Returns:
+        The traffic of the process with stores.
     """
-    command = [sys.executable, "-m", "wanma.data.text.preparation_process"]
-    if announce is not None:
-        command.append(_ANNOUNCE)
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        try:
-            child.stdin.write(f"{section.model_dump_json()}\n")
-            child.stdin.flush()
-            for line in child.stdout:
-                message = json.loads(line)
-                if "error" in message:
-                    raise WanmaError(*message["error"])
-                if "preparation" in message:
-                    if announce is not None:
-                        announce(TextPreparation.from_json(message["preparation"]))
-                elif progress is not None:
-                    progress(*message["progress"])
-            code = child.wait()
-        finally:
-            child.kill()
+    arguments = [] if announce is None else [_ANNOUNCE]
+    traffic: Traffic = Counter()
+    child = ChildProcess(partial(_serve, arguments, corpus), _MODULE, *arguments)
+    try:
+        child.send(_request(section))
+        for message in child.answers():
+            if "error" in message:
+                raise WanmaError(*message["error"])
+            if "preparation" in message:
+                if announce is not None:
+                    announce(TextPreparation.from_json(message["preparation"]))
+            elif "traffic" in message:
+                traffic.update({(kind, name): amount for kind, name, amount in message["traffic"]})
+            elif progress is not None:
+                progress(*message["progress"])
+        code = child.wait()
+    finally:
+        child.close()
     if code:
         raise WanmaError(f"the data preparation process exited with code {code}", "see its message above")
+    return traffic
 
 
 def measure_in_subprocess(section: DataSection, deadline_seconds: float) -> TextPreparation:
@@ -71,11 +79,11 @@ def measure_in_subprocess(section: DataSection, deadline_seconds: float) -> Text
     Raises:
         WanmaError: the text is missing or cannot be read, or its store did not answer in time.
     """
-    command = [sys.executable, "-m", "wanma.data.text.preparation_process", _MEASURE]
+    command = [sys.executable, "-m", _MODULE, _MEASURE]
     try:
         child = subprocess.run(
             command,
-            input=f"{section.model_dump_json()}\n",
+            input=f"{json.dumps(_request(section))}\n",
             capture_output=True,
             text=True,
             timeout=deadline_seconds,
@@ -93,30 +101,29 @@ def measure_in_subprocess(section: DataSection, deadline_seconds: float) -> Text
     raise WanmaError(f"the measuring process exited with code {child.returncode}: {child.stderr[-300:]}")
 
 
-def main(*arguments: str) -> None:
-    for number in (signal.SIGINT, signal.SIGUSR1):  # they reach the whole group or job; our parent decides
-        signal.signal(number, signal.SIG_IGN)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints must not look like an answer
-    section = DataSection.model_validate_json(sys.stdin.readline())
+def _request(section: DataSection) -> Message:
+    return {"section": section.model_dump_json()}
 
-    def answer(**message: Any) -> None:
-        print(json.dumps(message), file=answers, flush=True)
 
+def _serve(
+    arguments: Sequence[str],
+    corpus: Corpus | None,
+    requests: Iterator[Message],
+    answer: Callable[[Message], None],
+) -> None:
+    section = DataSection.model_validate_json(next(requests)["section"])
     try:
-        texts, tokenizer = resolve_text_sources(section), load_job_tokenizer(section)
+        texts, tokenizer = corpus or (resolve_text_sources(section), load_job_tokenizer(section))
         if arguments:
-            answer(preparation=asdict(preparation_of(section, texts, tokenizer)))
+            answer({"preparation": asdict(preparation_of(section, texts, tokenizer))})
         if _MEASURE not in arguments:
             build_token_files(
-                section,
-                texts,
-                tokenizer,
-                lambda processed, total: answer(progress=[processed, total]),
+                section, texts, tokenizer, lambda processed, total: answer({"progress": [processed, total]})
             )
+            answer({"traffic": [[*key, amount] for key, amount in process_traffic().items()]})
     except WanmaError as error:
-        answer(error=[error.message, error.hint, error.exit_code])
+        answer({"error": [error.message, error.hint, error.exit_code]})
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    serve_parent(partial(_serve, sys.argv[1:], None))

@@ -1,26 +1,21 @@
 """Encoding of a corpus: in this process when it is small, else in several that each take tasks in turn.
 
-The processes are fresh interpreters (`tokenization_process.py`), neither forked nor re-importing the user's
-script, so that this works from any process and from any script. They are gone when `tokenize_documents`
-returns.
+The processes (`tokenization_process.py`) are gone when `tokenize_documents` returns.
 """
 
 from __future__ import annotations
 
-import json
 import queue
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 from wanma.data.documents.document_groups import DocumentGroup
 from wanma.data.stores.filesystems import is_shared_memory
@@ -35,8 +30,10 @@ from wanma.data.text.encoding_task import (
 from wanma.data.text.part_writer import TokenFileWriter
 from wanma.data.text.shared_tasks import Encode, EncodedPart, SharedTasks
 from wanma.data.text.task_json import task_to_json
+from wanma.data.text.tokenization_process import serve_tasks
 from wanma.data.text.tokenizer import BytesTokenizer, Tokenizer
 from wanma.job.errors import WanmaError
+from wanma.job.run.child_process import ChildProcess
 from wanma.job.run.resource_limits import usable_cores
 
 Progress = Callable[[int, int], None]
@@ -46,7 +43,7 @@ _Done = tuple[int, EncodingTask, EncodedPart | None]
 """Number of a task, the task, and its part; None: another node encodes it, which only a helper leaves so."""
 
 _BYTE_TEXT_PER_PROCESS = 512 << 20
-_BPE_TEXT_PER_PROCESS = 4 << 20
+_BPE_TEXT_PER_PROCESS = 2 << 20
 """Bytes of text per additional process: copying bytes is fast, merging them into words is not."""
 _TASKS_PER_PROCESS = 2
 """Tasks for each process that are done or under way before their parts are joined."""
@@ -223,7 +220,7 @@ def _tokenize_in_processes(
     pool = ThreadPoolExecutor(process_count, thread_name_prefix="wanma-tokens")
     try:
         for _ in range(process_count):
-            processes.append(_TokenizationProcess(tokenizer_folder, tokenizer.fingerprint))
+            processes.append(_TokenizationProcess(tokenizer, tokenizer_folder))
             idle_processes.put(processes[-1])
         for number, task in tasks:
             pending.append((number, task, pool.submit(encode, number, task)))
@@ -243,42 +240,32 @@ def _tokenize_in_processes(
 
 
 class _TokenizationProcess:
-    """Encoding process: a request per line on its standard input, an answer per line on its output."""
+    """Encoding process, which takes one task at a time.
 
-    def __init__(self, folder: Path, fingerprint: str) -> None:
-        command = [sys.executable, "-m", "wanma.data.text.tokenization_process", str(folder), fingerprint]
-        self._popen = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    Args:
+        tokenizer: the tokenizer.
+        folder: folder in which the tokenizer was saved.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, folder: Path) -> None:
+        module = "wanma.data.text.tokenization_process"
+        serve = partial(serve_tasks, tokenizer)
+        self._process = ChildProcess(serve, module, str(folder), tokenizer.fingerprint)
+        self.kill, self.close = self._process.kill, self._process.close
 
     def encode(self, task: EncodingTask, part: Path, settings: ReadingSettings) -> EncodingResult:
         """Let the process encode a task; arguments and errors as of `run_task`."""
-        request = {"task": task_to_json(task), "part": str(part), "settings": asdict(settings)}
-        return EncodingResult(**self._request(request)["result"])
-
-    def _request(self, request: dict[str, Any]) -> dict[str, Any]:
-        assert self._popen.stdin is not None
-        assert self._popen.stdout is not None
-        try:
-            self._popen.stdin.write(json.dumps(request) + "\n")
-            self._popen.stdin.flush()
-            line = self._popen.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            code = self._popen.wait()
+        self._process.send({"task": task_to_json(task), "part": str(part), "settings": asdict(settings)})
+        answer = next(self._process.answers(), None)
+        if answer is None:
+            code = self._process.wait()
             raise WanmaError(
                 f"a tokenization process exited early with code {code}",
                 "check the memory of this node (the usual cause), and the message of the process above, if "
                 "any",
             )
-        answer: dict[str, Any] = json.loads(line)
         if "os_error" in answer:
             raise OSError(*answer["os_error"])
         if "error" in answer:
             raise WanmaError(*answer["error"])
-        return answer
-
-    def kill(self) -> None:
-        self._popen.kill()
-
-    def close(self) -> None:
-        self._popen.communicate()
+        return EncodingResult(**answer["result"])

@@ -1,17 +1,12 @@
-"""Process that encodes documents for `tokenization.py`.
+"""Process that encodes documents for `tokenization.py`: a task is a request, its result the answer.
 
-Started as `python -m wanma.data.text.tokenization_process FOLDER HASH`.
-
-One JSON request per line comes in, one JSON answer goes out; it ends with its input, so that it never
-outlives the process that started it by more than one request.
+A new interpreter is started as `python -m wanma.data.text.tokenization_process FOLDER HASH`.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +14,22 @@ from wanma.data.text.encoding_task import ReadingSettings, run_task
 from wanma.data.text.task_json import task_from_json
 from wanma.data.text.tokenizer import Tokenizer, load_tokenizer
 from wanma.job.errors import WanmaError
+from wanma.job.run.child_process import Message, serve_parent
+
+
+def serve_tasks(tokenizer: Tokenizer, requests: Iterator[Message], answer: Callable[[Message], None]) -> None:
+    """Encode the tasks that the parent sends."""
+    for request in requests:
+        answer(_handle_request(request, tokenizer))
 
 
 def main(folder: str, fingerprint: str) -> None:
-    for number in (signal.SIGINT, signal.SIGUSR1):  # they reach the whole group or job; our parent decides
-        signal.signal(number, signal.SIG_IGN)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints must not look like an answer
-    tokenizer = load_tokenizer(Path(folder))
-    assert tokenizer.fingerprint == fingerprint
-    for line in sys.stdin:
-        print(json.dumps(_handle_request(json.loads(line), tokenizer)), file=answers, flush=True)
+    def serve(requests: Iterator[Message], answer: Callable[[Message], None]) -> None:
+        tokenizer = load_tokenizer(Path(folder))
+        assert tokenizer.fingerprint == fingerprint
+        serve_tasks(tokenizer, requests, answer)
+
+    serve_parent(serve)
 
 
 def _handle_request(request: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:

@@ -27,8 +27,8 @@ from wanma.checkpoint.remote.remote_storage import RemoteStorage
 from wanma.checkpoint.store.checkpoint_folder import list_committed, read_manifest
 from wanma.elastic.protocol.messages import FlushReport
 from wanma.elastic.transport.event_loop import EventLoop
-from wanma.elastic.workers.linux_processes import kill_on_parent_exit
 from wanma.job.errors import WanmaError, ranks_text
+from wanma.job.run.child_process import kill_on_parent_exit
 from wanma.job.run.run_directory import RunDirectory
 from wanma.observe.sinks.jsonl import append_final_event, restore_steps
 from wanma.observe.units import bytes_text, duration_text

@@ -34,11 +34,12 @@ from wanma.elastic.protocol.local_messages import (
 from wanma.elastic.protocol.messages import (
     Message,
 )
-from wanma.elastic.workers.linux_processes import find_fork_hazard, kill_on_parent_exit
+from wanma.elastic.workers.linux_processes import find_fork_hazard
 from wanma.elastic.workers.malloc_reserve import reserve_small_blocks
 from wanma.elastic.workers.signal_dispositions import configure_child_process
 from wanma.elastic.workers.store_server import run_store_server
 from wanma.elastic.workers.worker_process import run_worker
+from wanma.job.run.child_process import kill_on_parent_exit
 
 MAX_DESCRIPTORS = 8
 

@@ -1,10 +1,8 @@
-"""Linux functions for processes: death with the parent, name, state, safety of a fork."""
+"""Linux functions for processes: name, state, safety of a fork."""
 
 from __future__ import annotations
 
 import ctypes
-import os
-import signal
 import sys
 import threading
 from collections.abc import Collection
@@ -12,7 +10,7 @@ from pathlib import Path
 
 from wanma.job.errors import WanmaError
 
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_PR_SET_NAME = 15
 _NAME_BYTES = 15
 """Most bytes of a process's name in the kernel."""
 _STATES = {
@@ -34,15 +32,6 @@ def require_linux() -> None:
             f"supervised ranks need Linux; this is {sys.platform}",
             "run inside a Linux container or virtual machine, or use wanma.session in one process",
         )
-
-
-def kill_on_parent_exit(parent: int) -> None:
-    """Ask the kernel to SIGKILL this process when `parent` ends; exit at once if it already has."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def set_process_name(*names: str) -> None:

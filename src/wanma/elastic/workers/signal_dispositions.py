@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from wanma.elastic.workers.linux_processes import kill_on_parent_exit
+from wanma.job.run.child_process import kill_on_parent_exit
 
 
 def configure_child_process(parent: int) -> None:

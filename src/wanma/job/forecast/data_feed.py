@@ -53,6 +53,10 @@ class SampleLoading:
     """Share of `decode_seconds` in which a core works, 0 .. 1; in the rest the reader waits, for files."""
     by_processes: bool = False
     """True if loader processes decode, each a batch of its own; False: threads."""
+    store_bytes: int = 0
+    """Size in bytes of the files that are not in local storage."""
+    cached_bytes: int = 0
+    """Bytes of these files that the node cache of this machine holds."""
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> SampleLoading:

@@ -21,9 +21,11 @@ from wanma.planner.forecast.data_loading import (
     load_cost,
     most_workers,
     rank_step_bytes,
+    ranks_per_node,
     sample_bytes,
     steps_at_once,
     store_rates,
+    store_reads,
 )
 from wanma.planner.forecast.problem import PlanningProblem
 
@@ -93,6 +95,30 @@ def data_parts_reasons(problem: PlanningProblem) -> tuple[str, ...]:
     return (
         f"data in parts on {nodes} nodes: if they are equal, {share:.0%} of the samples are handed over "
         f"between nodes, {size} a step (data.part_order = 'interleaved' saves most of it)",
+    )
+
+
+def store_download_reasons(problem: PlanningProblem, plan: Plan) -> tuple[str, ...]:
+    """Return what the nodes download from a store in the whole run, beside what this machine's cache holds.
+
+    The time follows only from a rate that is given or measured.
+    """
+    loading, data = problem.workload.loading, problem.job.data
+    if loading is None or not loading.store_bytes or not data.cache_bytes:
+        return ()
+    stored_share = min(loading.store_bytes / (loading.samples * loading.sample_bytes), 1.0)
+    size = stored_share * store_reads(problem, plan, data, loading).run_bytes
+    held = loading.cached_bytes
+    node, nodes = problem.cluster.nodes[0], math.ceil(plan.world_size / ranks_per_node(problem, plan))
+    if nodes == 1 and loading.store_bytes <= data.cache_bytes:
+        size *= 1 - held / loading.store_bytes
+    measured = None if loading.store is None else loading.store.bytes_per_second
+    rate = node.store_bytes_per_second or measured
+    time = f", {duration_text(size / rate)} at {bytes_text(rate)}/s" if rate else ""
+    each = f", by each of {nodes} nodes with an empty cache ({bytes_text(nodes * size)} in all)"
+    return (
+        f"node cache: this machine's holds {bytes_text(held)} of {bytes_text(loading.store_bytes)} of the "
+        f"data; {bytes_text(size)} to download in this run{each if nodes > 1 else ''}{time}",
     )
 
 

@@ -242,7 +242,7 @@ def _stored_cost(
     parts = {"decoding": decoding / decoders, "disk": disk}
     if not loading.is_remote:
         return LoadCost(parts, is_serial=at_once == 1)
-    reads = _store_reads(problem, plan, data, loading)
+    reads = store_reads(problem, plan, data, loading)
     rates = store_rates(problem.cluster.nodes[0], loading.store)
     requests_at_once = min(loading.read_threads, at_once * rows)
     parts["store bandwidth"] = reads.node_bytes / rates.bytes_per_second
@@ -252,7 +252,7 @@ def _stored_cost(
 
 
 @dataclass(frozen=True)
-class _StoreReads:
+class StoreReads:
     """Reads of a step from a store while the node cache fills."""
 
     node_bytes: float
@@ -263,11 +263,13 @@ class _StoreReads:
     """Bytes of one request."""
     store_share: float
     """Share of the run's samples for which this holds."""
+    run_bytes: float
+    """Bytes that one node reads in the whole run."""
 
 
-def _store_reads(
+def store_reads(
     problem: PlanningProblem, plan: Plan, data: DataSection, loading: SampleLoading
-) -> _StoreReads:
+) -> StoreReads:
     """Return the reads of a step from a store.
 
     Without a node cache every rank reads each of its samples by a request. With one, a node downloads each
@@ -283,24 +285,31 @@ def _store_reads(
     if not data.cache_bytes:
         repeats = ranks / data_ranks
         rank_samples = node_samples / data_ranks
-        return _StoreReads(
-            node_samples * loading.sample_bytes * repeats, rank_samples, loading.sample_bytes, 1.0
-        )
+        node_bytes = node_samples * loading.sample_bytes * repeats
+        run_bytes = node_bytes * problem.job.train.steps
+        return StoreReads(node_bytes, rank_samples, loading.sample_bytes, 1.0, run_bytes)
     block_bytes = min(float(loading.cache_block_bytes), max(loading.file_bytes, loading.sample_bytes))
     block_samples = max(block_bytes / loading.sample_bytes, 1.0)
     run_samples = problem.global_batch * problem.job.train.steps
-    is_kept = loading.samples * loading.sample_bytes <= data.cache_bytes
+    total = loading.samples * loading.sample_bytes
+    is_kept = total <= data.cache_bytes
     window_bytes = data.block_samples * data.window_blocks * loading.sample_bytes
     reads_neighbours = data.shuffle == "none" or (
         data.shuffle == "block" and window_bytes <= data.cache_bytes
     )
-    first_epoch = 1.0 if reads_neighbours else min(run_samples / loading.samples, 1.0)
+    epochs = run_samples / loading.samples
+    share = (1.0 if reads_neighbours else min(epochs, 1.0)) / reading_nodes
     if is_kept or reads_neighbours:
-        share = first_epoch / reading_nodes
         blocks = (1 - (1 - share) ** block_samples) / (share * block_samples)
     else:
-        blocks = 1 - data.cache_bytes / (loading.samples * loading.sample_bytes)
-    store_share = min(loading.samples / run_samples, 1.0) if is_kept else 1.0
+        blocks = 1 - data.cache_bytes / total
+    store_share = min(1 / epochs, 1.0) if is_kept else 1.0
     node_blocks = node_samples * blocks
+    run_bytes = node_blocks * block_bytes * problem.job.train.steps
+    if is_kept:  # blocks that no epoch meets are not downloaded
+        met = 1 - (1 - share) ** (block_samples * max(epochs, 1.0))
+        run_bytes = met * total * (min(epochs, 1.0) if reads_neighbours else 1.0)
     # Ranks with the same samples find each other's blocks in the cache.
-    return _StoreReads(node_blocks * block_bytes, node_blocks / data_ranks, block_bytes, store_share)
+    return StoreReads(
+        node_blocks * block_bytes, node_blocks / data_ranks, block_bytes, store_share, run_bytes
+    )

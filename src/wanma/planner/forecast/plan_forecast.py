@@ -29,7 +29,12 @@ from wanma.planner.cost.traced_module import (
     module_model_cost,
     module_stage_send_seconds,
 )
-from wanma.planner.forecast.data_feed import data_feed_reasons, data_parts_reasons, forecast_data_feed
+from wanma.planner.forecast.data_feed import (
+    data_feed_reasons,
+    data_parts_reasons,
+    forecast_data_feed,
+    store_download_reasons,
+)
 from wanma.planner.forecast.goodput import forecast_goodput
 from wanma.planner.forecast.node_crossing import (
     node_crossing_reason,
@@ -262,6 +267,7 @@ def with_step_time(
         )
         reasons = (
             *memory_forecast.reasons,
+            *store_download_reasons(problem, plan),
             *preparation_reasons(problem.workload.preparation, preparation),
             *server_reasons(problem, plan, memory_forecast),
             *time_reasons,
@@ -287,6 +293,7 @@ def with_step_time(
             step_time_text(step),
             *data_feed_reasons(feed),
             *data_parts_reasons(problem),
+            *store_download_reasons(problem, plan),
             *preparation_reasons(problem.workload.preparation, preparation),
             *_node_crossing_reasons(problem, plan, step),
             *compression_reason(plan, problem.workload.dense_parameters * problem.workload.trainable_share),

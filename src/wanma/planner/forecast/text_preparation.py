@@ -69,8 +69,10 @@ def preparation_text(preparation: PreparationForecast) -> str:
     """
     cause = preparation.limits[0]
     by = f", {preparation.processes} {'process' if preparation.processes == 1 else 'processes'}"
+    is_remote = any(limit.cause == "store bandwidth" for limit in preparation.limits)
     text = (
-        f"the text is tokenized before the first step: {bytes_text(preparation.missing_bytes)} in "
+        f"the text is {'downloaded and ' if is_remote else ''}tokenized before the first step: "
+        f"{bytes_text(preparation.missing_bytes)} in "
         f"{duration_text(preparation.seconds)}, while {count_text(preparation.devices, 'device')} "
         f"{'waits' if preparation.devices == 1 else 'wait'} ({cause.cause}"
         f"{by if cause.cause == 'tokenizing' else ''}: {bytes_text(cause.samples_per_second)}/s)"

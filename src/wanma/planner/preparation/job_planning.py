@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from wanma.checkpoint.remote.remote_storage import check_url
+from wanma.data.datasets.load_times import Traffic, process_traffic
 from wanma.data.opening import prepare_job_data
 from wanma.hardware.discovery.cpu_peak import read_cpu_peak
 from wanma.hardware.native.cpp_compiler import NO_COMPILER_MESSAGE, find_cpp_compiler
@@ -58,6 +60,8 @@ class PreparedJob:
     """Reason why the model could not be read."""
     workers: int | None = None
     """Loader threads of a rank; None: the plan is not complete, and those of the job hold."""
+    traffic: Traffic = field(default_factory=Counter)
+    """Traffic of the preparation with stores and the node cache."""
 
     @property
     def plan(self) -> Plan:
@@ -245,9 +249,11 @@ def prepare_job(
         JobError, WanmaError: the data or model cannot be had, nothing fits, or the plan is forecast-only.
     """
     objects = objects or {}
+    traffic: Traffic = Counter()
+    earlier = process_traffic()
     if "data" not in objects:
         try:
-            prepare_job_data(job.data, progress, _announcer(initial_layout, announce))
+            traffic = prepare_job_data(job.data, progress, _announcer(initial_layout, announce))
         except WanmaError as error:
             error.exit_code = EXIT_USAGE  # nothing was started, whatever the error
             raise
@@ -264,7 +270,8 @@ def prepare_job(
     workers = loader_workers(
         job, planned.plan, cluster, planned.forecast, found.workload, has_own_data="data" in objects
     )
-    return PreparedJob(cluster, planned, found.workload, peak, found.reason, workers)
+    traffic += process_traffic() - earlier
+    return PreparedJob(cluster, planned, found.workload, peak, found.reason, workers, traffic)
 
 
 def _announcer(

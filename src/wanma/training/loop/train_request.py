@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from wanma.data.datasets.load_times import Traffic
 from wanma.job.plan.plan import Plan
 from wanma.job.run.parameter_servers import ServerAccess
 from wanma.job.sections.job import Job
@@ -35,6 +37,8 @@ class TrainRequest:
     """Access to the parameter servers that hold the model; None: the ranks hold it."""
     process_state: dict[str, int] = field(default_factory=dict)
     """State of the user's process, as of `process_state.process_state`; empty: it is not compared."""
+    prepared_traffic: Traffic = field(default_factory=Counter)
+    """Traffic with stores on this node before its ranks started."""
 
 
 @dataclass(frozen=True)

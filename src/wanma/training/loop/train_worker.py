@@ -139,6 +139,8 @@ def train(worker: WorkerContext, request: TrainRequest) -> str:
             restore=partial(resume, data=data),
         ) as trainer:
             seek_data(trainer, data)
+            if worker.local_rank == 0 and worker.restart is None:  # else other ranks have counted it
+                trainer.step_data.add_traffic(request.prepared_traffic)
             if data.bad_data_note:
                 trainer.message(data.bad_data_note, "warning")
             if health is not None:

@@ -120,6 +120,10 @@ class StepData:
             terms.append(len(self._bad_places) if self._writes else 0)
         return tuple(map(float, [*terms, *self._traffic_terms()]))
 
+    def add_traffic(self, traffic: Traffic) -> None:
+        """Count traffic of other processes as that of this rank."""
+        self._own_traffic.subtract(traffic)
+
     def _traffic_terms(self) -> list[int]:
         """Return this rank's traffic with stores and node caches since the last call, by `_traffic_keys`."""
         times = self._data.load_times if self._data is not None else None
