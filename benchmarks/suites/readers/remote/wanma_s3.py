@@ -34,8 +34,8 @@ def main() -> None:
             ),
             validation_fraction=0.0,
             shuffle="block",  # as the guide says for stores
-            block_samples=32,
-            window_blocks=8,
+            block_samples="file",
+            window_blocks=2,
             cache=str(store.cache),
             workers=max(options.workers, 1),
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,11 +19,14 @@ from wanma.data.datasets.image_reader import READ_THREADS, ImagePart, ImageReade
 from wanma.data.datasets.load_times import LoadTimes
 from wanma.data.datasets.worker_processes import WorkerProcesses
 from wanma.data.formats.detection import is_built_in
+from wanma.data.formats.format import BadDataError
 from wanma.data.images.fields import bad_sample
 from wanma.data.images.loading_measurement import mean_loading, measure_loading, record_loading
-from wanma.data.images.stored_images import ImageSource, StoredImages, damaged_files
+from wanma.data.images.stored_images import ImageSource, StoredImages, damaged_files, with_way_out
+from wanma.data.index.gradual_index import GradualIndex
 from wanma.data.index.records import cache_folder, is_in_process_memory
 from wanma.data.index.sample_index import SampleIndex
+from wanma.data.sampling.file_order import FileOrder
 from wanma.data.sampling.holdout import Holdout
 from wanma.data.sampling.order import SampleOrder, Shuffle
 from wanma.data.sampling.permutation import IndexArray
@@ -81,13 +85,22 @@ class StoredImageDataset(BatchedDataset):
         self.train_samples, self.validation_samples = (
             int(self._reader.starts[is_validation][-1]) for is_validation in (False, True)
         )
+        if any(map(_is_gradual, self._train)):
+            self.train_samples = total_samples  # the samples that the run reads: an epoch's number is unknown
         self.order: SampleOrder = (
             SampleOrder.of_mixture(
                 [part.size for part in self._train], [source.weight for source in sources], shuffle, seed
             )
             if self._is_mixture
-            else SampleOrder.of_source(self.train_samples, shuffle, seed)
+            else SampleOrder.of_source(self._train[0].size, shuffle, seed)
         )
+        if shuffle.is_by_file:
+            key = ("source",) if self._is_mixture else ()
+            orders = [
+                _order_files(part.index, shuffle.window_blocks, seed, *key, number)
+                for number, part in enumerate(self._train)
+            ]
+            self.order = replace(self.order, file_orders=tuple(orders))
         texts = [text for source in sources for text in _content_texts(source.images)]
         self.fingerprint = hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -97,9 +110,8 @@ class StoredImageDataset(BatchedDataset):
                 "format": source.images.train.data_format.name,
                 "image_field": source.images.fields.image,
                 "label_field": source.images.fields.label,
-                "train_samples": train.size,
                 "validation_samples": validation.size,
-                "epochs": epochs,
+                **({} if _is_gradual(train) else {"train_samples": train.size, "epochs": epochs}),
                 "damaged_files": [f"{one.file}: {one.cause}" for one in source.images.train.damaged],
             }
             for source, train, validation, epochs in zip(
@@ -111,7 +123,7 @@ class StoredImageDataset(BatchedDataset):
             "fingerprint": self.fingerprint,
             "image_shape": self.image_shape,
             "classes": self.classes,
-            "train_samples": self.train_samples,
+            **({} if any(map(_is_gradual, self._train)) else {"train_samples": self.train_samples}),
             "validation_samples": self.validation_samples,
             "mean": list(self._transform.mean),
             "standard_deviation": list(self._transform.std),
@@ -164,6 +176,11 @@ class StoredImageDataset(BatchedDataset):
         (row,) = part.locate(positions).tolist()
         return bad_sample(part.index, row, "").place
 
+    def close(self) -> None:
+        for part in self._train:
+            if isinstance(part.index, GradualIndex):
+                part.index.stop_scans()
+
     def _train_batch(self, sample_indices: IndexArray) -> Batch:
         sources, positions = self.order.locate(sample_indices)
         return self._read(False, self._reader.starts[False][sources] + positions, sample_indices)
@@ -211,6 +228,12 @@ def _divide(source: ImageSource, fraction: float, shuffle: Shuffle) -> tuple[Ima
                 images.validation, images.validation.rows, lambda positions: positions, is_training=False
             ),
         )
+    if fraction and shuffle.is_by_file:
+        raise JobError(
+            "data.validation_fraction needs the number of all samples, which is unknown before the first "
+            "pass with data.block_samples = 'file'",
+            "set data.validation_fraction = 0, or give the data a validation split of its own",
+        )
     holdout = Holdout.of_share(images.train.rows, fraction)
     if holdout.train_rows < 1:
         raise JobError(
@@ -225,6 +248,25 @@ def _divide(source: ImageSource, fraction: float, shuffle: Shuffle) -> tuple[Ima
         part_of(images.train, holdout.train_rows, locate, is_training=True),
         part_of(images.train, holdout.validation_rows, holdout.validation_row, is_training=False),
     )
+
+
+def _is_gradual(part: ImagePart) -> bool:
+    return isinstance(part.index, GradualIndex)
+
+
+def _order_files(index: SampleIndex, window_files: int, *key: int | str) -> FileOrder:
+    """Return the order of samples by files, whose scans begin with the first window."""
+
+    def row_counts(files: IndexArray) -> IndexArray:
+        try:
+            return index.row_counts(files)
+        except BadDataError as error:
+            raise with_way_out(error) from error
+
+    order = FileOrder(index.row_starts, window_files, row_counts, *key)
+    if isinstance(index, GradualIndex):
+        index.scan_ahead(order.files(0), order.first_window_files)
+    return order
 
 
 def _content_texts(images: StoredImages) -> list[str]:

@@ -20,6 +20,7 @@ from wanma.data.formats.format import BadDataError, Record
 from wanma.data.formats.image_folder import ImageFolder, is_image
 from wanma.data.images.transform import unwrap
 from wanma.data.index.build import Progress
+from wanma.data.index.gradual_index import GradualIndex
 from wanma.data.index.records import read_each
 from wanma.data.index.sample_index import SampleIndex
 from wanma.data.stores.atomic_file import write_once
@@ -236,12 +237,14 @@ def _find_own_classes(
     is_table = isinstance(index.data_format, Parquet | ArrowTables)
     files = [file for group in index.groups for file in group.files]
     is_remote = any("://" in file.url for file in files)
-    if not is_table and is_remote and sum(file.size for file in files) > _SCANNED_BYTES:
+    is_large = is_remote and not is_table and sum(file.size for file in files) > _SCANNED_BYTES
+    if is_large or isinstance(index, GradualIndex):
         if any(_is_name(record, field) for record in sampled):
             raise JobError(
                 f"{key}: the field {field!r} holds names, and only a reading of all samples would tell "
                 "their numbers",
-                "write classes as numbers from 0 and set model.classes, or store the data as Parquet",
+                "write classes as numbers from 0 and set model.classes, or store the data as Parquet and "
+                "leave data.block_samples = 'file' out",
             )
         return Classes(None)
     identity = hashlib.sha256(json.dumps([index.fingerprint, field, skips_damaged]).encode()).hexdigest()[:32]

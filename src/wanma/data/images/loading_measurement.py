@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from wanma.data.cache.node_cache import NodeCache
+from wanma.data.formats.byte_ranges import RangeFormat
 from wanma.data.formats.format import BadDataError
 from wanma.data.images.stored_images import StoredImages, sampled_rows
 from wanma.data.images.transform import uniform_draws
@@ -60,8 +61,8 @@ def measure_loading(
     remote = _files(images)
     opener = getattr(index.groups[0].files[0], "opener", None)  # one for all files
     return SampleLoading(
-        samples=index.rows,
-        sample_bytes=sum(sizes) / index.rows,
+        samples=index.estimated_rows,
+        sample_bytes=sum(sizes) / index.estimated_rows,
         file_bytes=sum(sizes) / len(sizes),
         decode_seconds=decode_seconds,
         is_remote=images.is_remote,
@@ -73,6 +74,7 @@ def measure_loading(
         by_processes=by_processes,
         store_bytes=sum(file.size for file in remote),
         cached_bytes=opener.held_bytes(remote) if isinstance(opener, NodeCache) else 0,
+        is_searched=isinstance(index.data_format, RangeFormat),
     )
 
 

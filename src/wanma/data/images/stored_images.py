@@ -6,6 +6,7 @@ here: a command opens them, too, to find what is wrong before ranks start.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +37,7 @@ from wanma.data.images.transform import ImageTransform, fit_transform, import_pi
 from wanma.data.index.records import cache_folder, has_remote, open_index, read_each
 from wanma.data.index.sample_index import DamagedFile, SampleIndex
 from wanma.data.sampling.mixture_schedule import SourceWeight
+from wanma.data.sampling.order import Shuffle
 from wanma.job.errors import EXIT_USAGE, JobError
 from wanma.job.sections.data import DataSection
 from wanma.job.sections.data_sources import EntriesSection, SourceSection
@@ -45,6 +47,10 @@ if TYPE_CHECKING:
 
 _SAMPLED = 16
 """Samples that are looked at before the start."""
+_HINTED_BYTES = 1 << 30
+"""Size of files in a store from which on a wait for all of them comes with its way out."""
+
+log = logging.getLogger("wanma.data")
 
 Progress = Callable[[int, int], None]
 """Function (bytes done, bytes in all)."""
@@ -205,7 +211,7 @@ def with_way_out(error: BadDataError) -> BadDataError:
 
 def sampled_rows(index: SampleIndex) -> NDArray[np.int64]:
     """Return the samples that are looked at before the start, spread over all."""
-    return np.unique(np.linspace(0, index.rows - 1, min(index.rows, _SAMPLED)).astype(np.int64))
+    return index.spread_rows(_SAMPLED)
 
 
 def _declared_sources(section: DataSection) -> list[_SourceKeys]:
@@ -261,6 +267,19 @@ def _open_source(
     keys: _SourceKeys, split: ImageSplit, section: DataSection, folder: Path, advance: _Advance
 ) -> _OpenSource:
     """Open the files of one source, and find the fields of its samples."""
+    by_file = Shuffle.of_job(section).is_by_file
+    is_remote = has_remote([*split.train.files, *split.validation.files])
+
+    def advance_index(done: int, total: int) -> None:
+        if not done and is_remote and not by_file and total > _HINTED_BYTES:
+            log.warning(
+                "%s: %d files in a store (%.1f GiB) are searched for their samples before the first step; "
+                "with data.shuffle = 'block', data.block_samples = 'file' a run begins with the first ones",
+                keys.key,
+                len(split.train.files),
+                total / 2**30,
+            )
+        advance.of_index(done, total)
 
     def open_part(part: SplitFiles, data_format: Format | None = None) -> SampleIndex:
         try:
@@ -270,8 +289,9 @@ def _open_source(
                 section.cache_bytes,
                 data_format=NumpyArrays(part.arrays) if part.arrays else data_format,
                 skip_damaged=section.bad_data in ("skip", "substitute"),
-                progress=advance.of_index,
+                progress=advance_index,
                 retry_seconds=section.store_retry_seconds,
+                by_file=by_file and part is split.train,
             )
         except BadDataError as error:
             if isinstance(data_format, NumpyArrays):  # the job names arrays
@@ -289,7 +309,6 @@ def _open_source(
         validation_fields = ImageFields(*arrays[1]) if arrays[1] else fields
     else:
         fields = validation_fields = _find_fields(train, records, keys)
-    is_remote = has_remote([*split.train.files, *split.validation.files])
     return _OpenSource(keys, train, validation, fields, validation_fields, records, is_remote)
 
 

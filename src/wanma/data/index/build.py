@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from wanma.data.formats.format import BadDataError, DataFile, FileGroup, Format, Layout, UnreadableFileError
+from wanma.data.index.gradual_index import ROWS_PER_FILE, GradualIndex
 from wanma.data.index.group_scan import open_if_whole, open_or_scan
 from wanma.data.index.layout_file import StoredLayout, open_layout, serialize
 from wanma.data.index.sample_index import DamagedFile, SampleIndex
@@ -83,11 +84,8 @@ def open_or_build_index(
         BadFilesError: several files are.
         WanmaError: the cache cannot be written to.
     """
-    scratch = cache_folder / "plain"
-    groups = [replace(group, scratch=scratch) for group in data_format.group(files)]
-    keys = [_group_key(group, data_format) for group in groups]
+    groups, keys, paths = _groups(files, data_format, cache_folder)
     folder = cache_folder / "index"
-    paths = [folder / "layouts" / key[:2] / f"{key}.layout" for key in keys]
     index_path = folder / f"{_hash([keys, skip_damaged])}.index"
     try:
         stored = open_if_whole(index_path)
@@ -101,6 +99,31 @@ def open_or_build_index(
     damaged = tuple(DamagedFile(*entry) for entry in stored.layout.facts["damaged"])
     row_starts = stored.layout.tables["row_starts"]
     return SampleIndex(data_format, groups, row_starts, stored.identity, paths, damaged)
+
+
+def open_gradual_index(
+    files: Sequence[DataFile], data_format: Format, cache_folder: Path, ahead_bytes: int
+) -> GradualIndex:
+    """Open an index of `files` that scans each of them when its samples are wanted.
+
+    Args:
+        files, data_format, cache_folder: as of `open_or_build_index`.
+        ahead_bytes: largest size of the files that are scanned before they are asked for.
+    """
+    groups, _, paths = _groups(files, data_format, cache_folder)
+    listing = [[file.size, file.version] for group in groups for file in group.files]
+    row_starts = np.arange(len(groups) + 1, dtype=np.int64) * ROWS_PER_FILE
+    fingerprint = _hash([_format_identity(data_format), listing])
+    return GradualIndex(data_format, groups, row_starts, fingerprint, paths, ahead_bytes=ahead_bytes)
+
+
+def _groups(
+    files: Sequence[DataFile], data_format: Format, cache_folder: Path
+) -> tuple[list[FileGroup], list[str], list[Path]]:
+    """Return the groups of files, and of each its key and the path of its layout."""
+    groups = [replace(group, scratch=cache_folder / "plain") for group in data_format.group(files)]
+    keys = [_group_key(group, data_format) for group in groups]
+    return groups, keys, [cache_folder / "index" / "layouts" / key[:2] / f"{key}.layout" for key in keys]
 
 
 def _build(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 from wanma.data.cache.node_cache import opener_for
 from wanma.data.formats.detection import detect_format, format_named
 from wanma.data.formats.format import BadDataError, DataFile, Format, Record, Rows
-from wanma.data.index.build import Progress, open_or_build_index
+from wanma.data.index.build import Progress, open_gradual_index, open_or_build_index
 from wanma.data.index.damaged_rows import read_around_damage
 from wanma.data.index.sample_index import SampleIndex
 from wanma.data.stores.data_file import OpenableFile
@@ -24,6 +25,8 @@ from wanma.job.run.user_cache import user_cache_folder
 
 DEFAULT_CACHE_BYTES = 64 << 30
 """Default limit of the copies of remote data on a node."""
+_AHEAD_PARTS = 4
+"""Share of the node cache, as its denominator, that files take which are read before they are needed."""
 _DESCRIPTIONS = ("readme", "readme.*", "license", "license.*", ".*")
 """Names of files in folders, in lower case, that hold no samples."""
 
@@ -127,10 +130,14 @@ def open_index(
     skip_damaged: bool = False,
     progress: Progress | None = None,
     retry_seconds: float = READ_RETRY_POLICY.deadline_seconds,
+    by_file: bool = False,
 ) -> SampleIndex:
     """Open or build the index of listed files; arguments and errors as of `open_records`.
 
     Args:
+        by_file: True: the samples are read file by file, so that remote files are scanned when their samples
+            are wanted (`GradualIndex`); all at once where damaged ones are skipped, which the rest must know.
+            Either way the listing is the fingerprint.
         retry_seconds: time for which a failed read of a store is tried again.
     """
     if not files:
@@ -138,7 +145,14 @@ def open_index(
     opener = opener_for(folder / "blocks", cache_bytes, retry_seconds) if has_remote(files) else None
     data_files: list[DataFile] = [OpenableFile(file, opener) for file in files]
     chosen = data_format or detect_format(data_files)
+    gradual = None
+    if by_file and not any(is_local(file.filesystem) for file in files):
+        gradual = open_gradual_index(data_files, chosen, folder, cache_bytes // _AHEAD_PARTS)
+        if not skip_damaged:
+            return gradual
     index = open_or_build_index(data_files, chosen, folder, progress, skip_damaged=skip_damaged)
+    if gradual is not None:
+        index = replace(index, fingerprint=gradual.fingerprint)
     if not index.rows:
         first = "".join(f"; the first: {one.file}: {one.cause}" for one in index.damaged[:1])
         bad = f": {len(index.damaged)} of {len(files)} files cannot be read{first}" if index.damaged else ""

@@ -65,6 +65,19 @@ class SampleIndex:
         """Number of samples."""
         return int(self.row_starts[-1])
 
+    @property
+    def estimated_rows(self) -> int:
+        """Number of samples, or an estimate where not all files are scanned."""
+        return self.rows
+
+    def row_counts(self, files: Rows) -> NDArray[np.int64]:
+        """Return the number of samples of each of these groups, by their numbers."""
+        return np.asarray(self.row_starts[files + 1] - self.row_starts[files])
+
+    def spread_rows(self, count: int) -> NDArray[np.int64]:
+        """Return the numbers of up to `count` samples, spread over the files that are scanned already."""
+        return np.unique(np.linspace(0, self.rows - 1, min(self.rows, count)).astype(np.int64))
+
     def locate(self, samples: Rows) -> tuple[NDArray[np.int64], Rows]:
         """Return for each global sample number the number of its group and its row within the group.
 

@@ -14,8 +14,10 @@ from typing import Literal
 import numpy as np
 
 from wanma.data.sampling.block_shuffle import BlockLayout, permute_blocks
+from wanma.data.sampling.file_order import FileOrder
 from wanma.data.sampling.mixture_schedule import MixtureSchedule, SourceWeight
 from wanma.data.sampling.permutation import IndexArray, map_epochs, shuffle_indices
+from wanma.job.errors import JobError
 from wanma.job.sections.data import DataSection
 
 
@@ -24,14 +26,30 @@ class Shuffle:
     """Order of the rows in an epoch."""
 
     kind: Literal["full", "block", "none"] = "full"
-    block_samples: int = 1
-    """Samples of a block; used by "block"."""
+    block_samples: int | Literal["file"] = 1
+    """Samples of a block; "file": each file is a block, as of `FileOrder`; used by "block"."""
     window_blocks: int = 1
     """Minimum number of blocks of a window; used by "block"."""
 
     @classmethod
     def of_job(cls, section: DataSection) -> Shuffle:
-        return cls(section.shuffle, section.block_samples, section.window_blocks)
+        """Return the shuffle of a job.
+
+        Raises:
+            JobError: blocks are files, and the data are no images.
+        """
+        shuffle = cls(section.shuffle, section.block_samples, section.window_blocks)
+        if shuffle.is_by_file and not section.has_images:
+            raise JobError(
+                "data.block_samples = 'file' needs images in files, and these data are none",
+                "set the number of samples of a block",
+            )
+        return shuffle
+
+    @property
+    def is_by_file(self) -> bool:
+        """Return whether each file is a block."""
+        return self.kind == "block" and self.block_samples == "file"
 
     @property
     def reads_neighbours(self) -> bool:
@@ -44,6 +62,7 @@ class Shuffle:
             return stream_positions % epoch_size
         if self.kind == "full":
             return shuffle_indices(stream_positions, epoch_size, *key)
+        assert isinstance(self.block_samples, int)  # the job allows "file" for stored images alone
         layout = BlockLayout(epoch_size, self.block_samples, self.window_blocks)
         return map_epochs(
             stream_positions,
@@ -53,7 +72,8 @@ class Shuffle:
 
     def identity(self) -> str:
         """Return the shuffle as text, without keys that it does not use."""
-        sizes = f" of {self.block_samples} samples, {self.window_blocks} in a window"
+        block = "a file" if self.is_by_file else f"{self.block_samples} samples"
+        sizes = f" of {block}, {self.window_blocks} in a window"
         return self.kind + (sizes if self.kind == "block" else "")
 
 
@@ -67,6 +87,8 @@ class SampleOrder:
     seed: int
     mixture: MixtureSchedule | None = None
     """Mixture of the sources; None: there is one source."""
+    file_orders: tuple[FileOrder, ...] = ()
+    """Order of each source whose blocks are files; the sizes of its epochs may then be unknown."""
 
     @classmethod
     def of_source(cls, epoch_size: int, shuffle: Shuffle, seed: int) -> SampleOrder:
@@ -80,6 +102,8 @@ class SampleOrder:
 
     def rows(self, sample_indices: IndexArray) -> IndexArray:
         """Return the row of each sample index in the data of one source."""
+        if self.file_orders:
+            return self.file_orders[0].rows(sample_indices)
         (size,) = self.epoch_sizes
         return self.shuffle.rows(sample_indices, size, self.seed)
 
@@ -90,6 +114,9 @@ class SampleOrder:
         sources, indices = self.mixture.locate_samples(sample_indices)
         for source in np.unique(sources).tolist():
             mask = sources == source
+            if self.file_orders:
+                indices[mask] = self.file_orders[source].rows(indices[mask])
+                continue
             # The key of a lone source with a weight is that of a mixture, too: orders never change.
             indices[mask] = self.shuffle.rows(
                 indices[mask], self.epoch_sizes[source], self.seed, "source", source
@@ -120,7 +147,7 @@ class SampleOrder:
                     self.shuffle.identity(),
                     [(stage.first_sample, stage.mixture.source_weights) for stage in stages],
                     self.seed,
-                    self.epoch_sizes,
+                    None if self.file_orders else self.epoch_sizes,
                 )
             )
         )
@@ -136,7 +163,7 @@ class _OrderIdentity:
     seed: int | None = None
     """Seed; None: not recorded, as in older checkpoints."""
     epoch_sizes: tuple[int, ...] | None = None
-    """Training samples of each source; None: not recorded."""
+    """Training samples of each source; None: not recorded, or unknown."""
 
 
 def order_difference(saved: str, current: str, samples_consumed: int) -> str:
@@ -155,7 +182,7 @@ def order_difference(saved: str, current: str, samples_consumed: int) -> str:
         return f"data.shuffle was {old.shuffle}, and is {new.shuffle}"
     if old.seed != new.seed and old.seed is not None and old.shuffle != "none":
         return f"train.seed was {old.seed}, and is {new.seed}"
-    if old.epoch_sizes is not None and old.epoch_sizes != new.epoch_sizes:
+    if None not in (old.epoch_sizes, new.epoch_sizes) and old.epoch_sizes != new.epoch_sizes:
         was, now = (" and ".join(f"{size:,}" for size in one.epoch_sizes or ()) for one in (old, new))
         return (
             f"an epoch had {was} training samples, and has {now} (see data.validation_fraction and "

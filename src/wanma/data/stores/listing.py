@@ -124,7 +124,9 @@ def expand_entry(entry: str, key: str, retry_seconds: float = MAX_RETRY_SECONDS)
 
 def _resolve_entry(filesystem: Any, path: str, entry: str, key: str) -> list[StoredFile]:
     is_pattern = any(character in path for character in "*?[")
-    info = _info(filesystem, path, is_pattern)
+    # In a store a star is a pattern, whatever is named so: the question would be two requests.
+    is_asked = is_local(filesystem) or "*" not in path
+    info = _info(filesystem, path, is_pattern) if is_asked else None
     if is_local(filesystem) and (Path(path).is_symlink() if info is None else info["type"] == "other"):
         info = _local_information(filesystem, path, key)
     if info is not None and info["type"] == "file":

@@ -77,8 +77,10 @@ class DataSection(EntriesSection):
         description="order of an epoch: full: each sample at random; block: blocks of consecutive samples at "
         "random, and the samples of several blocks, for stores with slow random reads; none: as stored",
     )
-    block_samples: int = Field(
-        1024, ge=1, le=1_000_000_000, description="shuffle = 'block': consecutive samples in a block"
+    block_samples: Literal["file"] | Annotated[int, Ge(1), Le(1_000_000_000)] = Field(
+        1024,
+        description="shuffle = 'block': consecutive samples in a block; 'file': each file of images is a "
+        "block, and one in a store is read when its turn comes, so that training begins before all are here",
     )
     window_blocks: int = Field(
         32, ge=1, le=1_000_000, description="shuffle = 'block': blocks whose samples are shuffled together"
@@ -243,6 +245,9 @@ class DataSection(EntriesSection):
         has_parts = bool(self.entries) and not (self.is_own or self.has_interactions)
         if self.placement == "parts" and (self.sources or not has_parts):
             raise ValueError("placement = 'parts' needs entries of text or images")
+        is_other = self.has_text or self.has_interactions or self.is_own or self.placement == "parts"
+        if self.block_samples == "file" and is_other:
+            raise ValueError("block_samples = 'file' needs images in files, with placement = 'shared'")
         names = [source.name for source in self.sources]
         if duplicates := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"names of sources must be unique (given twice: {', '.join(duplicates)})")

@@ -293,7 +293,11 @@ def store_reads(
     run_samples = problem.global_batch * problem.job.train.steps
     total = loading.samples * loading.sample_bytes
     is_kept = total <= data.cache_bytes
-    window_bytes = data.block_samples * data.window_blocks * loading.sample_bytes
+    window_bytes = data.window_blocks * (
+        data.block_samples * loading.sample_bytes
+        if isinstance(data.block_samples, int)
+        else loading.file_bytes
+    )
     reads_neighbours = data.shuffle == "none" or (
         data.shuffle == "block" and window_bytes <= data.cache_bytes
     )
