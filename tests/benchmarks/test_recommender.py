@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,6 +27,8 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SUITES = BENCHMARKS / "suites"
 PEERS = BENCHMARKS / "recommender" / "peers"
 ROWS = 500
+BATCHES = {"global_batch": 2048, "steps": 24}
+SERVERS = ["wanma, parameter servers, asynchronous", "wanma, parameter servers, synchronous"]
 
 Import = Callable[[str], Any]
 
@@ -43,9 +46,13 @@ def peer_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Import]:
 def test_the_contenders_of_a_suite_have_the_same_clicks_and_weights(size: str) -> None:
     suite, _ = read_suite_or_job(SUITES / f"recommender-{size}.toml")
     folder = f"{{suite}}/data/clicks-{size}"
-    baseline, *peers = [one for one in suite.contenders if one.name != "wanma, tables of 1M rows"]
-    assert baseline.settings == {"data.path": f"{folder}/clicks.csv", "checkpoint.start_from": folder}
-    for peer in peers:
+    shared = {"data.path": f"{folder}/clicks.csv", "checkpoint.start_from": folder}
+    contenders = [one for one in suite.contenders if one.name != "wanma, tables of 1M rows"]
+    for own in (one for one in contenders if one.kind == "job"):
+        assert own.settings.items() >= shared.items()
+        batch, steps = (int(own.settings.get(f"train.{key}", value)) for key, value in BATCHES.items())
+        assert batch * steps == math.prod(BATCHES.values())
+    for peer in (one for one in contenders if one.kind == "command"):
         job, script = (next(one for one in peer.command if end in one) for end in ('"train"', ".py"))
         assert json.loads(job)["data"]["path"] == [f"{folder}/clicks.csv"]
         assert json.loads(job)["checkpoint"] == {"start_from": folder}
@@ -91,6 +98,8 @@ def test_the_model_of_the_peers_is_wanmas(peer_module: Import, tmp_path: Path) -
     ("peers", "tolerance"),
     [
         pytest.param(["DDP, sparse gradients", "DDP, dense gradients"], 1e-5, id="ddp"),
+        pytest.param(SERVERS[1:], 1e-5, id="servers"),
+        pytest.param(SERVERS[:1], 0.05, id="asynchronous-servers"),
         pytest.param(["TorchRec"], 1e-5, id="torchrec"),
         pytest.param(["TensorFlow ParameterServerStrategy"], 0.05, id="tensorflow"),  # asynchronous
     ],

@@ -33,7 +33,8 @@ def server() -> Iterator[FrameServer]:
 
 def test_buffers_arrive_as_they_were_sent(server: FrameServer) -> None:
     connection = Connection(server.address, SECRET)
-    for sent in ([b"abc", b"", bytes(1 << 20)], []):
+    many = [bytes([n % 256]) * (n % 5) for n in range(1500)]
+    for sent in ([b"abc", b"", bytes(1 << 20)], [], [*many, bytes(1 << 20), b""]):
         header, received = connection.request({"op": "echo"}, sent, 10.0)
         assert header["sizes"] == [len(one) for one in sent]
         assert received == [bytearray(one) for one in reversed(sent)]

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from support.command import Desk, Running, Training, small_disk
-from support.networks import Cable, cable, ip
+from support.networks import Cable, cable, ip, long_cable
 from support.nodes import Machines
 from wanma.api.run.parameter_servers import _network_access
 from wanma.elastic.protocol.shared_secret import SECRET_VARIABLE
@@ -87,7 +87,39 @@ seed = 2  # of others, activations come so close to the kink of ReLU that roundi
 micro_batch = 4
 """,
 }
+JOBS["videos"] = """\
+[model]
+preset = "youtube-50b"
+[model.recommender]
+embedding = 8
+bottom = [16, 8]
+top = [16]
+[model.recommender.tables]
+user = 90
+item = 70
+watched = 70
+searched = 30
+channel = 12
+place = 7
+language = 3
+[data]
+path = "videos.csv"
+[data.columns]
+sparse = ["watched", "searched", "channel", "place", "language"]
+dense = ["age"]
+[data.interactions]
+target = "click"
+positive_from = 1
+[train]
+steps = 4
+global_batch = 48
+learning_rate = 1e-2
+embedding_optimizer = "rowwise_adagrad"
+"""
 SECRET = {SECRET_VARIABLE: "0123456789abcdef"}
+SPREAD = ("cluster.nodes=2", "servers.count=2", "parallel.dp_replicate=2")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "movielens-servers.toml"
+MOVIELENS = Path(__file__).parents[3] / "shared" / "data" / "movielens-100k-ratings.tsv"
 ASYNCHRONOUS = ("servers.mode=asynchronous", 'parallel.allow=["staleness"]')
 
 
@@ -100,6 +132,12 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
         )
     images = np.random.default_rng(1).integers(0, 255, (48, 12, 12, 3), dtype=np.uint8)
     np.savez(desk.folder / "images.npz", images=images, labels=np.arange(48) % 3)
+    lines = ["user,item,rating,watched,searched,channel,place,language,age"]
+    for n in range(400):
+        watched, searched = ("|".join(str(n * k % rows) for k in range(n % 5)) for rows in (70, 30))
+        ids = (n % 12, n % 7, n % 3)
+        lines.append(",".join(map(str, (n % 89, n * 7 % 69, n % 2, watched, searched, *ids, n / 400))))
+    (desk.folder / "videos.csv").write_text("\n".join(lines) + "\n")
     return desk
 
 
@@ -177,18 +215,18 @@ def test_servers_update_used_rows_of_tables_as_ranks_that_hold_the_tables(
     assert largest_difference(served, alone) <= 1e-6
 
 
-def nodes_of(desk: Desk, name: str, *words: str, **environment: str) -> Machines:
+def nodes_of(desk: Desk, name: str, job: str, *words: str, **environment: str) -> Machines:
     """Two nodes with a server and a worker each."""
-    spread = (*words, "cluster.nodes=2", "servers.count=2", "parallel.dp_replicate=2")
-    return Machines(desk, name, *spread, **environment)
+    return Machines(desk, name, job, *SPREAD, *words, **environment)
 
 
 class NodesOnCable(Machines):
     """Two nodes, each in a network of its own."""
 
-    def __init__(self, desk: Desk, between: Cable, name: str, *words: str, **environment: str) -> None:
-        spread = (*words, "cluster.nodes=2", "servers.count=2", "parallel.dp_replicate=2")
-        super().__init__(desk, name, *spread, **environment)
+    def __init__(
+        self, desk: Desk, between: Cable, name: str, job: str, *words: str, **environment: str
+    ) -> None:
+        super().__init__(desk, name, job, *SPREAD, *words, **environment)
         self._names, self._place = between.names, f"{between.addresses[0]}:29500"
 
     def start(self, node: int, before: tuple[str, ...] = ()) -> None:
@@ -214,6 +252,20 @@ def test_servers_on_two_nodes_train_the_numbers_of_one_process(desk: Desk) -> No
     for node, running in both.running.items():
         assert server_process(both.training, node) in running.family, "each node has its server"
         assert running.left() == []
+    assert largest_difference(both.training, alone) <= 1e-6
+
+
+@pytest.mark.full
+@pytest.mark.root
+def test_sixteen_shards_of_a_log_train_on_two_sites_the_numbers_of_one_process(desk: Desk) -> None:
+    alone = trained(desk, "videos", "videos-alone", "parallel.embedding=row_wise")
+    with long_cable(0.01) as between:
+        both = NodesOnCable(
+            desk, between, "videos-sites", "videos.toml", "parallel.dp_replicate=16", **SECRET
+        )
+        start_nodes(both, 1)
+        for ran in both.end():
+            ran.check()
     assert largest_difference(both.training, alone) <= 1e-6
 
 
@@ -427,6 +479,21 @@ def test_no_update_of_a_bounded_run_misses_more_than_the_bound(desk: Desk) -> No
     training = trained(desk, "ratings", "bounded", "servers.count=2", "parallel.dp_replicate=3", *bounded)
     assert len(training.metrics) == 40
     assert {step["staleness"] for step in training.metrics} <= {0, 1}
+    before, *others = training.metrics[19:]  # all pause after step 20
+    spent = sum(step["step_seconds"] + step["phases"]["validation"] for step in others)
+    assert spent == pytest.approx(others[-1]["time"] - before["time"], rel=0.1), "each has its share"
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not MOVIELENS.exists(), reason="no ../shared/data here")
+def test_asynchronous_workers_predict_ratings_of_movielens_as_well_as_synchronous_ones(desk: Desk) -> None:
+    errors = []
+    for name, keys in (("async", ()), ("sync", ("servers.mode=synchronous", "parallel.allow=[]"))):
+        desk.run("train", str(EXAMPLE), "--run-dir", name, f"data.path={MOVIELENS}", *keys).check()
+        validations = [one for one in desk.training(name).events if one["kind"] == "validation"]
+        errors.append(validations[-1]["metrics"]["rmse"])
+    assert errors[0] <= 1.01 * errors[1]
+    assert max(errors) <= 0.94
 
 
 @pytest.mark.full

@@ -52,7 +52,18 @@ def memory(asked: Job, rows: dict[str, int] = ROWS) -> Forecast:
     return forecast_plan_memory(build_problem(asked, box(64 << 30), recommender(rows), ranks=2), PLAN)
 
 
-@pytest.mark.parametrize(("mode", "samples"), [("synchronous", BATCH // WORKERS), ("asynchronous", BATCH)])
+BY_MODE = pytest.mark.parametrize(
+    ("mode", "samples"), [("synchronous", BATCH // WORKERS), ("asynchronous", BATCH), ("bounded", BATCH)]
+)
+
+
+@BY_MODE
+def test_a_worker_s_micro_batch_is_its_part_of_a_step(mode: str, samples: int) -> None:
+    found = complete_plan(job(mode=mode), PLAN, box(64 << 30), recommender(ROWS))
+    assert found.plan.micro_batch == samples
+
+
+@BY_MODE
 def test_a_step_moves_dense_parameters_and_used_rows(mode: str, samples: int) -> None:
     used = sum(distinct_ids(rows, samples) for rows in ROWS.values())
     pulled = DENSE + WIDTH * used

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -36,6 +36,22 @@ _CHANGE_SECONDS = 0.05
 _WIRE_DTYPES = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Entries = dict[int, list[tuple[dict[str, Any], Tensor]]]
 """Tensors by shard, each with its keys."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Part of a parameter's rows in one shard: of a table those that a step uses."""
+
+    parameter: ServedParameter
+    shard: int
+    ids: Tensor | None
+    """Rows within the shard; None: all."""
+    rows: slice
+    """Place of the rows in the tensor of the parameter."""
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        return {"shard": self.shard, "name": self.parameter.name, "is_table": self.parameter.is_table}
 
 
 class ParameterServerClient:
@@ -73,6 +89,8 @@ class ParameterServerClient:
         self.step = 0
         """Newest step that this worker was given."""
         self._table: ServerTable | None = None
+        self._pieces: tuple[ServerTable, Mapping[str, Tensor], list[_Piece]] | None = None
+        """Pieces of the newest pull, which its push has too: their table, rows, and themselves."""
         self._last_push: tuple[int, Mapping[str, Tensor], Mapping[str, Tensor]] | None = None
 
     def close(self) -> None:
@@ -162,42 +180,39 @@ class ParameterServerClient:
             WanmaError: an id is negative or not in its table.
         """
         while True:
-            table = self._require_table()
-            self._check_ids(table, rows)
+            pieces = self._pieces_of(rows)
             entries: Entries = {}
-            for parameter, shard, ids, _ in _pieces(table, rows):
-                keys = {"shard": shard, "name": parameter.name, "is_table": parameter.is_table}
-                entries.setdefault(shard, []).append((keys, torch.empty(0) if ids is None else ids))
+            for piece in pieces:
+                if piece.ids is None or len(piece.ids):
+                    ids = torch.empty(0) if piece.ids is None else piece.ids
+                    entries.setdefault(piece.shard, []).append((piece.keys, ids))
             if (answers := self._ask_servers("pull", entries, {})) is not None:
                 break
         by_key = {(keys["shard"], keys["name"]): tensor for keys, tensor in answers}
+        parts: dict[str, list[Tensor]] = {}
+        for piece in pieces:
+            of_parameter = parts.setdefault(piece.parameter.name, [])
+            if (tensor := by_key.get((piece.shard, piece.parameter.name))) is not None:
+                of_parameter.append(tensor)
         found: dict[str, Tensor] = {}
-        for parameter in table.parameters:
-            name = parameter.name
-            pieces = _pieces(table, rows, parameter)
-            if parameter.is_table:
-                full = torch.empty(len(rows[name]), parameter.width)
-                for _, shard, _, places in pieces:
-                    full[places] = by_key[shard, name]
-                found[name] = full
-            else:
-                found[name] = torch.cat([by_key[shard, name] for _, shard, _, _ in pieces]).reshape(
-                    parameter.shape
-                )
+        for parameter in self._require_table().parameters:
+            tensors = parts[parameter.name] or [torch.empty(0, parameter.width)]
+            joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+            found[parameter.name] = joined if parameter.is_table else joined.reshape(parameter.shape)
         return found
 
     def push(self, step: int, gradients: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> None:
         self._last_push = (step, gradients, rows)
         while True:
-            table = self._require_table()
             entries: Entries = {}
-            for parameter, shard, ids, places in _pieces(table, rows, includes_empty=True):
-                gradient = gradients[parameter.name].reshape(-1, parameter.width)
-                keys = {"shard": shard, "name": parameter.name, "is_table": parameter.is_table}
-                of_shard = entries.setdefault(shard, [])
-                if ids is not None:
-                    of_shard.append(({**keys, "field": "ids"}, ids))
-                of_shard.append(({**keys, "field": "values"}, gradient[places].to(self._wire_dtype)))
+            for piece in self._pieces_of(rows):
+                gradient = gradients[piece.parameter.name].reshape(-1, piece.parameter.width)
+                of_shard = entries.setdefault(piece.shard, [])
+                if piece.ids is not None:
+                    of_shard.append(({**piece.keys, "field": "ids"}, piece.ids))
+                of_shard.append(
+                    ({**piece.keys, "field": "values"}, gradient[piece.rows].to(self._wire_dtype))
+                )
             if self._ask_servers("push", entries, {"step": step}) is not None:
                 return
 
@@ -386,49 +401,43 @@ class ParameterServerClient:
         assert self._table is not None
         return self._table
 
-    def _check_ids(self, table: ServerTable, rows: Mapping[str, Tensor]) -> None:
-        for parameter in table.parameters:
-            if not parameter.is_table or not len(ids := rows[parameter.name]):
-                continue
-            low, high = int(ids.min()), int(ids.max())
-            if low < 0 or high >= parameter.rows:
-                raise WanmaError(
-                    f"worker {self._worker}: {parameter.name} has rows 0 to {parameter.rows - 1}, and the "
-                    f"data have id {low if low < 0 else high}",
-                    "remove the row from the data, or set model.recommender.tables",
-                )
+    def _pieces_of(self, rows: Mapping[str, Tensor]) -> list[_Piece]:
+        """Return the parts of all parameters, and of the rows of tables, that lie in each shard.
 
+        Raises:
+            WanmaError: an id is negative or not in its table.
+        """
+        table = self._require_table()
+        if self._pieces is None or self._pieces[0] is not table or self._pieces[1] is not rows:
+            pieces = [
+                piece
+                for parameter in table.parameters
+                for piece in self._pieces_of_parameter(table, parameter, rows)
+            ]
+            self._pieces = (table, rows, pieces)
+        return self._pieces[2]
 
-def _pieces(
-    table: ServerTable,
-    rows: Mapping[str, Tensor],
-    only: ServedParameter | None = None,
-    *,
-    includes_empty: bool = False,
-) -> list[tuple[ServedParameter, int, Tensor | None, Any]]:
-    """Return what of each parameter concerns each shard.
-
-    Returns:
-        (parameter, shard, ids within the shard or None for all, index of its rows in the full tensor). Shards
-            without a row of the parameter have none; those without an id of a table too, unless included.
-    """
-    pieces: list[tuple[ServedParameter, int, Tensor | None, Any]] = []
-    for parameter in table.parameters if only is None else (only,):
+    def _pieces_of_parameter(
+        self, table: ServerTable, parameter: ServedParameter, rows: Mapping[str, Tensor]
+    ) -> Iterator[_Piece]:
+        """Yield a parameter's pieces; shards without a row of it have none."""
         starts = [*table.starts(parameter), parameter.rows]
-        owners = None
+        ids, cuts = None, starts
         if parameter.is_table:
             ids = rows[parameter.name]
-            owners = torch.bucketize(ids, torch.tensor(starts[1:]), right=True)
+            places = ids.numpy()  # single numbers are read much faster than from tensors
+            if len(places) and (places[0] < 0 or places[-1] >= parameter.rows):
+                raise WanmaError(
+                    f"worker {self._worker}: {parameter.name} has rows 0 to {parameter.rows - 1}, and the "
+                    f"data have id {places[0] if places[0] < 0 else places[-1]}",
+                    "remove the row from the data, or set model.recommender.tables",
+                )
+            cuts = places.searchsorted(starts).tolist()
         for shard in range(len(table.holders)):
-            if starts[shard] == starts[shard + 1]:
-                continue
-            if owners is None:
-                pieces.append((parameter, shard, None, slice(starts[shard], starts[shard + 1])))
-            else:
-                places = (owners == shard).nonzero().squeeze(1)
-                if len(places) or includes_empty:
-                    pieces.append((parameter, shard, ids[places] - starts[shard], places))
-    return pieces
+            if starts[shard] < starts[shard + 1]:
+                part = slice(cuts[shard], cuts[shard + 1])
+                own = None if ids is None else ids[part] - starts[shard] if starts[shard] else ids[part]
+                yield _Piece(parameter, shard, own, part)
 
 
 def _record(value: dict[str, Any], statistics: list[bytes]) -> AppliedStep:

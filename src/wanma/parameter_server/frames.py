@@ -20,10 +20,11 @@ from typing import Any
 from wanma.data.handover.messages import receive_bytes, set_tcp_options
 from wanma.job.errors import WanmaError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 _SIZES = struct.Struct(">II")
-"""Bytes of the header and number of buffers, each preceded by its size."""
-_SIZE = struct.Struct(">Q")
+"""Bytes of the header, and number of buffers: the size of each, the header, and the buffers follow."""
+_MAX_PIECES = 512
+"""Pieces of memory of one system call, of which Linux takes 1,024."""
 _MAX_HEADER_BYTES = 64 << 20
 _MAX_HANDSHAKE_BYTES = 4096
 """Most bytes of a header from a peer that has not proved the secret; it may send no buffer."""
@@ -185,11 +186,11 @@ def _set_options(connection: socket.socket) -> None:
 
 def _send_frame(connection: socket.socket, header: dict[str, Any], buffers: Buffers) -> None:
     content = json.dumps(header).encode()
-    connection.sendall(_SIZES.pack(len(content), len(buffers)) + content)
-    for buffer in buffers:
-        view = memoryview(buffer).cast("B") if len(buffer) else memoryview(b"")
-        connection.sendall(_SIZE.pack(len(view)))
-        connection.sendall(view)
+    pieces = [memoryview(buffer).cast("B") if len(buffer) else memoryview(b"") for buffer in buffers]
+    sizes = struct.pack(f">{len(pieces)}Q", *map(len, pieces))
+    _transfer(
+        [memoryview(_SIZES.pack(len(content), len(pieces)) + sizes + content), *pieces], connection.sendmsg
+    )
 
 
 def _receive_frame(
@@ -198,12 +199,35 @@ def _receive_frame(
     size, count = _SIZES.unpack(receive_bytes(connection, _SIZES.size))
     if size > max_header_bytes or (count and max_header_bytes < _MAX_HEADER_BYTES):
         raise ValueError(f"a header of {size} bytes")
-    header = json.loads(bytes(receive_bytes(connection, size)))
-    buffers = []
-    for _ in range(count):
-        (length,) = _SIZE.unpack(receive_bytes(connection, _SIZE.size))
-        buffers.append(receive_bytes(connection, length))
+    sizes = struct.Struct(f">{count}Q")
+    content = bytes(receive_bytes(connection, sizes.size + size))
+    header = json.loads(content[sizes.size :])
+    buffers = [bytearray(length) for length in sizes.unpack_from(content)]
+
+    def receive(pieces: list[memoryview]) -> int:
+        return connection.recvmsg_into(pieces, 0, socket.MSG_WAITALL)[0]
+
+    _transfer([memoryview(buffer) for buffer in buffers], receive)
     return header, buffers
+
+
+def _transfer(pieces: list[memoryview], transfer: Callable[[list[memoryview]], int]) -> None:
+    """Send or receive pieces of memory in their order, many at once: each call may wake the peer.
+
+    Raises:
+        EOFError: the peer has closed the connection.
+    """
+    waiting = [piece for piece in pieces if len(piece)]
+    first = 0
+    while first < len(waiting):
+        count = transfer(waiting[first : first + _MAX_PIECES])
+        if not count:
+            raise EOFError
+        while first < len(waiting) and count >= len(waiting[first]):
+            count -= len(waiting[first])
+            first += 1
+        if count:
+            waiting[first] = waiting[first][count:]
 
 
 def _proof(secret: bytes, role: str, nonce: str) -> str:

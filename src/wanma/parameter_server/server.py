@@ -22,6 +22,7 @@ from wanma.parameter_server.frames import Buffers, Connection, FrameServer, Peer
 from wanma.parameter_server.moves import HolderLostError, ShardMove, slice_rows
 from wanma.parameter_server.shards import Gradient, Shard, pack_tensors, sum_gradients, unpack_tensors
 from wanma.parameter_server.table import ServerTable
+from wanma.torch_internals.operators import foreach_norm
 
 Answer = tuple[dict[str, Any], Buffers]
 _PEER_SECONDS = 60.0
@@ -93,9 +94,8 @@ class ParameterServer:
         answer = []
         for keys, ids in unpack_tensors(header["tensors"], buffers):
             shard = shards[keys["shard"]]
-            with shard.lock:
-                # A copy: an update of another worker may come before it is sent.
-                values = shard.rows(keys["name"], ids if keys["is_table"] else None).clone()
+            with shard.lock:  # an update of another worker may come before the copy is sent
+                values = shard.rows(keys["name"], ids if keys["is_table"] else None)
             answer.append(({"shard": keys["shard"], "name": keys["name"]}, values))
         descriptions, content = pack_tensors(answer)
         return {"tensors": descriptions}, content
@@ -140,7 +140,9 @@ class ParameterServer:
                 continue
             gradients, absent = self._summed(shard, header)
             missing |= absent
-            square += sum(float(g.values.double().square().sum()) for g in gradients.values())
+            if gradients:  # as `local_squared_norm`
+                norms = torch.stack(foreach_norm([one.values for one in gradients.values()]))
+                square += float(norms.double().square().sum())
         return {"square": square, "missing": sorted(missing)}, ()
 
     def _apply(self, header: dict[str, Any], _buffers: list[bytearray]) -> Answer:

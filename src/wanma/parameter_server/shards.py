@@ -97,9 +97,9 @@ class Shard:
         self._optimizer = _build_optimizer(groups, optimizer) if groups else None
 
     def rows(self, name: str, ids: Tensor | None) -> Tensor:
-        """Return rows of a parameter."""
+        """Return a copy of rows of a parameter; `ids` None: of all."""
         weight = self.weights[name].detach()
-        return weight if ids is None else weight[ids]
+        return weight.clone() if ids is None else weight.index_select(0, ids)
 
     def apply(self, update: int, gradients: Mapping[str, Gradient], factor: float, rate: float) -> None:
         """Apply update number `update`: gradients times `factor`. An update that it has seen changes nothing.
@@ -172,10 +172,13 @@ class Shard:
         assert gradient.ids is not None
         states = self._table_states[table.name]
         states[_STEP_KEY] += 1
-        is_used = gradient.values.ne(0).any(1)
+        ids, values = gradient.ids, gradient.values
+        is_used = values.abs().sum(1).ne(0)  # faster than `any`
+        if not bool(is_used.all()):
+            ids, values = ids[is_used], values[is_used]
         update = RowUpdate(
-            gradient.ids[is_used],
-            gradient.values[is_used] * factor,
+            ids,
+            values * factor,
             rate * table.learning_rate_scale,
             table.weight_decay,
             int(states[_STEP_KEY]),

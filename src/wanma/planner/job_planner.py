@@ -28,7 +28,7 @@ from wanma.planner.forecast.problem import (
     host_memory_overflow_reason,
     select_device_type,
 )
-from wanma.planner.forecast.server_forecast import server_memory_error
+from wanma.planner.forecast.server_forecast import server_memory_error, step_plan
 from wanma.planner.gradient_reduction import check_buckets, with_gradient_reduction
 from wanma.planner.hardware_model.calibration import Calibration
 from wanma.planner.infeasibility import no_plan_error, plan_too_large_error
@@ -54,6 +54,7 @@ from wanma.planner.rules.mesh import (
     global_batches,
     valid_micro_batch_sizes,
 )
+from wanma.planner.rules.predicates import candidate_micro_batch_sizes
 from wanma.planner.rules.synchronization import build_synchronization, check_synchronization
 from wanma.planner.sample_groups import SampleGroup, sample_group_of
 from wanma.planner.search.branch_and_bound import search
@@ -241,7 +242,10 @@ def complete_plan(
     untimed = time_search_unavailable_reason(inputs)
     if untimed is None:
         chosen = _search_open_settings(problem, plan)
-    plan, reasons = chosen if chosen is not None else _choose_by_rule(problem, plan, rows)
+    if chosen is None:
+        rows = step_plan(problem, plan).max_rows_per_data_rank(min(global_batches(job)))
+        chosen = _choose_by_rule(problem, plan, rows)
+    plan, reasons = chosen
     plan = with_gradient_reduction(job, plan, problem.hardware, workload)
     if (error := table_memory_error(workload, plan)) is not None:
         raise error
@@ -284,8 +288,10 @@ def _search_open_settings(problem: PlanningProblem, plan: Plan) -> tuple[Plan, l
         world_sizes=[plan.world_size],
         workload=problem.workload,
     )
+    step_rows = step_plan(problem, plan).max_rows_per_data_rank(max(space.global_batches))
     narrow = replace(
         space,
+        micro_batch=space.micro_batch or tuple(candidate_micro_batch_sizes(step_rows)),
         pp=(plan.pp,),
         dp_replicate=(plan.dp_replicate,),
         dp_shard=(plan.dp_shard,),

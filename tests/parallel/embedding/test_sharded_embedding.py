@@ -38,8 +38,8 @@ DEFAULT_CASES = {
 }
 
 
-def job(folder: Path, table_optimizer: str | None, **train: Any) -> dict[str, Any]:
-    """A DLRM with bags that are empty or repeat ids, and tables whose rows no world size divides."""
+def job(folder: Path, table_optimizer: str | None, kind: str = "dlrm", **train: Any) -> dict[str, Any]:
+    """A model with bags that are empty or repeat ids, and tables whose rows no world size divides."""
     generator = np.random.default_rng(0)
     rows = ["user,item,rating,tags,words,age"]
     for n in range(60):
@@ -52,7 +52,7 @@ def job(folder: Path, table_optimizer: str | None, **train: Any) -> dict[str, An
     return {
         "model": {
             "family": "recommender",
-            "kind": "dlrm",
+            "kind": kind,
             "recommender": {"embedding": 6, "bottom": [5, 6], "top": [9]},
         },
         "data": {
@@ -100,6 +100,15 @@ def test_a_placement_has_the_numbers_of_one_process(
     other = run_job(tmp_path / "other", job(tmp_path / "other", optimizer), placed(layout, sharding))
     assert max(one.norms) > 0.05  # the gradients are clipped
     same_numbers(one, other, 1e-9)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["2", "3", "4"])
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_another_model_has_the_numbers_of_one_process(sharding: str, layout: str, tmp_path: Path) -> None:
+    text = job(tmp_path, "adagrad", "dcnv2")
+    one = run_here(tmp_path / "one", text, placed("1", "row_wise", micro_batch=9))
+    same_numbers(one, run_job(tmp_path / "other", text, placed(layout, sharding)), 1e-9)
 
 
 def test_sgd_has_the_numbers_of_dense_tables(tmp_path: Path) -> None:

@@ -147,10 +147,10 @@ class ParameterServers(Protocol):
         """Wait for the next step of this worker."""
 
     def pull(self, rows: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all dense parameters, and of each table the rows with the given ids."""
+        """Return all dense parameters, and of each table the rows with the given ids, which ascend."""
 
     def push(self, step: int, gradients: Mapping[str, Any], rows: Mapping[str, Any]) -> None:
-        """Send gradients: of tables those of the rows with the given ids, each id once."""
+        """Send gradients: of tables those of the rows with the given ids, as of the `pull` before."""
 
     def finish(self, contribution: StepContribution) -> None:
         """Wait until the servers have applied the step; the last push is repeated where a server is lost."""

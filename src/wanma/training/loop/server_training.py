@@ -314,8 +314,9 @@ class Chief:
 
     def record(self, records: tuple[AppliedStep, ...]) -> None:
         """Record applied steps; of the last one before a pause, `end_pause` does."""
-        for index, record in enumerate(records):
-            self.trainer.take_step(record, len(records) - index)
+        seconds = self.trainer.seconds_since_record() / max(len(records), 1)
+        for record in records:
+            self.trainer.take_step(record, seconds)
             if self.trainer.state.step == self._pause_step:
                 self._last = record
             else:
@@ -379,16 +380,18 @@ class ChiefTrainer(Trainer):
 
     records_staleness = False
 
-    def take_step(self, record: AppliedStep, remaining: int) -> None:
+    def seconds_since_record(self) -> float:
+        """Return the time since the last recorded step, which the next ones share."""
+        return time.perf_counter() - self._step_started
+
+    def take_step(self, record: AppliedStep, seconds: float) -> None:
         """Count a step that the servers have applied.
 
         Args:
             record: the step.
-            remaining: number of steps that are recorded now, this one included: they share the time since
-                the last.
+            seconds: time of the step until now.
         """
-        now = time.perf_counter()
-        self._step_started = now - (now - self._step_started) / remaining
+        self._step_started = time.perf_counter() - seconds
         samples = global_batch_size(self.job.train, self.state.step)
         self._end_forward_backward()
         self.state.end_step(record.applied, samples)
