@@ -58,11 +58,12 @@ def test_a_pattern_replaces_the_sharding_of_its_tables() -> None:
 @pytest.mark.parametrize("embedding", ["auto", "row_wise", "table_wise", "replicated"])
 def test_each_id_has_one_row_on_one_rank(ranks: int, embedding: str) -> None:
     placements = place_tables(ROWS, 16, BAGS, plan(ranks, embedding))
-    tables = torch.arange(len(ROWS)).repeat_interleave(torch.tensor(list(ROWS.values())))
+    sizes = torch.tensor(list(ROWS.values()))
     ids = torch.cat([torch.arange(rows) for rows in ROWS.values()])
     for rank in range(ranks):
         layout = TableLayout(ROWS, placements, rank, ranks)
-        holders, rows = layout.locate(tables, ids)
+        holders, rows, outside = layout.locate(ids, sizes)
+        assert outside == -1
         places = list(zip(holders.tolist(), rows.tolist(), strict=True))
         assert len(set(places)) == len(places)
         own = sorted(row for holder, row in places if holder == rank)

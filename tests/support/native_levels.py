@@ -7,6 +7,7 @@ import mmap
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from wanma.collectives.compression.int8_codec import BlockwiseInt8Codec
@@ -17,6 +18,9 @@ from wanma.collectives.shared_memory.native_library import (
     ReduceOperation,
     load_library,
 )
+from wanma.parallel.embedding import native_rows
+from wanma.parallel.embedding.id_groups import group_ids
+from wanma.parallel.embedding.interaction import interact_compiled
 
 ELEMENTS = 4099
 """Elements of a tensor: two blocks of the reduction and a few, which no width of vectors divides."""
@@ -61,6 +65,26 @@ def codec_results(library: Path) -> dict[str, bytes]:
 
 
 codec_results.library = "blockwise"  # type: ignore[attr-defined]
+
+
+def row_results(library: Path) -> dict[str, bytes]:
+    """Return groups of ids, and interactions of vectors with their gradients."""
+    with pytest.MonkeyPatch.context() as patch:
+        native = native_rows.open_library(library)
+        patch.setattr(native_rows, "load_rows_library", lambda: native)
+        groups = group_ids(torch.arange(ELEMENTS) ** 2 % 61)
+        results = {"positions": _bytes(groups.positions), "starts": _bytes(groups.starts)}
+        for width in (16, 17):
+            values = _numbers(torch.float32, 1)[: 24 * 10 * width].clamp(-100, 100).view(24, 10, width)
+            vectors = values.requires_grad_().unbind(0)
+            output = interact_compiled(vectors, True)
+            output.square().sum().backward()
+            assert values.grad is not None
+            results |= {f"output, {width}": _bytes(output), f"gradients, {width}": _bytes(values.grad)}
+        return results
+
+
+row_results.library = "rows"  # type: ignore[attr-defined]
 
 
 def _numbers(dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -117,4 +141,4 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    return _bits(tensor).numpy().tobytes()
+    return _bits(tensor.detach()).numpy().tobytes()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from support.native_levels import codec_results, collective_results
+from support.native_levels import codec_results, collective_results, row_results
 from wanma.hardware.native.cpp_compiler import find_cpp_compiler
 from wanma.hardware.native.instruction_sets import (
     CARRIED_LEVELS,
@@ -97,7 +97,7 @@ def test_the_wheel_has_the_package_the_examples_and_libraries_of_every_level(ins
         for source in CARRIED_SOURCES
         for level in CARRIED_LEVELS
     }
-    assert len(libraries) == 6
+    assert len(libraries) == 9
     found = {path.relative_to(installed) for path in package.rglob("*") if path.is_file()}
     assert found == wanted | examples | libraries
     for example in examples:
@@ -133,7 +133,7 @@ def test_without_a_compiler_the_wheel_carries_the_source_for_every_platform(
     assert [source for source in CARRIED_SOURCES if f"wanma/{source}" not in files] == []
 
 
-@pytest.mark.parametrize("results", [collective_results, codec_results])
+@pytest.mark.parametrize("results", [collective_results, codec_results, row_results])
 def test_all_levels_and_the_native_library_give_equal_bits(results, installed: Path) -> None:  # type: ignore[no-untyped-def]
     """Checked on the levels that this processor can run; the last one is always there."""
     levels = supported_levels()
@@ -168,9 +168,11 @@ def test_without_a_compiler_the_carried_libraries_are_used(installed: Path, tmp_
 from wanma.collectives.compression.int8_codec import NATIVE_SOURCE
 from wanma.hardware.native.cpp_compiler import find_cpp_compiler
 from wanma.hardware.native.native_library import COLLECTIVES_SOURCE, find_or_build_library
+from wanma.parallel.embedding import native_rows
 assert find_cpp_compiler() is None
 print(find_or_build_library(COLLECTIVES_SOURCE).path)
 print(find_or_build_library(NATIVE_SOURCE).path)
+print(find_or_build_library(native_rows.NATIVE_SOURCE).path)
 """
     level = supported_levels()[0]
     assert _run_without_tools(installed, tmp_path, "-c", code).splitlines() == [

@@ -13,6 +13,7 @@ from wanma.job.sections.model import ModelSection
 from wanma.job.sections.recommender import InteractionSizes
 from wanma.models.model_spec import build_model, resolve_model_spec
 from wanma.models.recommender.base import Recommender
+from wanma.models.recommender.click_models import Dlrm, interact
 from wanma.models.recommender.config import PAIR_KINDS
 from wanma.models.recommender.pair_models import PairModel
 from wanma.models.workload.model_workload import build_section_workload
@@ -129,10 +130,21 @@ def test_bags_are_sums_empty_ones_zeros_and_repeated_ids_count_twice(kind: str) 
 
 
 def test_dlrm_interacts_all_pairs() -> None:
-    model = build("dlrm", top=[3])
-    model.top = torch.nn.Identity()  # type: ignore[assignment]
-    vectors = torch.randn(2, model.vector_count, 8)  # type: ignore[arg-type]
-    torch.testing.assert_close(model.score(vectors), (vectors[:, 0] * vectors[:, 1]).sum(1, keepdim=True))  # type: ignore[operator]
+    first, second, third = torch.randn(3, 2, 8)
+    pairs = [(first * second).sum(1), (first * third).sum(1), (second * third).sum(1)]
+    products = interact([first, second, third], False)
+    torch.testing.assert_close(products, torch.stack(pairs, 1))
+    assert torch.equal(interact([first, second, third], True), torch.cat([first, products], 1))
+
+
+@pytest.mark.parametrize("excess", [1, 3])
+def test_columns_of_zeros_after_the_products_change_no_score(excess: int) -> None:
+    model = build("dlrm", sizes(dense=2), bottom=[8], top=[3])
+    assert isinstance(model, Dlrm)
+    vectors = list(torch.randn(3, 5, 8))
+    expected = model.score(vectors)
+    model.interaction = lambda vectors, keeps_first: F.pad(interact(vectors, keeps_first), (0, excess))
+    torch.testing.assert_close(model.score(vectors), expected)
 
 
 def test_a_cross_layer_is_start_times_low_rank_plus_x() -> None:

@@ -12,6 +12,7 @@ import torch
 from support.compare import same_numbers
 from support.ranks import Outcome, run_here, run_job
 from wanma.job.plan.plan import Plan
+from wanma.parallel.embedding import native_rows
 
 SHARDINGS: dict[str, dict[str, Any]] = {
     "row_wise": {"embedding": "row_wise"},
@@ -184,3 +185,12 @@ def test_single_ids_of_candidates_are_looked_up_too(kind: str, tmp_path: Path) -
     text["data"]["interactions"] = {"target": "click", "negatives": 3}
     one = run_here(tmp_path / "one", text, placed("1", "row_wise", micro_batch=9))
     same_numbers(one, run_job(tmp_path / "two", text, placed("2", "row_wise", micro_batch=5)), 1e-9)
+
+
+def test_compiled_code_in_fp32_has_the_numbers_of_torch_in_fp64(tmp_path: Path) -> None:
+    one = reference(tmp_path / "one", "sgd")
+    plan = LAYOUTS["2"].with_changes(micro_batch=2, **SHARDINGS["row_wise"])
+    text = job(tmp_path / "two", "sgd", precision="fp32")
+    assert native_rows.load_rows_library() is not None
+    other = run_job(tmp_path / "two", text, plan)
+    assert other.losses == pytest.approx(one.losses, rel=1e-6)

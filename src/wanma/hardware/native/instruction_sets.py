@@ -15,6 +15,7 @@ CARRIED_LINKER_FLAGS = ("-s", "-lgcc")
 CARRIED_SOURCES = (
     "collectives/shared_memory/native/group.cpp",
     "collectives/compression/native/blockwise.cpp",
+    "parallel/embedding/native/rows.cpp",
 )
 """Sources of the carried libraries, in the folder of the package."""
 

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wanma.parallel.embedding.native_rows import rows_library
+
 
 @dataclass(frozen=True)
 class IdGroups:
@@ -26,13 +28,21 @@ class IdGroups:
         return self.positions.index_select(0, self.starts)
 
     @property
-    def sizes(self) -> Tensor:
-        """Number of ids in each group, (groups,) int64."""
-        return self.starts.diff(append=self.starts.new_tensor([len(self.positions)]))
+    def numbers(self) -> Tensor:
+        """Number of the group of each id of the list, (ids,) int64."""
+        return torch.empty_like(self.positions).scatter_(0, self.positions, self.is_first.cumsum(0) - 1)
 
 
 def group_ids(ids: Tensor) -> IdGroups:
     """Group ids, (ids,) int64."""
+    if (native := rows_library(ids)) is not None:
+        ids = ids.contiguous()
+        positions, is_first = torch.empty_like(ids), torch.empty_like(ids, dtype=torch.bool)
+        starts = torch.empty_like(ids)
+        addresses = (each.data_ptr() for each in (positions, is_first, starts))
+        return IdGroups(
+            positions, is_first, starts[: native.wanma_group(ids.data_ptr(), len(ids), *addresses)]
+        )
     ordered, positions = ids.sort(stable=True)
     is_first = torch.ones_like(ordered, dtype=torch.bool)
     is_first[1:] = ordered[1:] != ordered[:-1]

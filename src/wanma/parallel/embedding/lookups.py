@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wanma.collectives.timing.communication_timer import CommunicationTimer
-from wanma.parallel.embedding.id_groups import group_ids, sum_rows
+from wanma.parallel.embedding.id_groups import IdGroups, group_ids, sum_rows
 from wanma.parallel.embedding.table_layout import TableLayout
 
 ReadRows = Callable[[Tensor, Tensor], Tensor]
@@ -193,24 +193,15 @@ class ExchangedLookup(Lookup):
             targets = torch.where(is_summed, layout.stride + bags.bag_of, rows)
         groups = group_ids(holders * stride + targets)
         first = groups.first_positions
+        segment_counts = torch.bincount(holders.index_select(0, first), minlength=layout.ranks)
         # What is sent of a segment: its row, or the rows of its bag, the first of which has the last bit set.
-        sent, sent_rows = first, rows.index_select(0, first)
-        # Ids whose segment is added to their bag, by segment: of a bag that its holder sums, the first one.
-        entries, entry_counts = groups.positions, groups.sizes
+        sent_rows, sent_counts = rows.index_select(0, first), segment_counts
         if is_summed is not None:
-            is_of_sum = is_summed[groups.positions]
-            is_sent = is_of_sum | groups.is_first
+            is_sent = is_summed[groups.positions] | groups.is_first
             sent = groups.positions[is_sent]
             sent_rows = 2 * rows[sent] + groups.is_first[is_sent]
-            entries = groups.positions[~is_of_sum | groups.is_first]
-            entry_counts = torch.where(is_summed[first], 1, entry_counts)
-        counts = torch.stack(
-            [
-                torch.bincount(holders.index_select(0, positions), minlength=layout.ranks)
-                for positions in (sent, first)
-            ],
-            1,
-        )
+            sent_counts = torch.bincount(holders[sent], minlength=layout.ranks)
+        counts = torch.stack([sent_counts, segment_counts], 1)
         asked_counts = exchange.start(counts).finish()
         (sent_row_counts, self._segment_counts), (asked_row_counts, self._asked_segment_counts) = (
             each.T.tolist() for each in (counts, asked_counts)
@@ -223,25 +214,21 @@ class ExchangedLookup(Lookup):
             self._segment_of_row, starts = is_start.cumsum(0) - 1, is_start.nonzero()[:, 0]
         vectors = read(self._asked_rows, starts)
         self._transfer = exchange.start(vectors, self._segment_counts, self._asked_segment_counts)
-        self._order_segments(bags, entries, entry_counts)  # while vectors are on their way
+        self._order_segments(bags, groups, is_summed)  # while vectors are on their way
 
-    def _order_segments(self, bags: Bags, entries: Tensor, entry_counts: Tensor) -> None:
-        """Order the segments by the bags that they are added to, and the bags by segments.
-
-        Args:
-            bags: bags of the ids.
-            entries: positions of ids whose segment is added to their bag, by segment.
-            entry_counts: number of them of each segment.
-        """
-        self._entry_bags = bags.bag_of.index_select(0, entries)
-        self._entry_starts = entry_counts.cumsum(0) - entry_counts
-        segments = torch.arange(len(entry_counts), device=entries.device).repeat_interleave(entry_counts)
-        segment_of = torch.full_like(bags.bag_of, -1).scatter_(0, entries, segments)
-        self._segments, self._bag_starts = segment_of, bags.starts
-        if len(entries) < len(segment_of):
-            self._segments = segment_of[segment_of >= 0]
-            sizes = torch.bincount(self._entry_bags, minlength=len(bags.starts))
-            self._bag_starts = sizes.cumsum(0) - sizes
+    def _order_segments(self, bags: Bags, groups: IdGroups, is_summed: Tensor | None) -> None:
+        """Order the segments by the bags that they are added to, and the bags by segments."""
+        self._entry_bags, self._entry_starts = bags.bag_of.index_select(0, groups.positions), groups.starts
+        self._segments, self._bag_starts = groups.numbers, bags.starts
+        if is_summed is None:
+            return
+        # The segment of a bag that its holder sums is added to it once: for the first id.
+        is_entry = ~is_summed[groups.positions] | groups.is_first
+        self._entry_bags = self._entry_bags[is_entry]
+        self._entry_starts = is_entry.cumsum(0)[groups.starts] - 1
+        self._segments = self._segments[torch.empty_like(is_entry).scatter_(0, groups.positions, is_entry)]
+        sizes = torch.bincount(self._entry_bags, minlength=len(bags.starts))
+        self._bag_starts = sizes.cumsum(0) - sizes
 
     def finish_forward(self) -> Tensor:
         return sum_rows(self._transfer.finish(), self._segments, self._bag_starts)

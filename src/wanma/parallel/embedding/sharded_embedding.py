@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from wanma.job.errors import JobError, WanmaError
+from wanma.models.recommender.click_models import Dlrm
 from wanma.models.recommender.embedding_tables import OFFSETS, EmbeddingTables
 from wanma.parallel.embedding.id_groups import group_ids, sum_rows
+from wanma.parallel.embedding.interaction import interact_compiled
 from wanma.parallel.embedding.lookups import (
     Bags,
     ExchangedLookup,
@@ -50,8 +52,8 @@ def shard_embeddings(
 ) -> list[ShardedEmbedding]:
     """Take the embedding tables out of a model and place them on the data ranks; every rank calls it.
 
-    The tables are no parameters of the model until `ShardedEmbedding.allocate`; with
-    `plan.embedding_memory_bytes` until `ShardedEmbedding.allocate_states`.
+    DLRM's interaction of their vectors becomes compiled code. The tables are no parameters of the model until
+    `ShardedEmbedding.allocate`; with `plan.embedding_memory_bytes` until `ShardedEmbedding.allocate_states`.
 
     Args:
         model: model on the meta device.
@@ -69,6 +71,8 @@ def shard_embeddings(
             "wanma can place",
             "remove parallel.embedding, or use model.family = 'recommender'",
         )
+    if isinstance(model, Dlrm):
+        model.interaction = interact_compiled
     group = dist.new_group() if plan.world_size > 1 else None
     embeddings = [
         ShardedEmbedding(
@@ -209,9 +213,9 @@ class ShardedEmbedding:
             features: of each micro-batch of this rank, with the ids of each table.
         """
         ids = [torch.cat([batch[name].reshape(-1) for batch in features]) for name in self._names]
-        flat, tables, _ = self._join(ids)
-        is_inside = (flat >= 0) & (flat < self._counts.index_select(0, tables))  # the lookup reports others
-        holders, rows = self.layout.locate(tables[is_inside], flat[is_inside])
+        flat, sizes = self._join(ids)
+        largest = (self._counts - 1).repeat_interleave(sizes)  # the lookup reports others
+        holders, rows, _ = self.layout.locate(flat.clamp_min(0).minimum(largest), sizes)
         first = group_ids(holders * self.layout.stride + rows).first_positions
         if self._exchange is None:
             return rows[first]
@@ -269,13 +273,13 @@ class ShardedEmbedding:
         ids = [features[name] for name in self._names]
         offsets = torch.stack([features[name + OFFSETS] for name in self._names])
         rows = offsets.shape[1]
-        flat, tables, sizes = self._join(ids)
+        flat, sizes = self._join(ids)
         starts = (offsets + (sizes.cumsum(0) - sizes)[:, None]).flatten()
         is_summed = None
         if self._has_whole and self._exchange is not None:
             # On its holder a bag costs one vector; without, no more than the table has rows.
-            is_summed = (self._is_whole & (sizes > rows) & (self._counts > rows)).index_select(0, tables)
-        lookup = self._begin(flat, tables, Bags(starts, len(flat), rows), is_summed)
+            is_summed = (self._is_whole & (sizes > rows) & (self._counts > rows)).repeat_interleave(sizes)
+        lookup = self._begin(flat, sizes, Bags(starts, len(flat), rows), is_summed)
 
         def finish() -> list[Tensor]:
             sums = look_up(lookup, self._anchor, self._lookups)
@@ -287,37 +291,32 @@ class ShardedEmbedding:
         """Return the vectors (..., width) of single ids (...)."""
         flat = ids.reshape(-1).to(self._counts.device)
         bags = Bags(torch.arange(len(flat), device=flat.device), len(flat), len(flat))
-        lookup = self._begin(flat, torch.full_like(flat, self._names.index(name)), bags, None)
+        sizes = torch.zeros_like(self._counts)
+        sizes[self._names.index(name)] = len(flat)
+        lookup = self._begin(flat, sizes, bags, None)
         vectors = look_up(lookup, self._anchor, self._lookups)
         return vectors.view(*ids.shape, self._module.width)
 
-    def _join(self, ids: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Join the ids of all tables.
-
-        Returns:
-            The ids, (all ids,); the number of the table of each; the number of ids of each table, (tables,).
-        """
+    def _join(self, ids: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the ids of all tables, (all ids,), and the number of ids of each, (tables,)."""
         device = self._counts.device
-        sizes = torch.tensor([len(each) for each in ids], device=device)
-        tables = torch.arange(len(ids), device=device).repeat_interleave(sizes)
-        return torch.cat(list(ids)).to(device), tables, sizes
+        return torch.cat(list(ids)).to(device), torch.tensor([len(each) for each in ids], device=device)
 
-    def _begin(self, ids: Tensor, tables: Tensor, bags: Bags, is_summed: Tensor | None) -> Lookup:
+    def _begin(self, ids: Tensor, sizes: Tensor, bags: Bags, is_summed: Tensor | None) -> Lookup:
         """Begin a lookup; without `is_summed`, as of `ExchangedLookup`, no bag is summed by its holder.
 
         Raises:
             WanmaError: an id lies outside its table.
         """
-        outside = ((ids < 0) | (ids >= self._counts.index_select(0, tables))).nonzero()
-        if len(outside):
-            at = int(outside[0])
-            name = self._names[int(tables[at])]
+        holders, rows, outside = self.layout.locate(ids, sizes)
+        if outside >= 0:
+            name = self._names[int(torch.searchsorted(sizes.cumsum(0), outside, right=True))]
             raise WanmaError(
-                f"rank {self._mesh.rank}: id {int(ids[at])} in row {int(bags.bag_of[at]) % bags.rows} of a "
-                f"micro-batch is outside table '{name}', which has {self._module.rows[name]:,} rows",
+                f"rank {self._mesh.rank}: id {int(ids[outside])} in row "
+                f"{int(bags.bag_of[outside]) % bags.rows} of a micro-batch is outside table '{name}', "
+                f"which has {self._module.rows[name]:,} rows",
                 f"correct the data, or set model.recommender.tables.{name}",
             )
-        holders, rows = self.layout.locate(tables, ids)
         if self._exchange is None:
             return OwnLookup(self._read, rows, bags)
         return ExchangedLookup(self._read, self._exchange, self.layout, (holders, rows), bags, is_summed)

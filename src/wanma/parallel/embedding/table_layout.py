@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from wanma.parallel.embedding.native_rows import rows_library
 from wanma.planner.embedding_placement import TablePlacement
 
 
@@ -43,6 +44,8 @@ class TableLayout:
         shared = [name for name in rows if placements[name].sharding != "replicated"]
         replicated = [name for name in rows if placements[name].sharding == "replicated"]
         self.local_rows: list[LocalRows] = []
+        self._heights = torch.tensor(list(rows.values()))
+        """Rows of each table."""
         self._part_sizes = torch.ones(len(rows), dtype=torch.int64)
         """Ids of a part of each table: consecutive ids whose rows are consecutive rows of one rank."""
         self._part_ranks = torch.zeros(len(rows), ranks, dtype=torch.int64)
@@ -70,23 +73,40 @@ class TableLayout:
         self.stride = max(sizes)
         """Rows of the largest matrix of a rank."""
 
-    def locate(self, tables: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the ranks that hold rows, and the rows in their matrices, (ids,) int64 both.
+    def locate(self, ids: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Find the rows of ids.
 
         Args:
-            tables: number of the table of each id, (ids,) int64.
-            ids: ids within their tables, (ids,) int64.
+            ids: ids of all tables, one table after the other, (ids,) int64.
+            sizes: number of them of each table, (tables,) int64.
+
+        Returns:
+            The ranks that hold the rows, and the rows in their matrices, (ids,) int64 both; and the position
+            of the first id outside its table, for which the others mean nothing, -1 if there is none.
         """
-        if self._part_sizes.device != ids.device:
-            self._part_sizes, self._part_ranks, self._part_shifts = (
-                each.to(ids.device) for each in (self._part_sizes, self._part_ranks, self._part_shifts)
+        if self._heights.device != ids.device:
+            self._heights, self._part_sizes, self._part_ranks, self._part_shifts = (
+                each.to(ids.device)
+                for each in (self._heights, self._part_sizes, self._part_ranks, self._part_shifts)
             )
-        if self.ranks == 1:
-            return torch.zeros_like(ids), ids + self._part_shifts[:, 0].index_select(0, tables)
-        sizes = self._part_sizes.index_select(0, tables)
-        parts = tables * self.ranks + ids.div(sizes, rounding_mode="trunc")
-        ranks, shifts = (
+        parts_of_tables = self._part_sizes, self._part_ranks, self._part_shifts
+        if (native := rows_library(ids)) is not None:
+            ids = ids.contiguous()
+            holders, rows = torch.empty_like(ids), torch.empty_like(ids)
+            outside = native.wanma_locate(
+                *(each.data_ptr() for each in (ids, sizes, self._heights)),
+                *(len(sizes), self.ranks),
+                *(each.data_ptr() for each in (*parts_of_tables, holders, rows)),
+            )
+            return holders, rows, outside
+        tables = torch.arange(len(sizes), device=ids.device).repeat_interleave(sizes)
+        is_outside = (ids < 0) | (ids >= self._heights.index_select(0, tables))
+        if len(outside := is_outside.nonzero()):
+            return tables, ids, int(outside[0])
+        part_sizes = self._part_sizes.index_select(0, tables)
+        parts = tables * self.ranks + (ids.div(part_sizes, rounding_mode="trunc") if self.ranks > 1 else 0)
+        holders, shifts = (
             each.view(-1).index_select(0, parts)  # on CPUs several times as fast as brackets
             for each in (self._part_ranks, self._part_shifts)
         )
-        return ranks, ids + shifts
+        return holders, ids + shifts, -1
