@@ -182,6 +182,18 @@ def test_a_module_of_ones_own_comes_back_as_it_is(tmp_path: Path) -> None:
         wanma.load(run, model=other)
 
 
+def test_the_product_of_a_factory_is_made_again_with_the_jobs_arguments(tmp_path: Path) -> None:
+    job = {
+        "model": {"factory": f"{__name__}:Sized", "arguments": {"scale": 3.0}, "batch_norm_group": 4},
+        "train": {"steps": 2, "global_batch": 4},
+    }
+    outcome = run_here(tmp_path, job, Plan(micro_batch=4), {"data": Points(), "loss": squared})
+    (outcome.directory / "job.toml").write_text(job_to_toml(Job.model_validate(job)))
+    loaded = wanma.load(tmp_path)
+    assert loaded.model.scale == 3.0
+    assert torch.equal(loaded.model.linear.weight, outcome.tensors()["model.linear.weight"])
+
+
 def test_a_module_made_with_arguments_is_to_be_given(tmp_path: Path) -> None:
     run = own(tmp_path / "sized", Sized(3.0))
     with pytest.raises(WanmaError, match=r"not recorded\n  give the module"):

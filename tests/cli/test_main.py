@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import resource
@@ -45,6 +46,8 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["cluster", "--calibrate"], "--calibrate\n  it is now `wanma bench machine --save`\n"),
         (["runs", "extra"], "error: wanma runs: unexpected argument 'extra'"),
         (["--colour"], "error: wanma: unknown option --colour.\n  see `wanma --help`"),
+        (["dashboard", "--port", "70000"], "argument --port: '70000' is not a port from 0 to 65535"),
+        (["profile", "--timeout", "nan"], "argument --timeout: 'nan' is not a number"),
         (["job", "trian"], "error: the job file has no 'trian'. Did you mean 'train'?"),
         (["sample", "--prompt", "x", "--tokens", "many"], "argument --tokens: invalid int value: 'many'"),
         (["sample", "--prompt", "x", "--tokens", "0"], "--tokens 0: must be at least 1"),
@@ -130,6 +133,18 @@ def test_a_bug_shows_its_traceback_and_asks_for_a_report(
     text = capsys.readouterr().err
     assert "Traceback (most recent call last)" in text
     assert "a bug in wanma (KeyError)" in text
+
+
+def test_a_file_that_the_user_may_not_read_is_no_bug_of_wanma(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def denied(_: object) -> int:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "runs/gpt/job.toml")
+
+    monkeypatch.setattr(version, "run", denied)
+    assert main(["version"]) == EXIT_FAILED
+    text = capsys.readouterr().err
+    assert ("runs/gpt/job.toml" in text, "bug" in text, "Traceback" in text) == (True, False, False)
 
 
 def test_version_names_what_a_report_of_a_problem_needs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,7 +116,7 @@ def _value(action: argparse.Action) -> str:
 
 
 def _help(action: argparse.Action) -> str:
-    return str(action.help)
+    return str(action.help) % vars(action)  # as argparse fills in `%(default)s`
 
 
 def _is_shown(action: argparse.Action) -> bool:
@@ -132,7 +132,7 @@ def _commands(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
 
 
 def _about(parser: argparse.ArgumentParser) -> str:
-    return (parser.description or "").strip().partition("\n")[0]
+    return (parser.description or "").strip().partition("\n\n")[0].replace("\n", " ")
 
 
 def _anchor(heading: str) -> str:

@@ -299,9 +299,9 @@ def _custom_model(job: Job, run: RunDirectory, state: Mapping[str, Any]) -> nn.M
 
     factory = job.model.factory
     assert factory is not None
-    was_object = bool(state.get("identity", {}).get("weights"))
+    weights = state.get("identity", {}).get("weights", "")
+    was_object = bool(weights) and ":" not in weights  # a factory's have their seed before them
     way_out = f"give the module; its weights are replaced: wanma.load('{run.path}', model=MyModel(...))"
-    assert factory is not None
     if was_object:
         try:
             maker = import_object(factory, "model.factory")

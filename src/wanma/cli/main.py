@@ -16,6 +16,8 @@ from wanma.job.errors import EXIT_FAILED, EXIT_INTERRUPTED, WanmaError
 
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk or quota."""
+DENIED_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS)
+"""Error numbers of a file that this user may not read or write."""
 GC_THRESHOLD = 50_000
 """New objects from one garbage collection to the next; Python's 700 make a tenth of all imports' time."""
 EXIT_BROKEN_PIPE = 141
@@ -45,12 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\nstopped", file=sys.stderr)
         return EXIT_INTERRUPTED
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
-            target = error.filename or "the output of this command"
-            _print_error(f"{error.strerror}: {target}", "free some space on its disk")
-            return EXIT_FAILED
-        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            _print_error(f"{error.strerror}: this system's limit is too low", "raise it: ulimit -n 4096")
+        if isinstance(error, OSError) and (message_and_hint := _system_message(error)):
+            _print_error(*message_and_hint)
             return EXIT_FAILED
         traceback.print_exc()
         _print_error(
@@ -71,6 +69,18 @@ def _run(arguments: list[str]) -> int:
         argcomplete.autocomplete(parser, always_complete_options=False)
     parsed = parse(parser, arguments)
     return int(parsed.run(parsed))
+
+
+def _system_message(error: OSError) -> tuple[str, str] | None:
+    """Return message and hint for an error that the system's state explains; None: it is a bug."""
+    if error.errno in DISK_FULL_ERRNOS:
+        target = error.filename or "the output of this command"
+        return f"{error.strerror}: {target}", "free some space on its disk"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"{error.strerror}: this system's limit is too low", "raise it: ulimit -n 4096"
+    if error.errno in DENIED_ERRNOS and error.filename:
+        return f"{error.strerror}: {error.filename}", "give this user the right to it, or name another"
+    return None
 
 
 def _print_any_character() -> None:

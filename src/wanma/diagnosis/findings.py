@@ -187,8 +187,8 @@ def _data(evidence: Evidence) -> Finding | None:
         return Finding("slow_store", "slow", title, tuple(texts), change, share)
     title = "the training waits for the work on its samples: decoding, tokenizing, augmentation"
     change = (
-        "raise data.workers, with data.worker_processes = true for Python code; or prepare data once: "
-        "`wanma data`"
+        "raise data.workers, with data.worker_processes = true for Python code; or do that work once, before "
+        "the run"
     )
     if kind == "dataset" and not evidence.report.job.get("data", {}).get("worker_processes"):
         change = "set data.worker_processes = true: threads take turns in the Python code of a dataset"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +58,30 @@ def test_a_host_that_was_silent_once_is_no_end_of_its_run(
     assert main(["logs", "gpt", "-f"]) == 0
     assert remaining == ["never asked"]
     assert capsys.readouterr().out == "".join(f"line {number}\n" for number in output)
+
+
+def test_a_run_in_the_foreground_is_followed_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDirectory(tmp_path / "runs" / "gpt")
+    run.create()
+    run.job.write_text("")
+    start = {"kind": "start", "time": 1.0, "process": os.getpid(), "host": socket.gethostname(), "step": 0}
+    finish = {"kind": "finish", "time": 2.0, "step": 3, "outcome": "finished"}
+    run.events.write_text(json.dumps(start) + "\n")
+    ends = iter(["", json.dumps(finish) + "\n", ""])
+
+    def log_files(*_: Any) -> list[Path]:
+        for path, text in ((run.events, next(ends)), (run.rank_log(0), "a line\n")):
+            with path.open("a") as file:
+                file.write(text)
+        return [run.rank_log(0)]
+
+    monkeypatch.setattr(control, "run_log_files", log_files)
+    monkeypatch.setattr(logs, "POLL_SECONDS", 0)
+    monkeypatch.chdir(tmp_path)
+    assert main(["logs", "gpt", "-f"]) == 0
+    assert capsys.readouterr().out == "a line\n" * 3
 
 
 def test_a_pattern_is_sought_in_whole_lines(

@@ -67,6 +67,12 @@ def run_statuses(runs: Iterable[RunDirectory]) -> tuple[dict[Path, RunStatus], l
     return statuses, problems
 
 
+def is_going_on(run: RunDirectory) -> bool:
+    """Return True while a run that was not submitted trains, or a script of `wanma launch` runs."""
+    script = read_script_run(run)
+    return (script.state if script is not None else read_report(run, tail_only=True).state) == "running"
+
+
 def run_placements(runs: Sequence[RunDirectory]) -> tuple[dict[Path, Placement], list[str]]:
     """Return engine and state of each submitted run, for a list of runs.
 

@@ -1,1 +1,1 @@
-"""Command `wanma data`, a module for each action: stored data inspected, verified, counted and converted."""
+"""Command `wanma data`, a module for each action: stored data inspected, verified and prepared."""

@@ -42,7 +42,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from wanma.api.engines.control import run_log_files, run_statuses
+    from wanma.api.engines.control import is_going_on, run_log_files, run_statuses
     from wanma.cli.engines.records import warn_about_records
     from wanma.report.log_times import LogPiece, log_pieces
 
@@ -60,6 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
             state = statuses[run.path].state if run.path in statuses else None
             # What does not answer is asked again: the engine, or below the hosts of the run.
             is_over = not problems and state not in ("pending", "running")
+            if is_over and state is None:  # it was not submitted
+                is_over = not is_going_on(run)
             if problems and problems != known_problems:
                 print(*problems, sep="\n", file=sys.stderr)
             known_problems = problems

@@ -8,7 +8,7 @@ import socket
 
 from wanma.cli.arguments import add_runs_folder_option
 
-DEFAULT_PORT = 8265
+DEFAULT_PORT, MAX_PORT = 8265, 65535
 
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -19,7 +19,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add_runs_folder_option(parser)
     parser.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, help="port on this machine; default: %(default)s"
+        "--port", type=_parse_port, default=DEFAULT_PORT, help="port on this machine; default: %(default)s"
     )
     parser.add_argument(
         "--host",
@@ -52,10 +52,18 @@ def run(arguments: argparse.Namespace) -> int:
         ) from error
     port = listener.getsockname()[1]
     print(f"http://127.0.0.1:{port}/")
-    print(
-        f"from another machine: ssh -N -L {port}:127.0.0.1:{port} {getpass.getuser()}@{socket.gethostname()}"
-    )
+    try:
+        login = f"{getpass.getuser()}@{socket.gethostname()}"
+    except (KeyError, OSError):  # a container's user may have no name
+        login = socket.gethostname()
+    print(f"from another machine: ssh -N -L {port}:127.0.0.1:{port} {login}")
     print("Ctrl-C ends it", flush=True)
     server = uvicorn.Server(uvicorn.Config(application, log_level="warning", timeout_graceful_shutdown=1))
     server.run(sockets=[listener])
     return 0
+
+
+def _parse_port(text: str) -> int:
+    if not text.isdecimal() or int(text) > MAX_PORT:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a port from 0 to {MAX_PORT}")
+    return int(text)

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wanma.cli.arguments import add_run_arguments, parse_count, parse_integers, resolve_run
+from wanma.cli.arguments import add_run_arguments, parse_amount, parse_count, parse_integers, resolve_run
 
 if TYPE_CHECKING:
     from wanma.job.run.run_directory import RunDirectory
@@ -31,7 +31,11 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--ranks", metavar="RANKS", type=parse_integers, default=[0], help="ranks, e.g. 0,3; default: 0"
     )
     parser.add_argument(
-        "--timeout", metavar="SECONDS", type=float, default=300.0, help="longest wait; default: %(default)g"
+        "--timeout",
+        metavar="SECONDS",
+        type=parse_amount,
+        default=300.0,
+        help="longest wait; default: %(default)g",
     )
     parser.set_defaults(run=run)
 

@@ -366,7 +366,9 @@ def _read(name: str, key: str) -> str:
     except UnicodeDecodeError as error:
         raise JobError(f"{key}: '{name}' is not a tokenizer.json: it is binary") from error
     except (FileNotFoundError, ImportError, ValueError) as error:
-        cause = "no such file" if isinstance(error, FileNotFoundError) else str(error)
+        cause = str(error)
+        if isinstance(error, FileNotFoundError):
+            cause = f"no {_TOKENIZER_FILE} in this folder" if Path(name).is_dir() else "no such file"
         raise JobError(f"{key}: '{name}': {cause}", "give 'bytes' or the path of a tokenizer.json") from error
     except OSError as error:
         raise WanmaError(f"{key}: cannot read '{name}': {error.strerror or error}") from error

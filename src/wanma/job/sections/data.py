@@ -137,7 +137,7 @@ class DataSection(EntriesSection):
     placement: Literal["shared", "parts"] = Field(
         "shared",
         description="shared: all nodes have the same data; parts: each node has some of it, found by the "
-        "same entries of `text` or `images`; read there and handed over, in one order over all",
+        "same entries of `path`, `text` or `images`; read there and handed over, in one order over all",
     )
     part_order: Literal["global", "interleaved"] = Field(
         "global",

@@ -117,7 +117,6 @@ RULES = (
         "ranks wait for data {value:.0%} of the time",
         (
             "too few loader workers: data.workers; the report says which part of loading dominates",
-            "text that is tokenized during training: `wanma data prepare JOB` does it once",
             "a store that is too slow: data.cache keeps what was read on the node",
         ),
         for_seconds=5 * MINUTE,
