@@ -37,14 +37,7 @@ def prepare_run(
 ) -> tuple[ForkServerHandle, PreparedJob]:
     """Start the fork server, or complete it, and prepare data and plan while it imports torch.
 
-    Args:
-        job: the job.
-        user_objects: objects that the user passed in Python.
-        world_size: as of `train_job`.
-        fork_server: as of `train_job`.
-
-    Raises:
-        WanmaError: an error before anything was started.
+    Arguments and errors are those of `train_job`.
     """
     is_quiet = job.observe.console == "quiet"
     with _model_reader(job, user_objects) as read:
@@ -110,11 +103,9 @@ def _model_reader(job: Job, user_objects: dict[str, Any]) -> Iterator[ModelReade
     require_linux()
     ours, theirs = Pipe()
     sys.stdout.flush()  # else the child would print it, too
-    sys.stderr.flush()
     parent = os.getpid()
     child = os.fork()
     if child == 0:
-        ours.close()
         _serve_readings(theirs, parent)
     theirs.close()
 
@@ -127,9 +118,8 @@ def _model_reader(job: Job, user_objects: dict[str, Any]) -> Iterator[ModelReade
                 "the process that reads the model for its plan has ended",
                 "see its message above; without one it was killed, probably for want of memory (dmesg)",
             ) from error
-        if isinstance(answer, BaseException):
+        if not isinstance(answer, WorkloadResult):
             raise answer
-        assert isinstance(answer, WorkloadResult)
         return answer
 
     try:
@@ -146,15 +136,13 @@ def _serve_readings(requests: Connection, parent: int) -> NoReturn:
         configure_child_process(parent)
         while True:
             job = requests.recv()
-            answer: WorkloadResult | BaseException
             try:
-                answer = read_model(job)
+                answer: WorkloadResult | BaseException = read_model(job)
             except BaseException as error:
                 if not isinstance(error, WanmaError):
                     error.add_note(traceback.format_exc())
                 answer = error
             sys.stdout.flush()
-            sys.stderr.flush()
             requests.send(answer)
     except BaseException:  # the parent's copy of this stack must not run in the child
         traceback.print_exc()
