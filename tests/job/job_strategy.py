@@ -185,6 +185,8 @@ def sections(section: type[Section]) -> st.SearchStrategy[Section]:
             drawn |= {"class_names": []} if own else {}
         if section is DataSection and (kept not in ("text", "images") or not drawn[kept]):
             drawn["placement"] = "shared"  # only entries lie in parts
+        if drawn.get("block_samples") == "file" and (kept != "images" or drawn["placement"] == "parts"):
+            drawn["block_samples"] = 7  # only images in shared files are read file by file
         if "sources" in drawn:
             mixed = [source for source in drawn["sources"] if source.content != "interactions"]
             named = list({source.name: source for source in mixed}.values())

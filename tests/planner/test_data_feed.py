@@ -253,19 +253,6 @@ def test_a_probe_of_the_store_replaces_assumptions_and_not_what_is_given() -> No
     )
 
 
-def test_a_long_wait_for_the_first_batch_names_the_keys_that_shorten_it() -> None:
-    def waits(**data: Any) -> list[str]:
-        feed = forecast(given(replace(STORED, is_searched=True), **data))[1]
-        return [text for text in feed.assumed if text.startswith("first batch")]
-
-    (whole,) = waits()  # 100 GB at 1 GB/s
-    assert "data.block_samples" in whole
-    assert waits(shuffle="block", block_samples="file", window_blocks=4) == []
-    (window,) = waits(shuffle="block", block_samples="file", window_blocks=400)
-    assert "data.window_blocks" in window
-    assert not any(text.startswith("first batch") for text in forecast(given())[1].assumed)
-
-
 def test_a_failed_probe_is_said() -> None:
     failed = replace(STORED, store=StoreRates(fault="a probe of the store failed: OSError"))
     _, feed = forecast(without_rates(given(failed)))

@@ -232,11 +232,6 @@ def _open_images(section: DataSection, train: TrainSection, total: int) -> Batch
 
     path = only_entry(section.entries)
     assert path is not None
-    if Shuffle.of_job(section).is_by_file:
-        raise JobError(
-            f"data.block_samples = 'file' is not supported for '{path}', which is read into memory",
-            "set data.shuffle = 'full'",
-        )
     images, test = read_image_files(path, f"data.{section.entries_key}")
     return ImageDataset(
         images,

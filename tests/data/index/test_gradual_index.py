@@ -62,7 +62,6 @@ def steps_of(data: StoredImageDataset, ranks: int, start: int = 0) -> list[torch
     for rank in range(ranks):
         with StepLoader(data, plan, TRAIN, rank, start, prefetch="auto") as steps:
             found.append([torch.cat([one.inputs[0] for one in step.micro_batches]) for step in steps])
-    data.close()
     return [torch.cat(parts) for parts in zip(*found, strict=True)]
 
 

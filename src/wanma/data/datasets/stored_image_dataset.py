@@ -176,11 +176,6 @@ class StoredImageDataset(BatchedDataset):
         (row,) = part.locate(positions).tolist()
         return bad_sample(part.index, row, "").place
 
-    def close(self) -> None:
-        for part in self._train:
-            if isinstance(part.index, GradualIndex):
-                part.index.stop_scans()
-
     def _train_batch(self, sample_indices: IndexArray) -> Batch:
         sources, positions = self.order.locate(sample_indices)
         return self._read(False, self._reader.starts[False][sources] + positions, sample_indices)

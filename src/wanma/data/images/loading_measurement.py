@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from wanma.data.cache.node_cache import NodeCache
-from wanma.data.formats.byte_ranges import RangeFormat
 from wanma.data.formats.format import BadDataError
 from wanma.data.images.stored_images import StoredImages, sampled_rows
 from wanma.data.images.transform import uniform_draws
@@ -74,7 +73,6 @@ def measure_loading(
         by_processes=by_processes,
         store_bytes=sum(file.size for file in remote),
         cached_bytes=opener.held_bytes(remote) if isinstance(opener, NodeCache) else 0,
-        is_searched=isinstance(index.data_format, RangeFormat),
     )
 
 

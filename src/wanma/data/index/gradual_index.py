@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from wanma.data.formats.byte_ranges import CHUNK_BYTES, CURSOR_BYTES
 from wanma.data.formats.format import Layout, Rows
 from wanma.data.index.group_scan import open_or_scan
 from wanma.data.index.sample_index import SampleIndex
@@ -20,11 +18,8 @@ from wanma.job.errors import WanmaError
 
 ROWS_PER_FILE = 1 << 40
 """Distance between the numbers of the first samples of two files."""
-_LEAST_SCANS, _MOST_SCANS = 3, 8
-"""Files that are scanned at once: few on a slow link, so that they come in their order, or of large files,
-which a scan reads by several requests at once."""
-_QUICK_SECONDS, _SLOW_SECONDS = 0.25, 1.0
-"""Time of a request below which more files are scanned at once, and above which fewer are."""
+_SCAN_THREADS = 4
+"""Files that are scanned at once; a scan of a large file reads it by several requests at once."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +55,6 @@ class GradualIndex(SampleIndex):
                 have been asked for.
         """
         self._scans.expect(files.tolist(), first)
-
-    def stop_scans(self) -> None:
-        """Begin no scan of a file that nobody has asked for."""
-        self._scans.expect([], 0)
 
     def spread_rows(self, count: int) -> NDArray[np.int64]:
         file, rows = self._first_file
@@ -114,7 +105,7 @@ class FileScans:
         """Files whose scan has begun; true: nobody has asked for it yet."""
         self._bytes_ahead = 0
         self._results: dict[int, int | BaseException] = {}
-        self._threads, self._limit = 0, _LEAST_SCANS
+        self._threads = 0
         self._changed = threading.Condition()
 
     def expect(self, files: Sequence[int], first: int) -> None:
@@ -151,7 +142,7 @@ class FileScans:
 
     def _start_threads(self) -> None:
         """Start a thread for each file that may be scanned now; the lock is held."""
-        while self._threads < self._limit and (file := self._take()) is not None:
+        while self._threads < _SCAN_THREADS and (file := self._take()) is not None:
             self._threads += 1
             # A daemon: a process that ends does not wait for files that it will not use.
             threading.Thread(target=self._run, args=(file,), name="wanma-scan", daemon=True).start()
@@ -174,7 +165,6 @@ class FileScans:
 
     def _run(self, file: int) -> None:
         result: int | BaseException
-        began = time.monotonic()
         try:
             result = self._scan(file)
         except BaseException as error:  # raised where the file is asked for
@@ -182,14 +172,5 @@ class FileScans:
         with self._changed:
             self._results[file] = result
             self._changed.notify_all()
-            self._adapt_limit(file, time.monotonic() - began)
             self._threads -= 1
             self._start_threads()
-
-    def _adapt_limit(self, file: int, seconds: float) -> None:
-        requests = max(-(-self._sizes[file] // CHUNK_BYTES), 1)
-        request_seconds = seconds * min(requests, CURSOR_BYTES // CHUNK_BYTES) / requests
-        if request_seconds < _QUICK_SECONDS:
-            self._limit = min(self._limit + 1, _MOST_SCANS)
-        elif request_seconds > _SLOW_SECONDS:
-            self._limit = max(self._limit - 1, _LEAST_SCANS)

@@ -17,9 +17,6 @@ import numpy as np
 from wanma.data.sampling.block_shuffle import BlockLayout
 from wanma.data.sampling.permutation import IndexArray, map_epochs, permute_in_groups, permute_indices
 
-_KEPT_EPOCHS = 3
-"""Epochs whose slots are kept: the first one, that of the training, and the next, which is read ahead."""
-
 
 @dataclass(frozen=True)
 class _Epoch:
@@ -99,9 +96,8 @@ class FileOrder:
                 starts += (starts[-1] + np.cumsum(counts)).tolist()
             epoch = _Epoch(epoch.files, np.array(starts, np.int64))
             # Another dictionary, so that readers without the lock see a whole one.
-            kept = sorted({*self._epochs, number} - {0})[1 - _KEPT_EPOCHS :]
-            known_epochs = {**self._epochs, number: epoch}
-            self._epochs = {one: known_epochs[one] for one in (0, *kept) if one in known_epochs}
+            kept = {one: self._epochs[one] for one in (0, number - 1, number + 1) if one in self._epochs}
+            self._epochs = {**kept, number: epoch}
             return epoch
 
 

@@ -33,18 +33,7 @@ class Shuffle:
 
     @classmethod
     def of_job(cls, section: DataSection) -> Shuffle:
-        """Return the shuffle of a job.
-
-        Raises:
-            JobError: blocks are files, and the data are no images.
-        """
-        shuffle = cls(section.shuffle, section.block_samples, section.window_blocks)
-        if shuffle.is_by_file and not section.has_images:
-            raise JobError(
-                "data.block_samples = 'file' needs images in files, and these data are none",
-                "set the number of samples of a block",
-            )
-        return shuffle
+        return cls(section.shuffle, section.block_samples, section.window_blocks)
 
     @property
     def is_by_file(self) -> bool:
@@ -57,12 +46,20 @@ class Shuffle:
         return self.kind != "full"
 
     def rows(self, stream_positions: IndexArray, epoch_size: int, *key: int | str) -> IndexArray:
-        """Return the row at each of `stream_positions`, in endless epochs of `epoch_size` rows."""
+        """Return the row at each of `stream_positions`, in endless epochs of `epoch_size` rows.
+
+        Raises:
+            JobError: blocks are files, of which these data have none.
+        """
         if self.kind == "none":
             return stream_positions % epoch_size
         if self.kind == "full":
             return shuffle_indices(stream_positions, epoch_size, *key)
-        assert isinstance(self.block_samples, int)  # the job allows "file" for stored images alone
+        if self.block_samples == "file":
+            raise JobError(
+                "data.block_samples = 'file' needs images in files, and these data are none that stay there",
+                "set the number of samples of a block",
+            )
         layout = BlockLayout(epoch_size, self.block_samples, self.window_blocks)
         return map_epochs(
             stream_positions,

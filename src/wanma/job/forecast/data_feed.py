@@ -57,8 +57,6 @@ class SampleLoading:
     """Size in bytes of the files that are not in local storage."""
     cached_bytes: int = 0
     """Bytes of these files that the node cache of this machine holds."""
-    is_searched: bool = False
-    """True if only a reading of a whole file tells where its samples are."""
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> SampleLoading:

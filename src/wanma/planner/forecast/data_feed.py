@@ -34,8 +34,6 @@ PREPARED_FILE_BYTES = 256 << 20
 MIN_GAIN = 1.05
 """Least factor by which a way out raises the supplied samples."""
 MAX_SHOWN_REMEDIES = 3
-LONG_SECONDS = 30.0
-"""Wait for the first batch from which on it is a reason of its own."""
 
 
 def forecast_data_feed(problem: PlanningProblem, plan: Plan, step: StepTime) -> DataFeed | None:
@@ -65,7 +63,7 @@ def forecast_data_feed(problem: PlanningProblem, plan: Plan, step: StepTime) -> 
         consumed_samples_per_second=batch / consuming_seconds,
         limits=tuple(limits),
         store_share=cost.store_share,
-        assumed=(*_origins(problem), *_first_batch(problem)),
+        assumed=_origins(problem),
         workers=workers,
     )
     return feed if share >= 1 else replace(feed, remedies=_remedies(problem, plan, consuming_seconds, feed))
@@ -169,24 +167,6 @@ def _origins(problem: PlanningProblem) -> tuple[str, ...]:
     return (
         *origins,
         f"decoding: {duration_text(loading.decode_seconds)} per sample and core, {loading.decode_origin}",
-    )
-
-
-def _first_batch(problem: PlanningProblem) -> tuple[str, ...]:
-    """Return what a node without copies of the data waits for, if that is long."""
-    loading, data = problem.workload.loading, problem.job.data
-    if loading is None or not loading.is_remote or not loading.is_searched:
-        return ()
-    total = loading.samples * loading.sample_bytes
-    is_by_file = data.shuffle == "block" and data.block_samples == "file"
-    needed = min((1 + data.window_blocks) * loading.file_bytes, total) if is_by_file else total
-    seconds = needed / store_rates(problem.cluster.nodes[0], loading.store).bytes_per_second
-    if seconds < LONG_SECONDS:
-        return ()
-    way_out = "data.window_blocks" if is_by_file else "data.shuffle = 'block' and data.block_samples = 'file'"
-    return (
-        f"first batch: a node without copies of the data reads {bytes_text(int(needed))} from the store, "
-        f"{duration_text(seconds)}, before it; {way_out} can shorten that",
     )
 
 
