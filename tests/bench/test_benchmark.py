@@ -19,7 +19,7 @@ from wanma.bench.suites.known_suites import known_suites
 from wanma.bench.suites.suite_file import Suite
 from wanma.bench.suites.suite_of_commands import suite_of_commands
 from wanma.cli.main import main
-from wanma.job.errors import WanmaError
+from wanma.job.errors import EXIT_USAGE, WanmaError
 
 ANY = DisturbanceLimits(foreign_cpu=1e9, clock_share=0.0)
 STEPS = 30
@@ -215,6 +215,8 @@ def test_the_commands_measure_list_show_export_and_compare(
     assert "cannot tell" in capsys.readouterr().out
     assert bench("export", first, "--out", "exported") == 0
     assert (tmp_path / "exported" / "steps.csv").read_text().count("\n") == 3 * STEPS + 1
+    assert bench("export", first, "--out", "a.py") == EXIT_USAGE
+    assert "a.py" in capsys.readouterr().err
     assert bench("show", "no-such-result") != 0
     assert "no-such-result" in capsys.readouterr().err
 

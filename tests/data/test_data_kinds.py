@@ -51,6 +51,14 @@ def test_images_of_each_format_are_known_by_their_content_and_read_as_by_their_s
     assert data.batch([0, 1]).inputs[0].equal(short.batch([0, 1]).inputs[0])
 
 
+def test_the_kind_of_data_in_parts_is_that_of_the_entries_that_this_node_has(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    WRITERS["images"](tmp_path / "here", 30)
+    entries = [str(tmp_path / "elsewhere"), str(tmp_path / "here")]
+    section = resolved(path=entries, placement="parts")
+    assert (section.content, section.path) == ("images", entries)
+
+
 @pytest.mark.parametrize(
     ("record", "columns"),
     [

@@ -160,9 +160,11 @@ def test_what_is_saved_loads_as_the_same_tokenizer(tmp_path: Path) -> None:
         assert again.encode(b"the cat").tolist() == tokenizer.encode(b"the cat").tolist()
 
 
-def test_a_wrong_path_is_refused_by_its_key() -> None:
+def test_a_wrong_path_is_refused_by_its_key(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"tokenizer: '/no/such/.*: no such file"):
         load_tokenizer("/no/such/tokenizer.json")
+    with pytest.raises(JobError, match=r"data\.tokenizer: .*no tokenizer\.json"):
+        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"not json", b"{}", b'{"model": 3}', b"[1, 2]", b"\xff\xfe\x00"])

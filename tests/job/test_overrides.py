@@ -91,3 +91,9 @@ def test_a_clash_with_the_file_is_told_how_to_unset_the_key(file: Path) -> None:
     with pytest.raises(JobError, match="given: preset, family") as caught:
         load_job(file, ["model.family=decoder"])
     assert "`model.preset=`" in caught.value.hint
+
+
+def test_an_empty_override_unsets_a_key_of_a_table_in_a_section(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text('model.preset = "a"\ndata.path = "x"\ndata.columns.messages = "chat"\n')
+    assert load_job(path, ["data.columns.messages="]).data.columns.messages is None

@@ -39,6 +39,17 @@ def test_runs_are_listed_newest_first_and_only_those_with_a_job(tmp_path: Path) 
     assert list_runs(tmp_path / "absent") == []
 
 
+def test_runs_that_the_user_may_not_read_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("mine", "theirs"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "job.toml").touch()
+    may_access = os.access  # root may read all: the kernel's answer to another user
+    monkeypatch.setattr(os, "access", lambda path, mode: path.name != "theirs" and may_access(path, mode))
+    assert [run.name for run in list_runs(tmp_path)] == ["mine"]
+
+
 def test_writing_replaces_the_file_and_leaves_no_temporary_one(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     write_json(path, {"name": "万马"})

@@ -49,6 +49,10 @@ def with_data_kinds(job: Job) -> Job:
         section = section.model_copy(update={"kind": "interactions"})
     if not section.sources:
         section = _resolve(section, "data")
+        if section.is_open_kind and section.placement == "parts":  # other nodes have the rest
+            parts = [_resolve(section.model_copy(update={"path": [one]}), "data") for one in section.path]
+            if known := [part for part in parts if not part.is_open_kind]:
+                section = known[0].model_copy(update={"path": section.path})
     elif any(source.is_open_kind or source.format for source in section.sources):
         sources = [_resolve(source, f"data.sources[{n}]") for n, source in enumerate(section.sources)]
         section = section.model_copy(update={"sources": sources})

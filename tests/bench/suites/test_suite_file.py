@@ -104,7 +104,7 @@ def test_the_digest_is_that_of_what_is_measured(file: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("rounds = 2", "round = 2", r"rule\.round: Extra inputs"),
+        ("rounds = 2", "round = 2", r"rule\.round: unknown key\. Did you mean 'rounds'"),
         ('baseline = "small hidden=32"', 'baseline = "smal"', "there is no contender 'smal'"),
         ("loss<=3", "loss=3", "'loss=3' is not a target"),
         ('budget = "1h30m"', 'budget = "soon"', "'soon' is not a duration"),

@@ -233,9 +233,13 @@ def read_suite_file(path: Path) -> SuiteFile:
     try:
         return SuiteFile.model_validate_json(json.dumps(tables), strict=True)
     except ValidationError as error:
-        lines = [
-            f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_url=False)
-        ]
+        tables_of_a_suite = (SuiteFile, ContenderTable, PatternsTable, FaultTable, RuleTable, SmokeTable)
+        known = [name for table in tables_of_a_suite for name in table.model_fields]
+        lines = []
+        for item in error.errors(include_url=False):
+            is_unknown = item["type"] == "extra_forbidden"
+            text = f"unknown key.{did_you_mean(str(item['loc'][-1]), known)}" if is_unknown else item["msg"]
+            lines.append(f"{'.'.join(map(str, item['loc']))}: {text}")
         raise WanmaError(
             f"{path} is not a suite: " + "; ".join(lines),
             "see the keys of a suite in docs/guides/benchmark.md",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from wanma.cli.bench.arguments import add_environments_option, add_results_option
 from wanma.cli.output import print_progress, print_warning
+from wanma.job.errors import EXIT_USAGE, WanmaError
 
 
 def add_parsers(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -130,7 +131,6 @@ def _export(arguments: argparse.Namespace) -> int:
 
     directory = find_result(arguments.results, arguments.result)
     result, folder = directory.read(), arguments.out or directory.path
-    folder.mkdir(parents=True, exist_ok=True)
     texts = (
         {
             "steps.csv": steps_csv(result),
@@ -140,10 +140,16 @@ def _export(arguments: argparse.Namespace) -> int:
         if arguments.format == "csv"
         else {"result.md": markdown_table(result)}
     )
-    written = []
-    for name, text in texts.items():
-        if text:
-            (folder / name).write_text(text, encoding="utf-8")
-            written.append(folder / name)
+    written = {folder / name: text for name, text in texts.items() if text}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in written.items():
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise WanmaError(
+            f"cannot write {error.filename or folder}: {error.strerror or error}",
+            "give another folder with --out DIR",
+            EXIT_USAGE,
+        ) from error
     print(f"written: {', '.join(map(str, written))}")
     return 0

@@ -212,7 +212,7 @@ def _apply_override(
             container = container[step]
         else:
             break
-    value = to_json_value(override.value, override.path, issues)
+    value = None if override.unset else to_json_value(override.value, override.path, issues)
     last = override.path[-1]
     name: str | int = int(last) if isinstance(container, list) and last.isdigit() else last
     sources.overrides[(*path, name)] = source

@@ -187,10 +187,10 @@ def read_tail(path: Path, size: int) -> bytes:
 
 
 def list_runs(folder: Path) -> list[RunDirectory]:
-    """List the runs below `folder`, newest first."""
+    """List the runs below `folder` that this user may read, newest first."""
     if not folder.is_dir():
         return []
-    runs = [RunDirectory(path) for path in folder.iterdir() if is_run(path)]
+    runs = [RunDirectory(path) for path in folder.iterdir() if os.access(path, os.X_OK) and is_run(path)]
     return sorted(runs, key=_start_time, reverse=True)
 
 
