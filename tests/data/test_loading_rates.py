@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from support.labelled_images import write_tar
-from wanma.data.datasets import load_times
+from wanma.data.cache import node_cache
 from wanma.data.datasets.load_times import STORED_IMAGE_PARTS, LoadTimes
 from wanma.data.datasets.map_dataset import UserDataset
 from wanma.data.datasets.stored_image_dataset import StoredImageDataset
@@ -75,7 +75,7 @@ def test_only_decoding_counts_samples() -> None:
 
 def test_the_work_of_a_loader_process_is_added_to_that_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     traffic = {"s3": StoreTraffic(requests=2, received_bytes=10)}
-    monkeypatch.setattr(load_times, "store_traffic", lambda: traffic)
+    monkeypatch.setattr(node_cache, "store_traffic", lambda: traffic)
     process, rank = LoadTimes(STORED_IMAGE_PARTS), LoadTimes(STORED_IMAGE_PARTS)
     with process.measure("decode"):
         pass

@@ -122,6 +122,22 @@ def test_pieces_of_a_document_have_the_tokens_of_the_whole(
     assert len(tokenizer.encode("the")) == 4  # with its space
 
 
+def test_the_faster_encoding_gives_the_same_tokens_and_starts_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")  # and restored at the end
+    path = byte_level(tmp_path / "t.json", ["<|endoftext|>"])
+    exact, fast = load_tokenizer(path), load_tokenizer(path)
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    fast.speed_up()
+    for text in ("", "the cat", " sat<|endoftext|>on\n\n", "万马 🐎", b"\xff the " * 500):
+        for continues in (False, True):
+            expected = exact.encode(text, continues=continues)
+            found = fast.encode(text, continues=continues)
+            assert (found.dtype, found.tolist()) == (expected.dtype, expected.tolist())
+    assert len(list(Path("/proc/self/task").iterdir())) == threads
+
+
 def test_a_tokenizer_without_an_end_of_document_gets_one(tmp_path: Path) -> None:
     path = byte_level(tmp_path / "t.json", [])
     known = len(json.loads(path.read_text())["model"]["vocab"])

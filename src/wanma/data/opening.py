@@ -13,8 +13,8 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wanma.data.cache.node_cache import Traffic
 from wanma.data.cache.prepared_entries import mark_prepared_entries
-from wanma.data.datasets.load_times import Traffic
 from wanma.data.documents.text_files import STANDARD_LIBRARY
 from wanma.data.images.image_files import ImageFiles, UnknownImagesError, find_image_files, read_image_files
 from wanma.data.images.image_splits import may_be_known_by_name, only_entry

@@ -42,11 +42,10 @@ def test_lists_are_encoded_as_one_by_one(rows: list[list[int]], dtype: str) -> N
     if found is None:
         assert not any(rows)
         return
-    parts = np.split(found.tokens, np.cumsum(found.lengths)[:-1]) if len(found.lengths) else []
-    assert found.tokens.dtype == TOKENIZER.dtype
-    assert [(part.tolist(), digest) for part, digest in zip(parts, found.digests.tolist(), strict=True)] == (
-        expected
-    )
+    tokens, lengths, digests = found
+    parts = np.split(tokens, np.cumsum(lengths)[:-1]) if len(lengths) else []
+    assert tokens.dtype == TOKENIZER.dtype
+    assert [(one.tolist(), digest) for one, digest in zip(parts, digests.tolist(), strict=True)] == expected
 
 
 @pytest.mark.parametrize("row", [[-1], [END + 1], [0.5]])

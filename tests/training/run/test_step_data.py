@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from wanma.data.batch import BadSample, Batch
+from wanma.data.cache import node_cache
 from wanma.data.cache.node_cache import CacheTraffic
-from wanma.data.datasets import load_times
 from wanma.data.datasets.load_times import STORED_IMAGE_PARTS, LoadTimes
 from wanma.data.step_loader import StepBatches
 from wanma.data.stores.client import StoreTraffic
@@ -136,8 +136,8 @@ def test_seconds_of_loading_are_those_since_the_last_record(tmp_path: Path) -> N
 def test_traffic_is_that_since_the_last_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report, _ = step_data(tmp_path)
     totals = {"s3": StoreTraffic(requests=3, received_bytes=10)}
-    monkeypatch.setattr(load_times, "store_traffic", lambda: totals)
-    monkeypatch.setattr(load_times, "cache_traffic", lambda: CacheTraffic(hits=5, misses=1))
+    monkeypatch.setattr(node_cache, "store_traffic", lambda: totals)
+    monkeypatch.setattr(node_cache, "cache_traffic", lambda: CacheTraffic(hits=5, misses=1))
     end_step(report)
     assert report.metrics() == {
         "store_requests": {"s3": 3},
@@ -152,8 +152,8 @@ def test_traffic_is_that_since_the_last_record(tmp_path: Path, monkeypatch: pyte
 
 def test_traffic_before_the_ranks_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report, _ = step_data(tmp_path)
-    monkeypatch.setattr(load_times, "store_traffic", lambda: {"s3": StoreTraffic(1, 0, 10)})
-    monkeypatch.setattr(load_times, "cache_traffic", CacheTraffic)
+    monkeypatch.setattr(node_cache, "store_traffic", lambda: {"s3": StoreTraffic(1, 0, 10)})
+    monkeypatch.setattr(node_cache, "cache_traffic", CacheTraffic)
     report.add_traffic(Counter({("store_requests", "s3"): 3, ("store_requests", "https"): 2}))
     end_step(report)
     end_step(report)
@@ -164,8 +164,8 @@ def test_traffic_of_all_ranks_is_added_up_by_store_and_by_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     totals = {"s3": StoreTraffic(requests=3, received_bytes=10), "own": StoreTraffic(requests=4)}
-    monkeypatch.setattr(load_times, "store_traffic", lambda: totals)
-    monkeypatch.setattr(load_times, "cache_traffic", CacheTraffic)
+    monkeypatch.setattr(node_cache, "store_traffic", lambda: totals)
+    monkeypatch.setattr(node_cache, "cache_traffic", CacheTraffic)
     ranks = [step_data(tmp_path, node=node, nodes=3)[0] for node in (0, 2, 2)]
     sums = [sum(terms) for terms in zip(*(rank.exchanged_terms() for rank in ranks), strict=True)]
     for rank in ranks:

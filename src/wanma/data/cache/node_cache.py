@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
@@ -22,6 +22,7 @@ from typing import Any
 
 from wanma.data.cache.block_store import TRAILER_BYTES, BlockStore, Reservation
 from wanma.data.stores.byte_source import ByteSource
+from wanma.data.stores.client import store_traffic
 from wanma.data.stores.data_file import FileOpener
 from wanma.data.stores.file_locks import exclusive_lock
 from wanma.data.stores.filesystems import is_local, shown_cause
@@ -167,6 +168,20 @@ def cache_traffic() -> CacheTraffic:
     """Return the traffic of this process with its node caches, since it started or was forked."""
     totals = [astuple(cache.traffic) for cache in list(_caches)]
     return CacheTraffic(*(sum(counts) for counts in zip(*totals, strict=True)))
+
+
+Traffic = Counter[tuple[str, str]]
+"""Amounts by (metric, name): requests and bytes of each store, blocks of node caches."""
+
+
+def process_traffic() -> Traffic:
+    """Return the traffic of this process with stores and node caches, since it started or was forked."""
+    cache = cache_traffic()
+    totals = Counter({("cache_blocks", "hit"): cache.hits, ("cache_blocks", "miss"): cache.misses})
+    for store, traffic in store_traffic().items():
+        totals["store_requests", store] = traffic.requests
+        totals["store_bytes", store] = traffic.received_bytes
+    return totals
 
 
 def _file_key(file: StoredFile, block_bytes: int) -> str:

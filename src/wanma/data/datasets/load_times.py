@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wanma.data.cache.node_cache import cache_traffic
-from wanma.data.stores.client import store_traffic
+from wanma.data.cache.node_cache import Traffic, process_traffic
 from wanma.data.stores.rate_records import has_rates, read_rates, write_rates
 from wanma.job.forecast.data_feed import SampleLoading
 
@@ -30,9 +29,6 @@ USER_DATASET_PARTS = ("dataset", "collate")
 _MIN_RECORDED_SAMPLES = 64
 """Own samples of a run from which on its measurement is kept."""
 _KIND = "reading"
-
-Traffic = Counter[tuple[str, str]]
-"""Amounts by (metric, name): requests and bytes of each store, blocks of node caches."""
 
 
 @dataclass(frozen=True)
@@ -122,16 +118,6 @@ class LoadTimes:
             self._decoded_samples += work.decoded_samples
             self._decoding_core_seconds += work.decoding_core_seconds
             self._worker_traffic += work.traffic
-
-
-def process_traffic() -> Traffic:
-    """Return the traffic of this process with stores and node caches, since it started or was forked."""
-    cache = cache_traffic()
-    totals = Counter({("cache_blocks", "hit"): cache.hits, ("cache_blocks", "miss"): cache.misses})
-    for store, traffic in store_traffic().items():
-        totals["store_requests", store] = traffic.requests
-        totals["store_bytes", store] = traffic.received_bytes
-    return totals
 
 
 def record_reading(cache: Path, name: Callable[[], str], source: str, times: LoadTimes) -> None:

@@ -166,7 +166,7 @@ class TableReader(RowReader):
 
     def read_lists(self, field: str, start: int, end: int) -> Lists | None:
         pyarrow = import_pyarrow(self._source.url)
-        parts: list[Lists] = []
+        arrays: list[Any] = []
         try:
             while start < end:
                 number = int(np.searchsorted(self._group_starts, start, side="right")) - 1
@@ -174,16 +174,12 @@ class TableReader(RowReader):
                 count = min(end - start, table.num_rows - first)
                 if field not in table.schema.names or count <= 0:
                     return None
-                lists = list_values(_joined(table.column(field).slice(first, count), pyarrow), pyarrow)
-                if lists is None:
-                    return None
-                parts.append(lists)
+                column = table.column(field).slice(first, count)
+                arrays += column.chunks if isinstance(column, pyarrow.ChunkedArray) else [column]
                 start += count
+            return list_values(arrays[0] if len(arrays) == 1 else pyarrow.concat_arrays(arrays), pyarrow)
         except (pyarrow.ArrowException, OSError, ValueError):
             return None
-        shifts = np.cumsum([0, *(len(values) for values, _ in parts)])
-        bounds = [ends[1:] + shift for (_, ends), shift in zip(parts, shifts, strict=False)]
-        return np.concatenate([values for values, _ in parts]), np.concatenate([[0], *bounds])
 
     def _values(self, number: int, local: Rows, first_row: int) -> dict[str, Any]:
         """Return the columns of some rows of a group; `first_row` names the place in errors."""

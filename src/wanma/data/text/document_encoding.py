@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,20 +30,13 @@ def encode_document(document: Document, tokenizer: Tokenizer) -> Iterator[NDArra
         yield tokens
 
 
-@dataclass(frozen=True)
-class EncodedDocuments:
-    """Tokens of several documents, each with its end."""
-
-    tokens: NDArray[Any]
-    lengths: NDArray[np.int64]
-    digests: NDArray[np.uint64]
-    """See `document_digest`."""
-
-
-def encode_lists(lists: Lists, tokenizer: Tokenizer) -> EncodedDocuments | None:
+def encode_lists(
+    lists: Lists, tokenizer: Tokenizer
+) -> tuple[NDArray[Any], NDArray[np.int64], NDArray[np.uint64]] | None:
     """Encode documents of token ids at once, as `encode_document` does one; empty ones are left out.
 
-    Returns None if there are no ids, they are no integers, or one is outside the vocabulary.
+    Returns their tokens with their ends, their lengths and digests; None if there are no ids, they are no
+    integers, or one is outside the vocabulary.
     """
     values, bounds = lists
     if not len(values) or values.dtype.kind not in "iu":
@@ -64,10 +56,10 @@ def encode_lists(lists: Lists, tokenizer: Tokenizer) -> EncodedDocuments | None:
     is_end[np.cumsum(lengths) - 1] = True
     tokens[is_end] = tokenizer.end_of_document_id
     tokens[~is_end] = values[is_content]
-    content = memoryview(values.astype("<u4")).cast("B")
+    content = values.astype("<u4").data.cast("B")
     ranges = zip((4 * starts).tolist(), (4 * ends).tolist(), strict=True)
     digests = b"".join(_digest(content[start:end]) for start, end in ranges)
-    return EncodedDocuments(tokens, lengths, np.frombuffer(digests, "<u8"))
+    return tokens, lengths, np.frombuffer(digests, "<u8")
 
 
 def without_end(tokens: NDArray[Any], tokenizer: Tokenizer) -> NDArray[Any]:

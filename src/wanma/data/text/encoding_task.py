@@ -331,9 +331,10 @@ class _Encoder:
         found = None if lists is None else encode_lists(lists, self._tokenizer)
         if found is None:
             return False
-        self._writer.write_documents(found)
-        self.result.documents += len(found.lengths)
-        self.result.empty_documents += len(rows) - len(found.lengths)
+        self._writer.write_documents(*found)
+        count = len(found[1])
+        self.result.documents += count
+        self.result.empty_documents += len(rows) - count
         return True
 
     def _encode_each(self, reader: RowReader, name: str, rows: range, document: StoredFile) -> None:

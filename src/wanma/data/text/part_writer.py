@@ -23,8 +23,6 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wanma.data.text.document_encoding import EncodedDocuments
-
 TOKEN_FILES = ("tokens.bin", "offsets.bin", "digests.bin")
 _COPY_BYTES = 1 << 22
 _LENGTHS, _DIGESTS = ".lengths", ".digests"
@@ -55,11 +53,13 @@ class PartWriter:
         self._file.write(tokens.astype(self._dtype, copy=False).tobytes())
         self._length += len(tokens)
 
-    def write_documents(self, documents: EncodedDocuments) -> None:
-        """Append whole documents."""
-        self._file.write(documents.tokens.astype(self._dtype, copy=False).tobytes())
-        self._lengths.frombytes(documents.lengths.tobytes())
-        self._digests.frombytes(documents.digests.tobytes())
+    def write_documents(
+        self, tokens: NDArray[Any], lengths: NDArray[np.int64], digests: NDArray[np.uint64]
+    ) -> None:
+        """Append whole documents, each with its end."""
+        self._file.write(tokens.astype(self._dtype, copy=False).tobytes())
+        self._lengths.frombytes(lengths.tobytes())
+        self._digests.frombytes(digests.tobytes())
 
     def end_document(self, digest: int) -> bool:
         """End the present document; return False if it has no token, and is none."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 
-from wanma.data.datasets.load_times import Traffic, process_traffic
+from wanma.data.cache.node_cache import Traffic, process_traffic
 from wanma.data.text.corpus import (
     TextSource,
     build_token_files,
@@ -54,7 +54,7 @@ def prepare_in_subprocess(
     traffic: Traffic = Counter()
     child = ChildProcess(partial(_serve, arguments, corpus), _MODULE, *arguments)
     try:
-        child.send(_request(section))
+        child.send({"section": section.model_dump_json()})
         for message in child.answers():
             if "error" in message:
                 raise WanmaError(*message["error"])
@@ -83,7 +83,7 @@ def measure_in_subprocess(section: DataSection, deadline_seconds: float) -> Text
     try:
         child = subprocess.run(
             command,
-            input=f"{json.dumps(_request(section))}\n",
+            input=json.dumps({"section": section.model_dump_json()}),
             capture_output=True,
             text=True,
             timeout=deadline_seconds,
@@ -101,10 +101,6 @@ def measure_in_subprocess(section: DataSection, deadline_seconds: float) -> Text
     raise WanmaError(f"the measuring process exited with code {child.returncode}: {child.stderr[-300:]}")
 
 
-def _request(section: DataSection) -> Message:
-    return {"section": section.model_dump_json()}
-
-
 def _serve(
     arguments: Sequence[str],
     corpus: Corpus | None,
@@ -114,6 +110,7 @@ def _serve(
     section = DataSection.model_validate_json(next(requests)["section"])
     try:
         texts, tokenizer = corpus or (resolve_text_sources(section), load_job_tokenizer(section))
+        tokenizer.speed_up()
         if arguments:
             answer({"preparation": asdict(preparation_of(section, texts, tokenizer))})
         if _MEASURE not in arguments:

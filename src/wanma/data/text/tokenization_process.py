@@ -19,6 +19,7 @@ from wanma.job.run.child_process import Message, serve_parent
 
 def serve_tasks(tokenizer: Tokenizer, requests: Iterator[Message], answer: Callable[[Message], None]) -> None:
     """Encode the tasks that the parent sends."""
+    tokenizer.speed_up()
     for request in requests:
         answer(_handle_request(request, tokenizer))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -82,6 +83,10 @@ class Tokenizer(ABC):
             continues: true if the piece is not the first of its document: no space is put before it.
         """
 
+    def speed_up(self) -> None:
+        """Encode faster from now on; for a process of its own, in which settings of libraries may change."""
+        return
+
     def encode_with_places(self, text: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Encode a text, special tokens in it as such, and return each token's first character and end.
 
@@ -148,7 +153,7 @@ class HuggingFaceTokenizer(Tokenizer):
     needs_utf8 = True
 
     def __init__(self, content: str, end: str | int | None = None, chat: ChatTemplate | None = None) -> None:
-        self._content, self.chat = content, chat
+        self._content, self.chat, self._is_fast = content, chat, False
         self._backend = _make_backend(content)
         continuation = _without_prefix_space(content)
         self._continuation_backend = self._backend if continuation is None else _make_backend(continuation)
@@ -176,8 +181,15 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode(self, text: bytes | str, *, continues: bool = False) -> NDArray[Any]:
         content = text if isinstance(text, str) else text.decode("utf-8", errors="replace")
         backend = self._continuation_backend if continues else self._backend
-        # one text at a time: `encode_batch` starts a thread pool, which a later fork would not survive
-        return np.array(backend.encode(content, add_special_tokens=False).ids, dtype=self.dtype)
+        if self._is_fast:  # without the places of tokens, which take a fifth of the time
+            (encoding,) = backend.encode_batch_fast([content], add_special_tokens=False)
+        else:  # a batch would start a thread pool, which a later fork would not survive
+            encoding = backend.encode(content, add_special_tokens=False)
+        return np.array(encoding.ids, dtype=self.dtype)
+
+    def speed_up(self) -> None:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a batch starts no thread pool
+        self._is_fast = True
 
     @property
     def special_texts(self) -> Sequence[str]:  # type: ignore[override]  # read when it is wanted

@@ -35,14 +35,9 @@ class ChildProcess:
     """
 
     def __init__(self, serve: Serve, module: str, *arguments: str) -> None:
-        self._process: Any
-        self._requests: IO[str]
-        self._answers: IO[str]
         if not _is_fork_safe():
             command = [sys.executable, "-m", module, *arguments]
-            popen = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            assert popen.stdin is not None
-            assert popen.stdout is not None
+            popen: Any = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             self._process, self._requests, self._answers = popen, popen.stdin, popen.stdout
             return
         (requests, own_requests), (own_answers, answers) = os.pipe(), os.pipe()

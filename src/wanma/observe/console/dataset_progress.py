@@ -51,17 +51,9 @@ def _bar_progress(stream: TextIO, label: str) -> Iterator[Callable[[int, int], N
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn(label, markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=Console(file=stream), transient=True)
-    task = bar.add_task("")
-
-    def advance(processed: int, total: int) -> None:
-        bar.start()  # not before: its thread would keep the work from a forked process
-        bar.update(task, completed=processed, total=total)
-
-    try:
-        yield advance
-    finally:
-        bar.stop()
+    with Progress(*columns, console=Console(file=stream), transient=True) as bar:
+        task = bar.add_task("", visible=False)
+        yield lambda processed, total: bar.update(task, completed=processed, total=total, visible=True)
 
 
 def _line_progress(stream: TextIO, label: str, first_line_seconds: float) -> Callable[[int, int], None]:

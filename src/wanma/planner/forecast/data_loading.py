@@ -286,8 +286,8 @@ def store_reads(
         repeats = ranks / data_ranks
         rank_samples = node_samples / data_ranks
         node_bytes = node_samples * loading.sample_bytes * repeats
-        run_bytes = node_bytes * problem.job.train.steps
-        return StoreReads(node_bytes, rank_samples, loading.sample_bytes, 1.0, run_bytes)
+        steps = problem.job.train.steps
+        return StoreReads(node_bytes, rank_samples, loading.sample_bytes, 1.0, node_bytes * steps)
     block_bytes = min(float(loading.cache_block_bytes), max(loading.file_bytes, loading.sample_bytes))
     block_samples = max(block_bytes / loading.sample_bytes, 1.0)
     run_samples = problem.global_batch * problem.job.train.steps

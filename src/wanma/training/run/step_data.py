@@ -13,8 +13,8 @@ from typing import Any
 import torch.distributed as dist
 
 from wanma.data.batch import Batch, find_nonfinite_samples
+from wanma.data.cache.node_cache import Traffic, process_traffic
 from wanma.data.datasets.dataset import BatchedDataset
-from wanma.data.datasets.load_times import Traffic, process_traffic
 from wanma.data.handover.sample_reading import SampleReading
 from wanma.data.step_loader import StepBatches
 from wanma.job.errors import STORAGE_EXTRAS, JobError
