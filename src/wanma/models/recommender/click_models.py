@@ -56,6 +56,7 @@ class Dlrm(ClickModel):
 
     def score(self, vectors: Sequence[Tensor]) -> Tensor:
         inputs, (first, *layers) = self.interaction(vectors, self.bottom is not None), self.top
+        assert isinstance(first, nn.Linear)
         # A product over columns of zeros takes less time than one over rows that begin within a cache line.
         excess = inputs.shape[1] - first.in_features
         padded = F.pad(first.weight, (0, excess)) if excess else None

@@ -38,7 +38,7 @@ class _Interaction(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         vectors = ctx.saved_tensors
         gradient = gradient.contiguous()

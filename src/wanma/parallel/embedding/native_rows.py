@@ -13,6 +13,7 @@ from torch import Tensor
 from wanma.hardware.native.native_library import find_or_build_library
 
 NATIVE_SOURCE = Path(__file__).parent / "native" / "rows.cpp"
+"""Source of the code in C++."""
 
 
 def rows_library(*tensors: Tensor) -> Any:

@@ -214,7 +214,8 @@ class ShardedEmbedding:
         """
         ids = [torch.cat([batch[name].reshape(-1) for batch in features]) for name in self._names]
         flat, sizes = self._join(ids)
-        largest = (self._counts - 1).repeat_interleave(sizes)  # the lookup reports others
+        # Ids outside, which the lookup reports, count as the nearest row.
+        largest = (self._counts - 1).repeat_interleave(sizes)
         holders, rows, _ = self.layout.locate(flat.clamp_min(0).minimum(largest), sizes)
         first = group_ids(holders * self.layout.stride + rows).first_positions
         if self._exchange is None:
