@@ -15,7 +15,6 @@ from wanma.data.formats.format import row_place
 from wanma.data.index.build import Progress
 from wanma.data.index.sample_index import DamagedFile, SampleIndex
 from wanma.data.interactions.log_columns import (
-    ROW_COLUMNS,
     check_bad_rows,
     convert_columns,
     list_bad_rows,
@@ -130,7 +129,15 @@ def _log_of(
 ) -> InteractionLog:
     names = section.columns.sparse
     features = {name: Bags(columns[f"ids.{name}"], columns[f"starts.{name}"]) for name in names}
-    return InteractionLog(*(columns[name] for name in ROW_COLUMNS), features, columns["dense"], index=index)
+    return InteractionLog(
+        users=columns["users"],
+        items=columns["items"],
+        targets=columns["targets"],
+        times=columns["times"],
+        features=features,
+        dense=columns["dense"],
+        index=index,
+    )
 
 
 def _synthetic_values(section: DataSection) -> dict[str, Any] | None:

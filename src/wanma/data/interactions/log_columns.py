@@ -46,16 +46,17 @@ from wanma.job.sections.data import DataSection
 from wanma.job.sections.data_sources import ColumnsSection
 from wanma.job.sections.recommender import InteractionsSection
 
-ROW_COLUMNS = ("users", "items", "targets", "times")
-"""Names of the columns with one number in each row."""
 _VERSION = 1
 _CHUNK_ROWS = 65_536
 _PARTS_OF_A_BAG = re.compile(r"[|,;\s]")
 """Characters without which a text of ids is one id."""
 
 Columns = dict[str, NDArray[Any]]
-"""Columns by name: `ROW_COLUMNS`, `dense` (rows, features), and of each sparse feature `ids.NAME`, the ids of
-all rows, and `starts.NAME`, the start of each row's and the end of the last, (rows + 1,)."""
+"""Columns by name: `users`, `items`, `targets`, `times`, and `dense` (rows, features).
+
+Of each sparse feature `ids.NAME`, the ids of all rows, and `starts.NAME`, the start of each row's and the end of
+the last, (rows + 1,).
+"""
 
 
 def open_columns(
