@@ -54,8 +54,8 @@ _PARTS_OF_A_BAG = re.compile(r"[|,;\s]")
 Columns = dict[str, NDArray[Any]]
 """Columns by name: `users`, `items`, `targets`, `times`, and `dense` (rows, features).
 
-Of each sparse feature `ids.NAME`, the ids of all rows, and `starts.NAME`, the start of each row's and the end of
-the last, (rows + 1,).
+Of each sparse feature `ids.NAME`, the ids of all rows, and `starts.NAME`, the start of each row's and the end
+of the last, (rows + 1,).
 """
 
 
@@ -213,7 +213,7 @@ class _Chunk:
             ratings = np.ones(rows) if threshold is None else (ratings >= threshold).astype(np.float64)
         has_times = "time" in self.values
         times = self._numbers("time") if has_times else np.arange(self.start, self.start + rows, dtype=float)
-        columns = {
+        columns: Columns = {
             "users": self._ids(self.values["user"], names.table_name("user"), "user"),
             "items": self._ids(self.values["item"], names.table_name("item"), "item"),
             "targets": ratings.astype(np.float32),
