@@ -1,3 +1,4 @@
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -71,7 +72,7 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
 
 def test_auto_is_the_fastest_plan_before_any_data_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus(monkeypatch, "8 H100")
-    monkeypatch.setattr(job_planning, "prepare_job_data", lambda *_: None)
+    monkeypatch.setattr(job_planning, "prepare_job_data", lambda *_: Counter())
     job = to_job({"model": {"preset": "gpt-10m"}, "train": {"precision": "bf16"}, "parallel": FEW})
     start = initial_layout(job)
     best = start.plan_result.search_result.best
@@ -95,7 +96,7 @@ def test_a_plan_that_wanma_does_not_run_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     on_gpus(monkeypatch, "8 H100")
-    monkeypatch.setattr(job_planning, "prepare_job_data", lambda *_: None)
+    monkeypatch.setattr(job_planning, "prepare_job_data", lambda *_: Counter())
     monkeypatch.setattr(capabilities, "installed_torch_version", lambda: (2, 13))
     parallel = {"tp": 2, "compile": True, "recompute": "full"}
     job = to_job({"model": {"preset": "gpt-10m"}, "train": {"precision": "bf16"}, "parallel": parallel})
