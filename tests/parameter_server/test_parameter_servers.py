@@ -31,6 +31,7 @@ from support.server_runs import (
 from wanma.job.errors import WanmaError
 from wanma.job.run.parameter_servers import ServerPosition, StepContribution
 from wanma.parameter_server import client as client_module
+from wanma.parameter_server import coordinator as coordinator_module
 from wanma.parameter_server import server_processes as processes_module
 from wanma.parameter_server.client import ParameterServerClient
 from wanma.parameter_server.coordinator import ServerCoordinator
@@ -305,3 +306,19 @@ def test_a_worker_of_an_earlier_start_is_refused(run: Callable[..., Run], tmp_pa
     newer.begin(1000, ServerPosition(True))
     assert compute(newer, 0) == 1
     newer.close()
+
+
+def test_other_workers_begin_once_worker_0_has_found_what_the_servers_hold(
+    run: Callable[..., Run], group: ServerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = run(2)
+    served.begin()
+    chief, other = (ParameterServerClient(served.coordinator.access, n, 2, "synchronous") for n in (0, 1))
+    other.join()
+    monkeypatch.setattr(coordinator_module, "_ANSWER_SECONDS", 0.0)
+    assert "wait" in other._ask("begin", pause_step=0, table=None)[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(group, "table", None)  # as when a lost node's servers are missed first
+        assert not chief.join().is_loaded
+    chief.close()
+    other.close()

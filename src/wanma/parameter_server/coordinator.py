@@ -60,6 +60,8 @@ class ServerCoordinator:
         self._condition = threading.Condition()
         self._generation = 0
         self._is_loaded = False
+        self._has_chief_begun = False
+        """True once worker 0 of this generation has found the servers filled, or has filled them."""
         self._outcome = ""
         self._failure: WanmaError | None = None
         self._contributions: dict[int, tuple[dict[str, Any], bytes]] = {}
@@ -184,6 +186,7 @@ class ServerCoordinator:
                 if self._failure is not None or self._decision is not None:
                     self._is_loaded = False  # an update may be applied in part: the checkpoint is whole
                 self._failure, self._outcome, self._decision, self._updating = None, "", None, None
+                self._has_chief_begun = False
                 self._clock.abandon()
                 self._contributions, self._results, self._hosts = {}, {}, {}
                 self._condition.notify_all()
@@ -206,6 +209,8 @@ class ServerCoordinator:
                 with self._condition:
                     self._is_loaded = False
         with self._condition:
+            if self._group.table is None:  # of a lost node the servers may be missed before it is
+                self._is_loaded = False
             steps = self._clock.steps - len(self._unrecorded)
             return {"is_loaded": self._is_loaded, "step": steps, "updates": self._clock.updates}
 
@@ -243,10 +248,11 @@ class ServerCoordinator:
                         raise WanmaError("a parameter server was lost while worker 0 filled it")
                     self._clock.begin(header["steps"], header["updates"], header["pause_step"])
                     self._unrecorded, self._is_loaded = [], True
-                    self._condition.notify_all()
+                self._has_chief_begun = True
+                self._condition.notify_all()
                 return {"pause_step": self._clock.pause_step}
-            self._wait(lambda: self._is_loaded)
-            return {} if self._is_loaded else self._wait_answer()
+            self._wait(lambda: self._has_chief_begun)
+            return {} if self._has_chief_begun else self._wait_answer()
 
     def _next(self, header: dict[str, Any]) -> tuple[dict[str, Any], Buffers]:
         worker = header["worker"]

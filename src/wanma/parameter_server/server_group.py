@@ -321,4 +321,5 @@ class ServerGroup:
                 if not self._is_closed and self._processes.running.get(process.number) == process:
                     self._converge({process.number})
         except WanmaError as error:
-            self.on_loss(error)
+            if self.table is None or not isinstance(error, ServersLostError):  # else filled again already
+                self.on_loss(error)
