@@ -80,6 +80,25 @@ def test_a_save_reads_back_bitwise_with_its_state(tmp_path: Path) -> None:
             )
 
 
+def test_a_save_of_unchanging_tensors_has_the_same_files(tmp_path: Path) -> None:
+    content = {
+        "bf16": torch.randn(9, 2, dtype=torch.bfloat16),
+        "bool": torch.tensor([True, False, True]),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+    }
+    files = []
+    with Checkpointer(tmp_path) as checkpointer:
+        for step, is_unchanging in enumerate((False, True, True, False)):
+            # A copy is needed of the last one.
+            one = content | {"own": torch.ones(6, 4).t() if step == 2 else torch.ones(4, 6)}
+            pending = checkpointer.save(step, one, {}, is_unchanging=is_unchanging)
+            checkpointer.wait()
+            files.append((tmp_path / f"step-{step:08d}" / "rank-00000.safetensors").read_bytes())
+            assert pending.bytes == len(files[0])
+    assert len(set(files)) == 1
+
+
 def test_tensors_and_state_may_change_as_soon_as_save_returns(tmp_path: Path) -> None:
     content, state = tensors(1.0), {"samples": [1]}
     with Checkpointer(tmp_path) as checkpointer:

@@ -1,7 +1,7 @@
 """DistributedDataParallel under torchrun, with dense or sparse gradients of the tables (second argument).
 
 https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html, and the argument `sparse` of
-https://docs.pytorch.org/docs/stable/generated/torch.nn.Embedding.html. Dense gradients are views of the
+https://docs.pytorch.org/docs/stable/generated/torch.nn.EmbeddingBag.html. Dense gradients are views of the
 buckets, and their Adagrad is the fused one; sparse gradients have neither.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 from click_recipe import ClickModel, Recipe
-from clicks import WIDTH, table_names
+from clicks import ClickJob, table_names
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,26 +20,28 @@ from torch.nn.parallel import DistributedDataParallel
 class Tables(nn.Module):
     """One table for each column of ids."""
 
-    def __init__(self, rows: int, *, is_sparse: bool) -> None:
+    def __init__(self, job: ClickJob, *, is_sparse: bool) -> None:
         super().__init__()
+        self.bag_sizes = job.bag_sizes
         self.tables = nn.ModuleDict(
             {
-                f"of_{name}": nn.Embedding.from_pretrained(
-                    torch.empty(rows, WIDTH), freeze=False, sparse=is_sparse
+                f"of_{name}": nn.EmbeddingBag.from_pretrained(
+                    torch.empty(job.rows, job.width), freeze=False, mode="sum", sparse=is_sparse
                 )
                 for name in table_names()
             }
         )
 
     def forward(self, ids: Tensor) -> Callable[[], list[Tensor]]:
-        vectors = [table(column) for table, column in zip(self.tables.values(), ids.unbind(1), strict=True)]
+        bags = ids.split(self.bag_sizes, 1)
+        vectors = [table(bag) for table, bag in zip(self.tables.values(), bags, strict=True)]
         return lambda: vectors
 
 
 def main() -> None:
     recipe = Recipe()
     job, is_sparse = recipe.job, sys.argv[2] == "sparse"
-    model = ClickModel(Tables(job.rows, is_sparse=is_sparse))
+    model = ClickModel(Tables(job, is_sparse=is_sparse), job.weights)
     recipe.load(model)
     tables = torch.optim.Adagrad(
         model.embeddings.parameters(), job.rate, eps=job.epsilon, fused=None if is_sparse else True

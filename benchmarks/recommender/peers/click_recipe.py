@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from clicks import BOTTOM, DENSE, TABLES, TOP, WIDTH, ClickJob, step_line
+from clicks import TABLES, ClickJob, Weights, layer_widths, step_line
 from torch import Tensor, nn
 
 
@@ -22,14 +22,15 @@ class ClickModel(nn.Module):
     Args:
         tables: module of features; it returns a function that returns the vectors of all tables,
             (rows, width) each.
+        weights: initial weights, for the shapes.
     """
 
-    def __init__(self, tables: nn.Module) -> None:
+    def __init__(self, tables: nn.Module, weights: Weights) -> None:
         super().__init__()
         self.embeddings = tables
         vectors = TABLES + 1
-        self.bottom = perceptron((DENSE, *BOTTOM), ends_with_relu=True)
-        self.top = perceptron((vectors * (vectors - 1) // 2 + WIDTH, *TOP, 1), ends_with_relu=False)
+        self.bottom = perceptron(layer_widths(weights, "bottom"), ends_with_relu=True)
+        self.top = perceptron(layer_widths(weights, "top"), ends_with_relu=False)
         first, second = torch.tril_indices(vectors, vectors, -1)
         self.pairs = first * vectors + second
 
@@ -79,7 +80,7 @@ class Recipe:
         Args:
             model: model of all ranks.
             optimizers: optimizers of the parameters that backward does not update.
-            features: function of the ids (rows, tables) that returns the tables' argument.
+            features: function of the ids, (rows, ids), that returns the tables' argument.
         """
         job = self.job
         dense, ids, labels = (torch.from_numpy(one) for one in (job.dense, job.ids, job.labels))

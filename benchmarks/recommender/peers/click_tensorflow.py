@@ -2,8 +2,8 @@
 
 https://www.tensorflow.org/tutorials/distribute/parameter_server_training ("Training with custom training
 loop"). Workers are asynchronous, as there: each computes a share of a global batch, and no step waits for
-another. The server gathers the rows of a batch, and updates them by its own kernel of sparse Adagrad. The
-arguments are the job as JSON and the number of workers.
+another. The server gathers the rows of a batch, adds up those of a bag, and updates them by its own kernel of
+sparse Adagrad. The arguments are the job as JSON and the number of workers.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def train(job: ClickJob, workers: int) -> None:
     tables = [table_weight(name) for name in table_names()]
     with strategy.scope():
         weights = {name: tf.Variable(value) for name, value in job.weights.items()}
-        sums = {name: tf.Variable(tf.zeros(job.weights[name].shape)) for name in tables}
+        totals = {name: tf.Variable(tf.zeros(job.weights[name].shape)) for name in tables}
 
     def perceptron(x: Any, name: str, layers: int) -> Any:
         for layer in range(layers):
@@ -85,9 +85,9 @@ def train(job: ClickJob, workers: int) -> None:
     def share_step(labels: Any, dense: Any, ids: Any) -> Any:
         with tf.GradientTape() as tape:
             bottom = perceptron(dense, "bottom", layer_counts["bottom"])
-            columns = tf.unstack(ids, TABLES, axis=1)
-            rows = [tf.gather(weights[name], column) for name, column in zip(tables, columns, strict=True)]
-            vectors = tf.stack([bottom, *rows], 1)
+            bags = tf.split(ids, job.bag_sizes, axis=1)
+            sums = [bag_sums(weights[name], bag) for name, bag in zip(tables, bags, strict=True)]
+            vectors = tf.stack([bottom, *sums], 1)
             products = tf.reshape(tf.matmul(vectors, vectors, transpose_b=True), (-1, VECTORS**2))
             inputs = tf.concat([bottom, tf.gather(products, pairs, axis=1)], 1)
             scores = perceptron(inputs, "top", layer_counts["top"])[:, 0]
@@ -95,11 +95,15 @@ def train(job: ClickJob, workers: int) -> None:
             loss = tf.reduce_sum(losses) / job.batch
         gradients = tape.gradient(loss, list(weights.values()))
         for (name, weight), gradient in zip(weights.items(), gradients, strict=True):
-            if name in sums:
-                update_rows(weight, sums[name], gradient)
+            if name in totals:
+                update_rows(weight, totals[name], gradient)
             else:
                 weight.assign_sub(job.rate * gradient)
         return loss
+
+    def bag_sums(weight: Any, bags: Any) -> Any:
+        with tf.device(weight.device):  # a sum travels, and not its rows
+            return tf.reduce_sum(tf.gather(weight, bags), axis=1)
 
     def update_rows(weight: Any, total: Any, gradient: Any) -> None:
         used, places = tf.unique(gradient.indices)  # the rule is for the sum of equal rows

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from click_recipe import ClickModel, Recipe
-from clicks import TABLES, WIDTH, Weights, table_names, table_weight
+from clicks import ClickJob, Weights, table_names, table_weight
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
@@ -25,15 +25,15 @@ NAMES = table_names()
 class Tables(nn.Module):
     """Collection of tables, whose vectors are on their way until they are asked for."""
 
-    def __init__(self, rows: int, weights: Weights) -> None:
+    def __init__(self, job: ClickJob) -> None:
         super().__init__()
         configs = [
             EmbeddingBagConfig(
                 name=name,
-                embedding_dim=WIDTH,
-                num_embeddings=rows,
+                embedding_dim=job.width,
+                num_embeddings=job.rows,
                 feature_names=[name],
-                init_fn=initial_values(weights, name),
+                init_fn=initial_values(job.weights, name),
             )
             for name in NAMES
         ]
@@ -62,22 +62,26 @@ def initial_values(weights: Weights, name: str) -> Callable[[Tensor], Tensor]:
 def main() -> None:
     recipe = Recipe()
     job, share = recipe.job, recipe.job.batch // recipe.ranks
-    model = ClickModel(Tables(job.rows, job.weights))
+    model = ClickModel(Tables(job), job.weights)
     recipe.load(model)
     rule = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": job.rate, "eps": job.epsilon}
     sharders = [EmbeddingBagCollectionSharder(fused_params=rule)]
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=recipe.ranks, compute_device="cpu"),
         batch_size=share,
-        constraints={name: ParameterConstraints(sharding_types=["table_wise"]) for name in NAMES},
+        constraints={
+            name: ParameterConstraints(sharding_types=["table_wise"], pooling_factors=[float(size)])
+            for name, size in zip(NAMES, job.bag_sizes, strict=True)
+        },
     )
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
     sharded = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
     dense = torch.optim.SGD(model.dense_parameters(), job.rate, fused=True)
-    lengths = torch.ones(TABLES * share, dtype=torch.int32)
+    lengths = torch.tensor(job.bag_sizes, dtype=torch.int32).repeat_interleave(share)
 
     def features(ids: Tensor) -> KeyedJaggedTensor:
-        return KeyedJaggedTensor.from_lengths_sync(keys=NAMES, values=ids.T.reshape(-1), lengths=lengths)
+        values = torch.cat([bag.reshape(-1) for bag in ids.split(job.bag_sizes, 1)])
+        return KeyedJaggedTensor.from_lengths_sync(keys=NAMES, values=values, lengths=lengths)
 
     recipe.train(sharded, [dense], features)
 

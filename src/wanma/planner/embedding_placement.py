@@ -77,9 +77,10 @@ def place_tables(
 ) -> dict[str, TablePlacement]:
     """Return the placement of each table under `plan.embedding` and `plan.embedding_tables`.
 
-    `auto` replicates a small table of which a micro-batch asks for as many ids as it has rows: its gradient
-    is then as large as the exchanged vectors. A table with bags goes to one rank, which sends sums of bags in
-    place of the vectors in them, if that rank then holds little more than others. The rest is split by rows.
+    `auto` replicates a small table with no more rows than a micro-batch has bags of it: its gradient is then
+    no larger than the exchanged vectors. On GPUs a table with bags goes to one rank, which sends sums of bags
+    in place of the vectors in them, if that rank then holds little more than others. On CPUs to exchange the
+    different vectors takes less time than to sum all on one rank. The rest is split by rows.
 
     Args:
         rows: rows of each table.
@@ -89,8 +90,7 @@ def place_tables(
     """
     ranks = plan.data_parallel_size
     shardings: dict[str, TableSharding | None] = {
-        name: _fixed_sharding(name, count, width, bag_sizes.get(name, 1), plan)
-        for name, count in rows.items()
+        name: _fixed_sharding(name, count, width, plan) for name, count in rows.items()
     }
     share = sum(count for name, count in rows.items() if shardings[name] != "replicated") / ranks
     loads = [0] * ranks
@@ -99,20 +99,21 @@ def place_tables(
     for name in sorted(rows, key=lambda name: (-rows[name], name)):
         sharding, rank = shardings[name], loads.index(min(loads))
         if sharding is None:
-            fits = bag_sizes.get(name, 1) > 1 and loads[rank] + rows[name] <= MAX_EXCESS_SHARE * share
-            sharding = "table_wise" if fits else "row_wise"
+            fits = loads[rank] + rows[name] <= MAX_EXCESS_SHARE * share
+            sums_bags = bag_sizes.get(name, 1) > 1 and plan.device != "cpu"
+            sharding = "table_wise" if fits and sums_bags else "row_wise"
         placements[name] = TablePlacement(sharding, rank if sharding == "table_wise" else 0)
         if sharding == "table_wise":
             loads[rank] += rows[name]
     return {name: placements[name] for name in rows}
 
 
-def _fixed_sharding(name: str, rows: int, width: int, bag_size: int, plan: Plan) -> TableSharding | None:
+def _fixed_sharding(name: str, rows: int, width: int, plan: Plan) -> TableSharding | None:
     """Return the sharding of a table, or None if it depends on the other tables."""
     patterns = (sharding for pattern, sharding in plan.embedding_tables if fnmatchcase(name, pattern))
     if (named := next(patterns, None)) is not None:
         return named
     if plan.embedding in ("row_wise", "table_wise", "replicated"):
         return plan.embedding
-    is_small = rows * width <= MAX_REPLICATED_ELEMENTS and rows <= plan.micro_batch * bag_size
+    is_small = rows * width <= MAX_REPLICATED_ELEMENTS and rows <= plan.micro_batch
     return "replicated" if is_small else None

@@ -52,16 +52,18 @@ from wanma.observe.console.console import Console
 from wanma.observe.console.opening import open_console
 from wanma.observe.run_observer import RunObserver
 from wanma.observe.trackers.tracker import check_trackers
-from wanma.torch_internals.loaded import COMPILER_MODULE
 
 PRELOAD = (
     "torch",
-    COMPILER_MODULE,
     "wanma.api.launch.script_worker",
     "wanma.api.session",
     "wanma.training.loop.session",
+    "wanma.torch_internals.uncompiled:defer_compiler",
 )
-"""Modules preloaded for scripts with a session of wanma; others start in an empty process, as in torchrun."""
+"""Modules preloaded for scripts with a session of wanma; others start in an empty process, as in torchrun.
+
+The plan is the script's: ranks whose plan splits or compiles the model import the compiler themselves.
+"""
 _ELF = b"\x7fELF"
 FrameworkName = Literal["torch", "tensorflow", "horovod", "jax", "mpi"]
 

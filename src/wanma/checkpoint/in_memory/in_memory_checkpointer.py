@@ -57,6 +57,8 @@ class InMemoryCheckpointResult:
     """Seconds that `settle` waited."""
     cpu_seconds: float
     """Core seconds of the background copy."""
+    is_memory_new: bool
+    """True if the system had to provide the memory first, which takes longer than the copy."""
 
 
 class InMemoryCheckpointer:
@@ -261,6 +263,7 @@ class InMemoryCheckpointer:
     ) -> str:
         """Copy the state into the memory file; return its path."""
         start_cpu_time = time.thread_time()
+        is_memory_new = memory_file.writer.allocated_bytes < len(memory_file.buffer.content)
         header = self._write_memory_file(memory_file, targets, rank_manifest, events)
         self._result = InMemoryCheckpointResult(
             step,
@@ -268,6 +271,7 @@ class InMemoryCheckpointer:
             0.0,
             0.0,
             time.thread_time() - start_cpu_time,
+            is_memory_new,
         )
         return memory_file.path
 

@@ -184,8 +184,10 @@ class Checkpointer:
         rank_state: Mapping[str, Any] | None = None,
         metric: float | None = None,
         changed_rows: Mapping[str, torch.Tensor] | None = None,
+        *,
+        is_unchanging: bool = False,
     ) -> PendingSave:
-        """Start saving; tensors and state may change as soon as this returns.
+        """Start saving; tensors and state may change as soon as this returns, unless `is_unchanging`.
 
         Args:
             step: completed optimizer steps.
@@ -196,6 +198,8 @@ class Checkpointer:
             changed_rows: for an incremental save, of tensors of which only changed rows are written: whether
                 each row that this rank holds has changed since the last full save, (local rows,) bool, by
                 name. On all ranks, where `can_save_increment`; None: a full save.
+            is_unchanging: true if the tensors stay as they are until the save has ended: a full save then
+                writes those in host memory from where they are.
 
         Raises:
             WanmaError: this state cannot be saved, or an earlier save failed and its result has not been
@@ -222,7 +226,9 @@ class Checkpointer:
                 session=session,
                 base=base if changed_rows is not None else None,
             )
-            self._buffer.copy(tensors, changed_rows or {})
+            is_whole = is_unchanging and changed_rows is None and self._relay is None
+            if not (is_whole and self._buffer.refer_to(tensors)):
+                self._buffer.copy(tensors, changed_rows or {})
         except WanmaError as error:
             with contextlib.suppress(OSError):  # the error itself is raised; others have their deadline
                 self._abort_save(partial, session, f"rank {self._rank}: {error.message}")
@@ -231,7 +237,8 @@ class Checkpointer:
         # make it anew and wait there for the others.
         with contextlib.suppress(OSError):  # the background meets the same error, and reports it
             session.create_folder()
-        pending = PendingSave(step, len(self._buffer.content), time.perf_counter() - start_time)
+        size = sum(map(len, self._buffer.parts))
+        pending = PendingSave(step, size, time.perf_counter() - start_time)
         self._thread = threading.Thread(
             target=self._run_save, args=(request, pending), name=f"checkpoint-{step}", daemon=True
         )
@@ -354,16 +361,16 @@ class Checkpointer:
 
     def _write(self, request: _SaveRequest) -> dict[str, Any]:
         """Write this rank's file; return its rank manifest."""
-        content = self._buffer.content
+        parts = self._buffer.parts
         name = data_file_name(self._rank)
         digest = ""
         if isinstance(request.session, RelayedCommitSession):
-            digest = request.session.write(content)
-        elif content:
-            digest = write_file(request.partial / name, content)
+            digest = request.session.write(self._buffer.content)
+        elif parts:
+            digest = write_file(request.partial / name, *parts)
         return {
             "rank": self._rank,
-            "file": {"name": name, "bytes": len(content), "sha256": digest} if content else None,
+            "file": {"name": name, "bytes": sum(map(len, parts)), "sha256": digest} if parts else None,
             "rank_state_json": request.rank_state_json,
             "tensors": {
                 piece.name: [piece.dtype, piece.shape, piece.box.offset, piece.box.shape]

@@ -2,6 +2,7 @@
 
 A save is then one copy per tensor, straight to its final place, and one sequential write. The
 memory is kept between saves and grows at most once per change of the model; for CUDA it is pinned.
+Tensors in host memory that stay as they are need no copy: the file is written from them.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ class FileBuffer:
         """Content of the file, of the tensors last copied; empty when this rank writes nothing."""
         self.changed_counts: dict[str, int] = {}
         """Number of changed rows by tensor, of tensors of which only these were copied."""
+        self._references: list[memoryview] | None = None
+        """Header and memory of the tensors last referred to; None: the last ones were copied."""
 
     def copy(
         self,
@@ -87,6 +90,7 @@ class FileBuffer:
         """
         devices = set()
         copied_bytes = 0
+        self._references = None
         with torch.no_grad():
             for view, local in self.copy_targets(tensors, changed_rows).values():
                 devices.add(local.device)
@@ -100,6 +104,39 @@ class FileBuffer:
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
+
+    def refer_to(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Make this rank's share of `tensors` the content of the file, without a copy.
+
+        They must not change until the file is written.
+
+        Args:
+            tensors: full name -> tensor or DTensor.
+
+        Returns:
+            False, and nothing is done, where a copy is needed: some are on a device, or not contiguous.
+
+        Raises:
+            WanmaError: a tensor cannot be saved.
+        """
+        shards = self._shards_to_write(tensors)
+        sources = {piece.name: local_tensor(tensors[piece.name]) for piece in shards}
+        if self._allocator is not None or not all(
+            source.device.type == "cpu" and source.is_contiguous() for source in sources.values()
+        ):
+            return False
+        header, regions = build_header({piece.name: (piece.dtype, piece.box.shape) for piece in shards})
+        self.shards, self.changed_counts, self._layout = shards, {}, None
+        data = [sources[name].reshape(-1).view(torch.uint8).numpy().data for name in regions]
+        self._references = [memoryview(header), *data] if regions else []
+        return True
+
+    @property
+    def parts(self) -> list[memoryview]:
+        """Content of the file, part by part, of the tensors last copied or referred to."""
+        if self._references is not None:
+            return self._references
+        return [self.content] if self.content else []
 
     def copy_targets(
         self,

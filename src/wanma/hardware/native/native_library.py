@@ -74,7 +74,7 @@ def _load_error(library: Path) -> str:
 
 
 def build_library(source: Path, compiler: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the shared library of `source` and of the headers beside it, compiled unless it is cached.
+    """Return the shared library of `source`, with the headers beside it and here; compiled unless cached.
 
     It is stored in the user's cache folder under a hash of source, compiler and processor: nodes of several
     kinds may share a home. If several processes ask at once, one compiles and the others wait.
@@ -135,7 +135,8 @@ _OTHER_COMPILER_HINT = "install g++ 10 or later, or set the environment variable
 def _fingerprint(source: Path, compiler: str) -> str:
     """Return a hash of everything that the library depends on: sources, compiler, flags and processor."""
     digest = hashlib.sha256()
-    for part in [source, *sorted(source.parent.glob("*.hpp"))]:
+    folders = source.parent, Path(__file__).parent
+    for part in [source, *sorted(header for folder in folders for header in folder.glob("*.hpp"))]:
         digest.update(part.name.encode() + b"\0" + part.read_bytes() + b"\0")
     # The compiler is identified by path, size and time: to ask for its version would start a process.
     program = Path(compiler).resolve()

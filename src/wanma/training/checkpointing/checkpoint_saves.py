@@ -76,12 +76,13 @@ class CheckpointSaves:
             relay=folders.relay,
         )
 
-    def save(self, identity_values: Mapping[str, Any], metric: float | None) -> None:
+    def save(self, identity_values: Mapping[str, Any], metric: float | None, is_final: bool) -> None:
         """Start saving the state after the current step; wait only for the last save, and for the copy.
 
         Args:
             identity_values: the run's identity, as the checkpoint holds it.
             metric: metric by which the best checkpoints are kept.
+            is_final: true if the state stays as it is until the run ends.
         """
         # The result of the last save is reported here, and cannot stop this one.
         began = time.perf_counter()
@@ -95,6 +96,7 @@ class CheckpointSaves:
             rank_state={"random": random_state()},
             metric=metric,
             changed_rows=None if is_full else self._state.changed_rows(),
+            is_unchanging=is_final,
         )
         self._saves_since_full += 1
         if is_full:

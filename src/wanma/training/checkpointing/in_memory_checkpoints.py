@@ -29,8 +29,8 @@ from wanma.training.checkpointing.in_memory_interval import COST_HISTORY, Adapti
 from wanma.training.checkpointing.run_identity import Identity
 from wanma.training.checkpointing.training_state import TrainingState, random_state
 
-_WARMUP_CHECKPOINTS = 2
-"""Number of first in-memory checkpoints whose cost does not count: untouched memory is slow."""
+_UNTOUCHED_COST = 4.0
+"""Cost of an in-memory checkpoint in new memory, relative to later ones; measured with 1 GB a rank."""
 MAX_PARTNER_WAIT_SECONDS = 1.0
 """Longest wait in seconds for partner nodes, where the job fixes the interval; and no longer than a step."""
 INTERVAL_KEY = "snapshots_every"
@@ -88,8 +88,11 @@ class InMemoryCheckpoints:
             self._last_step = max(state.step, worker.restart.retained_step - 1)
         self._buffers = frozenset(f"model.{name}" for name, _ in state.parallel_model.named_buffers())
         self._costs: deque[float] = deque(maxlen=COST_HISTORY)
+        self._estimated_costs: list[float] = []
+        """Costs to expect after those in new memory, until one is known."""
         self._step_seconds: deque[float] = deque(maxlen=_STEP_HISTORY)
-        """Seconds of steps beside which nothing was sent to a partner node."""
+        """Seconds of steps beside which nothing was sent to a partner node; where the interval is open,
+        without the first step and those beside a copy, which slows down more than its own core."""
         self._replication_cost = ReplicationCost()
         self._completed_count = 0
         self._replica_check_seconds = 0.0
@@ -187,12 +190,13 @@ class InMemoryCheckpoints:
         """Return the numbers that this rank adds to the step's all-reduce; empty where it is disabled."""
         if self._checkpointer is None:
             return ()
-        cost = median(self._costs) if self._costs else 0.0
+        costs = self._costs or self._estimated_costs
+        cost = median(costs) if costs else 0.0
         step = median(self._step_seconds) if self._step_seconds else 0.0
         partner = self._checkpointer.replicator
         cost += (
             self._replication_cost.cost_seconds(step)
-            if self._costs
+            if costs
             else self._replication_cost.slowdown_seconds(step)
         )
         broken = partner is not None and bool(partner.failure_reason)
@@ -223,7 +227,7 @@ class InMemoryCheckpoints:
         return dropped + self._set_interval(cost, step)
 
     def _set_interval(self, cost: float, step: float) -> list[str]:
-        is_news = self._has_new_cost or self._replication_cost.has_new_cost
+        is_news = self._has_new_cost or self._replication_cost.has_new_cost or self._interval.steps is None
         if self._fixed_interval is not None or not is_news or cost <= 0 or step <= 0:
             return []
         if not self._interval.update(cost, step, self._replication_cost.min_interval_steps):
@@ -247,10 +251,12 @@ class InMemoryCheckpoints:
         if self._checkpointer is None:
             return
         undisturbed_seconds = max(seconds - self._background_seconds, 0.0)
-        if not self._replication_cost.record_step(undisturbed_seconds, self._is_replication_pending):
+        is_alone = not self._replication_cost.record_step(undisturbed_seconds, self._is_replication_pending)
+        is_usual = self._completed_count > 0 and not self._has_new_cost
+        if is_alone and (is_usual or self._fixed_interval is not None):
             self._step_seconds.append(undisturbed_seconds)
-        step = self._state.step
-        if is_last or step < self._last_step + self._interval_steps:
+        step, interval = self._state.step, self._interval_steps
+        if is_last or interval is None or step < self._last_step + interval:
             return
         if self._needs_baseline_steps and self._replication_cost.steps_since_replication < 2:
             return
@@ -343,13 +349,14 @@ class InMemoryCheckpoints:
         return self._fixed_interval is None and has_partner and len(self._step_seconds) < _BASELINE_STEPS
 
     @property
-    def _interval_steps(self) -> int:
-        """Interval in steps that is in force.
+    def _interval_steps(self) -> int | None:
+        """Interval in steps that is in force; None: the cost is known, and the time of a step not yet.
 
-        After a recovery, too, the first in-memory checkpoints are made step by step: their cost is measured
-        again, and new nodes hold in-memory checkpoints at once.
+        After a recovery, too, the first in-memory checkpoint is made at once: its cost is measured again, and
+        new nodes hold one.
         """
-        return self._fixed_interval or (self._interval.steps if self._costs else None) or 1
+        has_cost = self._costs or self._estimated_costs
+        return self._fixed_interval or (self._interval.steps if has_cost else 1)
 
     def _record_cost(self, result: InMemoryCheckpointResult) -> None:
         """Record the cost of an in-memory checkpoint.
@@ -363,9 +370,12 @@ class InMemoryCheckpoints:
             if self._checkpointer is not None and self._checkpointer.replicator is not None:
                 # Of the previous exchange: this one is still in progress.
                 self._replication_cost.cpu_seconds = self._checkpointer.replicator.cpu_seconds
-        if self._completed_count > _WARMUP_CHECKPOINTS:
-            seconds = self._replica_check_seconds + result.start_seconds + result.wait_seconds
-            self._costs.append(seconds + self._background_seconds)
+        seconds = self._replica_check_seconds + result.start_seconds + result.wait_seconds
+        seconds += self._background_seconds
+        if result.is_memory_new:
+            self._estimated_costs.append(seconds / _UNTOUCHED_COST)
+        else:
+            self._costs.append(seconds)
 
     def _require_memory(self, needed: int) -> None:
         needed *= self._worker.local_world_size

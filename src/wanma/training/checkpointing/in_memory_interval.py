@@ -17,7 +17,7 @@ _SIGNIFICANT_SLOWDOWN = 1.02
 
 
 class AdaptiveInterval:
-    """Interval between in-memory checkpoints, in steps, at which they cost next to nothing; 1 until known."""
+    """Interval between in-memory checkpoints, in steps, at which they cost next to nothing; None: unknown."""
 
     def __init__(self, steps: int | None = None) -> None:
         self.steps = steps

@@ -82,7 +82,7 @@ def run_training_loop(
                 )
             progress(state.step, "update")
             agreement = trainer.finish_step(loss_sum, targets, step.global_batch_size)
-            is_saved = run_step_tasks(trainer, agreement, measure)
+            is_saved = run_step_tasks(trainer, agreement, measure, keeps_last_state=True)
             loader.switch_plan(trainer.plan)
             if agreement.is_drain_requested and not state.is_over(job.train):
                 outcome = "interrupted"
@@ -96,13 +96,20 @@ def run_training_loop(
     return outcome
 
 
-def run_step_tasks(trainer: Trainer, totals: StepTotals, run_validation: Callable[[], float | None]) -> bool:
+def run_step_tasks(
+    trainer: Trainer,
+    totals: StepTotals,
+    run_validation: Callable[[], float | None],
+    *,
+    keeps_last_state: bool = False,
+) -> bool:
     """Validate and save where the job says so, and record the step that was just finished.
 
     Args:
         trainer: this rank's run.
         totals: numbers of the step.
         run_validation: validates, and returns the metric by which checkpoints are compared, if there is one.
+        keeps_last_state: true if nothing changes the state after the last step; a user's loop may.
 
     Returns:
         True if the state was saved.
@@ -119,7 +126,7 @@ def run_step_tasks(trainer: Trainer, totals: StepTotals, run_validation: Callabl
         last = True
     saves = _is_due(step, job.checkpoint.every_steps) or last
     if saves:
-        trainer.save(metric)
+        trainer.save(metric, is_final=last and keeps_last_state)
     trainer.record_step(totals)
     trainer.profiler.after_step(step)
     return saves

@@ -402,8 +402,12 @@ class Trainer:
         if reason:
             self.message(reason)
 
-    def save(self, metric: float | None = None) -> None:
+    def save(self, metric: float | None = None, *, is_final: bool = False) -> None:
         """Start saving the state after the current step; wait only for the copy.
+
+        Args:
+            metric: metric by which the best checkpoints are kept.
+            is_final: true if the state stays as it is until `finish`.
 
         Raises:
             AllRanksError: ranks differ in what they should hold alike; nothing is saved.
@@ -411,7 +415,7 @@ class Trainer:
         self.worker.supervisor_client.report_progress(self.state.step, "checkpoint")
         with self.phases.phase("checkpoint"):
             self._replica_check.check()
-            self._saves.save(self._identity.state_values(), metric)
+            self._saves.save(self._identity.state_values(), metric, is_final)
         if self.state.parallel_model.disk_pool is not None:
             self.state.parallel_model.disk_pool.release_pages()
 

@@ -9,9 +9,8 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <system_error>
-#include <thread>
-#include <vector>
+
+#include "../../../hardware/native/threads.hpp"
 
 namespace {
 
@@ -54,22 +53,9 @@ void encode_block(const float* values, int8_t* levels, float scale, float* lost)
 // Call `work(row, block)` for all blocks of all rows, on at most `threads` threads.
 template <class Work> void for_blocks(int64_t rows, int64_t blocks, int threads, Work work) {
   int64_t all = rows * blocks;
-  int64_t used = std::clamp<int64_t>(all / kBlocksOfThread, 1, std::max(threads, 1));
-  auto part = [&](int64_t which) {
-    for (int64_t one = all * which / used; one < all * (which + 1) / used; ++one) {
-      work(one / blocks, one % blocks);
-    }
-  };
-  std::vector<std::thread> others;
-  for (int64_t which = 1; which < used; ++which) {
-    try {
-      others.emplace_back(part, which);
-    } catch (const std::system_error&) {  // no more threads are available
-      part(which);
-    }
-  }
-  part(0);
-  for (auto& other : others) other.join();
+  wanma::for_parts(all, all / kBlocksOfThread, threads, [&](int64_t first, int64_t last) {
+    for (int64_t one = first; one < last; ++one) work(one / blocks, one % blocks);
+  });
 }
 
 }  // namespace

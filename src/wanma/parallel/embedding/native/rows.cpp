@@ -5,31 +5,15 @@
 #include <array>
 #include <cstdint>
 #include <cstring>
-#include <system_error>
-#include <thread>
 #include <utility>
 #include <vector>
+
+#include "../../../hardware/native/threads.hpp"
 
 namespace {
 
 constexpr int64_t kLanes = 16;               // floats of a cache line, which are added up side by side
 constexpr int64_t kFloatsOfThread = 1 << 18;  // least floats worth a thread: about 0.1 ms
-
-// Call `work(first, last)` for parts of [0, count), which move `floats` in all, on at most `threads` threads.
-template <class Work> void for_parts(int64_t count, int64_t floats, int threads, Work work) {
-  int64_t used = std::clamp<int64_t>(floats / kFloatsOfThread, 1, std::max(threads, 1));
-  auto part = [&](int64_t which) { work(count * which / used, count * (which + 1) / used); };
-  std::vector<std::thread> others;
-  for (int64_t which = 1; which < used; ++which) {
-    try {
-      others.emplace_back(part, which);
-    } catch (const std::system_error&) {  // no more threads are available
-      part(which);
-    }
-  }
-  part(0);
-  for (auto& other : others) other.join();
-}
 
 int64_t round_up(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
 
@@ -106,7 +90,8 @@ extern "C" int64_t wanma_locate(const int64_t* ids, const int64_t* sizes, const 
 extern "C" void wanma_interact(const float* const* vectors, int64_t count, int64_t width, int64_t rows,
                                int64_t columns, int keeps_first, float* output, int threads) {
   int64_t padded = round_up(count);
-  for_parts(rows, rows * (columns + count * width), threads, [=](int64_t first, int64_t last) {
+  int64_t worth = rows * (columns + count * width) / kFloatsOfThread;
+  wanma::for_parts(rows, worth, threads, [=](int64_t first, int64_t last) {
     std::vector<float> transposed(width * padded);
     for (int64_t row = first; row < last; ++row) {
       for (int64_t i = 0; i < count; ++i) {
@@ -133,7 +118,8 @@ extern "C" void wanma_interact_backward(const float* const* vectors, int64_t cou
                                         int64_t columns, int keeps_first, const float* gradient, float* gradients,
                                         int threads) {
   int64_t padded = round_up(width);
-  for_parts(rows, rows * (columns + 2 * count * width), threads, [=](int64_t first, int64_t last) {
+  int64_t worth = rows * (columns + 2 * count * width) / kFloatsOfThread;
+  wanma::for_parts(rows, worth, threads, [=](int64_t first, int64_t last) {
     std::vector<float> copies(count * padded), factors(count * count), start(padded);
     for (int64_t row = first; row < last; ++row) {
       const float* from = gradient + row * columns;
