@@ -1,6 +1,7 @@
-"""Errors of recorded forecasts of a step's time, from which `wanma bench scale` takes the width of its bands.
+"""Errors of recorded forecasts of a step's time, and the width of the bands of `wanma bench scale` by them.
 
-    python -m benchmarks.planner.scale_errors --write
+    python -m benchmarks.planner.scale_errors            # list the errors
+    python -m benchmarks.planner.scale_errors --write    # write the widths
 
 They are those of published.csv, and of the runs in docs/results/planner-real.json: without a calibration,
 with one, and with one that runs of other models corrected.
@@ -13,8 +14,11 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, fields
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.common import ROOT
 from benchmarks.planner.real import STATE
@@ -22,10 +26,24 @@ from benchmarks.planner.real_cases import MODELS, TAUGHT
 from benchmarks.planner.real_report import forecast_of, read_rows, teach
 from benchmarks.planner.rows import TABLES, read_cases
 from benchmarks.planner.run import forecast
-from wanma.bench.scale.bands import COLUMNS, ErrorRecord
+from wanma.bench.scale.bands import COVERAGE, FILE, BandRule
 from wanma.planner.hardware_model.calibration import Calibration
 
-FILE = ROOT / "src" / "wanma" / "bench" / "scale" / "recorded_errors.csv"
+
+class ErrorRecord(NamedTuple):
+    """Error of one recorded forecast."""
+
+    kind: str
+    """Class of hardware and model, as of `ScaledJob.hardware_class`."""
+    family: str
+    """Source, model and device; records of one family differ in layout and ranks."""
+    ranks: int
+    uncertainty: float
+    """Half of the forecast's own 90 % interval, as a share of its time."""
+    log_ratio: float
+    """ln(measured step time / forecast step time)."""
+    is_fitted: bool
+    """True if constants were fitted to the measurement: it checks nothing."""
 
 
 def records(tables: Path = TABLES, state: Path = STATE) -> Iterator[ErrorRecord]:
@@ -60,22 +78,53 @@ def records(tables: Path = TABLES, state: Path = STATE) -> Iterator[ErrorRecord]
             )
 
 
-def text() -> str:
-    """Return the records as CSV."""
+def band_rule_of(kind: str, records: Sequence[ErrorRecord]) -> BandRule:
+    """Return the rule of the bands of one class of hardware.
+
+    Split conformal prediction: the smallest width that holds ⌈0.9 (n + 1)⌉ of n records.
+    """
+    own = [one for one in records if one.kind == kind]
+    checks = [one for one in own if not one.is_fitted]
+    level = upper_quantile([abs(one.log_ratio) / one.uncertainty for one in checks])
+    device = kind.partition("-")[0]
+    drifts = scaled_drifts(one for one in records if one.kind.partition("-")[0] == device)
+    largest = max(one.ranks for one in own)
+    return BandRule(kind, level, upper_quantile(drifts), largest, len(checks), len(drifts))
+
+
+def scaled_drifts(records: Iterable[ErrorRecord]) -> list[float]:
+    """Return |difference of errors| / √doublings of all pairs of records within a family."""
+    families: defaultdict[tuple[str, str], list[ErrorRecord]] = defaultdict(list)
+    for record in records:
+        families[record.kind, record.family].append(record)
+    return [
+        abs(more.log_ratio - fewer.log_ratio) / math.sqrt(math.log2(more.ranks / fewer.ranks))
+        for family in families.values()
+        for fewer in family
+        for more in family
+        if more.ranks > fewer.ranks
+    ]
+
+
+def upper_quantile(values: Sequence[float], coverage: float = COVERAGE) -> float:
+    """Return the smallest value that holds ⌈coverage (n + 1)⌉ of n values; the largest of too few."""
+    ordered = sorted(values)
+    return ordered[min(math.ceil(coverage * (len(ordered) + 1)), len(ordered)) - 1]
+
+
+def rules() -> list[BandRule]:
+    """Return the rules of all classes of hardware."""
+    found = list(records())
+    return [band_rule_of(kind, found) for kind in dict.fromkeys(one.kind for one in found)]
+
+
+def text(columns: Sequence[str], rows: Iterable[tuple[object, ...]]) -> str:
+    """Return rows as CSV, numbers with four decimals."""
     output = io.StringIO()
     writer = csv.writer(output, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for record in records():
-        writer.writerow(
-            (
-                record.kind,
-                record.family,
-                record.ranks,
-                f"{record.uncertainty:.4f}",
-                f"{record.log_ratio:.4f}",
-                int(record.is_fitted),
-            )
-        )
+    writer.writerow(columns)
+    for row in rows:
+        writer.writerow(f"{cell:.4f}" if isinstance(cell, float) else cell for cell in row)
     return output.getvalue()
 
 
@@ -85,9 +134,9 @@ def main() -> None:
     )
     parser.add_argument("--write", action="store_true", help=f"write {FILE.relative_to(ROOT)}")
     if parser.parse_args().write:
-        FILE.write_text(text())
+        FILE.write_text(text([one.name for one in fields(BandRule)], map(astuple, rules())))
     else:
-        print(text(), end="")
+        print(text(ErrorRecord._fields, records()), end="")
 
 
 if __name__ == "__main__":

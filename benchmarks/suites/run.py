@@ -26,10 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: f
 from benchmarks.common import RESULTS, table
 from wanma.bench.benchmark import find_unfinished, new_directory, run_benchmark
 from wanma.bench.figures.scaling import find_scaling
-from wanma.bench.figures.texts import scaling_cells, scaling_columns
 from wanma.bench.meter.disturbance import NO_LIMITS, DisturbanceLimits
+from wanma.bench.presentation.result_blocks import place_lines, scaling_block
 from wanma.bench.presentation.result_tables import markdown_table
-from wanma.bench.presentation.terminal import place_lines
 from wanma.bench.programs.contender import Contender
 from wanma.bench.programs.places import place_contender
 from wanma.bench.results.directory import ResultDirectory, list_result_directories
@@ -183,8 +182,8 @@ def _section(result: BenchmarkResult) -> Iterator[str]:
     yield f"## {result.title}\n"
     yield markdown_table(result, suite.file.metrics)
     if (scaling := find_scaling(result)) is not None:
-        header = scaling_columns(scaling)
-        yield table(header, [scaling_cells(row) for row in scaling.rows])
+        block = scaling_block(scaling)
+        yield table(block.columns, block.rows)
     yield f"    wanma bench reproduce benchmarks/suites/results/{result.id}\n"
     yield "".join(f"- {line}\n" for line in place_lines(result))
 

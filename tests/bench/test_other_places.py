@@ -105,22 +105,6 @@ def test_a_result_runs_again_in_a_clone_and_from_another_folder(
     )  # fmt: skip
 
 
-def test_a_changed_script_is_named_and_a_missing_one_refused(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "train", "suites/own.toml", *OPTIONS]) == 0
-    stored = moved(project, monkeypatch)
-    script = stored.path.parents[1] / "suites" / "train.py"
-    script.write_text(TRAIN.replace("30", "31"))
-    assert main(["bench", "reproduce", str(stored.path), "--results", "again"]) in (0, 1), (
-        "its start takes its time"
-    )
-    assert "{suite}/train.py has changed" in capsys.readouterr().err
-    script.unlink()
-    assert main(["bench", "reproduce", str(stored.path), "--results", "again"]) == 2
-    assert "{suite}/train.py, and there is no file" in capsys.readouterr().err
-
-
 def test_only_folders_and_variables_have_the_files_of_commits() -> None:
     contender = Contender(
         "one",

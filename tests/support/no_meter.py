@@ -18,8 +18,5 @@ class NoMeter:
     def usage(self) -> MachineUsage:
         return MachineUsage()
 
-    def add_mark(self, _mark: bytes) -> None:
-        pass
-
     def utilization(self, _start: float, _end: float) -> Utilization:
         return Utilization()

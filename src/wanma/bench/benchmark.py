@@ -13,16 +13,16 @@ from typing import Any
 
 from wanma.bench.comparisons.reproduction import ReproducedFigure, judge_reproduction
 from wanma.bench.display import page_of
-from wanma.bench.figures.precision import is_precise, warm_up_of
+from wanma.bench.figures.precision import first_steady_step, is_precise
 from wanma.bench.figures.summary import summarize
 from wanma.bench.machine.machine_result import is_machine_result, node_count
 from wanma.bench.meter.disturbance import DisturbanceLimits, DisturbanceRule
 from wanma.bench.meter.machine_meter import MachineMeter
 from wanma.bench.place import describe_code, describe_environment, describe_hardware
 from wanma.bench.programs.contender import Contender
+from wanma.bench.programs.execution import check_turns
 from wanma.bench.programs.job_program import run_of_execution
 from wanma.bench.programs.limited_link import require_link
-from wanma.bench.programs.live_contenders import check_turns
 from wanma.bench.programs.places import SUITE, filled, place_contender, with_words, word
 from wanma.bench.programs.places import TREES as TREES_WORD
 from wanma.bench.programs.redaction import redact_command, redact_text, shown_value
@@ -37,7 +37,6 @@ from wanma.bench.results.result import BenchmarkResult, ContenderRecord, SuiteRe
 from wanma.bench.runner import RUNS_FOLDER, Rule, Surroundings, execution_folder, run_rounds
 from wanma.bench.scale.measured import with_forecasts
 from wanma.bench.stored_suite import read_stored_suite, write_stored_suite
-from wanma.bench.suites.command_files import check_files
 from wanma.bench.suites.prepared_data import prepare_cifar10
 from wanma.bench.suites.suite_file import JOB_FILE, Suite
 from wanma.data.stores.file_locks import exclusive_lock
@@ -68,11 +67,7 @@ def run_benchmark(
     """Measure the contenders of a suite, after what the folder already has, and write the result.
 
     Args:
-        suite: the suite.
-        rule: amount of measuring.
         directory: folder of the result, new or of a benchmark that was interrupted.
-        limits: limits within which a measurement counts.
-        progress: receives a line for each measurement.
 
     Raises:
         WanmaError: no execution succeeded; or a file cannot be written.
@@ -268,12 +263,7 @@ def new_directory(root: Path, suite: Suite) -> ResultDirectory:
 
 def with_figures(result: BenchmarkResult) -> BenchmarkResult:
     """Return the result with warm-ups, estimates and verdicts of its measurements."""
-    warm_ups = [warm_up_of(one) for one in result.measurements]
-    steps = [
-        found.steps if found.has_settled else len(one.steps)
-        for one, found in zip(result.measurements, warm_ups, strict=True)
-    ]
-    return summarize(result, steps)
+    return summarize(result, [first_steady_step(one) for one in result.measurements])
 
 
 def _begin(
@@ -286,10 +276,6 @@ def _begin(
     """Write the result before its first measurement; of one that goes on, the rule of now.
 
     Args:
-        suite: the suite.
-        rule: amount of measuring.
-        directory: folder of the result.
-        limits: limits within which a measurement counts.
         packages: versions by package of the contenders that have a Python environment of their own.
 
     Raises:
@@ -336,12 +322,6 @@ def reproduce(
 
     It runs in the working directory in which it was measured, if the result lies in that.
 
-    Args:
-        stored: the result.
-        root: folder of the new result.
-        progress: receives a line for each measurement.
-        environments: folder of the Python environments; default: see `environments_folder`.
-
     Raises:
         WanmaError: the result has not ended, is one of two commits, or cannot be run.
     """
@@ -369,8 +349,6 @@ def reproduce(
     folder = None if environments is None else environments.absolute()
     suite, results = replace(found.suite, environments=folder), root.absolute()
     with contextlib.chdir(_working_folder(stored, found.working_folder)):
-        placed = [place_contender(one, suite.places) for one in suite.contenders]
-        check_files(suite.files, suite.contenders, placed, suite.folder, progress)
         directory = find_unfinished(results, suite) or new_directory(results, suite)
         new = run_benchmark(suite, found.rule, directory, limits=found.limits, progress=progress)
     return judge_reproduction(before, new), ResultDirectory(root / directory.id)
@@ -409,9 +387,6 @@ def _with_plans(
     """Return the result with the resolved jobs and plans of its contenders, and the nodes of their plans.
 
     Args:
-        result: the result.
-        suite: its suite.
-        scratch: folder of the files of the executions.
         words: places of this machine by the word that stands for them in a result.
     """
     runs = {contender.name: list(_runs_of(contender.name, result, scratch)) for contender in suite.contenders}

@@ -74,14 +74,8 @@ def run_gate(
     the commit's files.
 
     Args:
-        suite: the suite.
-        rule: amount of measuring.
         commits: names of the commits, as git takes them: the earlier, the later.
-        root: folder of all results.
-        folder: folder in the repository.
         metrics: names of the metrics to be judged; default: the step time, or else the time of the command.
-        limits: limits within which a measurement counts.
-        progress: receives a line for each measurement.
 
     Raises:
         WanmaError: there is no repository or commit, or nothing could be measured.

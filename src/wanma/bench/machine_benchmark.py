@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from wanma.bench.machine.calibration import calibrations_of
-from wanma.bench.machine.collective_selection import ALL_COLLECTIVES, CollectiveSelection
+from wanma.bench.machine.collective_selection import ALL_COLLECTIVES, CollectiveSelection, check_names
 from wanma.bench.machine.execution import (
     execution_command,
     measured_node,
@@ -30,7 +30,7 @@ from wanma.engines.launchers.job_placement import place_cluster
 from wanma.engines.launchers.launcher_placement import LauncherPlacement
 from wanma.hardware.discovery.network_interfaces import check_interface
 from wanma.job.cluster import NodeGroup
-from wanma.job.errors import JobError, did_you_mean
+from wanma.job.errors import JobError
 from wanma.job.run.resource_limits import usable_memory_bytes
 from wanma.observe.units import bytes_text
 from wanma.planner.calibration.device_benchmarks import CPU_COPY_BYTES
@@ -68,7 +68,6 @@ def machine_suite(
         overrides: keys of `[cluster]`, such as 'cluster.nodes=2'.
         rounds: executions of each number of ranks.
         calibrates: True: ranks are by default 1, 2, 4 ... to all, between which forecasts choose.
-        selection: collectives to measure; default: all.
 
     Raises:
         WanmaError: an argument is wrong, or the ranks do not fit into memory.
@@ -187,12 +186,7 @@ def _name(ranks: int, nodes: int) -> str:
 
 
 def _select_parts(names: Sequence[str]) -> tuple[Part, ...]:
-    for name in names:
-        if name not in PARTS:
-            raise JobError(
-                f"--parts: unknown part '{name}'.{did_you_mean(name, PARTS)}",
-                f"choose from {', '.join(PARTS)}",
-            )
+    check_names("--parts", names, PARTS)
     return tuple(part for part in PARTS if not names or part in names)
 
 

@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from wanma.bench.measurements.measurement import MachineUsage, Measurement
+from wanma.bench.meter.machine_meter import MachineMeter
 from wanma.bench.programs.contender import Contender
-from wanma.bench.programs.execution import ExecutionRule, MeterFactory, execute
+from wanma.bench.programs.execution import ExecutionRule, execute
 from wanma.bench.programs.job_program import end_earlier_execution, run_of_execution
 from wanma.bench.programs.redaction import known_secrets, redact_text
 from wanma.bench.programs.target import Target
@@ -56,7 +57,7 @@ class Rule:
 class Surroundings:
     """Meter, rule of disturbances and stopping rule of a benchmark."""
 
-    make_meter: MeterFactory
+    make_meter: Callable[[], MachineMeter]
     find_disturbances: Callable[[MachineUsage], tuple[str, ...]]
     is_precise: Callable[[Sequence[Measurement], str, float], bool]
     """True if the figures of one contender, by its name, are narrow enough for a precision."""
@@ -76,14 +77,8 @@ def run_rounds(
     """Measure the contenders.
 
     Args:
-        contenders: the contenders.
-        rule: amount of measuring.
         target: end of each execution; None: the programs' own.
         scratch: folder for the files of the executions; those of undisturbed successes are removed.
-        surroundings: meter and statistics.
-        earlier: measurements of a benchmark that goes on.
-        save: receives each measurement as soon as it ends.
-        progress: receives a line for each measurement, and the reason of the end.
 
     Returns:
         all measurements, the earlier ones included.

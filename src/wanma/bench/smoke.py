@@ -33,18 +33,10 @@ class Outcome:
     skipped: str = ""
     """Reason why it did not run; empty: it ran."""
 
-    @property
-    def has_failed(self) -> bool:
-        return bool(self.problem)
-
     def __str__(self) -> str:
-        state = (
-            f"failed: {self.problem}"
-            if self.problem
-            else f"not run: {self.skipped}"
-            if self.skipped
-            else "works"
-        )
+        state = f"failed: {self.problem}" if self.problem else "works"
+        if self.skipped:
+            state = f"not run: {self.skipped}"
         return f"{self.suite:14} {self.seconds:6.1f} s  {state}"
 
 
@@ -61,9 +53,6 @@ def run_smoke(
 
     Args:
         names: names of the suites; empty: all.
-        root: folder of the results.
-        progress: receives a line for each measurement.
-        environments: folder of the Python environments; default: see `environments_folder`.
 
     Yields:
         the outcome of each suite as soon as it has ended.

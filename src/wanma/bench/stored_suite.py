@@ -15,7 +15,7 @@ from wanma.bench.meter.disturbance import DisturbanceLimits
 from wanma.bench.programs.contender import Contender
 from wanma.bench.results.directory import ResultDirectory
 from wanma.bench.runner import Rule
-from wanma.bench.suites.known_suites import suite_folders
+from wanma.bench.suites.known_suites import SHIPPED
 from wanma.bench.suites.suite_file import Suite, SuiteFile
 from wanma.job.errors import WanmaError
 
@@ -54,18 +54,14 @@ def write_stored_suite(
         "working_folder": _working_folder(directory),
         **_suite_folder(suite),
     }
-    path = directory.path / SUITE_FILE
-    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial = directory.path / f"{SUITE_FILE}.{os.getpid()}.partial"
     try:
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
             json.dump(content, file, indent=1)
-        partial.replace(path)
+        partial.replace(directory.path / SUITE_FILE)
     except OSError as error:
-        raise WanmaError(
-            f"cannot write to {path}: {error.strerror}",
-            "free space there, or give another folder",
-        ) from error
+        raise directory.unwritable(error) from error
 
 
 def read_stored_suite(directory: ResultDirectory) -> StoredSuite:
@@ -86,7 +82,7 @@ def read_stored_suite(directory: ResultDirectory) -> StoredSuite:
             tuple(Contender.from_json(one) for one in content["contenders"]),
             content["digest"],
             content["job_text"],
-            suite_folders()[place] if place else (working_folder or Path()) / folder,
+            SHIPPED if place else (working_folder or Path()) / folder,
             files=content.get("files", {}),
         )
         return StoredSuite(
@@ -105,9 +101,7 @@ def _working_folder(directory: ResultDirectory) -> str:
 
 
 def _suite_folder(suite: Suite) -> dict[str, str]:
-    """Return the place of a suite: the name of the folder of known suites, or one relative to this folder."""
-    folder = suite.folder.resolve()
-    for place, known in suite_folders().items():
-        if folder == known.resolve():
-            return {"place": place}
-    return {"folder": os.path.relpath(folder)}
+    """Return the place of a suite: the folder of shipped suites, or one relative to this folder."""
+    if suite.folder.resolve() == SHIPPED.resolve():
+        return {"place": SHIPPED.name}
+    return {"folder": os.path.relpath(suite.folder.resolve())}

@@ -9,9 +9,9 @@ import pytest
 
 from support.benchmark_results import benchmark_result
 from wanma.bench.figures.metrics import CONVENTION_METRICS, find_metric
-from wanma.bench.figures.summary import summarize
-from wanma.bench.figures.utilization import convention_ratios, conventions_table
+from wanma.bench.figures.summary import convention_ratios, summarize
 from wanma.bench.presentation.page import result_page
+from wanma.bench.presentation.result_blocks import conventions_block
 from wanma.bench.presentation.result_tables import summaries_csv, summary_metrics
 from wanma.bench.results.result import BenchmarkResult, ContenderRecord
 from wanma.job.plan.plan import Plan
@@ -93,8 +93,9 @@ def test_a_summary_has_them_without_verdicts_of_their_own() -> None:
 
 def test_the_table_has_shares_and_teraflops_of_a_device() -> None:
     result = summarized(record())
-    columns, ((name, own, full, palm, *_),) = conventions_table(result)
-    assert columns == ["contender", "MFU", "full attention", "PaLM", "6 N D", "HFU"]
+    (block,) = conventions_block(result)
+    ((name, own, full, palm, *_),) = block.rows
+    assert block.columns == ("contender", "MFU", "full attention", "PaLM", "6 N D", "HFU")
     assert (name, own) == ("job", "40.0 % (125)")
     ratio = convention_ratios(record())["mfu_full_attention"]
     assert full == f"{40 * ratio:.1f} % ({0.4 * ratio * 312:.3g})"
@@ -106,5 +107,5 @@ def test_the_table_has_shares_and_teraflops_of_a_device() -> None:
 
 def test_without_a_decoder_there_is_no_table() -> None:
     result = benchmark_result({"job": [1.0] * 7})
-    assert conventions_table(result) == ([], [])
+    assert list(conventions_block(result)) == []
     assert "MFU by convention" not in result_page(result)

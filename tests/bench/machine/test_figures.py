@@ -9,7 +9,7 @@ import pytest
 from wanma.bench.figures.metrics import find_metric
 from wanma.bench.machine.figures import attention_flops, execution_figures
 from wanma.bench.machine_figures.case_names import CaseParts, case_name, parse_case
-from wanma.bench.machine_figures.definitions import find_machine_metric, is_machine_detail
+from wanma.bench.machine_figures.definitions import is_machine_detail, machine_definition
 
 
 def case(
@@ -80,8 +80,8 @@ def test_a_pair_is_measured_by_its_own_ranks() -> None:
 
 def test_every_figure_has_a_definition_and_a_unit() -> None:
     for name in execution_figures(CONTENT, 2):
-        metric = find_machine_metric(name)
-        assert metric is not None, name
+        assert machine_definition(name) is not None, name
+        metric = find_metric(name)
         assert metric.definition.endswith("."), name
         assert "{" not in metric.title
     assert find_metric("pair.0-1_bytes_per_second").text(12.5e9) == "12.5 GB/s"
@@ -91,7 +91,7 @@ def test_every_figure_has_a_definition_and_a_unit() -> None:
 
 def test_figures_of_other_programs_are_not_taken_for_those_of_a_machine() -> None:
     for name in ("step_seconds", "my_latency_seconds", "tokens_per_second", "a.b_seconds", "accuracy"):
-        assert find_machine_metric(name) is None
+        assert machine_definition(name) is None
         assert not is_machine_detail(name)
 
 

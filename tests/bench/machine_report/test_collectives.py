@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from wanma.bench.machine_report.collectives import charts, fastest_text, timings_table
+from wanma.bench.machine_report.collectives import charts, fastest_text, timings_block
+from wanma.bench.presentation.blocks import terminal
 from wanma.collectives.measurement.bandwidth import CollectiveTiming, fastest_ranges
 from wanma.observe.units import bytes_text
 
@@ -27,8 +28,8 @@ BACKEND, RING = timings("all_reduce", "backend"), timings("all_reduce", "ring", 
 
 def shown(rows: list[CollectiveTiming], width: int = 80) -> list[str]:
     text = io.StringIO()
-    Console(file=text, width=width).print(timings_table(rows))
-    return text.getvalue().splitlines()
+    Console(file=text, width=width).print(terminal([timings_block(rows[0].collective, rows)]))
+    return text.getvalue().splitlines()[1:]
 
 
 def test_the_table_has_a_line_for_each_size_with_time_bandwidth_and_share_of_the_limit() -> None:

@@ -16,6 +16,7 @@ from support.ranks import run_ranks
 from wanma.bench.machine.cases import CPU_MESSAGE_BYTES, machine_cases
 from wanma.bench.machine.collective_selection import ALL_COLLECTIVES
 from wanma.bench.machine.figures import execution_figures
+from wanma.bench.machine.request import MachineRequest
 from wanma.bench.machine.worker import times_content
 from wanma.bench.machine_report.slow_parts import SlowPart, find_slow_parts
 from wanma.job.plan.plan import Plan
@@ -41,13 +42,13 @@ def measured(worker: WorkerContext) -> list[dict[str, Any]]:
         return send(tensor, peer, group)
 
     contents = []
-    with open_mesh(worker, Plan(dp_replicate=RANKS), 120) as grid:
+    plan = Plan(dp_replicate=RANKS)
+    with open_mesh(worker, plan, 120) as grid:
         group = dist.group.WORLD
         assert group is not None
         dist.isend = delayed
-        cases = machine_cases(
-            worker, group, grid.device, ["links"], 1.0, worker.run_directory, 1, ALL_COLLECTIVES
-        )
+        request = MachineRequest(plan, 0.1, 1.0, worker.run_directory, ("links",), 1, ALL_COLLECTIVES)
+        cases = machine_cases(worker, group, grid.device, request)
         cases = [case for case in cases if case.name.startswith("pair_stream")]
         for _ in range(EXECUTIONS):
             times = measure_round_robin(cases, 0.1, group)

@@ -11,11 +11,16 @@ from rich.console import Console
 
 from support.machine_results import machine_result
 from wanma.bench.figures.summary import summarize
-from wanma.bench.machine.machine_result import is_machine_result, limit_metrics
-from wanma.bench.machine_report.nominal import nominal_line
+from wanma.bench.machine.machine_result import is_machine_result
+from wanma.bench.machine_report.machine_blocks import (
+    limit_groups,
+    machine_blocks,
+    nominal_line,
+    quality_lines,
+)
 from wanma.bench.machine_report.page import machine_page
 from wanma.bench.machine_report.roofline import TrainingPoint
-from wanma.bench.machine_report.tables import machine_tables, quality_lines
+from wanma.bench.presentation.blocks import terminal
 from wanma.bench.results.result import BenchmarkResult
 
 POINT = TrainingPoint("a run", "fp32", 4, 1, 0.1, 20e9, 1e9, 0.25e9)
@@ -30,7 +35,7 @@ def result() -> BenchmarkResult:
 
 def text_of(result: BenchmarkResult) -> str:
     shown = io.StringIO()
-    Console(file=shown, width=100).print(machine_tables(result, [POINT]))
+    Console(file=shown, width=100).print(terminal(machine_blocks(result, [POINT])))
     return shown.getvalue()
 
 
@@ -47,7 +52,7 @@ def test_tables_have_limits_pairs_slow_links_and_exclusions(result: BenchmarkRes
     assert "ranks=4: collectives, gloo" in text
     assert "storage: /data" in text
     assert "a run: 200 GFLOP/s at 20 FLOP/B" in text
-    assert "1024x512x512" not in text, "cases are in the page"
+    assert "1024x512x512" not in text, "cases are in the CSV"
 
 
 def test_where_nothing_is_slow_the_noise_is_told() -> None:
@@ -59,7 +64,7 @@ def test_where_nothing_is_slow_the_noise_is_told() -> None:
 
 def test_the_page_has_every_limit_with_its_definition_and_no_network(result: BenchmarkResult) -> None:
     page = machine_page(result, [POINT])
-    for metric in limit_metrics(result):
+    for metric in (one for _, metrics in limit_groups(result) for one in metrics):
         (own,) = (part for part in page.split('<div class="card">') if f"<h2>{metric.title}</h2>" in part)
         assert metric.definition.replace("'", "&#x27;") in own
         assert 'class="bar"' in own, "with its interval"
@@ -67,8 +72,7 @@ def test_the_page_has_every_limit_with_its_definition_and_no_network(result: Ben
     assert "<generator" not in page
     assert 'aria-label="Roofline"' in page
     assert "rank 1 to rank 2" in page
-    assert "1,024 × 512 × 512" in page
-    assert "bandwidth of each pair" in page
+    assert "GB/s from each rank (row) to each other" in page
     assert page.count("<svg") > 2, "roofline, and charts of collectives"
 
 

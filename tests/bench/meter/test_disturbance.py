@@ -11,7 +11,6 @@ from wanma.bench.meter.disturbance import DisturbanceLimits, DisturbanceRule, fi
 def test_a_quiet_machine_gives_no_reason() -> None:
     usage = MachineUsage(
         foreign_cpu=0.1,
-        max_foreign_cpu=1.5,
         clock_hertz=(0.8e9, 2.5e9),
         max_celsius=92.0,
         is_throttled=False,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -96,80 +95,6 @@ def test_a_root_that_has_ended_has_no_use(processes: Processes, tmp_path: Path) 
     reader = TreeReader(10, tmp_path)
     processes.end(10)
     assert reader.read() is None
-
-
-def mark(processes: Processes, number: int, file: str = "environ") -> None:
-    (processes.folder / str(number) / file).write_bytes(b"A=1\0RUN=/x/bench-0123\0")
-
-
-def test_marked_processes_of_another_tree_count_with_their_descendants(
-    processes: Processes, tmp_path: Path
-) -> None:
-    reader = TreeReader(10, tmp_path)
-    assert cpu_seconds(reader) == 3.0
-    reader.add_mark(b"bench-0123")
-    processes.set(20, 2, seconds=0.5)  # a scheduler starts it, and its program names the run
-    mark(processes, 20, "cmdline")
-    processes.set(21, 20, seconds=0.25)
-    processes.set(22, 2, seconds=9.0)
-    assert cpu_seconds(reader) == 3.75
-    assert reader.has_marked
-    # Before its program starts, a process has the environment of the one that starts it.
-    processes.set(23, 2, seconds=0.0)
-    assert cpu_seconds(reader) == 3.75
-    processes.set(23, 2, seconds=2.0)
-    mark(processes, 23)
-    assert cpu_seconds(reader) == 5.75
-    processes.reads.clear()
-    cpu_seconds(reader)
-    assert sorted(processes.reads) == [10, 11, 12, 20, 21, 23], "22 is read no more"
-
-
-def test_the_time_of_a_marked_process_stays_when_it_ends(processes: Processes, tmp_path: Path) -> None:
-    reader = TreeReader(10, tmp_path)
-    reader.add_mark(b"bench-0123")
-    for number, parent in ((20, 2), (21, 20), (22, 21)):
-        processes.set(number, parent, seconds=1.0)
-        mark(processes, number)
-    assert cpu_seconds(reader) == 6.0
-    processes.end(22)
-    processes.set(21, 20, seconds=2.0)  # the parent has it in its account
-    assert cpu_seconds(reader) == 6.0
-    for number in (20, 21):
-        processes.end(number)
-    assert cpu_seconds(reader) == 6.0
-    assert not reader.has_marked
-
-
-def list_children(processes: Processes, number: int, *children: int) -> None:
-    folder = processes.folder / str(number) / "task" / str(number)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "children").write_text("".join(f"{child} " for child in children))
-
-
-def test_marked_processes_are_read_again_without_the_others(processes: Processes, tmp_path: Path) -> None:
-    reader = TreeReader(10, tmp_path)
-    reader.add_mark(b"bench-0123")
-    processes.set(20, 2, seconds=1.0)
-    mark(processes, 20)
-    assert cpu_seconds(reader) == 4.0
-    processes.set(21, 20, seconds=0.5)
-    processes.set(22, 21, seconds=0.25)
-    list_children(processes, 20, 21)
-    list_children(processes, 21, 22)
-    processes.set(30, 2, seconds=9.0)
-    processes.reads.clear()
-    reader.refresh_marked()
-    assert processes.reads == [20, 21, 22]
-    shutil.rmtree(tmp_path / "21")
-    processes.end(22)
-    processes.set(20, 2, seconds=1.75)
-    list_children(processes, 20)
-    reader.refresh_marked()
-    assert cpu_seconds(reader) == 4.75
-    shutil.rmtree(tmp_path / "20")
-    assert cpu_seconds(reader) == 4.75
-    assert not reader.has_marked
 
 
 def test_real_processes_are_counted() -> None:

@@ -45,7 +45,7 @@ def test_every_metric_stands_beside_its_definition(result: BenchmarkResult, page
 def test_intervals_and_verdicts_are_those_of_the_result(page: str) -> None:
     assert "1.001 s (0.982–1.020)" in page
     assert "faster, 2.000 (2.000–2.000)" in page
-    assert '<td class="n">7</td><td class="n">≥ 1.0 %</td>' in page
+    assert '<td class="n">faster</td><td class="n">≥ 1.0 %</td>' in page
 
 
 def test_the_bar_of_an_interval_ends_at_its_upper_end(page: str) -> None:
@@ -72,8 +72,8 @@ def test_charts_have_a_line_for_each_contender(result: BenchmarkResult) -> None:
 
 
 def test_a_step_of_each_contender_is_a_stacked_bar_of_its_parts(page: str) -> None:
-    own = page.split("<h2>Breakdown of a step</h2>")[1].split("</div></div>")[0]
-    assert re.search(r'with communication</span></td><td class="n">0\.751 s</td><td class="n">75\.0 %', own)
+    own = page.split("<h2>Breakdown of a step</h2>")[1]
+    assert re.search(r'with communication</td><td class="n">0\.751 s</td><td class="n">0\.375 s', own)
     # Bars are as long as their step beside the longest one: the second contender's half as long.
     bars = re.findall(r'<div class="bar">(.*?)</div>', page.split("<h2>Breakdown of a step</h2>")[1])[:2]
     lengths = [sum(float(width) for width in re.findall(r"width:([\d.]+)%", bar)) for bar in bars]
@@ -97,7 +97,7 @@ def test_measurements_that_do_not_count_have_their_reason(result: BenchmarkResul
     more = measurement("plain", 7, 1.0, disturbances=("the CPU was throttled",))
     text = result_page(dataclasses.replace(result, measurements=(*result.measurements, more)))
     assert "Measurements: 14 of 15 count" in text
-    assert "plain: the CPU was throttled" in text
+    assert '<td class="n">1</td><td class="n">the CPU was throttled</td>' in text
 
 
 def test_the_environment_is_a_table(page: str) -> None:

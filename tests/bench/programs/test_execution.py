@@ -210,7 +210,7 @@ def test_a_job_ends_in_order_at_its_target(job: Contender, tmp_path: Path) -> No
 
 @pytest.mark.full
 def test_a_fault_that_never_happened_is_an_error(job: Contender, tmp_path: Path) -> None:
-    faulty = Contender("faulty", "job", job.job, job.settings, fault=Fault(50, 1))
+    faulty = Contender("faulty", "job", job.job, job.settings, fault=Fault(after_step=50, rank=1))
     measurement = run(faulty, tmp_path, steps=4)
     assert measurement.error.startswith("ended before rank 1 was killed after step 50")
 
@@ -251,7 +251,9 @@ def source_environment() -> dict[str, str]:
 
 
 def test_a_fault_is_recovered_from_and_timed(job: Contender, tmp_path: Path) -> None:
-    faulty = Contender("faulty", "job", job.job, {**job.settings, "train.steps": "120"}, fault=Fault(6, 1))
+    faulty = Contender(
+        "faulty", "job", job.job, {**job.settings, "train.steps": "120"}, fault=Fault(after_step=6, rank=1)
+    )
     measurement = run(faulty, tmp_path, seconds=240)
     assert measurement.counts, measurement.error
     assert measurement.figures["recovery_seconds"] > 0

@@ -13,7 +13,7 @@ from support.wheels import make_wheel
 from wanma.bench.benchmark import new_directory, run_benchmark
 from wanma.bench.comparisons.comparison import find_differences
 from wanma.bench.meter.disturbance import NO_LIMITS
-from wanma.bench.presentation.terminal import package_lines
+from wanma.bench.presentation.result_blocks import package_lines
 from wanma.bench.programs.contender import Contender
 from wanma.bench.programs.python_environment import (
     FOLDER_VARIABLE,

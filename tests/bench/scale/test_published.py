@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from wanma.bench.presentation.page import result_page
-from wanma.bench.presentation.scale_texts import published_rows
+from wanma.bench.presentation.scale_blocks import published_block
 from wanma.bench.programs.places import filled
 from wanma.bench.results.result import BenchmarkResult
 from wanma.bench.scale.bands import band_rule
@@ -18,7 +18,7 @@ from wanma.bench.scale.stored_study import Interval, PublishedScaling
 from wanma.bench.scale.study import forecast_speedup
 from wanma.bench.scale.targets import target_of_cluster
 from wanma.bench.suites.prepared_data import prepare_cifar10
-from wanma.bench.suites.published_table import PublishedTable
+from wanma.bench.suites.scale_table import PublishedTable
 from wanma.bench.suites.suite_file import find_suite, make_suite, read_suite_file
 from wanma.job.file.loading import load_job
 from wanma.models.workload.model_workload import build_section_workload
@@ -88,7 +88,7 @@ def test_its_other_figures_contradict_each_other(cifar10: PublishedScaling) -> N
 def test_its_speedup_over_a_card_is_no_efficiency_over_servers(cifar10: PublishedScaling) -> None:
     """3.5 over one of 16 cards: 0.22, and 0.875 only over the 4 servers."""
     assert "Over the 16 devices the efficiency is 3.5 / 16 = 0.22." in cifar10.sentences[1]
-    published, over_device, *forecasts = published_rows(cifar10)
+    published, over_device, *forecasts = published_block(cifar10).rows
     assert published == ("published", "3.5", "4", "87.5 %", "2,000")
     assert over_device[1:4] == ("3.5", "16", "21.9 %")
     last = cifar10.forecasts[-1].samples_per_second
@@ -117,7 +117,7 @@ def test_a_variant_without_a_plan_says_why(tmp_path: Path) -> None:
     assert good.speedup is not None
     assert good.samples_per_second is not None
     assert "less than one sample each" in bad.reason
-    rows = published_rows(scaling)
+    rows = published_block(scaling).rows
     assert rows[0] == ("published", "3.5", "4", "87.5 %", "–")
     assert rows[2][1] == "–"
     result = BenchmarkResult(

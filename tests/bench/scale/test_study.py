@@ -14,11 +14,12 @@ from rich.console import Console
 
 from support.benchmark_results import benchmark_result
 from support.scaling_jobs import JOBS
+from wanma.bench.presentation.blocks import terminal
+from wanma.bench.presentation.charts import scale_charts
 from wanma.bench.presentation.page import result_page
+from wanma.bench.presentation.result_blocks import result_blocks
 from wanma.bench.presentation.result_tables import scaling_csv
-from wanma.bench.presentation.scale_charts import scale_charts
-from wanma.bench.presentation.scale_texts import scale_sections
-from wanma.bench.presentation.terminal import result_tables
+from wanma.bench.presentation.scale_blocks import curve_blocks
 from wanma.bench.results.directory import ResultDirectory
 from wanma.bench.results.result import BenchmarkResult
 from wanma.bench.scale import targets
@@ -200,9 +201,9 @@ def test_nodes_without_a_network_have_no_forecast_beyond_one(
     (curve,) = study.curves
     assert [point.forecast is not None for point in curve.points] == [True, True, False, False]
     assert "the network between the 2 nodes" in curve.points[2].reason
-    ((_, notes, _, rows),) = scale_sections(study)
-    assert [row[0] for row in rows] == ["1", "2"]
-    assert any(note.startswith("4–8 ranks: ") for note in notes), (
+    (block,) = curve_blocks(study)
+    assert [row[0] for row in block.rows] == ["1", "2"]
+    assert any(note.startswith("4–8 ranks: ") for note in block.notes), (
         "neighbours with the same reason share a note"
     )
 
@@ -262,7 +263,7 @@ def test_the_terminal_shows_everything_in_its_width(
 ) -> None:
     for study in (measured_study, forecast_study):
         console = Console(width=100, record=True, file=io.StringIO())
-        console.print(result_tables(result_with(study)))
+        console.print(terminal(result_blocks(result_with(study))))
         text = console.export_text()
         for curve in study.curves:
             assert curve.name in text.replace("\n", " ")
@@ -270,8 +271,8 @@ def test_the_terminal_shows_everything_in_its_width(
                 if point.speedup is not None:
                     assert number_of_digits(point.speedup.value, 4) in text
         assert "…" not in text
-    for _, _, columns, _ in scale_sections(forecast_study):
-        assert columns == ("GPUs", "expected/s (90 %)", "speedup", "ideal", "efficiency")
+    for block in curve_blocks(forecast_study):
+        assert block.columns == ("GPUs", "expected/s (90 %)", "speedup", "ideal", "efficiency")
 
 
 @pytest.mark.parametrize(

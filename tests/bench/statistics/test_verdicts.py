@@ -134,11 +134,11 @@ def test_a_smaller_error_rate_claims_less() -> None:
 
 def test_a_verdict_prints_its_evidence_and_survives_json() -> None:
     ratio = Estimate(1.08, 1.05, 1.11, 7)
-    faster = Verdict(Outcome.FASTER, ratio, 0.9, 0.04, 0.01, True)
+    faster = Verdict(Outcome.FASTER, ratio, 0.9, 0.04, True)
     assert str(faster) == "8.0% faster (5.0% to 11.0%), Cliff's delta +0.90, 7 rounds"
-    slower = Verdict(Outcome.SLOWER, Estimate(0.9, 0.88, 0.95, 7), -1, 0.04, 0.01, False)
+    slower = Verdict(Outcome.SLOWER, Estimate(0.9, 0.88, 0.95, 7), -1, 0.04, False)
     assert str(slower) == "10.0% slower (5.0% to 12.0%), Cliff's delta -1.00, 7 measurements"
-    unclear = Verdict(Outcome.CANNOT_TELL, Estimate(1.01, 0.98, 1.04, 7), 0.1, 0.045, 0.01, True)
+    unclear = Verdict(Outcome.CANNOT_TELL, Estimate(1.01, 0.98, 1.04, 7), 0.1, 0.045, True)
     assert str(unclear) == (
         "cannot tell: speed ratio 1.010 (0.980–1.040), 7 rounds, which show differences from 4.5%"
     )

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from wanma.bench.figures.metrics import PHASE
 from wanma.bench.figures.summary import judge_metric
 from wanma.bench.machine_figures.definitions import is_machine_detail
+from wanma.bench.measurements.measurement import PHASE
 from wanma.bench.results.hardware_identity import hardware_identity
 from wanma.bench.results.result import BenchmarkResult
 from wanma.bench.statistics.estimates import Estimate
@@ -66,7 +66,6 @@ def compare_results(
 
     Args:
         before: the older result, which takes the place of the baseline.
-        after: the newer result.
         allows_differences: True compares also where hardware, suite or settings differ.
 
     Raises:

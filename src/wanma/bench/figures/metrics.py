@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
-from typing import Literal
+from typing import Any, Literal
 
-from wanma.bench.machine_figures.definitions import find_machine_metric
-from wanma.bench.measurements.measurement import Measurement, StepRecord, Utilization
+from wanma.bench.machine_figures.definitions import machine_definition
+from wanma.bench.measurements.measurement import PHASE, Measurement, StepRecord, Utilization
 from wanma.observe.units import MISSING_TEXT, bytes_text, duration_text, number_text, percent_text
 
 Direction = Literal["lower", "higher", ""]
@@ -25,9 +25,9 @@ class Metric:
 
     name: str
     title: str
-    unit: str
     definition: str
     """Sentence that says what is divided by what, and over what."""
+    unit: str = ""
     better: Direction = ""
     """Better direction; empty: neither."""
     is_per_step: bool = False
@@ -38,193 +38,173 @@ class Metric:
         return value_text(value, self.unit)
 
 
-STEP_SECONDS = Metric(
-    "step_seconds",
-    "Step time",
-    "s",
-    "Wall clock from the end of one optimizer step to the end of the next.",
-    "lower",
-    True,
+FIGURE_UNITS: tuple[tuple[str, str, Direction], ...] = (
+    ("flops_per_second", "FLOP/s", "higher"),
+    ("bytes_per_second", "B/s", "higher"),
+    ("per_second", "1/s", "higher"),
+    ("seconds", "s", "lower"),
+    ("bytes", "B", "lower"),
+    ("share", "share", ""),
+)
+"""Last words of a figure's name, its unit, and the direction in which it is better."""
+
+
+def _metric(name: str, title: str, definition: str, is_per_step: bool = False, **traits: Any) -> Metric:
+    """Return a metric whose unit and better direction follow from the end of its name, or are in `traits`."""
+    _, unit, better = _figure_unit(name)
+    return Metric(
+        name, title, definition, **{"unit": unit, "better": better, **traits}, is_per_step=is_per_step
+    )
+
+
+def _figure_unit(name: str) -> tuple[str, str, Direction]:
+    """Return the entry of `FIGURE_UNITS` of a name; of others empty texts."""
+    # Only whole words: not milliseconds, or megabytes.
+    return next((row for row in FIGURE_UNITS if f"_{name}".endswith(f"_{row[0]}")), ("", "", ""))
+
+
+STEP_SECONDS = _metric(
+    "step_seconds", "Step time", "Wall clock from the end of one optimizer step to the end of the next.", True
 )
 DATA_SHARE = "data_share"
 """Name of the metric that is a share of the sum of the steps."""
 METRICS = (
     STEP_SECONDS,
-    Metric(
+    _metric(
         "samples_per_second",
         "Samples per second",
-        "1/s",
         "Samples of a step of all ranks, divided by the time of the step.",
-        "higher",
         True,
     ),
-    Metric(
+    _metric(
         "targets_per_second",
         "Targets per second",
-        "1/s",
         "Tokens, or labelled samples, that the loss of a step counts, divided by the time of the step.",
-        "higher",
         True,
     ),
-    Metric(
+    _metric(
         "mfu",
         "Model FLOPs utilization",
-        "share",
         "FLOPs of the model in a step, attention counted causally, without recomputation, divided by the "
         "time of the step and the dense peak of all devices.",
-        "higher",
         True,
+        unit="share",
+        better="higher",
     ),
-    Metric(
+    _metric(
         "mfu_full_attention",
         "MFU, full attention",
-        "share",
         "As MFU, with all attention scores, also those that a causal model masks (Megatron-LM, NeMo, "
         "torchtitan).",
+        unit="share",
     ),
-    Metric(
+    _metric(
         "mfu_palm",
         "MFU of PaLM",
-        "share",
         "FLOPs of a token are 6 N + 12 L H Q T: N parameters with the embedding, L layers, H heads of width "
         "Q, T tokens (Chowdhery et al. 2022, appendix B; nanoGPT, llm-foundry).",
+        unit="share",
     ),
-    Metric(
+    _metric(
         "mfu_6nd",
         "MFU by 6 N D",
-        "share",
         "FLOPs of a token are 6 N, without attention (Kaplan et al. 2020, Hoffmann et al. 2022).",
+        unit="share",
     ),
-    Metric(
+    _metric(
         "hfu",
         "Hardware FLOPs utilization",
-        "share",
         "As MFU with full attention, and all that the plan recomputes (Narayanan et al. 2021).",
+        unit="share",
     ),
-    Metric(
+    _metric(
         DATA_SHARE,
         "Data wait",
-        "share",
         "Time in which rank 0 waits for samples, divided by the time, over the steps after the warm-up.",
     ),
-    Metric(
-        "loss",
-        "Final loss",
-        "",
-        "Training loss of the last step.",
-        "lower",
+    _metric("loss", "Final loss", "Training loss of the last step.", better="lower"),
+    _metric(
+        "startup_seconds", "Start", "Wall clock from the start of the command to the end of the first step."
     ),
-    Metric(
-        "startup_seconds",
-        "Start",
-        "s",
-        "Wall clock from the start of the command to the end of the first step.",
-        "lower",
+    _metric("total_seconds", "Execution", "Wall clock from the start of the command to its end."),
+    _metric(
+        "peak_memory_bytes", "Peak memory", "Largest memory of the processes of one measurement together."
     ),
-    Metric(
-        "total_seconds",
-        "Execution",
-        "s",
-        "Wall clock from the start of the command to its end.",
-        "lower",
-    ),
-    Metric(
-        "peak_memory_bytes",
-        "Peak memory",
-        "B",
-        "Largest memory of the processes of one measurement together.",
-        "lower",
-    ),
-    Metric(
+    _metric(
         "time_to_target_seconds",
         "Time to target",
-        "s",
         "Wall clock from the start of the command to the first step or validation that reaches the target.",
-        "lower",
     ),
-    Metric(
+    _metric(
         "samples_to_target",
         "Samples to target",
-        "",
         "Samples that were consumed when the target was reached.",
-        "lower",
+        better="lower",
     ),
-    Metric(
+    _metric(
         "goodput",
         "Goodput",
-        "share",
         "Share of the wall clock, from the first start of the run to its end, in steps that last.",
-        "higher",
+        unit="share",
+        better="higher",
     ),
-    Metric(
-        "checkpoint_stall_seconds",
-        "Checkpoint stall",
-        "s",
-        "Mean time for which training waits for a checkpoint.",
-        "lower",
+    _metric(
+        "checkpoint_stall_seconds", "Checkpoint stall", "Mean time for which training waits for a checkpoint."
     ),
-    Metric(
+    _metric(
         "checkpoint_write_seconds",
         "Checkpoint write",
-        "s",
         "Mean time from the end of the stall until the checkpoint is committed, beside training.",
-        "lower",
     ),
-    Metric(
+    _metric(
         "checkpoint_bytes_per_second",
         "Checkpoint write rate",
-        "B/s",
         "Bytes of all ranks over the time in which they are written.",
-        "higher",
     ),
-    Metric(
+    _metric(
         "recovery_seconds",
         "Recovery",
-        "s",
         "Wall clock from a failure to the end of the next step; the longest of the run.",
-        "lower",
     ),
-    Metric("repeated_steps", "Repeated steps", "", "Steps that recoveries repeated.", "lower"),
-    Metric(
+    _metric("repeated_steps", "Repeated steps", "Steps that recoveries repeated.", better="lower"),
+    _metric(
         "rank_memory_bytes",
         "Memory of a rank",
-        "B",
         "Peak of rank 0: resident memory on a CPU, memory allocated by PyTorch on a GPU.",
-        "lower",
     ),
-    Metric(
+    _metric(
         "cpu_utilization",
         "CPU utilization",
-        "share",
         "CPU time of the contender's processes on this machine, divided by the time and its usable CPUs.",
+        unit="share",
     ),
-    Metric(
+    _metric(
         "gpu_utilization",
         "GPU utilization",
-        "share",
         "Share of the time in which a kernel ran, by NVML, mean over the GPUs.",
+        unit="share",
     ),
-    Metric(
+    _metric(
         "gpu_memory_bytes",
         "GPU memory",
-        "B",
         "Largest memory in use on a GPU of this machine, of all programs.",
+        better="",
     ),
-    Metric(
+    _metric(
         "network_bytes_per_second",
         "Network",
-        "B/s",
         "Bytes sent and received on all interfaces of this machine but the loopback, over the time.",
+        better="",
     ),
-    Metric(
+    _metric(
         "disk_bytes_per_second",
         "Disk",
-        "B/s",
         "Bytes read and written on the block devices of this machine, over the time.",
+        better="",
     ),
-    Metric("validation_loss", "Validation loss", "", "Loss of the last validation.", "lower"),
-    Metric("perplexity", "Perplexity", "", "Perplexity of the last validation.", "lower"),
-    Metric("accuracy", "Accuracy", "share", "Accuracy of the last validation.", "higher"),
+    _metric("validation_loss", "Validation loss", "Loss of the last validation.", better="lower"),
+    _metric("perplexity", "Perplexity", "Perplexity of the last validation.", better="lower"),
+    _metric("accuracy", "Accuracy", "Accuracy of the last validation.", unit="share", better="higher"),
 )
 UTILIZATION = (
     "cpu_utilization",
@@ -238,17 +218,6 @@ UTILIZATION = (
 CONVENTION_METRICS = ("mfu_full_attention", "mfu_palm", "mfu_6nd", "hfu")
 """Metrics that are multiples of the own MFU, by conventions of published tables."""
 _BY_NAME = {metric.name: metric for metric in METRICS}
-FIGURE_UNITS: tuple[tuple[str, str, Direction], ...] = (
-    ("flops_per_second", "FLOP/s", "higher"),
-    ("bytes_per_second", "B/s", "higher"),
-    ("per_second", "1/s", "higher"),
-    ("seconds", "s", "lower"),
-    ("bytes", "B", "lower"),
-    ("share", "share", ""),
-)
-"""Last words of a figure's name, its unit, and the direction in which it is better."""
-PHASE = "phases."
-"""Prefix of metrics that are a phase of a step."""
 
 _STEP_VALUES: dict[str, Callable[[StepRecord], float | None]] = {
     "step_seconds": lambda step: step.seconds,
@@ -273,18 +242,17 @@ def find_metric(name: str) -> Metric:
         return _BY_NAME[name]
     if name.startswith(PHASE):
         phase = name.removeprefix(PHASE).replace("_", " ")
-        return Metric(
-            name, f"Phase {phase}", "s", f"Time of a step in the phase '{phase}', rank 0.", "lower", True
-        )
-    if (machine := find_machine_metric(name)) is not None:
-        return Metric(name, machine.title, machine.unit, machine.definition, machine.better)
-    title = name.replace("_", " ").capitalize()
-    for suffix, unit, better in FIGURE_UNITS:
-        if name == suffix or name.endswith(f"_{suffix}"):  # not milliseconds, or megabytes
-            title = name.removesuffix(suffix).replace("_", " ").strip().capitalize() or title
-            title += " per second" if unit == "1/s" else ""
-            return Metric(name, title, unit, "Figure that the program reports.", better)
-    return Metric(name, title, "", "Figure that the program reports.")
+        definition = f"Time of a step in the phase '{phase}', rank 0."
+        return Metric(name, f"Phase {phase}", definition, "s", "lower", is_per_step=True)
+    if (machine := machine_definition(name)) is not None:
+        return _metric(name, *machine)
+    suffix, unit, _ = _figure_unit(name)
+    title = name.removesuffix(suffix).replace("_", " ").strip() or name.replace("_", " ")
+    return _metric(
+        name,
+        title.capitalize() + (" per second" if unit == "1/s" else ""),
+        "Figure that the program reports.",
+    )
 
 
 def metric_values(measurement: Measurement, name: str, first_step: int = 0) -> list[float]:
@@ -292,7 +260,6 @@ def metric_values(measurement: Measurement, name: str, first_step: int = 0) -> l
 
     Args:
         measurement: the measurement; whether it counts is up to the caller.
-        name: name of the metric.
         first_step: index of the first step that is steady; earlier ones are left out of metrics per step.
     """
     steps = measurement.compared_steps[first_step:]

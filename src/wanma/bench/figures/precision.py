@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -12,21 +11,21 @@ from wanma.bench.figures.metrics import find_metric, metric_values
 from wanma.bench.measurements.measurement import Measurement
 from wanma.bench.statistics.estimates import Estimate, estimate, estimate_measurements
 from wanma.bench.statistics.ratios import estimate_paired_ratio
-from wanma.bench.statistics.warm_up import WarmUp, find_warm_up
+from wanma.bench.statistics.warm_up import find_warm_up
 
 DECIDING_METRICS = ("time_to_target_seconds", "step_seconds", "total_seconds")
 """Metrics of which the first that all measurements have decides, after those of the suite."""
 
 
-def warm_up_of(measurement: Measurement) -> WarmUp:
-    """Return the warm-up of a measurement; a first step of unknown duration belongs to it."""
+def first_steady_step(measurement: Measurement) -> int:
+    """Return the number of steps before those that count; a first step of unknown duration is among them."""
     steps = measurement.compared_steps
     unknown = next((row for row, step in enumerate(steps) if math.isfinite(step.seconds)), 0)
     seconds = [step.seconds for step in steps[unknown:]]
     if not seconds or not all(math.isfinite(value) and value > 0 for value in seconds):
-        return WarmUp(len(measurement.steps), "" if not seconds else "a step has no duration")
+        return len(measurement.steps)
     found = find_warm_up(seconds)
-    return replace(found, steps=found.steps + unknown)
+    return found.steps + unknown if found.has_settled else len(measurement.steps)
 
 
 def is_precise(
@@ -39,8 +38,6 @@ def is_precise(
     """Return True if the first metric that the measurements have is known well enough.
 
     Args:
-        measurements: measurements of all contenders so far.
-        contender: name of the contender.
         precision: half width of the interval, relative to the median, that is narrow enough.
         metrics: metrics of the suite, before the `DECIDING_METRICS`.
         baseline: contender that this one took turns with: the interval is that of their ratio; None: that of
@@ -54,18 +51,22 @@ def is_precise(
         others = [] if baseline is None else [_steady_values(first[number], name) for number in rounds]
         if not all(series) or not all(others):
             continue
-        found = _estimate(name, series) if baseline is None else _ratio(series, others)
+        found = metric_estimate(name, series) if baseline is None else _ratio(series, others)
         return found is not None and found.has_interval and found.relative_half_width <= precision
     return True
 
 
 def _steady_values(measurement: Measurement, name: str) -> list[float]:
-    warm_up = warm_up_of(measurement)
-    first = warm_up.steps if warm_up.has_settled else len(measurement.steps)
-    return [value for value in metric_values(measurement, name, first) if math.isfinite(value)]
+    return finite_values(measurement, name, first_steady_step(measurement))
 
 
-def _estimate(name: str, series: Sequence[Sequence[float]]) -> Estimate:
+def finite_values(measurement: Measurement, name: str, first_step: int) -> list[float]:
+    """Return the values of a metric from a step on that are finite; a loss may be NaN."""
+    return [value for value in metric_values(measurement, name, first_step) if math.isfinite(value)]
+
+
+def metric_estimate(name: str, series: Sequence[Sequence[float]]) -> Estimate:
+    """Return the estimate of a metric from its values in each measurement."""
     if find_metric(name).is_per_step:
         return estimate_measurements(series)
     return estimate([values[0] for values in series])

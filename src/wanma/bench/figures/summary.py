@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from wanma.bench.figures.metrics import METRICS, PHASE, find_metric, metric_values
-from wanma.bench.figures.utilization import convention_ratios, with_conventions
-from wanma.bench.measurements.measurement import Measurement
-from wanma.bench.results.result import BenchmarkResult, Values
-from wanma.bench.statistics.estimates import Estimate, estimate, estimate_measurements
+from wanma.bench.figures.metrics import METRICS, find_metric
+from wanma.bench.figures.precision import finite_values, metric_estimate
+from wanma.bench.measurements.measurement import PHASE, Measurement
+from wanma.bench.results.result import BenchmarkResult, ContenderRecord, Values
+from wanma.bench.statistics.estimates import Estimate
 from wanma.bench.statistics.ratios import ERROR_RATE
-from wanma.bench.statistics.verdicts import MIN_EFFECT, Verdict, judge
-from wanma.models.workload.flop_conventions import OWN as MFU
+from wanma.bench.statistics.verdicts import Verdict, judge
+from wanma.job.errors import WanmaError
+from wanma.job.file.loading import to_job
+from wanma.job.plan.plan import Plan
+from wanma.models.workload.flop_conventions import OWN, training_flops
+from wanma.planner.preparation.job_planning import job_dimensions
 
 
-def summarize(
-    result: BenchmarkResult, warm_ups: Sequence[int], min_effect: float = MIN_EFFECT
-) -> BenchmarkResult:
+def summarize(result: BenchmarkResult, warm_ups: Sequence[int]) -> BenchmarkResult:
     """Return the result with `warm_ups`, and `values`, `summaries` and `verdicts` of its measurements.
 
     Measurements that do not count are left out, and so are values that are not finite, such as a loss of NaN.
 
     Args:
-        result: a result with its measurements and its baseline.
         warm_ups: steps at the beginning of each measurement that do not count.
-        min_effect: difference below which a verdict claims nothing, 0.01 for 1 %.
 
     Raises:
         ValueError: `warm_ups` has not one number for each measurement.
@@ -42,26 +42,24 @@ def summarize(
             series = {
                 measurement.round: numbers
                 for measurement, steps in counted
-                if (numbers := _finite(metric_values(measurement, name, steps)))
+                if (numbers := finite_values(measurement, name, steps))
             }
             if series:
                 medians = {number: float(np.median(numbers)) for number, numbers in series.items()}
                 values.setdefault(contender, {})[name] = medians
-                summaries.setdefault(contender, {})[name] = (
-                    estimate_measurements(list(series.values()))
-                    if find_metric(name).is_per_step
-                    else estimate(list(medians.values()))
+                summaries.setdefault(contender, {})[name] = metric_estimate(name, list(series.values()))
+        if OWN in values.get(contender, {}):
+            rounds, own = values[contender][OWN], summaries[contender][OWN]
+            for name, ratio in convention_ratios(result.contender(contender)).items():
+                values[contender][name] = {number: ratio * value for number, value in rounds.items()}
+                summaries[contender][name] = Estimate(
+                    ratio * own.median, ratio * own.low, ratio * own.high, own.count
                 )
-        ratios = convention_ratios(result.contender(contender)) if MFU in values.get(contender, {}) else {}
-        for name, ratio in ratios.items():
-            own = values[contender][MFU]
-            values[contender][name] = {number: ratio * value for number, value in own.items()}
-        summaries.get(contender, {}).update(with_conventions(summaries.get(contender, {}), ratios))
     return dataclasses.replace(
         result,
         values=values,
         summaries=summaries,
-        verdicts=_verdicts(values, result.baseline, min_effect),
+        verdicts=_verdicts(values, result.baseline),
         warm_ups=tuple(warm_ups),
     )
 
@@ -73,17 +71,11 @@ def judge_metric(
     *,
     is_paired: bool,
     error_rate: float,
-    min_effect: float = MIN_EFFECT,
 ) -> Verdict | None:
     """Return the verdict on a metric; None if it has no better direction, no value in common, or one below 0.
 
     Args:
-        name: name of the metric.
-        baseline: value by round.
-        candidate: the same.
-        is_paired: True if both ran in the same rounds.
         error_rate: share of equal contenders for which a difference may be claimed.
-        min_effect: difference below which nothing is claimed.
     """
     better = find_metric(name).better
     if not better or min((*baseline.values(), *candidate.values()), default=0.0) <= 0:
@@ -95,7 +87,6 @@ def judge_metric(
         candidate,
         lower_is_better=better == "lower",
         is_paired=is_paired,
-        min_effect=min_effect,
         error_rate=error_rate,
     )
 
@@ -109,7 +100,7 @@ def metric_names(measurements: Iterable[Measurement]) -> list[str]:
     return list(names)
 
 
-def _verdicts(values: Values, baseline: str, min_effect: float) -> dict[str, dict[str, Verdict]]:
+def _verdicts(values: Values, baseline: str) -> dict[str, dict[str, Verdict]]:
     """Return the verdicts on all contenders but the baseline, without the phases of a step."""
     candidates = [contender for contender in values if contender != baseline]
     verdicts: dict[str, dict[str, Verdict]] = {}
@@ -123,12 +114,31 @@ def _verdicts(values: Values, baseline: str, min_effect: float) -> dict[str, dic
                     own,
                     is_paired=True,
                     error_rate=ERROR_RATE / len(candidates),
-                    min_effect=min_effect,
                 )
             if verdict is not None:
                 verdicts.setdefault(contender, {})[name] = verdict
     return verdicts
 
 
-def _finite(numbers: list[float]) -> list[float]:
-    return [number for number in numbers if math.isfinite(number)]
+def convention_ratios(record: ContenderRecord) -> dict[str, float]:
+    """Return the FLOPs of a contender's steps by convention, over those of its own MFU.
+
+    Returns:
+        ratios by metric, without `mfu`; empty for a command, and for models whose FLOPs are not those of a
+        decoder that trains all of its parameters.
+    """
+    if not record.job or not record.plan:
+        return {}
+    try:
+        plan = Plan.from_json(dict(record.plan["plan"]))
+        job = to_job(tomllib.loads(record.job))
+        config = job_dimensions(job)
+        own = float(record.plan["flops_per_sample"])
+    except (WanmaError, KeyError, TypeError, ValueError):
+        return {}
+    if config is None:
+        return {}
+    flops = training_flops(config, job.data.sequence_length, plan.recompute, plan.recompute_share)
+    if abs(own / flops[OWN] - 1) > 1e-6:  # frozen parameters or adapters: no table counts them
+        return {}
+    return {name: value / flops[OWN] for name, value in flops.items() if name != OWN}

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import math
-import tomllib
 
 from wanma.bench.figures.metrics import decimal_prefix, find_metric
-from wanma.bench.figures.scaling import THROUGHPUT, Scaling, ScalingRow
-from wanma.bench.results.result import BenchmarkResult, ContenderRecord
 from wanma.bench.statistics.estimates import Estimate
 from wanma.bench.statistics.verdicts import Outcome, Verdict
 from wanma.observe.units import BYTE_UNITS, MISSING_TEXT, percent_text
 
 TIME_UNITS = ("s", "1/s", "B/s", "FLOP/s")
 """Units in which better means faster."""
-SCALING_BASES = {"strong": "Same global batch. Speedup", "weak": "Same batch per rank. Scaled speedup"}
-"""Beginning of the definitions below a scaling, by its kind."""
 MAX_DIGITS = 6
 """Significant digits of a text, however narrow the interval."""
 
@@ -41,10 +36,7 @@ def estimate_text(name: str, estimate: Estimate) -> str:
 
 def ratio_text(verdict: Verdict) -> str:
     """Return the speed ratio with its interval, such as '1.052 (1.031–1.074)'; above 1 is better."""
-    ratio = verdict.ratio
-    if not ratio.has_interval:
-        return f"{ratio.median:.3f}"
-    return f"{ratio.median:.3f} ({ratio.low:.3f}–{ratio.high:.3f})"
+    return verdict.ratio.text(".3f")
 
 
 def outcome_text(name: str, verdict: Verdict) -> str:
@@ -52,63 +44,6 @@ def outcome_text(name: str, verdict: Verdict) -> str:
     if verdict.outcome is Outcome.CANNOT_TELL or find_metric(name).unit in TIME_UNITS:
         return verdict.outcome.value
     return "better" if verdict.outcome is Outcome.FASTER else "worse"
-
-
-def definition_text(result: BenchmarkResult, name: str) -> str:
-    """Return the definition of a metric; beside images per second those per minute."""
-    rates = [
-        f"{one.name} {60 * result.summaries[one.name][name].median:,.0f}"
-        for one in result.contenders
-        if name == THROUGHPUT and name in result.summaries.get(one.name, {}) and _trains_on_images(one)
-    ]
-    images = f" Images per minute: {', '.join(rates)}." if rates else ""
-    return find_metric(name).definition + images
-
-
-def _trains_on_images(contender: ContenderRecord) -> bool:
-    return tomllib.loads(contender.job).get("data", {}).get("images") is not None
-
-
-def metric_note(result: BenchmarkResult, name: str) -> str:
-    """Return the sentence on figures of a metric that cannot be; empty: there are none."""
-    medians = [
-        result.summaries[one][name].median for one in result.summaries if name in result.summaries[one]
-    ]
-    if name != "mfu" or max(medians, default=0.0) <= 1:
-        return ""
-    return (
-        "More than 100 %: the peak of this processor, measured once, was measured too low. "
-        "`wanma doctor` measures it again."
-    )
-
-
-def scaling_note(scaling: Scaling) -> str:
-    """Return the definitions and remarks that stand below a scaling."""
-    unit = "devices" if scaling.unit == "GPUs" else scaling.unit
-    return (
-        f"{SCALING_BASES[scaling.kind]}: throughput over that of the first row; efficiency: speedup over "
-        f"ideal, the quotient of the {unit}. {scaling.note}"
-    ).rstrip()
-
-
-def scaling_columns(scaling: Scaling) -> tuple[str, ...]:
-    """Return the names of the columns of a scaling."""
-    return ("contender", "ranks", scaling.unit, "speedup (95 %)", "ideal", "forecast", "efficiency")
-
-
-def scaling_cells(row: ScalingRow) -> list[str]:
-    """Return a row of a scaling as texts: contender, ranks, devices, speedup, ideal, forecast, efficiency."""
-    speedup = row.speedup
-    interval = f" ({speedup.low:.2f}–{speedup.high:.2f})" if speedup.has_interval and row.ideal != 1 else ""
-    return [
-        row.contender,
-        f"{row.ranks:,}",
-        f"{row.devices:,}",
-        f"{speedup.median:.2f}{interval}",
-        f"{row.ideal:.2f}",
-        MISSING_TEXT if row.forecast is None else f"{row.forecast:.2f}",
-        percent_text(row.efficiency),
-    ]
 
 
 def detectable_text(verdict: Verdict) -> str:

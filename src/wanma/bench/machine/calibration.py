@@ -105,13 +105,7 @@ def _calibration(result: BenchmarkResult, record: ContenderRecord, node: NodeGro
 def fastest_points(
     executions: Sequence[Mapping[str, float]], ranks: int, has_gpus: bool
 ) -> tuple[BenchmarkPoint, ...]:
-    """Return the points of a calibration, each with the least time of all executions.
-
-    Args:
-        executions: figures of each execution by name.
-        ranks: number of ranks.
-        has_gpus: True if GPUs were measured.
-    """
+    """Return the points of a calibration, each with the least time of all executions."""
     fastest: dict[tuple[object, ...], BenchmarkPoint] = {}
     for figures in executions:
         for point in _points(figures, ranks, has_gpus):

@@ -5,11 +5,11 @@ All are measured in turn by the meter of `planner.calibration.round_robin`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from wanma.bench.machine.calibration import PRECISIONS
 from wanma.bench.machine.collective_selection import DIRECT, CollectiveSelection
-from wanma.bench.machine.decoder_cases import decoder_cases
-from wanma.bench.machine_figures.case_names import PART_OF_KIND, Part, case_name
+from wanma.bench.machine.request import MachineRequest
+from wanma.bench.machine_figures.case_names import PART_OF_KIND, case_name
 from wanma.collectives.algorithms.algorithm_table import ALGORITHMS
 from wanma.collectives.measurement.microbenchmark import (
     BACKEND_ALGORITHM,
@@ -30,10 +30,23 @@ from wanma.collectives.measurement.pair_links import (
     measure_pair_latency,
     measure_pair_stream,
 )
+from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import WorkerContext
+from wanma.job.sections.model import ModelSection
+from wanma.models.model_spec import resolve_model_spec
+from wanma.parallel.mesh.parallel_mesh import build_mesh
+from wanma.parallel.parallelize import parallelize
 from wanma.planner.calibration.device_benchmarks import copy_cases, matmul_cases
-from wanma.planner.calibration.microbenchmarks import collective_buffers, operator_cases
+from wanma.planner.calibration.framework_benchmarks import (
+    BLOCKS,
+    DIMENSIONS,
+    SEQUENCE_LENGTH,
+    benchmark_plans,
+)
+from wanma.planner.calibration.microbenchmarks import BenchmarkCase, collective_buffers, operator_cases
+from wanma.planner.calibration.round_robin import sum_over_ranks
 from wanma.planner.calibration.storage_benchmarks import storage_cases
+from wanma.training.loss.cross_entropy import cross_entropy_sum
 
 MAX_RANKS_OF_ALL_PAIRS = 32
 """Largest number of ranks of which each pair is measured; of more, those within nodes and one between two."""
@@ -58,33 +71,14 @@ class MachineCase:
 
 
 def machine_cases(
-    worker: WorkerContext,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    parts: Sequence[Part],
-    threads_per_core: float,
-    folder: Path,
-    node_count: int,
-    selection: CollectiveSelection,
+    worker: WorkerContext, group: dist.ProcessGroup, device: torch.device, request: MachineRequest
 ) -> list[MachineCase]:
-    """Return the cases of some parts; all ranks of the group call it.
-
-    Args:
-        worker: context of this rank.
-        group: process group of all ranks.
-        device: device of this rank.
-        parts: parts to measure.
-        threads_per_core: threads of all ranks per core of a CPU, at least 1.
-        folder: folder of the file system to measure.
-        node_count: number of nodes, with as many ranks on each.
-        selection: collectives to measure.
-    """
-    cases = [
-        *_own_cases(worker, group, device, parts, threads_per_core, folder),
-        *(_link_cases(group, device, node_count) if group.size() > 1 else ()),
-        *(_collective_cases(group, device, node_count, selection) if group.size() > 1 else ()),
-    ]
-    return [case for case in cases if PART_OF_KIND[case.name.partition(".")[0]] in parts]
+    """Return the cases of the requested parts; all ranks of the group call it."""
+    cases = list(_own_cases(worker, group, device, request))
+    if group.size() > 1:
+        cases += _link_cases(group, device, request.node_count)
+        cases += _collective_cases(group, device, request.node_count, request.selection)
+    return [case for case in cases if PART_OF_KIND[case.name.partition(".")[0]] in request.parts]
 
 
 def link_pairs(ranks: int, node_count: int) -> list[tuple[int, int]]:
@@ -98,21 +92,17 @@ def link_pairs(ranks: int, node_count: int) -> list[tuple[int, int]]:
 
 
 def _own_cases(
-    worker: WorkerContext,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    parts: Sequence[Part],
-    threads_per_core: float,
-    folder: Path,
+    worker: WorkerContext, group: dist.ProcessGroup, device: torch.device, request: MachineRequest
 ) -> Iterator[MachineCase]:
     """Yield the cases that need no other rank, but for the framework's; of other parts at least those."""
+    parts, threads, folder = request.parts, request.threads_per_core, request.folder
     if set(parts) & {"compute", "memory", "framework", "storage"}:
-        for case in operator_cases(group, device, PRECISIONS[device.type], threads_per_core, folder):
+        for case in operator_cases(group, device, PRECISIONS[device.type], threads, folder):
             yield MachineCase(case_name(case.operator, case.precision, case.shape), case.measure)
     if "framework" in parts and device.type == "cpu":
-        for case in decoder_cases(worker, threads_per_core):
+        for case in decoder_cases(worker, threads):
             yield MachineCase(case_name(case.operator, case.precision, case.shape), case.measure)
-    for kind, precision, shape, measure in (*copy_cases(device, threads_per_core), *matmul_cases(device)):
+    for kind, precision, shape, measure in (*copy_cases(device, threads), *matmul_cases(device)):
         yield MachineCase(case_name(kind, precision, shape), measure)
     if "storage" in parts:
         for kind, sizes, measure in storage_cases(folder):
@@ -161,3 +151,69 @@ def known_algorithms(device: str) -> Iterator[tuple[str, str]]:
             yield collective, DIRECT
         for name in algorithms:
             yield collective, name
+
+
+def decoder_cases(worker: WorkerContext, threads_per_core: float) -> list[BenchmarkCase]:
+    """Return one benchmark case for each of `benchmark_plans`; all ranks of a process group call it.
+
+    Args:
+        threads_per_core: threads of all ranks per core of a CPU, at least 1.
+    """
+    return [
+        BenchmarkCase(
+            operator,
+            (worker.world_size, BLOCKS),
+            "",
+            partial(_time_run, _make_micro_batch(worker, plan), threads_per_core),
+        )
+        for operator, plan in benchmark_plans(worker.world_size).items()
+    ]
+
+
+def _make_micro_batch(worker: WorkerContext, plan: Plan) -> Callable[[], object]:
+    """Return a function that runs forward and backward of a micro-batch, except for once-per-step work."""
+    section = ModelSection.model_validate(
+        {
+            "family": "decoder",
+            "layers": DIMENSIONS.layers,
+            "hidden": DIMENSIONS.hidden,
+            "heads": DIMENSIONS.heads,
+            "feed_forward": DIMENSIONS.feed_forward,
+        }
+    )
+    spec = resolve_model_spec(
+        section,
+        vocabulary_size=DIMENSIONS.vocabulary,
+        sequence_length=SEQUENCE_LENGTH,
+        image_shape=None,
+        classes=None,
+    )
+    grid = build_mesh(plan, worker.rank, torch.device("cpu"), worker.local_world_sizes)
+    model = parallelize(spec, plan, grid, seed=0)
+    model.initialize_parameters()
+    assert DIMENSIONS.vocabulary is not None
+    tokens = torch.arange(SEQUENCE_LENGTH).remainder(DIMENSIONS.vocabulary).view(1, SEQUENCE_LENGTH)
+
+    def run() -> None:
+        model.begin_micro_batch(is_last=False)
+        cross_entropy_sum(model.module(tokens), tokens, overwrite_logits=True).backward()
+
+    return run
+
+
+def _time_run(run: Callable[[], object], threads_per_core: float, seconds: float) -> float:
+    """Return the seconds of one run on this rank; all ranks run equally often, because they wait in it."""
+    group = dist.group.WORLD
+    assert group is not None
+    ranks = group.size()
+    clock = time.perf_counter if threads_per_core <= 1 else time.process_time
+
+    def repeat(times: int) -> float:
+        began = clock()
+        for _ in range(times):
+            run()
+        return (clock() - began) * max(threads_per_core, 1.0) / times
+
+    run()  # warm-up: the first run allocates buffers
+    single_seconds = sum_over_ranks([repeat(1)], group)[0] / ranks
+    return repeat(max(1, int(seconds / max(single_seconds, 1e-9))))

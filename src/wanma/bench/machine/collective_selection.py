@@ -57,8 +57,8 @@ class CollectiveSelection:
         """
         known = tuple(known)
         names = tuple(dict.fromkeys(name for _, name in known))
-        _check_names("--collectives", self.collectives, tuple(BUS_FACTORS))
-        _check_names("--algorithms", self.algorithms, names)
+        check_names("--collectives", self.collectives, tuple(BUS_FACTORS))
+        check_names("--algorithms", self.algorithms, names)
         selected = tuple(
             (collective, name)
             for collective, name in known
@@ -109,7 +109,8 @@ def _parse_size(size_text: str, text: str) -> int:
     return size
 
 
-def _check_names(option: str, names: Iterable[str], known: Sequence[str]) -> None:
+def check_names(option: str, names: Iterable[str], known: Sequence[str]) -> None:
+    """Raise `JobError` if a name of an option is not among the known ones."""
     for name in names:
         if name not in known:
             raise JobError(

@@ -7,26 +7,35 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
+import os
 import pickle
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from wanma.bench.machine.calibration import threads_per_core
 from wanma.bench.machine.collective_selection import CollectiveSelection
 from wanma.bench.machine.figures import execution_figures
 from wanma.bench.machine.machine_result import PROGRAM
+from wanma.bench.machine.request import RESULT_FILE, ROUND_EVENT, SETUP_TIMEOUT_SECONDS, MachineRequest
 from wanma.bench.machine.storage_place import storage_folder
 from wanma.bench.machine_figures.case_names import PARTS, Part
-from wanma.bench.measurements.rank_launch import RankLaunch, measure_on_ranks
 from wanma.bench.programs.command_program import FIGURE_MARK
 from wanma.bench.programs.places import PYTHON, word
+from wanma.elastic.launch_config import LaunchConfig
+from wanma.elastic.workers.environment import make_worker_environment
+from wanma.engines.local.foreground import run_local
 from wanma.hardware.discovery.node import discover_node
+from wanma.hardware.discovery.topology_address import resolve_topology_address
 from wanma.job.cluster import NodeGroup
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.file.cluster_overrides import parse_cluster_section
 from wanma.job.sections.cluster import BudgetSection, ClusterSection
+from wanma.observe.units import count_text
 from wanma.planner.calibration.local_node import baseline_plan
 
 ENTRY = "wanma.bench.machine.worker:measure_machine_worker"
@@ -79,8 +88,6 @@ def run_execution(arguments: Sequence[str]) -> dict[str, float] | None:
     section = parse_benchmark_cluster(given.set)
     node = measured_node(section)
     plan = baseline_plan(node, given.ranks, section.nodes)
-    from wanma.bench.machine.worker import MachineRequest  # imports torch
-
     request = MachineRequest(
         plan,
         given.seconds,
@@ -92,9 +99,52 @@ def run_execution(arguments: Sequence[str]) -> dict[str, float] | None:
     )
     shared = (given.ranks, given.seconds, request.parts, section.nodes, section.device, request.selection)
     fingerprint = hashlib.sha256(repr(shared).encode()).hexdigest()[:16]
-    launch = RankLaunch(ENTRY, PRELOAD, pickle.dumps(request), plan, given.seconds, section, fingerprint)
-    written = measure_on_ranks(launch, lambda text: print(text, file=sys.stderr, flush=True))
-    return None if written is None else execution_figures(written, plan.world_size)
+    return _measure_on_ranks(request, section, fingerprint)
+
+
+def _measure_on_ranks(
+    request: MachineRequest, section: ClusterSection, fingerprint: str
+) -> dict[str, float] | None:
+    """Start the ranks of this node, wait for their end, and return the figures of what rank 0 wrote."""
+    plan, seconds = request.plan, request.seconds
+
+    def on_event(event: dict[str, Any]) -> None:
+        if event["kind"] == ROUND_EVENT:
+            text = f"{count_text(plan.world_size, 'rank')}: round {event['number']}"
+            print(text, file=sys.stderr, flush=True)
+        elif event["kind"] in ("message", "joined"):
+            print(event["text"], file=sys.stderr, flush=True)
+
+    with tempfile.TemporaryDirectory(prefix="wanma-bench-") as folder:
+        outcome = run_local(
+            LaunchConfig(
+                run_directory=Path(folder),
+                entry=ENTRY,
+                payload=pickle.dumps(request),
+                preload_modules=PRELOAD,
+                ranks_per_node=plan.world_size // section.nodes,
+                threads_per_rank=plan.threads_per_rank,
+                nodes=section.nodes,
+                node_rank=section.node_rank,
+                rendezvous=section.rendezvous,
+                network_interface=section.network_interface,
+                topology_address=resolve_topology_address(section, os.environ).path,
+                worker_environment=make_worker_environment(section, plan),
+                start_timeout_seconds=section.start_timeout_seconds + 3 * seconds,
+                hang_timeout_seconds=3 * seconds + SETUP_TIMEOUT_SECONDS,
+                job_hash=fingerprint,
+            ),
+            on_event,
+        )
+        if outcome.exit_code != 0:
+            failure = outcome.failure_text or f"was stopped (exit code {outcome.exit_code})"
+            raise WanmaError(
+                f"measuring {count_text(plan.world_size, 'rank')}: {failure}", exit_code=outcome.exit_code
+            )
+        written = Path(folder) / RESULT_FILE
+        if not written.exists():
+            return None
+        return execution_figures(json.loads(written.read_text()), plan.world_size)
 
 
 def _words(text: str) -> list[str]:
@@ -116,16 +166,7 @@ def execution_command(
     overrides: Sequence[str],
     selection: CollectiveSelection,
 ) -> tuple[str, ...]:
-    """Return the command line of an execution, by this interpreter.
-
-    Args:
-        ranks: ranks on each node.
-        seconds: approximate duration of the rounds.
-        parts: parts of the machine.
-        folder: folder of the file system to measure.
-        overrides: keys of `[cluster]`.
-        selection: collectives.
-    """
+    """Return the command line of an execution, by this interpreter."""
     settings = [word for text in overrides for word in ("--set", text)]
     return (
         *(word(PYTHON), "-m", PROGRAM, "--ranks", str(ranks), "--seconds", f"{seconds:g}"),

@@ -58,12 +58,7 @@ def read_times(content: Mapping[str, Any]) -> list[CaseTime]:
 
 
 def execution_figures(content: Mapping[str, Any], ranks: int) -> dict[str, float]:
-    """Return all figures of an execution by name.
-
-    Args:
-        content: content of the file that rank 0 wrote.
-        ranks: number of ranks of all nodes.
-    """
+    """Return all figures of an execution by name."""
     times = read_times(content)
     figures = dict(_device_figures(times, ranks))
     figures |= dict(_link_figures(times, ranks))

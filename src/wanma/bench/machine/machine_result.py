@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from wanma.bench.figures.metrics import Metric, find_metric
-from wanma.bench.machine_figures.definitions import find_machine_metric, is_machine_detail
 from wanma.bench.results.result import BenchmarkResult, ContenderRecord
 
 SUITE = "machine"
@@ -29,13 +27,3 @@ def rank_count(contender: ContenderRecord) -> int:
 def node_count(contender: ContenderRecord) -> int:
     """Return the number of nodes."""
     return int(contender.settings[NODES])
-
-
-def limit_metrics(result: BenchmarkResult) -> list[Metric]:
-    """Return the metrics that are limits of the machine, those of single ranks, pairs and cases left out."""
-    names = dict.fromkeys(name for metrics in result.summaries.values() for name in metrics)
-    return [
-        find_metric(name)
-        for name in names
-        if find_machine_metric(name) is not None and not is_machine_detail(name)
-    ]

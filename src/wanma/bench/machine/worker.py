@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from wanma.bench.machine.cases import MachineCase, machine_cases
-from wanma.bench.machine.collective_selection import CollectiveSelection
-from wanma.bench.machine_figures.case_names import Part
-from wanma.bench.measurements.rank_measurement import open_rank_measurement
-from wanma.job.plan.plan import Plan
+from wanma.bench.machine.request import RESULT_FILE, ROUND_EVENT, SETUP_TIMEOUT_SECONDS, MachineRequest
 from wanma.job.run.worker import WorkerContext
+from wanma.parallel.mesh.parallel_mesh import open_mesh
 from wanma.planner.calibration.round_robin import MeasuredTime, measure_round_robin
-
-
-@dataclass(frozen=True)
-class MachineRequest:
-    """Parameters of one execution, for its ranks."""
-
-    plan: Plan
-    seconds: float
-    threads_per_core: float
-    folder: Path
-    """Folder of the file system to measure."""
-    parts: tuple[Part, ...]
-    node_count: int
-    selection: CollectiveSelection
 
 
 def measure_machine_worker(worker: WorkerContext, payload: bytes) -> None:
@@ -40,26 +24,28 @@ def measure_machine_worker(worker: WorkerContext, payload: bytes) -> None:
         payload: a pickled `MachineRequest`, from the command that started this process.
     """
     request: MachineRequest = pickle.loads(payload)
-    with open_rank_measurement(worker, request.plan, request.seconds) as measurement:
-        cases = machine_cases(
-            worker,
-            measurement.group,
-            measurement.device,
-            request.parts,
-            request.threads_per_core,
-            request.folder,
-            request.node_count,
-            request.selection,
-        )
+    client = worker.supervisor_client
+
+    def report_round(number: int) -> None:
+        client.report_progress(number, "measuring")
+        if worker.rank == 0:
+            client.send_event({"kind": ROUND_EVENT, "number": number})
+
+    torch.set_num_threads(request.plan.threads_per_rank)
+    client.report_progress(0, "joining")
+    with open_mesh(worker, request.plan, request.seconds + SETUP_TIMEOUT_SECONDS) as mesh:
+        group = dist.group.WORLD
+        assert group is not None  # the mesh has joined it
+        cases = machine_cases(worker, group, mesh.device, request)
         times = measure_round_robin(
-            cases,
-            request.seconds,
-            measurement.group,
-            node_count=request.node_count,
-            report_progress=measurement.report_round,
+            cases, request.seconds, group, node_count=request.node_count, report_progress=report_round
         )
-        backend = dist.get_backend(measurement.group)
-        measurement.write_result(times_content(cases, times, backend, measurement.multiprocessors or 0))
+        if worker.rank == 0:
+            processors = 0
+            if mesh.device.type == "cuda":
+                processors = int(torch.cuda.get_device_properties(mesh.device).multi_processor_count)
+            content = times_content(cases, times, dist.get_backend(group), processors)
+            (worker.run_directory / RESULT_FILE).write_text(json.dumps(content))
 
 
 def times_content(
@@ -68,8 +54,6 @@ def times_content(
     """Return what rank 0 writes, as `figures.execution_figures` reads it.
 
     Args:
-        cases: the cases.
-        times: their times.
         backend: backend of the messages between ranks.
         processors: multiprocessors of a GPU; 0 on a CPU.
     """

@@ -21,37 +21,19 @@ PARTS: tuple[Part, ...] = get_args(Part)
 SECONDS = "_seconds"
 """Suffix of the figure of a case."""
 
-PART_OF_KIND: dict[str, Part] = {
-    "product": "compute",
-    "attention": "compute",
-    "attention_backward": "compute",
-    "stream": "memory",
-    "copy": "memory",
-    "host_stream": "memory",
-    "fresh": "memory",
-    "to_host": "memory",
-    "from_host": "memory",
-    "dispatch": "framework",
-    "blocks": "framework",
-    "blocks_tensor": "framework",
-    "blocks_gradients": "framework",
-    "blocks_parameters": "framework",
-    "pair_latency": "links",
-    "pair_stream": "links",
-    "bisection": "links",
-    **dict.fromkeys(BUS_FACTORS, "collectives"),
-    "send": "links",
-    "disk": "storage",
-    "file_read": "storage",
-    "file_write": "storage",
-    "storage_read_cold": "storage",
-    "storage_read_cached": "storage",
-    "storage_random_read": "storage",
-    "storage_flush": "storage",
-    "storage_small_files_write": "storage",
-    "storage_small_files_read": "storage",
+KINDS_OF_PART: dict[Part, tuple[str, ...]] = {
+    "compute": ("product", "attention", "attention_backward"),
+    "memory": ("stream", "copy", "host_stream", "fresh", "to_host", "from_host"),
+    "framework": ("dispatch", "blocks", "blocks_tensor", "blocks_gradients", "blocks_parameters"),
+    "links": ("pair_latency", "pair_stream", "bisection", "send"),
+    "collectives": tuple(BUS_FACTORS),
+    "storage": (
+        *("disk", "file_read", "file_write", "storage_read_cold", "storage_read_cached", "storage_flush"),
+        *("storage_random_read", "storage_small_files_write", "storage_small_files_read"),
+    ),
 }
-"""Part of each kind of case; the kind is the first word of its name."""
+"""Kinds of cases of each part; the kind is the first word of a case's name."""
+PART_OF_KIND = {kind: part for part, kinds in KINDS_OF_PART.items() for kind in kinds}
 
 
 @dataclass(frozen=True)
@@ -78,11 +60,7 @@ def is_case_figure(name: str) -> bool:
 
 
 def parse_case(name: str) -> CaseParts | None:
-    """Return the parts of the name of a case; None: it is none.
-
-    Args:
-        name: name of a case or of its figure.
-    """
+    """Return the parts of the name of a case; None: it is none."""
     kind, *words = name.removesuffix(SECONDS).split(".")
     if kind not in PART_OF_KIND:
         return None

@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import Any
 
 from wanma.bench.machine.machine_result import node_count, rank_count
 from wanma.bench.machine_figures.case_names import is_case_figure, parse_case
+from wanma.bench.presentation.blocks import Block
 from wanma.bench.results.result import BenchmarkResult, ContenderRecord
 from wanma.collectives.measurement.bandwidth import BUS_FACTORS, CollectiveTiming, fastest_ranges
 from wanma.observe.units import MISSING_TEXT, bytes_text, duration_text
 from wanma.report.components.line_chart import Chart, Series
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 LIMIT_COLOR = 7
 COLOR_COUNT = 6
@@ -81,33 +79,28 @@ def _name(algorithm: str) -> str:
     return algorithm.replace("_", " ")
 
 
-def timings_table(timings: Sequence[CollectiveTiming]) -> RenderableType:
-    """Return times and bus bandwidths of one collective by size and algorithm, the fastest of each size bold.
+def timings_block(collective: str, timings: Sequence[CollectiveTiming]) -> Block:
+    """Return times and bus bandwidths of one collective by size and algorithm.
 
     Without a measured link there is no limit.
     """
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("algorithm", no_wrap=True)
-    for name in ("µs", "GB/s", "limit", "share"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for size in sorted({timing.size_bytes for timing in timings}):
-        rows = [timing for timing in timings if timing.size_bytes == size]
-        best = min(rows, key=lambda timing: timing.seconds)
-        for timing in rows:
-            has_limit = math.isfinite(timing.link_bytes_per_second)
-            table.add_row(
-                bytes_text(size) if timing is rows[0] else "",
+    rows: list[tuple[Any, ...]] = []
+    for timing in sorted(timings, key=lambda timing: timing.size_bytes):
+        is_first = not rows or rows[-1][0] != timing.size_bytes
+        has_limit = math.isfinite(timing.link_bytes_per_second)
+        rows.append(
+            (
+                timing.size_bytes,
+                bytes_text(timing.size_bytes) if is_first else "",
                 _name(timing.algorithm),
                 f"{1e6 * timing.seconds:,.0f}",
                 f"{timing.bus_bandwidth / 1e9:.3g}",
                 f"{timing.link_bytes_per_second / 1e9:.3g}" if has_limit else MISSING_TEXT,
                 f"{timing.link_utilization:.0%}" if has_limit else MISSING_TEXT,
-                style="bold" if timing is best and len(rows) > 1 else "",
             )
-    return table
+        )
+    columns = ("size", "algorithm", "µs", "GB/s", "limit", "share")
+    return Block(collective, columns, [cells for _, *cells in rows], left_count=2)
 
 
 def charts(timings: Sequence[CollectiveTiming]) -> list[Chart]:
@@ -120,26 +113,17 @@ def charts(timings: Sequence[CollectiveTiming]) -> list[Chart]:
 
 def _bandwidth_and_time_charts(title: str, timings: Sequence[CollectiveTiming]) -> list[Chart]:
     names = tuple(dict.fromkeys(timing.algorithm for timing in timings))
-    rates, times = [], []
+    rates: list[Series] = []
+    times: list[Series] = []
     for number, name in enumerate(names):
-        own_timings = [timing for timing in timings if timing.algorithm == name]
-        xs = [float(timing.size_bytes) for timing in own_timings]
-        colour = number % COLOR_COUNT + 1
-        rates.append(
-            Series(
-                name,
-                colour,
-                xs,
-                [timing.bus_bandwidth / 1e9 for timing in own_timings],
-                marks_all_points=True,
-            )
-        )
-        times.append(
-            Series(name, colour, xs, [timing.seconds for timing in own_timings], marks_all_points=True)
-        )
-    own_timings = [timing for timing in timings if timing.algorithm == names[0]]
-    xs = [float(timing.size_bytes) for timing in own_timings]
-    limits = [timing.link_bytes_per_second / 1e9 for timing in own_timings]
+        own = [timing for timing in timings if timing.algorithm == name]
+        xs = [float(timing.size_bytes) for timing in own]
+        for series, values in (
+            (rates, [timing.bus_bandwidth / 1e9 for timing in own]),
+            (times, [timing.seconds for timing in own]),
+        ):
+            series.append(Series(name, number % COLOR_COUNT + 1, xs, values, marks_all_points=True))
+    limits = [timing.link_bytes_per_second / 1e9 for timing in own]
     if all(map(math.isfinite, limits)):
         rates.append(Series("limit", LIMIT_COLOR, xs, limits))
     return [

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from statistics import median
 
 from wanma.bench.machine.machine_result import is_machine_result, node_count, rank_count
 from wanma.bench.machine_report.slow_parts import (
     SlowGroup,
-    SlowPart,
-    SlowRank,
     find_slow_parts,
     parse_pair,
 )
@@ -77,28 +75,19 @@ def _slow(result: BenchmarkResult, contender: ContenderRecord) -> tuple[set[int]
     """Return the nodes of which all links are slow, and the other pairs of nodes with a slow link."""
     ranks_per_node = rank_count(contender) // node_count(contender)
     nodes, pairs = set[int](), set[tuple[int, int]]()
-
-    def add(link: SlowPart) -> None:
-        first, second = sorted(rank // ranks_per_node for rank in link.ranks)
-        pairs.add((first, second))
-
     for report in find_slow_parts(result):
         for finding in report.findings if report.contender == contender.name else ():
             if not finding.kind.is_link or not finding.kind.higher_is_better:
                 continue
-            if isinstance(finding, SlowRank):
-                if any(rank // ranks_per_node != finding.rank // ranks_per_node for rank in _ends(finding)):
-                    nodes.add(finding.rank // ranks_per_node)
-            elif isinstance(finding, SlowGroup):
-                for link in finding.links:
-                    add(link)
-            else:
-                add(finding)
-    return nodes, {pair for pair in pairs if pair[0] != pair[1] and not nodes & set(pair)}
-
-
-def _ends(finding: SlowRank) -> Iterator[int]:
-    return (rank for link in finding.links for rank in link.ranks)
+            rank = finding.rank if isinstance(finding, SlowGroup) else None
+            links = finding.links if isinstance(finding, SlowGroup) else (finding,)
+            ends = [sorted(end // ranks_per_node for end in link.ranks) for link in links]
+            between = {(first, second) for first, second in ends if first != second}
+            if rank is None:
+                pairs |= between
+            elif between:
+                nodes.add(rank // ranks_per_node)
+    return nodes, {pair for pair in pairs if not nodes & set(pair)}
 
 
 def _between(rates: Rates, nodes: Collection[int]) -> Rates:

@@ -15,7 +15,7 @@ from statistics import median
 from typing import NamedTuple
 
 from wanma.bench.machine.machine_result import node_count, rank_count
-from wanma.bench.machine_figures.definitions import RANK_FIGURE, find_machine_metric
+from wanma.bench.machine_figures.definitions import RANK_FIGURE, machine_definition
 from wanma.bench.results.result import BenchmarkResult, ContenderRecord
 from wanma.bench.statistics.estimates import Estimate
 from wanma.bench.statistics.ratios import ERROR_RATE, estimate_paired_ratio
@@ -72,43 +72,32 @@ class SlowPart:
 
 
 @dataclass(frozen=True)
-class SlowRank:
-    """Rank of which all links of a kind are slower than the others."""
-
-    kind: PartKind
-    rank: int
-    links: tuple[SlowPart, ...]
-
-    @property
-    def text(self) -> str:
-        """Return a sentence that names it."""
-        ratio = median(link.ratio.median for link in self.links)
-        return (
-            f"all {len(self.links)} links of {self.kind.rank_text(self.rank)}: "
-            f"{percent_text(ratio)} of the median of the other {self.kind.name}"
-        )
-
-
-@dataclass(frozen=True)
 class SlowGroup:
-    """Many slow links of one kind, which are rather another kind of link than faults."""
+    """Slow links with one cause: those of a rank, or so many that they are another kind of link."""
 
     kind: PartKind
     links: tuple[SlowPart, ...]
+    rank: int | None = None
+    """Rank whose links all are slow; None: they are of several ranks."""
 
     @property
     def text(self) -> str:
         """Return a sentence that names it."""
-        ratio = median(link.ratio.median for link in self.links)
+        ratio = percent_text(median(link.ratio.median for link in self.links))
+        if self.rank is not None:
+            return (
+                f"all {len(self.links)} links of {self.kind.rank_text(self.rank)}: {ratio} of the median of "
+                f"the other {self.kind.name}"
+            )
         pairs = ", ".join("-".join(map(str, link.ranks)) for link in self.links)
         return (
-            f"{len(self.links)} of {len(self.kind.parts)} {self.kind.name} reach {percent_text(ratio)} "
-            "of the median of the others; so many are rather another path, such as through another socket "
-            f"or switch, than faults. Ranks: {pairs}"
+            f"{len(self.links)} of {len(self.kind.parts)} {self.kind.name} reach {ratio} of the median of "
+            "the others; so many are rather another path, such as through another socket or switch, than "
+            f"faults. Ranks: {pairs}"
         )
 
 
-Finding = SlowPart | SlowRank | SlowGroup
+Finding = SlowPart | SlowGroup
 
 
 @dataclass(frozen=True)
@@ -177,7 +166,6 @@ def compare_with_others(kind: PartKind, error_rate: float) -> dict[tuple[int, ..
     """Return the speed of each part over the median of the others; empty where there are too few for it.
 
     Args:
-        kind: the parts.
         error_rate: share of intervals that may miss the ratio.
     """
     rounds = sorted(set.intersection(*(set(values) for values in kind.parts.values()))) if kind.parts else []
@@ -205,7 +193,7 @@ def _causes(kind: PartKind, slow: Sequence[SlowPart]) -> Iterator[Finding]:
             own = [ranks for ranks in kind.parts if rank in ranks]
             found = [link for link in slow if rank in link.ranks]
             if len(found) == len(own) > 1 and 2 * len(own) <= len(kind.parts):
-                yield SlowRank(kind, rank, tuple(found))
+                yield SlowGroup(kind, tuple(found), rank)
                 left = [link for link in left if rank not in link.ranks]
         if len(left) > max(MANY_SHARE * len(kind.parts), 1):
             yield SlowGroup(kind, tuple(left))
@@ -233,8 +221,7 @@ def _kinds(record: ContenderRecord, result: BenchmarkResult) -> Iterator[PartKin
             record.name, f"{quantity} of links {where}", is_bandwidth, parts, True, node_size, nodes
         )
     for metric, parts in devices.items():
-        found = find_machine_metric(metric)
-        title = metric if found is None else found.title
+        title, _ = machine_definition(metric) or (metric, "")
         yield PartKind(record.name, f"devices in '{title}'", True, parts, False, node_size, nodes)
 
 

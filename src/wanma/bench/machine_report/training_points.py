@@ -56,10 +56,6 @@ def training_points(directory: ResultDirectory, result: BenchmarkResult) -> list
     """Return the points of the newest results of trainings beside a machine result, on the same hardware.
 
     Results that have not ended, and contenders whose runs are gone or not known well enough, are left out.
-
-    Args:
-        directory: folder of the machine result.
-        result: the machine result.
     """
     found: list[TrainingPoint] = []
     taken = 0

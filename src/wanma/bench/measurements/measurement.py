@@ -8,10 +8,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
+
+from wanma.bench.stored_record import StoredRecord
 
 COLUMNS = ("step", "time", "seconds", "samples", "targets", "loss", "mfu")
-"""Columns of the steps in JSON, besides `phases.NAME`."""
+"""Columns of the steps in JSON, besides those of phases."""
+PHASE = "phases."
+"""Beginning of the names of a phase's column and metric."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,6 @@ class MachineUsage:
 
     foreign_cpu: float | None = None
     """Mean CPUs that processes outside the measurement used."""
-    max_foreign_cpu: float | None = None
-    """Maximum of the same, over intervals of a second."""
     clock_hertz: tuple[float, float] | None = None
     """Lowest and mean clock of the CPU."""
     max_celsius: float | None = None
@@ -89,7 +91,7 @@ class TurnsTaken:
 
 
 @dataclass(frozen=True)
-class Measurement:
+class Measurement(StoredRecord):
     """One execution of a contender."""
 
     contender: str
@@ -128,65 +130,34 @@ class Measurement:
     @property
     def counts(self) -> bool:
         """Return True if it ended well and undisturbed."""
-        return self.exit_code == 0 and not self.error and not self.disturbances
+        return not self.exclusion_reasons
+
+    @property
+    def exclusion_reasons(self) -> tuple[str, ...]:
+        """Return the reasons why it does not count."""
+        if self.error:
+            return (self.error,)
+        return self.disturbances or ((f"exit code {self.exit_code}",) if self.exit_code else ())
 
     def to_json(self) -> dict[str, Any]:
         """Return the measurement with its steps as columns."""
-        content = {
-            part.name: getattr(self, part.name) for part in dataclasses.fields(self) if part.name != "steps"
-        }
-        content["machine"] = dataclasses.asdict(self.machine)
-        content["utilization"] = dataclasses.asdict(self.utilization)
-        content["figures"] = dict(self.figures)
-        content["turns"] = None if self.turns is None else dataclasses.asdict(self.turns)
+        content = StoredRecord.to_json(dataclasses.replace(self, steps=()))
         content["steps"] = {name: [getattr(step, name) for step in self.steps] for name in COLUMNS}
         for name in dict.fromkeys(name for step in self.steps for name in step.phases):
-            content["steps"][f"phases.{name}"] = [step.phases.get(name) for step in self.steps]
+            content["steps"][f"{PHASE}{name}"] = [step.phases.get(name) for step in self.steps]
         return content
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Measurement:
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
         """Return the measurement that `to_json` wrote."""
         columns: Mapping[str, list[Any]] = content["steps"]
-        phases = [name for name in columns if name.startswith("phases.")]
-        steps = tuple(
-            StepRecord(
-                **{name: columns[name][row] for name in COLUMNS},
-                phases={
-                    name.removeprefix("phases."): columns[name][row]
-                    for name in phases
-                    if columns[name][row] is not None
-                },
-            )
-            for row in range(len(columns["step"]))
-        )
-        machine, utilization = (
-            {part.name: values[part.name] for part in dataclasses.fields(kind) if part.name in values}
-            for kind, values in (
-                (MachineUsage, content["machine"]),
-                (Utilization, content.get("utilization", {})),
-            )
-        )
-        if machine["clock_hertz"] is not None:
-            machine["clock_hertz"] = tuple(machine["clock_hertz"])
-        return cls(
-            contender=content["contender"],
-            round=content["round"],
-            started=content["started"],
-            seconds=content["seconds"],
-            exit_code=content["exit_code"],
-            steps=steps,
-            machine=MachineUsage(**machine),
-            utilization=Utilization(**utilization),
-            unwatched_hosts=tuple(content.get("unwatched_hosts", ())),
-            figures=dict(content["figures"]),
-            disturbances=tuple(content["disturbances"]),
-            error=content["error"],
-            turns=_turns_from_json(content.get("turns")),
-        )
-
-
-def _turns_from_json(content: Mapping[str, Any] | None) -> TurnsTaken | None:
-    if not content:
-        return None
-    return TurnsTaken(**{**content, "stops": tuple((began, ended) for began, ended in content["stops"])})
+        steps = []
+        for values in zip(*columns.values(), strict=True):
+            row = dict(zip(columns, values, strict=True))
+            phases = {
+                name.removeprefix(PHASE): seconds
+                for name, seconds in row.items()
+                if name.startswith(PHASE) and seconds is not None
+            }
+            steps.append({**row, "phases": phases})
+        return super().from_json({**content, "steps": steps})

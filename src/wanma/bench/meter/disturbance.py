@@ -34,8 +34,6 @@ def find_disturbances(
     What could not be read, is no reason.
 
     Args:
-        usage: state of the machine during the measurement.
-        limits: limits of the rules.
         highest_clock_hertz: highest mean clock of all measurements; None: unknown.
     """
     reasons = []
@@ -62,12 +60,7 @@ def find_disturbances(
 
 
 class DisturbanceRule:
-    """Rule for measurements that follow each other: the clock of each is compared with the highest so far.
-
-    Args:
-        limits: limits within which a measurement counts.
-        earlier: states of the machine during earlier measurements.
-    """
+    """Rule for measurements that follow each other: the clock of each is compared with the highest so far."""
 
     def __init__(self, limits: DisturbanceLimits, earlier: Iterable[MachineUsage] = ()) -> None:
         self._limits = limits

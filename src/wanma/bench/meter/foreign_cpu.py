@@ -17,7 +17,6 @@ class ForeignCpu:
 
     Args:
         own_seconds: CPU seconds of the measurement so far.
-        root: folder that contains `proc`.
 
     Raises:
         OSError: the kernel does not report CPU time.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
@@ -21,8 +20,6 @@ from wanma.observe.metrics.gpu import GpuReader, GpuReading, open_gpu_reader
 INTERVAL_SECONDS = 1.0
 MAX_COST = 0.002
 """Largest share of a CPU that the meter uses: after an expensive sample, it waits longer for the next."""
-MARKED_INTERVAL_SHARE = 0.25
-"""Share of the interval after which the marked processes are read again: what one uses after that is lost."""
 BUSY_SHARE = 0.5
 """Share of an interval from which a CPU counts as busy: the clock of an idle one is low by design."""
 
@@ -40,8 +37,6 @@ class MachineMeter:
 
     Args:
         process: number of the root of the measurement's processes; None: this process.
-        root: folder that contains `proc` and `sys`.
-        interval_seconds: time between two samples.
         wall_clock: source of unix seconds.
         monotonic_clock: source of seconds that never jump.
         open_gpus: function that opens the reader of the GPUs; None from it: there is none.
@@ -67,7 +62,6 @@ class MachineMeter:
         self._failure: BaseException | None = None
         self._usage: MachineUsage | None = None
         self._own_seconds, self._peak_memory = 0.0, 0
-        self._max_foreign = -math.inf
         self._clocks: list[float] = []
         self._celsius: list[float] = []
         self._readings: list[UsageReading] = []
@@ -110,14 +104,6 @@ class MachineMeter:
             raise RuntimeError("the meter has not ended")
         return self._usage
 
-    def add_mark(self, mark: bytes) -> None:
-        """Count processes with a mark in their command line or environment as the measurement's.
-
-        When one ends, the time since its last reading is lost to it, and counts as foreign: so they are read
-        more often than the machine is.
-        """
-        self._tree.add_mark(mark)
-
     def utilization(self, start: float, end: float) -> Utilization:
         """Return the utilization of the machine between two unix times of the measurement."""
         return utilization_between(self._readings, start, end)
@@ -133,7 +119,7 @@ class MachineMeter:
         """Take one sample; the thread does it each second."""
         now = self._monotonic_clock()
         seconds, self._time = now - self._time, now
-        self._sample_foreign_cpu(seconds)
+        self._sample_foreign_cpu()
         self._sample_clock(seconds)
         if (celsius := self._files.celsius()) is not None:
             self._celsius.append(celsius)
@@ -150,29 +136,12 @@ class MachineMeter:
     def _run(self) -> None:
         try:
             wait = self._interval_seconds
-            while not self._wait(wait):
+            while not self._stop.wait(wait):
                 began = time.thread_time()
                 self.sample()
                 wait = max(self._interval_seconds, (time.thread_time() - began) / MAX_COST)
         except BaseException as failure:
             self._failure = failure
-
-    def _wait(self, seconds: float) -> bool:
-        """Wait, and read the marked processes meanwhile; return True if the meter is to stop.
-
-        A machine with many new processes makes a sample expensive, and samples rare; the marked ones are few.
-        """
-        left, cost, end = seconds, 0.0, time.monotonic() + seconds
-        while self._tree.has_marked:
-            step = max(MARKED_INTERVAL_SHARE * self._interval_seconds, cost / MAX_COST)
-            if left <= step:
-                break
-            if self._stop.wait(step):
-                return True
-            began = time.thread_time()
-            self._tree.refresh_marked()
-            cost, left = time.thread_time() - began, end - time.monotonic()
-        return self._stop.wait(max(left, 0.0))
 
     def _open_foreign_cpu(self) -> ForeignCpu | None:
         self._read_tree()
@@ -181,14 +150,11 @@ class MachineMeter:
         except OSError:
             return None
 
-    def _sample_foreign_cpu(self, seconds: float) -> None:
+    def _sample_foreign_cpu(self) -> None:
         if self._foreign is None:
             self._read_tree()
-            return
-        foreign = self._foreign.seconds()
-        used, self._foreign_seconds = foreign - self._foreign_seconds, foreign
-        if seconds >= self._interval_seconds / 2:  # shorter ones are noise: the kernel counts in hundredths
-            self._max_foreign = max(self._max_foreign, used / seconds)
+        else:
+            self._foreign_seconds = self._foreign.seconds()
 
     def _sample_clock(self, seconds: float) -> None:
         busy = self._files.busy_seconds_by_cpu()
@@ -245,7 +211,6 @@ class MachineMeter:
         known = [flag for flag in (self._is_gpu_throttled, is_cpu_throttled) if flag is not None]
         return MachineUsage(
             foreign_cpu=foreign,
-            max_foreign_cpu=None if foreign is None else max(self._max_foreign, foreign),
             clock_hertz=(min(self._clocks), sum(self._clocks) / len(self._clocks)) if self._clocks else None,
             max_celsius=max(self._celsius, default=None),
             is_throttled=any(known) if known else None,

@@ -38,7 +38,6 @@ def end_descendants(bystanders: Collection[int], *, are_ending: bool = False) ->
     """Collect ended descendants but for bystanders; kill and name those that do not end.
 
     Args:
-        bystanders: numbers of processes that stay.
         are_ending: True if they are about to end by themselves, as after an orderly end of their program:
             those that work have `ENDING_SECONDS`. Else all are killed after a second.
     """

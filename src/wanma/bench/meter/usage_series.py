@@ -30,13 +30,7 @@ class UsageReading:
 
 
 def foreign_cpu_between(readings: Sequence[UsageReading], start: float, end: float) -> float | None:
-    """Return the mean CPUs that other programs used between two times; None: no readings cover them.
-
-    Args:
-        readings: readings in the order of time.
-        start: unix time of the begin.
-        end: unix time of the end.
-    """
+    """Return the mean CPUs that other programs used between two times; None: no readings cover them."""
     if end <= start or not readings or start < readings[0].time or end > readings[-1].time:
         return None
     used = [_interpolated(readings, lambda one: one.foreign_seconds, time) for time in (start, end)]
@@ -50,8 +44,6 @@ def utilization_between(
 
     Args:
         readings: readings in the order of time, the first before `start`.
-        start: unix time of the begin.
-        end: unix time of the end.
         cores: CPUs that the measurement may use; None: those of this process.
     """
     if len(readings) < 2 or end <= start:

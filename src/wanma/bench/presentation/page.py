@@ -3,52 +3,29 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
 from wanma.bench.figures.metrics import STEP_SECONDS, find_metric
-from wanma.bench.figures.texts import (
-    definition_text,
-    detectable_text,
-    estimate_text,
-    metric_note,
-    outcome_text,
-    ratio_name,
-    ratio_text,
-)
-from wanma.bench.presentation.breakdown_chart import breakdown_card
-from wanma.bench.presentation.charts import contender_colours, result_charts
-from wanma.bench.presentation.result_tables import sections, summary_metrics
-from wanma.bench.presentation.scale_charts import scale_charts
-from wanma.bench.presentation.terminal import (
+from wanma.bench.figures.texts import outcome_text, ratio_text
+from wanma.bench.presentation.blocks import html_card
+from wanma.bench.presentation.breakdown_blocks import breakdown_blocks
+from wanma.bench.presentation.charts import result_charts, scale_charts
+from wanma.bench.presentation.result_blocks import (
     description_lines,
-    exclusion_reasons,
+    measurement_block,
+    metric_block,
     place_lines,
-    turns_sentence,
-    unwatched_sentence,
+    section_blocks,
 )
+from wanma.bench.presentation.result_tables import summary_metrics
 from wanma.bench.results.hardware_identity import hardware_identity
 from wanma.bench.results.result import BenchmarkResult
 from wanma.bench.scale.stored_study import ScaleStudy
-from wanma.bench.statistics.estimates import Estimate
-from wanma.observe.units import MISSING_TEXT, count_text, number_text
-from wanma.report.components.html_elements import (
-    KeyFigure,
-    bar,
-    bar_caption,
-    card,
-    document,
-    key_figure_tiles,
-    table_header,
-    table_row,
-)
+from wanma.report.components.html_elements import KeyFigure, card, document, key_figure_tiles
 from wanma.report.components.line_chart import Chart, chart_figure
 
-MAX_SHOWN_MEASUREMENTS = 400
-MIN_INTERVAL_SHARE = 0.004
-"""Least width of a drawn interval, as a share of the bar, so that it stays visible."""
 INTERVAL_NOTE = (
     "Bars go from zero to the upper end of the 95 % interval over measurements, which is grey. Ratio: time "
     "or memory of the baseline divided by that of the contender, or rate of the contender divided by that of "
@@ -60,30 +37,30 @@ INTERVAL_NOTE = (
 def result_page(result: BenchmarkResult) -> str:
     """Return the complete page."""
     scaling = [] if result.scale is None else scale_charts(ScaleStudy.model_validate(result.scale))
+    metrics = "".join(html_card(metric_block(result, name)) for name in summary_metrics(result))
     return document(
         result.title,
         [
             header(result),
             _key_figures(result),
-            breakdown_card(result),
-            _charts(scaling),
+            *map(html_card, breakdown_blocks(result)),
+            chart_section(scaling),
             f'<p class="note">{INTERVAL_NOTE}</p>' if result.contenders else "",
-            f'<section class="pair">{"".join(_metric_cards(result))}</section>',
-            _charts(result_charts(result)),
-            *_section_cards(result),
-            measurement_card(result),
-            contender_section(result),
-            environment_section(result),
+            f'<section class="pair">{metrics}</section>',
+            chart_section(result_charts(result)),
+            *map(html_card, section_blocks(result)),
+            *conditions(result),
         ],
     )
 
 
-def _charts(charts: Sequence[Chart]) -> str:
+def chart_section(charts: Sequence[Chart]) -> str:
+    """Return charts side by side; empty: there are none."""
     return f'<section class="charts">{"".join(map(chart_figure, charts))}</section>' if charts else ""
 
 
 def header(result: BenchmarkResult) -> str:
-    """Render title, place and state of a result."""
+    """Return title, place and state of a result."""
     lines = "".join(f"<p>{escape(line)}</p>" for line in description_lines(result))
     lines += "".join(f'<p class="facts">{escape(line)}</p>' for line in place_lines(result))
     state = "" if result.ended else '<p class="problem">The benchmark has not ended.</p>'
@@ -91,7 +68,7 @@ def header(result: BenchmarkResult) -> str:
 
 
 def _key_figures(result: BenchmarkResult) -> str:
-    """Render the step time of each contender with its verdict; the start without steps."""
+    """Return the step time of each contender with its verdict; the time of the command without steps."""
     name = STEP_SECONDS.name
     if not any(name in metrics for metrics in result.summaries.values()):
         name = "total_seconds"
@@ -107,130 +84,36 @@ def _key_figures(result: BenchmarkResult) -> str:
     return key_figure_tiles(tiles)
 
 
-def _metric_cards(result: BenchmarkResult) -> Iterator[str]:
-    for name in summary_metrics(result):
-        metric = find_metric(name)
-        better = f" {metric.better.capitalize()} is better." if metric.better else ""
-        note = f" {metric_note(result, name)}".rstrip()
-        yield card(
-            metric.title,
-            f'<p class="note">{escape(definition_text(result, name) + better + note)}</p>'
-            f"{''.join(metric_bars(result, name))}" + _verdict_table(result, name),
+def conditions(result: BenchmarkResult) -> list[str]:
+    """Return the measurements, the contenders with their jobs and plans, and the place of a result."""
+    contenders = [
+        card(
+            f"Contender {one.name}",
+            _table(one.settings)
+            + _folded("Command", " ".join(one.command))
+            + _folded("Packages", "\n".join(f"{name} {version}" for name, version in one.packages.items()))
+            + _folded("Job", one.job)
+            + _folded("Plan", json.dumps(one.plan, indent=2, ensure_ascii=False) if one.plan else ""),
         )
-
-
-def metric_bars(result: BenchmarkResult, name: str) -> Iterator[str]:
-    """Yield a bar for each contender: coloured up to the lower end of the interval, then grey."""
-    estimates = {
-        contender: result.summaries[contender][name]
-        for contender in result.contender_names
-        if name in result.summaries.get(contender, {})
-    }
-    full = max((_upper(estimate) for estimate in estimates.values()), default=0.0)
-    colours = contender_colours(result)
-    for contender, estimate in estimates.items():
-        if full > 0 and estimate.median >= 0:
-            low = max(estimate.low, 0.0) if estimate.has_interval else estimate.median
-            width = max((_upper(estimate) - low) / full, MIN_INTERVAL_SHARE) if estimate.has_interval else 0.0
-            start = min(low / full, 1.0 - width)
-            yield bar([(f"c{colours[contender]}", start), ("measured", width)])
-        yield bar_caption(contender, estimate_text(name, estimate))
-
-
-def _upper(estimate: Estimate) -> float:
-    return estimate.high if estimate.has_interval else estimate.median
-
-
-def _verdict_table(result: BenchmarkResult, name: str) -> str:
-    rows = []
-    for contender in result.contender_names:
-        verdict = result.verdicts.get(contender, {}).get(name)
-        if verdict is not None:
-            count, detectable = str(verdict.ratio.count), detectable_text(verdict)
-            texts = (ratio_text(verdict), outcome_text(name, verdict), count, detectable)
-            rows.append(table_row(escape(contender), *texts))
-    names = (ratio_name(name), "verdict", "rounds", "detects")
-    return f"<table>{table_header(('contender', *names), names)}{''.join(rows)}</table>" if rows else ""
-
-
-def _section_cards(result: BenchmarkResult) -> Iterator[str]:
-    for title, notes, columns, rows in sections(result):
-        table = table_header(columns, columns[1:])
-        table += "".join(table_row(escape(first), *cells) for first, *cells in rows)
-        text = "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
-        yield card(title, f"{text}<table>{table}</table>")
-
-
-def measurement_card(result: BenchmarkResult) -> str:
-    """Render all measurements with the reasons of those that do not count."""
-    heads = ("round", "contender", "start", "seconds", "steps", "foreign CPUs", "state")
-    rows = []
-    for measurement in result.measurements[:MAX_SHOWN_MEASUREMENTS]:
-        foreign = measurement.machine.foreign_cpu
-        state = "counts"
-        if not measurement.counts:
-            state = (
-                measurement.error
-                or "; ".join(measurement.disturbances)
-                or f"exit code {measurement.exit_code}"
-            )
-        cells = (
-            measurement.contender,
-            time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(measurement.started)),
-            number_text(measurement.seconds),
-            str(len(measurement.steps)),
-            MISSING_TEXT if foreign is None else f"{foreign:.2f}",
-            state,
-        )
-        rows.append(table_row(str(measurement.round), *cells))
-    left_out = len(result.measurements) - MAX_SHOWN_MEASUREMENTS
-    note = f'<p class="note">{count_text(left_out, "later measurement")} in the folder of the result.</p>'
-    excluded = [
-        f"<p>{escape(contender)}: {escape('; '.join(reasons))}</p>"
-        for contender in result.contender_names
-        if (reasons := exclusion_reasons(result, contender))
+        for one in result.contenders
     ]
-    table = f"<table>{table_header(heads, heads[1:])}{''.join(rows)}</table>"
-    counted = sum(measurement.counts for measurement in result.measurements)
-    title = f"Measurements: {counted} of {len(result.measurements)} count"
-    times = '<p class="note">Times in UTC.</p>'
-    sentences = (turns_sentence(result), unwatched_sentence(result))
-    excluded += [f"<p>{escape(sentence)}</p>" for sentence in sentences if sentence]
-    return card(title, "".join(excluded) + times + table + (note if left_out > 0 else ""))
-
-
-def contender_section(result: BenchmarkResult) -> str:
-    """Render settings, command, job and plan of each contender."""
-    cards = []
-    for contender in result.contenders:
-        parts = [
-            _table(contender.settings),
-            f"<pre>{escape(' '.join(contender.command))}</pre>" if contender.command else "",
-            _folded("Packages", "\n".join(f"{name} {one}" for name, one in contender.packages.items())),
-            _folded("Job", contender.job),
-            _folded(
-                "Plan", json.dumps(contender.plan, indent=2, ensure_ascii=False) if contender.plan else ""
-            ),
-        ]
-        cards.append(card(f"Contender {contender.name}", "".join(parts)))
-    return f'<section class="pair details">{"".join(cards)}</section>'
-
-
-def environment_section(result: BenchmarkResult) -> str:
-    """Render versions, hardware, code and rule."""
     hardware = {**hardware_identity(result.hardware), "kernel": result.hardware.get("kernel") or "unknown"}
-    parts = [
-        ("Environment", _table(result.environment)),
-        ("Hardware", _table(hardware)),
-        ("Code", _table(result.code)),
-        ("Rule", _table(result.rule)),
+    parts = {
+        "Environment": result.environment,
+        "Hardware": hardware,
+        "Code": result.code,
+        "Rule": result.rule,
+    }
+    places = [card(title, _table(values)) for title, values in parts.items() if values]
+    return [
+        html_card(measurement_block(result)),
+        f'<section class="pair details">{"".join(contenders)}</section>',
+        f'<section class="pair details">{"".join(places)}</section>',
     ]
-    cards = "".join(card(title, body) for title, body in parts if body)
-    return f'<section class="pair details">{cards}</section>' if cards else ""
 
 
 def _table(values: Mapping[str, Any]) -> str:
-    rows: Iterable[str] = (
+    rows = (
         f"<tr><td>{escape(str(key))}</td><td>{escape(str(value))}</td></tr>" for key, value in values.items()
     )
     return f"<table>{''.join(rows)}</table>" if values else ""

@@ -29,16 +29,11 @@ PHASE_MARK = "phases."
 
 
 class CommandProgram:
-    """A command, unchanged, whose output is read as it comes.
-
-    Args:
-        contender: of kind command.
-        folder: folder of this execution.
-    """
+    """A command, unchanged, whose output is read as it comes."""
 
     def __init__(self, contender: Contender, folder: Path, _steps: int | None) -> None:
         self.command = list(contender.command)
-        self.mark = ""
+        self.is_elsewhere = False
         self._patterns = compile_patterns(contender.patterns)
         self._folder = folder
         self._output: Sequence[tuple[float, str]] = ()

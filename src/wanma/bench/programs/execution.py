@@ -14,19 +14,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol
 
 from wanma.bench.measurements.measurement import MachineUsage, Measurement, TurnsTaken, Utilization
+from wanma.bench.meter.machine_meter import MachineMeter
 from wanma.bench.meter.process_tree import adopt_orphans, descendants
 from wanma.bench.programs.contender import Contender
 from wanma.bench.programs.target import Target
 from wanma.bench.programs.watched_program import WatchedProgram
 from wanma.bench.turns.own_clock import figures_without_clocks, steps_without_stops
-from wanma.bench.turns.program_processes import ProgramProcesses
+from wanma.bench.turns.program_processes import WAY_OUT, ProgramProcesses
 from wanma.bench.turns.stop_guard import StopGuard
 from wanma.bench.turns.turn_count import shared_turns
-from wanma.bench.turns.turn_order import take_turns
+from wanma.bench.turns.turn_order import MAX_STOP_SECONDS, take_turns
+from wanma.job.errors import EXIT_USAGE, WanmaError
+from wanma.job.file.loading import load_job
 
 
 @dataclass(frozen=True)
@@ -43,41 +44,12 @@ class ExecutionRule:
     """Duration of a turn of contenders that live at once."""
 
 
-class Meter(Protocol):
-    """Meter of this machine, as a context that lasts as long as the program."""
-
-    def __enter__(self) -> Meter: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None: ...
-
-    @property
-    def usage(self) -> MachineUsage:
-        """State of the machine during the context, after its end."""
-        ...
-
-    def add_mark(self, mark: bytes) -> None:
-        """Count processes with this mark in their command line or environment as the measurement's, too."""
-        ...
-
-    def utilization(self, start: float, end: float) -> Utilization:
-        """Return the utilization of the machine between two unix times of the context."""
-        ...
-
-
-class MeterFactory(Protocol):
-    """Maker of a meter of this machine, for which this process and its descendants are the measurement."""
-
-    def __call__(self) -> Meter: ...
-
-
 def execute(
     contenders: Sequence[tuple[Contender, Path]],
     round_number: int,
     rule: ExecutionRule,
     *,
-    make_meter: MeterFactory,
+    make_meter: Callable[[], MachineMeter],
     find_disturbances: Callable[[MachineUsage], tuple[str, ...]],
 ) -> list[Measurement]:
     """Run contenders once, until each ends or its target is reached, and read what they did.
@@ -86,10 +58,6 @@ def execute(
 
     Args:
         contenders: each with an empty folder for its files; output.log has all that it printed.
-        round_number: round of the measurements.
-        rule: end of the execution, and duration of turns.
-        make_meter: meter of the machine.
-        find_disturbances: rule that names the reasons why a measurement does not count.
 
     Raises:
         WanmaError: a contender cannot be stopped for the turns of others.
@@ -100,9 +68,6 @@ def execute(
         guard = stack.enter_context(StopGuard()) if len(contenders) > 1 else None
         programs = _programs(contenders, rule, guard)
         with make_meter() as meter:
-            for program in programs:
-                if program.program.mark:
-                    meter.add_mark(program.program.mark.encode())
             try:
                 take_turns(programs, rule.turn_seconds)
             finally:
@@ -113,8 +78,10 @@ def execute(
         read_measurement(program, round_number, rule, math.inf if guard is None else first_end)
         for program in programs
     ]
-    usage = meter.usage
-    if guard is not None:
+    usage, is_alone = meter.usage, guard is None
+    if any(program.program.is_elsewhere for program in programs):  # no descendants of this process
+        usage, is_alone = replace(usage, foreign_cpu=None), False
+    if not is_alone:
         usage = replace(usage, peak_memory_bytes=None)  # that of all contenders is nobody's
     disturbances = find_disturbances(usage)
     return [
@@ -124,7 +91,7 @@ def execute(
             one,
             machine=usage,
             disturbances=disturbances,
-            utilization=meter.utilization(*steady_times(one)) if guard is None else Utilization(),
+            utilization=meter.utilization(*steady_times(one)) if is_alone else Utilization(),
         )
         for program, one in zip(programs, found, strict=True)
     ]
@@ -163,9 +130,6 @@ def read_measurement(
     """Return what a program did, without the state of the machine.
 
     Args:
-        program: a program that is over.
-        round_number: round of the measurement.
-        rule: rule by which it was executed.
         shared_until: unix time until which all contenders took turns; infinite: it ran alone.
     """
     contender, running, ending = program.contender, program.running, program.ending
@@ -239,3 +203,39 @@ def _problem(code: int, survivors: Sequence[str], missed: Target | None) -> str:
     if survivors:
         return f"left processes behind: {', '.join(survivors)}"
     return "" if missed is None else f"ended before {missed.text} was reached"
+
+
+def check_turns(contenders: Sequence[Contender], turn_seconds: float) -> None:
+    """Check that contenders can take turns, before any is measured.
+
+    Raises:
+        WanmaError: there is one contender, or one that cannot be stopped, or stops would be too long.
+    """
+    if len(contenders) < 2:
+        raise WanmaError("turns are of two contenders or more, and there is one", WAY_OUT, EXIT_USAGE)
+    for contender in contenders:
+        if reason := _obstacle(contender):
+            raise WanmaError(f"{contender.name} cannot take turns: {reason}", WAY_OUT, EXIT_USAGE)
+    others = len(contenders) - 1
+    stop_seconds = others * turn_seconds
+    if stop_seconds > MAX_STOP_SECONDS:
+        raise WanmaError(
+            f"turns of {turn_seconds:g} s stop each of {len(contenders)} contenders for {stop_seconds:g} s, "
+            f"and watchdogs of programs are only sure to bear {MAX_STOP_SECONDS:g} s",
+            f"shorten the turns to {MAX_STOP_SECONDS / others:.3g} s, or measure fewer contenders at once",
+            EXIT_USAGE,
+        )
+
+
+def _obstacle(contender: Contender) -> str:
+    """Return the reason why a contender cannot take turns; empty: it can."""
+    if contender.fault is not None:
+        return "it has a fault, and a recovery is timed by clocks that go on while it is stopped"
+    if contender.kind != "job":
+        return ""
+    job = load_job(Path(contender.job), contender.overrides)
+    if job.cluster.engine != "local":
+        return f"programs are stopped on this machine alone, and cluster.engine is '{job.cluster.engine}'"
+    if job.parallel.load_balancing == "on":
+        return "parallel.load_balancing is 'on', and shares would follow step times with stops inside"
+    return ""

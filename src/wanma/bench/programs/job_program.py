@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import secrets
@@ -13,13 +14,17 @@ from pathlib import Path
 from wanma.bench.measurements.measurement import StepRecord
 from wanma.bench.programs.contender import Contender
 from wanma.bench.programs.limited_link import command_over_link
-from wanma.bench.programs.submitted_run import SubmittedRun
 from wanma.bench.programs.target import Progress
+from wanma.engines.engine_record import EngineRecord, read_engine_record
+from wanma.engines.selection import get_engine
+from wanma.job.errors import WanmaError
 from wanma.job.file.loading import load_job
 from wanma.job.run.run_directory import RunDirectory
 from wanma.report.run_report import Report, read_report
 from wanma.report.step_parts import GPU_IDLE, time_name
 
+UNKNOWN_HOSTS = ("hosts of the engine",)
+"""Names of the hosts of a run whose engine does not tell them."""
 LOCAL_RUN = "run"
 """Name of the run directory of a run on this machine."""
 
@@ -43,19 +48,19 @@ def end_earlier_execution(folder: Path) -> None:
 class JobProgram:
     """`wanma train` of a contender's job in a new run directory.
 
-    A run that an engine places on other hosts has a name that no other has: the hosts keep it by its name,
-    and its processes there are told by it.
+    A run that an engine places on other hosts has a name that no other has: the hosts keep it by its name.
 
     Args:
-        contender: of kind job.
         folder: folder of this execution, which will contain the run directory.
         steps: optimizer steps; None: as many as the job says.
     """
 
     def __init__(self, contender: Contender, folder: Path, steps: int | None) -> None:
         self.engine = load_job(Path(contender.job), contender.overrides).cluster.engine
-        self.mark = "" if self.engine == "local" else f"bench-{secrets.token_hex(8)}"
-        self.run = RunDirectory(folder / (self.mark or LOCAL_RUN))
+        self.is_elsewhere = self.engine != "local"
+        self.run = RunDirectory(
+            folder / (f"bench-{secrets.token_hex(8)}" if self.is_elsewhere else LOCAL_RUN)
+        )
         self._submitted = SubmittedRun(self.run)
         limit = [] if steps is None else [f"train.steps={steps}"]
         # The working directory is not a place of modules, unless the user has made it one.
@@ -84,14 +89,14 @@ class JobProgram:
 
     def abandon(self) -> None:
         """End what is left of a run at once, whose command has been killed."""
-        if self.mark:
+        if self.is_elsewhere:
             self._submitted.stop(is_immediate=True)
 
     def leave_hosts(self) -> tuple[str, ...]:
-        """Remove the files of the ended run from its hosts, and return those that are not this machine."""
-        if not self.mark:
+        """Remove the files of the ended run from its hosts, and return them."""
+        if not self.is_elsewhere:
             return ()
-        hosts = self._submitted.other_hosts()
+        hosts = self._submitted.hosts()
         self._submitted.discard()
         return hosts
 
@@ -198,3 +203,51 @@ def progress_of(report: Report) -> list[Progress]:
         figures |= {name: float(value) for name, value in own.items() if isinstance(value, int | float)}
         points.append(Progress(float(event["time"]), samples_at.get(int(event["step"]), 0.0), figures))
     return sorted(points, key=lambda point: point.time)
+
+
+class SubmittedRun:
+    """Run in the hands of an engine, whose processes are not descendants of this one.
+
+    They run on hosts of ssh, or are started by Slurm. Slurm's runs outlive the command that shows them.
+
+    Args:
+        run: run directory; it has a record of the engine once the run is submitted.
+    """
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+
+    def outlives_its_command(self) -> bool:
+        """Return True if the run goes on when the command ends that shows it."""
+        record = self._record()
+        return record is not None and not get_engine(record.engine).ends_with_caller
+
+    def stop(self, *, is_immediate: bool) -> None:
+        """Ask the engine to end the run, in order or at once; nothing happens if it was never submitted.
+
+        Raises:
+            WanmaError: the engine does not answer.
+        """
+        record = self._record()
+        if record is not None:
+            get_engine(record.engine).cancel(record.handle, is_immediate=is_immediate)
+
+    def hosts(self) -> tuple[str, ...]:
+        """Return the hosts of the run; empty if it was never submitted."""
+        record = self._record()
+        if record is None:
+            return ()
+        nodes: tuple[str, ...] = ()
+        with contextlib.suppress(WanmaError):
+            nodes = get_engine(record.engine).hosts(record.handle)
+        return tuple(nodes) or UNKNOWN_HOSTS
+
+    def discard(self) -> None:
+        """Remove the files of the ended run that only its hosts have; hosts that do not answer keep them."""
+        record = self._record()
+        if record is not None:
+            with contextlib.suppress(WanmaError):
+                get_engine(record.engine).discard(record.handle)
+
+    def _record(self) -> EngineRecord | None:
+        return read_engine_record(self._run)

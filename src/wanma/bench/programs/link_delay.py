@@ -31,8 +31,6 @@ def join_with_delay(processes: Sequence[int], interface: str, seconds: float) ->
     """Create an interface in the network of each of two processes; a thread carries packets between them.
 
     Args:
-        processes: numbers of the processes.
-        interface: name of the interface, the same in both networks.
         seconds: delay of each packet, each way.
 
     Raises:

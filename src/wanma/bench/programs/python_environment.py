@@ -15,7 +15,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from wanma.engines.environment.lock_file import canonical
 from wanma.job.errors import EXIT_USAGE, WanmaError
@@ -56,14 +55,6 @@ class PythonEnvironment:
         """Command of a shell that makes the environment."""
         venv = shlex.join([sys.executable, "-m", "venv", self.folder])
         return f"{venv} && {shlex.join([str(self.python), '-m', 'pip', 'install', '-r', self.requirements])}"
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "folder": self.folder,
-            "requirements": self.requirements,
-            "pins": dict(self.pins),
-        }
 
     def check(self) -> dict[str, str]:
         """Return the versions of Python and of all packages of the environment, by name.
@@ -154,11 +145,6 @@ def program_variables(
 
     In an environment of its own it finds no modules of the caller: the variables are those of `activate`.
     Else a PYTHONPATH of the contender comes before that of the caller.
-
-    Args:
-        environment: Python environment of the program; None: that of the caller.
-        own: variables of the contender.
-        inherited: variables of the caller.
     """
     if environment is not None:
         kept = {name: value for name, value in inherited.items() if not name.startswith("PYTHON")}

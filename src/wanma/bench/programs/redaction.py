@@ -69,7 +69,6 @@ def redact_text(text: str, values: Mapping[str, str] | None = None) -> str:
     """Return a text, such as the end of an output, without secrets.
 
     Args:
-        text: the text.
         values: texts that replace known secrets, by secret. The longest are replaced first, so that one that
             begins like another leaves nothing of it.
     """
@@ -127,7 +126,6 @@ def _redact(text: str, found: list[str], *, is_word: bool) -> str:
 
     Args:
         text: a word of a command, which may be a program of a shell, or an output.
-        found: list of the secrets.
         is_word: True for a word of a command. In an output, `key` and `token` alone name no secret.
     """
 

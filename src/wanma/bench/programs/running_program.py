@@ -25,11 +25,6 @@ ERROR_LINES = 15
 class RunningProgram:
     """Started program; its output goes to output.log in `folder`.
 
-    Args:
-        contender: the contender.
-        program: its program.
-        folder: folder of this execution.
-
     Raises:
         OSError: it cannot be started.
     """

@@ -50,8 +50,6 @@ class WatchedProgram:
     """Program of one contender, which starts with its first turn.
 
     Args:
-        contender: the contender.
-        folder: folder of this execution.
         steps: optimizer steps of a job; None: as the job says.
         target: end of the program; None: its own.
         timeout_seconds: time after which it is killed, stops not counted.
@@ -146,7 +144,6 @@ class WatchedProgram:
         """Look after the program, and return a reason to end it: empty if it has ended; None: it goes on.
 
         Args:
-            running: the program.
             is_eager: True if its first step is waited for.
         """
         fault, target, program = self._fault, self._target, self.program

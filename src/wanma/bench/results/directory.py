@@ -17,7 +17,7 @@ from wanma.bench.measurements.measurement import Measurement
 from wanma.bench.results.result import BenchmarkResult
 from wanma.engines.code.listing import BENCHMARK_RESULTS_FILE
 from wanma.job.errors import EXIT_USAGE, WanmaError
-from wanma.job.run.run_directory import write_atomically, write_json
+from wanma.job.run.run_directory import write_atomically
 
 Content = TypeVar("Content")
 
@@ -52,30 +52,17 @@ class ResultDirectory:
 
     def write_result(self, result: BenchmarkResult) -> None:
         """Write everything but the measurements."""
-        try:
-            self.measurements.mkdir(parents=True, exist_ok=True)
-            write_json(self.result, result.to_json())
-        except OSError as error:
-            raise self.unwritable(error) from error
+        self._write(self.result, json.dumps(result.to_json(), indent=2, ensure_ascii=False) + "\n")
 
     def add_measurement(self, measurement: Measurement) -> Path:
         """Write a measurement after those that are there, and return its file."""
         numbers = [int(path.stem) for path in self._measurement_files()]
         path = self.measurements / f"{max(numbers, default=-1) + 1:04d}.json"
-        try:
-            self.measurements.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps(measurement.to_json(), ensure_ascii=False) + "\n")
-        except OSError as error:
-            raise self.unwritable(error) from error
-        return path
+        return self._write(path, json.dumps(measurement.to_json(), ensure_ascii=False) + "\n")
 
     def write_page(self, html: str) -> Path:
         """Write the page and return its path."""
-        try:
-            write_atomically(self.page, html)
-        except OSError as error:
-            raise self.unwritable(error) from error
-        return self.page
+        return self._write(self.page, html)
 
     def read_measurements(self) -> tuple[Measurement, ...]:
         """Read all measurements in the order of their execution.
@@ -97,6 +84,14 @@ class ResultDirectory:
         measurements = self.read_measurements() if with_measurements else ()
         return _read(self.result, lambda content: BenchmarkResult.from_json(content, measurements))
 
+    def _write(self, path: Path, text: str) -> Path:
+        try:
+            self.measurements.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, text)
+        except OSError as error:
+            raise self.unwritable(error) from error
+        return path
+
     def _measurement_files(self) -> list[Path]:
         paths = self.measurements.glob("*.json")
         return sorted((path for path in paths if path.stem.isdigit()), key=lambda path: int(path.stem))
@@ -115,8 +110,6 @@ def create_result_directory(root: Path, name: str, created: str) -> ResultDirect
     """Create a folder for a new result.
 
     Args:
-        root: folder of all results; created if missing.
-        name: name of the benchmark.
         created: start of the benchmark in ISO 8601.
 
     Returns:
@@ -155,7 +148,6 @@ def read_results(
     """Yield the results below `root` without their measurements, oldest first by name.
 
     Args:
-        root: folder of all results.
         problems: receives the messages of results that are damaged or of a newer version; they are left out.
     """
     for directory in list_result_directories(root):

@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from wanma.bench.measurements.measurement import Measurement
 from wanma.bench.statistics.estimates import Estimate
 from wanma.bench.statistics.verdicts import Verdict
+from wanma.bench.stored_record import StoredRecord
 from wanma.job.errors import WanmaError
 
 SCHEMA = 1
@@ -54,7 +54,7 @@ class SuiteRecord:
 
 
 @dataclass(frozen=True)
-class BenchmarkResult:
+class BenchmarkResult(StoredRecord):
     """Benchmark with its measurements and figures."""
 
     id: str
@@ -87,7 +87,7 @@ class BenchmarkResult:
     """Steps at the beginning of each measurement that do not count, in the order of `measurements`."""
     scale: Mapping[str, Any] | None = None
     """Scaling of the job as JSON, forecast beside the measurements (`scale.stored_study`); None: none."""
-    published: Sequence[Mapping[str, Any]] = ()
+    published: tuple[Mapping[str, Any], ...] = ()
     """Published scalings as JSON, beside their forecasts (`scale.stored_study`)."""
     ended: str = ""
     """End in ISO 8601, UTC; empty: the benchmark was interrupted, or runs."""
@@ -118,19 +118,9 @@ class BenchmarkResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but the measurements, which have files of their own."""
-        content = {
-            part.name: getattr(self, part.name)
-            for part in dataclasses.fields(self)
-            if part.name not in ("measurements", "schema")
-        }
-        content["contenders"] = [dataclasses.asdict(contender) for contender in self.contenders]
-        content["suite"] = dataclasses.asdict(self.suite)
-        for key in ("summaries", "verdicts"):
-            content[key] = {
-                contender: {metric: value.to_json() for metric, value in values.items()}
-                for contender, values in getattr(self, key).items()
-            }
-        return {"schema": SCHEMA, **content, "measurement_count": len(self.measurements)}
+        content = StoredRecord.to_json(replace(self, measurements=(), schema=SCHEMA))
+        del content["measurements"]
+        return {**content, "measurement_count": len(self.measurements)}
 
     @classmethod
     def from_json(
@@ -147,36 +137,4 @@ class BenchmarkResult:
                 f"the result has schema {content['schema']}; this wanma reads schemas up to {SCHEMA}",
                 "read it with a newer version: pip install --upgrade wanma",
             )
-        values = _known_fields(cls, content)
-        values["contenders"] = tuple(_contender(value) for value in content["contenders"])
-        values["suite"] = SuiteRecord(**_known_fields(SuiteRecord, content.get("suite", {})))
-        values["values"] = {
-            contender: {
-                metric: {int(number): value for number, value in rounds.items()}
-                for metric, rounds in metrics.items()
-            }
-            for contender, metrics in content.get("values", {}).items()
-        }
-        values["published"] = tuple(content.get("published", ()))
-        values["warm_ups"] = tuple(content.get("warm_ups", ()))
-        values["summaries"] = _nested(content.get("summaries", {}), Estimate)
-        values["verdicts"] = _nested(content.get("verdicts", {}), Verdict)
-        return cls(**{**values, "measurements": measurements})
-
-
-def _contender(content: Mapping[str, Any]) -> ContenderRecord:
-    values = _known_fields(ContenderRecord, content)
-    return ContenderRecord(**{**values, "command": tuple(values.get("command", ()))})
-
-
-def _nested(content: Mapping[str, Any], kind: type[Any]) -> dict[str, dict[str, Any]]:
-    return {
-        contender: {metric: kind.from_json(value) for metric, value in values.items()}
-        for contender, values in content.items()
-    }
-
-
-def _known_fields(kind: type[Any], content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of `content` that are fields of the dataclass `kind`."""
-    names = {part.name for part in dataclasses.fields(kind)}
-    return {key: value for key, value in content.items() if key in names}
+        return super().from_json({**content, "measurements": measurements})

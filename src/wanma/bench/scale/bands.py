@@ -1,7 +1,6 @@
 """Bands around forecasts of a scaling: 90 % intervals from the recorded errors of forecasts.
 
-Two figures come from the records, both for 90 % of them (split conformal prediction: the smallest width that
-holds ⌈0.9 (n + 1)⌉ of n records):
+Two figures come from the records, both for 90 % of them (`benchmarks.planner.scale_errors` writes them):
 
 - the *level*: |ln(measured / forecast)| in units of the forecast's own uncertainty, for a class of hardware;
 - the *drift*: how much that logarithm changes between two numbers of ranks of the same model and machine,
@@ -17,34 +16,15 @@ from __future__ import annotations
 
 import csv
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 COVERAGE = 0.9
 """Share of measurements that a band is to contain."""
-COLUMNS = ("kind", "family", "ranks", "uncertainty", "log_ratio", "is_fitted")
-"""Columns of the records."""
-_FILE = Path(__file__).with_name("recorded_errors.csv")
-
-
-class ErrorRecord(NamedTuple):
-    """Error of one recorded forecast."""
-
-    kind: str
-    """Class of hardware and model, as of `ScaledJob.hardware_class`."""
-    family: str
-    """Source, model and device; records of one family differ in layout and ranks."""
-    ranks: int
-    uncertainty: float
-    """Half of the forecast's own 90 % interval, as a share of its time."""
-    log_ratio: float
-    """ln(measured step time / forecast step time)."""
-    is_fitted: bool
-    """True if constants were fitted to the measurement: it checks nothing."""
+FILE = Path(__file__).with_name("bands.csv")
+"""Rules by class of hardware, under the names of their fields."""
 
 
 class Band(NamedTuple):
@@ -84,13 +64,7 @@ class BandRule:
     """Pairs of records on different numbers of ranks that the drift comes from."""
 
     def band(self, ranks: int, uncertainty: float, observations: Sequence[Observation] = ()) -> Band:
-        """Return the band of a step's time.
-
-        Args:
-            ranks: ranks of the forecast.
-            uncertainty: its own uncertainty.
-            observations: measurements of the same curve.
-        """
+        """Return the band of a step's time."""
         beyond = max(math.log2(ranks / self.max_ranks), 0.0)
         level = (self.level * uncertainty) ** 2 + self.drift**2 * beyond
         if not observations:
@@ -111,64 +85,12 @@ class BandRule:
         return self.drift * math.sqrt(abs(math.log2(ranks / first)))
 
 
-def band_rule(kind: str, records: Iterable[ErrorRecord] | None = None) -> BandRule:
-    """Return the rule of one class of hardware.
-
-    Args:
-        kind: the class.
-        records: recorded errors; None: those of this version.
-
-    Raises:
-        ValueError: there are no records of this class.
-    """
-    records = read_records() if records is None else tuple(records)
-    own = [one for one in records if one.kind == kind]
-    checks = [one for one in own if not one.is_fitted]
-    if not checks:
-        raise ValueError(f"no recorded forecasts of {kind}")
-    level = upper_quantile([abs(one.log_ratio) / one.uncertainty for one in checks])
-    device = kind.partition("-")[0]
-    drifts = scaled_drifts(one for one in records if one.kind.partition("-")[0] == device)
-    return BandRule(
-        kind, level, upper_quantile(drifts), max(one.ranks for one in own), len(checks), len(drifts)
-    )
-
-
-def scaled_drifts(records: Iterable[ErrorRecord]) -> list[float]:
-    """Return |difference of errors| / √doublings of all pairs of records within a family."""
-    families: defaultdict[tuple[str, str], list[ErrorRecord]] = defaultdict(list)
-    for record in records:
-        families[record.kind, record.family].append(record)
-    return [
-        abs(more.log_ratio - fewer.log_ratio) / math.sqrt(math.log2(more.ranks / fewer.ranks))
-        for family in families.values()
-        for fewer in family
-        for more in family
-        if more.ranks > fewer.ranks
-    ]
-
-
-def upper_quantile(values: Sequence[float], coverage: float = COVERAGE) -> float:
-    """Return the smallest value that holds ⌈coverage (n + 1)⌉ of n values; the largest of too few."""
-    ordered = sorted(values)
-    return ordered[min(math.ceil(coverage * (len(ordered) + 1)), len(ordered)) - 1]
-
-
-@cache
-def read_records() -> tuple[ErrorRecord, ...]:
-    """Return the recorded errors of this version."""
-    with _FILE.open(newline="", encoding="utf-8") as file:
-        return tuple(
-            ErrorRecord(
-                row["kind"],
-                row["family"],
-                int(row["ranks"]),
-                float(row["uncertainty"]),
-                float(row["log_ratio"]),
-                row["is_fitted"] == "1",
-            )
-            for row in csv.DictReader(file)
-        )
+def band_rule(kind: str) -> BandRule:
+    """Return the rule of one class of hardware, as of `ScaledJob.hardware_class`."""
+    with FILE.open(newline="", encoding="utf-8") as file:
+        (row,) = (row for row in csv.DictReader(file) if row["kind"] == kind)
+    counts = (int(row[name]) for name in ("max_ranks", "record_count", "pair_count"))
+    return BandRule(kind, float(row["level"]), float(row["drift"]), *counts)
 
 
 def _band(center: float, half: float) -> Band:

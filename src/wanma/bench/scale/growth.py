@@ -86,11 +86,7 @@ def growth_of(job: Job, axis: str, *, is_weak: bool, batch_ranks: int, settings:
     """Return the growth of a job along `axis`.
 
     Args:
-        job: the job, with the overrides of all ranks.
-        axis: mesh dimension.
-        is_weak: the batch grows with the ranks.
         batch_ranks: ranks on which the job's own batch is meant.
-        settings: overrides of the job on every number of ranks.
     """
     others = math.prod(getattr(job.parallel, name) for name in MESH_DIMS if name != axis)
     opened = {"parallel.auto": "false"} if job.parallel.auto else {}

@@ -14,12 +14,7 @@ from wanma.bench.scale.stored_study import PartGrowth, StoredKnee
 
 
 def find_knee(points: Sequence[PointForecast], limit: float) -> StoredKnee | None:
-    """Return the knee of a curve; None: efficiency stays at or above the limit to its end.
-
-    Args:
-        points: forecasts on rising numbers of ranks.
-        limit: efficiency below which scaling has its knee.
-    """
+    """Return the knee of a curve; None: efficiency stays at or above the limit to its end."""
     reference = None
     for number, point in enumerate(points):
         before = None if reference is None else reference.device_seconds_per_sample

@@ -22,18 +22,12 @@ def with_forecasts(
 ) -> BenchmarkResult:
     """Return the result with the scaling and the published scalings of its suite; as it is without any.
 
-    Args:
-        result: result with figures.
-        file: the suite.
-        job_file: its job.
-        progress: receives a line for each forecast.
-
     Raises:
         WanmaError: a cluster or a setting is wrong, or the model cannot be forecast.
     """
     if file.published:
         published = study_published(file.published, job_file)
-        result = replace(result, published=[one.model_dump(mode="json") for one in published])
+        result = replace(result, published=tuple(one.model_dump(mode="json") for one in published))
     if file.scale is not None:
         scaled, growth = read_growth(file.scale, job_file)
         measured = measured_points(result, growth, file.scale.measure)

@@ -11,7 +11,7 @@ from wanma.bench.scale.growth import growth_of
 from wanma.bench.scale.stored_study import PublishedForecast, PublishedScaling
 from wanma.bench.scale.study import forecast_speedup
 from wanma.bench.scale.targets import target_of_cluster
-from wanma.bench.suites.published_table import PublishedTable
+from wanma.bench.suites.scale_table import PublishedTable
 
 TOLERANCE = 0.01
 """Relative difference up to which two published figures agree: they are rounded."""

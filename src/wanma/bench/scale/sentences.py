@@ -18,10 +18,6 @@ def curve_sentences(
     """Return the sentences about one curve.
 
     Args:
-        points: the points.
-        knee: its knee.
-        unit: GPUs or ranks.
-        limit: efficiency below which a curve has its knee.
         network: network cards of a node in words; empty: unknown, or the curve stays within a node.
     """
     known = [point for point in points if point.speedup is not None]
@@ -48,10 +44,7 @@ def measured_sentences(
     """Return the sentence on the measured knee, and the part of the step that grows; empty: there is none.
 
     Args:
-        points: the points.
         parts: measured seconds of a step by ranks and part.
-        unit: GPUs or ranks.
-        limit: efficiency below which a curve has its knee.
     """
     measured = [point for point in points if point.measured is not None and point.efficiency is not None]
     below = next((one for one in measured if one.efficiency and one.efficiency.value < limit), None)

@@ -57,13 +57,6 @@ def study_scaling(
 ) -> ScaleStudy:
     """Forecast a job's scaling on all hardware of the table, beside its measurements.
 
-    Args:
-        scaled: the job.
-        growth: its layout by ranks.
-        table: numbers of ranks and hardware.
-        measured: measurements by ranks.
-        progress: receives a line for each forecast.
-
     Raises:
         WanmaError: a cluster is wrong.
     """

@@ -47,10 +47,7 @@ def scale_suite(
     """Return suite and rule of the scaling of a job, or of the job of a suite.
 
     Args:
-        path: job file or suite file.
-        options: numbers of ranks, and hardware.
         overrides: settings on every number of ranks, as KEY=VALUE.
-        steps: optimizer steps of an execution.
 
     Raises:
         WanmaError: the file has no single job, or an option contradicts it.

@@ -9,13 +9,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from wanma.bench.statistics.block_length import choose_block_length
 from wanma.bench.statistics.quantiles import student_quantile
+from wanma.bench.stored_record import Lower, StoredRecord, Upper
 
 MIN_VALUES = 3
 """Smallest number of values with an interval: the spread of two values says nearly nothing."""
@@ -30,12 +30,12 @@ FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Estimate(StoredRecord):
     """Median and its 95 % interval; an infinite interval where the values are too few for one."""
 
     median: float
-    low: float
-    high: float
+    low: Lower
+    high: Upper
     count: int
     """Independent values behind the interval: measurements or rounds, or the steps of a single series."""
 
@@ -64,25 +64,6 @@ class Estimate:
         median, low, high = (format(value, specification) for value in (self.median, self.low, self.high))
         return f"{median} ({low}{separator}{high})" if self.has_interval else median
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields; an infinite bound is null."""
-        bounds = {
-            name: bound if math.isfinite(bound) else None
-            for name, bound in (("low", self.low), ("high", self.high))
-        }
-        return {"median": self.median, **bounds, "count": self.count}
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Estimate:
-        """Return the estimate that `to_json` wrote."""
-        low, high = content["low"], content["high"]
-        return cls(
-            content["median"],
-            -math.inf if low is None else low,
-            math.inf if high is None else high,
-            content["count"],
-        )
-
 
 def estimate(values: Sequence[float], draws: int = 10_000) -> Estimate:
     """Return the median of independent values with the percentile bootstrap's interval (Efron 1979).
@@ -110,7 +91,6 @@ def estimate_measurements(measurements: Sequence[Sequence[float]], draws: int = 
 
     Args:
         measurements: values of each measurement, without its warm-up.
-        draws: resamples.
 
     Raises:
         ValueError: no measurement, one without a value, or a value that is not finite.

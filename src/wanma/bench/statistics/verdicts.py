@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from wanma.bench.statistics.estimates import MIN_VALUES, Estimate
 from wanma.bench.statistics.ratios import (
@@ -15,6 +14,7 @@ from wanma.bench.statistics.ratios import (
     estimate_paired_ratio,
     estimate_ratio,
 )
+from wanma.bench.stored_record import StoredRecord, Upper
 
 MIN_EFFECT = 0.01
 """Difference below which nothing is claimed: changes of layout alone make as much (Mytkowicz et al. 2009)."""
@@ -33,7 +33,7 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verdict(StoredRecord):
     """Claim about a candidate against a baseline, with the evidence for it."""
 
     outcome: Outcome
@@ -42,10 +42,9 @@ class Verdict:
     effect: float
     """Cliff's delta: chance that the candidate is faster than the baseline less the chance that it is slower,
     for a measurement of each drawn at random; −1 to 1."""
-    smallest_difference: float
+    smallest_difference: Upper
     """Relative difference that as much data with this noise finds in four of five repetitions; infinite
     below three rounds."""
-    min_effect: float
     is_paired: bool
     """True if the contenders were compared round by round."""
 
@@ -62,31 +61,6 @@ class Verdict:
         return (
             f"cannot tell: speed ratio {self.ratio.median:.3f} ({self.ratio.low:.3f}–{self.ratio.high:.3f}), "
             f"{rounds}, which show differences from {self.smallest_difference:.1%}"
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields; an infinite number is null."""
-        smallest = self.smallest_difference
-        return {
-            "outcome": self.outcome.value,
-            "ratio": self.ratio.to_json(),
-            "effect": self.effect,
-            "smallest_difference": smallest if math.isfinite(smallest) else None,
-            "min_effect": self.min_effect,
-            "is_paired": self.is_paired,
-        }
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Verdict:
-        """Return the verdict that `to_json` wrote."""
-        smallest = content["smallest_difference"]
-        return cls(
-            Outcome(content["outcome"]),
-            Estimate.from_json(content["ratio"]),
-            content["effect"],
-            math.inf if smallest is None else smallest,
-            content["min_effect"],
-            content["is_paired"],
         )
 
 
@@ -128,7 +102,6 @@ def judge(
         ratio=ratio,
         effect=cliffs_delta(faster, slower),
         smallest_difference=_smallest_difference(ratio, min_effect),
-        min_effect=min_effect,
         is_paired=is_paired,
     )
 

@@ -33,8 +33,6 @@ class JobWords:
     """Values for the words of a command.
 
     Args:
-        job_text: text of the suite's job.
-        settings: overrides of the job by key.
         steps: optimizer steps of an execution; None: as the job says.
     """
 

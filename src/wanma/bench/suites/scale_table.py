@@ -1,11 +1,11 @@
-"""Table `[scale]` of a suite: numbers of ranks that are measured, and hardware for which it is forecast."""
+"""Tables of scalings in a suite: `[scale]`, measured and forecast, and `[[published]]`, by somebody else."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from wanma.job.errors import EXIT_USAGE, WanmaError
 from wanma.job.sections.base import Section
@@ -40,6 +40,44 @@ class ScaleTable(Section):
     """Overrides of the job on every number of ranks."""
     efficiency: Annotated[float, Field(gt=0, lt=1)] = DEFAULT_EFFICIENCY
     """Efficiency below which scaling has its knee."""
+
+
+class PublishedTable(Section):
+    """Published speedup of a training like the suite's, on hardware of the catalogue."""
+
+    title: str
+    source: str
+    """Origin of the figures, and what they leave open."""
+    cluster: str
+    """Cluster shorthand of one unit, such as "1x4 V100 SXM2 16 GB, 1x100G"."""
+    unit: str = "servers"
+    """Unit of `counts`, each of all devices of `cluster`."""
+    counts: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=2)]
+    """Numbers of units, rising."""
+    speedup: Annotated[float, Field(gt=0)]
+    """Published speedup of the last number over the first."""
+    efficiency: Annotated[float, Field(gt=0)]
+    """Published efficiency: speedup over ideal."""
+    speedup_base: Literal["unit", "device"] = "unit"
+    """Amount of hardware whose throughput the published speedup is over; the efficiency is over units."""
+    weak: bool = False
+    """True if the global batch grows with the units: that of the variants is for the first count."""
+    axis: Axis = "dp_replicate"
+    """Mesh dimension that grows."""
+    variants: Annotated[list[dict[str, str]], Field(min_length=1)]
+    """Settings that the publication leaves open: each gets a forecast."""
+    minutes: float | None = None
+    """Published duration of the training, in minutes."""
+    samples_per_minute: float | None = None
+    """Published throughput, in samples per minute."""
+    epoch_samples: int | None = None
+    """Samples of an epoch."""
+
+    @model_validator(mode="after")
+    def _counts_rise(self) -> PublishedTable:
+        if self.counts != sorted(set(self.counts)):
+            raise ValueError("counts must rise")
+        return self
 
 
 def parse_counts(text: str) -> list[int]:

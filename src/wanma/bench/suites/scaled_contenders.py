@@ -27,7 +27,6 @@ def with_equal_threads(contenders: Sequence[Contender], job_text: str) -> list[C
     contender sets stay, and so do other contenders than those of a scaling.
 
     Args:
-        contenders: all contenders of a suite.
         job_text: text of their job file; empty: they have none.
     """
     if len(contenders) < 2 or not job_text or any(one.kind != "job" for one in contenders):
@@ -59,10 +58,6 @@ def with_weak_batches(contenders: Sequence[Contender], job_text: str) -> list[Co
     """Return contenders of a job whose global batch grows with their ranks.
 
     The batch of the job is that of the fewest ranks.
-
-    Args:
-        contenders: contenders, all of kind job.
-        job_text: text of their job file.
 
     Raises:
         WanmaError: all contenders have as many ranks; one is a command, sets the batch itself or leaves its

@@ -41,8 +41,7 @@ from wanma.bench.suites.command_files import file_hashes
 from wanma.bench.suites.durations import parse_duration
 from wanma.bench.suites.job_words import JobWords
 from wanma.bench.suites.known_suites import known_suites
-from wanma.bench.suites.published_table import PublishedTable
-from wanma.bench.suites.scale_table import ScaleTable, doubled_counts
+from wanma.bench.suites.scale_table import PublishedTable, ScaleTable, doubled_counts
 from wanma.bench.suites.scaled_contenders import with_equal_threads, with_weak_batches
 from wanma.job.errors import EXIT_USAGE, WanmaError, did_you_mean
 from wanma.job.file.parser import parse_config_file
@@ -54,24 +53,6 @@ JOB_FILE = "job.toml"
 PINS_FOLDER = "environments"
 """Name of the folder beside a suite that has the pins of its Python environments, as NAME.txt."""
 Value = bool | int | float | str | list[Any]
-
-
-class PatternsTable(Section):
-    """Patterns of a command's output; see `Patterns`."""
-
-    step: str | None = None
-    loss: str | None = None
-    samples: str | None = None
-    targets: str | None = None
-    samples_per_second: str | None = None
-    figures: dict[str, str] = Field(default_factory=dict)
-
-
-class FaultTable(Section):
-    """SIGKILL of a rank during the run."""
-
-    after_step: Annotated[int, Field(ge=1)]
-    rank: Annotated[int, Field(ge=0)] = 0
 
 
 class ContenderTable(Section):
@@ -94,8 +75,8 @@ class ContenderTable(Section):
     suite; None: that of wanma."""
     rank_variables: bool = False
     """True gives a command the variables of wanma's ranks: threads, and on CPUs those of the allocator."""
-    patterns: PatternsTable = PatternsTable()
-    fault: FaultTable | None = None
+    patterns: Patterns = Patterns()
+    fault: Fault | None = None
 
 
 class RuleTable(Section):
@@ -233,7 +214,7 @@ def read_suite_file(path: Path) -> SuiteFile:
     try:
         return SuiteFile.model_validate_json(json.dumps(tables), strict=True)
     except ValidationError as error:
-        tables_of_a_suite = (SuiteFile, ContenderTable, PatternsTable, FaultTable, RuleTable, SmokeTable)
+        tables_of_a_suite = (SuiteFile, ContenderTable, Patterns, Fault, RuleTable, SmokeTable)
         known = [name for table in tables_of_a_suite for name in table.model_fields]
         lines = []
         for item in error.errors(include_url=False):
@@ -253,11 +234,7 @@ def make_suite(
     """Return the suite of a file's content.
 
     Args:
-        name: name of the suite.
-        file: content.
         folder: folder in which relative paths start.
-        is_smoke: the suite in small.
-        environments: folder of the Python environments; default: see `environments_folder`.
 
     Raises:
         WanmaError: the content contradicts itself, or its job cannot be read.
@@ -342,14 +319,13 @@ def _contender(
             "remove them: wanma runs in its own environment, with the variables of its ranks",
             EXIT_USAGE,
         )
-    fault = None if table.fault is None else Fault(table.fault.after_step, table.fault.rank)
     return Contender(
         table.name,
         "job",
         job=JOB_FILE,
         settings=settings,
         environment=table.environment,
-        fault=fault,
+        fault=table.fault,
         description=table.description,
     )
 
@@ -375,8 +351,7 @@ def _command(table: ContenderTable, job: JobWords, folder: Path) -> Contender:
             'add `job = "FILE"` or a table [job] to the suite',
             EXIT_USAGE,
         )
-    patterns = Patterns(**table.patterns.model_dump())
-    compile_patterns(patterns)
+    compile_patterns(table.patterns)
     environment = {name: job.fill(value) for name, value in table.environment.items()}
     return Contender(
         table.name,
@@ -384,7 +359,7 @@ def _command(table: ContenderTable, job: JobWords, folder: Path) -> Contender:
         command=tuple(job.fill(one) for one in table.command),
         environment={**(job.rank_variables() if table.rank_variables else {}), **environment},
         python_environment=found,
-        patterns=patterns,
+        patterns=table.patterns,
         description=table.description,
     )
 

@@ -6,11 +6,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from wanma.bench.programs.contender import Patterns
 from wanma.bench.programs.redaction import REDACTED, redact_command
 from wanma.bench.runner import Rule
 from wanma.bench.suites.suite_file import (
     ContenderTable,
-    PatternsTable,
     RuleTable,
     Suite,
     SuiteFile,
@@ -35,9 +35,7 @@ def suite_of_commands(
 
     Args:
         commands: each a list of words, or one text as a shell splits it.
-        patterns: patterns by name.
         figures: patterns of figures as NAME=REGEX.
-        target: end of each execution.
         turns: duration of turns of commands that live at once, such as "1s".
 
     Raises:
@@ -62,7 +60,7 @@ def suite_of_commands(
     title = " and ".join(names)
     if len(names) > MAX_TITLE_NAMES:
         title = f"{names[0]} and {len(names) - 1} others"
-    table = PatternsTable(**{name: text for name, text in patterns.items() if text}, figures=named)
+    table = Patterns(**{name: text for name, text in patterns.items() if text}, figures=named)
     file = SuiteFile(
         title=title,
         contenders=[

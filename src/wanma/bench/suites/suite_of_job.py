@@ -43,16 +43,9 @@ def read_suite_or_job(
     """Return suite and rule of a suite file or a job file.
 
     Args:
-        path: the file.
         overrides: settings of all contenders, as KEY=VALUE.
         over: values of keys to be measured, as KEY=V,V.
-        baseline: contender that the others are compared with.
-        target: end of each execution.
-        steps: optimizer steps of an execution.
-        weak: the global batch grows with the ranks.
         turns: duration of turns of contenders that live at once, such as "1s".
-        is_smoke: the suite in small.
-        environments: folder of the Python environments; default: see `environments_folder`.
         contenders: names of the contenders of the suite that are measured; empty: all.
 
     Raises:
@@ -105,7 +98,6 @@ def read_suite_file_or_job(path: Path, target: str | None = None) -> SuiteFile:
     """Return the suite of a suite file, or a suite of the job of a job file.
 
     Args:
-        path: the file.
         target: end of each execution, which then limits the steps of a job instead of `DEFAULT_STEPS`.
 
     Raises:

@@ -20,7 +20,6 @@ class OwnClock:
 
     Args:
         started: unix time of the start; None: now.
-        stops: stops so far.
     """
 
     def __init__(self, started: float | None = None, stops: Iterable[tuple[float, float]] = ()) -> None:
@@ -67,7 +66,6 @@ def steps_without_stops(records: Sequence[StepRecord], clock: OwnClock) -> tuple
 
     Args:
         records: steps as the program has reported them, in the order of time.
-        clock: clock of the program.
     """
     found, stopped = [], 0
     previous = [clock.started, *(record.time for record in records)]
@@ -90,9 +88,7 @@ def _seconds_without_stops(record: StepRecord, before: float, clock: OwnClock) -
     the time before the report that is as long as the step.
 
     Args:
-        record: step as its program has reported it.
         before: unix time of the report of the previous step.
-        clock: clock of the program.
     """
     if math.isnan(record.seconds):
         return record.seconds

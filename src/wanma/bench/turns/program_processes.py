@@ -27,9 +27,7 @@ class ProgramProcesses:
     """Processes of one program, found by being nobody else's: all others are stopped while it runs.
 
     Args:
-        name: name of the contender, for errors.
         other_numbers: function that returns the numbers of processes that are not the program's.
-        guard: guard that is told about each process before it is stopped.
     """
 
     def __init__(self, name: str, other_numbers: Callable[[], Collection[int]], guard: StopGuard) -> None:

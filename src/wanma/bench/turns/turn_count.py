@@ -28,7 +28,6 @@ def shared_turns(records: Sequence[StepRecord], clock: OwnClock, shared_until: f
 
     Args:
         records: steps as the program has reported them, in the order of time.
-        clock: clock of the program.
         shared_until: unix time until which all contenders took turns.
     """
     began = records[0].time if len(records) > 1 else clock.started
@@ -39,9 +38,6 @@ def too_few_turns(measurements: Sequence[Measurement]) -> str:
     """Return the reason why the contenders of a round cannot be compared; empty: they took enough turns.
 
     A round in which one failed is not judged: the others lose their turns by that.
-
-    Args:
-        measurements: those of all contenders of one round.
     """
     if any(one.error or one.turns is None for one in measurements):
         return ""

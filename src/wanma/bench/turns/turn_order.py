@@ -45,8 +45,6 @@ def take_turns(
     that all make their steps at once, but for `MAX_STOP_SECONDS` at most. The last one runs on without stops.
 
     Args:
-        programs: the programs, the first of which begins.
-        seconds: duration of a turn.
         clock: source of seconds that never jump.
     """
     waits = True

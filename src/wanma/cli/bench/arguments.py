@@ -162,7 +162,8 @@ def measure_result(
         limits: limits within which a measurement counts.
     """
     from wanma.bench.benchmark import find_unfinished, new_directory, run_benchmark
-    from wanma.bench.display import tables_of
+    from wanma.bench.display import blocks_of
+    from wanma.bench.presentation.blocks import terminal
     from wanma.cli.output import print_content, print_warning
 
     directory = None if arguments.fresh else find_unfinished(arguments.results, suite)
@@ -175,7 +176,7 @@ def measure_result(
     except KeyboardInterrupt:
         print_progress(f"\n{directory.path} has not ended: repeat the command, and it goes on")
         raise
-    print_content(tables_of(result, directory, suite.file.metrics))
+    print_content(terminal(blocks_of(result, directory, suite.file.metrics)))
     print(f"result: {directory.path}    page: {directory.page}")
     missing = [name for name in result.contender_names if not result.measurements_of(name)]
     if missing:

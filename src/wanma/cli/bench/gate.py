@@ -54,7 +54,8 @@ def add_parsers(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     from wanma.bench.gate import run_gate
-    from wanma.bench.presentation.terminal import result_tables
+    from wanma.bench.presentation.blocks import terminal
+    from wanma.bench.presentation.result_blocks import result_blocks
     from wanma.bench.suites.suite_file import find_suite
     from wanma.bench.suites.suite_of_commands import suite_of_commands
     from wanma.bench.suites.suite_of_job import read_suite_or_job
@@ -82,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         limits=disturbance_limits(rule, arguments),
         progress=print_progress,
     )
-    print_content(result_tables(result, [finding.metric for finding in findings[:1]]))
+    print_content(terminal(result_blocks(result, [finding.metric for finding in findings[:1]])))
     for finding in findings:
         print(finding)
     print(f"result: {directory.path}")

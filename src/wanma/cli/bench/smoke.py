@@ -33,5 +33,5 @@ def run(arguments: argparse.Namespace) -> int:
     has_failed = False
     for outcome in run_smoke(arguments.suites, arguments.results, print_progress, arguments.environments):
         print(outcome, flush=True)
-        has_failed |= outcome.has_failed
+        has_failed |= bool(outcome.problem)
     return int(has_failed)

@@ -1,4 +1,4 @@
-"""Tables of a scaling and of published scalings, shared by terminal and page."""
+"""Blocks of a scaling and of published scalings."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+from wanma.bench.presentation.blocks import Block
 from wanma.bench.scale.sentences import interval_text, number_of_digits
 from wanma.bench.scale.stored_study import CurvePoint, Interval, PublishedScaling, ScaleStudy
 from wanma.observe.units import MISSING_TEXT, percent_text
@@ -15,12 +16,11 @@ BAND_NOTE = (
     "forecast where there is a measurement. Expected: forecast and measurements together, with the band in "
     "which 90 % of measurements are expected."
 )
+PUBLISHED_COLUMNS = ("", "speedup", "ideal", "efficiency", "samples/min")
 
 
-def scale_sections(
-    study: ScaleStudy,
-) -> Iterator[tuple[str, Sequence[str], Sequence[str], Sequence[Sequence[str]]]]:
-    """Yield title, notes, columns and rows of each curve.
+def curve_blocks(study: ScaleStudy) -> Iterator[Block]:
+    """Yield a block for each curve.
 
     A note has the reason why points have no forecast, neighbours with the same one together.
     """
@@ -39,59 +39,41 @@ def scale_sections(
             span = f"{first:,}" if first == last else f"{first:,}–{last:,}"
             reasons.append(f"{span} {curve.unit}: {points[0].reason}.")
         notes = [*curve.sentences, *reasons, curve.band, *study.notes, BAND_NOTE]
-        yield f"{study.kind.capitalize()} scaling: {curve.name}", notes, columns, rows
+        yield Block(f"{study.kind.capitalize()} scaling: {curve.name}", columns, rows, notes)
 
 
-PUBLISHED_COLUMNS = ("", "speedup", "ideal", "efficiency", "samples/min")
-
-
-def published_rows(scaling: PublishedScaling) -> list[tuple[str, ...]]:
-    """Return the published figures and each forecast as cells of `PUBLISHED_COLUMNS`."""
-    ideal = number_of_digits(scaling.ideal, 4)
-    published = f"{scaling.speedup:g}"
-    rows: list[tuple[str, ...]] = [
-        (
-            "published",
-            published,
-            ideal,
-            percent_text(scaling.efficiency),
-            _a_minute(scaling.samples_per_minute),
-        )
-    ]
+def published_block(scaling: PublishedScaling) -> Block:
+    """Return the published figures and each forecast, with what they say of one another."""
+    ideal, published = number_of_digits(scaling.ideal, 4), f"{scaling.speedup:g}"
+    rate = _a_minute(scaling.samples_per_minute)
+    rows = [("published", published, ideal, percent_text(scaling.efficiency), rate)]
     if scaling.devices is not None:
         share = percent_text(scaling.speedup / scaling.devices)
         rows.append(("published, over one device", published, f"{scaling.devices}", share, MISSING_TEXT))
     for forecast in scaling.forecasts:
         speedup = forecast.speedup
         efficiency = MISSING_TEXT if speedup is None else percent_text(speedup.value / scaling.ideal)
-        rate = None if forecast.samples_per_second is None else 60 * forecast.samples_per_second
-        rows.append(
-            (f"forecast, {forecast.settings}", _interval(speedup), ideal, efficiency, _a_minute(rate))
-        )
-    return rows
-
-
-def published_title(scaling: PublishedScaling) -> str:
-    """Return the title of a published scaling with the units that it compares."""
-    return f"Published: {scaling.title}, {scaling.counts[-1]} {scaling.unit} over {scaling.counts[0]}"
-
-
-def published_notes(scaling: PublishedScaling) -> list[str]:
-    """Return the sentences below a published scaling."""
+        rate = _a_minute(None if forecast.samples_per_second is None else 60 * forecast.samples_per_second)
+        rows.append((f"forecast, {forecast.settings}", _interval(speedup), ideal, efficiency, rate))
     reasons = [
         f"No forecast, {one.settings}: {one.reason}." for one in scaling.forecasts if one.speedup is None
     ]
-    return [scaling.source, *scaling.sentences, *reasons]
-
-
-def _reason_kind(point: CurvePoint) -> str:
-    """Return the reason of a point that has neither measurement nor forecast, without its numbers."""
-    return re.sub(r"[\d.,]+", "", point.reason.partition(":")[0]) if point.measured is None else ""
+    return Block(
+        f"Published: {scaling.title}, {scaling.counts[-1]} {scaling.unit} over {scaling.counts[0]}",
+        PUBLISHED_COLUMNS,
+        rows,
+        [scaling.source, *scaling.sentences, *reasons],
+    )
 
 
 def efficiency_points(points: Sequence[CurvePoint]) -> list[CurvePoint]:
     """Return the points that have an efficiency."""
     return [point for point in points if point.efficiency is not None]
+
+
+def _reason_kind(point: CurvePoint) -> str:
+    """Return the reason of a point that has neither measurement nor forecast, without its numbers."""
+    return re.sub(r"[\d.,]+", "", point.reason.partition(":")[0]) if point.measured is None else ""
 
 
 def _cells(point: CurvePoint, has_measurements: bool) -> list[str]:
