@@ -1,4 +1,4 @@
-"""Rates of loading that a run has measured, and the forecast of the next one of the same images."""
+"""Measurements of loading: work of loader processes, and rates of own datasets for later forecasts."""
 
 from __future__ import annotations
 
@@ -7,85 +7,38 @@ from typing import Any
 
 import pytest
 
-from support.labelled_images import write_tar
 from wanma.data.cache import node_cache
-from wanma.data.datasets.load_times import STORED_IMAGE_PARTS, LoadTimes
+from wanma.data.datasets.load_times import USER_DATASET_PARTS, LoadTimes
 from wanma.data.datasets.map_dataset import UserDataset
-from wanma.data.datasets.stored_image_dataset import StoredImageDataset
 from wanma.data.opening import open_dataset
 from wanma.data.stores.client import StoreTraffic
 from wanma.job.sections.data import DataSection
 from wanma.job.sections.train import TrainSection
 
-COUNT = 80
 
-
-def opened(folder: Path, **keys: Any) -> StoredImageDataset:
-    section = DataSection(
-        images=[str(folder)], cache=str(folder.parent / "cache"), validation_fraction=0.0, **keys
-    )
-    return open_dataset(section, TrainSection(steps=10, global_batch=8))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    images = tmp_path / "images"
-    images.mkdir()
-    write_tar(images, COUNT)
-    return images
-
-
-def test_what_a_run_has_decoded_is_the_next_forecast(folder: Path) -> None:
-    data = opened(folder)
-    assert data.sample_loading().decode_origin == "measured on this machine"
-    data.batch(range(COUNT))
-    samples, core_seconds = data.load_times.decoding
-    assert samples == COUNT
-    assert core_seconds > 0
-    data.record_rates("run one")
-    loading = opened(folder).sample_loading()
-    assert loading.decode_seconds == pytest.approx(core_seconds / COUNT)
-    assert loading.decode_origin.startswith("measured by run one on ")
-
-
-def test_another_transform_is_measured_anew(folder: Path) -> None:
-    data = opened(folder)
-    data.batch(range(COUNT))
-    data.record_rates("run one")
-    other = opened(folder, image_transform={"size": 8})
-    assert other.sample_loading().decode_origin == "measured on this machine"
-
-
-def test_a_few_samples_are_no_measurement(folder: Path) -> None:
-    data = opened(folder)
-    data.batch(range(10))
-    data.record_rates("run one")
-    assert opened(folder).sample_loading().decode_origin == "measured on this machine"
-
-
-def test_only_decoding_counts_samples() -> None:
-    times = LoadTimes(STORED_IMAGE_PARTS)
-    for part in ("read", "decode", "decode", "collate"):
+def test_only_reading_of_own_datasets_counts_samples() -> None:
+    times = LoadTimes(USER_DATASET_PARTS)
+    for part in ("dataset", "dataset", "collate"):
         with times.measure(part):
             pass
-    assert times.decoding[0] == 2
+    assert times.reading[0] == 2
     times.take()
-    assert times.decoding[0] == 2, "the whole run"
+    assert times.reading[0] == 2, "the whole run"
 
 
 def test_the_work_of_a_loader_process_is_added_to_that_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     traffic = {"s3": StoreTraffic(requests=2, received_bytes=10)}
     monkeypatch.setattr(node_cache, "store_traffic", lambda: traffic)
-    process, rank = LoadTimes(STORED_IMAGE_PARTS), LoadTimes(STORED_IMAGE_PARTS)
-    with process.measure("decode"):
+    process, rank = LoadTimes(USER_DATASET_PARTS), LoadTimes(USER_DATASET_PARTS)
+    with process.measure("dataset"):
         pass
     first, second = process.take_work(), process.take_work()
-    assert (first.decoded_samples, first.traffic["store_requests", "s3"]) == (1, 2)
-    assert (second.decoded_samples, sum(second.seconds.values()), second.traffic.total()) == (0, 0, 0)
+    assert (first.read_samples, first.traffic["store_requests", "s3"]) == (1, 2)
+    assert (second.read_samples, sum(second.seconds.values()), second.traffic.total()) == (0, 0, 0)
     traffic.clear()
     for _ in range(2):
         rank.add_work(first)
-    assert rank.decoding == (2, 2 * first.decoding_core_seconds)
+    assert rank.reading == (2, 2 * first.reading_core_seconds)
     assert rank.take() == {part: 2 * seconds for part, seconds in first.seconds.items()}
     assert rank.traffic["store_bytes", "s3"] == 20
 

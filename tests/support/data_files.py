@@ -397,9 +397,7 @@ def write_tfrecord(codec: str = "", suffix: str = "") -> Callable[[Path, int, ra
     return write
 
 
-def write_megatron(
-    unit: str, legacy: bool = False, dtype: str = "<u2", with_modes: bool = False
-) -> Callable[..., list[Record]]:
+def write_megatron(unit: str, dtype: str = "<u2", with_modes: bool = False) -> Callable[..., list[Record]]:
     """Write .bin and .idx as Megatron's builders lay them out; every third document has two sequences."""
     codes = {"<u1": 1, "<i1": 2, "<i2": 3, "<i4": 4, "<i8": 5, "<f8": 6, "<f4": 7, "<u2": 8}
 
@@ -414,17 +412,10 @@ def write_megatron(
         bounds = np.concatenate([[0], np.cumsum(lengths)])
         starts = np.concatenate([[0], np.cumsum([len(document) for document in documents])]).astype("<i8")
         (folder / "a.bin").write_bytes(b"".join(sequence.tobytes() for sequence in sequences))
-        if legacy:
-            head = b"TNTIDX\0\0" + struct.pack(
-                "<QQQQQQ", 1, codes[dtype], np.dtype(dtype).itemsize, len(lengths), len(lengths), len(starts)
-            )
-            arrays = [np.arange(len(bounds)), bounds, lengths]
-            body = b"".join(array.astype("<i8").tobytes() for array in arrays) + starts.tobytes()
-        else:
-            head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, codes[dtype], len(lengths), len(starts))
-            pointers = bounds[:-1] * np.dtype(dtype).itemsize
-            body = lengths.astype("<i4").tobytes() + pointers.astype("<i8").tobytes() + starts.tobytes()
-            body += bytes(len(lengths)) if with_modes else b""
+        head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, codes[dtype], len(lengths), len(starts))
+        pointers = bounds[:-1] * np.dtype(dtype).itemsize
+        body = lengths.astype("<i4").tobytes() + pointers.astype("<i8").tobytes() + starts.tobytes()
+        body += bytes(len(lengths)) if with_modes else b""
         (folder / "a.idx").write_bytes(head + body)
         parts = documents if unit == "document" else [[sequence] for sequence in sequences]
         return [{"tokens": np.concatenate(part)} for part in parts]
@@ -513,7 +504,6 @@ CASES: dict[str, Case] = {
     "tfrecord-zlib": Case(TFRecord(), write_tfrecord("zlib"), "boundary"),
     "megatron": Case(Megatron(), write_megatron("document")),
     "megatron-sequences": Case(Megatron(unit="sequence"), write_megatron("sequence", with_modes=True)),
-    "megatron-legacy": Case(Megatron(), write_megatron("document", legacy=True, dtype="<i4")),
     "npy": Case(NumpyArrays(), write_npy),
     "npz": Case(NumpyArrays(), write_npz(np.savez)),
     "npz-compressed": Case(NumpyArrays(), write_npz(np.savez_compressed)),

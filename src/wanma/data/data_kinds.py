@@ -16,8 +16,8 @@ from wanma.data.images.fields import IMAGE_FIELDS
 from wanma.data.images.image_files import find_image_files
 from wanma.data.images.image_splits import may_be_known_by_name, only_entry
 from wanma.data.index.records import is_description
-from wanma.data.stores.data_file import OpenableFile
 from wanma.data.stores.listing import list_files
+from wanma.data.stores.remote_file import OpenableFile
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.sections.data_sources import EntriesSection
 from wanma.job.sections.job import Job

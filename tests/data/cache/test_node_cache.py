@@ -119,7 +119,7 @@ def test_a_damaged_block_is_fetched_again(s3: S3Server, file: StoredFile, tmp_pa
     cache = NodeCache(tmp_path, ROOMY, BLOCK)
     assert cache.open(file).read(0, len(CONTENT)) == CONTENT
     assert len(s3.proxy.ranged_requests) == 1
-    assert cache.traffic.damaged_blocks == 1
+    assert cache.store.damaged_blocks == 1
 
 
 def test_a_full_disk_is_read_past_with_one_warning(

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from support.data_files import CASES, LocalFile, RemoteFile, list_files, plain, write_case
 from support.grids import rotated
-from wanma.data.formats import compression
 from wanma.data.formats.detection import best_format, detect_format, format_named, known_formats, probe_file
 from wanma.data.formats.format import BadDataError, Certainty, Probe
 from wanma.data.index.build import open_or_build_index
@@ -247,16 +246,6 @@ def test_a_batch_of_a_remote_file_is_one_call_of_ranges(tmp_path: Path) -> None:
     assert [len(ranges) for ranges in file.opened[-1].calls] == [1] * (len(file.opened[-1].calls) - 1) + [
         SAMPLES
     ]
-
-
-def test_frames_are_decompressed_once_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    index = open_case("jsonl.zst", tmp_path, RemoteFile)
-    rows = np.random.default_rng(0).permutation(index.rows)
-    monkeypatch.setattr(compression, "_CACHED_FRAMES", 1)
-    index.read(rows)
-    (file,) = index.groups[0].files
-    assert isinstance(file, RemoteFile)
-    assert len(file.opened[-1].calls) == 2
 
 
 def test_over_mapped_memory_samples_are_views(tmp_path: Path) -> None:

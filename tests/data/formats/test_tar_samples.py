@@ -95,11 +95,12 @@ def test_a_pickled_field_that_is_left_out_is_no_fault(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "cause"),
     [
-        (lambda content: content[:1024], "without its end mark: it is truncated"),
-        (lambda content: content[:1536], "ends inside its end mark"),
+        (lambda content: content[:1024], "without its whole end mark"),
+        (lambda content: content[:1536], "without its whole end mark"),
         (lambda content: content + content, "mark of the archive, at byte 10240"),
-        (lambda content: content[:700], "truncated inside|without its end mark"),
-        (lambda content: b"y" + content[1:], "the header at byte 0 does not match"),
+        (lambda content: content[:700], "without its whole end mark"),
+        (lambda content: b"y" + content[1:], "damaged archive: "),
+        (lambda content: content[:1024] + b"y" + content[1025:], "the header at byte 1024 does not match"),
     ],
 )
 def test_ends_of_archives_are_checked(tmp_path: Path, change: Callable[[bytes], bytes], cause: str) -> None:

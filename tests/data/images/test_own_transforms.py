@@ -130,7 +130,6 @@ def test_transforms_run_in_a_loader_process_and_their_time_is_that_of_the_rank(
     values = (data.batch(range(6)).inputs[0][:, :, 0, 0] * 255).round().long()
     (process,) = set((values * torch.tensor([1 << 16, 1 << 8, 1])).sum(1).tolist())
     assert (process == os.getpid()) == (chosen is False)
-    assert data.load_times.decoding[0] == 6
     seconds = data.load_times.take()
     assert min(seconds[part] for part in ("read", "decode", "transform", "collate")) > 0
 

@@ -42,7 +42,7 @@ def test_damaged_files_are_refused_or_listed(tmp_path: Path) -> None:
     write_case("tar-gnu", tmp_path / "data", 9)
     content = (tmp_path / "data" / "a.tar").read_bytes()
     (tmp_path / "data" / "b.tar").write_bytes(content[:1000])
-    with pytest.raises(BadDataError, match=r"b\.tar: truncated"):
+    with pytest.raises(BadDataError, match=r"b\.tar: .*truncated"):
         open_records(str(tmp_path / "data"), cache=tmp_path / "cache")
     records = open_records(str(tmp_path / "data"), cache=tmp_path / "cache", skip_damaged=True)
     ((file, cause),) = records.damaged

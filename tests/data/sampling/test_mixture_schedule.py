@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.reference_order import interleaved
-from wanma.data.sampling.mixture import Mixture
-from wanma.data.sampling.mixture_schedule import MixtureSchedule
+from wanma.data.sampling.mixture_schedule import Mixture, MixtureSchedule
 
 
 @st.composite

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wanma.data.datasets.token_dataset import OrderWindow
 from wanma.data.sampling.order import SampleOrder, Shuffle
-from wanma.data.sampling.order_window import OrderWindow
 from wanma.data.sampling.permutation import IndexArray
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wanma.data.stores.client import RequestGate
 from wanma.data.stores.remote_file import merge_ranges, select_ranges, split_range
-from wanma.data.stores.request_gate import RequestGate
 
 CONTENT = bytes(index * 7 % 251 for index in range(400))
 RANGES = st.lists(

@@ -1,4 +1,4 @@
-"""Probe of a store and the rates that a run has measured: figures, deadlines, records."""
+"""Probe of a store: figures, deadlines, records."""
 
 from __future__ import annotations
 
@@ -15,16 +15,10 @@ import pytest
 
 from support.s3_server import s3_server
 from wanma.data.stores import rate_records, store_probe
-from wanma.data.stores.client import RequestTimes, store_client
+from wanma.data.stores.client import store_client
 from wanma.data.stores.listing import StoredFile, list_files
 from wanma.data.stores.rate_records import read_rates, write_rates
-from wanma.data.stores.remote_file import open_file
-from wanma.data.stores.store_probe import (
-    measured_store_rates,
-    probe_store,
-    record_store_rates,
-    store_name,
-)
+from wanma.data.stores.store_probe import measured_store_rates, probe_store, store_name
 from wanma.job.forecast.data_feed import StoreRates
 
 LATENCY, CONNECTION, SHARED = 0.03, 50e6, 200e6
@@ -135,34 +129,7 @@ def test_a_store_that_is_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
     assert found.fault == "the store did not answer a probe within 0.05 s"
 
 
-# ------------------------------------------------------------------ rates of a run
-
-
-def times_of(sizes: Sequence[int]) -> RequestTimes:
-    times = RequestTimes()
-    for size in sizes:
-        times = times.add(size, LATENCY + size / CONNECTION)
-    return times
-
-
-def test_requests_of_several_sizes_give_latency_and_bandwidth() -> None:
-    found = times_of([1000, 1 << 20, 8 << 20, 3 << 20]).fit()
-    assert found.latency_seconds == pytest.approx(LATENCY, rel=1e-6)
-    assert found.connection_bytes_per_second == pytest.approx(CONNECTION, rel=1e-6)
-
-
-def test_requests_of_one_size_give_the_bandwidth_beyond_a_known_latency() -> None:
-    same = times_of([8 << 20] * 5)
-    assert same.fit(LATENCY) == StoreRates(connection_bytes_per_second=pytest.approx(CONNECTION))
-    assert same.fit().connection_bytes_per_second == pytest.approx(
-        (8 << 20) / (LATENCY + (8 << 20) / CONNECTION)
-    )
-    assert RequestTimes().fit() == StoreRates()
-
-
-def test_a_real_store_is_probed_once_and_a_run_corrects_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_real_store_is_probed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_probe, "MAX_WAIT_SECONDS", 600.0)
     with s3_server(monkeypatch) as server:
         server.put("a.bin", b"x" * (1 << 20))
@@ -178,22 +145,6 @@ def test_a_real_store_is_probed_once_and_a_run_corrects_it(
         requests = store_client(files[0].filesystem).traffic.requests
         assert measured_store_rates(files, tmp_path, is_probed=True) == first
         assert store_client(files[0].filesystem).traffic.requests == requests, "the record serves"
-        source = open_file(files[0])
-        for start in range(20):
-            source.read(start, start + 1 + 50_000 * (start % 3))
-        assert record_store_rates(files[0], tmp_path, "run one") is not None
-        later = measured_store_rates(files, tmp_path, is_probed=True)
-        assert later is not None
-        assert later.origin.startswith("measured by run one on ")
-        assert later.bytes_per_second is not None
-
-
-def test_few_requests_are_no_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with s3_server(monkeypatch) as server:
-        server.put("a.bin", b"x")
-        (file,) = list_files(["s3://bucket/a.bin"], "data.text")
-        open_file(file).read(0, 1)
-        assert record_store_rates(file, tmp_path, "run one") is None
 
 
 def test_local_files_have_no_store(tmp_path: Path) -> None:
@@ -234,8 +185,8 @@ def test_another_host_measures_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_name_that_is_no_utf8_only_loses_the_record(tmp_path: Path) -> None:
-    assert write_rates(tmp_path, "tokens", "bytes .\udcff", "preparation", {"bytes_per_second": 1.0}).figures
-    assert read_rates(tmp_path, "tokens", "bytes .\udcff") is None
+    assert write_rates(tmp_path, "reading", "bytes .\udcff", "run one", {"bytes_per_second": 1.0}).figures
+    assert read_rates(tmp_path, "reading", "bytes .\udcff") is None
 
 
 def test_a_cache_that_cannot_be_written_to_only_loses_the_record(tmp_path: Path) -> None:

@@ -11,9 +11,7 @@ import pytest
 from support.s3_server import s3_server
 from wanma.data import opening
 from wanma.data.opening import prepare_job_data, text_preparation
-from wanma.data.stores.listing import list_files
-from wanma.data.text import preparation_measurement
-from wanma.data.text.preparation_measurement import encoding_rate, record_preparation
+from wanma.data.text.preparation_measurement import encoding_rate
 from wanma.data.text.tokenizer import BytesTokenizer
 from wanma.job.forecast.data_feed import TextPreparation
 from wanma.job.sections.data import DataSection
@@ -45,32 +43,6 @@ def test_text_without_a_token_file_is_missing_until_it_is_prepared(text: Path) -
     assert [one.missing_bytes for one in announced] == [SIZE]
     later = text_preparation(section(text))
     assert (later.text_bytes, later.missing_bytes, later.store) == (SIZE, 0, None)
-
-
-def test_a_preparation_leaves_its_rate_for_later_ones(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparation_measurement, "MIN_RECORDED_BYTES", SIZE)
-    prepare_job_data(section(text))
-    other = text.with_name("b.txt")
-    other.write_bytes(PIECE * 2600)
-    found = text_preparation(section(other))
-    assert found.rate_origin.startswith("measured by a preparation on ")
-
-
-def test_a_recorded_rate_is_by_process(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b"\n" * (32 << 20))
-    files = list_files([str(path)], "data.text")
-    record_preparation(tmp_path, files, BytesTokenizer(), seconds=4.0, processes=2)
-    found = preparation_measurement.recorded_rate(tmp_path, files, BytesTokenizer())
-    assert found[0] == (32 << 20) / 8
-
-
-def test_a_short_preparation_leaves_none(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"a")
-    files = list_files([str(path)], "data.text")
-    record_preparation(tmp_path, files, BytesTokenizer(), seconds=4.0, processes=1)
-    assert not (tmp_path / "rates").exists()
 
 
 def test_records_are_measured_by_their_text(text: Path) -> None:

@@ -213,9 +213,9 @@ def test_an_unfinished_token_file_that_nobody_goes_on_with_is_removed(tmp_path: 
     (corpus / "a.txt").write_text("text")
     for name, days in (("old", 8), ("locked", 8), ("young", 6)):
         folder = tokens / f"{name}.building"
-        (folder / "claims").mkdir(parents=True)
+        folder.mkdir(parents=True)
         (folder / "part-0").touch()
-        for path in (folder / "claims", folder / "part-0", folder):
+        for path in (folder / "part-0", folder):
             os.utime(path, (time.time() - days * 24 * 3600,) * 2)
     with exclusive_lock(tokens / "locked.lock", 0):
         build(list_documents([str(corpus)]), tmp_path / "cache")

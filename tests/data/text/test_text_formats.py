@@ -278,21 +278,11 @@ def test_a_data_set_of_several_splits_is_refused(tmp_path: Path) -> None:
     assert texts(build([tmp_path / "train"], tmp_path.parent / "cache")) == ["one"]
 
 
-def test_data_beside_text_whose_description_cannot_be_followed_is_left_out_and_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_data_beside_text_whose_description_cannot_be_followed_is_refused(tmp_path: Path) -> None:
     missing = "data-00000-of-00001.arrow"
     (tmp_path / "saved").mkdir()
     TEXT_CASES["huggingface"].write(tmp_path / "saved", ["one"])
     (tmp_path / "saved" / missing).unlink()
-    with pytest.raises(JobError, match=rf"data\.text\[0\]: .*{missing}"):
-        build([tmp_path], tmp_path.parent / "cache")
     (tmp_path / "a.txt").write_text("text " * 1000)
-    with caplog.at_level(logging.WARNING):
-        file = build([tmp_path], tmp_path.parent / "cache")
-    assert texts(file) == ["text " * 1000]
-    assert missing in caplog.text
-    (tmp_path / "other").mkdir()
-    TEXT_CASES["huggingface"].write(tmp_path / "other", ["one"])
-    with pytest.raises(JobError, match=missing):
+    with pytest.raises(JobError, match=rf"data\.text\[0\]: .*{missing}"):
         build([tmp_path], tmp_path.parent / "cache")

@@ -8,7 +8,7 @@ import pytest
 
 from wanma.data.formats.csv_rows import Csv
 from wanma.data.index.records import open_records
-from wanma.data.stores import data_file
+from wanma.data.stores import remote_file
 from wanma.data.stores.byte_source import ByteSource
 from wanma.data.stores.listing import StoredFile
 from wanma.data.tools.selection import FormatChoice, parse_option, select_entries
@@ -22,7 +22,7 @@ def test_a_file_that_cannot_be_opened_once_is_read_the_next_time(
     folder.mkdir()
     for name in "ab":
         (folder / f"{name}.jsonl").write_text("".join(f'{{"id": {row}}}\n' for row in range(10)))
-    open_file = data_file.open_file
+    open_file = remote_file.open_file
 
     def fail_once(file: StoredFile) -> ByteSource:
         if file.path.endswith("b.jsonl"):
@@ -31,7 +31,7 @@ def test_a_file_that_cannot_be_opened_once_is_read_the_next_time(
 
     selection = select_entries([str(folder)], FormatChoice("jsonl"), str(cache))
     with monkeypatch.context() as patch:
-        patch.setattr(data_file, "open_file", fail_once)
+        patch.setattr(remote_file, "open_file", fail_once)
         index = selection.sources[0].open_index(selection.cache_folder, skip_damaged=True)
     assert index.rows == 10
     records = open_records(str(folder), "jsonl", cache=cache, skip_damaged=True)

@@ -9,10 +9,8 @@ from wanma.cli.arguments import add_job_arguments
 _EXAMPLES = """\
 examples:
   wanma data prepare job.toml data.cache=/shared/cache
-  srun -N 4 --ntasks-per-node 1 wanma data prepare job.toml data.cache=/shared/cache
-  wanma launch --engine ssh --nodes 4 --ranks 1 -m wanma data prepare job.toml data.cache=/shared/cache
 
-Nodes with a common data.cache that run it at once divide the work; the others do the part of a killed one.
+Of nodes with a common data.cache one prepares, with all its cores; the others wait, and go on if it dies.
 """
 
 

@@ -14,30 +14,30 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from wanma.data.cache.block_store import TRAILER_BYTES, BlockStore, Reservation
 from wanma.data.stores.byte_source import ByteSource
 from wanma.data.stores.client import store_traffic
-from wanma.data.stores.data_file import FileOpener
 from wanma.data.stores.file_locks import exclusive_lock
-from wanma.data.stores.filesystems import is_local, shown_cause
+from wanma.data.stores.filesystems import is_local
 from wanma.data.stores.listing import StoredFile
+from wanma.data.stores.process_threads import ProcessThreads
 from wanma.data.stores.remote_file import (
     MAX_REQUEST_BYTES,
     READ_RETRY_POLICY,
+    FileOpener,
     RemoteFile,
-    StoreOpener,
     WholeFilesOnlyError,
     open_file,
     read_retry_policy,
 )
 from wanma.job.errors import WanmaError
-from wanma.job.retry import RetryPolicy, retry
+from wanma.job.retry import RetryPolicy
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ _MAX_MAPPED_BLOCKS = 32
 _THREADS = 16
 
 
-@dataclass(frozen=True)
+@dataclass
 class CacheTraffic:
     """Traffic of this process with a node cache, since it started."""
 
@@ -62,10 +62,6 @@ class CacheTraffic:
     """Bytes of the blocks downloaded."""
     uncached_bytes: int = 0
     """Bytes read from the store past the cache, for lack of room or because the disk failed."""
-    evicted_blocks: int = 0
-    """Blocks removed to make room."""
-    damaged_blocks: int = 0
-    """Blocks whose checksum was wrong; they were downloaded again."""
 
 
 class NodeCache:
@@ -107,7 +103,7 @@ class NodeCache:
 
     def open(self, file: StoredFile) -> ByteSource:
         """Return the bytes of a listed file through the cache; a local file is mapped and not copied."""
-        return open_file(file) if is_local(file.filesystem) else CachedFile(file, self, self.policy)
+        return open_file(file) if is_local(file.filesystem) else CachedFile(file, self)
 
     def held_bytes(self, files: Sequence[StoredFile]) -> int:
         """Return the bytes of listed files that the cache holds now."""
@@ -117,16 +113,7 @@ class NodeCache:
     @property
     def traffic(self) -> CacheTraffic:
         """Traffic of this process with the cache."""
-        state = self.process_state()
-        with state.lock:
-            return CacheTraffic(
-                state.hits,
-                state.misses,
-                state.downloaded_bytes,
-                state.uncached_bytes,
-                self.store.evicted_blocks,
-                self.store.damaged_blocks,
-            )
+        return self.process_state().traffic
 
     def process_state(self) -> _ProcessState:
         """Return the state of this process; a forked one begins with its own."""
@@ -157,7 +144,11 @@ def opener_for(folder: Path, cache_bytes: int, retry_seconds: float) -> FileOpen
         retry_seconds: time for which a failed read is tried again.
     """
     policy = read_retry_policy(retry_seconds)
-    return NodeCache(folder, cache_bytes, policy=policy) if cache_bytes else StoreOpener(policy)
+    return (
+        NodeCache(folder, cache_bytes, policy=policy).open
+        if cache_bytes
+        else partial(open_file, policy=policy)
+    )
 
 
 _caches: weakref.WeakSet[NodeCache] = weakref.WeakSet()
@@ -165,9 +156,9 @@ _caches: weakref.WeakSet[NodeCache] = weakref.WeakSet()
 
 
 def cache_traffic() -> CacheTraffic:
-    """Return the traffic of this process with its node caches, since it started or was forked."""
-    totals = [astuple(cache.traffic) for cache in list(_caches)]
-    return CacheTraffic(*(sum(counts) for counts in zip(*totals, strict=True)))
+    """Return the blocks that this process has found and downloaded in its node caches."""
+    caches = [cache.traffic for cache in list(_caches)]
+    return CacheTraffic(sum(one.hits for one in caches), sum(one.misses for one in caches))
 
 
 Traffic = Counter[tuple[str, str]]
@@ -199,19 +190,8 @@ class _ProcessState:
         self.mapped: OrderedDict[str, memoryview] = OrderedDict()
         self.disk_retry_time = 0.0
         self.has_warned = False
-        self.hits = self.misses = self.downloaded_bytes = self.uncached_bytes = 0
-        self._threads: ThreadPoolExecutor | None = None
-
-    def map(
-        self, function: Callable[[int], memoryview | None], items: Sequence[int]
-    ) -> list[memoryview | None]:
-        """Call `function` with each item in threads; after a failure, later calls may be dropped."""
-        if len(items) == 1:
-            return [function(items[0])]
-        with self.lock:
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="wanma-cache")
-        return list(self._threads.map(function, items))
+        self.traffic = CacheTraffic()
+        self.map = ProcessThreads(_THREADS, "wanma-cache").map
 
 
 class CachedFile:
@@ -220,11 +200,10 @@ class CachedFile:
     Args:
         file: the file, as listed.
         cache: the cache.
-        policy: retries of each request.
     """
 
-    def __init__(self, file: StoredFile, cache: NodeCache, policy: RetryPolicy = READ_RETRY_POLICY) -> None:
-        self._remote, self._cache, self._policy = RemoteFile(file, policy), cache, policy
+    def __init__(self, file: StoredFile, cache: NodeCache) -> None:
+        self._remote, self._cache = RemoteFile(file, cache.policy), cache
         self.url, self.size, self.version = self._remote.url, file.size, file.version
         self._key = _file_key(file, cache.block_bytes)
         self._is_whole_only = False
@@ -334,37 +313,22 @@ class CachedFile:
 
     def _download_whole(self, block: int) -> memoryview | None:
         """Download all blocks by one request, for a server without ranges, and return one of them."""
+        block_bytes, limit_bytes = self._cache.block_bytes, self._cache.limit_bytes
         lock_file = self._cache.folder / "locks" / f"whole-{self._key[:2]}"
         with exclusive_lock(lock_file, _WHOLE_FILE_WAIT_SECONDS) as lock:
             if (view := self._find(self._block_name(block))) is not None:
                 self._count(hits=1)
                 return view
-            if lock is None:
+            count = -(-self.size // block_bytes)
+            if lock is None or self.size + count * TRAILER_BYTES > limit_bytes:
                 raise self._no_room_error()
-            try:
-                retry(self._stream_blocks, self._policy)
-            except WanmaError:
-                raise
-            except Exception as error:  # a storage library may raise anything
-                raise self._remote.unreadable_error(error) from shown_cause(error)
+            content = self._remote.read_whole()
+            for number in range(count):
+                start, end = self._block_range(number)
+                self._store_block(self._block_name(number), content[start:end])
             if (view := self._find(self._block_name(block))) is None:
                 raise self._no_room_error()
             return view
-
-    def _stream_blocks(self) -> None:
-        """Write the blocks of the whole file."""
-        count = -(-self.size // self._cache.block_bytes)
-        if self.size + count * TRAILER_BYTES > self._cache.limit_bytes:
-            raise self._no_room_error()
-        for block, content in enumerate(self._remote.stream(self._cache.block_bytes)):
-            try:
-                self._store_block(self._block_name(block), content)
-            except OSError as error:
-                raise WanmaError(
-                    f"the node cache in {self._cache.folder} cannot keep '{self.url}', whose server sends "
-                    f"whole files only: {error.strerror or error}",
-                    "free space on the disk, or copy the file to a store that reads ranges",
-                ) from error
 
     def _store_block(self, name: str, content: bytes) -> None:
         with self._cache.store.lock(name, _DOWNLOAD_WAIT_SECONDS) as lock:
@@ -425,4 +389,4 @@ class CachedFile:
         state = self._cache.process_state()
         with state.lock:
             for name, amount in amounts.items():
-                setattr(state, name, getattr(state, name) + amount)
+                setattr(state.traffic, name, getattr(state.traffic, name) + amount)

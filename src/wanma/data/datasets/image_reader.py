@@ -7,12 +7,8 @@ processes do, each with a copy of the reader.
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,10 +25,8 @@ from wanma.data.images.transform import uniform_draws
 from wanma.data.index.records import read_each
 from wanma.data.index.sample_index import SampleIndex
 from wanma.data.sampling.permutation import IndexArray
+from wanma.data.stores.process_threads import ProcessThreads
 from wanma.job.errors import WanmaError
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 READ_THREADS = 16
 """Files that one process reads from a store at once."""
@@ -81,7 +75,8 @@ class ImageReader:
         self._transform = train[0].images.transform
         own_parts = (OWN_TRANSFORM_PART,) if self._transform.own else ()
         self.load_times = LoadTimes((*STORED_IMAGE_PARTS, *own_parts))
-        self._pools = _Pools(decode_threads, READ_THREADS if is_remote else 0)
+        self._decoders = ProcessThreads(decode_threads, "wanma-decode")
+        self._readers = ProcessThreads(READ_THREADS if is_remote else 0, "wanma-read")
 
     def __call__(self, is_validation: bool, positions: IndexArray, sample_indices: IndexArray) -> Batch:
         """Read samples.
@@ -120,7 +115,7 @@ class ImageReader:
             labels[place] = self._substitute(part, sample, cause, pixels[place])
             return BadSample(sample, cause.place, cause.cause, is_substituted=True)
 
-        found = [one for one in self._pools.decode(decode, range(len(rows))) if one is not None]
+        found = [one for one in self._decoders.map(decode, range(len(rows))) if one is not None]
         with self.load_times.measure("collate"):
             batch = make_batch((torch.from_numpy(pixels),), torch.from_numpy(labels), sample_indices)
             return with_bad_samples(batch, found)
@@ -137,7 +132,7 @@ class ImageReader:
                 remote += [(part.index, group) for group in _files_of_batch(part.index, rows, places)]
             else:
                 _put(records, places, read_each(part.index, rows[places]))
-        read = self._pools.read(lambda one: read_each(one[0], rows[one[1]]), remote)
+        read = self._readers.map(lambda one: read_each(one[0], rows[one[1]]), remote)
         for (_, places), found in zip(remote, read, strict=True):
             _put(records, places, found)
         return records
@@ -186,54 +181,6 @@ class ImageReader:
             "samples can be read either",
             "mend the data, or check data.columns.image and target",
         ) from cause
-
-
-class _Pools:
-    """Threads of this process that read and decode; a forked process, and a copy, begin with their own.
-
-    Args:
-        decode_threads: samples decoded at once; 1: by the caller itself.
-        read_threads: files read at once; 0: by the caller itself.
-    """
-
-    def __init__(self, decode_threads: int, read_threads: int) -> None:
-        self._decode_threads, self._read_threads = decode_threads, read_threads
-        self._process_id = 0
-        self._lock = threading.Lock()
-        self._decode_pool: ThreadPoolExecutor | None = None
-        self._read_pool: ThreadPoolExecutor | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._decode_threads, self._read_threads)
-
-    def decode(self, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-        """Call `function` with each item, and return the results in order."""
-        self._start()
-        return _map(self._decode_pool, function, items)
-
-    def read(self, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-        """Call `function` with each item, and return the results in order."""
-        self._start()
-        return _map(self._read_pool, function, items)
-
-    def _start(self) -> None:
-        with self._lock:
-            if self._process_id == os.getpid():
-                return
-            if self._decode_threads > 1:
-                self._decode_pool = ThreadPoolExecutor(self._decode_threads, "wanma-decode")
-            if self._read_threads:
-                self._read_pool = ThreadPoolExecutor(self._read_threads, "wanma-read")
-            self._process_id = os.getpid()
-
-
-def _map(
-    pool: ThreadPoolExecutor | None, function: Callable[[Item], Result], items: Sequence[Item]
-) -> list[Result]:
-    if pool is None or len(items) == 1:
-        return [function(item) for item in items]
-    results: Iterator[Result] = pool.map(function, items)
-    return list(results)
 
 
 def _files_of_batch(index: SampleIndex, rows: IndexArray, places: IndexArray) -> list[IndexArray]:

@@ -36,8 +36,8 @@ class LoadWork:
     """Work of a loader process for one batch."""
 
     seconds: dict[str, float]
-    decoded_samples: int
-    decoding_core_seconds: float
+    read_samples: int
+    reading_core_seconds: float
     traffic: Traffic
 
 
@@ -48,8 +48,8 @@ class LoadTimes:
         self._parts = parts
         self._lock = threading.Lock()
         self._seconds = dict.fromkeys(parts, 0.0)
-        self._decoded_samples, self._decoding_core_seconds = 0, 0.0
-        self._decoding_seconds = 0.0
+        self._read_samples, self._reading_core_seconds = 0, 0.0
+        self._reading_seconds = 0.0
         self._worker_traffic: Traffic = Counter()
         """Traffic of the loader processes of this rank; in such a process the part that is reported."""
 
@@ -64,7 +64,7 @@ class LoadTimes:
 
     @contextmanager
     def measure(self, part: str, samples: int = 1) -> Iterator[None]:
-        """Add the time of the block to a part; a block of "decode" or "dataset" makes so many samples."""
+        """Add the time of the block to a part; one of "dataset" reads so many samples."""
         start, core_start = time.perf_counter(), time.thread_time()
         try:
             yield
@@ -72,21 +72,21 @@ class LoadTimes:
             elapsed, core_seconds = time.perf_counter() - start, time.thread_time() - core_start
             with self._lock:
                 self._seconds[part] += elapsed
-                if part in ("decode", "dataset", OWN_TRANSFORM_PART):
-                    self._decoded_samples += 0 if part == OWN_TRANSFORM_PART else samples
-                    self._decoding_core_seconds += core_seconds
-                    self._decoding_seconds += elapsed
+                if part == "dataset":
+                    self._read_samples += samples
+                    self._reading_core_seconds += core_seconds
+                    self._reading_seconds += elapsed
 
     @property
-    def decoding(self) -> tuple[int, float]:
-        """Samples decoded since the start, and the seconds of one core that they took, changes included."""
+    def reading(self) -> tuple[int, float]:
+        """Samples of a user's dataset read since the start, and the seconds of one core that they took."""
         with self._lock:
-            return self._decoded_samples, self._decoding_core_seconds
+            return self._read_samples, self._reading_core_seconds
 
     @property
-    def decoding_seconds(self) -> float:
-        """Seconds in which threads of this process have decoded samples since the start."""
-        return self._decoding_seconds
+    def reading_seconds(self) -> float:
+        """Seconds in which threads of this process have read these samples."""
+        return self._reading_seconds
 
     @property
     def traffic(self) -> Traffic:
@@ -105,9 +105,9 @@ class LoadTimes:
         seconds, traffic = self.take(), process_traffic()
         with self._lock:
             work = LoadWork(
-                seconds, self._decoded_samples, self._decoding_core_seconds, traffic - self._worker_traffic
+                seconds, self._read_samples, self._reading_core_seconds, traffic - self._worker_traffic
             )
-            self._decoded_samples, self._decoding_core_seconds = 0, 0.0
+            self._read_samples, self._reading_core_seconds = 0, 0.0
             self._worker_traffic = traffic
         return work
 
@@ -115,8 +115,8 @@ class LoadTimes:
         """Add the work of a loader process."""
         self.add(work.seconds)
         with self._lock:
-            self._decoded_samples += work.decoded_samples
-            self._decoding_core_seconds += work.decoding_core_seconds
+            self._read_samples += work.read_samples
+            self._reading_core_seconds += work.reading_core_seconds
             self._worker_traffic += work.traffic
 
 
@@ -127,7 +127,7 @@ def record_reading(cache: Path, name: Callable[[], str], source: str, times: Loa
         name: function that returns a name of class and content of the dataset; it may read samples.
         source: the run, as 'run NAME'.
     """
-    (samples, core_seconds), seconds = times.decoding, times.decoding_seconds
+    (samples, core_seconds), seconds = times.reading, times.reading_seconds
     if samples < _MIN_RECORDED_SAMPLES or seconds <= 0:
         return
     figures = {"seconds": seconds / samples, "core_share": min(core_seconds / seconds, 1.0)}

@@ -21,7 +21,7 @@ from wanma.data.datasets.worker_processes import WorkerProcesses
 from wanma.data.formats.detection import is_built_in
 from wanma.data.formats.format import BadDataError
 from wanma.data.images.fields import bad_sample
-from wanma.data.images.loading_measurement import mean_loading, measure_loading, record_loading
+from wanma.data.images.loading_measurement import mean_loading, measure_loading
 from wanma.data.images.stored_images import ImageSource, StoredImages, damaged_files, with_way_out
 from wanma.data.index.gradual_index import GradualIndex
 from wanma.data.index.records import cache_folder, is_in_process_memory
@@ -162,13 +162,6 @@ class StoredImageDataset(BatchedDataset):
             for source in self._sources
         ]
         return mean_loading(parts, self.order.shares(self._total))
-
-    def record_rates(self, source: str) -> None:
-        samples, core_seconds = self.load_times.decoding
-        if self._is_mixture:  # the time of each source is unknown
-            samples, core_seconds = 0, 0.0
-        for one in self._sources:
-            record_loading(one.images, self._cache, source, samples=samples, core_seconds=core_seconds)
 
     def sample_name(self, sample_index: int) -> str:
         sources, positions = self.order.locate(np.asarray([sample_index]))

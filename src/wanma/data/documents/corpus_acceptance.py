@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 from wanma.data.documents.content_detection import records_without_text_error
 from wanma.data.documents.document_groups import (
@@ -15,33 +15,27 @@ from wanma.data.documents.document_groups import (
     is_array_requested,
 )
 from wanma.data.documents.record_fields import DEFAULT_TEXT_FIELD
-from wanma.data.stores.data_file import FileOpener
 from wanma.data.stores.listing import StoredFile
+from wanma.data.stores.remote_file import FileOpener
 from wanma.job.errors import JobError
 
 log = logging.getLogger("wanma.data")
 
 
-class DocumentRules(Protocol):
-    """Keys of a job that decide what its documents are; see `ReadingSettings`."""
-
-    @property
-    def text_field(self) -> str:
-        """Field of records that holds the document."""
-
-    @property
-    def is_chat(self) -> bool:
-        """True if the documents are conversations."""
-
-    @property
-    def format_name(self) -> str:
-        """Format of all files; empty: found by their content."""
-
-
 def accept_documents(
-    documents: Sequence[StoredFile], rules: DocumentRules, opener: FileOpener | None = None
+    documents: Sequence[StoredFile],
+    text_field: str,
+    opener: FileOpener | None = None,
+    *,
+    is_chat: bool = False,
+    format_name: str = "",
 ) -> tuple[list[DocumentGroup], list[UnusedFormat]]:
     """Group files by their content, without those that only describe others.
+
+    Args:
+        text_field: field of records that holds the document.
+        is_chat: True if the documents are conversations.
+        format_name: format of all files; empty: found by their content.
 
     Returns:
         The groups, and the formats of files that are left out or read as plain text.
@@ -50,10 +44,9 @@ def accept_documents(
         JobError: records lack the field where the job means records.
         WanmaError: a file cannot be read.
     """
-    text_field = rules.text_field
-    groups, unused = group_documents(documents, text_field, opener, rules.format_name)
+    groups, unused = group_documents(documents, text_field, opener, format_name)
     groups = [group for group in groups if group.kind != "description"]
-    if rules.is_chat:
+    if is_chat:
         for group in groups:
             if group.size and (group.kind != "rows" or group.format_name == "megatron"):
                 kind = "plain text" if group.kind == "text" else "token ids"

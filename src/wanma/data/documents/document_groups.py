@@ -18,10 +18,9 @@ from wanma.data.documents.record_fields import array_field, column_of, first_fie
 from wanma.data.formats.detection import best_format, format_named, known_formats, probe_file
 from wanma.data.formats.format import BadDataError, Certainty, DataFile, FileGroup, Format, Probe
 from wanma.data.formats.megatron import Megatron
-from wanma.data.stores.data_file import FileOpener, OpenableFile
 from wanma.data.stores.filesystems import is_local, is_shared_memory
 from wanma.data.stores.listing import StoredFile
-from wanma.data.stores.remote_file import WholeFilesOnlyError
+from wanma.data.stores.remote_file import FileOpener, OpenableFile, WholeFilesOnlyError
 from wanma.job.errors import JobError
 
 _FORMATS_WITHOUT_TEXT = ("text", "text-lines", "idx", "cifar", "images")
@@ -80,13 +79,11 @@ class UnusedFormat:
     example: str
     files: int
     fields: tuple[str, ...]
-    fault: str = ""
-    """Reason why the files cannot be read at all; empty: they lack the field."""
 
     @property
     def is_read_as_text(self) -> bool:
         """True if the files are plain text, too; False: they are left out."""
-        return self.format_name in _TEXT_FORMATS and not self.fault
+        return self.format_name in _TEXT_FORMATS
 
     @property
     def consequence(self) -> str:
@@ -94,8 +91,6 @@ class UnusedFormat:
 
     def describe(self, field: str) -> str:
         """Return the reason in words."""
-        if self.fault:
-            return f"{self.files} files of the format {self.format_name} cannot be read: {self.fault}"
         if self.format_name == "numpy":
             return f"{self.files} files of the format numpy, such as {self.example}: {self.fields[0]}"
         return (
@@ -116,21 +111,20 @@ def group_documents(
         The groups, those of descriptions included, and the formats that hold no documents.
 
     Raises:
-        JobError: a file that the job names has records without that field.
+        JobError: a file that the job names has records without that field, or files that others describe, as
+            those of Megatron, are not all there.
         WanmaError: a file cannot be read.
     """
     looks = _look_at_all(files, field, opener, format_named(format_name) if format_name else None)
-    faults: list[_DescriptionFault] = []
     groups = {
         url: _Look(group, _with_field(group, None, field, opener))
-        for url, group in _described_groups(files, looks, opener, faults)
+        for url, group in _described_groups(files, looks, opener)
     }
     claimed = {file.url for look in groups.values() for file in look.group.files}
     groups |= {url: look for url, look in looks.items() if url not in claimed}
     order = {file.url: number for number, file in enumerate(files)}
     ordered = sorted(groups.values(), key=lambda look: min(order[file.url] for file in look.group.files))
-    chosen, unused = _choose_fields(ordered, field, bool(format_name))
-    return chosen, unused + [_leave_out(fault, chosen, files) for fault in faults]
+    return _choose_fields(ordered, field, bool(format_name))
 
 
 def holds_records(files: Sequence[StoredFile]) -> bool:
@@ -207,42 +201,10 @@ def _probe(file: StoredFile, opener: FileOpener | None) -> Probe:
         return probe_file(OpenableFile(file, opener))
 
 
-@dataclass(frozen=True)
-class _DescriptionFault:
-    """Files whose description cannot be followed."""
-
-    format_name: str
-    files: Sequence[StoredFile]
-    error: BadDataError
-
-
-def _leave_out(
-    fault: _DescriptionFault, groups: Sequence[DocumentGroup], files: Sequence[StoredFile]
-) -> UnusedFormat:
-    """Return the reason why files are left out.
-
-    Raises:
-        JobError: they are what the job reads: it names them, reads others of their format, or they are half
-            of the corpus.
-    """
-    is_named = any(file.is_named for file in fault.files)
-    is_used = any(group.format_name == fault.format_name for group in groups)
-    size, total = sum(file.size for file in fault.files), sum(file.size for file in files)
-    if is_named or is_used or 2 * size >= total:
-        raise JobError(f"{fault.files[0].job_key}: {fault.error.message}", fault.error.hint) from fault.error
-    return UnusedFormat(fault.format_name, fault.files[0].url, len(fault.files), (), fault.error.message)
-
-
 def _described_groups(
-    files: Sequence[StoredFile],
-    looks: Mapping[str, _Look],
-    opener: FileOpener | None,
-    faults: list[_DescriptionFault],
+    files: Sequence[StoredFile], looks: Mapping[str, _Look], opener: FileOpener | None
 ) -> Iterator[tuple[str, DocumentGroup]]:
-    """Yield the groups of files that other files describe: of Megatron and `save_to_disk`.
-
-    Files whose description cannot be followed hold no documents; they are added to `faults`.
-    """
+    """Yield the groups of files that other files describe: of Megatron and `save_to_disk`."""
     folders: dict[str, list[StoredFile]] = {}
     for file in files:
         folders.setdefault(file.url.rpartition("/")[0], []).append(file)
@@ -254,8 +216,7 @@ def _described_groups(
             try:
                 groups = list(_format_groups(known_formats()[kind], list(rest.values()), opener))
             except BadDataError as error:
-                groups = []
-                faults.append(_DescriptionFault(kind, list(rest.values()), error))
+                raise JobError(f"{file.job_key}: {error.message}", error.hint) from error
             for group in groups:
                 yield group.url, group
                 for member in group.files:

@@ -12,7 +12,7 @@ from wanma.data.documents.record_fields import field_value
 from wanma.data.formats.arrays import ArrayReader
 from wanma.data.formats.byte_ranges import describe_fault
 from wanma.data.formats.format import BadDataError, Record, RowReader
-from wanma.data.index.damaged_rows import read_around_damage
+from wanma.data.index.sample_index import read_around_damage
 
 _BATCH_ROWS = 1024
 _BATCH_BYTES = 4 << 20

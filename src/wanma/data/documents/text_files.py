@@ -6,20 +6,14 @@ The list is the same on every node that sees the same files. A file of plain tex
 from __future__ import annotations
 
 import io
-import lzma
 import sysconfig
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
 import fsspec
-from fsspec.compression import compr
-from fsspec.utils import infer_compression
 
 from wanma.data.formats.compression import SourceStream, detect_compression, plain_chunks
-from wanma.data.formats.format import BadDataError
-from wanma.data.stores.data_file import FileOpener, OpenableFile
-from wanma.data.stores.filesystems import is_local, shown_cause, unreadable_error
+from wanma.data.stores.filesystems import is_local
 from wanma.data.stores.listing import (
     MAX_RETRY_SECONDS,
     StoredFile,
@@ -28,8 +22,8 @@ from wanma.data.stores.listing import (
     unique_files,
     walk_local_folder,
 )
-from wanma.job.errors import JobError, WanmaError
-from wanma.job.url_credentials import redact_credentials
+from wanma.data.stores.remote_file import FileOpener, OpenableFile
+from wanma.job.errors import JobError
 
 PIECE_BYTES = 1 << 20
 """Size of the pieces in which a text is encoded; another one would change the tokens at their bounds."""
@@ -98,30 +92,20 @@ def read_chunks(
 ) -> Iterator[bytes]:
     """Yield the content of a document in pieces of about `chunk_size` bytes, see `split_pieces`.
 
-    It is decompressed as its name says (.gz, .bz2, .xz), or its first bytes do (also zstd).
+    It is decompressed where its first bytes show a compression.
 
     Raises:
         BadDataError: the file is compressed, and damaged or truncated.
         WanmaError: missing, forbidden or broken; names the key and the file.
     """
-    compression = infer_compression(document.path) or ""
-    try:
-        with _open(document, opener) as stream:
-            head = stream.read(chunk_size)
-            if not compression and (compression := detect_compression(head)):
-                source = OpenableFile(document, opener).open()
-                stream.close()
-                stream = io.BufferedReader(_ChunkStream(plain_chunks(source, compression)), chunk_size)
-                head = stream.read(chunk_size)
-            yield from split_pieces(stream, chunk_size, head)
-    except WanmaError:
-        raise
-    except Exception as error:  # a storage library may raise anything
-        told = unreadable_error(document.url, document.job_key, error)
-        if compression and _is_damage(error):
-            cause = f"damaged or truncated {compression} data: {error}"
-            raise BadDataError(redact_credentials(document.url), cause) from error
-        raise told from shown_cause(error)
+    source = OpenableFile(document, opener).open()
+    plain: Any = SourceStream(source)
+    stream = plain if is_local(document.filesystem) else io.BufferedReader(plain, _REMOTE_READ_BYTES)
+    head = stream.read(chunk_size)
+    if compression := detect_compression(head):
+        stream = io.BufferedReader(_ChunkStream(plain_chunks(source, compression)), chunk_size)
+        head = stream.read(chunk_size)
+    yield from split_pieces(stream, chunk_size, head)
 
 
 def split_pieces(stream: IO[bytes], piece_bytes: int = PIECE_BYTES, head: bytes = b"") -> Iterator[bytes]:
@@ -162,24 +146,6 @@ class _ChunkStream(io.RawIOBase):
         size = min(len(buffer), len(self._rest))
         buffer[:size], self._rest = self._rest[:size], self._rest[size:]
         return size
-
-
-def _open(document: StoredFile, opener: FileOpener | None) -> IO[bytes]:
-    """Open a document, decompressed as its name says."""
-    if is_local(document.filesystem):
-        stream: IO[bytes] = document.filesystem.open(document.path, "rb", compression="infer")
-        return stream
-    raw: Any = io.BufferedReader(SourceStream(OpenableFile(document, opener).open()), _REMOTE_READ_BYTES)
-    compression = infer_compression(document.path)
-    plain: IO[bytes] = compr[compression](raw, mode="rb") if compression else raw
-    return plain
-
-
-def _is_damage(error: Exception) -> bool:
-    """Return True for an error of a decompressor, False for one of the disk or the network."""
-    if isinstance(error, OSError):  # gzip's own has no number
-        return error.errno is None
-    return isinstance(error, EOFError | zlib.error | lzma.LZMAError | ValueError)
 
 
 def _chunk_end(text: bytes) -> int:

@@ -6,19 +6,13 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 
 from wanma.data.formats.byte_ranges import describe_fault, read_ranges
-from wanma.data.formats.compression import (
-    SourceStream,
-    detect_compression,
-    open_copy,
-    open_plain,
-    scan_compressed,
-)
+from wanma.data.formats.compression import SourceStream, detect_compression, open_copy, open_plain
 from wanma.data.formats.format import (
     BadDataError,
     Certainty,
@@ -198,27 +192,22 @@ class Idx(Format):
         return groups
 
     def scan(self, group: FileGroup) -> Layout:
-        places, tables, compressions = {}, {}, {}
+        places, compressions = {}, []
         for number, name in enumerate(group.facts["names"]):
             source = group.open(number)
-            if compression := detect_compression(bytes(source.read(0, 12))):
-                source, tables[f"frames{number}"] = scan_compressed(source, compression, group.scratch)
-                compressions[str(number)] = compression
-            places[name] = _idx_place(source, number)
+            compressions.append(detect_compression(bytes(source.read(0, 12))))
+            places[name] = _idx_place(open_plain(source, compressions[-1], group.scratch), number)
         lengths = [place.shape[0] for place in places.values()]
         if len(set(lengths)) > 1:
             raise BadDataError(group.url, f"{lengths[0]} images with {lengths[1]} labels")
         layout = _layout(lengths[0], places)
-        return Layout(layout.rows, tables, {**layout.facts, "compressions": compressions})
+        return replace(layout, facts={**layout.facts, "compressions": compressions})
 
     def open(self, group: FileGroup, layout: Layout) -> RowReader:
         columns = {}
         for name, place in _places(layout):
-            source = group.open(place.number)
-            if compression := layout.facts["compressions"].get(str(place.number)):
-                frames = layout.tables[f"frames{place.number}"]
-                source = open_plain(source, compression, frames, group.scratch)
-            columns[name] = (source, place)
+            compression = layout.facts["compressions"][place.number]
+            columns[name] = (open_plain(group.open(place.number), compression, group.scratch), place)
         return ArrayReader(layout.rows, columns)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from wanma.data.formats.compression import detect_compression, open_plain, scan_compressed
+from wanma.data.formats.compression import detect_compression, open_plain
 from wanma.data.formats.format import (
     BadDataError,
     Content,
@@ -61,26 +61,20 @@ class RangeFormat(Format):
             ValueError: the sample is damaged; the message is the cause.
         """
 
-    def compression(self, head: bytes, group: FileGroup) -> str:
-        """Return the compression of the first file of a group, by its first bytes; empty: none."""
+    def compression(self, head: bytes) -> str:
+        """Return the compression of a file by its first bytes; empty: none."""
         return detect_compression(head)
 
     def scan(self, group: FileGroup) -> Layout:
         source = group.open()
-        compression = self.compression(bytes(source.read(0, 12)), group)
-        tables: dict[str, NDArray[Any]] = {}
-        facts: dict[str, Any] = {}
-        if compression:
-            source, frames = scan_compressed(source, compression, group.scratch)
-            tables["frames"], facts["compression"] = frames, compression
-        found = self.scan_ranges(source, group)
-        tables |= {"starts": found.starts, "ends": found.ends}
-        return Layout(len(found.starts), tables, {**found.facts, **facts}, found.digest)
+        compression = self.compression(bytes(source.read(0, 12)))
+        found = self.scan_ranges(open_plain(source, compression, group.scratch), group)
+        facts = {**found.facts, "compression": compression} if compression else found.facts
+        tables = {"starts": found.starts, "ends": found.ends}
+        return Layout(len(found.starts), tables, facts, found.digest)
 
     def open(self, group: FileGroup, layout: Layout) -> RowReader:
-        source = group.open()
-        if compression := layout.facts.get("compression"):
-            source = open_plain(source, compression, layout.tables["frames"], group.scratch)
+        source = open_plain(group.open(), layout.facts.get("compression", ""), group.scratch)
         return RangeReader(source, layout, self.parse)
 
 

@@ -90,7 +90,7 @@ class FileGroup:
     Args:
         files: the files; the first one names the group.
         facts: facts about this group that the format has read from other files; JSON-able.
-        scratch: folder for plain copies of compressed files; None: such files are refused.
+        scratch: folder for plain copies of compressed files; None: they are in memory.
     """
 
     files: tuple[DataFile, ...]
@@ -145,6 +145,14 @@ class Layout:
         if "starts" not in self.tables:
             return None
         return np.asarray(self.tables["ends"] - self.tables["starts"])
+
+    def cut(self, step: int) -> list[tuple[int, int]]:
+        """Return ranges [start, end) of about `step` samples that cover all and cut no row group."""
+        bounds = np.append(np.arange(0, self.rows, step), self.rows)
+        if "group_starts" in self.tables:
+            starts = np.append(self.tables["group_starts"], self.rows)
+            bounds = np.unique(starts[np.searchsorted(starts, bounds)])
+        return list(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True))
 
 
 class RowReader(ABC):

@@ -13,8 +13,7 @@ from wanma.data.formats.byte_ranges import RangeFormat, RangeScan
 from wanma.data.formats.format import BadDataError, Certainty, Content, DataFile, FileGroup, Probe, Record
 from wanma.data.stores.byte_source import ByteSource
 
-_MAPPED_MAGIC = b"MMIDIDX\0\0"
-_LEGACY_MAGIC = b"TNTIDX\0\0"
+_MAGIC = b"MMIDIDX\0\0"
 _DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 """Codes of `DType` in megatron.core.datasets.indexed_dataset."""
 _FLOAT_CODES = (6, 7)
@@ -23,7 +22,7 @@ _FLOAT_CODES = (6, 7)
 
 @dataclass(frozen=True)
 class Megatron(RangeFormat):
-    """Pairs of .bin and .idx, of Megatron-Core (MMIDIDX) and of its predecessors (TNTIDX).
+    """Pairs of .bin and .idx of Megatron-Core.
 
     A sample is `{"tokens": array}`; it views the file where that is mapped.
 
@@ -37,10 +36,9 @@ class Megatron(RangeFormat):
     markers: ClassVar[tuple[str, ...]] = ("*.idx",)
 
     def detect(self, probe: Probe) -> Certainty:
-        is_index = probe.head.startswith((_MAPPED_MAGIC, _LEGACY_MAGIC))
-        return Certainty.SURE if is_index else Certainty.NO
+        return Certainty.SURE if probe.head.startswith(_MAGIC) else Certainty.NO
 
-    def compression(self, head: bytes, group: FileGroup) -> str:
+    def compression(self, head: bytes) -> str:
         return ""  # tokens may look like a magic number
 
     def group(self, files: Sequence[DataFile]) -> list[FileGroup]:
@@ -84,7 +82,7 @@ class Megatron(RangeFormat):
 
 
 class _IndexFile:
-    """Reader of an .idx file of either version."""
+    """Reader of an .idx file."""
 
     def __init__(self, source: ByteSource) -> None:
         self._source = source
@@ -97,14 +95,12 @@ class _IndexFile:
 
         The last element of the documents is the number of sequences.
         """
-        if bytes(self._content[: len(_MAPPED_MAGIC)]) == _MAPPED_MAGIC:
-            self._position = len(_MAPPED_MAGIC)
-            starts, ends, documents = self._read_mapped()
-        elif bytes(self._content[: len(_LEGACY_MAGIC)]) == _LEGACY_MAGIC:
-            self._position = len(_LEGACY_MAGIC)
-            starts, ends, documents = self._read_legacy()
-        else:
-            raise self._fault("it is no index of Megatron")
+        if bytes(self._content[: len(_MAGIC)]) != _MAGIC:
+            raise self._fault("it is no index of Megatron-Core")
+        self._position = len(_MAGIC)
+        if (version := int(self._take("<u8", 1)[0])) != 1:
+            raise self._fault(f"its version is {version}; 1 is known")
+        starts, ends, documents = self._read_tables()
         sequences = len(starts)
         if (starts < 0).any() or (ends < starts).any():
             raise self._fault("a sequence has a negative position or length")
@@ -114,8 +110,7 @@ class _IndexFile:
             raise self._fault("its documents are not in order")
         return starts, ends, documents
 
-    def _read_mapped(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        self._check_version()
+    def _read_tables(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         code = int(self._take("<u1", 1)[0])
         sequences, documents = (int(number) for number in self._take("<u8", 2))
         lengths = self._take("<i4", sequences).astype(np.int64)
@@ -130,22 +125,6 @@ class _IndexFile:
             item_size = int(starts[first + 1] - starts[first]) // int(lengths[first])
         self.dtype = self._dtype(code, item_size)
         return starts, starts + lengths * self.dtype.itemsize, document_starts
-
-    def _read_legacy(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        self._check_version()
-        code, item_size, sequences, sizes, documents = (int(number) for number in self._take("<u8", 5))
-        self._take("<i8", sequences + 1)  # dimensions of each item
-        offsets = self._take("<i8", sequences + 1).astype(np.int64)
-        self._take("<i8", sizes)
-        document_starts = self._take("<i8", documents).astype(np.int64)
-        self.dtype = self._dtype(code, item_size)
-        if self.dtype.itemsize != item_size:
-            raise self._fault(f"its items of type {self.dtype} have {item_size} bytes")
-        return offsets[:-1] * item_size, offsets[1:] * item_size, document_starts
-
-    def _check_version(self) -> None:
-        if (version := int(self._take("<u8", 1)[0])) != 1:
-            raise self._fault(f"its version is {version}; 1 is known")
 
     def _dtype(self, code: int, item_size: int) -> np.dtype[Any]:
         if code in _FLOAT_CODES and item_size in (4, 8):

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import re
+import tarfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from wanma.data.formats.byte_ranges import Cursor, RangeFormat, RangeScan
-from wanma.data.formats.compression import MemorySource
+from wanma.data.formats.byte_ranges import CURSOR_BYTES, RangeFormat, RangeScan
+from wanma.data.formats.compression import MemorySource, SourceStream
 from wanma.data.formats.format import BadDataError, Certainty, Content, FileGroup, Probe, Record
-from wanma.data.stores.byte_source import ByteSource
+from wanma.data.stores.byte_source import ByteSource, MappedFile
 
 _BLOCK = 512
 _KEY_AND_FIELD = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$", re.DOTALL)
 _META_FILE = re.compile(r"(^|/)__[^/]*__($|/)")
 _PICKLED = ("pyd", "pickle", "pkl")
-_REGULAR_TYPES = (b"0", b"\0", b"7")
-_MAX_EXTENSION_BYTES = 1 << 20
+_MAPPED_READ_BYTES = 16 << 10
+"""Bytes that a scan of a mapped archive reads at once: mostly a header, as the content is jumped over."""
 
 
 @dataclass(frozen=True)
@@ -38,22 +40,33 @@ class TarSamples(RangeFormat):
     suffixes: ClassVar[tuple[str, ...]] = (".tar",)
 
     def detect(self, probe: Probe) -> Certainty:
-        head = probe.head[:_BLOCK]
-        if len(head) < _BLOCK or head == bytes(_BLOCK):
+        try:
+            tarfile.TarInfo.frombuf(probe.head[:_BLOCK], "utf-8", "surrogateescape")
+        except tarfile.HeaderError:
             return Certainty.NO
-        return Certainty.SURE if _checksum_fits(head) else Certainty.NO
+        return Certainty.SURE
 
     def scan_ranges(self, source: ByteSource, group: FileGroup) -> RangeScan:
         starts, ends = [], []
         key, names = None, set[str]()
-        for start, data, size, path in _members(source):
-            parts = split_path(path)
+        is_mapped = isinstance(source, MappedFile)
+        stream = io.BufferedReader(SourceStream(source), _MAPPED_READ_BYTES if is_mapped else CURSOR_BYTES)
+        for member in _members(source, stream):
+            path = member.name
+            if member.issym() or member.islnk() or member.issparse():
+                what = "a sparse file" if member.issparse() else "a link, so that its content is elsewhere"
+                raise BadDataError(
+                    source.url,
+                    f"{path!r} is stored as {what}",
+                    hint="write the archive with tar --dereference --hard-dereference, without --sparse",
+                )
+            parts = split_path(path) if member.isreg() else None
             if parts is None:
                 continue
             if parts[0] != key:
                 key, names = parts[0], set()
-                starts.append(start)
-                ends.append(start)
+                starts.append(member.offset)
+                ends.append(member.offset)
             row = len(starts) - 1
             if parts[1] in names:
                 raise BadDataError(source.url, f"two files {path!r} in the sample {key!r}", row)
@@ -65,20 +78,21 @@ class TarSamples(RangeFormat):
                     "name the other fields in the option `fields`, or write the value as .json or .npy",
                 )
             names.add(parts[1])
-            ends[-1] = data + size
+            ends[-1] = member.offset_data + member.size
         return RangeScan(np.array(starts, np.int64), np.array(ends, np.int64))
 
     def parse(self, content: Content, facts: Mapping[str, Any]) -> Record:
         record: Record = {}
         view = memoryview(content)
         try:
-            for _, data, size, path in _members(MemorySource("", view), is_archive=False):
-                parts = split_path(path)
+            source = MemorySource("", view)
+            for member in _members(source, SourceStream(source), is_archive=False):
+                parts = split_path(member.name) if member.isreg() else None
                 if parts is None:
                     continue
                 record["__key__"] = parts[0]
                 if not self.fields or parts[1] in self.fields:
-                    record[parts[1]] = view[data : data + size]
+                    record[parts[1]] = view[member.offset_data : member.offset_data + member.size]
         except BadDataError as error:
             raise ValueError(error.cause) from error
         if missing := [name for name in self.fields if name not in record]:
@@ -98,72 +112,37 @@ def split_path(path: str) -> tuple[str, str] | None:
     return match[1], match[2].lower()
 
 
-def _members(source: ByteSource, is_archive: bool = True) -> Iterator[tuple[int, int, int, str]]:
-    """Yield of each regular file the positions of its first header and of its content, its size and its path.
+def _members(source: ByteSource, stream: io.IOBase, is_archive: bool = True) -> Iterator[tarfile.TarInfo]:
+    """Yield the members of an archive in their order.
 
     Args:
         source: the archive, or the part of it that holds one sample.
+        stream: `source` as a file.
         is_archive: check its end: without the end mark an archive is truncated.
 
     Raises:
-        BadDataError: the archive is damaged, truncated, or stores a file in a way without content of its own.
+        BadDataError: the archive is damaged or truncated.
     """
-    cursor = Cursor(source)
-    position, start = 0, 0
-    attributes: dict[str, str] = {}
-    while position < source.size:
-        header = cursor.view(position, _BLOCK)
-        if len(header) < _BLOCK:
-            raise BadDataError(source.url, f"truncated inside a header at byte {position}")
-        if not any(header):
-            if is_archive:
-                _check_end(source, position)
-            return
-        if not _checksum_fits(header):
-            raise BadDataError(source.url, f"the header at byte {position} does not match its checksum")
-        kind = bytes(header[156:157])
-        size = _number(source, header[124:136], position)
-        path = _text(header[345:500]) + "/" if bytes(header[257:263]) == b"ustar\0" and header[345] else ""
-        path += _text(header[:100])
-        data = position + _BLOCK
-        if kind in _REGULAR_TYPES and "size" in attributes:
-            size = int(attributes["size"])
-        if data + size > source.size:
-            raise BadDataError(
-                source.url,
-                f"truncated: the content of {path!r} ends at {data + size}, the file at {source.size}",
-            )
-        position = data + (size + _BLOCK - 1) // _BLOCK * _BLOCK
-        if kind in (b"x", b"L"):
-            if size > _MAX_EXTENSION_BYTES:
-                raise BadDataError(source.url, f"a header of {size:,} bytes at byte {data}")
-            extension = cursor.take(data, size)
-            attributes |= _pax(source, extension, data) if kind == b"x" else {"path": _text(extension)}
-            continue
-        path = attributes.get("path", path)
-        if kind in (b"1", b"2", b"S") or any(name.startswith("GNU.sparse") for name in attributes):
-            what = "a sparse file" if kind not in (b"1", b"2") else "a link, so that its content is elsewhere"
-            raise BadDataError(
-                source.url,
-                f"{path!r} is stored as {what}",
-                hint="write the archive with tar --dereference --hard-dereference, without --sparse",
-            )
-        if kind in _REGULAR_TYPES and not path.endswith("/"):
-            yield start, data, size, path
-        if kind not in (b"g", b"K"):
-            start, attributes = position, {}
+    try:
+        archive: Any = tarfile.TarFile(fileobj=stream, encoding="utf-8")
+        while (member := archive.next()) is not None:
+            archive.members.clear()  # those of a large archive would fill the memory
+            yield member
+            if archive.offset >= source.size:
+                break
+    except tarfile.TarError as error:
+        raise BadDataError(source.url, f"damaged archive: {error}") from error
     if is_archive:
-        raise BadDataError(
-            source.url,
-            f"the archive ends at byte {source.size} without its end mark: it is truncated",
-            hint="write it again, and close the writer",
-        )
+        _check_end(source, archive.offset)
 
 
 def _check_end(source: ByteSource, position: int) -> None:
     """Check the end mark of two empty blocks, and that nothing follows it."""
     if source.size - position < 2 * _BLOCK:
-        raise BadDataError(source.url, "the archive ends inside its end mark: it is truncated")
+        cause = f"the archive ends at byte {source.size} without its whole end mark: it is truncated"
+        raise BadDataError(source.url, cause)
+    if any(source.read(position, position + _BLOCK)):
+        raise BadDataError(source.url, f"the header at byte {position} does not match its checksum")
     for start in range(position, source.size, 1 << 20):
         values = np.frombuffer(source.read(start, start + (1 << 20)), np.uint8)
         if values.any():
@@ -172,45 +151,3 @@ def _check_end(source: ByteSource, position: int) -> None:
                 f"content after the end mark of the archive, at byte {start + int(np.argmax(values != 0))}",
                 hint="join archives with tar --concatenate rather than cat",
             )
-
-
-def _checksum_fits(header: Content) -> bool:
-    """Compare the sum of a header's bytes, its checksum taken as spaces (POSIX.1-1988, ustar)."""
-    try:
-        stored = int(bytes(header[148:156]).strip(b" \0") or b"0", 8)
-    except ValueError:
-        return False
-    return stored == sum(header) - sum(header[148:156]) + 8 * 32
-
-
-def _number(source: ByteSource, field: Content, position: int) -> int:
-    """Parse a number: octal digits, or big-endian binary behind a byte of 0x80 (GNU)."""
-    if field[0] == 0x80:
-        return int.from_bytes(field[1:], "big")
-    try:
-        return int(bytes(field).split(b"\0")[0].strip() or b"0", 8)
-    except ValueError as error:
-        raise BadDataError(source.url, f"the header at byte {position} holds no size") from error
-
-
-def _text(field: Content) -> str:
-    return bytes(field).split(b"\0")[0].decode("utf-8", "surrogateescape")
-
-
-def _pax(source: ByteSource, content: bytes, position: int) -> dict[str, str]:
-    """Parse extended attributes: records `LENGTH NAME=VALUE` and a line feed (POSIX.1-2001)."""
-    attributes = {}
-    start = 0
-    try:
-        while start < len(content):
-            length = int(content[start : content.index(b" ", start)])
-            name, is_found, value = content[start : start + length - 1].partition(b" ")[2].partition(b"=")
-            if length <= 0 or not is_found or start + length > len(content):
-                raise ValueError("a record of a wrong length")
-            attributes[name.decode()] = value.decode("utf-8", "surrogateescape")
-            start += length
-        if "size" in attributes:
-            int(attributes["size"])
-    except ValueError as error:
-        raise BadDataError(source.url, f"damaged extended header at byte {position}: {error}") from error
-    return attributes

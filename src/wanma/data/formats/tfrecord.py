@@ -49,7 +49,7 @@ class TFRecord(RangeFormat):
             head = plain_head(head, "zlib", 12)
         return Certainty.SURE if _length_fits(head[:12]) else Certainty.NO
 
-    def compression(self, head: bytes, group: FileGroup) -> str:
+    def compression(self, head: bytes) -> str:
         if _length_fits(head):  # the length of a record may look like a magic number
             return ""
         return "zlib" if head.startswith(_ZLIB_HEADS) else detect_compression(head)

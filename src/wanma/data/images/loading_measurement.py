@@ -15,18 +15,13 @@ from wanma.data.formats.format import BadDataError
 from wanma.data.images.stored_images import StoredImages, sampled_rows
 from wanma.data.images.transform import uniform_draws
 from wanma.data.index.records import read_each
-from wanma.data.stores.data_file import OpenableFile
 from wanma.data.stores.filesystems import is_local
 from wanma.data.stores.listing import StoredFile
-from wanma.data.stores.rate_records import read_rates, write_rates
-from wanma.data.stores.remote_file import MAX_REQUEST_BYTES
-from wanma.data.stores.store_probe import measured_store_rates, record_store_rates
+from wanma.data.stores.remote_file import MAX_REQUEST_BYTES, OpenableFile
+from wanma.data.stores.store_probe import measured_store_rates
 from wanma.job.errors import JobError
 from wanma.job.forecast.data_feed import SampleLoading
 
-_KIND, _FIGURE = "decoding", "core_seconds"
-_MIN_RECORDED_SAMPLES = 64
-"""Samples of a run from which on its measurement is kept."""
 _SECONDS = 0.3
 """Seconds of decoding after which the measurement ends."""
 
@@ -42,37 +37,29 @@ def measure_loading(
 ) -> SampleLoading:
     """Return the loading cost of the training samples.
 
-    What a run on this machine has measured with the same images comes first. Else the samples are those that
-    opening the images has read, so that a store is asked for no others.
+    The measured samples are those that opening the images has read, so that a store is asked for no others.
 
     Args:
         is_store_probed: measure a store of which there is no record.
     """
     index = images.train
-    record = read_rates(cache, _KIND, _name(images))
-    decode_seconds = record.figures.get(_FIGURE) if record is not None else None
-    origin = "measured on this machine"
-    if record is None or not decode_seconds:
-        decode_seconds = _decode_seconds(images)
-    else:
-        origin = record.origin
     sizes = [file.size for group in index.groups for file in group.files]
     remote = _files(images)
     opener = getattr(index.groups[0].files[0], "opener", None)  # one for all files
+    node_cache = getattr(opener, "__self__", None)
     return SampleLoading(
         samples=index.estimated_rows,
         sample_bytes=sum(sizes) / index.estimated_rows,
         file_bytes=sum(sizes) / len(sizes),
-        decode_seconds=decode_seconds,
+        decode_seconds=_decode_seconds(images),
         is_remote=images.is_remote,
         read_threads=read_threads,
         loader_threads=loader_threads,
         cache_block_bytes=MAX_REQUEST_BYTES,
-        decode_origin=origin,
         store=measured_store_rates(remote, cache, is_probed=is_store_probed),
         by_processes=by_processes,
         store_bytes=sum(file.size for file in remote),
-        cached_bytes=opener.held_bytes(remote) if isinstance(opener, NodeCache) else 0,
+        cached_bytes=node_cache.held_bytes(remote) if isinstance(node_cache, NodeCache) else 0,
     )
 
 
@@ -99,26 +86,6 @@ def mean_loading(parts: Sequence[SampleLoading], shares: Sequence[float]) -> Sam
         store_bytes=sum(part.store_bytes for part in parts),
         cached_bytes=sum(part.cached_bytes for part in parts),
     )
-
-
-def record_loading(
-    images: StoredImages, cache: Path, source: str, *, samples: int, core_seconds: float
-) -> None:
-    """Keep what a run has measured while it loaded images, for later forecasts of the same images.
-
-    Args:
-        source: the run, as 'run NAME'.
-        core_seconds: seconds of one core that they took.
-    """
-    if samples >= _MIN_RECORDED_SAMPLES and core_seconds > 0:
-        write_rates(cache, _KIND, _name(images), source, {_FIGURE: core_seconds / samples})
-    if images.is_remote and (files := _files(images)):
-        record_store_rates(files[0], cache, source)
-
-
-def _name(images: StoredImages) -> str:
-    """Return what decides about the cost of decoding: the images and their transform."""
-    return f"{images.train.fingerprint} {images.fields.image} {images.transform!r}"
 
 
 def _files(images: StoredImages) -> list[StoredFile]:

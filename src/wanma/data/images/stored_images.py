@@ -136,10 +136,10 @@ def open_image_sources(section: DataSection, progress: Progress | None = None) -
         )
         for one in declared
     ]
-    advance = _Advance(progress, sum(split.train.size + split.validation.size for split in splits))
+    sizes = [split.train.size + split.validation.size for split in splits]
     opened = [
-        _open_source(keys, split, section, folder, advance)
-        for keys, split in zip(declared, splits, strict=True)
+        _open_source(keys, split, section, folder, progress, sum(sizes[:number]), sum(sizes))
+        for number, (keys, split) in enumerate(zip(declared, splits, strict=True))
     ]
     check_file_limit(
         damaged_files(index for one in opened for index in (one.train, one.validation)),
@@ -243,30 +243,21 @@ def _named_format(source: EntriesSection) -> Format | None:
     return format_named(source.format) if source.format else None
 
 
-class _Advance:
-    """Progress of several indexes as one.
+def _open_source(
+    keys: _SourceKeys,
+    split: ImageSplit,
+    section: DataSection,
+    folder: Path,
+    progress: Progress | None,
+    done_bytes: int,
+    all_bytes: int,
+) -> _OpenSource:
+    """Open the files of one source, and find the fields of its samples.
 
     Args:
-        progress: called with (bytes done, bytes in all) of all files; None: nobody is told.
+        done_bytes: size of the files of the sources before it.
+        all_bytes: size of the files of all sources.
     """
-
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress, self._total, self._done = progress, total, 0
-
-    def of_index(self, done: int, _: int) -> None:
-        """Tell the bytes that the index at work has done."""
-        if self._progress is not None:
-            self._progress(min(self._done + done, self._total), self._total)
-
-    def finish_index(self, size: int) -> None:
-        """Count the files of an index, `size` bytes, as done."""
-        self._done += size
-
-
-def _open_source(
-    keys: _SourceKeys, split: ImageSplit, section: DataSection, folder: Path, advance: _Advance
-) -> _OpenSource:
-    """Open the files of one source, and find the fields of its samples."""
     by_file = Shuffle.of_job(section).is_by_file
     is_remote = has_remote([*split.train.files, *split.validation.files])
 
@@ -279,9 +270,11 @@ def _open_source(
                 len(split.train.files),
                 total / 2**30,
             )
-        advance.of_index(done, total)
+        if progress is not None:
+            progress(min(done_bytes + done, all_bytes), all_bytes)
 
     def open_part(part: SplitFiles, data_format: Format | None = None) -> SampleIndex:
+        nonlocal done_bytes
         try:
             index = open_index(
                 part.files,
@@ -297,7 +290,7 @@ def _open_source(
             if isinstance(data_format, NumpyArrays):  # the job names arrays
                 raise JobError(f"{keys.columns_key}: {error.message}", error.hint) from error
             raise with_way_out(error) from error
-        advance.finish_index(part.size)
+        done_bytes += part.size
         return index
 
     train = open_part(split.train, keys.data_format)

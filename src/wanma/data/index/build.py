@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,11 +28,15 @@ from wanma.data.index.layout_file import StoredLayout, open_layout, serialize
 from wanma.data.index.sample_index import DamagedFile, SampleIndex
 from wanma.data.stores.atomic_file import write_once
 from wanma.job.errors import WanmaError
+from wanma.job.run.resource_limits import usable_cores
 
 Progress = Callable[[int, int], None]
 """Function (bytes done, bytes in all)."""
 
+_LAYOUTS = 2
+"""Version of the layouts of all formats; a change lets all files be scanned again."""
 _SHOWN_ERRORS = 5
+_MIN_THREADS = 4
 
 
 class BadFilesError(WanmaError):
@@ -65,7 +67,6 @@ def open_or_build_index(
     progress: Progress | None = None,
     *,
     skip_damaged: bool = False,
-    thread_count: int | None = None,
 ) -> SampleIndex:
     """Open the index of `files`, building what is missing of it.
 
@@ -77,7 +78,6 @@ def open_or_build_index(
         cache_folder: folder of indexes and of plain copies of compressed files.
         progress: called with (bytes done, bytes in all) while building.
         skip_damaged: let damaged files count as empty, and list them; False: refuse them.
-        thread_count: files that are scanned at once; default: by the cores.
 
     Raises:
         BadDataError: a file is damaged, missing or of another format.
@@ -90,7 +90,7 @@ def open_or_build_index(
     try:
         stored = open_if_whole(index_path)
         if stored is None:
-            stored = _build(index_path, groups, data_format, paths, progress, skip_damaged, thread_count)
+            stored = _build(index_path, groups, data_format, paths, progress, skip_damaged)
     except OSError as error:
         raise WanmaError(
             f"cannot keep an index in {folder}: {error.strerror or error}",
@@ -133,21 +133,15 @@ def _build(
     paths: Sequence[Path],
     progress: Progress | None,
     skip_damaged: bool,
-    thread_count: int | None,
 ) -> StoredLayout:
     """Scan all groups, and write the index; one process does it, the others wait for it.
 
-    Who waits scans files, too, which helps where that is another node's process. An index without files that
-    cannot be opened now is not kept.
+    An index without files that cannot be opened now is not kept.
     """
-
-    def help_builder() -> None:
-        _help_scanning(groups, data_format, paths, progress, thread_count)
-
     try:
-        with write_once(index_path, help_builder) as file:
+        with write_once(index_path) as file:
             if file is not None:
-                scanned = _scan_groups(groups, data_format, paths, progress, thread_count)
+                scanned = _scan_groups(groups, data_format, paths, progress)
                 errors = tuple(one for one in scanned if isinstance(one, BadDataError))
                 if errors and not skip_damaged:
                     raise errors[0] if len(errors) == 1 else BadFilesError(errors, len(groups))
@@ -159,21 +153,6 @@ def _build(
     except _PassingIndexError as passing:
         return passing.index
     return open_layout(index_path)
-
-
-def _help_scanning(
-    groups: Sequence[FileGroup],
-    data_format: Format,
-    paths: Sequence[Path],
-    progress: Progress | None,
-    thread_count: int | None,
-) -> None:
-    """Scan groups of an index that another process builds, the last ones first, until both meet.
-
-    A failure is left to the builder, which meets it too.
-    """
-    with suppress(OSError):
-        _scan_groups(groups[::-1], data_format, paths[::-1], progress, thread_count)
 
 
 class _PassingIndexError(Exception):
@@ -207,14 +186,13 @@ def _scan_groups(
     data_format: Format,
     paths: Sequence[Path],
     progress: Progress | None,
-    thread_count: int | None,
 ) -> list[StoredLayout | BadDataError]:
     """Scan all groups in threads: reading, decompressing and searching release the interpreter's lock."""
     total = sum(file.size for group in groups for file in group.files)
     done = 0
     if progress is not None:
         progress(0, total)
-    with ThreadPoolExecutor(thread_count or _thread_count(), thread_name_prefix="wanma-index") as pool:
+    with ThreadPoolExecutor(max(_MIN_THREADS, usable_cores()), thread_name_prefix="wanma-index") as pool:
         futures: dict[Future[StoredLayout | BadDataError], int] = {
             pool.submit(_open_or_error, group, data_format, path): number
             for number, (group, path) in enumerate(zip(groups, paths, strict=True))
@@ -246,7 +224,7 @@ def _open_or_error(group: FileGroup, data_format: Format, path: Path) -> StoredL
 def _group_key(group: FileGroup, data_format: Format) -> str:
     """Return the hash of everything that determines a layout, content unread."""
     files = [[file.url, file.size, file.version] for file in group.files]
-    return _hash([_format_identity(data_format), files, dict(group.facts)])
+    return _hash([_LAYOUTS, _format_identity(data_format), files, dict(group.facts)])
 
 
 def _format_identity(data_format: Format) -> list[Any]:
@@ -256,8 +234,3 @@ def _format_identity(data_format: Format) -> list[Any]:
 def _hash(value: Any) -> str:
     text = json.dumps(value, sort_keys=True)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
-
-
-def _thread_count() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(4, cores)

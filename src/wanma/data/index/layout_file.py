@@ -3,7 +3,7 @@
 8 bytes     magic number
 uint64      size of the header
 uint64      hash of the header
-header      JSON: rows, facts, digests, and of each array its name, type, shape, position and hash
+header      JSON: rows, facts, digests, and of each array its name, type, shape and position
 arrays      each from a multiple of 64 bytes
 """
 
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from wanma.data.formats.format import Layout
 
-_MAGIC = b"WANMAIX\x01"
+_MAGIC = b"WANMAIX\x02"
 _ALIGNMENT = 64
 _PREFIX_BYTES = 24
 
@@ -42,11 +42,11 @@ class StoredLayout:
 
 def serialize(stored: StoredLayout) -> list[bytes]:
     """Return the content of a layout file, in parts."""
-    tables: dict[str, tuple[str, list[int], int, str]] = {}
+    tables: dict[str, tuple[str, list[int], int]] = {}
     position = 0
     for name, table in stored.layout.tables.items():
         position = _aligned(position)
-        tables[name] = (table.dtype.str, list(table.shape), position, hash_array(table))
+        tables[name] = (table.dtype.str, list(table.shape), position)
         position += table.nbytes
     header = json.dumps(
         {
@@ -63,22 +63,18 @@ def serialize(stored: StoredLayout) -> list[bytes]:
     written = _PREFIX_BYTES + len(header)
     parts.append(bytes(_aligned(written) - written))
     written = 0
-    for (_, _, position, _), table in zip(tables.values(), stored.layout.tables.values(), strict=True):
+    for (_, _, position), table in zip(tables.values(), stored.layout.tables.values(), strict=True):
         parts += [bytes(position - written), np.ascontiguousarray(table).tobytes()]
         written = position + table.nbytes
     return parts
 
 
-def open_layout(path: Path, verify: bool = False) -> StoredLayout:
-    """Map a layout file.
-
-    Args:
-        path: the file.
-        verify: compare the arrays with their hashes, which reads all of them.
+def open_layout(path: Path) -> StoredLayout:
+    """Map a layout file, whose header is verified.
 
     Raises:
         FileNotFoundError: there is no such file.
-        LayoutFileCorruptError: sizes or hashes differ.
+        LayoutFileCorruptError: its size or its header is wrong.
     """
     with path.open("rb") as file:
         prefix = file.read(_PREFIX_BYTES)
@@ -93,12 +89,10 @@ def open_layout(path: Path, verify: bool = False) -> StoredLayout:
             raise LayoutFileCorruptError(f"it has {size} bytes, not {start + header['size']}")
         mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     tables: dict[str, NDArray[Any]] = {}
-    for name, (dtype, shape, position, content_hash) in header["tables"].items():
+    for name, (dtype, shape, position) in header["tables"].items():
         count = int(np.prod(shape, dtype=np.int64))
         table = np.frombuffer(mapped, dtype, count, start + position) if count else np.empty(0, dtype)
         tables[name] = table.reshape(shape)
-        if verify and hash_array(table) != content_hash:
-            raise LayoutFileCorruptError(f"its array {name} is damaged")
     layout = Layout(header["rows"], tables, header["facts"], header["digest"])
     return StoredLayout(layout, header["identity"])
 

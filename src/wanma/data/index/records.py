@@ -14,12 +14,10 @@ from wanma.data.cache.node_cache import opener_for
 from wanma.data.formats.detection import detect_format, format_named
 from wanma.data.formats.format import BadDataError, DataFile, Format, Record, Rows
 from wanma.data.index.build import Progress, open_gradual_index, open_or_build_index
-from wanma.data.index.damaged_rows import read_around_damage
-from wanma.data.index.sample_index import SampleIndex
-from wanma.data.stores.data_file import OpenableFile
+from wanma.data.index.sample_index import SampleIndex, read_around_damage
 from wanma.data.stores.filesystems import is_local, is_shared_memory
 from wanma.data.stores.listing import StoredFile, list_files
-from wanma.data.stores.remote_file import READ_RETRY_POLICY
+from wanma.data.stores.remote_file import READ_RETRY_POLICY, OpenableFile
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.run.user_cache import user_cache_folder
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,11 @@ from numpy.typing import NDArray
 from wanma.data.formats.format import BadDataError, FileGroup, Format, Layout, Record, RowReader, Rows
 from wanma.data.index.group_scan import open_or_scan
 from wanma.data.stores.byte_source import FileWatch
-from wanma.data.stores.data_file import OpenableFile
 from wanma.data.stores.filesystems import is_local
+from wanma.data.stores.remote_file import OpenableFile
+
+RowSlice = TypeVar("RowSlice", range, Rows)
+"""Numbers of rows: a range, or an array in any order."""
 
 _OPEN_READERS = 64
 """Readers that stay open: each may hold a mapped file and decoded row groups."""
@@ -142,3 +145,35 @@ def _mapped_paths(group: FileGroup) -> list[Path]:
     files = [file for file in group.files[:_MAPPED_FILES] if isinstance(file, OpenableFile)]
     is_mapped = len(group.files) <= _MAPPED_FILES
     return [Path(file.stored.path) for file in files if is_mapped and is_local(file.stored.filesystem)]
+
+
+def read_around_damage(
+    read: Callable[[RowSlice], list[Record]],
+    rows: RowSlice,
+    find_common_cause: Callable[[RowSlice], BadDataError | None] | None = None,
+) -> Iterator[tuple[int, Record | BadDataError]]:
+    """Yield for rows in their order a number of rows, and the record or, if it is damaged, its error.
+
+    After a failure halves of the rows are read, down to the damaged ones. The number is 1, but for damage
+    that concerns consecutive rows at once.
+
+    Args:
+        read: function that reads several rows, and fails if one is damaged.
+        rows: the rows.
+        find_common_cause: function that returns the error of rows that are all damaged by one cause, at
+            least two; None: each row is read.
+    """
+    try:
+        records = read(rows)
+    except BadDataError as error:
+        if len(rows) == 1:
+            yield 1, error
+        elif find_common_cause is not None and (cause := find_common_cause(rows)) is not None:
+            yield len(rows), cause
+        else:
+            middle = len(rows) // 2
+            yield from read_around_damage(read, rows[:middle], find_common_cause)
+            yield from read_around_damage(read, rows[middle:], find_common_cause)
+        return
+    for record in records:
+        yield 1, record

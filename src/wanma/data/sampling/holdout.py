@@ -1,7 +1,7 @@
 """Holdout of rows whose content is unknown: the validation share of a dataset, by a hash of the row's number.
 
 It depends on the number of rows and on no seed, order, shuffle or layout. Content decides where it is cheap
-to read: `text/validation_split.py` and `datasets/image_dataset.py` hash documents and images.
+to read: `text/sequence_packing.py` and `datasets/image_dataset.py` hash documents and images.
 """
 
 from __future__ import annotations

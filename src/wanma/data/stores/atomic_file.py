@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -13,7 +13,7 @@ from wanma.data.stores.file_locks import exclusive_lock
 
 
 @contextmanager
-def write_once(path: Path, meanwhile: Callable[[], None] | None = None) -> Iterator[IO[bytes] | None]:
+def write_once(path: Path) -> Iterator[IO[bytes] | None]:
     """Yield a file to write, which gets the name `path` once it has reached the disk.
 
     One process writes at a time; the others wait. The kernel drops the lock of a process that dies, and the
@@ -21,7 +21,6 @@ def write_once(path: Path, meanwhile: Callable[[], None] | None = None) -> Itera
 
     Args:
         path: the file; its folder is created.
-        meanwhile: called once if another process writes it, before the wait for its end.
 
     Yields:
         The file, empty; None if another process has completed `path`.
@@ -29,8 +28,7 @@ def write_once(path: Path, meanwhile: Callable[[], None] | None = None) -> Itera
     path.parent.mkdir(parents=True, exist_ok=True)
     building = path.with_name(f"{path.name}.building")
     while True:
-        with _lock(building, meanwhile) as lock, _opened(lock) as file:
-            meanwhile = None
+        with exclusive_lock(building, math.inf) as lock, _opened(lock) as file:
             if not _is_named(file, building):  # the last holder has given it its final name, or removed it
                 continue
             if path.exists():
@@ -57,19 +55,6 @@ def sync_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def _lock(path: Path, meanwhile: Callable[[], None] | None) -> Iterator[int | None]:
-    """Hold the lock of a file; `meanwhile` is called if another process holds it."""
-    if meanwhile is not None:
-        with exclusive_lock(path, 0) as lock:
-            if lock is not None:
-                yield lock
-                return
-        meanwhile()
-    with exclusive_lock(path, math.inf) as lock:
-        yield lock
 
 
 def _opened(descriptor: int | None) -> IO[bytes]:

@@ -61,11 +61,9 @@ class MappedFile:
             )
 
     def read(self, start: int, end: int) -> memoryview:
-        """Return bytes [start, end) without a copy; fewer only where the file ends."""
         return self._view[start:end]
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes | memoryview]:
-        """Return the bytes of several ranges [start, end), in their order."""
         return [self._view[start:end] for start, end in ranges]
 
 

@@ -5,32 +5,34 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import random
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
 
 from fsspec import AbstractFileSystem
 
+from wanma.data.stores.process_threads import ProcessThreads
 from wanma.data.stores.range_requests import (
     ExpiredCredentialsError,
     RangeAnswer,
     SlowDownError,
     range_reader,
-    read_http_range,
-    stream_http,
 )
-from wanma.data.stores.request_gate import MAX_REQUESTS, RequestGate
-from wanma.job.forecast.data_feed import StoreRates
+
+MAX_REQUESTS = 32
+"""Requests in flight for each store and process: enough to fill 10 Gbit/s at 30 ms and 8 MiB a request."""
+MAX_BYTES = 256 << 20
+"""Bytes in flight for each store and process."""
+_INITIAL_PAUSE_SECONDS = 0.5
+_MAX_PAUSE_SECONDS = 30.0
 
 log = logging.getLogger("wanma.data")
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -48,54 +50,90 @@ class StoreTraffic:
         return StoreTraffic(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
-@dataclass(frozen=True)
-class RequestTimes:
-    """Sums over the successful requests of a process to one store, from which its rates follow."""
+class RequestGate:
+    """Gate that admits requests of this process to one store.
 
-    requests: int = 0
-    seconds: float = 0.0
-    size: float = 0.0
-    """Bytes received."""
-    size_squared: float = 0.0
-    size_seconds: float = 0.0
-    """Sum of bytes times seconds."""
-    busy_seconds: float = 0.0
-    """Seconds in which at least one request was in flight."""
+    A store that is overloaded answers "slow down" to many requests at once. All threads of the process then
+    pause together, and fewer requests run beside each other afterwards; each success admits a few more.
 
-    def add(self, size: int, seconds: float) -> RequestTimes:
-        """Return the sums with one more request."""
-        return RequestTimes(
-            self.requests + 1,
-            self.seconds + seconds,
-            self.size + size,
-            self.size_squared + float(size) * size,
-            self.size_seconds + size * seconds,
-            self.busy_seconds,
-        )
+    Args:
+        max_requests: requests in flight.
+        max_bytes: bytes in flight; a larger request passes alone.
+
+    Attributes:
+        slow_downs: number of pauses that the store asked for.
+        pause_seconds: seconds that requests have waited for such pauses, summed over threads.
+    """
+
+    def __init__(self, max_requests: int = MAX_REQUESTS, max_bytes: int = MAX_BYTES) -> None:
+        self.slow_downs, self.pause_seconds = 0, 0.0
+        self._max_requests, self._max_bytes = max_requests, max_bytes
+        self._request_limit = float(max_requests)
+        self._requests = self._bytes = 0
+        self._resume_time, self._pause = 0.0, _INITIAL_PAUSE_SECONDS
+        self._changed = threading.Condition()
+        self._random = random.SystemRandom()  # the process's own generator belongs to the user's training
 
     @property
-    def busy_bytes_per_second(self) -> float:
-        """Bandwidth while requests were in flight."""
-        return self.size / self.busy_seconds if self.busy_seconds else 0.0
+    def request_limit(self) -> int:
+        """Requests that may be in flight now: fewer after a slow-down."""
+        return int(self._request_limit)
 
-    def fit(self, latency_seconds: float = 0.0) -> StoreRates:
-        """Return latency and bandwidth of a request: the least squares of seconds = latency + bytes / rate.
+    @contextmanager
+    def admit(self, size: int) -> Iterator[None]:
+        """Wait until a request of `size` bytes may start, and count it until the block ends."""
+        with self._changed:
+            self._wait(size)
+            self._requests += 1
+            self._bytes += size
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._requests -= 1
+                self._bytes -= size
+                self._changed.notify_all()
+
+    def record_success(self) -> None:
+        """Admit more requests again after a success, one more for each round of successes."""
+        with self._changed:
+            if self._request_limit < self._max_requests:
+                self._request_limit = min(self._max_requests, self._request_limit + 1 / self._request_limit)
+                self._changed.notify_all()
+            if time.monotonic() > self._resume_time + self._pause:
+                self._pause = _INITIAL_PAUSE_SECONDS
+
+    def slow_down(self, retry_after_seconds: float | None) -> None:
+        """Pause all requests, because the store asked for it.
 
         Args:
-            latency_seconds: latency that is known already, for requests of one size, which cannot tell the
-                two apart.
+            retry_after_seconds: pause that the store names; None: doubled with each slow-down in a row. Each
+                pause has jitter of up to a half, so that processes do not return together.
         """
-        if not self.requests or not self.size:
-            return StoreRates()
-        mean_size, mean_seconds = self.size / self.requests, self.seconds / self.requests
-        variance = self.size_squared / self.requests - mean_size**2
-        covariance = self.size_seconds / self.requests - mean_size * mean_seconds
-        if variance > 1e-3 * mean_size**2 and covariance > 0:
-            slope = min(covariance / variance, mean_seconds / mean_size)
-            latency = mean_seconds - slope * mean_size
-            return StoreRates(latency_seconds=latency, connection_bytes_per_second=1 / slope)
-        transfer_seconds = max(mean_seconds - latency_seconds, mean_seconds / 10)
-        return StoreRates(connection_bytes_per_second=mean_size / transfer_seconds)
+        with self._changed:
+            now = time.monotonic()
+            if now < self._resume_time:
+                return  # an answer to a request that started before the pause
+            pause = self._pause if retry_after_seconds is None else max(retry_after_seconds, 0.0)
+            pause = min(pause, _MAX_PAUSE_SECONDS)
+            self._resume_time = now + self._random.uniform(pause, 1.5 * pause)
+            self._pause = min(2 * self._pause, _MAX_PAUSE_SECONDS)
+            self._request_limit = max(1.0, self._request_limit / 2)
+            self.slow_downs += 1
+
+    def _wait(self, size: int) -> None:
+        """Wait for the end of a pause and for room; the lock is held."""
+        while True:
+            pause = self._resume_time - time.monotonic()
+            if pause > 0:
+                start = time.monotonic()
+                self._changed.wait(pause)
+                self.pause_seconds += time.monotonic() - start
+                continue
+            has_room = self._requests < int(self._request_limit) and self._bytes + size <= self._max_bytes
+            if has_room or not self._requests:
+                return
+            self._changed.wait()
 
 
 class StoreClient:
@@ -110,11 +148,9 @@ class StoreClient:
         self._source = filesystem
         self._filesystem = _reading_filesystem(filesystem)
         self._read_range = range_reader(self._filesystem)
-        self._threads: ThreadPoolExecutor | None = None
+        self.map = ProcessThreads(MAX_REQUESTS, "wanma-store").map
         self._lock = threading.Lock()
         self._requests = self._failed_requests = self._received_bytes = 0
-        self._times = RequestTimes()
-        self._in_flight, self._busy_since = 0, 0.0
         self._is_away = False
 
     @property
@@ -122,12 +158,6 @@ class StoreClient:
         """Protocol of the store, as in its URLs."""
         found: str | tuple[str, ...] = self._source.protocol
         return found if isinstance(found, str) else found[0]
-
-    @property
-    def request_times(self) -> RequestTimes:
-        """Times of this process's requests."""
-        with self._lock:
-            return self._times
 
     @property
     def traffic(self) -> StoreTraffic:
@@ -145,11 +175,7 @@ class StoreClient:
         filesystem = self._filesystem
         with self.gate.admit(end - start):
             try:
-                began = self._begin_request()
-                try:
-                    answer = self._read_range(filesystem, path, start, end)
-                finally:
-                    seconds = self._end_request(began)
+                answer = self._read_range(filesystem, path, start, end)
             except Exception as error:
                 self._count(0, failed=True)
                 if isinstance(error, SlowDownError):
@@ -159,7 +185,6 @@ class StoreClient:
                 raise
         self._count(len(answer.content), failed=False)
         with self._lock:
-            self._times = self._times.add(len(answer.content), seconds)
             was_away, self._is_away = self._is_away, False
         if was_away:
             log.warning("the store (%s) answers again", self.protocol)
@@ -183,66 +208,11 @@ class StoreClient:
                 cause,
             )
 
-    def stream(self, path: str, piece_bytes: int, check: Callable[[RangeAnswer], None]) -> Iterator[bytes]:
-        """Yield a whole file in pieces, by one request; arguments as of `stream_http`."""
-        filesystem = self._filesystem
-        if range_reader(filesystem) is not read_http_range:
-            raise TypeError("only web servers send whole files only")
-        size, failed = 0, True
-        with self.gate.admit(piece_bytes):
-            try:
-                for piece in stream_http(filesystem, path, piece_bytes, check):
-                    size += len(piece)
-                    yield piece
-                failed = False
-            except SlowDownError as error:
-                self.gate.slow_down(error.retry_after_seconds)
-                raise
-            finally:
-                self._count(size, failed)
-
     def information(self, path: str) -> dict[str, Any]:
         """Return the present metadata of a file, asked from the store."""
         self._filesystem.invalidate_cache()
         info: dict[str, Any] = self._filesystem.info(path)
         return info
-
-    def map(self, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-        """Call `function` with each item in threads, and return the results in order.
-
-        Raises:
-            Exception: the first failure; calls that have not begun are dropped, the others end first.
-        """
-        if len(items) == 1:
-            return [function(items[0])]
-        with self._lock:
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(MAX_REQUESTS, thread_name_prefix="wanma-store")
-        futures = [self._threads.submit(function, item) for item in items]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            raise
-
-    def _begin_request(self) -> float:
-        with self._lock:
-            now = time.perf_counter()
-            if not self._in_flight:
-                self._busy_since = now
-            self._in_flight += 1
-            return now
-
-    def _end_request(self, began: float) -> float:
-        """Count the end of a request, and return its seconds."""
-        with self._lock:
-            now = time.perf_counter()
-            self._in_flight -= 1
-            if not self._in_flight:
-                busy = self._times.busy_seconds + now - self._busy_since
-                self._times = replace(self._times, busy_seconds=busy)
-            return now - began
 
     def _count(self, size: int, failed: bool) -> None:
         with self._lock:

@@ -8,7 +8,7 @@ store that asks for a pause.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -16,7 +16,7 @@ from urllib.parse import quote
 from fsspec.asyn import AsyncFileSystem, sync
 
 REQUEST_SECONDS = 60.0
-"""Deadline of one request of a range; of a whole file, the longest silence."""
+"""Deadline of one request."""
 
 
 _S3_READ_OPTIONS = (
@@ -75,7 +75,7 @@ def range_reader(filesystem: Any) -> RangeReader:
     if "s3" in names and hasattr(filesystem, "get_s3"):
         return _read_s3
     if "http" in names and hasattr(filesystem, "encode_url"):
-        return read_http_range
+        return _read_http
     if "webhdfs" in names:
         return _read_webhdfs
     return _read_any
@@ -140,7 +140,7 @@ def _s3_error(error: Any) -> Exception | None:
     return None
 
 
-def read_http_range(filesystem: Any, path: str, start: int, end: int) -> RangeAnswer:
+def _read_http(filesystem: Any, path: str, start: int, end: int) -> RangeAnswer:
     """Request a range from a web server; a whole file that is no longer than the range is the range."""
 
     async def request() -> RangeAnswer:
@@ -157,44 +157,6 @@ def read_http_range(filesystem: Any, path: str, start: int, end: int) -> RangeAn
             return RangeAnswer(await answer.read(), _versions(answer.headers))
 
     return _run(filesystem, request)
-
-
-def stream_http(
-    filesystem: Any, path: str, piece_bytes: int, check: Callable[[RangeAnswer], None]
-) -> Iterator[bytes]:
-    """Yield a whole file in pieces of `piece_bytes`; only the last is shorter.
-
-    Args:
-        filesystem, path: the file.
-        piece_bytes: size of a piece.
-        check: called with the versions of the answer before the first piece.
-    """
-    from aiohttp import ClientTimeout
-
-    async def open_answer() -> Any:
-        session = await filesystem.set_session()
-        keywords = {**filesystem.kwargs, "timeout": ClientTimeout(total=None, sock_read=REQUEST_SECONDS)}
-        headers = {**keywords.pop("headers", {}), "Accept-Encoding": "identity"}
-        answer = await session.get(filesystem.encode_url(path), headers=headers, **keywords)
-        _check_status(answer.status, answer.headers)
-        return answer
-
-    async def read_piece(answer: Any) -> bytes:
-        piece = bytearray()
-        while len(piece) < piece_bytes and (block := await answer.content.read(piece_bytes - len(piece))):
-            piece += block
-        return bytes(piece)
-
-    async def close(answer: Any) -> None:
-        answer.close()
-
-    answer = sync(filesystem.loop, open_answer, timeout=REQUEST_SECONDS)
-    try:
-        check(RangeAnswer(b"", _versions(answer.headers)))
-        while piece := sync(filesystem.loop, read_piece, answer):
-            yield piece
-    finally:
-        sync(filesystem.loop, close, answer)
 
 
 def _versions(headers: Any) -> dict[str, str]:

@@ -33,13 +33,12 @@ class RateRecord:
     day: str
     """Day of the measurement: '2026-11-27'."""
     source: str
-    """Program that measured: 'probe', 'preparation', or 'run NAME'."""
+    """Program that measured: 'probe' or 'run NAME'."""
 
     @property
     def origin(self) -> str:
         """The measurement in words: 'measured by a probe on 2026-11-27'."""
-        by = {"probe": "by a probe", "preparation": "by a preparation"}.get(self.source, f"by {self.source}")
-        return f"measured {by} on {self.day}"
+        return f"measured by {'a probe' if self.source == 'probe' else self.source} on {self.day}"
 
     def age_days(self, today: datetime.date) -> int:
         """Return the days since the measurement."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,16 +42,35 @@ READ_RETRY_POLICY = read_retry_policy()
 """Retries of a read where no job says how long."""
 
 
+FileOpener = Callable[[StoredFile], ByteSource]
+"""Function that opens a listed file, such as `NodeCache.open`; errors as of `open_file`."""
+
+
 @dataclass(frozen=True)
-class StoreOpener:
-    """Opener of listed files without a cache."""
+class OpenableFile:
+    """Listed file that can be opened; attributes and methods as of `wanma.data.formats.format.DataFile`.
 
-    policy: RetryPolicy = READ_RETRY_POLICY
-    """Retries of each request."""
+    A local file is mapped into memory. A remote one is read by ranges, through `opener` if there is one.
+    """
 
-    def open(self, file: StoredFile) -> ByteSource:
-        """Return the bytes of a listed file; errors as of `open_file`."""
-        return open_file(file, self.policy)
+    stored: StoredFile
+    opener: FileOpener | None = None
+    """Function that opens the file; None: `open_file`."""
+
+    @property
+    def url(self) -> str:
+        return redact_credentials(self.stored.url)
+
+    @property
+    def size(self) -> int:
+        return self.stored.size
+
+    @property
+    def version(self) -> str:
+        return self.stored.version
+
+    def open(self) -> ByteSource:
+        return open_file(self.stored) if self.opener is None else self.opener(self.stored)
 
 
 def open_file(file: StoredFile, policy: RetryPolicy = READ_RETRY_POLICY) -> ByteSource:
@@ -117,25 +136,9 @@ class RemoteFile:
         contents = client.map(lambda piece: self._read_piece(client, *piece), pieces)
         return select_ranges(clipped, pieces, contents)
 
-    def stream(self, piece_bytes: int) -> Iterator[bytes]:
-        """Yield the whole content in pieces of `piece_bytes`, by one request; for servers without ranges.
-
-        It is not continued after a failure, which is raised as it is.
-        """
-        client = store_client(self._file.filesystem)
-        received = 0
-        try:
-            for piece in client.stream(self._file.path, piece_bytes, self._check_answer):
-                received += len(piece)
-                yield piece
-        except ChangedFileError as error:
-            raise self._changed_error(str(error)) from None
-        if received != self.size:
-            raise OSError(f"the answer has {received:,} of {self.size:,} bytes")
-
-    def unreadable_error(self, error: Exception) -> WanmaError:
-        """Return the error that names this file and the cause of its failure."""
-        return unreadable_error(self._file.url, self._file.job_key, error)
+    def read_whole(self) -> bytes:
+        """Return the whole content by one request, for servers without ranges; errors as of `read`."""
+        return self._read_piece(store_client(self._file.filesystem), 0, self.size)
 
     def _read_piece(self, client: StoreClient, start: int, end: int) -> bytes:
         """Return bytes [start, end) by one request, repeated after passing failures."""
@@ -148,7 +151,7 @@ class RemoteFile:
             except Exception as error:
                 failures += 1
                 if failures == _REPORTED_FAILURE and not is_permanent(error):
-                    client.report_outage(str(self.unreadable_error(error)), self._policy.deadline_seconds)
+                    client.report_outage(str(self._unreadable_error(error)), self._policy.deadline_seconds)
                 raise
 
         try:
@@ -156,7 +159,7 @@ class RemoteFile:
         except WanmaError:
             raise
         except Exception as error:  # a storage library may raise anything
-            raise self.unreadable_error(error) from shown_cause(error)
+            raise self._unreadable_error(error) from shown_cause(error)
 
     def _request(self, client: StoreClient, start: int, end: int) -> bytes:
         path = self._file.path
@@ -208,6 +211,9 @@ class RemoteFile:
 
     def _changed_error(self, detail: str) -> WanmaError:
         return _changed_error(self._file, detail)
+
+    def _unreadable_error(self, error: Exception) -> WanmaError:
+        return unreadable_error(self._file.url, self._file.job_key, error)
 
 
 def _changed_error(file: StoredFile, detail: str = "") -> WanmaError:

@@ -1,7 +1,7 @@
 """Measurement of a store as this machine reaches it: latency, bandwidth of one request, and of several.
 
-A probe reads the first bytes of real files for a second or two, and is kept for a week; a run that has read
-the store corrects it. Nothing here fails a plan: a store that does not answer is a reason in words.
+A probe reads the first bytes of real files for a second or two, and is kept for a week. Nothing here fails a
+plan: a store that does not answer is a reason in words.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ _FIRST_BYTES, _REQUEST_BYTES = 256 << 10, 4 << 20
 _PARALLEL_REQUESTS = 8
 _MIN_BYTES = 64 << 10
 """Bytes of a request below which its time says nothing about bandwidth."""
-_MIN_RUN_REQUESTS = 16
-"""Requests of a run from which on its times are kept."""
 
 Range = tuple[str, int, int]
 """Path, first byte and end of a range."""
@@ -65,8 +63,8 @@ def measured_store_rates(files: Sequence[StoredFile], cache: Path, *, is_probed:
     if not remote:
         return None
     name = store_name(remote[0])
-    record = read_rates(cache, "store", name)
-    if record is None or (record.source == "probe" and read_rates(cache, "store", name, PROBE_DAYS) is None):
+    record = read_rates(cache, "store", name, PROBE_DAYS)
+    if record is None:
         if not is_probed:
             return StoreRates(fault="data.probe_store = false")
         rates = probe_store([file for file in remote if store_name(file) == name])
@@ -75,26 +73,6 @@ def measured_store_rates(files: Sequence[StoredFile], cache: Path, *, is_probed:
             return rates
         record = write_rates(cache, "store", name, "probe", figures)
     return _rates_of(record)
-
-
-def record_store_rates(file: StoredFile, cache: Path, source: str) -> RateRecord | None:
-    """Keep the rates at which this process has read a store; None: it has made too few requests.
-
-    Args:
-        file: a file of the store.
-        cache: folder of the job's cache.
-        source: the run, as 'run NAME'.
-    """
-    times = store_client(file.filesystem).request_times
-    if times.requests < _MIN_RUN_REQUESTS:
-        return None
-    name = store_name(file)
-    earlier = read_rates(cache, "store", name)
-    figures = dict(earlier.figures) if earlier is not None else {}
-    figures.update(_figures(times.fit(figures.get("latency_seconds", 0.0))))
-    # A run reads as fast as it needs: its rate is at least what the store gives.
-    figures["bytes_per_second"] = max(figures.get("bytes_per_second", 0.0), times.busy_bytes_per_second)
-    return write_rates(cache, "store", name, source, figures)
 
 
 def store_name(file: StoredFile) -> str:

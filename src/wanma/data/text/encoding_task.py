@@ -29,10 +29,9 @@ from wanma.data.documents.text_files import read_chunks
 from wanma.data.formats.arrays import ArrayReader
 from wanma.data.formats.format import BadDataError, FileGroup, Format, Layout, RowReader, row_place
 from wanma.data.index.group_scan import open_or_scan
-from wanma.data.stores.data_file import FileOpener, OpenableFile
 from wanma.data.stores.filesystems import is_local, is_shared_memory
 from wanma.data.stores.listing import StoredFile
-from wanma.data.stores.remote_file import READ_RETRY_POLICY
+from wanma.data.stores.remote_file import READ_RETRY_POLICY, FileOpener, OpenableFile
 from wanma.data.text.document_encoding import (
     check_tokens,
     document_digest,
@@ -69,9 +68,7 @@ class ReadingSettings:
     retry_seconds: float = READ_RETRY_POLICY.deadline_seconds
     """Time for which a failed read of a store is tried again."""
     cache_folder: str = ""
-    """Folder of the node cache; empty: in that of the unfinished token file."""
-    node: str = ""
-    """Name by which nodes with a common cache tell this one from others; empty: the name of the host."""
+    """Folder of the node cache: in that of the unfinished token file."""
     is_chat: bool = False
     """True if the documents are conversations."""
     format_name: str = ""
@@ -247,12 +244,7 @@ def _row_tasks(group: DocumentGroup, folder: Path, settings: ReadingSettings) ->
     except BadDataError:  # the task that reads it says so
         yield whole
         return
-    step = max(layout.rows * _ROW_TASK_BYTES // group.size, 1)
-    bounds = np.append(np.arange(0, layout.rows, step), layout.rows)
-    if "group_starts" in layout.tables:
-        starts = np.append(layout.tables["group_starts"], layout.rows)
-        bounds = np.unique(starts[np.searchsorted(starts, bounds)])
-    for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+    for start, end in layout.cut(max(layout.rows * _ROW_TASK_BYTES // group.size, 1)):
         yield EncodingTask(group, group.size * (end - start) // layout.rows, start, end)
 
 

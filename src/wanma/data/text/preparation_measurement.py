@@ -1,7 +1,6 @@
 """Measurement of a job's text before its preparation: bytes, what is prepared, and the tokenizer's rate.
 
-The rate is that of an earlier preparation with the same tokenizer and kind of files, if this machine has made
-one; else that of encoding the first bytes of the largest file. No torch here.
+The rate is that of encoding the first bytes of the largest file. No torch here.
 """
 
 from __future__ import annotations
@@ -9,23 +8,18 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path, PurePosixPath
-
-from fsspec.utils import infer_compression
+from pathlib import PurePosixPath
 
 from wanma.data.documents.content_detection import detect_content
 from wanma.data.documents.rows import Document, document_of
 from wanma.data.formats.compression import detect_compression
 from wanma.data.index.records import cache_folder, has_remote
 from wanma.data.stores.byte_source import ByteSource
-from wanma.data.stores.data_file import OpenableFile
 from wanma.data.stores.filesystems import is_local
 from wanma.data.stores.listing import StoredFile
-from wanma.data.stores.rate_records import RateRecord, read_rates, write_rates
-from wanma.data.stores.remote_file import RemoteFile
+from wanma.data.stores.remote_file import OpenableFile, RemoteFile
 from wanma.data.stores.store_probe import measured_store_rates
 from wanma.data.text.document_encoding import encode_document
 from wanma.data.text.tokenization import text_per_process
@@ -49,11 +43,6 @@ _SECONDS = 0.3
 """Seconds of a core after which the measurement ends."""
 
 
-MIN_RECORDED_BYTES = 16 << 20
-"""Bytes of a preparation from which on its rate is kept: the start of processes takes part of a short one."""
-_KIND, _FIGURE = "tokens", "bytes_per_second"
-
-
 def measure_preparation(
     section: DataSection, text_bytes: int, missing: Sequence[tuple[StoredFile, str]], tokenizer: Tokenizer
 ) -> TextPreparation:
@@ -68,7 +57,7 @@ def measure_preparation(
     rate, origin = None, "nothing to measure"
     if size >= MIN_MEASURED_BYTES:
         _, text_field = max(missing, key=lambda one: one[0].size)
-        rate, origin = _rate(documents, text_field, tokenizer, cache)
+        rate, origin = _rate(documents, text_field, tokenizer)
     is_remote = has_remote(documents)
     is_probed = section.probe_store and size >= MIN_MEASURED_BYTES
     return TextPreparation(
@@ -82,12 +71,8 @@ def measure_preparation(
     )
 
 
-def _rate(
-    documents: Sequence[StoredFile], text_field: str, tokenizer: Tokenizer, cache: Path
-) -> tuple[float | None, str]:
+def _rate(documents: Sequence[StoredFile], text_field: str, tokenizer: Tokenizer) -> tuple[float | None, str]:
     """Return the bytes that one process encodes in a second, None if unknown, and the origin in words."""
-    if (found := recorded_rate(cache, documents, tokenizer)) is not None:
-        return found[0], found[1].origin
     largest = max(documents, key=lambda document: document.size)
     try:
         head = bytes(_open_sample(largest).read(0, _SAMPLE_BYTES))
@@ -95,7 +80,7 @@ def _rate(
         return None, f"assumed: the first bytes of the largest file cannot be read ({type(error).__name__})"
     content, name = detect_content(head[: head.rfind(b"\n") + 1] or head)
     is_copied = PurePosixPath(largest.path).suffix in _TOKEN_SUFFIXES or isinstance(tokenizer, BytesTokenizer)
-    if not is_copied and (infer_compression(largest.path) or detect_compression(head)):
+    if not is_copied and detect_compression(head):
         return None, f"assumed: {OpenableFile(largest).url} is compressed"
     if not is_copied and content == "binary":
         return None, f"assumed: {OpenableFile(largest).url} is no text ({name})"
@@ -156,32 +141,3 @@ def _record_texts(head: bytes, text_field: str) -> Iterator[tuple[int, Document]
             yield len(line) + 1, document_of(json.loads(line), text_field)
         except (ValueError, KeyError, TypeError, AttributeError):
             yield len(line) + 1, line
-
-
-def record_preparation(
-    cache: Path, documents: Sequence[StoredFile], tokenizer: Tokenizer, seconds: float, processes: int
-) -> None:
-    """Keep the rate of a whole preparation, in stored bytes per second and process."""
-    size = sum(document.size for document in documents)
-    if size < MIN_RECORDED_BYTES or seconds <= 0:
-        return
-    rate = size / seconds / max(processes, 1)
-    write_rates(cache, _KIND, _name(documents, tokenizer), "preparation", {_FIGURE: rate})
-
-
-def recorded_rate(
-    cache: Path, documents: Sequence[StoredFile], tokenizer: Tokenizer
-) -> tuple[float, RateRecord] | None:
-    """Return the rate of an earlier preparation of such files, in bytes/s and process; None: none is kept."""
-    record = read_rates(cache, _KIND, _name(documents, tokenizer))
-    if record is None or record.figures.get(_FIGURE, 0.0) <= 0:
-        return None
-    return record.figures[_FIGURE], record
-
-
-def _name(documents: Sequence[StoredFile], tokenizer: Tokenizer) -> str:
-    """Return what decides about the rate: the tokenizer and the suffix of most bytes."""
-    sizes: Counter[str] = Counter()
-    for document in documents:
-        sizes["".join(PurePosixPath(document.path).suffixes[-2:]).lower()] += document.size
-    return f"{tokenizer.fingerprint} {sizes.most_common(1)[0][0] if sizes else ''}"

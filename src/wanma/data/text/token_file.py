@@ -18,14 +18,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import shutil
-import socket
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,7 @@ from wanma.data.documents.corpus_acceptance import (
 from wanma.data.documents.document_groups import DocumentGroup
 from wanma.data.stores.atomic_file import sync_to_disk
 from wanma.data.stores.byte_source import FileWatch
+from wanma.data.stores.file_locks import exclusive_lock
 from wanma.data.stores.listing import StoredFile
 from wanma.data.text.encoding_task import (
     EncodingResult,
@@ -50,20 +50,8 @@ from wanma.data.text.encoding_task import (
     check_corpus,
 )
 from wanma.data.text.part_writer import TOKEN_FILES, JournalMismatchError, TokenFileWriter
-from wanma.data.text.preparation_measurement import record_preparation
-from wanma.data.text.shared_tasks import (
-    build_folder_of,
-    builder_lock,
-    is_being_built,
-    remove_abandoned_builds,
-)
 from wanma.data.text.stored_tokens import StoredTokens, find_stored_tokens
-from wanma.data.text.tokenization import (
-    Progress,
-    encoding_processes,
-    help_tokenizing,
-    tokenize_documents,
-)
+from wanma.data.text.tokenization import Progress, tokenize_documents
 from wanma.data.text.tokenizer import Tokenizer
 from wanma.job.errors import EXIT_USAGE, WanmaError
 from wanma.job.run.run_directory import write_json
@@ -71,6 +59,8 @@ from wanma.job.run.run_directory import write_json
 _FORMAT = "wanma-tokens"
 _VERSION = 1
 _LISTED_BAD_ROWS = 1000
+_ABANDONED_SECONDS = 7 * 24 * 3600.0
+"""Age of an unfinished token file from which on nobody is expected to go on with it."""
 
 log = logging.getLogger("wanma.data")
 
@@ -166,7 +156,7 @@ def _open_or_build(folder: Path, corpus: _Corpus) -> TokenFile:
     with suppress(FileNotFoundError, TokenFileCorruptError):
         return open_token_file(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with builder_lock(folder, _node_of(corpus.settings), partial(_help, folder, corpus)):
+    with _builder_lock(folder):
         # Look again: the last holder may have built or repaired the file.
         try:
             return open_token_file(folder)
@@ -177,6 +167,39 @@ def _open_or_build(folder: Path, corpus: _Corpus) -> TokenFile:
             shutil.rmtree(folder)
         _build(folder, corpus)
         return open_token_file(folder)
+
+
+@contextmanager
+def _builder_lock(folder: Path) -> Iterator[None]:
+    """Hold the lock of the only builder of a token file."""
+    path = _lock_path(folder)
+    with exclusive_lock(path, 0) as descriptor:
+        if descriptor is not None:
+            yield
+            return
+    log.info("waiting for another process, which builds the token file %s", folder)
+    with exclusive_lock(path, math.inf):
+        yield
+
+
+def _lock_path(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.lock")
+
+
+def _remove_abandoned_builds(folder: Path) -> None:
+    """Remove unfinished token files of `folder` that killed builders left and nobody went on with for a week.
+
+    Those of builders that live are locked. A failure is left to the next one that tries.
+    """
+    for build in folder.glob("*.building"):
+        with suppress(OSError):
+            newest = max(path.stat().st_mtime for path in (build, *build.iterdir()))
+            if time.time() - newest < _ABANDONED_SECONDS:
+                continue
+            with exclusive_lock(_lock_path(build.with_suffix("")), 0) as descriptor:
+                if descriptor is not None:
+                    shutil.rmtree(build)
+                    log.info("%s was left unfinished, and is removed", build)
 
 
 def open_token_file(folder: Path) -> TokenFile:
@@ -260,15 +283,20 @@ def _build(folder: Path, corpus: _Corpus) -> None:
 
     Bad data and a full disk leave nothing: another try would begin with other data, or needs the space.
     """
-    build_folder = build_folder_of(folder)
+    build_folder = folder.with_name(f"{folder.name}.building")
     build_folder.mkdir(exist_ok=True)
     _remove_unjoined_parts(build_folder)
-    remove_abandoned_builds(folder.parent)
-    corpus = replace(corpus, settings=_with_block_cache(corpus.settings, build_folder))
+    _remove_abandoned_builds(folder.parent)
+    corpus = replace(corpus, settings=replace(corpus.settings, cache_folder=str(build_folder / "blocks")))
     documents, tokenizer, settings = corpus.documents, corpus.tokenizer, corpus.settings
-    is_begun, start = _has_parts(build_folder), time.perf_counter()
     try:
-        groups, unused = accept_documents(documents, settings, settings.opener(documents))
+        groups, unused = accept_documents(
+            documents,
+            settings.text_field,
+            settings.opener(documents),
+            is_chat=settings.is_chat,
+            format_name=settings.format_name,
+        )
         notes = unused_notes(unused, settings.text_field)
         report_unused(documents, notes)
         stored = None if settings.is_chat else find_stored_tokens(groups, tokenizer)
@@ -292,11 +320,6 @@ def _build(folder: Path, corpus: _Corpus) -> None:
             paths["tokens.bin"] = Path(stored.path)
         write_json(build_folder / "verified.json", {name: _stat(path) for name, path in paths.items()})
         build_folder.rename(folder)
-        if not is_begun and stored is None:
-            processes = encoding_processes(groups, tokenizer, corpus.process_count)
-            seconds = time.perf_counter() - start
-            record_preparation(folder.parent.parent, documents, tokenizer, seconds, processes)
-        _remove_temporary(folder)  # of a helper that began a task at the last moment
         sync_to_disk(folder.parent)
     except BaseException as error:
         is_final = isinstance(error, OSError) or getattr(error, "exit_code", 0) == EXIT_USAGE
@@ -325,13 +348,7 @@ def _encode(
             dtype = settings.token_dtype(tokenizer)
             with TokenFileWriter(folder, dtype, identity, stored is None) as writer:
                 result = tokenize_documents(
-                    groups,
-                    tokenizer,
-                    writer,
-                    settings,
-                    _node_of(settings),
-                    corpus.progress,
-                    corpus.process_count,
+                    groups, tokenizer, writer, settings, corpus.progress, corpus.process_count
                 )
             return _Built(result, writer.hashes, writer.tokens)
         except JournalMismatchError:  # another version of wanma has cut the corpus into other tasks
@@ -348,44 +365,6 @@ def _remove_unjoined_parts(build_folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-
-
-def _help(folder: Path, corpus: _Corpus) -> None:
-    """Encode tasks of a token file that another node builds in the common cache, until it has ended.
-
-    A failure is left to the builder, which meets it too.
-    """
-    build_folder = build_folder_of(folder)
-
-    def is_over() -> bool:
-        return not is_being_built(folder) or not build_folder.is_dir()
-
-    if not build_folder.is_dir():
-        return
-    try:
-        settings = _with_block_cache(corpus.settings, build_folder)
-        groups, _ = accept_documents(corpus.documents, settings, settings.opener(corpus.documents))
-        count = help_tokenizing(
-            groups,
-            corpus.tokenizer,
-            build_folder,
-            settings,
-            _node_of(settings),
-            is_over,
-            corpus.progress,
-            corpus.process_count,
-        )
-        log.info("%s tasks of the token file %s were encoded here for another node", count, folder)
-    except (WanmaError, OSError) as error:
-        log.info("the builder of the token file %s goes on alone: %s", folder, error)
-
-
-def _with_block_cache(settings: ReadingSettings, build_folder: Path) -> ReadingSettings:
-    """Return settings with a cache of remote files, which every node has for itself."""
-    if settings.cache_folder:
-        return settings
-    cache_folder = build_folder / f"blocks-{_node_of(settings)}"
-    return replace(settings, cache_folder=str(cache_folder))
 
 
 def _remove_temporary(build_folder: Path) -> None:
@@ -432,15 +411,6 @@ def _header(
         "data_hash": hashlib.sha256("".join([tokenizer.fingerprint, *hashes.values()]).encode()).hexdigest(),
     }
     return header if stored is None else {**header, "stored_tokens": stored.to_json()}
-
-
-def node_name() -> str:
-    """Return the name of this node, by which builders with a common cache tell each other."""
-    return socket.gethostname()
-
-
-def _node_of(settings: ReadingSettings) -> str:
-    return settings.node or node_name()
 
 
 @contextmanager

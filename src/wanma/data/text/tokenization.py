@@ -28,9 +28,7 @@ from wanma.data.text.encoding_task import (
     run_task,
 )
 from wanma.data.text.part_writer import TokenFileWriter
-from wanma.data.text.shared_tasks import Encode, EncodedPart, SharedTasks
-from wanma.data.text.task_json import task_to_json
-from wanma.data.text.tokenization_process import serve_tasks
+from wanma.data.text.tokenization_process import serve_tasks, task_to_json
 from wanma.data.text.tokenizer import BytesTokenizer, Tokenizer
 from wanma.job.errors import WanmaError
 from wanma.job.run.child_process import ChildProcess
@@ -39,8 +37,8 @@ from wanma.job.run.resource_limits import usable_cores
 Progress = Callable[[int, int], None]
 """Callback for (bytes done, bytes in all)."""
 
-_Done = tuple[int, EncodingTask, EncodedPart | None]
-"""Number of a task, the task, and its part; None: another node encodes it, which only a helper leaves so."""
+_Done = tuple[EncodingTask, Path, EncodingResult]
+"""Task, its part, and its result."""
 
 _BYTE_TEXT_PER_PROCESS = 512 << 20
 _BPE_TEXT_PER_PROCESS = 2 << 20
@@ -54,7 +52,6 @@ def tokenize_documents(
     tokenizer: Tokenizer,
     writer: TokenFileWriter,
     settings: ReadingSettings,
-    node: str,
     progress: Progress | None = None,
     process_count: int | None = None,
 ) -> EncodingResult:
@@ -81,63 +78,21 @@ def tokenize_documents(
         if progress:
             progress(min(processed_bytes, total_bytes), total_bytes)
 
-    tasks: Iterator[tuple[int, EncodingTask]] = enumerate(plan_tasks(groups, writer.folder, settings))
-    with SharedTasks(writer.folder, node) as shared:
-        for number, task in tasks:
-            written = writer.written_result(task.name)
-            if written is None:
-                tasks = chain([(number, task)], tasks)
-                break
-            note(task, EncodingResult(**written))
-            shared.mark_joined(number)
-        runner = _Runner(tokenizer, writer.folder, settings, shared.run_as_builder)
-        count = encoding_processes(groups, tokenizer, process_count)
-        with closing(runner.run(tasks, count)) as encoded_tasks:  # no thread claims a task after the end
-            for number, task, encoded in encoded_tasks:
-                assert encoded is not None
-                part, result = encoded
-                writer.append(part, task.name, result.to_json())
-                shared.mark_joined(number)
-                note(task, result)
+    tasks = plan_tasks(groups, writer.folder, settings)
+    for task in tasks:
+        written = writer.written_result(task.name)
+        if written is None:
+            tasks = chain([task], tasks)
+            break
+        note(task, EncodingResult(**written))
+    count = encoding_processes(groups, tokenizer, process_count)
+    with closing(_encode(tasks, tokenizer, writer.folder, settings, count)) as encoded:
+        for task, part, result in encoded:
+            writer.append(part, task.name, result.to_json())
+            note(task, result)
     if progress and processed_bytes != total_bytes:  # rows are counted by their share of a file
         progress(total_bytes, total_bytes)
     return total
-
-
-def help_tokenizing(
-    groups: Sequence[DocumentGroup],
-    tokenizer: Tokenizer,
-    folder: Path,
-    settings: ReadingSettings,
-    node: str,
-    is_over: Callable[[], bool],
-    progress: Progress | None = None,
-    process_count: int | None = None,
-) -> int:
-    """Encode tasks of a token file that another node builds, and return their number.
-
-    Args:
-        is_over: returns True once the builder has ended.
-        progress: called with (bytes in the token file, bytes in all), after tasks of this node.
-    """
-    shared = SharedTasks(folder, node)
-    planned_bytes = [0]  # of all tasks before each number
-
-    def planned_tasks() -> Iterator[EncodingTask]:
-        for task in plan_tasks(groups, folder, settings):
-            planned_bytes.append(planned_bytes[-1] + task.size)
-            yield task
-
-    tasks = shared.open_tasks(planned_tasks(), is_over)
-    runner = _Runner(tokenizer, folder, settings, shared.run_as_helper)
-    total_bytes = sum(group.size for group in groups)
-    count = 0
-    for _, _, encoded in runner.run(tasks, encoding_processes(groups, tokenizer, process_count)):
-        count += encoded is not None
-        if progress:
-            joined_bytes = planned_bytes[min(shared.joined, len(planned_bytes) - 1)]
-            progress(min(joined_bytes, total_bytes), total_bytes)
-    return count
 
 
 def text_per_process(tokenizer: Tokenizer) -> int:
@@ -154,82 +109,56 @@ def encoding_processes(groups: Sequence[DocumentGroup], tokenizer: Tokenizer, gi
     return min(usable_cores(), sum(group.size for group in groups) // text_per_process(tokenizer))
 
 
-class _Runner:
-    """Runner of numbered tasks, in this process or in several.
-
-    Args:
-        claim: function (number, task, encode) that lets `encode` write the part unless another node does.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        folder: Path,
-        settings: ReadingSettings,
-        claim: Callable[[int, EncodingTask, Encode], EncodedPart | None],
-    ) -> None:
-        self._tokenizer, self._folder, self._settings, self._claim = tokenizer, folder, settings, claim
-
-    def run(
-        self, tasks: Iterator[tuple[int, EncodingTask]], process_count: int
-    ) -> Generator[_Done, None, None]:
-        """Yield (number, task, result) in the order of the tasks."""
-        first = list(islice(tasks, max(process_count, 2)))
-        rest = chain(first, tasks)
-        count = min(process_count, len(first))
-        if count > 1:
-            return _tokenize_in_processes(
-                rest, self._tokenizer, self._folder, self._settings, self._claim, count
-            )
-        return self._tokenize_here(rest)
-
-    def _tokenize_here(self, tasks: Iterable[tuple[int, EncodingTask]]) -> Generator[_Done, None, None]:
-        for number, task in tasks:
-
-            def encode(part: Path, task: EncodingTask = task) -> EncodingResult:
-                return run_task(task, self._tokenizer, part, self._settings)
-
-            yield number, task, self._claim(number, task, encode)
-
-
-def _tokenize_in_processes(
-    tasks: Iterable[tuple[int, EncodingTask]],
+def _encode(
+    tasks: Iterator[EncodingTask],
     tokenizer: Tokenizer,
     folder: Path,
     settings: ReadingSettings,
-    claim: Callable[[int, EncodingTask, Encode], EncodedPart | None],
     process_count: int,
 ) -> Generator[_Done, None, None]:
-    """Encode tasks in processes, each held by one thread; results come in the order of the tasks."""
+    """Encode tasks, in this process or in several; parts come in the order of the tasks."""
+    first = list(islice(tasks, max(process_count, 2)))
+    count = min(process_count, len(first))
+    numbered = ((task, folder / f"part-{number}") for number, task in enumerate(chain(first, tasks)))
+    if count > 1:
+        yield from _tokenize_in_processes(numbered, tokenizer, folder, settings, count)
+    else:
+        for task, part in numbered:
+            yield task, part, run_task(task, tokenizer, part, settings)
+
+
+def _tokenize_in_processes(
+    tasks: Iterable[tuple[EncodingTask, Path]],
+    tokenizer: Tokenizer,
+    folder: Path,
+    settings: ReadingSettings,
+    process_count: int,
+) -> Generator[_Done, None, None]:
+    """Encode tasks in processes, each held by one thread."""
     tokenizer_folder = Path(tempfile.mkdtemp(prefix="tokenizer-", dir=folder))
     tokenizer.save(tokenizer_folder)
     idle_processes: queue.SimpleQueue[_TokenizationProcess] = queue.SimpleQueue()
     processes: list[_TokenizationProcess] = []
-    pending: deque[tuple[int, EncodingTask, Future[EncodedPart | None]]] = deque()
+    pending: deque[Future[_Done]] = deque()
 
-    def encode(number: int, task: EncodingTask) -> EncodedPart | None:
-        def encode_in_process(part: Path) -> EncodingResult:
-            process = idle_processes.get()
-            try:
-                return process.encode(task, part, settings)
-            finally:
-                idle_processes.put(process)
-
-        return claim(number, task, encode_in_process)
+    def encode(task: EncodingTask, part: Path) -> _Done:
+        process = idle_processes.get()
+        try:
+            return task, part, process.encode(task, part, settings)
+        finally:
+            idle_processes.put(process)
 
     pool = ThreadPoolExecutor(process_count, thread_name_prefix="wanma-tokens")
     try:
         for _ in range(process_count):
             processes.append(_TokenizationProcess(tokenizer, tokenizer_folder))
             idle_processes.put(processes[-1])
-        for number, task in tasks:
-            pending.append((number, task, pool.submit(encode, number, task)))
+        for task, part in tasks:
+            pending.append(pool.submit(encode, task, part))
             if len(pending) >= _TASKS_PER_PROCESS * process_count:
-                first, oldest, future = pending.popleft()
-                yield first, oldest, future.result()
+                yield pending.popleft().result()
         while pending:
-            first, oldest, future = pending.popleft()
-            yield first, oldest, future.result()
+            yield pending.popleft().result()
     finally:  # also when a document fails or the user interrupts: the kill frees the waiting threads
         for process in processes:
             process.kill()

@@ -6,13 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-
 from wanma.data.formats.arrow_tables import TableReader
 from wanma.data.formats.format import BadDataError, Record, RowReader
 from wanma.data.formats.image_folder import ImageFolder
-from wanma.data.index.damaged_rows import read_around_damage
-from wanma.data.index.sample_index import SampleIndex
+from wanma.data.index.sample_index import SampleIndex, read_around_damage
 
 TASK_BYTES = 16 << 20
 """Stored bytes that one task reads, about."""
@@ -55,12 +52,7 @@ def plan_tasks(index: SampleIndex, source: int, task_bytes: int = TASK_BYTES) ->
             continue
         size = sum(file.size for file in group.files)
         step = min(max(int(rows * task_bytes / max(size, 1)), 1), _MAX_TASK_ROWS)
-        bounds = np.append(np.arange(0, rows, step), rows)
-        layout = index.layout(number)
-        if "group_starts" in layout.tables:
-            starts = np.append(layout.tables["group_starts"], rows)
-            bounds = np.unique(starts[np.searchsorted(starts, bounds)])
-        for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        for start, end in index.layout(number).cut(step):
             tasks.append(RowTask(source, number, start, end, size * (end - start) // rows))
     return tasks
 

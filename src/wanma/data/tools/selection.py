@@ -36,9 +36,9 @@ from wanma.data.index.records import cache_folder, is_description
 from wanma.data.index.sample_index import SampleIndex
 from wanma.data.interactions.log_files import first_record, list_log_files, open_log, resolve_columns
 from wanma.data.stores.byte_source import ByteSource
-from wanma.data.stores.data_file import OpenableFile
 from wanma.data.stores.filesystems import is_shared_memory
 from wanma.data.stores.listing import StoredFile, expand_entry, list_files, unique_files
+from wanma.data.stores.remote_file import OpenableFile
 from wanma.data.text.corpus import TextSource, resolve_text_sources
 from wanma.job.errors import JobError, WanmaError, did_you_mean
 from wanma.job.sections.data import DataSection
@@ -59,27 +59,18 @@ _PROBED_FILES = 16
 """Files of one suffix whose first bytes are read to find their format."""
 
 
-@dataclass(frozen=True)
-class CommandFileOpener:
-    """Opener of the files of a command: one that cannot be opened is bad data of that file."""
-
-    def open(self, file: StoredFile) -> ByteSource:
-        """Open a file.
-
-        Raises:
-            UnreadableFileError: it is gone, was changed, or may not be read.
-        """
-        plain = OpenableFile(file)
-        try:
-            return plain.open()
-        except WanmaError as error:
-            cause = error.message.rpartition(f"'{plain.url}'")[2].lstrip(": ") or error.message
-            raise UnreadableFileError(plain.url, cause, hint=error.hint) from error
-
-
 def openable(file: StoredFile) -> OpenableFile:
-    """Return a file of a command; see `CommandFileOpener`."""
-    return OpenableFile(file, CommandFileOpener())
+    """Return a file of a command; one that cannot be opened is bad data of that file."""
+    return OpenableFile(file, _open_or_bad_data)
+
+
+def _open_or_bad_data(file: StoredFile) -> ByteSource:
+    plain = OpenableFile(file)
+    try:
+        return plain.open()
+    except WanmaError as error:
+        cause = error.message.rpartition(f"'{plain.url}'")[2].lstrip(": ") or error.message
+        raise UnreadableFileError(plain.url, cause, hint=error.hint) from error
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,12 @@ Nothing of the index of jobs is used: files are scanned anew, in a folder of the
 
 from __future__ import annotations
 
+import multiprocessing
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,15 +30,17 @@ from wanma.data.tools.images import check_image, has_pillow
 from wanma.data.tools.record_content import record_decoder
 from wanma.data.tools.row_reading import Damage, RowTask, plan_tasks, read_rows, row_url
 from wanma.data.tools.selection import DataSelection, DataSource, Progress
-from wanma.data.tools.task_processes import ProcessCrash, Work, useful_processes
 from wanma.data.tools.values import image_bytes
 from wanma.job.errors import WanmaError
+from wanma.job.run.resource_limits import usable_cores
 
 _IMAGE_FIELDS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
 """Fields whose bytes are images, by the suffixes of WebDataset."""
 _TOKEN_FIELDS = (*TOKEN_FIELDS, "array")
 """Fields whose integers are tokens; "array" is that of a .npy file, of which a row may be one token."""
 _TOKEN_TYPES = (np.ndarray, list, int, np.integer)
+_MIN_BYTES_PER_PROCESS = 64 << 20
+"""Stored bytes that are worth the start of one more process."""
 
 
 @dataclass(frozen=True)
@@ -109,39 +114,93 @@ def _advance(progress: Progress | None, start: int, total: int, done: int, _: in
 def _read_tasks(
     selection: DataSelection, indexes: Sequence[SampleIndex], tasks: Sequence[RowTask], limit: int | None
 ) -> Iterator[tuple[RowTask, list[Damage]]]:
-    names = [source.name for source in selection.sources]
-    is_shared = not any(source.is_in_memory for source in selection.sources)
-    processes = useful_processes(sum(task.size for task in tasks), limit, is_shared=is_shared)
-    tables = any(isinstance(index.data_format, Parquet | ArrowTables) for index in indexes)
+    """Yield each task with what is damaged in its rows, in the order of the tasks."""
     vocabulary = load_tokenizer(selection.tokenizer).vocabulary_size if selection.tokenizer else 0
-    faults = [_row_check(source, vocabulary) for source in selection.sources]
-    work = Work(_verify_rows, indexes, (names, faults))
-    for task, found in work.run(tasks, processes, is_isolated=tables and is_shared):
-        if isinstance(found, ProcessCrash):
-            url = indexes[task.source].groups[task.group].url
-            cause = "reading these rows ends the process: the library of the format fails on the damage"
-            found = [Damage(names[task.source], url, task.start, cause, task.end - task.start)]
-        yield task, found
+    reader = _RowReader(
+        indexes,
+        [source.name for source in selection.sources],
+        [_row_check(source, vocabulary) for source in selection.sources],
+    )
+    is_shared = not any(source.is_in_memory for source in selection.sources)
+    size = sum(task.size for task in tasks)
+    processes = limit or max(min(usable_cores(), size // _MIN_BYTES_PER_PROCESS), 1)
+    has_tables = any(isinstance(index.data_format, Parquet | ArrowTables) for index in indexes)
+    if is_shared and (processes > 1 or has_tables):
+        yield from _read_in_processes(reader, tasks, processes)
+    else:
+        for task in tasks:
+            yield task, reader.read(task)
 
 
-def _verify_rows(
-    indexes: Sequence[SampleIndex],
-    common: tuple[Sequence[str], Sequence[Callable[[Record], Iterable[str]]]],
-    task: RowTask,
-) -> list[Damage]:
-    """Read the rows of a task, and return what is damaged."""
-    names, faults = common
-    index, name = indexes[task.source], names[task.source]
-    damages = []
-    for row, rows, found in read_rows(index, task, record_decoder(index.data_format)):
-        if isinstance(found, BadDataError):
-            damages.append(Damage(name, found.file, row, found.cause, rows))
-        else:
-            damages += [
-                Damage(name, row_url(index, task.group, row), row, cause)
-                for cause in faults[task.source](found)
-            ]
-    return damages
+@dataclass(frozen=True)
+class _RowReader:
+    """Reader of the rows of tasks; it may be pickled."""
+
+    indexes: Sequence[SampleIndex]
+    """Index of each source."""
+    names: Sequence[str]
+    faults: Sequence[Callable[[Record], Iterable[str]]]
+
+    def read(self, task: RowTask) -> list[Damage]:
+        """Read the rows of a task, and return what is damaged."""
+        index, name = self.indexes[task.source], self.names[task.source]
+        damages = []
+        for row, rows, found in read_rows(index, task, record_decoder(index.data_format)):
+            if isinstance(found, BadDataError):
+                damages.append(Damage(name, found.file, row, found.cause, rows))
+            else:
+                url = row_url(index, task.group, row)
+                damages += [Damage(name, url, row, cause) for cause in self.faults[task.source](found)]
+        return damages
+
+    def crash(self, task: RowTask) -> Damage:
+        """Return the damage of rows whose reading ends the process."""
+        url = self.indexes[task.source].groups[task.group].url
+        cause = "reading these rows ends the process: the library of the format fails on the damage"
+        return Damage(self.names[task.source], url, task.start, cause, task.end - task.start)
+
+
+def _read_in_processes(
+    reader: _RowReader, tasks: Sequence[RowTask], processes: int
+) -> Iterator[tuple[RowTask, list[Damage]]]:
+    """Yield each task with its damage, found in other processes.
+
+    A library in C++ may end the process where a file is damaged. Then one process does the tasks in their
+    order, until its end names the task.
+    """
+    done, workers = 0, processes
+    while done < len(tasks):
+        pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start, (reader,))
+        futures: list[Future[list[Damage]]] = []
+        with suppress(BrokenProcessPool):  # a process may end before all tasks are submitted
+            for task in tasks[done:]:
+                futures.append(pool.submit(_read_task, task))
+        try:
+            for future in futures:
+                found = future.result()
+                done += 1
+                yield tasks[done - 1], found
+        except BrokenProcessPool:
+            if workers > 1:
+                workers = 1
+                continue
+            workers = processes
+            done += 1
+            yield tasks[done - 1], [reader.crash(tasks[done - 1])]
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+_readers: list[_RowReader] = []
+"""Reader of this process, if it is one of a pool: set once, when it starts."""
+
+
+def _start(reader: _RowReader) -> None:
+    _readers[:] = [reader]
+
+
+def _read_task(task: RowTask) -> list[Damage]:
+    return _readers[0].read(task)
 
 
 def _row_check(source: DataSource, vocabulary: int) -> Callable[[Record], Iterable[str]]:
