@@ -157,4 +157,4 @@ def test_the_page_of_the_installation_names_every_extra() -> None:
     _, _, section = page.partition("## Optional packages")
     cells = [line.split(" | ")[0] for line in section.partition("## Check")[0].splitlines() if "`" in line]
     named = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
-    assert named >= USES.keys()
+    assert named == USES.keys()

@@ -196,6 +196,24 @@ def test_ctrl_c_ends_a_command_with_one_word(tmp_path: Path) -> None:
     assert (text, process.returncode) == ("\nstopped\n", EXIT_INTERRUPTED)
 
 
+@pytest.mark.parametrize("module", ["wanma.elastic", "wanma.job.errors", "wanma.cli.parser"])
+def test_ctrl_c_during_the_first_imports_shows_no_traceback(module: str) -> None:
+    program = (
+        "import os, signal, sys\n"
+        "class Interruption:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "sys.argv = ['wanma', 'train', 'job.toml']\n"
+        "from wanma.cli.main import main\n"
+        "assert {name for name in sys.modules if name[:6] == 'wanma.'} == {'wanma.cli', 'wanma.cli.main'}\n"
+        "sys.meta_path.insert(0, Interruption())\n"
+        "sys.exit(main())\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ran.stderr, ran.returncode) == ("\nstopped\n", EXIT_INTERRUPTED)
+
+
 def opened_by_a_reader(fifo: Path) -> int:
     """The writing end, as soon as someone reads."""
     deadline = time.monotonic() + 60

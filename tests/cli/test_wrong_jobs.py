@@ -27,6 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (path / "words.txt").write_text("some words for a model to read\n" * 400)
     (path / "rows.jsonl").write_text('{"words": "a row"}\n' * 400)
     (path / "empty.txt").write_text("")
+    (path / "numbers.csv").write_text("a,b,price\n" + "1,2,0.5\n" * 400)
     (path / "folder").mkdir()
     (path / "adapters").mkdir()
     (path / "adapters" / "adapter_config.json").write_text("{}")
@@ -56,6 +57,7 @@ def test_a_wrong_job_is_refused(folder: Path, wrong: Wrong, capsys: pytest.Captu
     assert told.count("error: ") == 1
     assert "Traceback" not in told
     assert "bug in wanma" not in told
+    assert "log of the rank" not in told, "no rank was started"
     assert wrong.says in told
     assert not (folder / "runs").exists(), "a dry run writes nothing"
 

@@ -20,6 +20,7 @@ from wanma.observe.units import bytes_text, count_text, duration_text, number_te
         (bytes_text(141e9), "131 GiB"),
         (bytes_text(None), "–"),
         (duration_text(0.012), "12 ms"),
+        (duration_text(0.0997), "0.10 s"),
         (duration_text(0.456), "0.46 s"),
         (duration_text(59.4), "59 s"),
         (duration_text(185), "3 min 05 s"),

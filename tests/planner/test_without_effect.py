@@ -40,12 +40,36 @@ def told(*overrides: str, plan: Plan = ALONE) -> list[str]:
         ("model.lora_alpha=8", "no adapters"),
         ("data.block_samples=8", "data.shuffle = 'full'"),
         ("data.window_blocks=8", "data.shuffle = 'full'"),
+        ("data.arguments={a=1}", "data.factory is not set"),
+        ("data.part_order=interleaved", "data.placement = 'shared'"),
+        ("data.chat.packing=false", "no conversations"),
+        ("data.image_transform.size=24", "no stored images"),
+        ("data.interactions.split=leave_last", "no interactions"),
+        ("train.optimizer_arguments={a=1}", "no train.optimizer_factory"),
+        ("observe.metrics_token=env:TOKEN", "observe.metrics_port is not set"),
+        ("observe.alert_body=x", "observe.alert_webhook is not set"),
     ],
 )
 def test_an_idle_key_is_told_with_the_reason(override: str, says: str) -> None:
     (line,) = told(override)
     assert line.startswith(override.split("=")[0])
     assert says in line
+
+
+@pytest.mark.parametrize(
+    ("chosen", "override"),
+    [
+        ("data.path=synthetic:20x30x400", "data.validation_fraction=0.2"),
+        ("data.path=synthetic:20x30x400", "data.interactions.top_k=5"),
+        ("data.path=synthetic:20x30x400", "data.interactions.negative_power=1"),
+        ("train.optimizer_factory=torch.optim:RAdam", "train.betas=[0.9, 0.99]"),
+        ("train.schedule_factory=package:schedule", "train.warmup_steps=5"),
+        ("observe.alerts=false", "observe.alert_command=['mail']"),
+    ],
+)
+def test_a_key_that_another_one_disables_is_told(chosen: str, override: str) -> None:
+    (line,) = told(chosen, override)
+    assert line.startswith(override.split("=")[0])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -48,6 +49,10 @@ def test_a_finished_run_is_told_in_full(new_run: NewRun) -> None:
     assert report.plan_text == "2 ranks (dp_replicate 2), bf16, cpu"
     assert len({len(column) for column in report.steps.values()}) == 1
     assert report.best_validation["step"] == 30
+    highest = dataclasses.replace(
+        report, job={"checkpoint": {"best_metric": "perplexity", "best_mode": "max"}}
+    ).best_validation
+    assert highest["step"] < 30
     assert report.problems == ()
 
 

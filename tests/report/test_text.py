@@ -33,6 +33,8 @@ def test_a_run_without_metrics_is_said_to_have_none(new_run: NewRun) -> None:
     text = run_summary(read_report(run))
     assert "This run has no metrics" in text
     assert str(run.rank_log(0)) in text
+    run.rank_log(0).unlink()
+    assert str(run.rank_log(0)) not in run_summary(read_report(run)), "no rank was started"
 
 
 def test_warnings_and_gaps_are_part_of_the_summary(new_run: NewRun) -> None:
@@ -70,6 +72,14 @@ def test_runs_are_listed_one_a_line(new_run: NewRun) -> None:
     assert heads.split() == ["run", "state", "steps", "loss", "tokens/s", "MFU", "memory", "last", "activity"]
     assert long.split()[:4] == ["long", "finished", "300/300", "2.069"]
     assert odd.split()[:3] == ["[b]odd", "interrupted", "5/10"]
+
+
+def test_a_rate_that_counts_no_tokens_is_listed_with_its_unit(new_run: NewRun) -> None:
+    run = new_run(5, total=10)
+    run.events.write_text(run.events.read_text().replace('"world_size": 2', '"rate_unit": "samples/s"'))
+    stream = io.StringIO()
+    Console(file=stream, width=120).print(runs_table([run]))
+    assert stream.getvalue().count("samples/s") == 1
 
 
 def test_submitted_runs_are_listed_with_their_engine(new_run: NewRun) -> None:

@@ -45,6 +45,22 @@ images = "images.npz"
 steps = 4
 global_batch = 4
 """,
+    "numbers": """\
+[model]
+factory = "torch.nn:Linear"
+arguments = { in_features = 2, out_features = 1 }
+
+[data]
+path = "numbers.csv"
+
+[data.columns]
+features = ["a", "b"]
+target = "price"
+
+[train]
+steps = 4
+global_batch = 4
+""",
 }
 """Job files by name."""
 
@@ -498,6 +514,8 @@ OWN_MODELS = [
     wrong("own", "unexpected keyword argument 'zz'", "model.arguments={zz=3}"),
     wrong("own", "own_code:net' failed", "model.arguments={width='a'}"),
     wrong("own", "the model failed on samples", "model.arguments={width=5}"),
+    wrong("numbers", "validation has no such metric", "checkpoint.best_metric=accuracy"),
+    wrong("numbers", "model.loss", "model.arguments={in_features=2, out_features=3}"),
     wrong("own", "Muon", "model.factory=own_code:Table", "train.optimizer=muon"),
     wrong("own", "has no 'zzz'", "model.loss=own_code:zzz"),
     wrong("own", "cannot be called", "model.loss=own_code:value"),

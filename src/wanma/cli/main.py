@@ -1,4 +1,7 @@
-"""Entry point of the command `wanma`; the only place that turns errors into text and exit codes."""
+"""Entry point of the command `wanma`; the only place that turns errors into text and exit codes.
+
+It imports as little as it can before it handles Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,10 @@ import errno
 import gc
 import io
 import os
+import signal
 import sys
-import traceback
 from collections.abc import Sequence
-
-from wanma.elastic.supervisor.stop_signals import StartHandler, StopRequest
-from wanma.job.errors import EXIT_FAILED, EXIT_INTERRUPTED, WanmaError
+from types import FrameType
 
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk or quota."""
@@ -27,8 +28,16 @@ EXIT_BROKEN_PIPE = 141
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; print at most one error message."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    _print_any_character()
+    has_default_handler = argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if has_default_handler:
+        signal.signal(signal.SIGINT, _stop_importing)
+    from wanma.elastic.supervisor.stop_signals import StartHandler, StopRequest
+    from wanma.job.errors import EXIT_FAILED, EXIT_INTERRUPTED, WanmaError
+
     try:
+        if has_default_handler:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        _print_any_character()
         if argv is None and arguments[:1] in (["train"], ["launch"]):
             StartHandler.install()  # first of all: a batch system may stop a run that has hardly begun
         code = _run(arguments)
@@ -50,12 +59,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and (message_and_hint := _system_message(error)):
             _print_error(*message_and_hint)
             return EXIT_FAILED
+        import traceback
+
         traceback.print_exc()
         _print_error(
             f"this is a bug in wanma ({type(error).__name__}), not in your job",
             "please report it with the lines above, the command and the output of `wanma version`",
         )
         return EXIT_FAILED
+
+
+def _stop_importing(_number: int, _frame: FrameType | None) -> None:
+    """End the command as Ctrl-C does later: an exception here would be a traceback of the first imports."""
+    os.write(2, b"\nstopped\n")
+    os._exit(128 + signal.SIGINT)
 
 
 def _run(arguments: list[str]) -> int:

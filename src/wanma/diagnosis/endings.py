@@ -84,7 +84,8 @@ def find_non_finite(evidence: Evidence) -> Finding | None:
     if any(event["samples"] for event in events):
         texts.append("samples of the step have NaN or infinity themselves")
         change = (
-            "look at the samples of the step, which its event names; data.bad_data = 'skip' leaves them out"
+            "mend the samples of the step, which its event names, or leave them out of the data; "
+            "train.non_finite = 'skip' leaves such steps out"
         )
     elif growth > MAX_NORM_GROWTH:
         texts.append(f"the gradient norm had grown {growth:,.0f} times in the steps before")

@@ -241,7 +241,8 @@ PART_RULES = (
         HOST_SHARE,
         "the loop's own Python takes much of the step",
         "of the step are outside computation, communication and data",
-        "look for slow callbacks, metrics and code between steps: `wanma profile` shows them",
+        "look for slow callbacks, metrics and code between steps: `wanma profile` shows them; in steps of a "
+        "few milliseconds it is wanma's own: a larger train.global_batch",
     ),
     PartRule(
         "small_kernels",

@@ -25,7 +25,7 @@ def duration_text(seconds: float | None) -> str:
     """Return a duration as text: '12 ms', '0.45 s', '12 s', '3 min 05 s', '1 h 02 min', '3 d 04 h'."""
     if seconds is None or not math.isfinite(seconds):
         return MISSING_TEXT
-    if seconds < 0.1:
+    if seconds < 0.0995:
         return f"{1000 * seconds:.2g} ms"
     if seconds < 10:
         return f"{seconds:.2f} s"

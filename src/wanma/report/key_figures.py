@@ -46,14 +46,15 @@ def state_sentence(report: Report) -> str:
     """Describe the state of the run in one sentence."""
     steps = f"{report.last_step:,} of {count_text(report.total_steps, 'step')}" if report.total_steps else ""
     quiet = duration_text(time.time() - report.last_activity) if report.last_activity else ""
+    resume = "resume from the last checkpoint" if report.checkpoints else "start again"
     sentences = {
         "new": "Not started: nothing is recorded yet.",
         "running": f"Running: {steps} done, last activity {quiet} ago." if quiet else "Running.",
         "finished": f"Finished: {steps}.",
         "interrupted": f"Stopped on request after {steps}. Run the same command to resume.",
-        "aborted": f"Aborted after {steps}. Run the same command to resume from the last checkpoint.",
-        "failed": f"Failed after {steps}. Run the same command to resume from the last checkpoint.",
-        "crashed": f"Crashed after {steps}. Run the same command to resume from the last checkpoint.",
+        "aborted": f"Aborted after {steps}. Run the same command to {resume}.",
+        "failed": f"Failed after {steps}. Run the same command to {resume}.",
+        "crashed": f"Crashed after {steps}. Run the same command to {resume}.",
     }
     return sentences[report.state]
 
@@ -64,7 +65,7 @@ def parameter_count_text(report: Report) -> str:
     if count is None:
         return ""
     for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if count >= unit:
+        if count >= 0.9995 * unit:
             return f"{count / unit:.3g}{letter} parameters"
     return count_text(count, "parameter")
 
@@ -81,7 +82,8 @@ def key_figures(report: Report) -> list[KeyFigure]:
         if best.get("accuracy") is not None:
             extra.append(f"accuracy {percent_text(best['accuracy'])}")
         extra += [f"{name} {number_text(value)}" for name, value in best.get("metrics", {}).items()]
-        extra.append(f"step {best['step']:,}")
+        by = f", by {report.best_metric}" if report.best_metric != "loss" else ""
+        extra.append(f"step {best['step']:,}{by}")
         tiles.append(KeyFigure("best validation", number_text(best["loss"]), ", ".join(extra)))
     tiles.append(KeyFigure(report.throughput_unit, number_text(report.median("tokens_per_second")), "median"))
     tiles.append(KeyFigure("seconds per step", number_text(report.median("step_seconds")), "median"))

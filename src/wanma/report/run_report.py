@@ -132,11 +132,19 @@ class Report:
         newest = [event for event in self.events if event["kind"] in ("start", "finish", START_FAILED)][-1:]
         return "".join(str(event.get("text", "")) for event in newest if event["kind"] == START_FAILED)
 
+    @property
+    def best_metric(self) -> str:
+        """Return the name of the validation metric by which checkpoints are compared."""
+        return str(self.job.get("checkpoint", {}).get("best_metric", "loss"))
+
     @cached_property
     def best_validation(self) -> Event | None:
-        """Return the validation with the lowest loss."""
-        known = [event for event in self.validations if event.get("loss") is not None]
-        return min(known, key=lambda event: float(event["loss"]), default=None)
+        """Return the validation that is best by `checkpoint.best_metric`, by default the loss."""
+        name, sign = self.best_metric, -1 if self.job.get("checkpoint", {}).get("best_mode") == "max" else 1
+        values = [event.get(name, event.get("metrics", {}).get(name)) for event in self.validations]
+        known = [index for index, value in enumerate(values) if value is not None]
+        best = min(known, key=lambda index: sign * float(values[index]), default=None)
+        return None if best is None else self.validations[best]
 
     @cached_property
     def last_activity(self) -> float | None:

@@ -87,10 +87,9 @@ def run_summary(report: Report) -> str:
             lines.append(f"  {tile.label:<{width}}  {tile.value}{note}")
         lines += _phase_lines(report) + _forecast_lines(report)
     else:
-        lines += [
-            "",
-            "  This run has no metrics: no step was finished. See its logs: " + str(report.run.rank_log(0)),
-        ]
+        log = report.run.rank_log(0)  # missing where the ranks were never started
+        see_log = f" See its logs: {log}" if log.exists() else ""
+        lines += ["", f"  This run has no metrics: no step was finished.{see_log}"]
     if report.checkpoints:
         lines += ["", f"  last: {event_text(report.checkpoints[-1])}"]
     if report.recoveries:
@@ -161,7 +160,8 @@ def runs_table(runs: Iterable[RunDirectory], placements: Mapping[Path, Placement
             _state_cell(report.state, placement),
             f"{report.last_step:,}/{report.total_steps:,}",
             number_text(report.last("loss")),
-            number_text(report.median("tokens_per_second")),
+            number_text(report.median("tokens_per_second"))
+            + (f" {report.throughput_unit}" if report.throughput_unit != "tokens/s" else ""),
             percent_text(report.median("mfu")),
             bytes_text(report.highest("memory_bytes")),
             age,

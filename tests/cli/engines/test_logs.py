@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from wanma.api.engines import control
 from wanma.cli.engines import logs, records
 from wanma.cli.main import main
+from wanma.data.stores.file_locks import exclusive_lock
 from wanma.engines.engine import RunStatus
 from wanma.job.run.run_directory import RunDirectory
 
@@ -82,6 +84,22 @@ def test_a_run_in_the_foreground_is_followed_to_its_end(
     monkeypatch.chdir(tmp_path)
     assert main(["logs", "gpt", "-f"]) == 0
     assert capsys.readouterr().out == "a line\n" * 3
+
+
+def test_a_run_is_followed_before_its_start_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDirectory(tmp_path / "runs" / "gpt")
+    run.create()
+    run.job.write_text("")
+    command = ExitStack()
+    command.enter_context(exclusive_lock(run.lock, 0))
+    signs = iter([lambda: run.rank_log(0).write_text("a line\n"), command.close])
+    monkeypatch.setattr(logs.time, "sleep", lambda _seconds: next(signs)())
+    monkeypatch.chdir(tmp_path)
+    assert main(["logs", "gpt", "-f", "--rank", "0"]) == 0
+    assert next(signs, None) is None
+    assert capsys.readouterr().out == "a line\n"
 
 
 def test_a_pattern_is_sought_in_whole_lines(

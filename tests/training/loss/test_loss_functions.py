@@ -1,3 +1,4 @@
+import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -89,6 +90,16 @@ def test_padding_rows_count_nothing_in_a_users_loss() -> None:
     total, count = loss(output, batch(torch.zeros(2, 2), real=[True, False]))
     assert total.item() == 5.0
     assert count.item() == 2
+
+
+def test_losses_of_one_sample_with_the_targets_of_others_are_refused() -> None:
+    loss = wrap_user_loss(nn.MSELoss(reduction="none"))
+    with pytest.raises(WanmaError, match=r"\(3, 3\).*\(3, 1\).*\(3,\)"):
+        loss(torch.ones(3, 1), batch(torch.zeros(3)))
+    total, count = loss(torch.ones(3, 1), batch(torch.zeros(3, 1)))
+    assert (total.item(), count.item()) == (3.0, 3)
+    quantiles = wrap_user_loss(lambda output, targets: output - targets[:, None])
+    assert quantiles(torch.ones(3, 5), batch(torch.zeros(3)))[1].item() == 15
 
 
 def test_a_loss_per_sample_is_refused_where_ranks_share_each_sample() -> None:
@@ -254,6 +265,8 @@ def test_a_table_whose_target_is_a_number_trains_by_its_squared_error(tmp_path: 
     }
     ran = run_here(tmp_path / "run", job, Plan(micro_batch=16))
     assert ran.losses[-1] < 1e-2 < ran.losses[0]
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert [record["phases"]["communication"] for record in records] == [0.0] * 60, "a rank alone"
     job["model"]["arguments"]["out_features"] = 2
     with pytest.raises(WanmaError, match=r"\(16, 2\).*\(16,\)"):
         run_here(tmp_path / "wide", job, Plan(micro_batch=16))

@@ -100,7 +100,7 @@ def export(
     if not hasattr(model, "tensor_mappings"):
         raise WanmaError(
             f"{run.path} trained {spec.name}, which has no Hugging Face format",
-            "export decoders and Hugging Face models only; get the tensors of others with result.weights()",
+            "write the tensors of others by `wanma checkpoint convert RUN OUT --format safetensors`",
         )
     saved = CheckpointReader(path)
     averaged = any(name.startswith("average.") for name in saved.tensors)

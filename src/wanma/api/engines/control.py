@@ -9,6 +9,7 @@ from pathlib import Path
 
 from wanma.api.engines.attachment import require_engine_record
 from wanma.api.engines.placing import run_secret
+from wanma.data.stores.file_locks import is_locked
 from wanma.engines.engine import WANTED_NODES_KEY, Engine, Explanation, Handle, RunStatus
 from wanma.engines.engine_record import EngineRecord, change_handle, read_engine_record
 from wanma.engines.selection import get_engine
@@ -68,7 +69,9 @@ def run_statuses(runs: Iterable[RunDirectory]) -> tuple[dict[Path, RunStatus], l
 
 
 def is_going_on(run: RunDirectory) -> bool:
-    """Return True while a run that was not submitted trains, or a script of `wanma launch` runs."""
+    """Return True while a run that was not submitted starts or trains, or a script of `wanma launch` runs."""
+    if is_locked(run.lock):  # its start may not be recorded yet
+        return True
     script = read_script_run(run)
     return (script.state if script is not None else read_report(run, tail_only=True).state) == "running"
 
@@ -161,7 +164,7 @@ def run_log_files(run: RunDirectory, ranks: Iterable[int] | None = None) -> list
     if not files:
         raise WanmaError(
             f"the run '{run.name}' has no output yet",
-            f"`wanma status {run.name}` shows its state",
+            f"`wanma {'show' if record is None else 'status'} {run.name}` shows its state",
             EXIT_USAGE,
         )
     return files

@@ -30,6 +30,8 @@ from wanma.report.run_report import read_report
 
 SUPERVISOR_EVENT_KINDS = ("straggler", "hang")
 """Kinds of events that come from a supervisor, to be recorded beside those of rank 0."""
+LOCK_WAIT_SECONDS = 0.2
+"""Time, in seconds, for which the lock of a run is asked for: `is_locked` holds it for an instant."""
 
 
 def resolve_run_directory(job: Job, path: Path | str | None) -> RunDirectory:
@@ -44,7 +46,7 @@ def lock_run(run: RunDirectory) -> Iterator[None]:
     Raises:
         WanmaError: another process, or this one, already holds the lock.
     """
-    with exclusive_lock(run.path / ".lock", 0) as lock:
+    with exclusive_lock(run.lock, LOCK_WAIT_SECONDS) as lock:
         if lock is None:
             raise WanmaError(
                 f"another process is training in {run.path}",

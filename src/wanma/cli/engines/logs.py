@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wanma.cli.arguments import add_run_arguments, parse_integers, resolve_run
-from wanma.job.errors import JobError
+from wanma.job.errors import JobError, WanmaError
 
 if TYPE_CHECKING:
     from wanma.report.log_times import LogPiece
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     printer = _LinePrinter(pattern, is_named=arguments.rank is not None and len(arguments.rank) > 1)
     offsets: dict[Path, int] = {}
     known_problems: list[str] = []
-    problem, state, fetches = "", None, 0
+    problem, no_output, state, fetches = "", "", None, 0
     while True:
         is_over = True
         was_lost = state == "unknown" and not problem  # the hosts answered, and the run was not there
@@ -71,9 +71,16 @@ def run(arguments: argparse.Namespace) -> int:
         elif is_over and problem:  # the last lines are elsewhere
             fetches += 1
             is_over = not arguments.follow or fetches == LAST_FETCHES
-        files = run_log_files(run, arguments.rank)
+        try:
+            files = run_log_files(run, arguments.rank)
+        except WanmaError as error:
+            if is_over:
+                raise
+            if error.message != no_output:
+                print(f"{error.message}; waiting", file=sys.stderr)
+            files, no_output = [], error.message
         pieces = [LogPiece(path, offsets.get(path, 0), None) for path in files]
-        if not offsets and arguments.rank is not None:
+        if files and not offsets and arguments.rank is not None:
             pieces = log_pieces(run, arguments.rank, since)
         for piece in pieces:
             offsets[piece.path] = printer.print_piece(piece, offsets.get(piece.path), is_last=is_over)

@@ -52,3 +52,21 @@ def try_lock(descriptor: int, kind: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def is_locked(path: Path) -> bool:
+    """Return True if another descriptor holds the lock of a file; a file that is missing is not locked.
+
+    For an instant this takes the lock itself, so a holder that begins then has to ask again.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # also of another user's file
+    except FileNotFoundError:
+        return False
+    try:
+        if not try_lock(descriptor, fcntl.LOCK_SH):
+            return True
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        return False
+    finally:
+        os.close(descriptor)

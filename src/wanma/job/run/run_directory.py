@@ -55,6 +55,11 @@ class RunDirectory:
         return self.path / "script.json"
 
     @property
+    def lock(self) -> Path:
+        """File that the command of a run on one node holds locked."""
+        return self.path / ".lock"
+
+    @property
     def plan(self) -> Path:
         return self.path / "plan.json"
 

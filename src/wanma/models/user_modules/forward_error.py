@@ -56,8 +56,7 @@ def forward_error(
     return ForwardError(
         "\n".join(lines),
         f"{type(model).__name__} was called with {', '.join(arguments) or 'nothing'}; correct the model or "
-        "the "
-        "samples. The full traceback is in the log of the rank",
+        "the samples",
     )
 
 

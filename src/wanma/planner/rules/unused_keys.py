@@ -7,6 +7,7 @@ that contradict the rest of a job are errors elsewhere; keys without effect are 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 from wanma.data.sampling.batch_size_schedule import samples_consumed_before
@@ -16,6 +17,12 @@ from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
 
 _ADAM_OPTIMIZERS = ("adamw", "muon")
+_CONTENT_OF_TABLES = {
+    "data.chat.": "conversations (data.columns.messages)",
+    "data.image_transform.": "stored images",
+    "data.interactions.": "interactions",
+}
+"""Content of the samples to which the keys of a table apply, by the beginning of their paths."""
 
 
 def unused_key_notes(job: Job, plan: Plan) -> list[str]:
@@ -25,8 +32,7 @@ def unused_key_notes(job: Job, plan: Plan) -> list[str]:
     """
     notes = []
     for path, reason in _unused_keys(job, plan):
-        section, name = path.split(".")
-        value = getattr(getattr(job, section), name)
+        value = attrgetter(path)(job)
         if not _is_default(path, value):
             notes.append(f"{path} = {toml_value(value)} has no effect: {reason}")
     return notes + list(_partial_effect_notes(job, plan))
@@ -39,6 +45,8 @@ def _unused_keys(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
     yield from _unused_cluster_keys(job)
     yield from _unused_order_keys(job)
     yield from _unused_checkpoint_keys(job)
+    yield from _unused_observe_keys(job)
+    yield from _keys_of_other_data(job)
     if job.model.lora_rank == 0:
         for name in ("lora_alpha", "lora_targets"):
             yield f"model.{name}", "there are no adapters (model.lora_rank = 0)"
@@ -72,6 +80,46 @@ def _unused_checkpoint_keys(job: Job) -> Iterator[tuple[str, str]]:
         yield "checkpoint.full_every", "parameter servers do not tell which rows have changed"
     elif job.parallel.embedding == "dense":
         yield "checkpoint.full_every", "no step leaves rows of a tensor alone (parallel.embedding = 'dense')"
+
+
+def _unused_observe_keys(job: Job) -> Iterator[tuple[str, str]]:
+    if not job.observe.alerts:
+        for name in ("alert_webhook", "alert_body", "alert_command"):
+            yield f"observe.{name}", "nothing watches the run (observe.alerts = false)"
+    elif not job.observe.alert_webhook:
+        yield "observe.alert_body", "alerts are not sent to a URL (observe.alert_webhook is not set)"
+    if job.observe.metrics_port is None:
+        for name in ("metrics_host", "metrics_token"):
+            yield f"observe.{name}", "there is no endpoint of metrics (observe.metrics_port is not set)"
+
+
+def _keys_of_other_data(job: Job) -> Iterator[tuple[str, str]]:
+    """Yield the keys of kinds of data, and of splits, that the job does not have."""
+    data, interactions = job.data, job.data.interactions
+    if data.factory is None:
+        yield "data.arguments", "no program makes the data (data.factory is not set)"
+    if data.placement == "shared":
+        yield "data.part_order", "all nodes have the same data (data.placement = 'shared')"
+    tables = {
+        "data.chat.": any(source.columns.messages for _, source in data.located_sources),
+        "data.image_transform.": data.has_images,
+        "data.interactions.": data.has_interactions,
+    }
+    for table, is_used in tables.items():
+        for path in () if is_used else schema_keys():
+            if path.startswith(table):
+                yield path, f"the data of the job are no {_CONTENT_OF_TABLES[table]}"
+    if not data.has_interactions:
+        return
+    if interactions.split != "random":
+        for name in ("fold", "folds"):
+            yield f"data.interactions.{name}", f"data.interactions.split = '{interactions.split}'"
+    if interactions.split != "time":
+        yield "data.validation_fraction", f"data.interactions.split = '{interactions.split}' decides"
+    if interactions.split != "leave_last" or interactions.target != "click":
+        yield "data.interactions.top_k", "items are ranked for clicks with split = 'leave_last' alone"
+    if interactions.negatives == 0:
+        yield "data.interactions.negative_power", "no negatives are drawn (data.interactions.negatives = 0)"
 
 
 def _unused_order_keys(job: Job) -> Iterator[tuple[str, str]]:
@@ -109,11 +157,19 @@ def _unused_layout_keys(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _unused_training_keys(job: Job) -> Iterator[tuple[str, str]]:
     train, checkpoint = job.train, job.checkpoint
-    if train.optimizer not in ("sgd", "muon"):
+    if train.optimizer_factory is not None:
+        for name in ("momentum", "betas", "epsilon"):
+            yield f"train.{name}", "train.optimizer_arguments are those of train.optimizer_factory"
+    elif train.optimizer not in ("sgd", "muon"):
         yield "train.momentum", f"train.optimizer = '{train.optimizer}' has no momentum"
     if train.optimizer not in _ADAM_OPTIMIZERS:
         for name in ("betas", "epsilon"):
             yield f"train.{name}", f"it applies to AdamW, and train.optimizer = '{train.optimizer}'"
+    if train.optimizer_factory is None:
+        yield "train.optimizer_arguments", "there is no train.optimizer_factory"
+    if train.schedule_factory is not None:
+        for name in ("warmup_steps", "final_learning_rate_share"):
+            yield f"train.{name}", "train.schedule_factory gives every learning rate"
     if train.precision != "fp16":
         yield "train.loss_scale", f"only fp16 uses a loss scale, and train.precision = '{train.precision}'"
     if train.spike == "ignore":
@@ -153,7 +209,7 @@ def _partial_effect_notes(job: Job, plan: Plan) -> Iterator[str]:
         yield f"parallel.synchronize = '{kind}': there is one site (one replica), so nothing is exchanged"
     steps = job.train.steps
     end = f"the run has {steps:,} steps"
-    if job.train.warmup_steps >= steps:
+    if job.train.warmup_steps >= steps and job.train.schedule_factory is None:
         yield (
             f"train.warmup_steps = {job.train.warmup_steps:,} is not reached: {end}, and the learning rate "
             "rises through all of them"

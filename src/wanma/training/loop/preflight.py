@@ -20,6 +20,7 @@ from wanma.checkpoint.inspection.integrity_scan import LocalFiles, find_size_mis
 from wanma.checkpoint.store.checkpoint_folder import read_manifest
 from wanma.data.batch import Batch
 from wanma.data.datasets.dataset import BatchedDataset
+from wanma.data.datasets.map_dataset import UserDataset
 from wanma.data.interactions.dataset import InteractionDataset
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan.plan import Plan
@@ -46,7 +47,7 @@ from wanma.training.checkpointing.initial_weights import (
 from wanma.training.checkpointing.published_weights import check_huggingface_weights
 from wanma.training.loop.train_request import TrainRequest
 from wanma.training.loop.train_worker import build_model_spec, user_loss_of
-from wanma.training.loss.loss_functions import wrap_user_loss
+from wanma.training.loss.loss_functions import squared_error, wrap_user_loss
 from wanma.training.loss.recommender_metrics import RecommenderMetrics
 from wanma.training.loss.supported_layouts import refuse_unsupported_loss
 from wanma.training.loss.transformers_labels import default_per_target_losses
@@ -86,7 +87,9 @@ def preflight(job: Job, plan: Plan) -> list[str]:
         check_loss(loss)
     first = partial(data.batch, range(1))
     refuse_unsupported_loss(plan, data, loss is not None, first)
-    notes = _check_own(job, plan, data)
+    if loss is None and isinstance(data, UserDataset) and data.has_number_targets:
+        loss = squared_error  # as `default_loss` has it
+    notes = _check_own(job, plan, data, loss)
     spec = apply_freezing_to_spec(build_model_spec(request, data), job.train.parameter_groups)
     if spec.input_kind != "custom":
         with torch.device("meta"), WithoutValues():
@@ -117,22 +120,25 @@ def preflight(job: Job, plan: Plan) -> list[str]:
     return notes
 
 
-def _check_own(job: Job, plan: Plan, data: BatchedDataset) -> list[str]:
-    """Check the user's own code that the job names beside model, data and loss; return notes."""
+def _check_own(job: Job, plan: Plan, data: BatchedDataset, loss: Any) -> list[str]:
+    """Check the user's own code that the job names beside model and data; return notes."""
     load_tried_user_optimization(job.train, {}, plan)
     check_metrics(user_metrics(None, job.train.metrics))
-    known = ("loss", *_standard_metrics(job, data), *job.train.metrics)
+    known = ("loss", *_standard_metrics(job, plan, data, loss), *job.train.metrics)
     check_validation_keys(job, known, data.validation_samples)
     idle = unused_validation_keys_note(job, data.validation_samples, bool(job.train.metrics))
     return [] if idle is None else [idle]
 
 
-def _standard_metrics(job: Job, data: BatchedDataset) -> tuple[str, ...]:
-    """Return the names of the metrics that wanma computes by itself beside the loss."""
+def _standard_metrics(job: Job, plan: Plan, data: BatchedDataset, loss: Any) -> tuple[str, ...]:
+    """Return the names of the metrics that wanma computes by itself beside the loss, as `build_metrics`."""
     if isinstance(data, InteractionDataset) and input_kind(job.model) == "interactions":
         config = resolve_recommender_config(job.model, data.interaction_sizes)
         return RecommenderMetrics(config, data, {}).names
-    return ("perplexity" if data.input_kind == "tokens" else "accuracy",)
+    if data.input_kind == "tokens":
+        return ("perplexity",)
+    of_classes = data.input_kind == "images" or loss is None or isinstance(loss, nn.CrossEntropyLoss)
+    return ("accuracy",) if of_classes and plan.cp == 1 else ()
 
 
 def _parameter_count(spec: ModelSpec) -> int | None:

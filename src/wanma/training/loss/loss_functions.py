@@ -117,7 +117,8 @@ class CrossEntropy:
                 f"the model returns logits of shape {shape} for targets of shape {tuple(targets.shape)}, "
                 "but cross entropy, the default loss, takes (..., classes) for (...), or (rows, classes, "
                 "...) for (rows, ...)",
-                "fix the shapes, or use a custom loss: loss= of wanma.train, model.loss of a job",
+                "fix the shapes, or use a custom loss: loss= of wanma.train, model.loss of a job; whole "
+                "numbers of a table are classes without data.columns.target_type = 'number'",
             )
         return logits if last else logits.movedim(1, -1)
 
@@ -202,6 +203,8 @@ def wrap_user_loss(function: UserLoss, *, is_per_position: bool = False) -> Loss
                 raise
             raise user_error from error
         unweighted = losses[0] if isinstance(losses, tuple) and losses else losses
+        if isinstance(gathered_output, Tensor) and isinstance(unweighted, Tensor):
+            _refuse_broadcast_samples(gathered_output, batch, unweighted)
         if (
             is_per_position
             and isinstance(unweighted, Tensor)
@@ -216,6 +219,23 @@ def wrap_user_loss(function: UserLoss, *, is_per_position: bool = False) -> Loss
         return count(losses, batch)
 
     return loss
+
+
+def _refuse_broadcast_samples(output: Tensor, batch: Batch, losses: Tensor) -> None:
+    """Refuse losses of outputs with the targets of other samples: (rows, 1) and (rows,) make (rows, rows)."""
+    shapes, result = (tuple(output.shape), tuple(batch.targets.shape)), tuple(losses.shape)
+    if batch.named_targets is not None or len(shapes[0]) == len(shapes[1]) or result in shapes:
+        return
+    try:
+        is_broadcast = result == tuple(torch.broadcast_shapes(*shapes))
+    except RuntimeError:  # the loss does not compute element by element
+        return
+    if is_broadcast:
+        raise WanmaError(
+            f"the loss has shape {result}: the output {shapes[0]} and the targets {shapes[1]} are broadcast, "
+            "so that outputs are compared with the targets of other samples",
+            "return an output of the shape of the targets, such as output.squeeze(-1)",
+        )
 
 
 def require_single_target(batch: Batch, feature: str, hint: str) -> None:

@@ -144,7 +144,8 @@ class Metrics:
                 raise JobError(
                     f"metric '{name}' depends on the division into batches: {float(batch_sum):.6g} for a "
                     f"batch of {rows} samples, {sum_of_halves:.6g} for the same samples in two halves",
-                    f"{_RETURN_HINT}: wanma sums over the ranks and divides once",
+                    f"{_RETURN_HINT}: wanma sums over the ranks and divides once. Outputs (rows, 1) and "
+                    "targets (rows,) are broadcast to (rows, rows)",
                 )
 
 

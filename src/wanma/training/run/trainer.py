@@ -223,7 +223,9 @@ class Trainer:
         state, train = self.state, self.job.train
         rate, is_last = self._learning_rate_at(state.step), state.step + 1 == train.steps
         self._end_forward_backward()
-        with self.phases.phase("communication"):
+        # A rank alone agrees with nobody; on a GPU it waits here for its own kernels.
+        is_alone = self.plan.world_size == 1 and self.plan.device == "cpu"
+        with self.phases.phase("optimizer" if is_alone else "communication"):
             agreement, decision = self._agree(loss_sum, target_count, global_batch, is_last)
             skip_reason = find_skip_reason(
                 agreement,
