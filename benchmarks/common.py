@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -331,7 +330,7 @@ def describe_environments(pieces: Sequence[dict[str, Any]]) -> str:
 # ---------------------------------------------------------------- environment
 
 
-def describe_environment(venv: Path) -> dict[str, Any]:
+def describe_environment(venv: Path = Path(sys.prefix)) -> dict[str, Any]:
     """Return hardware and versions, for the results."""
     script = (
         "import importlib.metadata as m, json, sys; "
@@ -344,12 +343,6 @@ def describe_environment(venv: Path) -> dict[str, Any]:
         "machine": machine(),
         "versions": {"Python": platform.python_version(), **json.loads(found.stdout)},
     }
-
-
-def own_environment(*packages: str) -> dict[str, Any]:
-    """Return hardware and versions of this process's environment, for the results."""
-    versions = {"Python": platform.python_version(), **{name: version(name) for name in packages}}
-    return {"machine": machine(), "versions": versions}
 
 
 def machine() -> str:
@@ -396,7 +389,7 @@ def common_parser(description: str, benchmark: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--pairs", type=int, default=7, help="undisturbed rounds of every piece (default 7)")
+    parser.add_argument("--pairs", type=int, default=7, help="undisturbed rounds (default %(default)s)")
     parser.add_argument(
         "--minutes", dest="deadline", type=_deadline, default=math.inf,
         help="start no round after this; run again to carry on",

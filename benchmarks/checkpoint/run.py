@@ -21,7 +21,7 @@ from benchmarks.common import (
     Results,
     carry_out,
     common_parser,
-    own_environment,
+    describe_environment,
     run_module,
     take_pairs,
 )
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> None:
     results = Results(options.results)
     settings = {name: getattr(options, name) for name in ("megabytes", "ranks", "foreign_limit")}
     piece = results.piece(settings, options.fresh)
-    piece["environment"] = own_environment("torch")
+    piece["environment"] = describe_environment()
     take_pairs(
         piece,
         {"measured": partial(_sample, options)},

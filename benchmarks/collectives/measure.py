@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from wanma.collectives.shared_memory.backend import (
@@ -66,11 +65,11 @@ def measure(
     for size in sizes:
         elements = math.ceil(size * 2**20 / 4 / ranks) * ranks
         contenders = {
-            "gloo": _runner(collective, elements, gloo, in_place=False),
-            "staged": _runner(collective, elements, shared, in_place=False),
+            "gloo": collective_run(collective, elements, gloo),
+            "staged": collective_run(collective, elements, shared),
         }
         if collective in IN_PLACE:
-            contenders["in_place"] = _runner(collective, elements, shared, in_place=True)
+            contenders["in_place"] = collective_run(collective, elements, shared, in_place=True)
         source, target = torch.ones(elements), torch.zeros(elements)
         contenders["copy"] = lambda source=source, target=target: target.copy_(source)  # type: ignore[misc]
         seconds[f"{size:g}"] = in_turns(contenders, gloo)
@@ -106,28 +105,32 @@ def _slowest(seconds: float, gloo: dist.ProcessGroup) -> float:
     return float(longest)
 
 
-def _runner(
-    collective: str, elements: int, group: dist.ProcessGroup, *, in_place: bool
+def collective_run(
+    collective: str,
+    elements: int,
+    group: dist.ProcessGroup,
+    *,
+    in_place: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> Callable[[], object]:
     """Return a call of the collective on zeros, which stay zeros however often they are added."""
     ranks, me = group.size(), group.rank()
-
-    def made(count: int) -> Tensor:
-        shared = as_shared_memory_group(group) if in_place else None
-        return torch.zeros(count) if shared is None else shared.allocate_tensor(count, torch.float32).zero_()
-
-    whole = made(elements)
+    shared = as_shared_memory_group(group) if in_place else None
+    whole = torch.zeros(elements, dtype=dtype)
+    if shared is not None:
+        whole = shared.allocate_tensor(elements, dtype).zero_()
+    part = whole.chunk(ranks)[me]
+    if not in_place or collective != "all_gather":
+        part = part.clone()
     if collective == "all_reduce":
         return lambda: dist.all_reduce(whole, group=group)
     if collective == "all_gather":
-        part = whole.chunk(ranks)[me] if in_place else torch.zeros(elements // ranks)
         return lambda: dist.all_gather_into_tensor(whole, part, group)
     if collective == "reduce_scatter":
-        part = torch.zeros(elements // ranks)
         return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
     if collective == "broadcast":
         return lambda: dist.broadcast(whole, 0, group=group)
-    received = torch.zeros(elements)
+    received = torch.zeros_like(whole)
     return lambda: dist.all_to_all_single(received, whole, group=group)
 
 

@@ -1,7 +1,7 @@
 """Seconds of collectives between the processes of one machine: over shared memory, and over Gloo.
 
-    python benchmarks/collectives/run.py --ranks 2 --collective all_reduce --minutes 3
-    python benchmarks/collectives/run.py                 # what is still missing of the default
+    python benchmarks/collectives/run.py --ranks 2 --collective all_reduce      # one comparison: a minute
+    python benchmarks/collectives/run.py                 # what is still missing of the default: 12 minutes
     python benchmarks/collectives/run.py --report
 
 A piece is one collective and number of ranks, with all sizes; a round of it is a few seconds, in which the
@@ -26,12 +26,13 @@ from benchmarks.common import (
     Results,
     carry_out,
     common_parser,
-    own_environment,
+    describe_environment,
     run_module,
     take_pairs,
 )
 
-MEBIBYTES = (0.0625, 1.0, 4.0, 16.0, 64.0, 256.0)
+MEBIBYTES = (0.0625, 1.0, 16.0, 256.0)
+"""Sizes of one message, of which the second fits into a cache of a core, and the last into none."""
 ROUND_SECONDS = 300.0
 
 
@@ -45,7 +46,7 @@ def run(options: argparse.Namespace) -> None:
     for ranks, collective in itertools.product(options.ranks, options.collective):
         settings = {"collective": collective, "ranks": ranks, "mebibytes": list(options.mebibytes)}
         piece = results.piece(settings, options.fresh)
-        piece["environment"] = own_environment("torch")
+        piece["environment"] = describe_environment()
         print(f"{collective} of {ranks} ranks: {len(piece['pairs'])} rounds so far", flush=True)
         complete = take_pairs(
             piece,
@@ -65,6 +66,7 @@ def _sample(collective: str, ranks: int, mebibytes: Sequence[float]) -> dict[str
 
 def parse() -> argparse.Namespace:
     parser = common_parser(__doc__, "collectives")
+    parser.set_defaults(pairs=5)
     add = parser.add_argument
     add("--collective", nargs="+", choices=COLLECTIVES, default=list(COLLECTIVES), help="default: all")
     add("--ranks", nargs="+", type=int, default=[2, 4], help="default: 2 4")

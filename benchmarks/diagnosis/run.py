@@ -96,14 +96,14 @@ def run_case(case: Case) -> Result:
             (folder / "rows.bin").write_bytes(os.urandom(1 << 20) * (FILE_BYTES >> 20))
             subprocess.run(["sync"], check=True)
         run = RunDirectory(folder / "runs" / "case")
-        with _training(case, folder, run) as processes:
-            _wait(lambda: _steps(run) >= FIRST_STEPS, processes, 120)
+        with _training(case, folder, run) as process:
+            _wait(lambda: _steps(run) >= FIRST_STEPS, process, 120)
             if case.strikes:
                 (folder / "fault").touch()
             if case.trouble == "killed":
-                os.killpg(processes[0].pid, signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGKILL)
                 _kill_ranks(run)
-            _wait(lambda: False, processes, case.seconds)
+            _wait(lambda: False, process, case.seconds)
             findings = _diagnose(run)
         if case.expected in ("hang", "failure", "not_finite", "crash"):
             findings = _diagnose(run)  # at its end
@@ -124,41 +124,34 @@ def judge(case: Case, findings: list[Finding], run: RunDirectory) -> Result:
 
 
 @contextmanager
-def _training(case: Case, folder: Path, run: RunDirectory) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start the training of a case under its trouble; what still runs at the end is ended."""
+def _training(case: Case, folder: Path, run: RunDirectory) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the training of a case under its trouble; end it if it still runs at the end."""
     path = f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     environment = {**os.environ, "PYTHONPATH": path, "WANMA_SECRET": secrets.token_hex(16)}
     wanma = [str(Path(sys.executable).with_name("wanma"))]
     (folder / "job.yaml").write_text(json.dumps(job_of(case)))
-    train = [*wanma, "train", "job.yaml", "--run-dir", str(run.path)]
+    command = [*wanma, "train", "job.yaml", "--run-dir", str(run.path)]
     if case.is_script:
-        train = [*wanma, "launch", "--ranks", "2", "--run-dir", str(run.path), "programs.py"]
-    processes = []
+        command = [*wanma, "launch", "--ranks", "2", "--run-dir", str(run.path), "programs.py"]
     with ExitStack() as stack:
-        commands = [train]
         if case.trouble == "slow link":
-            commands = [command_over_link(train, LINK_MEGABITS)]
+            command = command_over_link(command, LINK_MEGABITS)
         elif case.trouble == "cpu quota":
             stack.enter_context(held_back(run, 1, QUOTA_PERCENT, after_step=FIRST_STEPS))
         elif case.trouble == "slow disk":
-            commands = [["sh", "-c", JOIN_GROUP, str(_slow_disk(stack)), *train]]
-        with (folder / "output.log").open("wb") as log:
-            for command in commands:
-                processes.append(
-                    subprocess.Popen(
-                        command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True
-                    )
-                )
+            command = ["sh", "-c", JOIN_GROUP, str(_slow_disk(stack)), *command]
+        log = stack.enter_context((folder / "output.log").open("wb"))
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGINT)
             try:
-                yield processes
-            finally:
-                for process in processes:
-                    process.send_signal(signal.SIGINT)
-                for process in processes:
-                    try:
-                        process.wait(60)
-                    except subprocess.TimeoutExpired:
-                        os.killpg(process.pid, signal.SIGKILL)
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def job_of(case: Case) -> dict[str, Any]:
@@ -211,12 +204,10 @@ def _steps(run: RunDirectory) -> int:
         return 0
 
 
-def _wait(condition: Callable[[], bool], processes: list[subprocess.Popen[bytes]], seconds: float) -> None:
-    """Wait until a condition holds, all processes have ended, or the time is over."""
+def _wait(condition: Callable[[], bool], process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Wait until a condition holds, the process has ended, or the time is over."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not condition():
-        if all(process.poll() is not None for process in processes):
-            return
+    while time.monotonic() < deadline and not condition() and process.poll() is None:
         time.sleep(0.1)
 
 

@@ -61,7 +61,7 @@ first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 srun --ntasks-per-node=1 --cpu-bind=none {torchrun} --nnodes={nodes} --nproc-per-node=1 --max-restarts=3 \\
     --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d \\
     --rdzv-endpoint="$first:$((20000 + SLURM_JOB_ID % 10000))" \\
-    benchmarks/engines/train_ddp.py --tokens {folder}/tokens.npy --record {folder}/record.jsonl \\
+    benchmarks/startup/train_ddp.py --tokens {folder}/tokens.npy --record {folder}/record.jsonl \\
     --checkpoint {folder}/checkpoint.pt --steps {steps}
 """
 SCALE_NODES, SCALE_RUNS = 10_000, 1_000

@@ -36,12 +36,12 @@ def _piece(piece: dict[str, Any]) -> str:
         seconds = (f"{median(sample[part] for sample in samples):.1f}" for part in PARTS)
         rows.append([title, *seconds, f"{samples[-1]['environment_bytes'] / 2**20:,.0f}"])
     header = ["from", "installed after", "end of step 1 after", "end of the command", "environment, MiB"]
-    wheel, settings = rounds[-1]["wheel"], piece["settings"]
+    wheel, settings = piece["wheel"], piece["settings"]
     sizes = [wheel[f"{name}_bytes"] / 2**20 for name in ("wheel", "package", "library")]
     return (
         table(header, rows)
         + f"\n{len(rounds)} rounds of {settings['steps']} steps, in which other programs used at most "
-        f"{settings['foreign_limit']:g} CPUs. The wheel has {sizes[0]:.1f} MiB, and {sizes[1]:.1f} MiB when "
-        f"installed, of which {sizes[2]:.1f} MiB are {wheel['libraries']} compiled libraries "
-        f"({', '.join(wheel['levels'])}).\n"
+        f"{settings['foreign_limit']:g} CPUs. The wheel of {wheel['commit']} has {sizes[0]:.1f} MiB, and "
+        f"{sizes[1]:.1f} MiB when installed, of which {sizes[2]:.1f} MiB are {wheel['libraries']} compiled "
+        f"libraries ({', '.join(wheel['levels'])}).\n"
     )

@@ -28,10 +28,12 @@ from benchmarks.common import (  # after the path is set
     BenchmarkError,
     Results,
     carry_out,
+    commit,
     common_parser,
-    own_environment,
+    describe_environment,
     run_command,
     take_pairs,
+    undisturbed,
 )
 from benchmarks.installation.report import report
 
@@ -52,16 +54,19 @@ def run(options: argparse.Namespace) -> None:
     results = Results(options.results)
     settings = {"steps": options.steps, "foreign_limit": options.foreign_limit}
     piece = results.piece(settings, options.fresh)
-    piece["environment"] = own_environment("torch")
-    take_pairs(
-        piece,
-        {
-            "wheel": partial(_from_wheel, wheels[-1].absolute(), options.steps),
-            "clone": partial(_from_clone, options.steps),
-        },
-        options,
-        save=lambda: results.save(report(results.pieces)),
-    )
+    if len(undisturbed(piece)) < options.pairs:
+        piece["environment"] = describe_environment()
+    piece["wheel"] = {"commit": commit(), **_sizes(wheels[-1])}
+    contenders = {
+        "wheel": partial(_from_wheel, wheels[-1].absolute(), options.steps),
+        "clone": partial(_from_clone, options.steps),
+    }
+
+    def save() -> None:
+        results.save(report(results.pieces))
+
+    take_pairs(piece, contenders, options, save)
+    save()  # the sizes are those of this wheel, even if no round was missing
 
 
 def _from_wheel(wheel: Path, steps: int) -> dict[str, Any]:
@@ -76,7 +81,7 @@ def _from_wheel(wheel: Path, steps: int) -> dict[str, Any]:
             [wanma, "init", "gpt"],
             [wanma, "train", "gpt.toml", f"train.steps={steps}"],
         ]
-        return {**_timed(commands, 2, environment, folder, venv), **_sizes(wheel)}
+        return _timed(commands, 2, environment, folder, venv)
 
 
 def _from_clone(steps: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from benchmarks.collectives.measure import in_turns
+from benchmarks.collectives.measure import collective_run, in_turns
 from wanma.collectives.compression.int8_codec import BlockwiseInt8Codec
 from wanma.collectives.shared_memory.backend import (
     SharedMemoryOptions,
@@ -29,11 +29,12 @@ from wanma.collectives.shared_memory.backend import (
 
 RANKS = 2
 MEBIBYTES = (0.0625, 1.0, 16.0)
+IN_PLACE = " in place"
 CASES = (
     ("all_reduce", "float32"),
     ("all_reduce", "bfloat16"),
     ("all_reduce", "float16"),
-    ("all_reduce in place", "float32"),
+    (f"all_reduce{IN_PLACE}", "float32"),
     ("reduce_scatter", "float32"),
     ("all_gather", "float32"),
     ("int8 encode", "float32"),
@@ -66,8 +67,11 @@ def measure(rank: int, packages: dict[str, str], folder: str, output: str) -> No
             if operation.startswith("int8"):
                 runs = {name: _codec_run(operation, elements, codec) for name, codec in codecs.items()}
             else:
+                collective, in_place = operation.removesuffix(IN_PLACE), operation.endswith(IN_PLACE)
                 runs = {
-                    name: _collective_run(operation, getattr(torch, dtype), elements, group)
+                    name: collective_run(
+                        collective, elements, group, in_place=in_place, dtype=getattr(torch, dtype)
+                    )
                     for name, group in groups.items()
                 }
             seconds[f"{operation}|{dtype}|{size:g}"] = in_turns(runs, gloo)
@@ -87,24 +91,6 @@ def _codec_run(operation: str, elements: int, codec: BlockwiseInt8Codec) -> Call
     values = torch.randn(1, elements, generator=torch.Generator().manual_seed(0))
     encoded = codec.encode(values)
     return partial(codec.encode, values) if operation == "int8 encode" else partial(codec.decode, encoded)
-
-
-def _collective_run(
-    operation: str, dtype: torch.dtype, elements: int, group: dist.ProcessGroup
-) -> Callable[[], object]:
-    """Return a call of the collective on zeros, which stay zeros however often they are added."""
-    shared = as_shared_memory_group(group)
-    assert shared is not None
-    whole = torch.zeros(elements, dtype=dtype)
-    if operation == "all_reduce":
-        return lambda: dist.all_reduce(whole, group=group)
-    if operation == "all_reduce in place":
-        in_place = shared.allocate_tensor(elements, dtype).zero_()
-        return lambda: dist.all_reduce(in_place, group=group)
-    part = torch.zeros(elements // RANKS, dtype=dtype)
-    if operation == "all_gather":
-        return lambda: dist.all_gather_into_tensor(whole, part, group)
-    return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from benchmarks.common import (  # after the path is set
     Results,
     carry_out,
     common_parser,
-    own_environment,
+    describe_environment,
     run_module,
     take_pairs,
 )
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> None:
         packages = _collect_libraries(options.wheel, Path(folder))
         settings = {"levels": list(packages), "foreign_limit": options.foreign_limit}
         piece = results.piece(settings, options.fresh)
-        piece["environment"] = own_environment("torch")
+        piece["environment"] = describe_environment()
         take_pairs(
             piece,
             {"measured": partial(_sample, packages)},

@@ -36,7 +36,7 @@ Shares = tuple[int, int]
 """Samples per step of each rank."""
 
 TIMEOUT_SECONDS = 900.0
-BLOCK_SECONDS = 10.0
+BLOCK_SECONDS = 5.0
 """Seconds of a round, on each contender's clock."""
 NEAR_SECONDS = 2.0
 """Seconds before and after a step, on the ideal's clock, over which its speed is averaged for comparison."""
@@ -44,8 +44,8 @@ PLANNING_WARMUP, PLANNING_STEPS = 3, 12
 """Steps of warm-up, and steps from which shares are planned."""
 IDEAL = "apart"
 """Name of the ideal: two trainings of one rank each, side by side, without exchanges; their speeds add up."""
-CONTENDERS = ("even", "planned", "dynamic", "changed")
-"""Contenders with different shares of the batch.
+CONTENDERS = {"even": 1, "planned": 1, "dynamic": 1, "changed": MIN_WINDOW_STEPS}
+"""Contenders with different shares of the batch, and the runs that count as one pair.
 
 even, planned: constant shares, equal ones or those that `plan_shares` finds. dynamic: shares that begin even
 and follow the ranks' times. changed: the same, but the quota is set in the middle of the run, in each run at

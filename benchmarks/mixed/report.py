@@ -108,7 +108,8 @@ def _speeds(piece: Piece) -> str:
     foreign = [
         one["foreign_cpu"] for runs in piece["turns"].values() for run in runs for one in run["rounds"]
     ]
-    told = f"Beside it up to {max(foreign):.2f} CPUs did something else, in the worst second of a round.\n"
+    most = max(foreign, default=0.0)
+    told = f"Beside it up to {most:.2f} CPUs did something else, in the worst second of a round.\n"
     return f"{table(header, rows)}\n{told}"
 
 

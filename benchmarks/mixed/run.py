@@ -1,7 +1,7 @@
 """Comparison of even, planned and moving shares of the batch with the ideal, on two unlike ranks.
 
-    python benchmarks/mixed/run.py --quota 30 --pairs 2      # a run of a contender takes some three minutes
-    python benchmarks/mixed/run.py --minutes 10              # what is still missing of the default
+    python benchmarks/mixed/run.py                           # what is missing of the default: 13 minutes
+    python benchmarks/mixed/run.py --quota 50                # the same with another quota: 10 minutes
     python benchmarks/mixed/run.py --report
 
 Needs root and the kernel's cgroups v1 (/sys/fs/cgroup/cpu). Every quota is one piece; a piece adds its runs
@@ -23,13 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: f
 
 from benchmarks.commands import prepare_data
 from benchmarks.common import (  # after the path is set
-    PACKAGES,
     Results,
     carry_out,
     common_parser,
+    describe_environment,
     disturbance_rule,
     origin,
-    own_environment,
 )
 from benchmarks.mixed.contenders import (
     CONTENDERS,
@@ -52,15 +51,15 @@ def run(options: argparse.Namespace) -> None:
         print(f"nothing is measured here: {reason}")  # the other benchmarks of `make bench` go on
         return
     results = Results(options.results)
-    environment = own_environment(*PACKAGES)
+    environment = describe_environment(options.venv)
     for setting in settings(options):
         piece = results.piece(asdict(setting), options.fresh)
         piece["environment"] = environment
         piece["job"] = setting.job("even", setting.by_quota, setting.total_steps)
         prepare_data(piece["job"])
         wanted = {
-            name: max(options.pairs - len(piece.setdefault("turns", {}).get(name, [])), 0)
-            for name in CONTENDERS
+            name: max(options.pairs * runs - len(piece.setdefault("turns", {}).get(name, [])), 0)
+            for name, runs in CONTENDERS.items()
             if name in options.contenders
         }
         if not any(wanted.values()):
@@ -107,9 +106,9 @@ def settings(options: argparse.Namespace) -> Iterator[Setting]:
 
 def parse() -> argparse.Namespace:
     parser = common_parser(__doc__, "mixed")
-    parser.set_defaults(pairs=3)
+    parser.set_defaults(pairs=1)
     add = parser.add_argument
-    add("--quota", nargs="+", type=int, default=[30, 50], metavar="PERCENT", help="of a core (default 30 50)")
+    add("--quota", nargs="+", type=int, default=[30], metavar="PERCENT", help="of a core (default 30)")
     add(
         "--contenders",
         nargs="+",
@@ -117,8 +116,8 @@ def parse() -> argparse.Namespace:
         default=CONTENDERS,
         help="each beside the ideal (default all)",
     )
-    add("--steps", type=int, default=45, help="measured steps (default 45)")
-    add("--settle", type=int, default=20, help="steps before them, in which shares may move (default 20)")
+    add("--steps", type=int, default=30, help="measured steps (default 30)")
+    add("--settle", type=int, default=8, help="steps before them, in which shares may move (default 8)")
     add("--layers", type=int, default=4)
     add("--hidden", type=int, default=256)
     add("--sequence", type=int, default=128)

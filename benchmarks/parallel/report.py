@@ -23,8 +23,6 @@ from wanma.bench.statistics.estimates import estimate
 
 GOAL = 0.97
 """Goal for the interval of the ratio."""
-PAIRS = 7
-"""Minimum pairs for a statement on the goal."""
 LOSS_LIMITS = {"fp32": 1e-3, "bf16": 5e-2}
 """Maximum relative difference of a step's loss that still counts as the same training."""
 
@@ -191,7 +189,7 @@ def _speeds(piece: Piece) -> list[str]:
 def _ratio(piece: Piece) -> list[str]:
     found = estimate(ratios(piece))
     is_met = found.low >= GOAL and _is_same_training(piece)
-    goal = "too few pairs" if found.count < PAIRS else "yes" if is_met else "no"
+    goal = "too few pairs" if not found.has_interval else "yes" if is_met else "no"
     return [str(found), verdict(piece).outcome, goal, rounds_text(piece)]
 
 

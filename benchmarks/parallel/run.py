@@ -1,12 +1,12 @@
 """Step time of each mesh dimension beside torchtitan's recipe in plain torch, in alternating pairs.
 
-    python benchmarks/parallel/run.py --axis tp-sequence --ranks 2 --pairs 7 --minutes 3
+    python benchmarks/parallel/run.py --axis tp-sequence --ranks 2 4  # five minutes
     python benchmarks/parallel/run.py --axis pp-1f1b --cuts same      # both with torchtitan's stages
     python benchmarks/parallel/run.py --axis bubble --ranks 2         # wanma's pipelines beside their theory
-    python benchmarks/parallel/run.py                                 # everything that is not measured yet
+    python benchmarks/parallel/run.py                                 # what is missing: 14 minutes
     python benchmarks/parallel/run.py --report
 
-Every combination of axis, ranks and precision is one piece, of about three minutes; a piece adds its pairs to
+Every combination of axis, ranks and precision is one piece, of some two minutes; a piece adds its pairs to
 the results file and prints its ratio, so that a long comparison can be run bit by bit. See
 benchmarks/README.md.
 """
@@ -46,8 +46,10 @@ from benchmarks.parallel.report import report
 
 Result = TypeVar("Result")
 
-BUBBLE_ROUNDS = 3
-"""Runs of each pipeline, which have no peer to alternate with; each is the median of many steps."""
+CHOSEN = ("zero3", "tp-sequence", "pp-1f1b", "ep", "cp-ring", "bubble")
+"""Axes that are measured by default: one of each mesh dimension. Replicas are compared by suite ddp-peers."""
+BUBBLE_ROUNDS, CONTEXT_ROUNDS = 1, 3
+"""Maximum rounds of what is compared with theory; a bubble is the median of many steps."""
 
 
 def main() -> None:
@@ -61,6 +63,9 @@ def run(options: argparse.Namespace) -> None:
     def save() -> None:
         results.save(report(results.pieces))
 
+    def at_most(rounds: int) -> argparse.Namespace:
+        return argparse.Namespace(**{**vars(options), "pairs": min(options.pairs, rounds)})
+
     environment = describe_environment(options.venv)
     chosen: list[Setting | Bubble] = [*settings(options), *bubbles(options)]
     for setting in chosen:
@@ -71,11 +76,11 @@ def run(options: argparse.Namespace) -> None:
         print(f"{_name(setting)}: {len(piece['pairs'])} pairs so far", flush=True)
         if isinstance(setting, Bubble):
             piece["commands"] = {"wanma": str(setting.command)}
-            few = argparse.Namespace(**{**vars(options), "pairs": min(options.pairs, BUBBLE_ROUNDS)})
             pipeline = {"wanma": _in_a_folder(partial(_bubble, setting, options.venv))}
-            complete = take_pairs(piece, pipeline, few, save)
+            complete = take_pairs(piece, pipeline, at_most(BUBBLE_ROUNDS), save)
         else:
-            complete = compare(setting, piece, options, save)
+            allowed = at_most(CONTEXT_ROUNDS) if setting.what.context else options
+            complete = compare(setting, piece, allowed, save)
         if not complete:
             return
 
@@ -170,9 +175,10 @@ def _given(options: argparse.Namespace, kind: type[Setting] | type[Bubble]) -> d
 
 def parse() -> argparse.Namespace:
     parser = common_parser(__doc__, "parallel")
+    parser.set_defaults(pairs=5)
     add = parser.add_argument
-    add("--axis", nargs="+", choices=[*AXES, "bubble"], default=[*AXES, "bubble"], help="default: all")
-    add("--ranks", nargs="+", type=int, default=[2, 4], help="default: 2 4")
+    add("--axis", nargs="+", choices=[*AXES, "bubble"], default=CHOSEN, help=f"default: {' '.join(CHOSEN)}")
+    add("--ranks", nargs="+", type=int, default=[2], help="default: 2")
     add("--precision", nargs="+", choices=["fp32", "bf16"], default=["fp32"], help="default: fp32")
     add("--cuts", choices=["own", "same"], default="own", help="stages of wanma: by cost, or as the recipe's")
     add("--schedule", nargs="+", choices=SCHEDULES, default=list(SCHEDULES), help="of --axis bubble")

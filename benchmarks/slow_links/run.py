@@ -1,12 +1,12 @@
 """Training over a slow link between two nodes: wanma's ways to sum gradients, and DDP, in rounds.
 
-    python benchmarks/slow_links/run.py --megabits 100 --delay 0 --contender both int8 --pairs 3   # one piece
-    python benchmarks/slow_links/run.py --megabits 1000 --minutes 10
-    python benchmarks/slow_links/run.py                          # everything that is not measured yet
+    python benchmarks/slow_links/run.py                          # what is missing at 100 Mbit/s: 13 minutes
+    python benchmarks/slow_links/run.py --megabits 1000          # another link: 7 minutes
+    python benchmarks/slow_links/run.py --contender both int8 --pairs 1
     python benchmarks/slow_links/run.py --report
 
-Needs root: the machines are network namespaces. Every link is one piece, so that a long comparison can be run
-bit by bit; in each of its rounds every contender has its turn. See benchmarks/README.md.
+Needs root: the machines are network namespaces. Every link is one piece; in each of its rounds every
+contender has its turn. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ from benchmarks.slow_links.contenders import (
 )
 from benchmarks.slow_links.report import DDP, beside_ddp, report
 from wanma.bench.programs.limited_link import missing_for_link
+
+CHOSEN = ("both", "bf16", "int8", "topk", "powersgd", "diloco", "streaming")
+"""Contenders that are measured by default; the others are parts of the first, or as fast as DiLoCo."""
 
 
 def main() -> None:
@@ -108,17 +111,18 @@ def settings(options: argparse.Namespace) -> Iterator[Setting]:
 
 def parse() -> argparse.Namespace:
     parser = common_parser(__doc__, "slow-links")
+    parser.set_defaults(pairs=3)
     add = parser.add_argument
-    add("--megabits", nargs="+", type=float, default=[100.0, 1000.0], help="a second, each way (100 1000)")
-    add("--delay", nargs="+", type=float, default=[0.0, 10.0], metavar="MS", help="each way (0 10)")
-    add("--contender", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS), help="default: all")
+    add("--megabits", nargs="+", type=float, default=[100.0], help="a second, each way (default 100)")
+    add("--delay", nargs="+", type=float, default=[0.0], metavar="MS", help="each way (default 0)")
+    add("--contender", nargs="+", choices=CONTENDERS, default=CHOSEN, help=f"default: {' '.join(CHOSEN)}")
     add("--precision", choices=["fp32", "bf16"], default="fp32")
     add("--preset", default="gpt-10m", help="wanma's name of the model (default gpt-10m)")
     add("--vocabulary", type=int, default=4096)
     add("--sequence", type=int, default=256)
     add("--batch", type=int, default=1, help="sequences per rank (default 1)")
-    add("--steps", type=int, default=5, help="measured steps of DDP (default 5)")
-    add("--warmup", type=int, default=2, help="steps before the measured ones (default 2)")
+    add("--steps", type=int, default=3, help="measured steps of DDP (default 3)")
+    add("--warmup", type=int, default=1, help="steps before the measured ones (default 1)")
     options = parser.parse_args()
     if options.warmup < 1:
         parser.error("--warmup is at least 1: the window starts at the end of a step")

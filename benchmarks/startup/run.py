@@ -11,7 +11,6 @@ benchmarks/README.md.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -37,6 +36,7 @@ from benchmarks.common import (
     undisturbed,
     verdict,
 )
+from benchmarks.recovery.watch import read_lines
 from wanma.bench.statistics.estimates import estimate
 from wanma.data.opening import open_dataset, prepare_job_data
 from wanma.job.file.loading import load_job
@@ -48,7 +48,11 @@ SEQUENCE = 64
 TIMEOUT_SECONDS = 300.0
 SECONDS = "first_step_seconds"
 WANMA = ("wanma", "train", "job.toml", "--run-dir", "run")
-PEER = ("benchmarks/startup/train_ddp.py", "--tokens", "tokens.npy", "--result", "result.json")
+RECORD = "record.jsonl"
+PEER = (
+    *("benchmarks/startup/train_ddp.py", "--tokens", "tokens.npy", "--record", RECORD),
+    *("--steps", str(STEPS)),
+)
 
 
 def main() -> None:
@@ -96,25 +100,20 @@ def measure(name: str, arguments: Sequence[str], inputs: Path, venv: Path) -> di
     with tempfile.TemporaryDirectory(prefix="wanma-bench-") as temporary:
         folder = Path(temporary)
         places = {file: str(inputs / file) for file in ("job.toml", "tokens.npy")}
-        places |= {file: str(folder / file) for file in ("run", "result.json")}
+        places |= {file: str(folder / file) for file in ("run", RECORD)}
         finished = run_command(
             [places.get(argument, argument) for argument in arguments],
             clean_environment(venv),
             folder / "output.log",
             TIMEOUT_SECONDS,
         )
-        if arguments[0] == "wanma":
-            steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-            ended, losses = steps[0]["time"], [step["loss"] for step in steps]
-        else:
-            record = json.loads((folder / "result.json").read_text())
-            ended, losses = record["first_step_ended"], record["losses"]
-    seconds = ended - finished.started
+        steps = read_lines(folder / ("run/metrics.jsonl" if arguments[0] == "wanma" else RECORD))
+    seconds = steps[0]["time"] - finished.started
     print(f"  {name}: {seconds:.2f} s to the end of step 1, {finished.seconds:.2f} s in all", flush=True)
     return {
         SECONDS: round(seconds, 4),
         "command_seconds": round(finished.seconds, 3),
-        "losses": losses,
+        "losses": [step["loss"] for step in steps],
     }
 
 

@@ -1,7 +1,7 @@
-"""Script of the peer: DistributedDataParallel under torchrun, two steps, clock read after the first.
+"""Script of the peer: DistributedDataParallel under torchrun, with checkpoints where a file is named.
 
 As in https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html ("Initialize DDP with torchrun"). It
-imports nothing of wanma; its tokens were prepared beforehand.
+imports nothing of wanma. Rank 0 appends the time of each step's end and its mean loss to the record.
 """
 
 from __future__ import annotations
@@ -24,30 +24,47 @@ from benchmarks.startup.model import TinyDecoder
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--tokens", type=Path, required=True, help="(steps, ranks, sequence + 1) as .npy")
-    parser.add_argument("--result", type=Path, required=True)
+    parser.add_argument("--tokens", type=Path, required=True, help="(rows, ranks, sequence + 1) as .npy")
+    parser.add_argument("--record", type=Path, required=True)
+    parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--every", type=int, default=10, help="steps from checkpoint to checkpoint")
     options = parser.parse_args()
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(1)
-    model = DistributedDataParallel(TinyDecoder())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    ends, losses = [], []
-    for rows in np.load(options.tokens, mmap_mode="r"):
-        row = torch.from_numpy(rows[rank : rank + 1].copy())
+    module = TinyDecoder()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    first = 0
+    if options.checkpoint is not None and options.checkpoint.exists():
+        saved = torch.load(options.checkpoint)
+        module.load_state_dict(saved["weights"])
+        optimizer.load_state_dict(saved["optimizer"])
+        first = saved["step"]
+    model = DistributedDataParallel(module)
+    tokens = np.load(options.tokens, mmap_mode="r")
+    for step in range(first + 1, options.steps + 1):
+        row = torch.from_numpy(tokens[(step - 1) % len(tokens)][rank : rank + 1].copy())
         optimizer.zero_grad()
         loss = F.cross_entropy(model(row[:, :-1]).flatten(0, -2), row[:, 1:].flatten())
         loss.backward()
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        ends.append(time.time())
-        losses.append(loss.detach())
-    mean = torch.stack(losses)
-    dist.all_reduce(mean)
-    if rank == 0:
-        record = {"first_step_ended": ends[0], "losses": (mean / dist.get_world_size()).tolist()}
-        options.result.write_text(json.dumps(record))
+        ended, mean = time.time(), loss.detach() / dist.get_world_size()
+        dist.all_reduce(mean)
+        if rank == 0:
+            with options.record.open("a") as record:
+                record.write(json.dumps({"step": step, "time": ended, "loss": mean.item()}) + "\n")
+            if options.checkpoint is not None and step % options.every == 0:
+                state = {
+                    "step": step,
+                    "weights": module.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                }
+                torch.save(state, options.checkpoint.with_suffix(".partial"))
+                options.checkpoint.with_suffix(".partial").replace(options.checkpoint)
+    dist.barrier()
     # Without destructors: now and then torch's deadlock, freeing the group that DDP holds with Python's
     # lock taken while a thread of Gloo waits for that lock.
     os._exit(0)

@@ -31,7 +31,7 @@ def test_the_report_has_medians_of_undisturbed_rounds_and_the_size_of_the_wheel(
         {
             "date": "2026-01-01T00:00:00+00:00",
             "commit": "abc",
-            "wheel": {**sample(seconds, seconds > 100), **sizes(wheel)},
+            "wheel": sample(seconds, seconds > 100),
             "clone": sample(2 * seconds),
         }
         for seconds in (10.0, 20.0, 60.0, 900.0)
@@ -40,10 +40,11 @@ def test_the_report_has_medians_of_undisturbed_rounds_and_the_size_of_the_wheel(
         "settings": {"steps": 20, "foreign_limit": 0.1},
         "environment": {"machine": "a machine", "versions": {"torch": "2.13"}},
         "pairs": rounds,
+        "wheel": {"commit": "def", **sizes(wheel)},
     }
     text = report([piece])
     assert "| wheel | 20.0 | 25.0 | 50.0 | 1,100 |" in text
     assert "| clone, `make train` | 40.0 | 45.0 | 70.0 | 1,100 |" in text
     assert "3 rounds of 20 steps" in text
-    assert "has 4.0 MiB, and 4.0 MiB" in text
+    assert "wheel of def has 4.0 MiB, and 4.0 MiB" in text
     assert "2.0 MiB are 2 compiled libraries" in text

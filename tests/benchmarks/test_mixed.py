@@ -80,7 +80,7 @@ def test_a_contender_is_set_beside_the_sum_of_the_ideals_two_runs() -> None:
         "apart 1": Stream(1, second, 40),
     }
     found = rounds(clocks, streams, 10, lambda *_: 0.0)
-    assert len(found) == 6, "60 seconds after ten steps, in blocks of ten"
+    assert len(found) == 12, "60 seconds after ten steps, in blocks of five"
     assert all((one["tokens_per_second"], one["ideal"]) == (50.0, 100.0) for one in found)
     steps = beside_the_ideal(clocks, streams, 10, lambda *_: 0.0)
     assert [step["seconds"] for step in steps] == [2.0] * 30

@@ -182,7 +182,7 @@ def _check_job(contender: Contender, path: Path) -> None:
     Raises:
         WanmaError: a key is wrong, or its engine cannot do what the contender wants.
     """
-    engine = load_job(path, contender.overrides).cluster.engine
+    engine = load_job(path, contender.overrides, f"contender '{contender.name}'").cluster.engine
     if engine == "local" and contender.link_megabits_per_second is not None:
         require_link()
     if engine != "local" and contender.fault is not None:

@@ -63,10 +63,12 @@ start here:
   wanma show                            results of the newest run
 """
 
-_MOVED_OPTIONS = {
-    "wanma cluster --calibrate": "wanma bench machine --save",
+_MOVED = {
+    "wanma cluster --calibrate": "it is now `wanma bench machine --save`",
+    "wanma bench collectives": "it is now `wanma bench machine --collectives NAME,NAME`",
+    "wanma bench environment": "it is now pip: `wanma bench train SUITE` names the command of a missing one",
 }
-"""Command that does what an earlier option did, by the command and option."""
+"""Replacement of an earlier action or option, by the words that named it."""
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -118,6 +120,7 @@ def parse(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
     names = set(_subcommands(parser))
     if arguments and not arguments[0].startswith("-") and arguments[0] not in names:
         raise _unknown_command(arguments[0], names)
+    _check_moved(" ".join(("wanma", *arguments[:2])))
     # argparse accepts one block of positionals: later ones are returned as `unparsed`.
     parsed, unparsed = parser.parse_known_args(arguments)
     if unparsed:
@@ -137,6 +140,16 @@ def _unknown_command(name: str, names: set[str]) -> JobError:
     )
 
 
+def _check_moved(words: str) -> None:
+    """Check that words of the command line name no earlier action or option.
+
+    Raises:
+        JobError: they do; the hint names the replacement.
+    """
+    if words in _MOVED:
+        raise JobError(f"there is no longer {words}", _MOVED[words])
+
+
 def _unknown_argument(argument: str, parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> JobError:
     for name in (parsed.command, getattr(parsed, "action", None)):
         parser = _subcommands(parser).get(name or "", parser)
@@ -145,8 +158,7 @@ def _unknown_argument(argument: str, parsed: argparse.Namespace, parser: argpars
     if not argument.startswith("-"):
         return JobError(f"{prog}: unexpected argument '{argument}'", hint)
     name = argument.partition("=")[0]
-    if (command := _MOVED_OPTIONS.get(f"{prog} {name}")) is not None:
-        return JobError(f"{prog}: unknown option {name}", f"it is now `{command}`")
+    _check_moved(f"{prog} {name}")
     if "." in name:
         return JobError(
             f"{prog}: unknown option {argument}", "write overrides without dashes: train.steps=500"

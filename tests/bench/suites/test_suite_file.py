@@ -14,7 +14,7 @@ from wanma.bench.suites.scaled_contenders import THREADS
 from wanma.bench.suites.suite_file import find_suite, is_suite, parse_over
 from wanma.bench.suites.suite_of_commands import suite_of_commands
 from wanma.bench.suites.suite_of_job import DEFAULT_STEPS, read_suite_or_job
-from wanma.job.errors import WanmaError
+from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
 from wanma.job.file.loading import load_job
 
 SUITE = """
@@ -116,6 +116,37 @@ def test_a_wrong_suite_is_refused_with_the_cause(file: Path, old: str, new: str,
     file.write_text(file.read_text().replace(old, new))
     with pytest.raises(WanmaError, match=message):
         read_suite_or_job(file)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ('"model.hidden" = [32, 64]', '"model.hiden" = [32]', ["'small hiden=32'", "model.hiden"]),
+        ('name = "small"', 'name = "small"\nsettings = {"model.x" = 1}', ["'small hidden=32'", "model.x"]),
+        ("/other.py", "/{train.steps}", ["'other hidden=ten'", "model.hidden"]),
+    ],
+)
+def test_a_wrong_key_is_told_with_suite_and_contender(
+    file: Path, old: str, new: str, named: list[str]
+) -> None:
+    text = file.read_text().replace(old, new)
+    if "ten" in named[0]:  # of the command alone
+        text = text.replace("[32, 64]", '["ten"]').replace('"small"', '"small"\ncommand = ["true"]', 1)
+    file.write_text(text)
+    with pytest.raises(JobError) as refused:
+        read_suite_or_job(file, overrides=["train.seed=2"])
+    assert all(word in refused.value.message for word in [str(file), *named])
+    assert "command line" not in refused.value.message
+    assert refused.value.exit_code == EXIT_USAGE
+
+
+def test_a_job_may_be_yaml(tmp_path: Path) -> None:
+    job = tmp_path / "mine.yaml"
+    job.write_text("model:\n  preset: gpt-1m\ntrain:\n  betas: [0.9, 0.95]\n")
+    (contender,) = (suite := read_suite_or_job(job)[0]).contenders
+    assert contender.name == "job"
+    (tmp_path / "job.toml").write_text(suite.job_text)
+    assert load_job(tmp_path / "job.toml").train.betas == (0.9, 0.95)
 
 
 def test_a_job_is_a_suite_of_one(tmp_path: Path) -> None:

@@ -10,18 +10,18 @@ from typing import Any
 
 from wanma.bench.figures.scaling import SCALING_KEYS, THROUGHPUT
 from wanma.bench.runner import Rule
+from wanma.bench.scale.forecasts import texts
 from wanma.bench.scale.growth import Growth, default_axis, growth_of
 from wanma.bench.scale.measured import contender_name
 from wanma.bench.scale.targets import target_of_cluster, target_of_device
 from wanma.bench.suites.scale_table import DEFAULT_EFFICIENCY, DEFAULT_TO, Axis, ScaleTable, doubled_counts
 from wanma.bench.suites.scaled_contenders import THREADS, equal_threads
 from wanma.bench.suites.suite_file import ContenderTable, Suite, SuiteFile, make_suite, override_text
-from wanma.bench.suites.suite_of_job import read_suite_file_or_job, rule_of, split_override
+from wanma.bench.suites.suite_of_job import read_suite_file_or_job, rule_of, source_text, split_override
 from wanma.hardware.cluster_file.node_builder import parse_nics
 from wanma.hardware.discovery.node import discover_node
 from wanma.job.errors import EXIT_USAGE, WanmaError
 from wanma.job.file.loading import to_job
-from wanma.job.sections.job import Job
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def scale_suite(
         file.model_copy(update={"contenders": [], "over": {}, "baseline": None, "weak": False}),
         path.parent,
     )
-    job = _job(plain.job_text, settings)
+    job = to_job(tomllib.loads(plain.job_text), texts(settings), source_text(path, overrides))
     (node,) = discover_node().nodes
     device = "cuda" if node.devices and job.cluster.device != "cpu" else "cpu"
     # Read here too, so that a wrong one is refused before anything is measured.
@@ -149,7 +149,3 @@ def _common_settings(path: Path, file: SuiteFile, overrides: dict[str, str]) -> 
         )
     own = {key: override_text(value) for table in tables for key, value in table.settings.items()}
     return {**own, **overrides}
-
-
-def _job(text: str, settings: dict[str, str]) -> Job:
-    return to_job(tomllib.loads(text), [f"{key}={value}" for key, value in settings.items()])

@@ -34,11 +34,13 @@ class JobWords:
 
     Args:
         steps: optimizer steps of an execution; None: as the job says.
+        source: place of the settings, as errors name it.
     """
 
     job_text: str
     settings: Mapping[str, str]
     steps: int | None
+    source: str
 
     def fill(self, word: str) -> str:
         """Return a word with the values that it names; without a job, the word as it is.
@@ -58,7 +60,7 @@ class JobWords:
     def _job(self) -> Job:
         limit = {} if self.steps is None else {"train.steps": str(self.steps)}
         overrides = [f"{key}={value}" for key, value in {**self.settings, **limit}.items()]
-        return to_job(tomllib.loads(self.job_text), overrides)
+        return to_job(tomllib.loads(self.job_text), overrides, self.source)
 
     @cached_property
     def _layout(self) -> Plan:

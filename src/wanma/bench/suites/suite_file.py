@@ -24,6 +24,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -44,7 +45,8 @@ from wanma.bench.suites.known_suites import known_suites
 from wanma.bench.suites.scale_table import PublishedTable, ScaleTable, doubled_counts
 from wanma.bench.suites.scaled_contenders import with_equal_threads, with_weak_batches
 from wanma.job.errors import EXIT_USAGE, WanmaError, did_you_mean
-from wanma.job.file.parser import parse_config_file
+from wanma.job.file.loading import to_job
+from wanma.job.file.parser import parse_config_file, read_text
 from wanma.job.file.serialization import toml_value
 from wanma.job.sections.base import Section
 
@@ -229,12 +231,19 @@ def read_suite_file(path: Path) -> SuiteFile:
 
 
 def make_suite(
-    name: str, file: SuiteFile, folder: Path, *, is_smoke: bool = False, environments: Path | None = None
+    name: str,
+    file: SuiteFile,
+    folder: Path,
+    *,
+    source: str = "",
+    is_smoke: bool = False,
+    environments: Path | None = None,
 ) -> Suite:
     """Return the suite of a file's content.
 
     Args:
         folder: folder in which relative paths start.
+        source: place of the content, as errors name it; default: the name.
 
     Raises:
         WanmaError: the content contradicts itself, or its job cannot be read.
@@ -242,7 +251,10 @@ def make_suite(
     text = _job_text(file, folder)
     steps = file.smoke.steps if is_smoke else file.rule.steps
     extra = file.smoke.settings if is_smoke else {}
-    contenders = [_contender(table, text, steps, folder, extra) for table in _tables(file)]
+    contenders = [
+        _contender(table, text, steps, folder, extra, f"{source or name}, contender '{table.name}'")
+        for table in _tables(file)
+    ]
     if file.weak and not is_smoke:  # a suite in small has batches of its own
         contenders = with_weak_batches(contenders, text)
     contenders = with_equal_threads(contenders, text)
@@ -302,11 +314,16 @@ def _tables(file: SuiteFile) -> list[ContenderTable]:
 
 
 def _contender(
-    table: ContenderTable, job_text: str, steps: int | None, folder: Path, extra: Mapping[str, Value]
+    table: ContenderTable,
+    job_text: str,
+    steps: int | None,
+    folder: Path,
+    extra: Mapping[str, Value],
+    source: str,
 ) -> Contender:
     settings = {key: override_text(value) for key, value in {**table.settings, **extra}.items()}
     if table.command:
-        return _command(table, JobWords(job_text, settings, steps), folder)
+        return _command(table, JobWords(job_text, settings, steps, source), folder)
     if not job_text:
         raise WanmaError(
             f"the contender '{table.name}' has neither a command nor a job",
@@ -319,7 +336,7 @@ def _contender(
             "remove them: wanma runs in its own environment, with the variables of its ranks",
             EXIT_USAGE,
         )
-    return Contender(
+    contender = Contender(
         table.name,
         "job",
         job=JOB_FILE,
@@ -328,6 +345,8 @@ def _contender(
         fault=table.fault,
         description=table.description,
     )
+    to_job(tomllib.loads(job_text), contender.overrides, source)  # a wrong key is refused here, by its place
+    return contender
 
 
 def _command(table: ContenderTable, job: JobWords, folder: Path) -> Contender:
@@ -373,20 +392,18 @@ def _job_text(file: SuiteFile, folder: Path) -> str:
     """Return the job of a suite as the text of a job file; empty: it has none.
 
     Raises:
-        WanmaError: the file of the job cannot be read.
+        WanmaError: the file of the job cannot be read, or is none.
     """
     if file.job is None:
         return ""
-    if isinstance(file.job, str):
-        path = folder / file.job
-        try:
-            return path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise WanmaError(
-                f"{path} cannot be read: {error.strerror}", "correct `job` in the suite", EXIT_USAGE
-            ) from error
+    tables = file.job
+    if isinstance(tables, str):
+        path = folder / tables
+        tables, _ = parse_config_file(path)
+        if path.suffix == ".toml":
+            return read_text(path)
     lines: list[str] = []
-    for section, content in file.job.items():
+    for section, content in tables.items():
         if not isinstance(content, Mapping):
             lines.insert(0, f"{section} = {toml_value(content)}")
             continue

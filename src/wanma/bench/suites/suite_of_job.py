@@ -70,8 +70,20 @@ def read_suite_or_job(
             table.model_copy(update={"settings": {**table.settings, **extra}}) for table in tables
         ]
     file = file.model_copy(update=changes)
-    suite = make_suite(path.stem, file, path.parent, is_smoke=is_smoke, environments=environments)
+    suite = make_suite(
+        path.stem,
+        file,
+        path.parent,
+        source=source_text(path, overrides),
+        is_smoke=is_smoke,
+        environments=environments,
+    )
     return suite, rule_of(file, is_smoke=is_smoke)
+
+
+def source_text(path: Path, overrides: Sequence[str]) -> str:
+    """Return a file and the overrides of all its contenders, as errors name their place."""
+    return " with ".join([str(path), *([" ".join(overrides)] if overrides else [])])
 
 
 def with_contenders(file: SuiteFile, names: Sequence[str]) -> SuiteFile:

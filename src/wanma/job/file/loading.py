@@ -39,17 +39,17 @@ _MAX_DEPTH = 32
 _OVERRIDE = re.compile(r"([A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*)\s*=(.*)", re.DOTALL)
 
 
-def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
+def load_job(path: Path, overrides: Sequence[str] = (), override_source: str | None = None) -> Job:
     """Load the job of a TOML or YAML file and apply `overrides` ('train.steps=500') in order.
 
-    A run without a name takes the name of the file.
+    A run without a name takes the name of the file. For `override_source` see `to_job`.
 
     Raises:
         JobError: the file cannot be read or parsed, or holds an invalid key or value.
     """
     path = Path(path)
     tables, lines = parse_config_file(path)
-    return _named(_validate_job(tables, overrides, KeySources(str(path), lines)), path)
+    return _named(_validate_job(tables, overrides, KeySources(str(path), lines), override_source), path)
 
 
 def load_recorded_job(path: Path) -> Job:
@@ -89,7 +89,7 @@ def to_job(
         JobError: same causes as `load_job`.
     """
     if isinstance(value, str | Path):
-        return load_job(Path(value), overrides)
+        return load_job(Path(value), overrides, override_source)
     if isinstance(value, Job):
         if not overrides:
             return value
