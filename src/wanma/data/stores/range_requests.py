@@ -16,7 +16,7 @@ from urllib.parse import quote
 from fsspec.asyn import AsyncFileSystem, sync
 
 REQUEST_SECONDS = 60.0
-"""Deadline of one request."""
+"""Deadline of one request; a whole file has a second more for each MB, see `_read_http`."""
 
 
 _S3_READ_OPTIONS = (
@@ -142,10 +142,13 @@ def _s3_error(error: Any) -> Exception | None:
 
 def _read_http(filesystem: Any, path: str, start: int, end: int) -> RangeAnswer:
     """Request a range from a web server; a whole file that is no longer than the range is the range."""
+    from aiohttp import ClientTimeout
+
+    deadline = REQUEST_SECONDS + (end - start) / 1e6  # aiohttp's own, 5 minutes, is short for a whole file
 
     async def request() -> RangeAnswer:
         session = await filesystem.set_session()
-        keywords = dict(filesystem.kwargs)
+        keywords = {**filesystem.kwargs, "timeout": ClientTimeout(total=deadline, sock_read=REQUEST_SECONDS)}
         headers = dict(keywords.pop("headers", {}))
         headers |= {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
         async with session.get(filesystem.encode_url(path), headers=headers, **keywords) as answer:
@@ -156,7 +159,7 @@ def _read_http(filesystem: Any, path: str, start: int, end: int) -> RangeAnswer:
                     raise NoRangesError
             return RangeAnswer(await answer.read(), _versions(answer.headers))
 
-    return _run(filesystem, request)
+    return _run(filesystem, request, deadline)
 
 
 def _versions(headers: Any) -> dict[str, str]:
@@ -264,7 +267,9 @@ def retry_after(value: str | None) -> float | None:
         return None
 
 
-def _run(filesystem: Any, request: Callable[[], Awaitable[RangeAnswer]]) -> RangeAnswer:
-    """Run a request in fsspec's thread, within its deadline."""
-    answer: RangeAnswer = sync(filesystem.loop, request, timeout=REQUEST_SECONDS)
+def _run(
+    filesystem: Any, request: Callable[[], Awaitable[RangeAnswer]], deadline_seconds: float | None = None
+) -> RangeAnswer:
+    """Run a request in fsspec's thread, within its deadline; None: `REQUEST_SECONDS`."""
+    answer: RangeAnswer = sync(filesystem.loop, request, timeout=deadline_seconds or REQUEST_SECONDS)
     return answer
