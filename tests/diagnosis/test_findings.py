@@ -400,6 +400,10 @@ def test_a_loss_that_rises_and_one_that_wavers_are_told_apart(records: Records, 
     below_zero = Records(tmp_path / "below zero")
     below_zero.train(HEALTHY, steps=2000, change=lambda _: {"loss": noise.gauss(-2.0, 0.1)})
     assert names(below_zero.diagnose()) == []
+    for seed in range(10):
+        short, noise = Records(tmp_path / f"short {seed}"), random.Random(seed)
+        short.train(HEALTHY, steps=200, change=lambda _, noise=noise: {"loss": noise.gauss(2.0, 0.5)})
+        assert names(short.diagnose()) == []
     exploded = Records(tmp_path / "exploded")
     exploded.train(HEALTHY, change=lambda step: {"loss": 1e6 if 100 < step < 130 else 5.0 - step / 100})
     assert names(exploded.diagnose()) == ["learning_rate"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -23,6 +24,9 @@ SMALL_MICRO_BATCH, MANY_MICRO_BATCHES, SOUND_MFU = 2, 8, 0.25
 """Samples of a micro-batch, and number of micro-batches, beside which a lower MFU asks for larger ones."""
 HIGH_SHARE = 0.25
 """Share of the step that communication may take where no forecast is there to compare it with."""
+NOISE_OF_MEDIAN, NOISE_OF_FIRST = 8.0, 5.0
+"""Multiples of the noise, the median distance of a loss from the median of its window, that a flat loss may
+rise by: the medians of windows, times the root of the losses in one, and these above the first losses."""
 FOREIGN_SHARE = 0.2
 """Share of a node's processors in use by other programs from which they count as a cause."""
 SOUND_CORES = 0.8
@@ -67,10 +71,12 @@ def _learning_rate(evidence: Evidence) -> Finding | None:
     smooth = [median(losses[at : at + width]) for at in range(0, len(losses) - width + 1, width)]
     first, lowest, highest = median(losses[:5]), min(smooth), max(smooth)
     newest = median(losses[-(len(losses) // 4) :])
-    if newest > lowest + max(0.25 * abs(first - lowest), 0.1 * abs(lowest)):
+    noise = median(abs(value - smooth[at // width]) for at, value in enumerate(losses[: width * len(smooth)]))
+    wavering = NOISE_OF_MEDIAN * noise / math.sqrt(width)
+    if newest > lowest + max(0.25 * abs(first - lowest), 0.1 * abs(lowest), wavering):
         title = "the loss rises: the training diverges"
         text = f"the loss was {number_text(lowest)} and is {number_text(newest)} now"
-    elif highest > first + 2 * abs(first - lowest):
+    elif highest > first + max(2 * abs(first - lowest), NOISE_OF_FIRST * noise):
         title = "the loss rose far above that of the first steps, and came back"
         text = f"it began at {number_text(first)}, and rose to {number_text(highest)} and more"
     else:

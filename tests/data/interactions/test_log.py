@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from pydantic import ValidationError
 
@@ -236,6 +237,17 @@ def test_a_log_is_converted_once_until_its_rows_or_settings_change(
     (tmp_path / "log.csv").write_text(HEADER + "\n".join(ROWS[:-1]))
     assert len(read_log(section)) == 39
     assert converted == [40, 40, 39]
+
+
+def test_one_changed_value_of_a_large_table_is_read(tmp_path: Path) -> None:
+    path, ratings = tmp_path / "log.arrow", np.ones(40_000)
+    for changed in (False, True):
+        if changed:
+            ratings[3000] = 5  # at no place from which the fingerprint of the file takes a block
+        table = pa.table({"user": np.arange(40_000), "item": np.arange(40_000), "rating": ratings})
+        with pa.ipc.new_file(path, table.schema) as file:
+            file.write_table(table)
+        assert read_log(section_of(path)).targets[3000] == ratings[3000]
 
 
 def test_a_missing_field_is_refused(tmp_path: Path) -> None:

@@ -58,6 +58,14 @@ def test_any_positions_equal_those_of_the_whole_order(
         assert order.rows(np.array(chosen, np.int64)).tolist() == [expected[one] for one in chosen]
 
 
+def test_an_epoch_is_counted_once() -> None:
+    order, asked = order_of([10] * 20, 3, 1)
+    order.rows(np.array([5]))
+    for _ in range(2):
+        order.rows(np.array([3 * 200 + 199]))
+        assert len(asked) == 2 * 20
+
+
 def test_a_position_needs_the_files_up_to_its_window_alone() -> None:
     order, asked = order_of([10] * 20, 3, 1)
     assert order.first_window_files == 4  # six windows share 20 files

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from wanma.data.documents.text_files import list_documents
 from wanma.data.formats.arrow_tables import TableReader
+from wanma.data.formats.format import BadDataError
 from wanma.data.text.document_encoding import document_digest, encode_document, encode_lists
 from wanma.data.text.encoding_task import ReadingSettings
 from wanma.data.text.token_file import TokenFile, open_or_build_token_file
@@ -80,6 +81,21 @@ def test_tables_of_ids_give_the_token_file_of_json_lines(
     found = build(tmp_path / name, tmp_path / "cache")
     assert found.fingerprint == expected.fingerprint
     assert found.header["skipped"] == expected.header["skipped"]
+
+
+def test_damage_within_a_table_of_ids_is_listed_by_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = TableReader._group
+
+    def read_group(reader: TableReader, number: int) -> Any:
+        if number == 1:
+            raise BadDataError("a.parquet", "damaged")
+        return read(reader, number)
+
+    monkeypatch.setattr(TableReader, "_group", read_group)
+    write(tmp_path / "a.parquet", ROWS, pa.list_(pa.int64()))
+    assert [row for _, row, _ in build(tmp_path / "a.parquet", tmp_path / "cache").bad_rows] == [3, 4, 5]
 
 
 @pytest.mark.parametrize("bad", [None, [1, None], [END + 1]])

@@ -50,6 +50,25 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("shape", [(4, 8), (5, 7), (6, 8)])
+def test_vectors_of_several_shapes_are_refused(shape: tuple[int, int]) -> None:
+    with pytest.raises(RuntimeError, match="equal size"):
+        interact_compiled([torch.zeros(5, 8), torch.zeros(shape)], True)
+
+
+def test_vectors_may_lie_anywhere_and_be_none_and_are_differentiated_once() -> None:
+    one, other = torch.randn(8, 5).T, torch.randn(5, 16)[:, ::2].requires_grad_()
+    output = interact_compiled([one, other], False)
+    torch.testing.assert_close(output[:, :1], (one * other).sum(1, keepdim=True))
+    (gradient,) = torch.autograd.grad(output.square().sum(), other, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+    nothing = torch.zeros(0, 8, requires_grad=True)
+    interact_compiled([nothing, nothing], True).sum().backward()
+    assert nothing.grad is not None
+    assert interact_compiled([torch.full((2, 8), torch.nan), torch.ones(2, 8)], True)[:, :9].isnan().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_types_are_computed_by_torch(dtype: torch.dtype) -> None:
     given = vectors(4, 8, dtype)

@@ -178,7 +178,7 @@ class TableReader(RowReader):
                 arrays += column.chunks if isinstance(column, pyarrow.ChunkedArray) else [column]
                 start += count
             return list_values(arrays[0] if len(arrays) == 1 else pyarrow.concat_arrays(arrays), pyarrow)
-        except (pyarrow.ArrowException, OSError, ValueError):
+        except (BadDataError, pyarrow.ArrowException, OSError, ValueError):
             return None
 
     def _values(self, number: int, local: Rows, first_row: int) -> dict[str, Any]:

@@ -247,7 +247,8 @@ def _find_own_classes(
                 "leave data.block_samples = 'file' out",
             )
         return Classes(None)
-    identity = hashlib.sha256(json.dumps([index.fingerprint, field, skips_damaged]).encode()).hexdigest()[:32]
+    text = json.dumps([index.fingerprint, index.versions, field, skips_damaged])
+    identity = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
     path = cache_folder / "index" / "classes" / f"{identity}.json"
     with write_once(path) as file:
         if file is not None:

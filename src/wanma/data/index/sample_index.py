@@ -69,6 +69,11 @@ class SampleIndex:
         return int(self.row_starts[-1])
 
     @property
+    def versions(self) -> list[tuple[int, str]]:
+        """Size and version of each file: one changes with any value, where the fingerprint may not."""
+        return [(file.size, file.version) for group in self.groups for file in group.files]
+
+    @property
     def estimated_rows(self) -> int:
         """Number of samples, or an estimate where not all files are scanned."""
         return self.rows

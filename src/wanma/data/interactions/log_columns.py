@@ -2,7 +2,7 @@
 
 In the cache folder:
 
-    interactions/KEY.columns    columns of a log, named by its content and by the settings that they depend on
+    interactions/KEY.columns    columns of a log, named by its content, the versions of its files and settings
 
 Ranks map that file, so that a node reads and holds a log once.
 """
@@ -142,7 +142,7 @@ def _key(index: SampleIndex, section: DataSection, fields: Mapping[str, str]) ->
     keys = section.interactions
     tables = [[keys.hash_rows_of(name), id_end(keys, name)] for name in section.columns.table_names]
     values = [keys.target, keys.positive_from, keys.log_dense, keys.missing_dense]
-    text = json.dumps([_VERSION, index.fingerprint, list(fields.items()), tables, values])
+    text = json.dumps([_VERSION, index.fingerprint, index.versions, list(fields.items()), tables, values])
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 

@@ -83,13 +83,13 @@ class FileOrder:
 
     def _epoch(self, number: int, position: int) -> _Epoch:
         """Return an epoch with its slots up to the end of the window of `position`; all, if it is longer."""
-        epoch = self._epochs.get(number)
-        if epoch is not None and position < epoch.starts[-1]:
+        epoch, count = self._epochs.get(number), self._layout.block_count
+        if epoch is not None and (position < epoch.starts[-1] or len(epoch.starts) > count):
             return epoch  # without the lock, which a thread holds while it waits for files
         with self._lock:
             epoch = self._epochs.get(number) or _Epoch(self.files(number), np.zeros(1, np.int64))
             starts = epoch.starts.tolist()
-            while starts[-1] <= position and (known := len(starts) - 1) < self._layout.block_count:
+            while starts[-1] <= position and (known := len(starts) - 1) < count:
                 window = self._layout.window_of_slot(np.array([known]))
                 end = int(self._layout.first_slot(window + 1)[0])
                 counts = self._row_counts(epoch.files[known:end])

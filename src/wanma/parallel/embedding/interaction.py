@@ -17,9 +17,9 @@ from wanma.parallel.embedding.native_rows import rows_library
 def interact_compiled(vectors: Sequence[Tensor], keeps_first: bool) -> Tensor:
     """Return what `interact` does, and columns of zeros up to a multiple of 16, a cache line.
 
-    `interact` itself computes what the library does not.
+    `interact` itself computes what the library does not, and refuses vectors of several shapes.
     """
-    if rows_library(*vectors) is None:
+    if rows_library(*vectors) is None or len({vector.shape for vector in vectors}) > 1:
         return interact(vectors, keeps_first)
     products: Tensor = _Interaction.apply(keeps_first, *vectors)  # type: ignore[no-untyped-call]
     return products
