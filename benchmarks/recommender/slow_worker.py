@@ -22,10 +22,11 @@ import torch
 
 from wanma.job.run.parameter_servers import ServedParameter, ServerPosition, StepContribution
 from wanma.parameter_server.client import ParameterServerClient
-from wanma.parameter_server.coordinator import CHIEF, ServerCoordinator, UpdateRule
+from wanma.parameter_server.coordinator import CHIEF, ServerCoordinator
 from wanma.parameter_server.server_group import ServerGroup
 from wanma.parameter_server.server_host import ServerHost
 from wanma.parameter_server.step_clock import StepClock
+from wanma.parameter_server.update_rule import UpdateRule
 
 TABLE = ServedParameter("table", (100_000, 16), is_table=True)
 DENSE = ServedParameter("dense", (64, 64))

@@ -113,6 +113,31 @@ def test_a_step_that_was_looked_at_comes_next_under_any_plan(prefetch: int) -> N
         assert steps.peek() is None
 
 
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_a_loop_that_computes_other_steps_gets_them_and_loads_again_what_differs(
+    monkeypatch: pytest.MonkeyPatch, prefetch: int
+) -> None:
+    train, loaded, load = TrainSection(steps=20, global_batch=1), list[int](), StepLoader.load
+
+    def note(self: StepLoader, step: int) -> StepBatches:
+        loaded.append(step)
+        return load(self, step)
+
+    monkeypatch.setattr(StepLoader, "load", note)
+    with loader(Numbers(), train=train, prefetch=prefetch) as steps:
+        for expected in ([3, 5, 7], [5, 7, 8], [7, 9], [9]):
+            steps.follow(expected)
+            step = next(steps)
+            (row,) = step.micro_batches[0].samples.tolist()
+            assert step.step == row == expected[0]
+        with pytest.raises(StopIteration):
+            next(steps)
+        steps.follow(range(11, 20))
+        assert [step.step for step in steps] == list(range(11, 20))
+    assert {3, 5, 7, 9, *range(11, 20)} <= set(loaded) <= {3, 5, 7, 8, 9, *range(11, 20)}
+    assert len(loaded) == len(set(loaded)), "what agrees is not loaded again"
+
+
 def test_loading_overlaps_with_training() -> None:
     loaded: queue.Queue[int] = queue.Queue()
     with loader(Numbers(loaded.put), train=TrainSection(steps=8, global_batch=1)) as steps:

@@ -92,11 +92,75 @@ def test_a_peer_that_is_gone_or_silent_is_lost(server: FrameServer) -> None:
     waiting.close()
 
 
-def test_what_is_no_frame_ends_the_connection_and_not_the_server(server: FrameServer) -> None:
-    for garbage in (b"GET / HTTP/1.0\r\n\r\n" * 10, b"\xff" * 64):
+def frame(content: str) -> bytes:
+    return len(content).to_bytes(4, "big") + bytes(4) + content.encode()
+
+
+def test_what_is_no_frame_ends_the_connection_and_not_the_server(
+    server: FrameServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defects: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", defects.append)
+    answers = (
+        '{"proof": "\u00e9", "nonce": 1}',
+        '{"proof": "\\ud800"}',
+        "[]",
+        "1",
+        "[" * 4000,
+        '{"proof": 1}',
+    )
+    for garbage in (b"GET / HTTP/1.0\r\n\r\n" * 10, b"\xff" * 64, *map(frame, answers)):
         with socket.create_connection(server.address, timeout=10) as stranger:
             stranger.sendall(garbage)
             with contextlib.suppress(ConnectionResetError):
                 while stranger.recv(1 << 16):
                     pass
     assert Connection(server.address, SECRET).request({"op": "echo"})[0] == {"sizes": []}
+    assert not defects
+
+
+def test_strangers_that_say_nothing_leave_room_for_those_who_know_the_secret(
+    server: FrameServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frames, "_MAX_STRANGERS", 2)
+    friend = Connection(server.address, SECRET)
+    strangers = [socket.create_connection(server.address, timeout=10) for _ in range(3)]
+    while strangers[0].recv(1 << 16):
+        pass  # its greeting
+    assert friend.request({"op": "echo"})[0] == {"sizes": []}
+    assert Connection(server.address, SECRET).request({"op": "echo"})[0] == {"sizes": []}
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_server_without_another_thread_takes_connections_later(
+    server: FrameServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, failures = threading.Thread.start, list[str]()
+
+    def fail_once(thread: threading.Thread) -> None:
+        if not failures:
+            failures.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fail_once)
+    with pytest.raises(PeerLostError):
+        Connection(server.address, SECRET)
+    assert Connection(server.address, SECRET).request({"op": "echo"})[0] == {"sizes": []}
+
+
+def test_a_proof_of_another_connection_is_refused(server: FrameServer) -> None:
+    for _ in range(2):  # the second time as a replay of the first
+        with socket.create_connection(server.address, timeout=10) as stranger:
+            stranger.recv(1 << 16)
+            stranger.sendall(
+                frame(json.dumps({"proof": frames._proof(SECRET, "client", "old"), "nonce": "n"}))
+            )
+            stranger.sendall(frame('{"op": "echo"}'))
+            answers = b""
+            with contextlib.suppress(ConnectionResetError):
+                while data := stranger.recv(1 << 16):
+                    answers += data
+        assert b"refused" in answers
+        assert b"sizes" not in answers

@@ -200,7 +200,6 @@ def test_a_move_to_a_server_that_does_not_start_leaves_the_others(
 def test_a_worker_lost_during_a_move_does_not_end_it(
     run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Last in this file: the servers then refuse workers of an earlier start.
     served, started = run(), list[ParameterServerClient]()
     weights = served.begin()
     old = served.clients[0]
@@ -210,7 +209,8 @@ def test_a_worker_lost_during_a_move_does_not_end_it(
 
     def restart_workers(_: ServerProcesses, message: dict[str, Any], is_after: bool) -> None:
         if message["op"] == "prepare" and is_after and not started:
-            started.append(ParameterServerClient(served.coordinator.access, 0, 2, "synchronous"))
+            generation = served.generation + 1
+            started.append(ParameterServerClient(served.coordinator.access, 0, generation, "synchronous"))
             assert started[0].join().is_loaded
 
     hook(monkeypatch, restart_workers)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,7 +50,7 @@ def test_synchronous_updates_are_those_of_one_optimizer(run: Callable[..., Run],
         in_threads(*(lambda w=w: compute(served.clients[w], w) for w in range(2)))
     found, state, position = served.clients[0].fetch()
     assert_close(found, expected(weights, optimizer, range(4), 2))
-    assert (position.step, position.updates) == (3, 4), "the chief has not recorded the last"
+    assert (position.step, position.updates) == (2, 4), "the chief has not come back with the last two"
     moments = {"exp_avg", "exp_avg_sq", "step"}
     kinds = {"sgd": {"momentum_buffer"}, "adagrad": {*moments, "sum"}}
     assert set(state) == kinds.get(optimizer, moments)
@@ -73,7 +75,11 @@ class Cut:
     """Connections of clients to one server, which fail until `is_over` says otherwise."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, address: tuple[str, int], is_over: Callable[[int], bool]
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        address: tuple[str, int],
+        is_over: Callable[[int], bool],
+        error: Exception | None = None,
     ) -> None:
         self.refused = 0
 
@@ -81,7 +87,7 @@ class Cut:
             def __init__(self, target: tuple[str, int], *arguments: float) -> None:
                 if target == address and not is_over(cut.refused):
                     cut.refused += 1
-                    raise PeerLostError("no route")
+                    raise error or PeerLostError("no route")
                 super().__init__(target, SECRET, *arguments[1:])
 
         cut = self
@@ -89,15 +95,22 @@ class Cut:
         monkeypatch.setattr(client_module, "OUTAGE_RETRY_SECONDS", 0.0)
 
 
-@pytest.mark.parametrize("refusals", [1, 5])
+@pytest.mark.parametrize(
+    ("refusals", "error"),
+    [(1, None), (5, None), (5, WanmaError("another program listens there"))],
+)
 def test_a_worker_cut_from_a_living_server_waits_for_the_network(
-    run: Callable[..., Run], group: ServerGroup, monkeypatch: pytest.MonkeyPatch, refusals: int
+    run: Callable[..., Run],
+    group: ServerGroup,
+    monkeypatch: pytest.MonkeyPatch,
+    refusals: int,
+    error: Exception | None,
 ) -> None:
     served = run()
     weights = served.begin()
     compute(served.clients[0], 0)
     before, (address, *_) = group.process_ids, group.endpoints.values()
-    cut = Cut(monkeypatch, address, lambda refused: refused == refusals)
+    cut = Cut(monkeypatch, address, lambda refused: refused == refusals, error)
     served.clients[0].drop(address)
     compute(served.clients[0], 0)
     assert_close(served.clients[0].fetch()[0], expected(weights, "adamw", range(2), 1))
@@ -118,7 +131,7 @@ def test_a_network_that_stays_away_is_one_error_and_loses_no_acknowledged_update
         served.clients[0].drop(address)
         with pytest.raises(WanmaError, match=f"worker 0 .*server 1 .*{address[1]}"):
             compute(served.clients[0], 0)
-    newer = ParameterServerClient(served.coordinator.access, 0, 2, "synchronous")
+    newer = ParameterServerClient(served.coordinator.access, 0, served.generation + 1, "synchronous")
     assert newer.join().is_loaded
     newer.begin(1000, ServerPosition(True))
     assert_close(newer.fetch()[0], expected(weights, "adamw", range(1), 1))
@@ -197,15 +210,14 @@ def test_a_slow_worker_lets_no_request_of_the_others_wait(
     run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
     served, waits = run(3, "asynchronous"), list[str]()
-    original = ServerCoordinator._wait
+    original = ServerCoordinator._wait_answer
 
-    def wait(coordinator: ServerCoordinator, is_done: Callable[[], bool]) -> None:
-        if not is_done():
-            waits.append("a request that is not answered at once")
-        original(coordinator, is_done)
+    def note_wait(coordinator: ServerCoordinator) -> dict[str, Any]:
+        waits.append("a request that waits for another worker")
+        return original(coordinator)
 
-    monkeypatch.setattr(ServerCoordinator, "_wait", wait)
     served.begin()
+    monkeypatch.setattr(ServerCoordinator, "_wait_answer", note_wait)
     slow, ids = served.clients[1], {"t": IDS[1]}
     assert slow.next_step(False).step == 0
     if phase != "before its pull":
@@ -232,6 +244,31 @@ def test_stop_signals_that_a_batch_system_sends_to_every_process_end_no_server(
     compute(served.clients[0], 0)
     assert_close(served.clients[0].fetch()[0], expected(weights, "adamw", range(1), 1))
     assert group.process_ids == before
+
+
+@pytest.mark.parametrize("ids", [[3, 1], [9, 0, 3], [2, 2]])
+def test_ids_that_do_not_ascend_each_once_are_refused(run: Callable[..., Run], ids: list[int]) -> None:
+    served = run()
+    served.begin()
+    with pytest.raises(WanmaError, match=r"ids of t"):
+        served.clients[0].pull({"t": torch.tensor(ids)})
+
+
+def test_rows_are_those_of_the_ids_that_a_request_has_now(run: Callable[..., Run]) -> None:
+    served = run()
+    weights = served.begin()
+    rows = {"t": torch.tensor([0, 9])}
+    served.clients[0].pull(rows)
+    rows["t"] = torch.tensor([1, 2])
+    assert torch.equal(served.clients[0].pull(rows)["t"], weights["t"][[1, 2]])
+
+
+def test_an_answer_is_that_of_its_request_though_servers_refused_one_before(run: Callable[..., Run]) -> None:
+    served = run()
+    weights = served.begin()
+    with pytest.raises(WanmaError, match="no operation"):
+        served.clients[0]._ask_servers("nothing", {0: [], 1: []}, {})
+    assert_close(served.clients[0].pull({"t": torch.arange(10)}), weights, 0.0)
 
 
 @pytest.mark.parametrize("bad", [-1, 10])
@@ -294,12 +331,35 @@ def test_rounded_pushes_are_close(run: Callable[..., Run]) -> None:
     assert not torch.equal(found["w"], exact["w"])
 
 
+@pytest.mark.parametrize("recorded", [1, 2])
+def test_a_chief_that_starts_again_is_given_the_steps_that_it_has_not_recorded(
+    run: Callable[..., Run], recorded: int
+) -> None:
+    served = run()
+    served.begin()
+    for _ in range(3):
+        compute(served.clients[0], 0)
+    newer = ParameterServerClient(served.coordinator.access, 0, served.generation + 1, "synchronous")
+    assert newer.join(recorded=recorded).step == recorded, "the second was given, and may be recorded"
+    newer.begin(1000, ServerPosition(True))
+    offer = newer.next_step(False)
+    assert (offer.step, [one.step for one in offer.records]) == (3, list(range(recorded, 3)))
+    newer.close()
+
+
+def test_a_worker_with_other_data_than_the_others_is_refused(run: Callable[..., Run]) -> None:
+    served = run(3)
+    for worker in (1, 0):
+        served.clients[worker].join("fingerprint")
+    with pytest.raises(WanmaError, match=r"data: worker 2"):
+        served.clients[2].join("another")
+
+
 def test_a_worker_of_an_earlier_start_is_refused(run: Callable[..., Run], tmp_path: Path) -> None:
     served = run()
     served.begin()
     compute(served.clients[0], 0)
-    access = served.coordinator.access
-    newer = ParameterServerClient(access, 0, 2, "synchronous")
+    newer = ParameterServerClient(served.coordinator.access, 0, served.generation + 1, "synchronous")
     assert newer.join().is_loaded
     with pytest.raises(WanmaError, match="earlier start"):
         served.clients[0].next_step(False)
@@ -308,12 +368,75 @@ def test_a_worker_of_an_earlier_start_is_refused(run: Callable[..., Run], tmp_pa
     newer.close()
 
 
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_an_update_that_was_ordered_in_vain_leaves_nothing_to_the_next(
+    run: Callable[..., Run], group: ServerGroup, is_restarted: bool
+) -> None:
+    served = run(2, "asynchronous")
+    weights = served.begin("sgd")
+    chief, other = served.clients
+    assert [client.next_step(False).step for client in (chief, other)] == [0, 1]
+    other.push(1, gradients(1, 1), {"t": IDS[2]})
+    os.kill(group.process_ids[1], signal.SIGKILL)
+    fields = asdict(StepContribution(1, 1.0, 2.0, 1.0, RATE))
+    answer, _ = other._ask_patiently("finish", (fields.pop("statistics"),), **fields)
+    assert answer["result"] == "repeat", "one of its pushes is lost with its server; another is summed"
+    if is_restarted:
+        access = served.coordinator.access
+        chief = ParameterServerClient(access, 0, served.generation + 1, "asynchronous")
+        assert chief.join().is_loaded
+        chief.begin(1000, ServerPosition(True))
+    assert compute(chief, 0) == 0
+    assert_close(chief.fetch()[0], expected(weights, "sgd", range(1), 1))
+    chief.close()
+
+
+def test_a_defect_in_an_update_is_one_error_of_all_workers(run: Callable[..., Run]) -> None:
+    served = run(2)
+    served.begin()
+
+    def work_with(worker: int, data_terms: tuple[float, ...]) -> None:
+        client = served.clients[worker]
+        assert client.next_step(False).step == 0
+        client.push(0, gradients(0, worker), {"t": IDS[worker]})
+        with pytest.raises(WanmaError, match="step 0: ValueError"):
+            client.finish(StepContribution(0, 1.0, 2.0, 1.0, RATE, data_terms=data_terms))
+
+    in_threads(lambda: work_with(0, ()), lambda: work_with(1, (1.0,)))
+
+
+def test_workers_are_answered_and_show_life_however_long_a_server_is_replaced(
+    run: Callable[..., Run], group: ServerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, has_life = run(), threading.Event()
+    weights = served.begin()
+    client = served.clients[0]
+    client._show_life = has_life.set
+    monkeypatch.setattr(coordinator_module, "_ANSWER_SECONDS", 0.05)
+    original, waited = processes_module.ServerProcesses.ask, list[bool]()
+
+    def ask(processes: object, numbers: list[int], message: dict[str, Any]) -> object:
+        if message["op"] == "prepare":
+            waited.append(has_life.wait(60))
+        return original(processes, numbers, message)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(processes_module.ServerProcesses, "ask", ask)
+    assert client.next_step(False).step == 0
+    client.push(0, gradients(0, 0), {"t": IDS[0]})
+    os.kill(group.process_ids[0], signal.SIGKILL)
+    client.finish(StepContribution(0, 1.0, 2.0, 1.0, RATE))
+    assert waited[0]
+    assert all(waited)
+    assert_close(client.fetch()[0], expected(weights, "adamw", range(1), 1))
+
+
 def test_other_workers_begin_once_worker_0_has_found_what_the_servers_hold(
     run: Callable[..., Run], group: ServerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = run(2)
     served.begin()
-    chief, other = (ParameterServerClient(served.coordinator.access, n, 2, "synchronous") for n in (0, 1))
+    access, generation = served.coordinator.access, served.generation + 1
+    chief, other = (ParameterServerClient(access, n, generation, "synchronous") for n in (0, 1))
     other.join()
     monkeypatch.setattr(coordinator_module, "_ANSWER_SECONDS", 0.0)
     assert "wait" in other._ask("begin", pause_step=0, table=None)[0]

@@ -440,6 +440,51 @@ def test_a_killed_worker_repeats_no_step(desk: Desk, rank: int, keys: tuple[str,
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_worker_loses_no_batch_statistics(desk: Desk, rank: int) -> None:
+    servers = ("servers.count=2", "parallel.dp_replicate=2")
+    keys = ("train.steps=8", "checkpoint.every_steps=3", *servers)
+    training = desk.training(f"killed-cnn-{rank}")
+    running = desk.start("train", "cnn.toml", "--run-dir", training.path.name, *keys)
+    assert running.until(lambda: training.steps_begun() >= 4), running.end().text
+    running.look()
+    process = training.rank_process(rank)
+    assert process is not None
+    os.kill(process, signal.SIGKILL)
+    running.end().check()
+    assert running.left() == []
+    assert [step["step"] for step in training.metrics] == list(range(1, 9))
+    # One process may differ: rounding decides the gradient of activations near the kink of ReLU.
+    whole = trained(desk, "cnn", "cnn-served", *keys)
+    assert largest_difference(training, whole) <= 1e-6
+
+
+@pytest.mark.full
+def test_a_chief_killed_again_and_again_while_it_saves_loses_nothing(desk: Desk) -> None:
+    training = desk.training("killed-chief")
+    keys = (
+        "servers.count=2",
+        "parallel.dp_replicate=2",
+        "checkpoint.every_steps=1",
+        "cluster.max_restarts=9",
+    )
+    running = start_until(desk, training, 4, *keys)
+    for steps in (8, 13, 19, 26):
+        process = training.rank_process(0)
+        assert process is not None
+        os.kill(process, signal.SIGKILL)
+        assert running.until(
+            lambda steps=steps, process=process: (
+                training.rank_process(0) != process and training.steps_begun() >= steps
+            )
+        ), running.end().text
+    running.end().check()
+    assert running.left() == []
+    assert [step["step"] for step in training.metrics] == list(range(1, 41))
+    assert largest_difference(training, trained(desk, "ratings", "ratings-alone")) <= 1e-6
+
+
+@pytest.mark.full
 def test_a_killed_server_without_another_holder_costs_the_steps_since_the_checkpoint(desk: Desk) -> None:
     training = desk.training("killed-only")
     keys = ("servers.count=2", "parallel.dp_replicate=2", "checkpoint.every_steps=5")

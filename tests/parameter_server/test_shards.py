@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from wanma.job.errors import WanmaError
 from wanma.job.run.parameter_servers import ServedParameter
 from wanma.parameter_server.shards import Gradient, Shard
 from wanma.parameter_server.table import ServerTable
@@ -68,6 +69,16 @@ def test_an_update_costs_as_much_as_its_rows(shard: Callable[[str], Shard], opti
     assert large.found <= INDEXED
     changed = used.weights["t"].detach().ne(0).any(1).nonzero().squeeze(1)
     assert changed.tolist() == [1, 7, 900]
+
+
+def test_an_update_without_the_one_before_is_refused(shard: Callable[[str], Shard]) -> None:
+    one, gradient = shard("sgd"), {"t": Gradient(torch.ones(1, 4), torch.tensor([5]))}
+    one.apply(1, gradient, 1.0, 0.1)
+    before = one.rows("t", None)
+    one.apply(1, gradient, 1.0, 0.1)
+    with pytest.raises(WanmaError, match="update 1"):
+        one.apply(3, gradient, 1.0, 0.1)
+    assert torch.equal(one.rows("t", None), before)
 
 
 def test_a_row_whose_gradient_is_zero_is_not_used(shard: Callable[[str], Shard]) -> None:

@@ -79,3 +79,45 @@ def test_a_pause_comes_after_the_steps_in_progress() -> None:
     clock.finish(0, 0)
     clock.apply([0], applied=True)
     assert (clock.is_paused, clock.steps, clock.updates) == (True, 2, 1)
+
+
+def test_reserved_steps_are_those_of_their_worker_until_there_are_no_others() -> None:
+    clock = begun(2, 8)
+    assert clock.try_start(0) == 0
+    assert clock.reserve(0, 2) == [1, 2]
+    for step in (3, 4, 5, 6, 7, 2, 1):
+        assert clock.try_start(1) == step
+        clock.finish(1, step)
+        clock.apply([1], applied=True)
+    assert clock.reserve(0, 2) == []
+    assert clock.try_start(1) is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_each_step_is_applied_once_whoever_reserved_it(seed: int) -> None:
+    dice = random.Random(seed)
+    clock, flights, applied = begun(3, 60), dict[int, int](), list[int]()
+    pauses = 0
+    while not (clock.is_paused and clock.steps == 60):
+        if clock.is_paused:
+            assert sorted(applied) == list(range(clock.pause_step)), "the position is one number"
+            clock.pause_step = 60
+        worker = dice.randrange(3)
+        if dice.random() < 0.02:
+            clock.abandon()
+            flights.clear()
+        elif dice.random() < 0.02 and clock.steps < 50:
+            clock.pause()
+            pauses += 1
+        elif worker not in flights:
+            if (step := clock.try_start(worker)) is not None:
+                flights[worker] = step
+                upcoming = clock.reserve(worker, 4)
+                assert len(upcoming) <= 4
+                assert not {step, *upcoming} & {*applied}
+        elif worker or dice.random() < 0.1:  # worker 0 is slow
+            applied.append(flights.pop(worker))
+            assert clock.finish(worker, applied[-1]) == [worker]
+            clock.apply([worker], applied=True)
+    assert sorted(applied) == list(range(60))
+    assert pauses

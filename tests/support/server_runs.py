@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 
@@ -10,9 +11,10 @@ from torch import Tensor
 
 from wanma.job.run.parameter_servers import ServedParameter, ServerPosition, StepContribution
 from wanma.parameter_server.client import ParameterServerClient
-from wanma.parameter_server.coordinator import ServerCoordinator, UpdateRule
+from wanma.parameter_server.coordinator import ServerCoordinator
 from wanma.parameter_server.server_group import ServerGroup
 from wanma.parameter_server.step_clock import StepClock
+from wanma.parameter_server.update_rule import UpdateRule
 
 SECRET = b"0" * 32
 PARAMETERS = (
@@ -29,6 +31,8 @@ OPTIMIZERS = {
     },
 }
 RATE = 0.1
+_GENERATIONS = itertools.count(1, 2)
+"""Numbers of starts of workers: servers refuse those before; each run may start them twice."""
 
 
 class Run:
@@ -46,9 +50,10 @@ class Run:
         rule = UpdateRule(float(str(settings.get("clip", 0.0))), settings.get("non_finite", "stop") == "stop")
         self.coordinator = ServerCoordinator(SECRET, clock, rule)
         self.coordinator.start(group, lambda _text, _level: None)
+        self.generation = next(_GENERATIONS)
         compression = str(settings.get("compression", "none"))
         self.clients = [
-            ParameterServerClient(self.coordinator.access, worker, 1, mode, compression)
+            ParameterServerClient(self.coordinator.access, worker, self.generation, mode, compression)
             for worker in range(workers)
         ]
 

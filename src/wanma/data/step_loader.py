@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import takewhile
 from types import TracebackType
 from typing import Literal
 
@@ -73,7 +74,10 @@ class StepBatches:
 
 
 class StepLoader:
-    """Iterator over the steps from `start_step` to the end of the job, and its own context manager."""
+    """Iterator over the steps from `start_step` to the end of the job, or others that `follow` names.
+
+    It is its own context manager.
+    """
 
     def __init__(
         self,
@@ -103,7 +107,10 @@ class StepLoader:
         self._train = train
         self._data_parallel_rank = data_parallel_rank
         self._use_plan(plan)
-        self._next_step = start_step
+        self._steps: Sequence[int] = range(start_step, train.steps)
+        """Steps that `next` has not returned, in order."""
+        self._begun = 0
+        """Number of steps, from the first of those on, that are loaded or being loaded."""
         self._is_deepened = prefetch == "auto"
         self._prefetch = prefetch if isinstance(prefetch, int) else max(LEAST_STEPS_AHEAD, threads)
         self._prefetch_bytes = prefetch_bytes
@@ -137,14 +144,18 @@ class StepLoader:
             StopIteration: the job's last step has been returned.
             Exception: whatever loading the step raised, with the traceback of the thread.
         """
-        if self._peeked is not None:
-            step, self._peeked = self._peeked, None
-            return step
+        step = self._take() if self._peeked is None else self._peeked
+        self._peeked = None
+        self._steps, self._begun = self._steps[1:], self._begun - 1
+        return step
+
+    def _take(self) -> StepBatches:
+        """Return the first step that no thread and no call has taken; raise as `next`."""
         had_time = bool(self._prefetched)
         self._prefetch_steps()
         if not self._prefetched:
             return self._load_directly()
-        future = self._prefetched.popleft()
+        future = self._prefetched[0]
         if future.done():
             self._steps_ahead_in_time += 1
             if self._steps_ahead_in_time > _DIRECT_STEPS:
@@ -157,6 +168,7 @@ class StepLoader:
             elif self._is_deepened:
                 self._prefetch = max(self._prefetch, min(2 * self._prefetch, _MOST_STEPS_AHEAD))
         step = future.result()
+        self._prefetched.popleft()
         self._prefetch_steps()
         return step
 
@@ -166,9 +178,17 @@ class StepLoader:
         Raises:
             Exception: as `next`.
         """
-        if self._peeked is None:
-            self._peeked = next(self, None)
+        if self._peeked is None and self._steps:
+            self._peeked = self._take()
         return self._peeked
+
+    def follow(self, steps: Sequence[int]) -> None:
+        """Load these steps next, in their order; steps that were loaded ahead stay as far as they agree."""
+        equal = takewhile(
+            lambda pair: pair[0] == pair[1], zip(self._steps[: self._begun], steps, strict=False)
+        )
+        self._drop_after(len(list(equal)))
+        self._steps = steps
 
     def switch_plan(self, plan: Plan) -> None:
         """Switch to another plan for the steps to come.
@@ -178,11 +198,7 @@ class StepLoader:
         if plan is self._plan:
             return
         self._use_plan(plan)
-        self._next_step -= len(self._prefetched) + (self._peeked is not None)
-        self._peeked = None
-        for future in self._prefetched:
-            future.cancel()
-        self._prefetched.clear()
+        self._drop_after(0)
         if self._dataset.sample_source is not None:
             self._dataset.sample_source.discard()
 
@@ -201,9 +217,8 @@ class StepLoader:
     def close(self) -> None:
         """Stop loading and wait for the threads; steps that were loaded are dropped."""
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._prefetched.clear()
-        self._peeked = None
-        self._next_step = self._train.steps
+        self._drop_after(0)
+        self._steps = ()
 
     def __enter__(self) -> StepLoader:
         return self
@@ -244,10 +259,10 @@ class StepLoader:
         Raises:
             StopIteration: the job's last step has been returned.
         """
-        if self._next_step >= self._train.steps:
+        if self._begun == len(self._steps):
             raise StopIteration
-        self._next_step += 1
-        step = self._load_timed(self._next_step - 1)
+        step = self._load_timed(self._steps[self._begun])
+        self._begun += 1
         self._direct_steps = self._direct_steps - 1 if self._loads_quickly else 0
         self._prefetch_steps()
         return step
@@ -255,11 +270,20 @@ class StepLoader:
     def _prefetch_steps(self) -> None:
         if self._direct_steps:
             return
-        while len(self._prefetched) < self._prefetch and self._next_step < self._train.steps:
+        while len(self._prefetched) < self._prefetch and self._begun < len(self._steps):
             if self._prefetched and not self._has_room():
                 return
-            self._prefetched.append(self._pool.submit(self._load_ahead, self._next_step))
-            self._next_step += 1
+            self._prefetched.append(self._pool.submit(self._load_ahead, self._steps[self._begun]))
+            self._begun += 1
+
+    def _drop_after(self, count: int) -> None:
+        """Drop the steps that were loaded ahead, but for the first `count`."""
+        if count == 0:
+            self._peeked = None
+        while self._begun > count and self._prefetched:
+            self._prefetched.pop().cancel()
+            self._begun -= 1
+        self._begun = min(self._begun, count)
 
     def _has_room(self) -> bool:
         """Return True if the next step fits beside those ahead of the loop.
@@ -270,6 +294,6 @@ class StepLoader:
             return True
         if self._sample_bytes is None:
             return len(self._prefetched) < self._threads
-        first = samples_consumed_before(self._train, self._next_step - len(self._prefetched))
-        samples = samples_consumed_before(self._train, self._next_step + 1) - first
+        ahead = self._steps[self._begun - len(self._prefetched) : self._begun + 1]
+        samples = sum(global_batch_size(self._train, step) for step in ahead)
         return samples * self._sample_bytes <= self._prefetch_bytes

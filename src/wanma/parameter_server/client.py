@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -89,8 +90,8 @@ class ParameterServerClient:
         self.step = 0
         """Newest step that this worker was given."""
         self._table: ServerTable | None = None
-        self._pieces: tuple[ServerTable, Mapping[str, Tensor], list[_Piece]] | None = None
-        """Pieces of the newest pull, which its push has too: their table, rows, and themselves."""
+        self._pieces: tuple[ServerTable, list[Tensor], list[_Piece]] | None = None
+        """Pieces of the newest pull, which its push has too: their table, ids, and themselves."""
         self._last_push: tuple[int, Mapping[str, Tensor], Mapping[str, Tensor]] | None = None
 
     def close(self) -> None:
@@ -103,8 +104,8 @@ class ParameterServerClient:
         if connection is not None:
             connection.close()
 
-    def join(self) -> ServerPosition:
-        answer, _ = self._ask_patiently("join", node=self._node)
+    def join(self, data: str = "", recorded: int | None = None) -> ServerPosition:
+        answer, _ = self._ask_patiently("join", node=self._node, data=data, recorded=recorded)
         return ServerPosition(answer["is_loaded"], answer["step"], answer["updates"])
 
     def load(
@@ -159,8 +160,10 @@ class ParameterServerClient:
         self._refresh_table(None)
         return int(answer.get("pause_step", 0))
 
-    def next_step(self, is_drain_requested: bool) -> ServedStep:
-        answer, buffers = self._ask_patiently("next", (), is_drain_requested=is_drain_requested)
+    def next_step(self, is_drain_requested: bool, upcoming: int = 0) -> ServedStep:
+        answer, buffers = self._ask_patiently(
+            "next", (), is_drain_requested=is_drain_requested, upcoming=upcoming
+        )
         if self._table is not None and answer.get("table", self._table.version) != self._table.version:
             self._refresh_table(None)
         self.step = answer.get("step", self.step)
@@ -170,14 +173,18 @@ class ParameterServerClient:
             for one in answer.get("records", ())
         )
         return ServedStep(
-            answer.get("step"), answer.get("is_pause", False), answer.get("outcome", ""), records
+            answer.get("step"),
+            tuple(answer.get("upcoming", ())),
+            answer.get("is_pause", False),
+            answer.get("outcome", ""),
+            records,
         )
 
     def pull(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return all dense parameters, and of each table the rows with the given ids, as `ParameterServers`.
 
         Raises:
-            WanmaError: an id is negative or not in its table.
+            WanmaError: ids do not ascend, or one is negative or not in its table.
         """
         while True:
             pieces = self._pieces_of(rows)
@@ -312,6 +319,7 @@ class ParameterServerClient:
             by_server.setdefault(table.holders[shard][0], []).extend(tensors)
         answers: list[tuple[dict[str, Any], Tensor]] = []
         lost: int | None = None
+        refusal: WanmaError | None = None
         is_stale, sent = False, []
         for server, tensors in sorted(by_server.items()):
             descriptions, buffers = pack_tensors(tensors)
@@ -334,8 +342,13 @@ class ParameterServerClient:
             except PeerLostError:
                 lost = server
                 continue
+            except WanmaError as error:  # the answers of the others are still to be read
+                refusal = error
+                continue
             is_stale |= "stale" in header
             answers += unpack_tensors(header.get("tensors", ()), content)
+        if refusal is not None:
+            raise refusal
         if lost is not None:
             self._handle_loss(lost)
         elif is_stale:
@@ -384,7 +397,10 @@ class ParameterServerClient:
     def _server(self, number: int) -> Connection:
         address = self._require_table().endpoints[number]
         if address not in self._servers:
-            self._servers[address] = Connection(address, self._secret, 0.0)
+            try:
+                self._servers[address] = Connection(address, self._secret, 0.0)
+            except WanmaError as error:  # the server has ended, and another program has its port
+                raise PeerLostError(error.message) from error
         return self._servers[address]
 
     def _refresh_table(self, lost: int | None) -> None:
@@ -405,17 +421,19 @@ class ParameterServerClient:
         """Return the parts of all parameters, and of the rows of tables, that lie in each shard.
 
         Raises:
-            WanmaError: an id is negative or not in its table.
+            WanmaError: ids do not ascend, or one is negative or not in its table.
         """
         table = self._require_table()
-        if self._pieces is None or self._pieces[0] is not table or self._pieces[1] is not rows:
+        ids = [rows[parameter.name] for parameter in table.parameters if parameter.is_table]
+        known = self._pieces
+        if known is None or known[0] is not table or any(map(operator.is_not, known[1], ids)):
             pieces = [
                 piece
                 for parameter in table.parameters
                 for piece in self._pieces_of_parameter(table, parameter, rows)
             ]
-            self._pieces = (table, rows, pieces)
-        return self._pieces[2]
+            self._pieces = known = (table, ids, pieces)
+        return known[2]
 
     def _pieces_of_parameter(
         self, table: ServerTable, parameter: ServedParameter, rows: Mapping[str, Tensor]
@@ -426,6 +444,11 @@ class ParameterServerClient:
         if parameter.is_table:
             ids = rows[parameter.name]
             places = ids.numpy()  # single numbers are read much faster than from tensors
+            if not (places[1:] > places[:-1]).all():
+                raise WanmaError(
+                    f"worker {self._worker}: the ids of {parameter.name} do not ascend, each once",
+                    "give them as torch.unique returns them",
+                )
             if len(places) and (places[0] < 0 or places[-1] >= parameter.rows):
                 raise WanmaError(
                     f"worker {self._worker}: {parameter.name} has rows 0 to {parameter.rows - 1}, and the "

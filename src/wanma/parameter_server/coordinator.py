@@ -7,11 +7,12 @@ have arrived, one at a time, and acknowledged once all holders of all shards hav
 from __future__ import annotations
 
 import math
+import queue
 import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from wanma.job.errors import WanmaError
@@ -21,19 +22,12 @@ from wanma.parameter_server.frames import Buffers, FrameServer
 from wanma.parameter_server.server_group import ServerGroup, ServersLostError
 from wanma.parameter_server.server_host import Host, RemoteHost
 from wanma.parameter_server.step_clock import StepClock
+from wanma.parameter_server.update_rule import UpdateDecision, UpdateRule, loss_sums
 
 _ANSWER_SECONDS = 15.0
 """Longest wait of a request before its sender is told to ask again, and shows that it is alive."""
 CHIEF = 0
 """Worker that fills the servers, validates and saves."""
-
-
-@dataclass(frozen=True)
-class UpdateRule:
-    """Rule from summed gradients to an update, as `[train]` has it."""
-
-    gradient_clip: float
-    stops_if_not_finite: bool
 
 
 class ServerCoordinator:
@@ -62,21 +56,28 @@ class ServerCoordinator:
         self._is_loaded = False
         self._has_chief_begun = False
         """True once worker 0 of this generation has found the servers filled, or has filled them."""
+        self._data = ""
+        """Identity of the data of the workers of this generation; empty: none has named its own."""
         self._outcome = ""
         self._failure: WanmaError | None = None
         self._contributions: dict[int, tuple[dict[str, Any], bytes]] = {}
         self._results: dict[tuple[int, int], str] = {}
         """By (worker, step): 'applied', or 'repeat' where the push has to be repeated."""
         self._unrecorded: list[AppliedStep] = []
-        """Steps that the chief has not recorded."""
-        self._decision: tuple[int, float, float, bool] | None = None
-        """Update in progress: its number, factor, gradient norm, and whether it is skipped."""
+        """Steps that the chief has not recorded, or has not come back for more since."""
+        self._delivered = 0
+        """Number of unrecorded steps, from the first on, that the chief was given."""
+        self._decision: UpdateDecision | None = None
+        """Decision on the update in progress, of which servers may have applied a part."""
         self._updating: tuple[int, ...] | None = None
         """Workers of the update in progress, which ends before another begins."""
         self._is_ordering = False
-        """True while a request orders an update from the servers."""
+        """True while an update is being ordered from the servers."""
+        self._orders = queue.SimpleQueue[tuple[int, tuple[int, ...]] | None]()
+        """Step and workers of the update to order; None: no more."""
         self._is_moving = False
         """True while row ranges move, or are about to: no update begins."""
+        threading.Thread(target=self._order_updates, daemon=True, name="wanma-servers-updates").start()
         self._frames = FrameServer(self._handle, secret, address)
         self.access = ServerAccess(*self._frames.address, secret)
 
@@ -99,6 +100,7 @@ class ServerCoordinator:
         with self._condition:
             self._outcome = self._outcome or "closed"
             self._condition.notify_all()
+        self._orders.put(None)
         self._frames.close()
 
     @property
@@ -186,12 +188,20 @@ class ServerCoordinator:
                 if self._failure is not None or self._decision is not None:
                     self._is_loaded = False  # an update may be applied in part: the checkpoint is whole
                 self._failure, self._outcome, self._decision, self._updating = None, "", None, None
-                self._has_chief_begun = False
+                self._has_chief_begun, self._data, self._delivered = False, "", 0
                 self._clock.abandon()
                 self._contributions, self._results, self._hosts = {}, {}, {}
                 self._condition.notify_all()
             elif generation < self._generation:
                 raise WanmaError("a worker is of an earlier start of the run")
+            if data := header.get("data"):
+                self._data = self._data or data
+                if data != self._data:
+                    raise WanmaError(
+                        f"data: worker {header['worker']} has other data than others, or the same in another "
+                        "order",
+                        "give all nodes the same files",
+                    )
             if (node := header.get("node")) is not None:
                 number, host, port = node
                 self._hosts[number] = RemoteHost((host, port), self._secret, self._name, generation)
@@ -204,21 +214,27 @@ class ServerCoordinator:
                 hosts = dict(self._hosts)
         if hosts:
             try:
-                self._group.set_hosts(hosts)
+                if not self._change(header, "hosts", lambda: self._group.set_hosts(hosts)):
+                    return self._wait_answer()
             except ServersLostError:
                 with self._condition:
                     self._is_loaded = False
         with self._condition:
             if self._group.table is None:  # of a lost node the servers may be missed before it is
                 self._is_loaded = False
+            if (recorded := header.get("recorded")) is not None:
+                self._unrecorded = [one for one in self._unrecorded if one.step >= recorded]
             steps = self._clock.steps - len(self._unrecorded)
             return {"is_loaded": self._is_loaded, "step": steps, "updates": self._clock.updates}
 
     def _current_table(self, header: dict[str, Any]) -> dict[str, Any]:
         """Return the table; a worker that names a server waits until that is replaced if it is lost."""
         if header.get("lost") is not None:
+            number, version = header["lost"], header["table"]
             try:
-                if not self._group.replace_if_lost(header["lost"], header["table"], _ANSWER_SECONDS):
+                if not self._change(
+                    header, f"{number} of {version}", lambda: self._group.replace_if_lost(number, version)
+                ):
                     return self._wait_answer()
             except ServersLostError as error:
                 self._fail(error)
@@ -232,11 +248,16 @@ class ServerCoordinator:
             self._wait(lambda: not self._is_moving)
             if self._is_moving:
                 return self._wait_answer()
+            self._is_loaded = False
         parameters = [
             ServedParameter(**{**one, "shape": tuple(one["shape"])}) for one in header["parameters"]
         ]
-        table = self._group.fill(parameters, header["optimizer"], header["steps"])
-        return {"table": table.to_json()}
+        if not self._change(
+            header, "open", lambda: self._group.fill(parameters, header["optimizer"], header["steps"])
+        ):
+            return self._wait_answer()
+        table = self._group.table
+        return self._wait_answer() if table is None else {"table": table.to_json()}
 
     def _begin(self, header: dict[str, Any]) -> dict[str, Any]:
         """Begin or carry on with a run's steps, once the chief says that the servers are filled."""
@@ -259,6 +280,9 @@ class ServerCoordinator:
         with self._condition:
             if header["is_drain_requested"]:
                 self._clock.pause()
+            if worker == CHIEF:
+                del self._unrecorded[: self._delivered]
+                self._delivered = 0
             found: dict[str, Any] = {}
 
             def is_decided() -> bool:
@@ -268,6 +292,7 @@ class ServerCoordinator:
                     found["is_pause"] = True
                 elif (step := self._clock.try_start(worker)) is not None:
                     found["step"] = step
+                    found["upcoming"] = self._clock.reserve(worker, header["upcoming"])
                 return bool(found)
 
             self._wait(is_decided)
@@ -278,7 +303,7 @@ class ServerCoordinator:
                 found["records"] = [_record_json(record) for record in self._unrecorded]
                 statistics = [blob for record in self._unrecorded for blob in record.statistics]
                 if "is_pause" not in found:  # of a pause they are kept until it is over
-                    self._unrecorded = []
+                    self._delivered = len(self._unrecorded)
             return found or self._wait_answer(), statistics
 
     def _resume(self, header: dict[str, Any]) -> dict[str, Any]:
@@ -296,7 +321,6 @@ class ServerCoordinator:
     def _finish(self, header: dict[str, Any], buffers: list[bytearray]) -> tuple[dict[str, Any], Buffers]:
         """Note that a worker has pushed its step; whoever completes the step orders its update."""
         worker, step = header["worker"], header["step"]
-        is_due = False
         with self._condition:
             if (worker, step) not in self._results:
                 self._contributions[worker] = (header, bytes(buffers[0]))
@@ -304,12 +328,9 @@ class ServerCoordinator:
                 if workers:
                     self._wait(lambda: (worker, step) in self._results or self._may_order(workers, step))
                     self._check_generation(header)
-                    is_due = (worker, step) not in self._results and self._may_order(workers, step)
-                if is_due:
-                    self._updating, self._is_ordering = workers, True
-        if is_due:
-            self._update(step, workers)
-        with self._condition:
+                    if (worker, step) not in self._results and self._may_order(workers, step):
+                        self._updating, self._is_ordering = workers, True
+                        self._orders.put((step, workers))
             self._wait(lambda: (worker, step) in self._results)
             self._check_generation(header)
             result = self._results.pop((worker, step), None)
@@ -321,6 +342,18 @@ class ServerCoordinator:
             return False
         return self._updating == workers or (self._updating is None and not self._is_moving)
 
+    def _order_updates(self) -> None:
+        """Order updates one after another: no request waits for as long as a lost server may take."""
+        while (order := self._orders.get()) is not None:
+            try:
+                self._update(*order)
+            except Exception as error:
+                if not isinstance(error, WanmaError):
+                    error = WanmaError(f"step {order[0]}: {type(error).__name__}: {error}")
+                with self._condition:
+                    self._is_ordering = False
+                    self._fail(error)
+
     def _update(self, step: int, workers: tuple[int, ...]) -> None:
         """Order the update of a step whose pushes are complete, or tell its workers to push again.
 
@@ -329,20 +362,13 @@ class ServerCoordinator:
         with self._condition:
             number = self._clock.steps + 1
             headers = [self._contributions[worker][0] for worker in workers]
-        missing: set[int] = set()
-        failure: WanmaError | None = None
-        try:
-            missing = self._order(number, step, headers)
-        except WanmaError as error:
-            failure = error
-        except Exception as error:
-            failure = WanmaError(f"step {number}: {type(error).__name__}: {error}")
+        missing = self._order(number, step, headers)
         with self._condition:
             self._is_ordering = False
-            if failure is not None:
-                self._fail(failure)
-            elif not missing:
+            if not missing:
                 self._note_applied(workers, step, headers)
+            elif self._decision is None:  # nothing is applied: others need not wait for the pushes
+                self._updating = None
             for worker in missing:
                 self._results[worker, step] = "repeat"
             self._condition.notify_all()
@@ -350,16 +376,15 @@ class ServerCoordinator:
     def _order(self, number: int, step: int, headers: list[dict[str, Any]]) -> set[int]:
         """Let the servers apply an update; return the workers whose pushes they lack."""
         order = {"update": number, "contributors": [[header["worker"], step] for header in headers]}
-        if self._decision is None or self._decision[0] != number:
+        if self._decision is None or self._decision.number != number:
             replies = self._group.ask_primaries({"op": "reduce", **order})
             if missing := {worker for reply in replies for worker in reply["missing"]}:
                 return missing
-            self._decision = self._decide(number, headers, sum(reply["square"] for reply in replies))
-        _, factor, _, is_skipped = self._decision
+            self._decision = self._rule.decide(number, headers, sum(reply["square"] for reply in replies))
         numbers = {
-            "factor": factor,
+            "factor": self._decision.factor,
             "learning_rate": headers[0]["learning_rate"],
-            "is_skipped": is_skipped,
+            "is_skipped": self._decision.is_skipped,
         }
         replies = self._group.ask_primaries({"op": "apply", **order, **numbers})
         return {worker for reply in replies for worker in reply["missing"]}
@@ -367,50 +392,26 @@ class ServerCoordinator:
     def _note_applied(self, workers: tuple[int, ...], step: int, headers: list[dict[str, Any]]) -> None:
         """Record an update that all holders have, and release its workers."""
         assert self._decision is not None
-        _, _, norm, is_skipped = self._decision
-        losses, targets = _sums(headers)
+        is_skipped = self._decision.is_skipped
+        losses, targets = loss_sums(headers)
         staleness = self._clock.apply(list(workers), applied=not is_skipped)
         record = AppliedStep(
             step=self._clock.steps - 1,
             loss=losses / targets if targets else math.nan,
             target_count=targets,
-            gradient_norm=norm,
+            gradient_norm=self._decision.gradient_norm,
             applied=not is_skipped,
             learning_rate=headers[0]["learning_rate"],
             staleness=staleness,
             worker=workers[-1],
             statistics=tuple(self._contributions.pop(worker)[1] for worker in workers),
+            data_sums=tuple(map(sum, zip(*(header["data_terms"] for header in headers), strict=True))),
         )
         self._unrecorded.append(record)
         self._decision, self._updating = None, None
         self._group.note_update()
         for worker in workers:
             self._results[worker, step] = "applied"
-
-    def _decide(
-        self, number: int, headers: list[dict[str, Any]], square: float
-    ) -> tuple[int, float, float, bool]:
-        """Return the number of an update, its factor, its gradient's norm, and whether it is skipped.
-
-        Raises:
-            WanmaError: the loss or the gradient is not finite, and the job stops then.
-        """
-        losses, targets = _sums(headers)
-        scale = 1.0 / (targets * headers[0]["loss_multiplier"]) if targets else 0.0
-        norm = math.sqrt(square) * scale if square >= 0 else math.nan
-        if not (math.isfinite(norm) and math.isfinite(losses)) or not targets:
-            if self._rule.stops_if_not_finite:
-                broken = [str(one["worker"]) for one in headers if not math.isfinite(one["loss_sum"])]
-                workers = broken or [str(one["worker"]) for one in headers]
-                loss = losses / targets if targets else math.nan
-                raise WanmaError(
-                    f"step {number}: the loss is {loss} and the gradient norm {norm}; not finite on worker "
-                    f"{', '.join(workers)}",
-                    "lower train.learning_rate, or set train.non_finite = 'skip'",
-                )
-            return number, 0.0, norm, True
-        clip = self._rule.gradient_clip
-        return number, scale * (min(1.0, clip / (norm + 1e-6)) if clip else 1.0), norm, False
 
     # ---------------------------------------------------------------- inside
 
@@ -424,7 +425,21 @@ class ServerCoordinator:
 
     def _wait_answer(self) -> dict[str, Any]:
         """Return the answer to ask again; while ranges move, the worker shows that it is alive."""
-        return {"wait": True, "is_moving": self._is_moving}
+        return {"wait": True, "is_moving": self._is_moving or self._group.is_changing}
+
+    def _change(self, header: dict[str, Any], name: str, change: Callable[[], object]) -> bool:
+        """Change the group for a worker, unless the workers start again while it waits for other changes.
+
+        Returns:
+            False if it takes longer than a request may: it is to be asked for again.
+        """
+
+        def change_if_current() -> None:
+            self._check_generation(header)
+            change()
+
+        key = (self._name, header["generation"], name)
+        return self._group.wait_for_change(key, change_if_current, _ANSWER_SECONDS)
 
     def _check_generation(self, header: dict[str, Any]) -> None:
         if header["generation"] != self._generation:
@@ -439,11 +454,6 @@ class ServerCoordinator:
                 self._failure, self._is_loaded = error, False
                 self._show(str(error), "error")
             self._condition.notify_all()
-
-
-def _sums(headers: list[dict[str, Any]]) -> tuple[float, float]:
-    """Return the summed losses and the number of targets of an update."""
-    return sum(header["loss_sum"] for header in headers), sum(header["target_count"] for header in headers)
 
 
 def _record_json(record: AppliedStep) -> dict[str, Any]:

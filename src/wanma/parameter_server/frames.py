@@ -29,6 +29,8 @@ _MAX_HEADER_BYTES = 64 << 20
 _MAX_HANDSHAKE_BYTES = 4096
 """Most bytes of a header from a peer that has not proved the secret; it may send no buffer."""
 _HANDSHAKE_SECONDS = 10.0
+_MAX_STRANGERS = 1024
+"""Most connections of peers that have not proved the secret; the oldest ends for another."""
 _RETRY_SECONDS = 0.05
 _UNANSWERED_MILLISECONDS = 30_000
 """Time after which a connection whose bytes the peer's machine does not confirm counts as lost."""
@@ -67,7 +69,7 @@ class Connection:
         try:
             _set_options(self._socket)
             _prove_to_server(self._socket, secret)
-        except (OSError, EOFError, ValueError, KeyError) as error:
+        except (OSError, EOFError, ValueError, KeyError, RecursionError) as error:
             self.close()
             raise PeerLostError(f"{address[0]}:{address[1]}: {error or 'closed'}") from error
         except WanmaError:
@@ -127,6 +129,8 @@ class FrameServer:
         self._listener = socket.create_server((host, 0), family=family, backlog=512)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._connections: set[socket.socket] = set()
+        self._strangers: dict[socket.socket, None] = {}
+        """Connections whose peers have not proved the secret, the oldest first."""
         self._lock = threading.Lock()
         self._is_closed = False
         threading.Thread(target=self._accept, daemon=True, name="wanma-servers").start()
@@ -137,8 +141,7 @@ class FrameServer:
             self._is_closed = True
             connections = list(self._connections)
         for connection in (self._listener, *connections):
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+            _end(connection)
             connection.close()
 
     def _accept(self) -> None:
@@ -150,24 +153,41 @@ class FrameServer:
                 continue
             with self._lock:
                 self._connections.add(connection)
-            threading.Thread(
+                self._strangers[connection] = None
+                if len(self._strangers) > _MAX_STRANGERS:
+                    oldest = next(iter(self._strangers))
+                    del self._strangers[oldest]
+                    _end(oldest)
+                if self._is_closed:
+                    _end(connection)
+            thread = threading.Thread(
                 target=self._serve, args=(connection,), daemon=True, name="wanma-servers-peer"
-            ).start()
+            )
+            try:
+                thread.start()
+            except RuntimeError:  # this process may have no more threads
+                self._forget(connection)
 
     def _serve(self, connection: socket.socket) -> None:
         try:
             _set_options(connection)
             connection.settimeout(_HANDSHAKE_SECONDS)
             if _check_client(connection, self._secret):
+                with self._lock:
+                    self._strangers.pop(connection, None)
                 connection.settimeout(None)
                 while True:
                     _send_frame(connection, *self._answer(*_receive_frame(connection)))
-        except (OSError, EOFError, ValueError, KeyError):
+        except (OSError, EOFError, ValueError, KeyError, RecursionError):
             pass  # the peer has ended, or is none
         finally:
-            with self._lock:
-                self._connections.discard(connection)
-            connection.close()
+            self._forget(connection)
+
+    def _forget(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._connections.discard(connection)
+            self._strangers.pop(connection, None)
+        connection.close()
 
     def _answer(self, header: dict[str, Any], buffers: list[bytearray]) -> tuple[dict[str, Any], Buffers]:
         try:
@@ -176,6 +196,12 @@ class FrameServer:
             return {"error": error.message, "hint": error.hint}, ()
         except Exception as error:
             return {"error": f"{header.get('op')}: {type(error).__name__}: {error}"}, ()
+
+
+def _end(connection: socket.socket) -> None:
+    """End a connection; the thread that reads from it goes on, and closes it."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _set_options(connection: socket.socket) -> None:
@@ -202,6 +228,8 @@ def _receive_frame(
     sizes = struct.Struct(f">{count}Q")
     content = bytes(receive_bytes(connection, sizes.size + size))
     header = json.loads(content[sizes.size :])
+    if not isinstance(header, dict):
+        raise ValueError("a header that is no object")
     buffers = [bytearray(length) for length in sizes.unpack_from(content)]
 
     def receive(pieces: list[memoryview]) -> int:
@@ -234,12 +262,16 @@ def _proof(secret: bytes, role: str, nonce: str) -> str:
     return hmac.new(secret, f"wanma servers {PROTOCOL_VERSION} {role} {nonce}".encode(), "sha256").hexdigest()
 
 
+def _is_proof(found: object, secret: bytes, role: str, nonce: str) -> bool:
+    return hmac.compare_digest(str(found).encode(), _proof(secret, role, nonce).encode())
+
+
 def _check_client(connection: socket.socket, secret: bytes) -> bool:
     """Return whether the peer knows the secret, and prove the same to it."""
     nonce = secrets.token_hex(16)
     _send_frame(connection, {"nonce": nonce, "version": PROTOCOL_VERSION}, ())
     answer, _ = _receive_frame(connection, _MAX_HANDSHAKE_BYTES)
-    if not hmac.compare_digest(str(answer["proof"]), _proof(secret, "client", nonce)):
+    if not _is_proof(answer["proof"], secret, "client", nonce):
         _send_frame(connection, {"refused": True}, ())
         return False
     _send_frame(connection, {"proof": _proof(secret, "server", str(answer["nonce"]))}, ())
@@ -263,7 +295,7 @@ def _prove_to_server(connection: socket.socket, secret: bytes) -> None:
     proof = _proof(secret, "client", greeting["nonce"])
     _send_frame(connection, {"proof": proof, "nonce": nonce}, ())
     answer, _ = _receive_frame(connection, _MAX_HANDSHAKE_BYTES)
-    if not hmac.compare_digest(str(answer.get("proof")), _proof(secret, "server", nonce)):
+    if not _is_proof(answer.get("proof"), secret, "server", nonce):
         raise WanmaError(
             "the peer does not know the secret of this run",
             "another program listens there: start the run again",

@@ -7,6 +7,7 @@ an update on to the other holder before it acknowledges it.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import sys
@@ -53,8 +54,8 @@ class ParameterServer:
         self._pushes: OrderedDict[tuple[int, int, int], dict[int, dict[str, Gradient]]] = OrderedDict()
         """By (generation, step, worker): gradients by shard and parameter."""
         self._generation = 0
-        self._sums: dict[int, tuple[int, dict[str, Gradient]]] = {}
-        """By shard the newest update and its summed gradients, until it is applied."""
+        self._sums: dict[int, tuple[list[Any], dict[str, Gradient]]] = {}
+        """By shard an update with its contributors, and their summed gradients, until it is applied."""
         self._unconfirmed: dict[int, dict[str, Gradient]] = {}
         """By shard the gradients of its newest update, until all other holders have applied it."""
         self._lock = threading.Lock()
@@ -175,12 +176,14 @@ class ParameterServer:
 
     def _summed(self, shard: Shard, header: dict[str, Any]) -> tuple[dict[str, Gradient], set[int]]:
         """Return a shard's summed gradients, and the workers whose pushes are not here."""
-        update, sums = self._sums.get(shard.index, (0, {}))
-        if update == header["update"]:
-            return sums, set()
         parts: list[dict[str, Gradient]] = []
         missing = set()
         with self._lock:
+            # Its contributors may be others, or have started again, if it was ordered in vain before.
+            order = [self._generation, header["update"], header["contributors"]]
+            known, sums = self._sums.get(shard.index, ([], {}))
+            if known == order:
+                return sums, set()
             for worker, step in header["contributors"]:
                 pushed = self._pushes.get((self._generation, step, worker), {})
                 if shard.index in pushed:
@@ -190,7 +193,7 @@ class ParameterServer:
         if missing or not shard.weights:
             return {}, missing
         summed = {name: sum_gradients([part[name] for part in parts]) for name in shard.weights}
-        self._sums[shard.index] = (header["update"], summed)
+        self._sums[shard.index] = (order, summed)
         return summed, set()
 
     def _pass_on(
@@ -313,8 +316,9 @@ def main() -> None:
     settings = json.loads(sys.stdin.readline())
     torch.set_num_threads(settings["threads"])
     server = ParameterServer(settings["number"], base64.b64decode(settings["secret"]), settings["host"])
-    sys.stderr.write(f"parameter server {settings['number']}, process {os.getpid()}\n")
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # the disk of the log may be full
+        sys.stderr.write(f"parameter server {settings['number']}, process {os.getpid()}\n")
+        sys.stderr.flush()
     print(json.dumps(server.address), flush=True)
     sys.stdin.read()  # the process that started it has ended, or closes it
     os._exit(0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,11 @@ class ServerGroup:
         """Version of the newest table, in use or not."""
         self._losses = 0
         self._is_closed = False
+        self._changes: dict[tuple[Any, ...], futures.Future[object]] = {}
+        """Changes that requests wait for, by what they are."""
+        self._changes_lock = threading.Lock()
+        self.is_changing = False
+        """True while lost servers are replaced or row ranges move."""
         self.table: ServerTable | None = None
         """Table of the filled servers; None: they hold nothing."""
         self.on_loss: Callable[[WanmaError], None] = lambda _: None
@@ -79,6 +85,24 @@ class ServerGroup:
     def endpoints(self) -> dict[int, tuple[str, int]]:
         """Host and port of each server."""
         return {number: process.endpoint for number, process in self._processes.running.items()}
+
+    def wait_for_change(self, key: tuple[Any, ...], change: Callable[[], object], seconds: float) -> bool:
+        """Call methods that change the group in a thread of its own, once for all that wait with `key`.
+
+        Returns:
+            False if it takes longer: the next call with that key waits on.
+        """
+        with self._changes_lock:
+            if (pending := self._changes.get(key)) is None:
+                pending = self._changes[key] = futures.Future()
+                threading.Thread(target=self._settle, args=(pending, change), daemon=True).start()
+        if not futures.wait([pending], seconds).done:
+            return False
+        with self._changes_lock:
+            if self._changes.get(key) is pending:
+                del self._changes[key]
+        pending.result()
+        return True
 
     def set_hosts(self, hosts: Mapping[int, Host]) -> None:
         """Take the hosts of all nodes, and start the servers that are missing; called between two updates.
@@ -136,29 +160,20 @@ class ServerGroup:
                     return list(answers.values())
                 self._converge(lost)
 
-    def replace_if_lost(self, number: int, version: int, seconds: float) -> bool:
+    def replace_if_lost(self, number: int, version: int) -> None:
         """Replace a server that a worker did not reach, if it is lost and the worker's table is in use.
 
         Args:
             number: number of the server.
             version: version of the worker's table.
-            seconds: longest wait for another change in progress.
-
-        Returns:
-            False if that change goes on.
 
         Raises:
             ServersLostError: all copies of a shard are lost.
         """
-        if not self._lock.acquire(timeout=seconds):
-            return False
-        try:
+        with self._lock:
             is_used = self.table is not None and self.table.version == version
             if is_used and not self._processes.is_alive(number):
                 self._converge({number})
-        finally:
-            self._lock.release()
-        return True
 
     def launch(self, count: int) -> None:
         """Start the processes of servers that are to join, which hold nothing yet; updates go on meanwhile.
@@ -207,6 +222,14 @@ class ServerGroup:
         Raises:
             ServersLostError: all copies of a shard are lost; the servers are empty.
         """
+        self.is_changing = True
+        try:
+            self._replace_and_move(lost, count)
+        finally:
+            self.is_changing = False
+
+    def _replace_and_move(self, lost: Collection[int], count: int | None) -> None:
+        """Change the table as `_converge` says."""
         if count is None:
             count = self._count if self.table is None else len(self.table.holders)
         pending = set(lost)
@@ -323,3 +346,10 @@ class ServerGroup:
         except WanmaError as error:
             if self.table is None or not isinstance(error, ServersLostError):  # else filled again already
                 self.on_loss(error)
+
+    def _settle(self, pending: futures.Future[object], change: Callable[[], object]) -> None:
+        try:
+            with self._lock:
+                pending.set_result(change())
+        except BaseException as error:
+            pending.set_exception(error)

@@ -102,7 +102,12 @@ class ServerHost:
 
     def start(self, number: int) -> ServerProcess:
         self.end(number)
-        process = self._open(number)
+        try:
+            process = self._open(number)
+        except OSError as error:
+            raise WanmaError(
+                f"parameter server {number} did not start: {error}", "make room on that machine"
+            ) from error
         with self._lock:
             if self._is_closed:
                 process.kill()

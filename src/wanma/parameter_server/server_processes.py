@@ -83,7 +83,8 @@ class ServerProcesses:
 
     def launch(self, numbers: Iterable[int]) -> dict[int, Launch]:
         """Start processes on nodes that are there, at once, for `take`; others may ask meanwhile."""
-        hosts = {n: self._hosts[self.node_of(n)] for n in numbers if self.has_node_of(n)}
+        found = {n: self._hosts.get(self.node_of(n)) for n in numbers}
+        hosts = {n: host for n, host in found.items() if host is not None}
 
         def start(number: int) -> ServerProcess | None:
             try:

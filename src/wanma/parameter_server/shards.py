@@ -109,9 +109,14 @@ class Shard:
             gradients: summed gradients; none: the step is skipped.
             factor: factor from the sums to the clipped gradient of the mean loss.
             rate: learning rate.
+
+        Raises:
+            WanmaError: an update before it is missing.
         """
         if update <= self.version:
             return
+        if update > self.version + 1:
+            raise WanmaError(f"shard {self.index} has update {self.version}, and was given {update}")
         if gradients:
             for name, parameter in self._tables.items():
                 self._update_rows(parameter, gradients[name], factor, rate)

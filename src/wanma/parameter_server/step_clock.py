@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import chain
 
 
 @dataclass
@@ -35,6 +36,10 @@ class StepClock:
         self._next_step = 0
         self._returned: list[int] = []
         """Steps of workers that have ended, to be computed by others."""
+        self._reserved: dict[int, list[int]] = {}
+        """By worker the steps that it is to compute next; others do once there are no more before a pause."""
+        self._started = 0
+        """Number after the newest step that a worker was given."""
         self.steps = 0
         """Number of steps that are applied or skipped."""
         self.updates = 0
@@ -47,13 +52,14 @@ class StepClock:
     def begin(self, steps: int, updates: int, pause_step: int) -> None:
         """Begin at a position."""
         self.steps, self.updates, self.pause_step = steps, updates, pause_step
-        self._next_step, self._returned, self._flights = steps, [], {}
+        self._next_step = self._started = steps
+        self._returned, self._reserved, self._flights = [], {}, {}
 
     def abandon(self) -> None:
-        """Take back the steps in progress: their workers have ended."""
-        steps = {flight.step for flight in self._flights.values()}
-        self._returned = sorted({*self._returned, *steps})
-        self._flights = {}
+        """Take back the steps of workers, which have ended."""
+        flights = (flight.step for flight in self._flights.values())
+        self._returned = sorted({*self._returned, *flights, *chain(*self._reserved.values())})
+        self._flights, self._reserved = {}, {}
 
     @property
     def is_paused(self) -> bool:
@@ -62,27 +68,28 @@ class StepClock:
 
     def pause(self) -> None:
         """Pause after the steps in progress; steps that others did not finish are computed before."""
-        self.pause_step = self._next_step
+        self.pause_step = self._next_step = self._started
+        for steps in (self._returned, *self._reserved.values()):
+            steps[:] = [step for step in steps if step < self._started]
 
     def try_start(self, worker: int) -> int | None:
         """Give a worker its next step; None: it has to wait. A worker that has one gets the same again."""
         if (flight := self._flights.get(worker)) is not None:
             return None if flight.is_finished else flight.step
-        if self._is_synchronous:
-            step = self.steps
-            if self._flights and any(other.step != step for other in self._flights.values()):
-                return None
-        elif self._returned:
-            step = self._returned[0]
-        else:
-            step = self._next_step
-        if step >= self.pause_step or self._exceeds_staleness():
-            return None
-        if step in self._returned:
-            self._returned.remove(step)
-        self._next_step = max(self._next_step, step + 1)
-        self._flights[worker] = _Flight(step, self.updates)
+        step = self._choose(worker)
+        if step is not None:
+            self._started = max(self._started, step + 1)
+            self._next_step = max(self._next_step, step + 1)
+            self._flights[worker] = _Flight(step, self.updates)
         return step
+
+    def reserve(self, worker: int, count: int) -> list[int]:
+        """Return the steps that a worker is to compute after its own, at most `count`, to load their data."""
+        own = self._reserved.setdefault(worker, [])
+        while len(own) < count and self._next_step < self.pause_step:
+            own.append(self._next_step)
+            self._next_step += 1
+        return list(own)
 
     def finish(self, worker: int, step: int) -> list[int]:
         """Note that a worker has pushed its gradients.
@@ -113,13 +120,29 @@ class StepClock:
             self.staleness[missed] += 1
         return missed
 
+    def _choose(self, worker: int) -> int | None:
+        """Take the next step of a worker from those that wait; None: there is none for now."""
+        if self._is_synchronous:
+            is_other = any(other.step != self.steps for other in self._flights.values())
+            return None if is_other or self.steps >= self.pause_step else self.steps
+        if self._exceeds_staleness():
+            return None
+        if self._returned:
+            return self._returned.pop(0)
+        if own := self._reserved.get(worker):
+            return own.pop(0)
+        if self._next_step < self.pause_step:
+            return self._next_step
+        longest = max(self._reserved.values(), key=len, default=[])
+        return longest.pop() if longest else None
+
     @property
     def _sharers(self) -> int:
         return self._workers if self._is_synchronous else 1
 
     def _exceeds_staleness(self) -> bool:
         """Return whether one more step in progress could make a step miss more updates than the bound."""
-        if self._staleness is None or self._is_synchronous or not self._flights:
+        if self._staleness is None or not self._flights:
             return False
         oldest = min(flight.updates_at_start for flight in self._flights.values())
         return self.updates - oldest + len(self._flights) > self._staleness

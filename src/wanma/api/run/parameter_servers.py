@@ -21,10 +21,11 @@ from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.server_request import take_server_request
 from wanma.job.run.worker import Event, WorkerContext
 from wanma.job.sections.job import Job
-from wanma.parameter_server.coordinator import ServerCoordinator, UpdateRule
+from wanma.parameter_server.coordinator import ServerCoordinator
 from wanma.parameter_server.server_group import ServerGroup
 from wanma.parameter_server.server_host import ServerHost
 from wanma.parameter_server.step_clock import StepClock
+from wanma.parameter_server.update_rule import UpdateRule
 
 SERVED_ENTRY = "wanma.api.run.parameter_servers:train_worker"
 DEFAULT_STALENESS = 4

@@ -52,6 +52,8 @@ class ServedStep:
 
     step: int | None = None
     """Step to compute, counted from 0; None: none."""
+    upcoming: tuple[int, ...] = ()
+    """Steps that the worker is to compute after it, unless others are faster."""
     is_pause: bool = False
     """True for the chief where all steps before a pause are applied: it validates and saves."""
     outcome: str = ""
@@ -72,6 +74,8 @@ class StepContribution:
     learning_rate: float
     statistics: bytes = b""
     """Sums of the model's statistics, as float64."""
+    data_terms: tuple[float, ...] = ()
+    """Numbers of the worker's data that all workers add up."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,8 @@ class AppliedStep:
     worker: int
     """Rank of the worker that finished the step last."""
     statistics: tuple[bytes, ...] = ()
+    data_sums: tuple[float, ...] = ()
+    """Sums of `data_terms`."""
 
     def metrics(self) -> dict[str, int]:
         """Return the metrics of the step's record."""
@@ -111,8 +117,13 @@ class ParameterServers(Protocol):
 
     mode: str
 
-    def join(self) -> ServerPosition:
-        """Join as a worker of this generation."""
+    def join(self, data: str = "", recorded: int | None = None) -> ServerPosition:
+        """Join as a worker of this generation.
+
+        Args:
+            data: identity of the worker's data, the same for all workers.
+            recorded: chief: number of the newest step that is in the run's records.
+        """
 
     def load(
         self,
@@ -143,8 +154,8 @@ class ParameterServers(Protocol):
             the step before which they pause: of an earlier start of the chief if a pause was not over.
         """
 
-    def next_step(self, is_drain_requested: bool) -> ServedStep:
-        """Wait for the next step of this worker."""
+    def next_step(self, is_drain_requested: bool, upcoming: int = 0) -> ServedStep:
+        """Wait for the next step of this worker, and reserve up to `upcoming` steps after it."""
 
     def pull(self, rows: Mapping[str, Any]) -> dict[str, Any]:
         """Return all dense parameters, and of each table the rows with the given ids, which ascend."""

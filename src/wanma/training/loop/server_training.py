@@ -7,6 +7,7 @@ Between pauses only the servers have the newest parameters.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -30,10 +31,13 @@ from wanma.job.run.parameter_servers import (
     ServerPosition,
     StepContribution,
 )
+from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import WorkerContext
+from wanma.job.sections.data import LEAST_STEPS_AHEAD
 from wanma.models.layers.batch_norm import find_step_statistics_modules
 from wanma.models.layers.router import TopKRouter
 from wanma.models.model_spec import ModelSpec
+from wanma.observe.sinks.jsonl import last_record
 from wanma.parallel.data_parallel.global_batch import GlobalBatchGatherer
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh, open_mesh
 from wanma.parallel.parallelize import parallelize
@@ -55,6 +59,7 @@ from wanma.training.optimizer.learning_rate_schedule import learning_rate_functi
 from wanma.training.optimizer.named_optimizer import parameter_rules
 from wanma.training.optimizer.table_optimizer import table_rates
 from wanma.training.run.numerics import configure_numerics
+from wanma.training.run.step_data import StepData
 from wanma.training.run.trainer import Trainer
 from wanma.training.step.early_stopping import check_validation_keys
 from wanma.training.step.forward_backward import ForwardBackward
@@ -84,10 +89,13 @@ def train_with_servers(worker: WorkerContext, request: TrainRequest, servers: Pa
         spec = build_model_spec(request, data)
         with ServerWorker(worker, request, servers, spec, data, mesh, alone) as runner:
             if worker.rank != 0:
-                servers.join()
+                runner.count_preparation(request)
+                servers.join(f"{data.fingerprint} {data.order_identity}")
                 servers.begin(0)
                 return runner.run(None)
             chief = Chief(request, local, mesh, whole, spec, data, servers)
+            chief.trainer.step_data, runner.message = runner.step_data, chief.trainer.message
+            runner.count_preparation(request)
             with chief.trainer:
                 chief.begin(runner.tables.names)
                 return runner.run(chief)
@@ -131,6 +139,12 @@ class ServerWorker:
         self._learning_rate_at = learning_rate_function(request.job.train, None)
         self._last_step = -2
         section, train = request.job.data, request.job.train
+        bad_samples = RunDirectory(worker.run_directory).bad_samples(worker.rank)
+        self.message: Callable[[str, str], None] = lambda _text, _level: None
+        """Function (text, level) that shows the user a message; of the chief, its trainer's."""
+        self.step_data = StepData(
+            bad_samples, mesh, lambda text, level: self.message(text, level), section, worker
+        )
         self._loader = StepLoader(
             data,
             self._plan,
@@ -151,12 +165,19 @@ class ServerWorker:
         self._data.close()
         self._servers.close()
 
+    def count_preparation(self, request: TrainRequest) -> None:
+        """Count requests to stores before the first start as those of the first rank of their node."""
+        if self._worker.local_rank == 0 and self._worker.restart is None:
+            self.step_data.add_traffic(request.prepared_traffic)
+
     def run(self, chief: Chief | None) -> str:
         """Compute steps until the run ends; the chief's tasks are done in its pauses."""
         client = self._worker.supervisor_client
+        is_synchronous, steps = self._servers.mode == "synchronous", self._job.train.steps
         while True:
             client.report_progress(self._last_step + 1, "waiting for a step")
-            offer = self._servers.next_step(client.is_drain_requested())
+            upcoming = 0 if is_synchronous else LEAST_STEPS_AHEAD
+            offer = self._servers.next_step(client.is_drain_requested(), upcoming)
             if chief is not None:
                 chief.record(offer.records)
                 if offer.is_pause:
@@ -166,15 +187,26 @@ class ServerWorker:
                 client.report_drain(self._last_step + 1)
                 return offer.outcome if chief is None else chief.finish(offer.outcome)
             if offer.step is not None:
-                self.compute(offer.step)
+                # Synchronous workers compute all steps; others load those that are reserved for them.
+                self._loader.follow(
+                    range(offer.step, steps) if is_synchronous else (offer.step, *offer.upcoming)
+                )
+                data_terms = self.compute(offer.step)
+                if chief is None:  # of the chief, sums over all workers come with the records
+                    self.step_data.take_exchanged_sums(data_terms)
                 self._last_step = offer.step
 
-    def compute(self, step: int) -> None:
-        """Compute one step: load, pull, forward and backward, push."""
-        client, train = self._worker.supervisor_client, self._job.train
+    def compute(self, step: int) -> tuple[float, ...]:
+        """Compute one step: load, pull, forward and backward, push.
+
+        Returns:
+            the numbers of its data that all workers add up.
+        """
+        client = self._worker.supervisor_client
         client.report_progress(step, "waiting for data")
-        batches = self._loader.load(step).micro_batches
-        size = global_batch_size(train, step)
+        data = next(self._loader)
+        self.step_data.begin(self._data, data)
+        batches, size = data.micro_batches, data.global_batch_size
         ids = self.tables.ids(batches)
         client.report_progress(step, "pull")
         self._fill(self._servers.pull(ids), ids)
@@ -191,6 +223,7 @@ class ServerWorker:
             for module in find_step_statistics_modules(self._model.module).values()
             for part in module.pop_sums()
         ]
+        data_terms = self.step_data.exchanged_terms()
         self._servers.finish(
             StepContribution(
                 step,
@@ -199,8 +232,10 @@ class ServerWorker:
                 multiplier / self._model.gradient_divisor,
                 self._learning_rate_at(step),
                 torch.cat(sums).numpy().tobytes() if sums else b"",
+                data_terms,
             )
         )
+        return data_terms
 
     def _fill(self, tensors: dict[str, Tensor], ids: dict[str, Tensor]) -> None:
         for name, parameter in self._model.named_parameters():
@@ -234,11 +269,14 @@ class Chief:
         servers: ParameterServers,
     ) -> None:
         self._servers, self._data, self._job = servers, data, request.job
-        position = servers.join()
+        newest = last_record(RunDirectory(local.run_directory).metrics)
+        recorded = 0 if newest is None else newest["step"]
+        position = servers.join(f"{data.fingerprint} {data.order_identity}", recorded)
 
         def restore(state: TrainingState, *arguments: Any) -> ResumeResult:
             result = resume(state, *arguments, data=data)
-            if position.is_loaded:  # the servers are ahead of the newest checkpoint
+            self._is_loaded = position.is_loaded and self._can_go_on(state, position.step)
+            if self._is_loaded:  # the servers are ahead of the newest checkpoint
                 self._take_state(state, position)
             return result
 
@@ -262,7 +300,6 @@ class Chief:
             restore=restore,
         )
         self.trainer.records_staleness = servers.mode != "synchronous"
-        self._is_loaded = position.is_loaded
         loss = build_loss(request, spec, data, parallel, mesh.device)
         metrics = build_metrics(request, data, loss)
         standard = ("loss", "perplexity") if data.input_kind == "tokens" else ("loss",)
@@ -279,6 +316,8 @@ class Chief:
         """Fill the servers, unless they hold the run's parameters already, and begin its steps."""
         state, job = self.trainer.state, self._job
         seek_data(self.trainer, self._data)
+        if self._data.bad_data_note:
+            self.trainer.message(self._data.bad_data_note, "warning")
         if not self._is_loaded:
             rules = parameter_rules(state.parallel_model.roles, job.train)
             rates = {
@@ -350,6 +389,16 @@ class Chief:
         self.trainer.finish(outcome)
         return outcome
 
+    def _can_go_on(self, state: TrainingState, step: int) -> bool:
+        """Return whether the checkpoint has all of the state at `step` that no server holds.
+
+        Batch statistics and early stopping are the chief's, and end with its process.
+        """
+        train, every = self._job.train, self._job.train.validate_every_steps
+        stops = bool(train.stop_patience and every and step // every != state.step // every)
+        has_statistics = bool(find_step_statistics_modules(state.parallel_model.module))
+        return step == state.step or not (stops or has_statistics)
+
     def _next_pause(self) -> int:
         """Return the next step before which the run validates or saves."""
         train, step = self._job.train, self.trainer.state.step
@@ -397,6 +446,7 @@ class ChiefTrainer(Trainer):
         self.state.end_step(record.applied, samples)
         self._learning_rate, self._global_batch = record.learning_rate, samples
         self._outer_result = record if self.records_staleness else None
+        self.step_data.take_exchanged_sums(record.data_sums)
         self.worker.supervisor_client.report_finished_step(self.state.step)
         if not record.applied:
             self.message(f"step {self.state.step}: skipped, gradient norm {record.gradient_norm}", "warning")
