@@ -178,7 +178,7 @@ def test_a_narrow_terminal_cuts_no_number(data: DataCommand) -> None:
     [
         (("missing",), "DATA: 'missing' does not exist"),
         (("empty",), "no file in the folder 'empty'"),
-        (("zero",), "is empty"),
+        (("zero",), "a.txt' is empty"),
         (("a.jsonl", "--format", "parque"), "Did you mean 'parquet'?"),
         (("a.jsonl", "--option", "x=1"), "the format 'jsonl' has no option 'x'"),
         (("a.jsonl", "--field", "txt"), "--field txt: no row has it."),

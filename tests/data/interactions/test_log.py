@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +251,94 @@ def test_one_changed_value_of_a_large_table_is_read(tmp_path: Path) -> None:
         with pa.ipc.new_file(path, table.schema) as file:
             file.write_table(table)
         assert read_log(section_of(path)).targets[3000] == ratings[3000]
+
+
+@pytest.mark.parametrize(
+    "bad", [{}, {0: "x", 5: "9|x", 6: "x", 7: "x", 8: "x", 10: "x"}], ids=["good", "bad"]
+)
+def test_chunks_of_a_log_are_one_log(
+    bad: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tags = ["1|2", "", "3", "4|5|6", "", "", "7", "", "8", "9", ""]
+    rows = [f"{n},{n % 7},{n % 3},{n},{bad.get(n, tag)}" for n, tag in enumerate(tags)]
+    listed: list[int] = []
+    monkeypatch.setattr(log_columns, "list_bad_rows", lambda _, faults: listed.append(len(faults)))
+    monkeypatch.setattr(log_columns, "_CHUNK_ROWS", 3)
+    columns = {"sparse": ["tags"]}
+    log = read(
+        tmp_path / "log.csv", "user,item,rating,time,tags\n" + "\n".join(rows), columns, bad_data="skip"
+    )
+    good = [number for number in range(len(tags)) if number not in bad]
+    assert log.users.tolist() == good
+    assert [log.place(row).rpartition(" ")[2] for row in range(len(log))] == [str(number) for number in good]
+    ids, starts = log.features["tags"].take(np.arange(len(good)))
+    assert ids.tolist() == [int(one) for number in good for one in tags[number].split("|") if one]
+    assert np.diff([*starts, len(ids)]).tolist() == [len(tags[n].split("|")) if tags[n] else 0 for n in good]
+    assert [row for _, row, _ in log.bad_rows] == sorted(bad)
+    assert listed == []  # not with each chunk: only once, of all
+
+
+def test_columns_of_earlier_logs_make_room(tmp_path: Path) -> None:
+    folder, names, logs = tmp_path / "cache" / "interactions", list[set[str]](), list[InteractionLog]()
+    for number, name in enumerate("abc"):
+        (tmp_path / f"{name}.csv").write_text(HEADER + "\n".join(ROWS[number:]))
+        logs.append(read_log(section_of(tmp_path / f"{name}.csv").model_copy(update={"cache_bytes": 0})))
+        names.append({file.name for file in folder.iterdir()})
+    assert [len(one) for one in names] == [1, 2, 3]  # the ranks of a node may still open them
+    sizes = [file.stat().st_size for file in folder.iterdir()]
+    for age, new in enumerate([names[1] - names[0], names[0], names[2] - names[1]]):
+        os.utime(folder / new.pop(), (age, age))
+    (tmp_path / "d.csv").write_text(HEADER + "\n".join(ROWS[3:]))
+    limit = {"cache_bytes": max(sizes) * 3}
+    read_log(section_of(tmp_path / "d.csv").model_copy(update=limit))
+    names.append({file.name for file in folder.iterdir()})
+    assert len(names[3]) == 3
+    assert names[3] >= names[2] - (names[1] - names[0])  # the one that was opened first of all is gone
+    assert logs[1].items.tolist() == [n % 7 for n in range(1, 40)]
+
+
+_CONVERT = """
+import resource, sys
+from wanma.data.interactions.log import read_log
+from wanma.job.sections.data import DataSection
+section = DataSection.model_validate_json(sys.argv[1])
+read_log(section.model_copy(update={"path": [sys.argv[2]]}))  # imports and threads
+(in_use,) = [int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData")]
+limit = in_use * 1024 + int(sys.argv[3])
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+log = read_log(section)
+print(len(log), len(log.bad_rows), int(log.users.sum()), int(log.features["tags"].ids.sum()))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process")
+def test_a_log_of_two_million_rows_is_converted_in_less_memory_than_its_columns_take(tmp_path: Path) -> None:
+    rows, names = 2_000_000, [f"tag{number}" for number in range(6)]
+    header = ",".join(["user", "item", "time", "tags", *names]) + "\n"
+    expected_users = expected_ids = bad = 0
+    with (tmp_path / "log.csv").open("w") as file:
+        file.write(header)
+        for start in range(0, rows, 1000):
+            lines = []
+            for row in range(start, start + 1000):
+                user = row % 4096
+                is_bad = row % 997 == 0
+                bad += is_bad
+                expected_users += 0 if is_bad else user
+                expected_ids += 0 if is_bad else row % 31 + 7
+                lines.append(f"{'x' if is_bad else user},{row % 8191},{row},{row % 31}|7,1,2,3,4,5,6\n")
+            file.writelines(lines)
+    (tmp_path / "small.csv").write_text(header + "1,2,3,4|7,1,2,3,4,5,6\n" * 10)
+    columns = {"sparse": ["tags", *names]}
+    section = section_of(tmp_path / "log.csv", columns, target="click", bad_data="skip", bad_data_limit=rows)
+    row_bytes = 8 + 8 + 4 + 8 + 2 * 8 + 8 + 6 * 16
+    arguments = [section.model_dump_json(), str(tmp_path / "small.csv"), str(rows * row_bytes * 2 // 3)]
+    result = subprocess.run(
+        [sys.executable, "-c", _CONVERT, *arguments], capture_output=True, text=True, check=False, timeout=600
+    )
+    assert result.returncode == 0, result.stderr
+    assert [int(word) for word in result.stdout.split()] == [rows - bad, bad, expected_users, expected_ids]
 
 
 def test_a_missing_field_is_refused(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def make_submission(folder: Path, slurm: dict[str, Any], **changes: Any) -> Subm
         ({"account": "nlp"}, 0, {"--account=nlp", "--exclusive"}),
         ({"qos": "long", "reservation": "two words"}, 0, {"--qos=long", "--reservation='two words'"}),
         ({"nodelist": "n[1-4]", "exclude": "n3"}, 0, {"--nodelist='n[1-4]'", "--exclude=n3"}),
+        ({"constraint": "ib", "prefer": "ib&data"}, 0, {"--constraint=ib", "--prefer='ib&data'"}),
         ({}, 2, {"--gres=gpu:2"}),
         ({"gres": "gpu:h100:2,nvme"}, 2, {"--gres=gpu:h100:2,nvme"}),
         ({"exclusive": False}, 0, {"--cpus-per-task=3"}),
@@ -69,6 +70,8 @@ COMPONENTS = [{"constraint": "a100", "nodes": 2}, {"constraint": "h100", "nodes"
         ({"nodes": 2}, r"components have 3 nodes in all, so nodes = 3 \(given: 2\)"),
         ({"nodes": "1..3"}, "a fixed number of nodes"),
         ({"nodes": 3, "constraint": "ib"}, "components have constraints of their own"),
+        ({"nodes": 3, "prefer": "ib"}, "components have constraints of their own"),
+        ({"nodes": 3, "components": [], "constraint": "ib", "prefer": "data"}, "'ib&data'"),
         ({"nodes": 3, "components": [{"nodes": 3, "constraint": "a\nb"}]}, "must be one line"),
     ],
 )

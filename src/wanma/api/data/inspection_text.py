@@ -31,14 +31,14 @@ def inspection_texts(source: SourceInspection) -> Iterator[str | RenderableType]
         yield f"left out: {count_text(len(source.skipped), 'file')} without text, as in training"
         yield from _listed(list(source.skipped))
     if source.damaged:
-        yield f"damaged: {count_text(len(source.damaged), 'file')}; the rows of the others are shown"
+        rest = "the rows of the others are shown" if source.rows else "no row can be read"
+        yield f"damaged: {count_text(len(source.damaged), 'file')}; {rest}"
         yield from _listed([f"{file_text(one.file)}: {one.cause}" for one in source.damaged])
     if source.fields:
-        is_part = source.measured_rows < source.rows
         yield ""
         yield _fields_table(source)
-        if is_part:
-            yield f"fields and lengths of {count_text(source.measured_rows, 'row')}, drawn at random"
+        if source.measured_rows < source.rows:
+            yield f"fields and lengths of {source.measured_rows:,} of {count_text(source.rows, 'row')}"
     yield from _length_texts(source)
     for row in source.shown:
         yield ""
@@ -125,8 +125,8 @@ def verification_texts(found: Verification, *, show_all: bool) -> Iterator[str |
         yield "images were found by their first bytes only: pip install 'wanma[images]' decodes them"
     counts = f"{count_text(found.rows, 'row')} in {count_text(found.files, 'file')}, {bytes_text(found.size)}"
     if found.damages:
-        files, rows = count_text(found.damaged_files, "file"), count_text(found.damaged_rows, "row")
-        yield f"damaged: {files} and {rows}; read: {counts}"
+        damaged = ((found.damaged_files, "file"), (found.damaged_rows, "row"))
+        yield f"damaged: {' and '.join(count_text(*one) for one in damaged if one[0])}; read: {counts}"
     else:
         yield f"whole: {counts}"
 

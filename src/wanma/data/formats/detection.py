@@ -118,8 +118,9 @@ def detect_format(files: Sequence[DataFile]) -> Format:
                     return one
     filled = next((file for file in files if file.size), None)
     if filled is None:
-        others = f" and {len(files) - 1} others are" if len(files) > 1 else " is"
-        raise WanmaError(f"'{files[0].url}'{others} empty" if files else "there is no file")
+        if len(files) > 1:
+            raise WanmaError(f"all {len(files)} files are empty, such as '{files[0].url}'")
+        raise WanmaError(f"'{files[0].url}' is empty" if files else "there is no file")
     probe = probe_file(filled)
     if found := best_format(probe, formats):
         return found

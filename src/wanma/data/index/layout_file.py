@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,8 @@ class StoredLayout:
     """Hash of the content that the layout describes, equal on all nodes."""
 
 
-def serialize(stored: StoredLayout) -> list[bytes]:
-    """Return the content of a layout file, in parts."""
+def serialize(stored: StoredLayout) -> Iterator[bytes | memoryview]:
+    """Yield the content of a layout file, in parts; arrays are not copied."""
     tables: dict[str, tuple[str, list[int], int]] = {}
     position = 0
     for name, table in stored.layout.tables.items():
@@ -59,14 +59,14 @@ def serialize(stored: StoredLayout) -> list[bytes]:
         }
     ).encode()
     header_hash = xxhash.xxh3_64_intdigest(header).to_bytes(8, "little")
-    parts = [_MAGIC, len(header).to_bytes(8, "little"), header_hash, header]
+    yield from (_MAGIC, len(header).to_bytes(8, "little"), header_hash, header)
     written = _PREFIX_BYTES + len(header)
-    parts.append(bytes(_aligned(written) - written))
+    yield bytes(_aligned(written) - written)
     written = 0
     for (_, _, position), table in zip(tables.values(), stored.layout.tables.values(), strict=True):
-        parts += [bytes(position - written), np.ascontiguousarray(table).tobytes()]
+        yield bytes(position - written)
+        yield array_bytes(table)
         written = position + table.nbytes
-    return parts
 
 
 def open_layout(path: Path) -> StoredLayout:
@@ -99,7 +99,12 @@ def open_layout(path: Path) -> StoredLayout:
 
 def hash_array(array: NDArray[Any]) -> str:
     """Return the hash of an array's values."""
-    return xxhash.xxh3_128(np.ascontiguousarray(array).tobytes()).hexdigest()
+    return xxhash.xxh3_128(array_bytes(array)).hexdigest()
+
+
+def array_bytes(array: NDArray[Any]) -> memoryview:
+    """Return the bytes of an array, without a copy of a contiguous one."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def hash_layout(layout: Layout, facts: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from wanma.data.batch import Batch
 from wanma.data.datasets.dataset import BatchedDataset, InputKind, make_batch
+from wanma.data.index.layout_file import array_bytes
 from wanma.data.interactions.admitted_ids import admit_ids
 from wanma.data.interactions.log import InteractionLog, read_log
 from wanma.data.sampling.order import SampleOrder, Shuffle
@@ -79,8 +80,9 @@ class InteractionDataset(BatchedDataset):
         power = self._keys.negative_power if self._keys.negatives else 1.0
         self._draws = ItemDraws(items, self.interaction_sizes.tables[self._item], power, seed)
         self._user_ids = raw.users  # several may share a row
-        by_user = np.argsort(raw.users[self._train], kind="stable")
-        self._seen, self._seen_users = items[by_user], raw.users[self._train][by_user]
+        seen = self._train if self.ranks_items else self._train[:0]
+        by_user = np.argsort(raw.users[seen], kind="stable")
+        self._seen, self._seen_users = log.items[seen][by_user], raw.users[seen][by_user]
         self.fingerprint = self._hash()
 
     def describe(self) -> dict[str, Any]:
@@ -177,11 +179,11 @@ class InteractionDataset(BatchedDataset):
         log, keys = self._log, self._keys
         settings = f"{keys.target} {keys.negatives} {keys.negative_power}"
         digest = hashlib.sha256(settings.encode())
-        arrays = [log.users, log.items, log.targets, log.dense, self._train]
+        arrays: list[NDArray[Any]] = [log.users, log.items, log.targets, log.dense, self._train]
         arrays += [array for bags in log.features.values() for array in (bags.ids, bags.starts)]
         arrays += [ids.table for ids in self._admission.ids.values()]
         for array in arrays:
-            digest.update(np.ascontiguousarray(array).tobytes())
+            digest.update(array_bytes(array))
         return digest.hexdigest()
 
 

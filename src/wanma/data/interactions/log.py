@@ -67,11 +67,12 @@ class InteractionLog:
     features: Mapping[str, Bags]
     dense: NDArray[np.float32]
     """Dense features, (rows, features)."""
-    bad_rows: Sequence[BadRow] = ()
     index: SampleIndex | None = None
     """Index of the stored rows; None: the log is synthetic."""
-    numbers: NDArray[np.int64] | None = None
-    """Numbers of the rows in the index, (rows,); None: all of it."""
+    bad_rows: Sequence[BadRow] = ()
+    """Stored rows that are left out, in their order."""
+    bad_numbers: Sequence[int] = ()
+    """Numbers of those rows in the index."""
 
     def __len__(self) -> int:
         return len(self.users)
@@ -85,23 +86,10 @@ class InteractionLog:
         """Return the file of a row, and the row within it."""
         if self.index is None:
             return f"row {row} of the synthetic log"
-        number = row if self.numbers is None else int(self.numbers[row])
+        good_before = np.array(self.bad_numbers, dtype=np.int64) - np.arange(len(self.bad_numbers))
+        number = row + int(np.searchsorted(good_before, row, side="right"))
         ((file, stored_row),) = row_places(self.index, np.array([number]))
         return row_place(file, stored_row)
-
-    def take(self, rows: NDArray[np.int64]) -> InteractionLog:
-        """Return the log of some rows."""
-        bags = {name: one.take(rows) for name, one in self.features.items()}
-        return replace(
-            self,
-            users=self.users[rows],
-            items=self.items[rows],
-            targets=self.targets[rows],
-            times=self.times[rows],
-            features={name: Bags(ids, np.append(starts, len(ids))) for name, (ids, starts) in bags.items()},
-            dense=self.dense[rows],
-            numbers=rows if self.numbers is None else self.numbers[rows],
-        )
 
 
 def read_log(section: DataSection, progress: Progress | None = None) -> InteractionLog:
@@ -121,12 +109,15 @@ def read_log(section: DataSection, progress: Progress | None = None) -> Interact
         return _log_of(convert_columns(synthetic, section), section)
     index = open_log(section, progress)
     columns, faults = open_columns(index, section, progress)
-    return _without_bad_rows(_log_of(columns, section, index), faults, section)
+    bad_rows = list_bad_rows(index, faults)
+    check_bad_rows(index, bad_rows, section)
+    if not len(columns["users"]):
+        cause = f"{row_place(*bad_rows[0][:2])}: {bad_rows[0][2]}"
+        raise JobError(f"data.path: none of {len(faults):,} rows can be read; {cause}", "mend the data")
+    return replace(_log_of(columns, section), index=index, bad_rows=bad_rows, bad_numbers=sorted(faults))
 
 
-def _log_of(
-    columns: Mapping[str, NDArray[Any]], section: DataSection, index: SampleIndex | None = None
-) -> InteractionLog:
+def _log_of(columns: Mapping[str, NDArray[Any]], section: DataSection) -> InteractionLog:
     names = section.columns.sparse
     features = {name: Bags(columns[f"ids.{name}"], columns[f"starts.{name}"]) for name in names}
     return InteractionLog(
@@ -136,7 +127,6 @@ def _log_of(
         times=columns["times"],
         features=features,
         dense=columns["dense"],
-        index=index,
     )
 
 
@@ -156,16 +146,3 @@ def _synthetic_values(section: DataSection) -> dict[str, Any] | None:
         )
     users, items, rows = map(int, match.groups())
     return make_synthetic_log(users, items, rows)
-
-
-def _without_bad_rows(log: InteractionLog, faults: Mapping[int, str], section: DataSection) -> InteractionLog:
-    """Return the log without its bad rows, which are listed; or refuse them, as the job says."""
-    if log.index is None or not (faults or log.damaged):
-        return log
-    bad_rows = list_bad_rows(log.index, faults)
-    check_bad_rows(log.index, bad_rows, section)
-    kept = np.setdiff1d(np.arange(len(log)), np.array(sorted(faults), dtype=np.int64))
-    if not len(kept):
-        cause = f"{row_place(*bad_rows[0][:2])}: {bad_rows[0][2]}"
-        raise JobError(f"data.path: none of {len(log):,} rows can be read; {cause}", "mend the data")
-    return replace(log.take(kept), bad_rows=bad_rows)

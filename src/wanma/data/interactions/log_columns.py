@@ -4,18 +4,25 @@ In the cache folder:
 
     interactions/KEY.columns    columns of a log, named by its content, the versions of its files and settings
 
-Ranks map that file, so that a node reads and holds a log once.
+Ranks map that file, so that a node reads and holds a log once. It is written in chunks of rows, one of which
+is in memory at a time. All such files take at most `data.cache_bytes`, apart from those opened lately.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +30,7 @@ from numpy.typing import NDArray
 from wanma.data.formats.format import BadDataError, Layout, Record, UnreadableFileError, row_place
 from wanma.data.index.build import Progress
 from wanma.data.index.group_scan import open_if_whole
-from wanma.data.index.layout_file import StoredLayout, open_layout, serialize
+from wanma.data.index.layout_file import StoredLayout, array_bytes, open_layout, serialize
 from wanma.data.index.records import cache_folder, read_each
 from wanma.data.index.sample_index import SampleIndex
 from wanma.data.interactions.id_hashing import hash_ids, is_missing
@@ -46,8 +53,10 @@ from wanma.job.sections.data import DataSection
 from wanma.job.sections.data_sources import ColumnsSection
 from wanma.job.sections.recommender import InteractionsSection
 
-_VERSION = 1
+_VERSION = 2
 _CHUNK_ROWS = 65_536
+_KEPT_SECONDS = 3600.0
+"""Time for which a file stays after its last use: the ranks of a node open it one after the other."""
 _PARTS_OF_A_BAG = re.compile(r"[|,;\s]")
 """Characters without which a text of ids is one id."""
 
@@ -55,7 +64,7 @@ Columns = dict[str, NDArray[Any]]
 """Columns by name: `users`, `items`, `targets`, `times`, and `dense` (rows, features).
 
 Of each sparse feature `ids.NAME`, the ids of all rows, and `starts.NAME`, the start of each row's and the end
-of the last, (rows + 1,).
+of the last, (rows + 1,). Bad rows are left out.
 """
 
 
@@ -83,21 +92,26 @@ def open_columns(
         try:
             with write_once(path) as file:
                 if file is not None:
-                    layout = _convert_rows(index, section, fields, progress)
+                    faults = dict[int, str]()
+                    columns = _map_chunks(_convert_rows(index, section, fields, faults, progress), folder)
+                    layout = Layout(len(columns["users"]), columns, {"faults": faults})
                     file.writelines(serialize(StoredLayout(layout, index.fingerprint)))
             stored = open_layout(path)
+            _make_room(folder, section.cache_bytes)
         except OSError as error:
             raise WanmaError(
                 f"cannot keep the columns of data.path in {folder}: {error.strerror or error}",
                 "free space, or choose another folder by data.cache",
             ) from error
-    faults = {int(row): cause for row, cause in stored.layout.facts["faults"].items()}
-    return dict(stored.layout.tables), faults
+    with suppress(OSError):  # a shared cache may be read-only
+        os.utime(path)
+    found = {int(row): cause for row, cause in stored.layout.facts["faults"].items()}
+    return dict(stored.layout.tables), found
 
 
 def convert_columns(values: Mapping[str, Sequence[Any]], section: DataSection) -> Columns:
-    """Return the columns of values by their role, which have no fault."""
-    return _join([_Chunk(values, section).convert()])
+    """Return the columns of values by their role, which have no fault and no sparse feature."""
+    return _Chunk(values, section).convert()
 
 
 def row_places(index: SampleIndex, numbers: NDArray[np.int64]) -> list[tuple[str, int]]:
@@ -147,26 +161,31 @@ def _key(index: SampleIndex, section: DataSection, fields: Mapping[str, str]) ->
 
 
 def _convert_rows(
-    index: SampleIndex, section: DataSection, fields: Mapping[str, str], progress: Progress | None
-) -> Layout:
+    index: SampleIndex,
+    section: DataSection,
+    fields: Mapping[str, str],
+    faults: dict[int, str],
+    progress: Progress | None,
+) -> Iterator[Columns]:
+    """Yield the columns of each chunk of rows, as of `_Chunk.convert`; causes of bad rows go to `faults`."""
     size = sum(file.size for group in index.groups for file in group.files)
-    chunks, faults = list[Columns](), dict[int, str]()
     for start in range(0, index.rows, _CHUNK_ROWS):
         numbers = np.arange(start, min(start + _CHUNK_ROWS, index.rows))
-        records: list[Record] = []
-        for row, record in zip(numbers.tolist(), read_each(index, numbers), strict=True):
+        records, bad = list[Record](), dict[int, str]()
+        for row, record in enumerate(read_each(index, numbers)):
             if isinstance(record, UnreadableFileError):  # another time it may be whole
                 raise record
             if isinstance(record, BadDataError):
-                faults[row] = record.cause
+                bad[row] = record.cause
             records.append({} if isinstance(record, BadDataError) else record)
         values = {use: _values(records, name) for use, name in fields.items()}
-        chunks.append(_Chunk(values, section, fields, start, faults).convert())
-        if faults:
+        columns = _Chunk(values, section, fields, start, bad).convert()
+        faults |= {start + row: cause for row, cause in bad.items()}
+        if bad and (section.bad_data != "skip" or len(faults) > section.bad_data_limit):
             check_bad_rows(index, list_bad_rows(index, faults), section)
+        yield columns
         if progress is not None:
             progress(size * (start + len(numbers)) // index.rows, size)
-    return Layout(index.rows, _join(chunks), {"faults": faults})
 
 
 def _values(records: Sequence[Record], name: str) -> list[Any]:
@@ -176,15 +195,48 @@ def _values(records: Sequence[Record], name: str) -> list[Any]:
         return [record[name] if name in record else record_value(record, name) for record in records]
 
 
-def _join(chunks: Sequence[Columns]) -> Columns:
-    joined: Columns = {}
-    for name in chunks[0]:
-        whole = np.concatenate([chunk[name] for chunk in chunks])
-        kind, _, feature = name.partition(".")
-        if kind == "counts":
-            name, whole = f"starts.{feature}", np.concatenate([[0], np.cumsum(whole)])
-        joined[name] = whole
-    return joined
+def _map_chunks(chunks: Iterable[Columns], folder: Path) -> Columns:
+    """Return the columns of all chunks, mapped from files without names in `folder`, which go with them."""
+    files, rows, ends = dict[str, IO[bytes]](), Counter[str](), Counter[str]()
+    columns: Columns = {}
+    with ExitStack() as stack:
+        for chunk in chunks:
+            for name, values in chunk.items():
+                kind, _, feature = name.partition(".")
+                if kind == "counts":
+                    name = f"starts.{feature}"
+                    bounds = np.cumsum(np.append(ends[feature], values))
+                    values, ends[feature] = bounds[1:] if name in files else bounds, int(bounds[-1])
+                if name not in files:
+                    files[name] = stack.enter_context(TemporaryFile(dir=folder))
+                files[name].write(array_bytes(values))
+                rows[name] += len(values)
+                columns[name] = values[:0]
+        for name, like in columns.items():
+            shape = (rows[name], *like.shape[1:])
+            if files[name].tell():
+                columns[name] = np.memmap(files[name], like.dtype, "r", shape=shape)
+            else:  # an empty file cannot be mapped
+                columns[name] = np.empty(shape, like.dtype)
+    return columns
+
+
+def _make_room(folder: Path, limit_bytes: int) -> None:
+    """Remove files, those first that were not opened for longest, until all take at most the limit.
+
+    A process that maps one keeps its content.
+    """
+    files = []
+    for path in folder.glob("*.columns"):
+        with suppress(FileNotFoundError):  # removed by another process
+            status = path.stat()
+            files.append((status.st_mtime, status.st_size, path))
+    total = sum(size for _, size, _ in files)
+    for used, size, path in sorted(files):
+        if total > limit_bytes and used < time.time() - _KEPT_SECONDS:
+            with suppress(OSError):  # a file of another user
+                path.unlink(missing_ok=True)
+                total -= size
 
 
 @dataclass
@@ -198,14 +250,14 @@ class _Chunk:
     start: int = 0
     """Number of the first row."""
     faults: dict[int, str] = field(default_factory=dict)
-    """Cause of each bad row, by its number; those of the values are added."""
+    """Cause of each bad row, by its number in the chunk; those of the values are added."""
 
     @property
     def keys(self) -> InteractionsSection:
         return self.section.interactions
 
     def convert(self) -> Columns:
-        """Return the columns; instead of `starts.NAME` they have `counts.NAME`, the ids of each row."""
+        """Return the columns of the good rows; `counts.NAME`, the ids of each row, replace `starts.NAME`."""
         keys, names, rows = self.keys, self.section.columns, len(self.values["user"])
         ratings = self._numbers("rating") if "rating" in self.values else np.ones(rows)
         if keys.target == "click" and "rating" in self.values:
@@ -225,7 +277,17 @@ class _Chunk:
         columns["dense"] = np.stack(dense, 1).astype(np.float32) if dense else np.zeros((rows, 0), np.float32)
         for name in names.sparse:
             columns |= self._bags(f"sparse.{name}", name)
-        return columns
+        return self._without_bad_rows(columns) if self.faults else columns
+
+    def _without_bad_rows(self, columns: Columns) -> Columns:
+        is_good = np.ones(len(columns["users"]), dtype=bool)
+        is_good[list(self.faults)] = False
+        rows = {
+            name: np.repeat(is_good, columns[f"counts.{name.removeprefix('ids.')}"])
+            for name in columns
+            if name.startswith("ids.")
+        }
+        return {name: values[rows.get(name, is_good)] for name, values in columns.items()}
 
     def _numbers(self, use: str, missing: float | None = None) -> NDArray[np.float64]:
         """Return the numbers of a use, with `missing` where a row has none if it is given."""
@@ -280,8 +342,7 @@ class _Chunk:
         fault: Callable[[str, Any], str],
     ) -> None:
         for place in np.flatnonzero(is_bad).tolist():
-            row = self.start + int(rows[place])
-            self.faults.setdefault(row, fault(self.fields[use], values[place]))
+            self.faults.setdefault(int(rows[place]), fault(self.fields[use], values[place]))
 
 
 def _parse_ids(values: Sequence[Any], end: int) -> NDArray[np.int64]:

@@ -152,7 +152,8 @@ def _options(submission: Submission, *, joins: bool) -> Iterator[str]:
         yield f"--gres={slurm.gres}"
     elif submission.gpus_per_node:
         yield f"--gres=gpu:{submission.gpus_per_node}"
-    for name in ("partition", "account", "qos", "reservation", "constraint", "time", "nodelist", "exclude"):
+    placement = ("constraint", "prefer", "nodelist", "exclude")
+    for name in ("partition", "account", "qos", "reservation", "time", *placement):
         if (value := getattr(slurm, name)) is not None:
             yield f"--{name}={_option_text(value)}"
     yield f"--chdir={_option_text(str(submission.folder))}"

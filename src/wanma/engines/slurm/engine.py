@@ -30,7 +30,7 @@ class SlurmEngine(Engine):
 
     name = "slurm"
     ends_with_caller = False
-    preference = "Slurm prefers no host: cluster.slurm.nodelist demands them"
+    preference = "Slurm prefers features, not hosts: cluster.slurm.prefer names one that the site gave them"
 
     def unusable_reason(self) -> str | None:
         missing = [program for program in PROGRAMS if shutil.which(program) is None]

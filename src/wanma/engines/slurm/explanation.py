@@ -104,7 +104,7 @@ REFUSALS: tuple[tuple[str, str, str], ...] = (
         "the partition has no such nodes, or not so many",
         "lower cluster.nodes, or choose another partition or constraint",
     ),
-    (r"[Ii]nvalid feature", "no node has these features", "correct cluster.slurm.constraint"),
+    (r"[Ii]nvalid feature", "no node has these features", "correct cluster.slurm.constraint or prefer"),
     (
         r"[Ii]nvalid generic resource|[Ii]nvalid Trackable",
         "no node has such GPUs",

@@ -93,7 +93,8 @@ class DataSection(EntriesSection):
         64 << 30,
         ge=0,
         le=1 << 60,
-        description="largest size in bytes of the copies of remote data in the cache",
+        description="largest size in bytes of the copies of remote data in the cache, and of the arrays of "
+        "interactions there",
     )
     probe_store: bool = Field(
         True,

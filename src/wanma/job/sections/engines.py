@@ -37,6 +37,11 @@ class SlurmSection(Section):
         "~/.wanma", description="folder that all nodes see, for environments (cluster.environment)"
     )
     constraint: str | None = Field(None, description="features that the nodes must have, e.g. 'h100&nvme'")
+    prefer: str | None = Field(
+        None,
+        description="features of nodes that come first, and others if those are not free, e.g. "
+        "'h100&nvme&dataset'; needs Slurm 22.05, and the features of `constraint` among them",
+    )
     gres: str | None = Field(
         None, description="generic resources of a node, e.g. 'gpu:h100:8'; default: the GPUs of the plan"
     )
@@ -78,8 +83,15 @@ class SlurmSection(Section):
             raise ValueError(
                 f"time must be minutes, HH:MM:SS or D-HH:MM:SS, as for sbatch --time (given: '{self.time}')"
             )
-        if self.components and (self.nodelist is not None or self.constraint is not None):
-            raise ValueError("components have constraints of their own: set neither constraint nor nodelist")
+        if self.components and (self.nodelist or self.constraint or self.prefer):
+            raise ValueError(
+                "components have constraints of their own: set none of constraint, prefer and nodelist"
+            )
+        if self.prefer is not None and (self.constraint or "") not in self.prefer:
+            raise ValueError(
+                f"prefer takes the place of constraint where it can, so it must hold it: "
+                f"'{self.constraint}&{self.prefer}'"
+            )
         if (self.container is None) != (self.container_runtime is None):
             raise ValueError("container and container_runtime belong together: set both, or none")
         if array := next((option for option in self.options if _SLURM_ARRAY.match(option)), None):
