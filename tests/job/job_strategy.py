@@ -99,7 +99,17 @@ RULES: dict[type[Section], dict[str, st.SearchStrategy[Any]]] = {
         **dict.fromkeys(("container", "container_runtime"), st.none()),
         "time": st.sampled_from([None, "90", "2-00:00:00"]),
         **dict.fromkeys(
-            ("partition", "account", "qos", "reservation", "constraint", "gres", "nodelist", "exclude"),
+            (
+                "partition",
+                "account",
+                "qos",
+                "reservation",
+                "constraint",
+                "prefer",
+                "gres",
+                "nodelist",
+                "exclude",
+            ),
             st.one_of(st.none(), one_line),
         ),
         "components": st.just([]),
@@ -166,6 +176,8 @@ def sections(section: type[Section]) -> st.SearchStrategy[Section]:
         drawn = {name: value for name, value in drawn.items() if name not in names or name == kept}
         if names and drawn[kept] is None:
             drawn[kept] = "decoder" if kept == "family" else "x"
+        if section is SlurmSection and drawn["prefer"] is not None:
+            drawn["constraint"] = None  # `prefer` must hold it
         if section is SourceSection:
             drawn = source_keys(drawn, kept)
         if section is ColumnsSection:
