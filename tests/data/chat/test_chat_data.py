@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -109,8 +110,13 @@ def test_inputs_hold_the_whole_conversation_and_masks_part_those_of_a_row(tmp_pa
 
 @pytest.mark.parametrize(("too_long", "rows"), [("cut", 40), ("skip", 38)])
 def test_conversations_longer_than_a_row_are_cut_or_left_out_and_counted(
-    too_long: str, rows: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    too_long: str,
+    rows: int,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(logging.getLogger("wanma"), "handlers", [logging.StreamHandler()])
     chats = [
         *CHATS[:38],
         *([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a" * 999}],) * 2,
@@ -119,7 +125,7 @@ def test_conversations_longer_than_a_row_are_cut_or_left_out_and_counted(
         tmp_path, write_jsonl(tmp_path, chats), shuffle="none", chat={"packing": False, "too_long": too_long}
     )
     prepare_job_data(section)
-    assert "2 of 40" in capfd.readouterr().err  # another process prepares records
+    assert "2 of 40" in capfd.readouterr().err  # another process prepares records, forked or not
     data = open_dataset(section, TRAIN)
     assert data.train_samples == rows
     (source,) = data.describe()["sources"]
