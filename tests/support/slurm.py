@@ -86,10 +86,14 @@ class SlurmCluster:
         return [int(word) for word in done.stdout.split()]
 
     def kill_node(self, node: str) -> None:
-        """Kill everything on a node at once, as a loss of power does."""
-        for process in self.processes(node):
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        """Kill everything on a node at once, as a loss of power does.
+
+        All stop first: srun has a second process that cancels the step on all nodes if it outlives the first.
+        """
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for process in self.processes(node):
+                with suppress(ProcessLookupError):
+                    os.kill(process, number)
         self.daemons[node].wait()
 
     def cut_off(self, node: str, *, is_cut: bool = True) -> None:
