@@ -447,11 +447,15 @@ class ChiefTrainer(Trainer):
         self._learning_rate, self._global_batch = record.learning_rate, samples
         self._outer_result = record if self.records_staleness else None
         self.step_data.take_exchanged_sums(record.data_sums)
-        self.worker.supervisor_client.report_finished_step(self.state.step)
         if not record.applied:
             self.message(f"step {self.state.step}: skipped, gradient norm {record.gradient_norm}", "warning")
         if record.applied and record.statistics and record.statistics[0]:
             self._apply_statistics(record)
+
+    def record_step(self, totals: StepTotals) -> None:
+        """Record the step just finished, and only then report it: a successor makes no step again."""
+        super().record_step(totals)
+        self.worker.supervisor_client.report_finished_step(self.state.step)
 
     def _apply_statistics(self, record: AppliedStep) -> None:
         """Update batch statistics once, by the sums of all workers."""
