@@ -14,6 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from wanma.job.errors import WanmaError
 from wanma.job.run.parameter_servers import ServedParameter
 from wanma.models.recommender.row_updates import ROW_RULES, RowUpdate
+from wanma.parallel.embedding.fused_updates import update_rows
 from wanma.parameter_server.table import ServerTable
 
 _DTYPES = {
@@ -190,7 +191,7 @@ class Shard:
             (self._settings["betas"][0], self._settings["betas"][1]),
             self._settings["epsilon"],
         )
-        self._row_rule.apply(self.weights[table.name].detach(), states, update)
+        update_rows(self._settings["tables"], self.weights[table.name].detach(), states, update)
 
     def _leaves_other_rows(self, group: Mapping[str, Any]) -> bool:
         """Return whether the optimizer's rule leaves rows without a gradient as they are."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from wanma.parallel.embedding import native_rows
-from wanma.parallel.embedding.id_groups import group_ids, sum_rows
+from wanma.parallel.embedding.id_groups import group_ids, sum_groups, sum_rows
 
 
 @pytest.fixture(params=["compiled", "torch"], autouse=True)
@@ -40,3 +40,20 @@ def test_each_list_is_summed_and_an_empty_one_is_zero(dtype: torch.dtype) -> Non
     assert not sums.requires_grad
     nothing = torch.zeros(0, dtype=torch.int64)
     assert torch.equal(sum_rows(matrix[:0], nothing, torch.zeros(2, dtype=torch.int64)), sums.new_zeros(2, 3))
+
+
+@pytest.mark.parametrize("width", [1, 16, 37])
+def test_vectors_are_summed_by_group_and_divided_and_a_zero_sum_is_told(width: int) -> None:
+    generator = torch.Generator().manual_seed(width)
+    ids = torch.randint(40, (900,), generator=generator)
+    values, sources = torch.randn(60, width, generator=generator), torch.randint(60, (900,))
+    values[:5] = 0.0
+    sources[ids == 7] %= 5
+    groups = group_ids(ids)
+    sums, is_used = sum_groups(values, sources, groups, 3)
+    expected = torch.zeros(40, width).index_add_(0, ids, values[sources]) / 3
+    different = ids[groups.first_positions]
+    torch.testing.assert_close(sums, expected[different], rtol=1e-5, atol=1e-5)
+    assert torch.equal(is_used, different != 7)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    assert [len(each) for each in sum_groups(values, nothing, group_ids(nothing), 1)] == [0, 0]

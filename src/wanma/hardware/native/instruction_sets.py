@@ -8,8 +8,9 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
-COMPILER_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
-"""Compiler flags; without contraction to fused multiply-add, results do not depend on the processor."""
+COMPILER_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-pthread")
+"""Compiler flags; without contraction to fused multiply-add, results do not depend on the processor; without
+the error number of a root, loops of them become vector code."""
 CARRIED_LINKER_FLAGS = ("-s", "-lgcc")
 """Linker flags of carried libraries: fp16 is converted by libgcc.a, because old copies of libgcc_s cannot."""
 CARRIED_SOURCES = (

@@ -61,3 +61,28 @@ def sum_rows(matrix: Tensor, rows: Tensor, starts: Tensor) -> Tensor:
     if len(rows) == 0:
         return matrix.new_zeros(len(starts), matrix.shape[1])
     return F.embedding_bag(rows, matrix, starts, mode="sum")
+
+
+@torch.no_grad()
+def sum_groups(values: Tensor, sources: Tensor, groups: IdGroups, divisor: float) -> tuple[Tensor, Tensor]:
+    """Return sums of vectors by group, divided, (groups, width), and whether each is not zero, (groups,).
+
+    Args:
+        values: vectors, (vectors, width).
+        sources: vector of each id of the list that was grouped, (ids,) int64.
+        groups: groups of the ids.
+        divisor: number by which sums are divided.
+    """
+    count, width = len(groups.starts), values.shape[1]
+    if (native := rows_library(values)) is None:
+        sums = sum_rows(values, sources.index_select(0, groups.positions), groups.starts)
+        is_used = sums.abs().sum(1).ne(0)  # faster than `any`
+        return sums.div_(divisor), is_used
+    values, sources = values.contiguous(), sources.contiguous()
+    sums, is_used = values.new_empty(count, width), torch.empty(count, dtype=torch.bool)
+    native.wanma_sum_groups(
+        *(values.data_ptr(), width, sources.data_ptr(), groups.positions.data_ptr(), len(sources)),
+        *(groups.starts.data_ptr(), count, divisor, sums.data_ptr(), is_used.data_ptr()),
+        torch.get_num_threads(),
+    )
+    return sums, is_used

@@ -41,12 +41,15 @@ def load_rows_library() -> ctypes.CDLL | None:
 def open_library(path: Path) -> ctypes.CDLL:
     """Open a compiled `NATIVE_SOURCE`."""
     native = ctypes.CDLL(str(path))
-    memory, size, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    memory, size, flag, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
     argument_types = {
         "wanma_group": [memory, size, memory, memory, memory],
         "wanma_locate": [memory] * 3 + [size] * 2 + [memory] * 5,
         "wanma_interact": [memory, *[size] * 4, flag, memory, flag],
         "wanma_interact_backward": [memory, *[size] * 4, flag, memory, memory, flag],
+        "wanma_sum_groups": [memory, size, memory, memory, size, memory, size, number, memory, memory, flag],
+        "wanma_adagrad": [*[memory, size] * 2, size, memory, size, memory, number, number, flag],
+        "wanma_rowwise_adagrad": [*[memory, size] * 2, size, memory, size, memory, number, number, flag],
     }
     for name, types in argument_types.items():
         function = getattr(native, name)

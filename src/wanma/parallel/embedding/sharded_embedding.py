@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from wanma.job.errors import JobError, WanmaError
 from wanma.models.recommender.click_models import Dlrm
 from wanma.models.recommender.embedding_tables import OFFSETS, EmbeddingTables
-from wanma.parallel.embedding.id_groups import group_ids, sum_rows
+from wanma.parallel.embedding.id_groups import group_ids, sum_groups, sum_rows
 from wanma.parallel.embedding.interaction import interact_compiled
 from wanma.parallel.embedding.lookups import (
     Bags,
@@ -337,7 +337,9 @@ class ShardedEmbedding:
         Args:
             divisor: number by which summed gradients are divided.
         """
-        rows, sums = self._sum_by_row([lookup.finish_backward() for lookup in self._lookups])
+        rows, sums, is_used = self._sum_by_row(
+            [lookup.finish_backward() for lookup in self._lookups], divisor
+        )
         self._lookups.clear()
         shared, count = self.layout.shared_rows, self.layout.row_count
         if self._exchange is not None and count > shared:
@@ -347,18 +349,17 @@ class ShardedEmbedding:
             self._exchange.all_reduce(replicated)
             rows = torch.cat([rows[:own], torch.arange(shared, count, device=rows.device)])
             sums = torch.cat([sums[:own], replicated])
+            is_used = torch.cat([is_used[:own], replicated.abs().sum(1).ne(0)])
         # Rows of padding samples, and of those that no target depends on, are not used.
-        is_used = sums.abs().sum(1).ne(0)
         if not bool(is_used.all()):
             rows, sums = rows[is_used], sums[is_used]
-        if divisor != 1:
-            sums.div_(divisor)
         self.gradient = TableGradient(rows, sums, int(torch.searchsorted(rows, shared)))
 
-    def _sum_by_row(self, parts: Sequence[RowGradients]) -> tuple[Tensor, Tensor]:
-        """Return the rows of gradients, each once and ascending, (rows,), and their sums, (rows, width)."""
+    def _sum_by_row(self, parts: Sequence[RowGradients], divisor: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the rows of gradients, each once and ascending, (rows,), and of each `sum_groups`."""
         if not parts:
-            return self.matrix.new_zeros(0, dtype=torch.int64), self.matrix.new_zeros(0, self._module.width)
+            no_rows = self.matrix.new_zeros(0, dtype=torch.int64)
+            return no_rows, self.matrix.new_zeros(0, self._module.width), no_rows.bool()
         all_rows, values = (
             _joined([part.rows for part in parts]),
             _joined([part.values for part in parts]).to(self._dtype),
@@ -366,8 +367,7 @@ class ShardedEmbedding:
         starts = itertools.accumulate((len(part.values) for part in parts), initial=0)
         sources = _joined([part.sources + start for part, start in zip(parts, starts, strict=False)])
         groups = group_ids(all_rows)
-        sums = sum_rows(values, sources.index_select(0, groups.positions), groups.starts)
-        return all_rows.index_select(0, groups.first_positions), sums
+        return all_rows.index_select(0, groups.first_positions), *sum_groups(values, sources, groups, divisor)
 
     def reset_gradients(self) -> None:
         """Drop the gradients of the step."""

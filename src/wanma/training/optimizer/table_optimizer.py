@@ -15,6 +15,7 @@ from wanma.job.errors import JobError
 from wanma.job.sections.train import TrainSection
 from wanma.models.recommender.row_updates import ROW_RULES, Factor, RowUpdate
 from wanma.models.structure.parameter_roles import find_parameter_group
+from wanma.parallel.embedding.fused_updates import update_rows
 from wanma.parallel.embedding.sharded_embedding import ShardedEmbedding
 
 
@@ -56,8 +57,9 @@ class TableOptimizer:
     def __init__(self, embedding: ShardedEmbedding, train: TrainSection) -> None:
         assert train.embedding_optimizer is not None  # by `planner.rules.capabilities`
         self.embedding = embedding
-        self._train, self._rule = train, ROW_RULES[train.embedding_optimizer]
-        self._states = embedding.allocate_states(self._rule.states, self._rule.row_states)
+        self._train, self._rule = train, train.embedding_optimizer
+        rule = ROW_RULES[train.embedding_optimizer]
+        self._states = embedding.allocate_states(rule.states, rule.row_states)
         matrix = embedding.matrix
         stored_on = matrix.device if embedding.cache is None else torch.device("cpu")
         self._changed = torch.zeros(embedding.layout.row_count, dtype=torch.bool, device=stored_on)
@@ -85,7 +87,7 @@ class TableOptimizer:
         )
         train, rows = self._train, self.embedding.matrix_rows(gradient.rows)
         update = RowUpdate(rows, gradient.values, rate, decay, step, train.betas, train.epsilon)
-        self._rule.apply(self.embedding.matrix, self._states, update)
+        update_rows(self._rule, self.embedding.matrix, self._states, update)
         self._changed.index_fill_(0, gradient.rows.to(self._changed.device), True)
 
     def _of_rows(self, factor: Factor, rows: Tensor) -> Factor:
