@@ -33,8 +33,8 @@ from wanma.bench.programs.contender import Contender
 from wanma.bench.programs.places import place_contender
 from wanma.bench.results.directory import ResultDirectory, list_result_directories
 from wanma.bench.results.result import BenchmarkResult
+from wanma.bench.runner import parse_duration
 from wanma.bench.stored_suite import read_stored_suite
-from wanma.bench.suites.durations import parse_duration
 from wanma.bench.suites.suite_file import Suite, find_suite
 from wanma.bench.suites.suite_of_job import read_suite_or_job
 from wanma.job.errors import WanmaError
@@ -65,7 +65,7 @@ def record_suite(name: str, options: argparse.Namespace) -> None:
     suite, rule = read_suite_or_job(suite_path(name), environments=options.environments)
     check_readers(suite)
     if options.budget is not None:
-        rule = dataclasses.replace(rule, budget_seconds=parse_duration(options.budget))
+        rule = rule.model_copy(update={"budget_seconds": parse_duration(options.budget)})
     earlier = [
         one for one in list_result_directories(FOLDER) if one.read(with_measurements=False).name == suite.name
     ]
@@ -92,7 +92,7 @@ def try_suite(name: str, options: argparse.Namespace) -> None:
     )
     suite = dataclasses.replace(suite, contenders=contenders)
     check_readers(suite)
-    rule = dataclasses.replace(rule, rounds=1, min_rounds=1)
+    rule = rule.model_copy(update={"rounds": 1})
     with tempfile.TemporaryDirectory() as folder:
         directory = new_directory(Path(folder), suite)
         result = run_benchmark(suite, rule, directory, limits=NO_LIMITS, progress=print)

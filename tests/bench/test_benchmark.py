@@ -15,8 +15,7 @@ from wanma.bench.programs.contender import Contender
 from wanma.bench.results.directory import ResultDirectory
 from wanma.bench.runner import Rule
 from wanma.bench.stored_suite import SUITE_FILE, read_stored_suite
-from wanma.bench.suites.known_suites import known_suites
-from wanma.bench.suites.suite_file import Suite
+from wanma.bench.suites.suite_file import Suite, known_suites
 from wanma.bench.suites.suite_of_commands import suite_of_commands
 from wanma.cli.main import main
 from wanma.job.errors import EXIT_USAGE, WanmaError
@@ -38,11 +37,11 @@ def program(scale: float, seed: int) -> list[str]:
 
 def suite_of(*scales: float) -> tuple[Suite, Rule]:
     commands = [program(scale, seed) for seed, scale in enumerate(scales)]
-    suite, rule = suite_of_commands(commands, patterns={})
+    suite, _ = suite_of_commands(commands, patterns={})
     named = [
         replace(contender, name=name) for contender, name in zip(suite.contenders, "ABCDEF", strict=False)
     ]
-    return replace(suite, contenders=tuple(named)), replace(rule, rounds=5, precision=1e-9)
+    return replace(suite, contenders=tuple(named)), Rule(rounds=5, precision=1e-9)
 
 
 def run(suite: Suite, rule: Rule, root: Path) -> ResultDirectory:
@@ -112,7 +111,7 @@ def test_a_benchmark_that_runs_is_joined_by_nobody(tmp_path: Path) -> None:
         with pytest.raises(WanmaError, match="another process measures in"):
             run_benchmark(suite, rule, directory, limits=ANY, progress=lambda _: None)
 
-    run_benchmark(suite, replace(rule, rounds=1, min_rounds=1), directory, limits=ANY, progress=join)
+    run_benchmark(suite, Rule(rounds=1), directory, limits=ANY, progress=join)
     assert found == [None]
 
 
@@ -131,7 +130,7 @@ def test_secrets_stay_in_the_file_of_their_owner(
     monkeypatch.setenv("HF_TOKEN", "geheim-inherited")
     text = "import os, sys; print(sys.argv[1:], os.environ['API'], os.environ['HF_TOKEN']); sys.exit(3)"
     options = ["--token=geheim-1", "--api-key", "geheim-2", "-H", "Authorization: Bearer geheim-3", "-v"]
-    suite, rule = suite_of_commands(
+    suite, _ = suite_of_commands(
         [["env", "DB_PASSWORD=geheim-4", sys.executable, "-c", text, *options]], patterns={}
     )
     (contender,) = suite.contenders
@@ -140,7 +139,7 @@ def test_secrets_stay_in_the_file_of_their_owner(
     suite = replace(suite, contenders=(contender,))
     directory = new_directory(tmp_path, suite)
     with pytest.raises(WanmaError, match="ended with exit code 3") as failed:
-        run_benchmark(suite, replace(rule, rounds=1, min_rounds=1), directory, limits=ANY, progress=print)
+        run_benchmark(suite, Rule(rounds=1), directory, limits=ANY, progress=print)
     assert "$API $HF_TOKEN" in failed.value.message
     csv = str(tmp_path / "csv")
     assert main(["bench", "export", str(directory.path), "--format", "csv", "--out", csv]) == 0
@@ -180,9 +179,8 @@ def test_settings_of_a_job_reach_its_runs(tmp_path: Path) -> None:
         "[train]\nsteps = 2\nglobal_batch = 2\n"
     )
     contender = Contender("two", "job", "job.toml", {"train.global_batch": "4"})
-    suite, rule = suite_of(1.0)
-    suite = replace(suite, contenders=(contender,), job_text=job)
-    result = run(suite, replace(rule, rounds=1, min_rounds=1, steps=3), tmp_path).read()
+    suite = replace(suite_of(1.0)[0], contenders=(contender,), job_text=job)
+    result = run(suite, Rule(rounds=1, steps=3), tmp_path).read()
     (measurement,) = result.measurements
     assert not measurement.error
     assert [step.samples for step in measurement.steps] == [4.0, 4.0, 4.0]

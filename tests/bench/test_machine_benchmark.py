@@ -114,7 +114,7 @@ def test_links_of_real_ranks_are_measured_and_shown(
             assert (f"pair.{first}-{second}_bytes_per_second" in figures) == (first != second)
     assert figures["bisection_bytes_per_second"] > 0
     assert not any(name.startswith(("product", "storage", "all_reduce")) for name in figures)
-    assert '<td class="n" style="background' in directory.page.read_text()
+    assert "GB/s from each rank (row) to each other" in directory.page.read_text()
     assert bench("list") == 0
     assert "Limits of the machine" in capsys.readouterr().out
     assert bench("show", directory.id) == 0

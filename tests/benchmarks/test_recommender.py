@@ -154,7 +154,7 @@ def test_every_contender_trains_the_same(
     )
     if any(not one.python.exists() for one in suite.python_environments):
         pytest.skip("needs its environment: make frameworks, or see benchmarks/README.md")
-    rule = replace(rule, rounds=1, min_rounds=1)
+    rule = rule.model_copy(update={"rounds": 1})
     result = run_benchmark(
         suite, rule, new_directory(tmp_path, suite), limits=NO_LIMITS, progress=lambda _: None
     )

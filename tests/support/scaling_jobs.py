@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from wanma.bench.scale.forecasts import PointForecast, ScaledJob
+from wanma.bench.results.stored_study import CurvePoint
+from wanma.bench.scale.forecasts import ScaledJob
 from wanma.bench.scale.growth import Growth, growth_of
 from wanma.bench.scale.targets import Target, target_of_cluster
 from wanma.bench.suites.scale_table import doubled_counts
@@ -85,7 +86,7 @@ JOBS = {
 """Jobs by the reason of their knee."""
 
 
-def curve(job: ScalingJob, folder: Path) -> tuple[ScaledJob, Target, Growth, list[PointForecast]]:
+def curve(job: ScalingJob, folder: Path) -> tuple[ScaledJob, Target, Growth, list[CurvePoint]]:
     """Return the forecasts of a job's layout."""
     scaled, target, growth = job.read(folder)
     points = [scaled.forecast_layout(target, growth, count) for count in job.counts(growth)]

@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from wanma.bench.figures.summary import summarize
 from wanma.bench.machine.machine_result import is_machine_result, node_count
 from wanma.bench.meter.disturbance import DisturbanceLimits, DisturbanceRule
 from wanma.bench.meter.machine_meter import MachineMeter
-from wanma.bench.place import describe_code, describe_environment, describe_hardware
+from wanma.bench.place import describe_code, describe_environment, describe_hardware, hardware_identity
 from wanma.bench.programs.contender import Contender
 from wanma.bench.programs.execution import check_turns
 from wanma.bench.programs.job_program import run_of_execution
@@ -32,7 +32,6 @@ from wanma.bench.results.directory import (
     create_result_directory,
     read_results,
 )
-from wanma.bench.results.hardware_identity import hardware_identity
 from wanma.bench.results.result import BenchmarkResult, ContenderRecord, SuiteRecord
 from wanma.bench.runner import RUNS_FOLDER, Rule, Surroundings, execution_folder, run_rounds
 from wanma.bench.scale.measured import with_forecasts
@@ -127,7 +126,7 @@ def _run_locked(
     )
     result = replace(result, measurements=directory.read_measurements(), ended=_now())
     result = _with_plans(result, suite, scratch, words)
-    result = with_figures(result)
+    result = summarize(result, [first_steady_step(one) for one in result.measurements])
     problem = None
     try:
         result = with_forecasts(result, suite.file, job, progress)
@@ -261,11 +260,6 @@ def new_directory(root: Path, suite: Suite) -> ResultDirectory:
     return create_result_directory(root, suite.name, _now())
 
 
-def with_figures(result: BenchmarkResult) -> BenchmarkResult:
-    """Return the result with warm-ups, estimates and verdicts of its measurements."""
-    return summarize(result, [first_steady_step(one) for one in result.measurements])
-
-
 def _begin(
     suite: Suite,
     rule: Rule,
@@ -281,7 +275,7 @@ def _begin(
     Raises:
         WanmaError: the earlier part of the result has other versions.
     """
-    measuring = {**asdict(rule), "target": suite.file.target}
+    measuring = {**rule.model_dump(), "target": suite.file.target}
     if directory.result.exists():
         result = replace(directory.read(with_measurements=False), rule=measuring)
         for record in result.contenders:
@@ -337,10 +331,8 @@ def reproduce(
             EXIT_USAGE,
         )
     found = read_stored_suite(stored)
-    # Earlier versions wrote the path of the files, which has the name of the result.
-    trees = (f"{word(TREES_WORD)}/", f"/{before.id}/{TREES}/")
     values = [value for one in found.suite.contenders for value in one.environment.values()]
-    if any(text in value for value in values for text in trees):
+    if any(f"{word(TREES_WORD)}/" in value for value in values):
         raise WanmaError(
             f"{stored.path} has the code of two commits, whose files are gone",
             "run `wanma bench gate COMMIT_A COMMIT_B` again",

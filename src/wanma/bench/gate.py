@@ -45,11 +45,9 @@ class GateFinding:
     @property
     def is_refused(self) -> bool:
         """Return True if the later commit is slower or fails, or if nothing can be said."""
-        verdict = self.verdict
-        is_judged = verdict is not None and verdict.ratio.has_interval
-        return (
-            self.failures > 0 or not is_judged or (verdict is not None and verdict.outcome is Outcome.SLOWER)
-        )
+        if self.failures or self.verdict is None or not self.verdict.ratio.has_interval:
+            return True
+        return self.verdict.outcome is Outcome.SLOWER
 
     def __str__(self) -> str:
         text = "no figures of both commits" if self.verdict is None else str(self.verdict)

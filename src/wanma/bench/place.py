@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import platform
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,32 @@ def describe_hardware(runs: Iterable[RunDirectory] = ()) -> dict[str, Any]:
         "memory_bytes": psutil.virtual_memory().total,
         "kernel": platform.release(),
     }
+
+
+def hardware_identity(hardware: Mapping[str, Any]) -> dict[str, str]:
+    """Return the parts of the hardware that must agree for two results to be comparable, as texts by name.
+
+    Memory is in whole GiB; hosts and kernel are left out.
+    """
+    identity = {}
+    if cluster := hardware.get("cluster"):
+        identity["cluster"] = " + ".join(map(_node_text, cluster["nodes"]))
+    if hardware.get("processor") is not None:
+        identity["processor"] = str(hardware["processor"])
+    if hardware.get("cores") is not None:
+        identity["cores"] = f"{hardware['cores']} cores"
+    if hardware.get("memory_bytes") is not None:
+        identity["memory"] = f"{hardware['memory_bytes'] / (1 << 30):.0f} GiB"
+    return identity
+
+
+def _node_text(node: Mapping[str, Any]) -> str:
+    """Return the devices, or cores, of a node group; unknown keys are ignored, unlike by `Cluster`."""
+    names = Counter(device["name"] for device in node.get("devices", ()))
+    devices = " and ".join(f"{count} × {name}" for name, count in names.items())
+    cpu = (node.get("cpu") or {}).get("name", "")
+    content = devices or f"{node['cores']} cores {cpu}".strip()
+    return f"{node.get('count', 1)} × ({content})"
 
 
 def _planned_cluster(run: RunDirectory) -> Mapping[str, Any] | None:

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from wanma.bench.measurements.measurement import MachineUsage, Measurement
 from wanma.bench.meter.machine_meter import MachineMeter
@@ -24,6 +28,8 @@ from wanma.bench.programs.redaction import known_secrets, redact_text
 from wanma.bench.programs.target import Target
 from wanma.bench.statistics.warm_up import MIN_STEPS
 from wanma.bench.turns.turn_count import too_few_turns
+from wanma.job.errors import EXIT_USAGE, WanmaError
+from wanma.job.sections.base import Section
 
 RUNS_FOLDER = "runs"
 """Folder of the files of the executions, in the folder of the result."""
@@ -33,23 +39,52 @@ MAX_DISTURBED = 10
 """Disturbed executions of a contender after which it is measured no more: the machine is not quiet."""
 
 
-@dataclass(frozen=True)
-class Rule:
-    """Amount of measuring."""
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_PART = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|m|h|d|)")
 
-    rounds: int = 10
-    min_rounds: int = 7
+
+def parse_duration(text: str) -> float:
+    """Return the seconds of a text such as 90s, 30m, 1h30m; a number alone is in seconds.
+
+    Raises:
+        WanmaError: it is none.
+    """
+    compact = text.replace(" ", "")
+    matches = list(_PART.finditer(compact))
+    seconds = sum(float(match[1]) * _UNITS[match[2]] for match in matches)
+    if "".join(match[0] for match in matches) != compact or seconds <= 0:
+        raise WanmaError(f"'{text}' is not a duration", "write 90s, 30m or 1h30m", EXIT_USAGE)
+    return seconds
+
+
+def _seconds(value: Any) -> Any:
+    return parse_duration(value) if isinstance(value, str) else value
+
+
+Duration = Annotated[float, BeforeValidator(_seconds)]
+"""Duration in seconds, of a text or a number."""
+
+
+class Rule(Section):
+    """Amount of measuring: the table `[rule]` of a suite, whose durations are texts such as "30m"."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    rounds: Annotated[int, Field(ge=1)] = 10
+    """Maximum rounds; in a round each contender runs once."""
+    min_rounds: Annotated[int, Field(ge=1)] = 7
     """Rounds before the first look at the intervals: earlier looks claim more than 5 % false differences."""
-    steps: int | None = None
+    steps: Annotated[int, Field(ge=1)] | None = None
     """Optimizer steps of a job; None: as the job says."""
-    budget_seconds: float | None = None
+    budget_seconds: Annotated[Duration | None, Field(alias="budget")] = None
     """Time after which no execution starts that is expected to end later."""
-    timeout_seconds: float = 3600.0
-    precision: float = 0.02
+    timeout_seconds: Annotated[Duration, Field(alias="timeout")] = 3600.0
+    """Time after which an execution is killed."""
+    precision: Annotated[float, Field(gt=0, lt=1)] = 0.02
     """Half width of the interval of the first metric, relative to its median, that is narrow enough.
 
     In turns it is that of the ratio to the baseline."""
-    turn_seconds: float = 0.0
+    turn_seconds: Annotated[Duration, Field(alias="turns")] = 0.0
     """Duration of a turn in which one contender runs and the others are stopped; 0: each runs alone."""
 
 

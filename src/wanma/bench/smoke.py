@@ -13,8 +13,7 @@ from wanma.bench.machine_benchmark import smoke_suite
 from wanma.bench.meter.disturbance import NO_LIMITS
 from wanma.bench.programs.limited_link import missing_for_link
 from wanma.bench.runner import Rule
-from wanma.bench.suites.known_suites import known_suites
-from wanma.bench.suites.suite_file import Suite, find_suite, read_suite_file
+from wanma.bench.suites.suite_file import Suite, find_suite, known_suites, read_suite_file
 from wanma.bench.suites.suite_of_job import read_suite_or_job
 from wanma.job.errors import WanmaError
 

@@ -49,4 +49,6 @@ def _entries(items: list[tuple[str, Any]]) -> dict[str, Any]:
 def _entry(value: Any) -> Any:
     if isinstance(value, BaseModel):
         return value.model_dump()
+    if isinstance(value, tuple):
+        return [_entry(one) for one in value]
     return None if isinstance(value, float) and math.isinf(value) else value

@@ -15,8 +15,7 @@ from wanma.bench.meter.disturbance import DisturbanceLimits
 from wanma.bench.programs.contender import Contender
 from wanma.bench.results.directory import ResultDirectory
 from wanma.bench.runner import Rule
-from wanma.bench.suites.known_suites import SHIPPED
-from wanma.bench.suites.suite_file import Suite, SuiteFile
+from wanma.bench.suites.suite_file import SHIPPED, Suite, SuiteFile
 from wanma.job.errors import WanmaError
 
 SUITE_FILE = "suite.json"
@@ -48,9 +47,8 @@ def write_stored_suite(
         "contenders": [contender.to_json() for contender in suite.contenders],
         "digest": suite.digest,
         "job_text": suite.job_text,
-        "rule": asdict(rule),
+        "rule": rule.model_dump(),
         "limits": asdict(limits),
-        "files": dict(suite.files),
         "working_folder": _working_folder(directory),
         **_suite_folder(suite),
     }
@@ -83,7 +81,6 @@ def read_stored_suite(directory: ResultDirectory) -> StoredSuite:
             content["digest"],
             content["job_text"],
             SHIPPED if place else (working_folder or Path()) / folder,
-            files=content.get("files", {}),
         )
         return StoredSuite(
             suite, Rule(**content["rule"]), DisturbanceLimits(**content["limits"]), working_folder

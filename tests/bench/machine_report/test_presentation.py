@@ -23,7 +23,7 @@ from wanma.bench.machine_report.roofline import TrainingPoint
 from wanma.bench.presentation.blocks import terminal
 from wanma.bench.results.result import BenchmarkResult
 
-POINT = TrainingPoint("a run", "fp32", 4, 1, 0.1, 20e9, 1e9, 0.25e9)
+POINT = TrainingPoint("a run", "fp32", 4, 0.1, 20e9, 1e9, 0.25e9)
 
 
 @pytest.fixture(scope="module")

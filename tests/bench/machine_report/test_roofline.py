@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from support.machine_results import machine_result
@@ -14,11 +12,12 @@ from wanma.bench.machine_report.roofline import (
     limit_shares,
     point_line,
     roof_line,
-    roofline_svg,
+    roofline_chart,
 )
+from wanma.report.components.line_chart import chart_figure
 
 ROOFS = Roofs("ranks=4", 4, {"fp32": 1e12, "bf16": 4e12}, 100e9, 10e9)
-POINT = TrainingPoint("a run", "fp32", 4, 1, 0.1, 20e9, 1e9, 0.25e9)
+POINT = TrainingPoint("a run", "fp32", 4, 0.1, 20e9, 1e9, 0.25e9)
 
 
 def test_shares_are_those_of_each_limit() -> None:
@@ -33,7 +32,7 @@ def test_shares_are_those_of_each_limit() -> None:
 def test_left_of_the_ridge_memory_is_the_roof() -> None:
     assert ROOFS.attainable("fp32", 2.0) == pytest.approx(200e9)
     assert ROOFS.attainable("fp32", 10.0) == pytest.approx(1e12)
-    bound = TrainingPoint("streams", "fp32", 4, 1, 0.1, 10e9, 5e9, 0.0)
+    bound = TrainingPoint("streams", "fp32", 4, 0.1, 10e9, 5e9, 0.0)
     shares = limit_shares(ROOFS, bound)
     assert shares["the roof"] == pytest.approx(0.5) == pytest.approx(shares["memory"])
 
@@ -50,9 +49,9 @@ def test_lines_name_roofs_and_shares() -> None:
 
 
 def test_a_precision_without_a_roof_and_other_ranks_are_told() -> None:
-    other = TrainingPoint("half", "fp16", 2, 1, 0.1, 20e9, 1e9, 0.0)
+    other = TrainingPoint("half", "fp16", 2, 0.1, 20e9, 1e9, 0.0)
     assert "products in fp16 were not measured" in point_line(ROOFS, other)
-    fewer = TrainingPoint("fewer", "bf16", 2, 1, 0.1, 20e9, 1e9, 0.0)
+    fewer = TrainingPoint("fewer", "bf16", 2, 0.1, 20e9, 1e9, 0.0)
     assert "2 ranks on a node; the roofs are of 4" in point_line(ROOFS, fewer)
 
 
@@ -67,23 +66,14 @@ def test_roofs_are_medians_of_the_result() -> None:
 
 
 def test_the_point_lies_below_its_roof_in_the_picture() -> None:
-    svg = roofline_svg(ROOFS, [POINT])
-    lines = [
-        [tuple(map(float, point.split(","))) for point in points.split()]
-        for points in re.findall(r'<polyline class="line c7" points="([^"]+)"', svg)
-    ]
-    slope, fp32, bf16 = lines
-    assert slope[-1] == bf16[0], "the slope ends at the highest roof"
-    assert fp32[0][1] > bf16[0][1], "a higher roof is further up"
-    assert slope[0][0] < fp32[0][0] < bf16[0][0], "and its ridge further right"
-    ((x, y),) = [
-        (float(x), float(y))
-        for x, y in re.findall(r'<circle class="dot c1" cx="([\d.]+)" cy="([\d.]+)"', svg)
-    ]
-    assert fp32[0][0] < x < bf16[0][0], "20 FLOP per byte"
-    assert y > fp32[0][1]
+    chart = roofline_chart(ROOFS, [POINT])
+    roof, training = chart.series
+    assert list(roof.xs) == pytest.approx([1, 40, 400]), "the slope ends at the highest roof"
+    assert list(roof.ys) == pytest.approx([0.1e12, 4e12, 4e12])
+    assert chart.horizontal_lines == [("fp32 1 TFLOP/s", 1e12), ("bf16 4 TFLOP/s", 4e12)]
+    assert (list(training.xs), list(training.ys)) == (pytest.approx([20]), pytest.approx([0.2e12]))
 
 
 def test_names_cannot_become_code() -> None:
-    evil = TrainingPoint("<script>", "fp32", 4, 1, 0.1, 20e9, 1e9, 0.25e9)
-    assert "<script>" not in roofline_svg(ROOFS, [evil])
+    evil = TrainingPoint("<script>", "fp32", 4, 0.1, 20e9, 1e9, 0.25e9)
+    assert "<script>" not in chart_figure(roofline_chart(ROOFS, [evil]))

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from wanma.bench.measurements.measurement import MachineUsage
-from wanma.bench.meter.disturbance import DisturbanceLimits, DisturbanceRule, find_disturbances
+from wanma.bench.meter.disturbance import DisturbanceLimits, DisturbanceRule
+
+EARLIER = [MachineUsage(clock_hertz=(1e9, 2.6e9))]
+
+
+def reasons(usage: MachineUsage, **limits: float) -> tuple[str, ...]:
+    return DisturbanceRule(DisturbanceLimits(**limits), EARLIER)(usage)
 
 
 def test_a_quiet_machine_gives_no_reason() -> None:
@@ -16,8 +22,8 @@ def test_a_quiet_machine_gives_no_reason() -> None:
         is_throttled=False,
         clock_step_seconds=0.05,
     )
-    assert find_disturbances(usage, highest_clock_hertz=2.6e9) == ()
-    assert find_disturbances(MachineUsage(), highest_clock_hertz=2.6e9) == (), "what cannot be read"
+    assert reasons(usage) == ()
+    assert reasons(MachineUsage()) == (), "what cannot be read"
 
 
 @pytest.mark.parametrize(
@@ -40,14 +46,13 @@ def test_a_quiet_machine_gives_no_reason() -> None:
     ],
 )
 def test_each_disturbance_is_one_sentence_with_its_number(usage: MachineUsage, reason: str) -> None:
-    assert find_disturbances(usage, highest_clock_hertz=2.6e9) == (reason,)
+    assert reasons(usage) == (reason,)
 
 
 def test_a_machine_can_have_all_of_them_and_limits_can_be_wider() -> None:
     usage = MachineUsage(foreign_cpu=0.5, clock_hertz=(1e9, 2e9), is_throttled=True, clock_step_seconds=0.2)
-    assert len(find_disturbances(usage, highest_clock_hertz=2.6e9)) == 4
-    wide = DisturbanceLimits(foreign_cpu=1, clock_share=0.5, clock_step_seconds=1)
-    (left,) = find_disturbances(usage, wide, 2.6e9)
+    assert len(reasons(usage)) == 4
+    (left,) = reasons(usage, foreign_cpu=1, clock_share=0.5, clock_step_seconds=1)
     assert "heat" in left
 
 

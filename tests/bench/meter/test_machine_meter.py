@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from wanma.bench.measurements.measurement import MachineUsage
-from wanma.bench.meter.disturbance import DisturbanceLimits, find_disturbances
+from wanma.bench.meter.disturbance import DisturbanceLimits, DisturbanceRule
 from wanma.bench.meter.foreign_cpu import ForeignCpu
 from wanma.bench.meter.machine_files import MachineFiles
 from wanma.bench.meter.machine_meter import MachineMeter
@@ -20,6 +20,9 @@ from wanma.bench.meter.process_tree import own_cpu_seconds
 from wanma.bench.meter.tree_reader import TreeReader
 from wanma.observe.metrics.gpu import GpuReading
 
+LIMITS = DisturbanceLimits()
+FAST = [MachineUsage(clock_hertz=(2.6e9, 2.6e9))]
+"""Measurement at the full clock."""
 TICKS = os.sysconf("SC_CLK_TCK")
 SPIN = """
 import sys, time
@@ -133,14 +136,14 @@ def test_a_quiet_machine_has_the_use_of_its_measurement_alone(machine: Machine) 
         clock_step_seconds=pytest.approx(0, abs=1e-6),
         peak_memory_bytes=2 << 20,
     )
-    assert find_disturbances(usage, highest_clock_hertz=2.6e9) == ()
+    assert DisturbanceRule(LIMITS, FAST)(usage) == ()
 
 
 def test_foreign_load_is_told_with_its_mean_and_maximum(machine: Machine) -> None:
     quiet, loaded = {"busy": (1.0, 0.0), "own": 1.0}, {"busy": (1.0, 0.8), "own": 1.0}
     usage = usage_of(machine, quiet, loaded, quiet, quiet)
     assert usage.foreign_cpu == pytest.approx(0.2)
-    assert find_disturbances(usage) == ("Other programs used 0.20 CPUs; the limit is 0.1.",)
+    assert DisturbanceRule(LIMITS)(usage) == ("Other programs used 0.20 CPUs; the limit is 0.1.",)
 
 
 def test_the_clock_of_idle_cpus_does_not_count(machine: Machine) -> None:
@@ -158,7 +161,7 @@ def test_a_low_clock_is_told(machine: Machine) -> None:
             machine.advance(1.0, busy=(1.0, 0.0), own=1.0)
             meter.sample()
     assert meter.usage.clock_hertz == (pytest.approx(1.6e9), pytest.approx(2.0e9))
-    assert find_disturbances(meter.usage, highest_clock_hertz=2.6e9) == (
+    assert DisturbanceRule(LIMITS, FAST)(meter.usage) == (
         "The CPU clock was 2.00 GHz, 77% of the highest seen; the limit is 95%.",
     )
 
@@ -181,7 +184,7 @@ def test_throttling_temperature_traffic_and_memory_are_those_of_the_measurement(
     assert rates.disk_bytes_per_second == pytest.approx((4 + 8) * 512), "without loop devices"
     assert meter.utilization(machine.wall - 2, machine.wall).disk_bytes_per_second == pytest.approx(6 * 512)
     assert usage.peak_memory_bytes == 6 << 20
-    assert find_disturbances(usage) == (
+    assert DisturbanceRule(LIMITS)(usage) == (
         "A CPU or GPU reduced its clock because of heat or power at up to 97 °C.",
     )
 
@@ -190,7 +193,9 @@ def test_throttling_temperature_traffic_and_memory_are_those_of_the_measurement(
 def test_a_step_of_the_wall_clock_is_told(machine: Machine, jump: float) -> None:
     usage = usage_of(machine, {}, {"wall_step": jump}, {})
     assert usage.clock_step_seconds == pytest.approx(abs(jump), abs=1e-4)
-    assert find_disturbances(usage) == (f"The wall clock jumped by {abs(jump):.2f} s; the limit is 0.05 s.",)
+    assert DisturbanceRule(LIMITS)(usage) == (
+        f"The wall clock jumped by {abs(jump):.2f} s; the limit is 0.05 s.",
+    )
 
 
 def test_gpus_are_read_and_given_back(machine: Machine) -> None:
@@ -295,9 +300,9 @@ def test_a_child_that_spins_is_the_measurement_and_an_alien_is_foreign(machine: 
     sleeper.communicate()
     assert usages["alien"].foreign_cpu is not None
     limits = DisturbanceLimits(foreign_cpu=usages["alien"].foreign_cpu / 3)  # whatever else this machine does
-    (reason,) = find_disturbances(usages["alien"], limits)
+    (reason,) = DisturbanceRule(limits)(usages["alien"])
     assert reason.startswith("Other programs used")
-    assert find_disturbances(usages["own"], limits) == ()
+    assert DisturbanceRule(limits)(usages["own"]) == ()
     assert usages["alien"].peak_memory_bytes is not None
     assert 1 << 20 < usages["alien"].peak_memory_bytes < 1 << 30, "that of the sleeper alone"
 
@@ -318,7 +323,7 @@ def test_a_spinning_process_of_another_tree_is_told_on_this_machine() -> None:
             process.wait()
         spinning.stdout.close()
     assert meter.usage.foreign_cpu is not None
-    assert find_disturbances(meter.usage)[0].startswith("Other programs used")
+    assert DisturbanceRule(LIMITS)(meter.usage)[0].startswith("Other programs used")
     assert (meter.foreign_cpu(began, ended) or 0.0) > 0.1
     assert meter.foreign_cpu(began - 60, ended) is None
 

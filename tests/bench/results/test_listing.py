@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from support.benchmark_results import HARDWARE, benchmark_result
+from wanma.bench.place import hardware_identity
 from wanma.bench.results.directory import ResultDirectory, find_result, read_results
-from wanma.bench.results.hardware_identity import hardware_identity
 from wanma.job.errors import EXIT_USAGE, WanmaError
 
 NAMES = ("20261121-090000-gpt", "20261122-090000-gpt", "20261122-100000-vit")

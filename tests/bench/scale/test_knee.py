@@ -8,7 +8,8 @@ import pytest
 
 from support.scaling_jobs import JOBS, ScalingJob, curve
 from wanma.bench.programs.places import filled
-from wanma.bench.scale.forecasts import PointForecast, ScaledJob
+from wanma.bench.results.stored_study import CurvePoint
+from wanma.bench.scale.forecasts import ScaledJob
 from wanma.bench.scale.growth import growth_of
 from wanma.bench.scale.knee import find_knee
 from wanma.bench.scale.targets import target_of_cluster
@@ -72,11 +73,7 @@ def test_the_knee_is_the_first_number_below_the_limit(job: ScalingJob, tmp_path:
     _, _, _, points = curve(job, tmp_path)
     knee = find_knee(points, LIMIT)
     assert knee is not None
-    rates = [
-        (point.ranks, point.samples_per_second / point.ranks)
-        for point in points
-        if point.samples_per_second is not None
-    ]
+    rates = [(point.ranks, point.forecast / point.ranks) for point in points if point.forecast is not None]
     for number, (ranks, rate) in enumerate(rates):
         best = max(one for _, one in rates[: number + 1])
         if ranks < knee.ranks:
@@ -95,7 +92,8 @@ def test_a_layout_that_ends_says_why(tmp_path: Path) -> None:
 
 
 def test_a_curve_without_a_forecast_has_no_knee() -> None:
-    assert find_knee([PointForecast(1, 8, reason="no"), PointForecast(2, 8, reason="no")], LIMIT) is None
+    points = [CurvePoint(ranks=ranks, global_batch=8, reason="no") for ranks in (1, 2)]
+    assert find_knee(points, LIMIT) is None
 
 
 def test_a_loader_that_is_too_slow_is_named(tmp_path: Path) -> None:

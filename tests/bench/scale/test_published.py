@@ -10,11 +10,11 @@ from wanma.bench.presentation.page import result_page
 from wanma.bench.presentation.scale_blocks import published_block
 from wanma.bench.programs.places import filled
 from wanma.bench.results.result import BenchmarkResult
+from wanma.bench.results.stored_study import Interval, PublishedScaling
 from wanma.bench.scale.bands import band_rule
 from wanma.bench.scale.forecasts import ScaledJob
 from wanma.bench.scale.growth import growth_of
 from wanma.bench.scale.published import published_sentences, study_published
-from wanma.bench.scale.stored_study import Interval, PublishedScaling
 from wanma.bench.scale.study import forecast_speedup
 from wanma.bench.scale.targets import target_of_cluster
 from wanma.bench.suites.prepared_data import prepare_cifar10
@@ -63,8 +63,8 @@ def cifar10(tmp_path_factory: pytest.TempPathFactory) -> PublishedScaling:
     job = folder / "job.toml"
     text = make_suite("cifar10", file, path.parent).job_text
     job.write_text(filled(text, {"data": str(prepare_cifar10(folder))}))
-    (scaling,) = study_published(file.published, job)
-    return scaling
+    (published,) = file.published
+    return study_published(published, job)
 
 
 def test_the_published_case_of_four_servers_stands_beside_its_forecasts(cifar10: PublishedScaling) -> None:
@@ -112,7 +112,7 @@ def test_a_variant_without_a_plan_says_why(tmp_path: Path) -> None:
     job = tmp_path / "job.toml"
     job.write_text(DECODER)
     variants = [{"train.global_batch": "256"}, {"train.global_batch": "16"}]
-    (scaling,) = study_published([table(variants=variants)], job)
+    scaling = study_published(table(variants=variants), job)
     good, bad = scaling.forecasts
     assert good.speedup is not None
     assert good.samples_per_second is not None
@@ -120,9 +120,8 @@ def test_a_variant_without_a_plan_says_why(tmp_path: Path) -> None:
     rows = published_block(scaling).rows
     assert rows[0] == ("published", "3.5", "4", "87.5 %", "–")
     assert rows[2][1] == "–"
-    result = BenchmarkResult(
-        "id", "name", "title", "2026-11-26T00:00:00+00:00", (), published=[scaling.model_dump(mode="json")]
-    )
+    result = BenchmarkResult("id", "name", "title", "2026-11-26T00:00:00+00:00", (), published=(scaling,))
+    assert BenchmarkResult.from_json(result.to_json()).published == (scaling,)
     page = result_page(result)
     assert "Published: servers, 4 servers over 1" in page
     assert "forecast, train.global_batch = 256" in page
@@ -160,10 +159,10 @@ def four_servers(tmp_path_factory: pytest.TempPathFactory) -> Interval:
     target = target_of_cluster("1x8 V100 SXM2 16 GB, 1x100G")
     growth = growth_of(job, "dp_replicate", is_weak=True, batch_ranks=8, settings={})
     one, four = (scaled.forecast_layout(target, growth, ranks) for ranks in (8, 32))
-    assert one.samples_per_second is not None, one.reason
-    assert four.samples_per_second is not None, four.reason
+    assert one.forecast is not None, one.reason
+    assert four.forecast is not None, four.reason
     rule = band_rule(scaled.hardware_class(target))
-    return forecast_speedup(rule, four.samples_per_second / one.samples_per_second, 32, 8)
+    return forecast_speedup(rule, four.forecast / one.forecast, 32, 8)
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,9 @@ def steady(count: int, seed: int, deviation: float = 0.01) -> npt.NDArray[np.flo
 
 def test_a_steady_series_settles_and_loses_few_steps() -> None:
     found = [find_warm_up(steady(200, seed).tolist()) for seed in range(100)]
-    assert sum(warm_up.has_settled for warm_up in found) >= 98
-    assert np.mean([warm_up.steps for warm_up in found]) < 20
+    settled = [steps for steps in found if steps is not None]
+    assert len(settled) >= 98
+    assert np.mean(settled) < 20
 
 
 @pytest.mark.parametrize("slow", [[0], [0, 1], [0, 2], [0, 1, 2, 3]])
@@ -31,17 +32,17 @@ def test_steps_that_compile_are_left_out(slow: list[int]) -> None:
         series = steady(60, seed)
         series[slow] *= 5
         found = find_warm_up(series.tolist())
-        assert found.has_settled
-        assert found.steps > max(slow)
+        assert found is not None
+        assert found > max(slow)
 
 
 def test_a_slow_approach_is_left_out() -> None:
     for seed in range(30):
         series = steady(200, seed) * (1 + 0.5 * np.exp(-np.arange(200) / 10))
         found = find_warm_up(series.tolist())
-        assert found.has_settled
-        assert 20 <= found.steps <= 100
-        assert np.mean(series[found.steps :]) == pytest.approx(0.1, rel=0.01)
+        assert found is not None
+        assert 20 <= found <= 100
+        assert np.mean(series[found:]) == pytest.approx(0.1, rel=0.01)
 
 
 def test_slow_steps_later_on_are_no_warm_up() -> None:
@@ -51,8 +52,9 @@ def test_slow_steps_later_on_are_no_warm_up() -> None:
         series = steady(200, seed)
         series[19::20] *= 4
         found.append(find_warm_up(series.tolist()))
-    assert all(warm_up.has_settled for warm_up in found)
-    assert np.median([warm_up.steps for warm_up in found]) <= 10
+    settled = [steps for steps in found if steps is not None]
+    assert len(settled) == len(found)
+    assert np.median(settled) <= 10
 
 
 @pytest.mark.parametrize("kind", ["slope", "jump"])
@@ -63,21 +65,18 @@ def test_a_series_that_never_settles_is_refused(kind: str) -> None:
             series *= 1 + 0.2 * np.arange(200) / 200
         else:
             series[140:] *= 1.1  # throttled from here on
-        found = find_warm_up(series.tolist())
-        assert not found.has_settled
-        assert "the step time drifts" in found.reason
+        assert find_warm_up(series.tolist()) is None
 
 
 def test_a_change_within_the_tolerance_is_no_drift() -> None:
     series = 0.1 * (1 + 0.015 * np.arange(100) / 100)
-    assert find_warm_up(series.tolist()).has_settled
-    assert not find_warm_up(series.tolist(), max_drift=0.001).has_settled
+    assert find_warm_up(series.tolist()) is not None
+    assert find_warm_up(series.tolist(), max_drift=0.001) is None
 
 
 def test_few_steps_are_refused() -> None:
-    found = find_warm_up([0.1] * 19)
-    assert found.reason == "19 steps are too few to find the warm-up; it needs 20"
-    assert find_warm_up([0.1] * 20).has_settled
+    assert find_warm_up([0.1] * 19) is None
+    assert find_warm_up([0.1] * 20) == 0
 
 
 @pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf])

@@ -11,8 +11,7 @@ from support.peer_environments import PLACES, link_environments
 from wanma.bench.benchmark import new_directory, run_benchmark
 from wanma.bench.meter.disturbance import NO_LIMITS
 from wanma.bench.programs.python_environment import read_pins
-from wanma.bench.suites.known_suites import SHIPPED
-from wanma.bench.suites.suite_file import find_suite
+from wanma.bench.suites.suite_file import SHIPPED, find_suite
 from wanma.bench.suites.suite_of_job import read_suite_or_job
 
 NAMES = [path.stem for path in sorted(SHIPPED.glob("*-peers.toml"))]

@@ -12,7 +12,7 @@ from typing import Any
 from wanma.bench.figures.summary import judge_metric
 from wanma.bench.machine_figures.definitions import is_machine_detail
 from wanma.bench.measurements.measurement import PHASE
-from wanma.bench.results.hardware_identity import hardware_identity
+from wanma.bench.place import hardware_identity
 from wanma.bench.results.result import BenchmarkResult
 from wanma.bench.statistics.estimates import Estimate
 from wanma.bench.statistics.ratios import ERROR_RATE
@@ -97,19 +97,17 @@ def find_differences(before: BenchmarkResult, after: BenchmarkResult) -> Iterato
     if before.suite.hash != after.suite.hash:
         old, new = (f"{suite.name} {suite.hash[:12]}".strip() for suite in (before.suite, after.suite))
         yield Difference("suite", old, new, True)
-    for name in before.contender_names:
-        if name in after.contender_names:
-            one, other = before.contender(name), after.contender(name)
-            yield from _differing(f"settings of {name}", one.settings, other.settings, True)
-            if one.kind == other.kind == "command" and one.command != other.command:
-                yield Difference(f"command of {name}", " ".join(one.command), " ".join(other.command), True)
+    contenders = {one.name: one for one in after.contenders}
+    shared = [(one, contenders[one.name]) for one in before.contenders if one.name in contenders]
+    for one, other in shared:
+        yield from _differing(f"settings of {one.name}", one.settings, other.settings, True)
+        if one.kind == other.kind == "command" and one.command != other.command:
+            yield Difference(f"command of {one.name}", " ".join(one.command), " ".join(other.command), True)
     kernels = [{"kernel": result.hardware.get("kernel")} for result in (before, after)]
     yield from _differing("hardware", kernels[0], kernels[1], False)
     yield from _differing("version", before.environment, after.environment, False)
-    for name in before.contender_names:
-        if name in after.contender_names:
-            one, other = before.contender(name), after.contender(name)
-            yield from _differing(f"version of {name}", one.packages, other.packages, False)
+    for one, other in shared:
+        yield from _differing(f"version of {one.name}", one.packages, other.packages, False)
     yield from _differing("code", before.code, after.code, False)
 
 

@@ -35,9 +35,6 @@ class ReproducedFigure:
     stored: Estimate
     new: Estimate | None
     """None: the new result does not have it."""
-    low: float
-    """Lower end of the stored interval minus the distance from the new median to its own lower end."""
-    high: float
     decision: Reproduction
     reason: str
     """Sentence for the decision."""
@@ -77,20 +74,18 @@ def judge_figure(
     contender: str, metric: str, stored: Estimate, new: Estimate | None, *, is_ratio: bool = False
 ) -> ReproducedFigure:
     """Return the decision for one figure."""
-    low, high = stored.low, stored.high
+    decision, reason = _decide(stored, new)
+    return ReproducedFigure(contender, metric, is_ratio, stored, new, decision, reason)
+
+
+def _decide(stored: Estimate, new: Estimate | None) -> tuple[Reproduction, str]:
     if new is None:
-        decision, reason = Reproduction.UNDECIDED, "the new result does not have this figure"
-    else:
-        low, high = low - (new.median - new.low), high + (new.high - new.median)
-        decision, reason = _decide(stored, new, low, high)
-    return ReproducedFigure(contender, metric, is_ratio, stored, new, low, high, decision, reason)
-
-
-def _decide(stored: Estimate, new: Estimate, low: float, high: float) -> tuple[Reproduction, str]:
+        return Reproduction.UNDECIDED, "the new result does not have this figure"
     for name, estimate in (("stored", stored), ("new", new)):
         if not estimate.has_interval:
             few = count_text(estimate.count, "measurement")
             return Reproduction.UNDECIDED, f"the {name} figure has {few}; an interval needs {MIN_VALUES}"
+    low, high = stored.low - (new.median - new.low), stored.high + (new.high - new.median)
     if low <= new.median <= high:
         if high - low > MAX_RELATIVE_WIDTH * abs(stored.median):
             wide = f"the widened interval is wider than {MAX_RELATIVE_WIDTH:.0%} of the stored median"

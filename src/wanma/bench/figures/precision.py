@@ -25,7 +25,7 @@ def first_steady_step(measurement: Measurement) -> int:
     if not seconds or not all(math.isfinite(value) and value > 0 for value in seconds):
         return len(measurement.steps)
     found = find_warm_up(seconds)
-    return found.steps + unknown if found.has_settled else len(measurement.steps)
+    return len(measurement.steps) if found is None else found + unknown
 
 
 def is_precise(

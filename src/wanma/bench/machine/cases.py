@@ -43,7 +43,7 @@ from wanma.planner.calibration.framework_benchmarks import (
     SEQUENCE_LENGTH,
     benchmark_plans,
 )
-from wanma.planner.calibration.microbenchmarks import BenchmarkCase, collective_buffers, operator_cases
+from wanma.planner.calibration.microbenchmarks import collective_buffers, operator_cases
 from wanma.planner.calibration.round_robin import sum_over_ranks
 from wanma.planner.calibration.storage_benchmarks import storage_cases
 from wanma.training.loss.cross_entropy import cross_entropy_sum
@@ -100,8 +100,9 @@ def _own_cases(
         for case in operator_cases(group, device, PRECISIONS[device.type], threads, folder):
             yield MachineCase(case_name(case.operator, case.precision, case.shape), case.measure)
     if "framework" in parts and device.type == "cpu":
-        for case in decoder_cases(worker, threads):
-            yield MachineCase(case_name(case.operator, case.precision, case.shape), case.measure)
+        for operator, plan in benchmark_plans(worker.world_size).items():
+            run = partial(_time_run, _make_micro_batch(worker, plan), threads)
+            yield MachineCase(case_name(operator, "", (worker.world_size, BLOCKS)), run)
     for kind, precision, shape, measure in (*copy_cases(device, threads), *matmul_cases(device)):
         yield MachineCase(case_name(kind, precision, shape), measure)
     if "storage" in parts:
@@ -151,23 +152,6 @@ def known_algorithms(device: str) -> Iterator[tuple[str, str]]:
             yield collective, DIRECT
         for name in algorithms:
             yield collective, name
-
-
-def decoder_cases(worker: WorkerContext, threads_per_core: float) -> list[BenchmarkCase]:
-    """Return one benchmark case for each of `benchmark_plans`; all ranks of a process group call it.
-
-    Args:
-        threads_per_core: threads of all ranks per core of a CPU, at least 1.
-    """
-    return [
-        BenchmarkCase(
-            operator,
-            (worker.world_size, BLOCKS),
-            "",
-            partial(_time_run, _make_micro_batch(worker, plan), threads_per_core),
-        )
-        for operator, plan in benchmark_plans(worker.world_size).items()
-    ]
 
 
 def _make_micro_batch(worker: WorkerContext, plan: Plan) -> Callable[[], object]:

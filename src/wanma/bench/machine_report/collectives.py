@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from wanma.bench.machine.machine_result import node_count, rank_count
+from wanma.bench.machine.machine_result import rank_count
 from wanma.bench.machine_figures.case_names import is_case_figure, parse_case
 from wanma.bench.presentation.blocks import Block
 from wanma.bench.results.result import BenchmarkResult, ContenderRecord
-from wanma.collectives.measurement.bandwidth import BUS_FACTORS, CollectiveTiming, fastest_ranges
+from wanma.collectives.measurement.bandwidth import BUS_FACTORS, CollectiveTiming
 from wanma.observe.units import MISSING_TEXT, bytes_text, duration_text
 from wanma.report.components.line_chart import Chart, Series
 
@@ -35,9 +35,7 @@ def collective_timings(result: BenchmarkResult, contender: ContenderRecord) -> l
         CollectiveTiming(
             parts.kind,
             parts.algorithm,
-            parts.precision,
             rank_count(contender),
-            node_count(contender),
             parts.sizes[0],
             estimate.median,
             limit.median if limit is not None else math.nan,
@@ -60,18 +58,20 @@ def fastest_text(timings: Sequence[CollectiveTiming]) -> str:
     """
     if len({timing.algorithm for timing in timings}) == 1:
         return ""
-    ranges = fastest_ranges(timings)
+    by_size = groupby(sorted(timings, key=lambda one: one.size_bytes), key=lambda one: one.size_bytes)
+    fastest = [min(own, key=lambda one: one.seconds) for _, own in by_size]
+    ranges = [list(own) for _, own in groupby(fastest, key=lambda one: one.algorithm)]
     if len(ranges) == 1:
-        return f"fastest for every size: {_name(ranges[0].algorithm)}"
-    first, *middle, last = ranges
-    parts = [f"{_name(first.algorithm)} up to {bytes_text(first.last_bytes)}"]
-    for part in middle:
-        span = f"{bytes_text(part.first_bytes)} to {bytes_text(part.last_bytes)}"
-        is_single = part.first_bytes == part.last_bytes
-        parts.append(
-            f"{_name(part.algorithm)} {'at ' + bytes_text(part.first_bytes) if is_single else 'from ' + span}"
-        )
-    parts.append(f"{_name(last.algorithm)} from {bytes_text(last.first_bytes)}")
+        return f"fastest for every size: {_name(fastest[0].algorithm)}"
+    parts = []
+    for own in ranges:
+        low, high = (bytes_text(one.size_bytes) for one in (own[0], own[-1]))
+        span = f"from {low} to {high}" if len(own) > 1 else f"at {low}"
+        if own is ranges[0]:
+            span = f"up to {high}"
+        elif own is ranges[-1]:
+            span = f"from {low}"
+        parts.append(f"{_name(own[0].algorithm)} {span}")
     return f"fastest: {', '.join(parts)}"
 
 

@@ -16,7 +16,7 @@ from wanma.bench.machine_report.roofline import (
     find_roofs,
     point_line,
     roof_line,
-    roofline_svg,
+    roofline_chart,
 )
 from wanma.bench.machine_report.slow_parts import (
     MIN_EFFECT,
@@ -31,6 +31,7 @@ from wanma.bench.results.result import BenchmarkResult, ContenderRecord
 from wanma.bench.statistics.ratios import ERROR_RATE
 from wanma.collectives.measurement.bandwidth import BUS_FACTORS
 from wanma.observe.units import MISSING_TEXT, percent_text
+from wanma.report.components.line_chart import chart_figure
 
 MAX_MATRIX_RANKS = 8
 """Largest number of ranks whose pairs the terminal shows."""
@@ -180,7 +181,7 @@ def roofline_blocks(result: BenchmarkResult, points: Sequence[TrainingPoint]) ->
         yield Block(
             "Roofline of one rank",
             notes=[roof_line(roofs), *(point_line(roofs, point) for point in own)],
-            html=roofline_svg(roofs, own),
+            html=chart_figure(roofline_chart(roofs, own)),
         )
 
 

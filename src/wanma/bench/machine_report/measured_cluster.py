@@ -7,11 +7,7 @@ from dataclasses import replace
 from statistics import median
 
 from wanma.bench.machine.machine_result import is_machine_result, node_count, rank_count
-from wanma.bench.machine_report.slow_parts import (
-    SlowGroup,
-    find_slow_parts,
-    parse_pair,
-)
+from wanma.bench.machine_report.slow_parts import find_slow_parts, parse_pair
 from wanma.bench.results.result import BenchmarkResult, ContenderRecord
 from wanma.job.cluster import Cluster, InterconnectLevel, NodeGroup
 from wanma.job.errors import EXIT_USAGE, WanmaError
@@ -79,14 +75,12 @@ def _slow(result: BenchmarkResult, contender: ContenderRecord) -> tuple[set[int]
         for finding in report.findings if report.contender == contender.name else ():
             if not finding.kind.is_link or not finding.kind.higher_is_better:
                 continue
-            rank = finding.rank if isinstance(finding, SlowGroup) else None
-            links = finding.links if isinstance(finding, SlowGroup) else (finding,)
-            ends = [sorted(end // ranks_per_node for end in link.ranks) for link in links]
+            ends = [sorted(end // ranks_per_node for end in ranks) for ranks in finding.ratios]
             between = {(first, second) for first, second in ends if first != second}
-            if rank is None:
+            if finding.rank is None:
                 pairs |= between
             elif between:
-                nodes.add(rank // ranks_per_node)
+                nodes.add(finding.rank // ranks_per_node)
     return nodes, {pair for pair in pairs if not nodes & set(pair)}
 
 

@@ -7,19 +7,17 @@ the planner's operator model: not every machine counts them. Pure functions, wit
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from wanma.bench.figures.metrics import rate_text
 from wanma.bench.machine.machine_result import node_count, rank_count
 from wanma.bench.results.result import BenchmarkResult, ContenderRecord
 from wanma.observe.units import percent_text
-from wanma.report.components.axis import AxisScale, log_range, tick_text
+from wanma.report.components.axis import AxisScale
+from wanma.report.components.line_chart import Chart, Series
 
-WIDTH, HEIGHT = 1120, 420
-TOP, BOTTOM, LEFT, RIGHT = 14, 46, 92, 20
-COLOUR_COUNT = 6
+ROOF_COLOUR, COLOUR_COUNT = 7, 6
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,6 @@ class TrainingPoint:
     """Name of the contender and its result."""
     precision: str
     ranks_per_node: int
-    threads_per_rank: int
-    """Threads of a rank on CPUs; 0 on GPUs."""
     step_seconds: float
     """Measured median."""
     flops: float
@@ -149,65 +145,37 @@ def point_line(roofs: Roofs, point: TrainingPoint) -> str:
     )
 
 
-def roofline_svg(roofs: Roofs, points: Sequence[TrainingPoint]) -> str:
-    """Render roofs and points with logarithmic axes."""
-    ridges = [rate / roofs.memory_bytes_per_second for rate in roofs.flops_per_second.values()]
+def roofline_chart(roofs: Roofs, points: Sequence[TrainingPoint]) -> Chart:
+    """Return the chart of FLOP/s over FLOPs per byte of memory: slope and highest roof, and the trainings."""
+    bandwidth, highest = roofs.memory_bytes_per_second, max(roofs.flops_per_second.values())
     shown = [point for point in points if math.isfinite(point.intensity) and point.intensity > 0]
-    x_low, x_high = log_range(
-        [*(0.1 * ridge for ridge in ridges), *(10 * ridge for ridge in ridges)]
-        + [factor * point.intensity for point in shown for factor in (0.7, 1.4)]
-    )
-    x_scale = AxisScale(x_low, x_high, LEFT, WIDTH - RIGHT, logarithmic=True)
-    highest = max(roofs.flops_per_second.values())
-    lowest = min([x_low * roofs.memory_bytes_per_second, *(point.flops_per_second for point in shown)])
-    y_scale = AxisScale(*log_range([lowest, 1.3 * highest]), HEIGHT - BOTTOM, TOP, logarithmic=True)
-    body = [
-        *_axes(x_scale, y_scale),
-        *_roof_paths(roofs, x_scale, y_scale),
-        *(_point(number, point, x_scale, y_scale) for number, point in enumerate(shown)),
+    low = 0.1 * min(roofs.flops_per_second.values()) / bandwidth
+    low = min([low, *(0.7 * point.intensity for point in shown)])
+    high = max([10 * highest / bandwidth, *(1.4 * point.intensity for point in shown)])
+    xs, ys = [low, highest / bandwidth, high], [low * bandwidth, highest, highest]
+    roof = Series(f"memory {rate_text(bandwidth, 'B/s')}", ROOF_COLOUR, xs, ys, draws_points=False)
+    trainings = [
+        Series(
+            f"{point.name} ({point.precision})",
+            number % COLOUR_COUNT + 1,
+            [point.intensity],
+            [point.flops_per_second],
+            draws_line=False,
+        )
+        for number, point in enumerate(shown)
     ]
-    drawing = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="Roofline">{"".join(body)}</svg>'
-    return f'<div class="scrolled">{drawing}</div>'
-
-
-def _axes(x_scale: AxisScale, y_scale: AxisScale) -> Iterator[str]:
-    for tick in y_scale.ticks():
-        y = y_scale(tick)
-        yield f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>'
-        text = escape(rate_text(tick, "FLOP/s"))
-        yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>'
-    for tick in x_scale.ticks():
-        x = x_scale(tick)
-        yield f'<path class="grid" d="M{x:.1f} {TOP}V{HEIGHT - BOTTOM}"/>'
-        yield f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 17}" text-anchor="middle">{tick_text(tick)}</text>'
-    yield f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 8}" text-anchor="end">FLOP per byte of memory</text>'
-
-
-def _roof_paths(roofs: Roofs, x_scale: AxisScale, y_scale: AxisScale) -> Iterator[str]:
-    """Yield the slope up to the highest roof, and each horizontal roof from its ridge on."""
-    bandwidth = roofs.memory_bytes_per_second
-    top = max(roofs.flops_per_second.values()) / bandwidth
-    start, end = (x_scale.low, x_scale.low * bandwidth), (top, top * bandwidth)
-    slope = [f"{x_scale(x):.1f},{y_scale(y):.1f}" for x, y in (start, end)]
-    yield f'<polyline class="line c7" points="{" ".join(slope)}"/>'
-    middle = math.sqrt(x_scale.low * top)
-    x, y = x_scale(middle), y_scale(middle * bandwidth)
-    angle = math.degrees(math.atan2(y_scale(end[1]) - y_scale(start[1]), x_scale(end[0]) - x_scale(start[0])))
-    label = escape(f"memory {rate_text(bandwidth, 'B/s')}")
-    turn = f'transform="rotate({angle:.1f} {x:.1f} {y:.1f})"'
-    yield f'<text x="{x:.1f}" y="{y - 8:.1f}" text-anchor="middle" {turn}>{label}</text>'
-    for rate, name in sorted((rate, name) for name, rate in roofs.flops_per_second.items()):
-        ridge, y = x_scale(rate / bandwidth), y_scale(rate)
-        yield f'<polyline class="line c7" points="{ridge:.1f},{y:.1f} {WIDTH - RIGHT},{y:.1f}"/>'
-        text = escape(f"{name} {rate_text(rate, 'FLOP/s')}")
-        yield f'<text x="{WIDTH - RIGHT - 4}" y="{y - 5:.1f}" text-anchor="end">{text}</text>'
-
-
-def _point(number: int, point: TrainingPoint, x_scale: AxisScale, y_scale: AxisScale) -> str:
-    x, y = x_scale(point.intensity), y_scale(point.flops_per_second)
-    side, anchor = (9, "start") if x < (LEFT + WIDTH) / 2 else (-9, "end")
-    text = escape(f"{point.name}: {rate_text(point.flops_per_second, 'FLOP/s')}, {point.precision}")
-    return (
-        f'<circle class="dot c{number % COLOUR_COUNT + 1}" cx="{x:.1f}" cy="{y:.1f}" r="5"/>'
-        f'<text x="{x + side:.1f}" y="{y + 4:.1f}" text-anchor="{anchor}">{text}</text>'
+    return Chart(
+        "Roofline",
+        [roof, *trainings],
+        "FLOP/s, by FLOP per byte of memory",
+        lambda rate: rate_text(rate, "FLOP/s"),
+        lambda rate: rate_text(rate, ""),
+        wide=True,
+        y_is_log=True,
+        horizontal_lines=[
+            (f"{name} {rate_text(rate, 'FLOP/s')}", rate) for name, rate in roofs.flops_per_second.items()
+        ],
+        x_ticks=AxisScale(low, high, 0.0, 1.0, logarithmic=True).ticks(),
+        x_is_log=True,
+        tooltip_text=lambda point: f"{point.center:.3g} FLOP per byte",
     )

@@ -38,7 +38,6 @@ Rounds = Mapping[int, float]
 class PartKind:
     """Parts of one kind, of which all should be equally fast."""
 
-    contender: str
     name: str
     """Name in the plural, such as 'bandwidths of links within a node'."""
     higher_is_better: bool
@@ -53,51 +52,39 @@ class PartKind:
         return f"rank {rank}" + (f" (node {rank // self.ranks_per_node})" if self.nodes > 1 else "")
 
 
-@dataclass(frozen=True)
-class SlowPart:
-    """Link or device that is slower than the others of its kind."""
-
-    kind: PartKind
-    ranks: tuple[int, ...]
-    ratio: Estimate
-    """Speed over the median speed of the others; its interval has the part of the error rate that one
-    comparison gets."""
-
-    @property
-    def text(self) -> str:
-        """Return a sentence that names it."""
-        names = map(self.kind.rank_text, self.ranks)
-        arrow = " to " if self.kind.higher_is_better else " and "
-        return f"{arrow.join(names)}: {_ratio_text(self.ratio)} of the median of the other {self.kind.name}"
+Ratios = Mapping[tuple[int, ...], Estimate]
+"""Speed over the median speed of the others, by rank or pair; an interval has the part of the error rate that
+one comparison gets."""
 
 
 @dataclass(frozen=True)
-class SlowGroup:
-    """Slow links with one cause: those of a rank, or so many that they are another kind of link."""
+class Finding:
+    """Link or device that is slower than the others of its kind, or slow links with one cause."""
 
     kind: PartKind
-    links: tuple[SlowPart, ...]
+    ratios: Ratios
     rank: int | None = None
-    """Rank whose links all are slow; None: they are of several ranks."""
+    """Rank whose links all are slow; None: several links are so many that they are another kind of link."""
 
     @property
     def text(self) -> str:
         """Return a sentence that names it."""
-        ratio = percent_text(median(link.ratio.median for link in self.links))
+        kind, count = self.kind, len(self.ratios)
+        if count == 1:
+            ((ranks, ratio),) = self.ratios.items()
+            names = (" to " if kind.higher_is_better else " and ").join(map(kind.rank_text, ranks))
+            return f"{names}: {_ratio_text(ratio)} of the median of the other {kind.name}"
+        middle = percent_text(median(ratio.median for ratio in self.ratios.values()))
         if self.rank is not None:
             return (
-                f"all {len(self.links)} links of {self.kind.rank_text(self.rank)}: {ratio} of the median of "
-                f"the other {self.kind.name}"
+                f"all {count} links of {kind.rank_text(self.rank)}: {middle} of the median of the other "
+                f"{kind.name}"
             )
-        pairs = ", ".join("-".join(map(str, link.ranks)) for link in self.links)
+        pairs = ", ".join("-".join(map(str, ranks)) for ranks in self.ratios)
         return (
-            f"{len(self.links)} of {len(self.kind.parts)} {self.kind.name} reach {ratio} of the median of "
-            "the others; so many are rather another path, such as through another socket or switch, than "
-            f"faults. Ranks: {pairs}"
+            f"{count} of {len(kind.parts)} {kind.name} reach {middle} of the median of the others; so many "
+            f"are rather another path, such as through another socket or switch, than faults. Ranks: {pairs}"
         )
-
-
-Finding = SlowPart | SlowGroup
 
 
 @dataclass(frozen=True)
@@ -148,11 +135,11 @@ def _report(record: ContenderRecord, kinds: Sequence[PartKind], error_rate: floa
         ratios = compare_with_others(kind, error_rate)
         compared += len(ratios)
         differences += [max(1 - ratio.low / ratio.median, MIN_EFFECT) for ratio in ratios.values()]
-        slow = [
-            SlowPart(kind, ranks, ratio)
+        slow = {
+            ranks: ratio
             for ranks, ratio in ratios.items()
             if ratio.high < 1 and ratio.median < 1 - MIN_EFFECT
-        ]
+        }
         findings += _causes(kind, slow)
     return SlowPartReport(
         record.name,
@@ -185,20 +172,20 @@ def compare_with_others(kind: PartKind, error_rate: float) -> dict[tuple[int, ..
     return ratios
 
 
-def _causes(kind: PartKind, slow: Sequence[SlowPart]) -> Iterator[Finding]:
+def _causes(kind: PartKind, slow: Ratios) -> Iterator[Finding]:
     """Yield ranks of which all links are slow, then the slow links that remain, or their group."""
-    left = list(slow)
+    left = dict(slow)
     if kind.is_link:
         for rank in sorted({rank for ranks in kind.parts for rank in ranks}):
             own = [ranks for ranks in kind.parts if rank in ranks]
-            found = [link for link in slow if rank in link.ranks]
+            found = {ranks: ratio for ranks, ratio in slow.items() if rank in ranks}
             if len(found) == len(own) > 1 and 2 * len(own) <= len(kind.parts):
-                yield SlowGroup(kind, tuple(found), rank)
-                left = [link for link in left if rank not in link.ranks]
+                yield Finding(kind, found, rank)
+                left = {ranks: ratio for ranks, ratio in left.items() if rank not in ranks}
         if len(left) > max(MANY_SHARE * len(kind.parts), 1):
-            yield SlowGroup(kind, tuple(left))
+            yield Finding(kind, left)
             return
-    yield from left
+    yield from (Finding(kind, {ranks: ratio}) for ranks, ratio in left.items())
 
 
 def _kinds(record: ContenderRecord, result: BenchmarkResult) -> Iterator[PartKind]:
@@ -217,12 +204,10 @@ def _kinds(record: ContenderRecord, result: BenchmarkResult) -> Iterator[PartKin
     for (is_bandwidth, is_within), parts in links.items():
         where = "within a node" if is_within else "between nodes"
         quantity = "bandwidths" if is_bandwidth else "latencies"
-        yield PartKind(
-            record.name, f"{quantity} of links {where}", is_bandwidth, parts, True, node_size, nodes
-        )
+        yield PartKind(f"{quantity} of links {where}", is_bandwidth, parts, True, node_size, nodes)
     for metric, parts in devices.items():
         title, _ = machine_definition(metric) or (metric, "")
-        yield PartKind(record.name, f"devices in '{title}'", True, parts, False, node_size, nodes)
+        yield PartKind(f"devices in '{title}'", True, parts, False, node_size, nodes)
 
 
 def _ratio_text(ratio: Estimate) -> str:

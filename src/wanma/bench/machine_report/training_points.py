@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from wanma.bench.figures.metrics import STEP_SECONDS
 from wanma.bench.machine_report.roofline import TrainingPoint
+from wanma.bench.place import hardware_identity
 from wanma.bench.programs.job_program import run_of_execution
 from wanma.bench.results.directory import ResultDirectory, read_results
-from wanma.bench.results.hardware_identity import hardware_identity
 from wanma.bench.results.result import BenchmarkResult
 from wanma.bench.runner import RUNS_FOLDER, execution_folder
 from wanma.job.cluster import Cluster
@@ -44,7 +44,6 @@ def _point_of_run(run: RunDirectory, name: str, step_seconds: float) -> Training
         name,
         "fp8" if plan.fp8 else plan.precision,
         ranks,
-        plan.threads_per_rank if plan.device == "cpu" else 0,
         step_seconds,
         traffic.flops,
         traffic.memory_bytes,

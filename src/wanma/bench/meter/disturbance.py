@@ -24,41 +24,6 @@ NO_LIMITS = DisturbanceLimits(foreign_cpu=1e9, clock_share=0.0, clock_step_secon
 """Limits of a smoke test, which measures nothing, and of executions that several nodes count on."""
 
 
-def find_disturbances(
-    usage: MachineUsage,
-    limits: DisturbanceLimits = DisturbanceLimits(),
-    highest_clock_hertz: float | None = None,
-) -> tuple[str, ...]:
-    """Return the reasons why a measurement does not count; none: it counts.
-
-    What could not be read, is no reason.
-
-    Args:
-        highest_clock_hertz: highest mean clock of all measurements; None: unknown.
-    """
-    reasons = []
-    if usage.foreign_cpu is not None and usage.foreign_cpu > limits.foreign_cpu:
-        reasons.append(
-            f"Other programs used {usage.foreign_cpu:.2f} CPUs; the limit is {limits.foreign_cpu:g}."
-        )
-    if usage.clock_hertz is not None and highest_clock_hertz:
-        share = usage.clock_hertz[1] / highest_clock_hertz
-        if share < limits.clock_share:
-            reasons.append(
-                f"The CPU clock was {usage.clock_hertz[1] / 1e9:.2f} GHz, {share:.0%} of the highest seen; "
-                f"the limit is {limits.clock_share:.0%}."
-            )
-    if usage.is_throttled:
-        heat = "" if usage.max_celsius is None else f" at up to {usage.max_celsius:.0f} °C"
-        reasons.append(f"A CPU or GPU reduced its clock because of heat or power{heat}.")
-    if usage.clock_step_seconds > limits.clock_step_seconds:
-        reasons.append(
-            f"The wall clock jumped by {usage.clock_step_seconds:.2f} s; "
-            f"the limit is {limits.clock_step_seconds:g} s."
-        )
-    return tuple(reasons)
-
-
 class DisturbanceRule:
     """Rule for measurements that follow each other: the clock of each is compared with the highest so far."""
 
@@ -67,7 +32,27 @@ class DisturbanceRule:
         self._clocks = [usage.clock_hertz[1] for usage in earlier if usage.clock_hertz is not None]
 
     def __call__(self, usage: MachineUsage) -> tuple[str, ...]:
-        """Return the reasons why the next measurement does not count; see `find_disturbances`."""
-        if usage.clock_hertz is not None:
+        """Return the reasons why the next measurement does not count; what could not be read, is none."""
+        limits = self._limits
+        reasons: list[str] = []
+        if usage.foreign_cpu is not None and usage.foreign_cpu > limits.foreign_cpu:
+            reasons.append(
+                f"Other programs used {usage.foreign_cpu:.2f} CPUs; the limit is {limits.foreign_cpu:g}."
+            )
+        if usage.clock_hertz is not None and usage.clock_hertz[1] > 0:
             self._clocks.append(usage.clock_hertz[1])
-        return find_disturbances(usage, self._limits, max(self._clocks, default=None))
+            share = usage.clock_hertz[1] / max(self._clocks)
+            if share < limits.clock_share:
+                reasons.append(
+                    f"The CPU clock was {usage.clock_hertz[1] / 1e9:.2f} GHz, {share:.0%} of the highest "
+                    f"seen; the limit is {limits.clock_share:.0%}."
+                )
+        if usage.is_throttled:
+            heat = "" if usage.max_celsius is None else f" at up to {usage.max_celsius:.0f} °C"
+            reasons.append(f"A CPU or GPU reduced its clock because of heat or power{heat}.")
+        if usage.clock_step_seconds > limits.clock_step_seconds:
+            reasons.append(
+                f"The wall clock jumped by {usage.clock_step_seconds:.2f} s; "
+                f"the limit is {limits.clock_step_seconds:g} s."
+            )
+        return tuple(reasons)

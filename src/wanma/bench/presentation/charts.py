@@ -13,7 +13,7 @@ from wanma.bench.measurements.measurement import StepRecord
 from wanma.bench.presentation.result_blocks import COLOUR_COUNT, contender_colours
 from wanma.bench.presentation.scale_blocks import efficiency_points
 from wanma.bench.results.result import BenchmarkResult
-from wanma.bench.scale.stored_study import Curve, CurvePoint, Interval, ScaleStudy
+from wanma.bench.results.stored_study import Curve, CurvePoint, Interval, ScaleStudy
 from wanma.observe.units import duration_text, number_text, percent_text
 from wanma.report.components.downsampling import SeriesPoint
 from wanma.report.components.line_chart import Chart, Series

@@ -9,6 +9,7 @@ from typing import Any
 
 from wanma.bench.figures.metrics import STEP_SECONDS, find_metric
 from wanma.bench.figures.texts import outcome_text, ratio_text
+from wanma.bench.place import hardware_identity
 from wanma.bench.presentation.blocks import html_card
 from wanma.bench.presentation.breakdown_blocks import breakdown_blocks
 from wanma.bench.presentation.charts import result_charts, scale_charts
@@ -20,9 +21,7 @@ from wanma.bench.presentation.result_blocks import (
     section_blocks,
 )
 from wanma.bench.presentation.result_tables import summary_metrics
-from wanma.bench.results.hardware_identity import hardware_identity
 from wanma.bench.results.result import BenchmarkResult
-from wanma.bench.scale.stored_study import ScaleStudy
 from wanma.report.components.html_elements import KeyFigure, card, document, key_figure_tiles
 from wanma.report.components.line_chart import Chart, chart_figure
 
@@ -36,7 +35,7 @@ INTERVAL_NOTE = (
 
 def result_page(result: BenchmarkResult) -> str:
     """Return the complete page."""
-    scaling = [] if result.scale is None else scale_charts(ScaleStudy.model_validate(result.scale))
+    scaling = [] if result.scale is None else scale_charts(result.scale)
     metrics = "".join(html_card(metric_block(result, name)) for name in summary_metrics(result))
     return document(
         result.title,

@@ -16,14 +16,12 @@ from wanma.bench.figures.texts import (
     ratio_name,
     ratio_text,
 )
-from wanma.bench.place import PACKAGES
+from wanma.bench.place import PACKAGES, hardware_identity
 from wanma.bench.presentation.blocks import Block
 from wanma.bench.presentation.breakdown_blocks import breakdown_blocks
 from wanma.bench.presentation.result_tables import summary_metrics
 from wanma.bench.presentation.scale_blocks import curve_blocks, published_block
-from wanma.bench.results.hardware_identity import hardware_identity
 from wanma.bench.results.result import BenchmarkResult, ContenderRecord
-from wanma.bench.scale.stored_study import PublishedScaling, ScaleStudy
 from wanma.bench.statistics.estimates import Estimate
 from wanma.models.workload.flop_conventions import OWN
 from wanma.observe.units import MISSING_TEXT, count_text, duration_text, number_text, percent_text
@@ -142,9 +140,8 @@ def section_blocks(result: BenchmarkResult) -> Iterator[Block]:
     yield from conventions_block(result)
     yield from _utilization_block(result)
     if result.scale is not None:
-        yield from curve_blocks(ScaleStudy.model_validate(result.scale))
-    for value in result.published:
-        yield published_block(PublishedScaling.model_validate(value))
+        yield from curve_blocks(result.scale)
+    yield from map(published_block, result.published)
 
 
 def scaling_block(scaling: Scaling) -> Block:

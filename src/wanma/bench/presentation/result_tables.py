@@ -53,8 +53,8 @@ def scaling_csv(result: BenchmarkResult) -> str:
 
     Throughputs are in samples per second; a speedup is over the first point of its curve.
     """
-    curves = (result.scale or {}).get("curves", ())
-    return _csv([{"curve": curve["name"], **_flat(point)} for curve in curves for point in curve["points"]])
+    curves = () if result.scale is None else result.scale.curves
+    return _csv([{"curve": one.name, **_flat(point.model_dump())} for one in curves for point in one.points])
 
 
 def _summary_rows(result: BenchmarkResult) -> Iterator[dict[str, Any]]:
@@ -70,10 +70,7 @@ def _summary_rows(result: BenchmarkResult) -> Iterator[dict[str, Any]]:
             if verdict is not None:
                 content = verdict.to_json()
                 row["speed_ratio"] = content["ratio"]["median"]
-                row["speed_ratio_low"], row["speed_ratio_high"] = (
-                    content["ratio"]["low"],
-                    content["ratio"]["high"],
-                )
+                row |= {f"speed_ratio_{end}": content["ratio"][end] for end in ("low", "high")}
                 row["smallest_difference"] = content["smallest_difference"]
                 row["verdict"] = outcome_text(metric, verdict)
             yield row

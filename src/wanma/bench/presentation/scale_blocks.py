@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from wanma.bench.presentation.blocks import Block
+from wanma.bench.results.stored_study import CurvePoint, Interval, PublishedScaling, ScaleStudy
 from wanma.bench.scale.sentences import interval_text, number_of_digits
-from wanma.bench.scale.stored_study import CurvePoint, Interval, PublishedScaling, ScaleStudy
 from wanma.observe.units import MISSING_TEXT, percent_text
 
 BAND_NOTE = (

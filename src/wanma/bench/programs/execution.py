@@ -25,9 +25,11 @@ from wanma.bench.turns.own_clock import figures_without_clocks, steps_without_st
 from wanma.bench.turns.program_processes import WAY_OUT, ProgramProcesses
 from wanma.bench.turns.stop_guard import StopGuard
 from wanma.bench.turns.turn_count import shared_turns
-from wanma.bench.turns.turn_order import MAX_STOP_SECONDS, take_turns
 from wanma.job.errors import EXIT_USAGE, WanmaError
 from wanma.job.file.loading import load_job
+
+MAX_STOP_SECONDS = 10.0
+"""Longest stop of a program. wanma's heartbeats time out after 20 s, collectives of others after minutes."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,32 @@ def execute(
         )
         for program, one in zip(programs, found, strict=True)
     ]
+
+
+def take_turns(
+    programs: Sequence[WatchedProgram], seconds: float, clock: Callable[[], float] = time.monotonic
+) -> None:
+    """Run programs to their ends, one at a time.
+
+    Start-ups may differ in duration: a program whose first step has ended waits for those of the others, so
+    that all make their steps at once, but for `MAX_STOP_SECONDS` at most. The last one runs on without stops.
+
+    Args:
+        clock: source of seconds that never jump.
+    """
+    waits = True
+    while living := [one for one in programs if not one.is_over]:
+        for program in living:
+            others = [one for one in living if one is not program and not one.is_over]
+            if not others:
+                program.take_turn(math.inf, ends_with_first_step=False)
+                continue
+            if waits and program.has_step and not all(one.has_step for one in others):
+                since = program.stopped_since
+                if since is None or clock() - since + seconds < MAX_STOP_SECONDS:
+                    continue
+                waits = False
+            program.take_turn(seconds, ends_with_first_step=waits and not program.has_step)
 
 
 def _programs(

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from wanma.bench.measurements.measurement import StepRecord
 from wanma.bench.programs.contender import Contender
@@ -40,15 +41,24 @@ def end_earlier_execution(folder: Path) -> None:
     Raises:
         WanmaError: the engine does not answer.
     """
-    submitted = SubmittedRun(run_of_execution(folder))
-    submitted.stop(is_immediate=True)
-    submitted.discard()
+    record = read_engine_record(run_of_execution(folder))
+    if record is not None:
+        get_engine(record.engine).cancel(record.handle, is_immediate=True)
+        _discard(record)
+
+
+def _discard(record: EngineRecord) -> None:
+    """Remove the files of the ended run that only its hosts have; hosts that do not answer keep them."""
+    with contextlib.suppress(WanmaError):
+        get_engine(record.engine).discard(record.handle)
 
 
 class JobProgram:
     """`wanma train` of a contender's job in a new run directory.
 
     A run that an engine places on other hosts has a name that no other has: the hosts keep it by its name.
+    It has a record of the engine once it is submitted; its processes are not descendants of this one. Slurm's
+    runs outlive the command that shows them.
 
     Args:
         folder: folder of this execution, which will contain the run directory.
@@ -61,7 +71,6 @@ class JobProgram:
         self.run = RunDirectory(
             folder / (f"bench-{secrets.token_hex(8)}" if self.is_elsewhere else LOCAL_RUN)
         )
-        self._submitted = SubmittedRun(self.run)
         limit = [] if steps is None else [f"train.steps={steps}"]
         # The working directory is not a place of modules, unless the user has made it one.
         self.command = [sys.executable, "-P", "-m", "wanma", "train", contender.job]
@@ -82,23 +91,26 @@ class JobProgram:
 
     def request_stop(self, process: int) -> None:
         """Ask the run to end after its step; `process` is the number of its command."""
-        if self._submitted.outlives_its_command():
-            self._submitted.stop(is_immediate=False)
+        record = read_engine_record(self.run)
+        if record is not None and not (engine := get_engine(record.engine)).ends_with_caller:
+            engine.cancel(record.handle, is_immediate=False)
         else:
             os.kill(process, signal.SIGINT)
 
     def abandon(self) -> None:
         """End what is left of a run at once, whose command has been killed."""
-        if self.is_elsewhere:
-            self._submitted.stop(is_immediate=True)
+        if self.is_elsewhere and (record := read_engine_record(self.run)) is not None:
+            get_engine(record.engine).cancel(record.handle, is_immediate=True)
 
     def leave_hosts(self) -> tuple[str, ...]:
         """Remove the files of the ended run from its hosts, and return them."""
-        if not self.is_elsewhere:
+        if not self.is_elsewhere or (record := read_engine_record(self.run)) is None:
             return ()
-        hosts = self._submitted.hosts()
-        self._submitted.discard()
-        return hosts
+        hosts: tuple[str, ...] = ()
+        with contextlib.suppress(WanmaError):
+            hosts = get_engine(record.engine).hosts(record.handle)
+        _discard(record)
+        return hosts or UNKNOWN_HOSTS
 
 
 def step_records(report: Report) -> tuple[StepRecord, ...]:
@@ -172,11 +184,7 @@ def run_figures(report: Report) -> dict[str, float]:
     if (memory := report.highest("memory_bytes")) is not None:
         figures["rank_memory_bytes"] = memory
     for validation in report.validations[-1:]:
-        for name in ("loss", "accuracy", "perplexity"):
-            if validation.get(name) is not None:
-                figures[f"validation_{name}" if name == "loss" else name] = float(validation[name])
-        own = validation.get("metrics") or {}
-        figures |= {name: float(value) for name, value in own.items() if isinstance(value, int | float)}
+        figures |= _validation_figures(validation)
     if report.seconds > 0 and report.steps["step"]:
         # Goodput: the share of the wall clock between first start and end that was spent on steps that last.
         steps = [value for value in report.steps.get("step_seconds", []) if math.isfinite(value)]
@@ -194,60 +202,13 @@ def progress_of(report: Report) -> list[Progress]:
         figures = {} if loss is None else {"loss": loss}
         points.append(Progress(columns["time"][row], samples, figures))
     for event in report.validations:
-        figures = {
-            f"validation_{name}" if name == "loss" else name: float(event[name])
-            for name in ("loss", "accuracy", "perplexity")
-            if event.get(name) is not None
-        }
-        own = event.get("metrics") or {}
-        figures |= {name: float(value) for name, value in own.items() if isinstance(value, int | float)}
-        points.append(Progress(float(event["time"]), samples_at.get(int(event["step"]), 0.0), figures))
+        samples = samples_at.get(int(event["step"]), 0.0)
+        points.append(Progress(float(event["time"]), samples, _validation_figures(event)))
     return sorted(points, key=lambda point: point.time)
 
 
-class SubmittedRun:
-    """Run in the hands of an engine, whose processes are not descendants of this one.
-
-    They run on hosts of ssh, or are started by Slurm. Slurm's runs outlive the command that shows them.
-
-    Args:
-        run: run directory; it has a record of the engine once the run is submitted.
-    """
-
-    def __init__(self, run: RunDirectory) -> None:
-        self._run = run
-
-    def outlives_its_command(self) -> bool:
-        """Return True if the run goes on when the command ends that shows it."""
-        record = self._record()
-        return record is not None and not get_engine(record.engine).ends_with_caller
-
-    def stop(self, *, is_immediate: bool) -> None:
-        """Ask the engine to end the run, in order or at once; nothing happens if it was never submitted.
-
-        Raises:
-            WanmaError: the engine does not answer.
-        """
-        record = self._record()
-        if record is not None:
-            get_engine(record.engine).cancel(record.handle, is_immediate=is_immediate)
-
-    def hosts(self) -> tuple[str, ...]:
-        """Return the hosts of the run; empty if it was never submitted."""
-        record = self._record()
-        if record is None:
-            return ()
-        nodes: tuple[str, ...] = ()
-        with contextlib.suppress(WanmaError):
-            nodes = get_engine(record.engine).hosts(record.handle)
-        return tuple(nodes) or UNKNOWN_HOSTS
-
-    def discard(self) -> None:
-        """Remove the files of the ended run that only its hosts have; hosts that do not answer keep them."""
-        record = self._record()
-        if record is not None:
-            with contextlib.suppress(WanmaError):
-                get_engine(record.engine).discard(record.handle)
-
-    def _record(self) -> EngineRecord | None:
-        return read_engine_record(self._run)
+def _validation_figures(event: Mapping[str, Any]) -> dict[str, float]:
+    """Return the loss of a validation, its accuracy or perplexity, and the metrics of the job."""
+    known = {name: event.get(name) for name in ("accuracy", "perplexity")}
+    found = {"validation_loss": event.get("loss"), **known, **(event.get("metrics") or {})}
+    return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}

@@ -74,6 +74,7 @@ class WatchedProgram:
         self.start_error: OSError | None = None
         self.has_step = False
         self.stopped_since: float | None = None
+        """Monotonic time since which it is stopped; None: it runs, or has not been started."""
         self.processes: ProgramProcesses | None = None
         """Processes to be stopped at the end of each turn; None: it has one turn, until it ends."""
         self._folder, self._target, self._fault = folder, target, contender.fault

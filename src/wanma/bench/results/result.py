@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from wanma.bench.measurements.measurement import Measurement
+from wanma.bench.results.stored_study import PublishedScaling, ScaleStudy
 from wanma.bench.statistics.estimates import Estimate
 from wanma.bench.statistics.verdicts import Verdict
 from wanma.bench.stored_record import StoredRecord
@@ -85,10 +86,10 @@ class BenchmarkResult(StoredRecord):
     values: Values = field(default_factory=dict)
     warm_ups: tuple[int, ...] = ()
     """Steps at the beginning of each measurement that do not count, in the order of `measurements`."""
-    scale: Mapping[str, Any] | None = None
-    """Scaling of the job as JSON, forecast beside the measurements (`scale.stored_study`); None: none."""
-    published: tuple[Mapping[str, Any], ...] = ()
-    """Published scalings as JSON, beside their forecasts (`scale.stored_study`)."""
+    scale: ScaleStudy | None = None
+    """Scaling of the job, forecast beside the measurements; None: there is none."""
+    published: tuple[PublishedScaling, ...] = ()
+    """Published scalings, beside their forecasts."""
     ended: str = ""
     """End in ISO 8601, UTC; empty: the benchmark was interrupted, or runs."""
     schema: int = SCHEMA

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+from wanma.bench.results.stored_study import CurvePoint
 from wanma.bench.scale.growth import Growth
 from wanma.bench.scale.targets import Target
 from wanma.job.errors import WanmaError
 from wanma.job.file.loading import load_job
-from wanma.job.forecast.forecast import StepTime, Workload
-from wanma.job.plan.plan import Plan
+from wanma.job.forecast.forecast import Workload
 from wanma.job.sections.job import Job
 from wanma.models.config.dimensions import DecoderConfig
 from wanma.planner.explain.step_time_parts import step_time_parts
@@ -22,32 +22,8 @@ from wanma.planner.job_planner import build_layout, complete_plan
 from wanma.planner.preparation.job_cluster import job_on_cluster
 from wanma.planner.preparation.job_planning import job_dimensions
 from wanma.planner.preparation.job_workload import read_model
+from wanma.planner.presentation.formatting import mesh_text, settings_text
 from wanma.planner.rules.capabilities import unsupported_reason
-
-
-@dataclass(frozen=True)
-class PointForecast:
-    """Forecast of a job on one number of ranks."""
-
-    ranks: int
-    global_batch: int
-    plan: Plan | None = None
-    """None: there is no plan; `reason` says why."""
-    step: StepTime | None = None
-    parts: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of a step by part, as of `step_time_parts`."""
-    reason: str = ""
-    unsupported_reason: str = ""
-    """Reason why the plan is forecast-only; empty for a runnable plan."""
-
-    @property
-    def samples_per_second(self) -> float | None:
-        return None if self.step is None else self.global_batch / self.step.seconds
-
-    @property
-    def device_seconds_per_sample(self) -> float | None:
-        """Seconds of all ranks together, per sample; constant under ideal scaling."""
-        return None if self.step is None else self.step.seconds * self.ranks / self.global_batch
 
 
 @dataclass(frozen=True)
@@ -78,7 +54,7 @@ class ScaledJob:
     def job(self, overrides: Mapping[str, str]) -> Job:
         return load_job(self.path, texts(overrides))
 
-    def forecast_layout(self, target: Target, growth: Growth, ranks: int) -> PointForecast:
+    def forecast_layout(self, target: Target, growth: Growth, ranks: int) -> CurvePoint:
         """Forecast the growth's layout on `ranks` ranks; what it leaves open is chosen by time."""
         try:
             batch = growth.batch_of(ranks)
@@ -88,17 +64,28 @@ class ScaledJob:
             layout = build_layout(job, cluster)
             planned = complete_plan(job, layout, cluster, self.workload, self.dimensions, self.calibration)
         except WanmaError as error:
-            return PointForecast(ranks, growth.global_batch, reason=error.message)
+            return CurvePoint(ranks=ranks, global_batch=growth.global_batch, reason=error.message)
         assert planned.forecast is not None  # the workload is known
         plan, step = planned.plan, planned.forecast.step
-        unsupported = unsupported_reason(job, plan, cluster) or ""
+        point = CurvePoint(
+            ranks=ranks,
+            global_batch=batch,
+            plan=f"{mesh_text(plan)}, {settings_text(plan)}",
+            micro_batch=plan.micro_batch,
+            unsupported=unsupported_reason(job, plan, cluster) or "",
+        )
         if step is None:
             reason = next((text for text in planned.forecast.reasons[::-1] if text), "its time is unknown")
-            return PointForecast(ranks, batch, plan, reason=reason, unsupported_reason=unsupported)
+            return point.model_copy(update={"reason": reason})
         inputs = PlanningInputs(job, cluster, self.workload, self.dimensions, self.calibration)
         problem = inputs.problem(ranks=plan.world_size // job.cluster.nodes)
-        parts = step_time_parts(problem, plan, step)
-        return PointForecast(ranks, batch, plan, step, parts, unsupported_reason=unsupported)
+        changes = {
+            "step_seconds": step.seconds,
+            "uncertainty": step.uncertainty,
+            "parts": dict(step_time_parts(problem, plan, step)),
+            "forecast": batch / step.seconds,
+        }
+        return point.model_copy(update=changes)
 
     def hardware_class(self, target: Target) -> str:
         """Return the class of recorded errors that forecasts for this hardware belong to."""

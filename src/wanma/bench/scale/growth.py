@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from wanma.bench.suites.scale_table import Axis
+from wanma.bench.suites.scaled_contenders import weak_batch
 from wanma.job.errors import EXIT_USAGE, WanmaError
 from wanma.job.plan.plan import MESH_DIMS
 from wanma.job.sections.job import Job
@@ -57,18 +58,7 @@ class Growth:
         Raises:
             WanmaError: the batch cannot be the same for each rank.
         """
-        if not self.is_weak:
-            return self.global_batch
-        batch, remainder = divmod(self.global_batch * ranks, self.batch_ranks)
-        if remainder:
-            multiple = self.batch_ranks // math.gcd(ranks, self.batch_ranks)
-            raise WanmaError(
-                f"weak scaling: train.global_batch = {self.global_batch} on {self.batch_ranks} ranks cannot "
-                f"be as large for each of {ranks:,}",
-                f"set train.global_batch to a multiple of {multiple}",
-                EXIT_USAGE,
-            )
-        return batch
+        return weak_batch(self.global_batch, self.batch_ranks, ranks) if self.is_weak else self.global_batch
 
 
 def default_axis(job: Job, device: str) -> Axis:

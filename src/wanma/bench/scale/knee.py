@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from wanma.bench.scale.forecasts import PointForecast
-from wanma.bench.scale.stored_study import PartGrowth, StoredKnee
+from wanma.bench.results.stored_study import CurvePoint, PartGrowth, StoredKnee
 
 
-def find_knee(points: Sequence[PointForecast], limit: float) -> StoredKnee | None:
+def find_knee(points: Sequence[CurvePoint], limit: float) -> StoredKnee | None:
     """Return the knee of a curve; None: efficiency stays at or above the limit to its end."""
     reference = None
     for number, point in enumerate(points):
@@ -22,33 +21,32 @@ def find_knee(points: Sequence[PointForecast], limit: float) -> StoredKnee | Non
         if reference is None or before is None:
             reference = None if after is None else point
         elif after is None:
-            if all(later.step is None for later in points[number:]):
+            if all(later.step_seconds is None for later in points[number:]):
                 return StoredKnee(
                     ranks=point.ranks, reference_ranks=reference.ranks, efficiency=None, reason=point.reason
                 )
         elif before / after < limit:
-            plans = reference.plan, point.plan
             return StoredKnee(
                 ranks=point.ranks,
                 reference_ranks=reference.ranks,
                 efficiency=before / after,
                 growths=part_growths(reference, point),
-                micro_batches=(plans[0].micro_batch, plans[1].micro_batch) if plans[0] and plans[1] else None,
+                micro_batches=(reference.micro_batch or 0, point.micro_batch or 0),
             )
         elif after < before:
             reference = point
     return None
 
 
-def part_growths(before: PointForecast, after: PointForecast) -> list[PartGrowth]:
+def part_growths(before: CurvePoint, after: CurvePoint) -> list[PartGrowth]:
     """Return the growth of each part of a step, the largest addition first.
 
     Raises:
         ValueError: a point has no forecast of time.
     """
-    if before.step is None or after.step is None:
+    ideal = before.device_seconds_per_sample
+    if before.step_seconds is None or after.step_seconds is None or ideal is None:
         raise ValueError("both points need a forecast of time")
-    ideal = before.step.seconds * before.ranks / before.global_batch
     growths = []
     for part in dict.fromkeys((*before.parts, *after.parts)):
         earlier, later = before.parts.get(part, 0.0), after.parts.get(part, 0.0)
@@ -56,8 +54,8 @@ def part_growths(before: PointForecast, after: PointForecast) -> list[PartGrowth
         growths.append(
             PartGrowth(
                 part=part,
-                before=earlier / before.step.seconds,
-                after=later / after.step.seconds,
+                before=earlier / before.step_seconds,
+                after=later / after.step_seconds,
                 added=added / ideal,
             )
         )

@@ -25,14 +25,11 @@ def with_forecasts(
     Raises:
         WanmaError: a cluster or a setting is wrong, or the model cannot be forecast.
     """
-    if file.published:
-        published = study_published(file.published, job_file)
-        result = replace(result, published=tuple(one.model_dump(mode="json") for one in published))
+    result = replace(result, published=tuple(study_published(one, job_file) for one in file.published))
     if file.scale is not None:
         scaled, growth = read_growth(file.scale, job_file)
         measured = measured_points(result, growth, file.scale.measure)
-        study = study_scaling(scaled, growth, file.scale, measured, progress)
-        result = replace(result, scale=study.model_dump(mode="json"))
+        result = replace(result, scale=study_scaling(scaled, growth, file.scale, measured, progress))
     return result
 
 

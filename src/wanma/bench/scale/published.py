@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
+from wanma.bench.results.stored_study import PublishedForecast, PublishedScaling
 from wanma.bench.scale.bands import band_rule
 from wanma.bench.scale.forecasts import ScaledJob
 from wanma.bench.scale.growth import growth_of
-from wanma.bench.scale.stored_study import PublishedForecast, PublishedScaling
 from wanma.bench.scale.study import forecast_speedup
 from wanma.bench.scale.targets import target_of_cluster
 from wanma.bench.suites.scale_table import PublishedTable
@@ -19,30 +18,20 @@ MIN_EPOCHS = 5
 """Epochs below which the training of an image classifier from scratch is not complete."""
 
 
-def study_published(tables: Sequence[PublishedTable], job_file: Path) -> list[PublishedScaling]:
-    """Return the published scalings of a suite with forecasts of its job on their hardware.
+def study_published(table: PublishedTable, job_file: Path) -> PublishedScaling:
+    """Return a published scaling of a suite with forecasts of its job on that hardware.
 
     Raises:
         WanmaError: a cluster or a setting is wrong.
     """
-    return [_study(table, job_file) for table in tables]
-
-
-def _study(table: PublishedTable, job_file: Path) -> PublishedScaling:
     forecasts = [_forecast(table, job_file, settings) for settings in table.variants]
     devices = _devices_per_unit(table) * table.counts[-1]
-    return PublishedScaling(
-        title=table.title,
-        source=table.source,
-        unit=table.unit,
-        counts=table.counts,
-        speedup=table.speedup,
-        efficiency=table.efficiency,
-        forecasts=forecasts,
-        samples_per_minute=table.samples_per_minute,
-        devices=devices if table.speedup_base == "device" else None,
-        sentences=published_sentences(table),
-    )
+    found = {
+        "forecasts": forecasts,
+        "devices": devices if table.speedup_base == "device" else None,
+        "sentences": published_sentences(table),
+    }
+    return PublishedScaling.model_validate({**table.model_dump(), **found})
 
 
 def _forecast(table: PublishedTable, job_file: Path, settings: dict[str, str]) -> PublishedForecast:
@@ -56,15 +45,11 @@ def _forecast(table: PublishedTable, job_file: Path, settings: dict[str, str]) -
         scaled.job(overrides), table.axis, is_weak=table.weak, batch_ranks=ranks[0], settings=overrides
     )
     first, last = (scaled.forecast_layout(target, growth, count) for count in (ranks[0], ranks[-1]))
-    if first.samples_per_second is None or last.samples_per_second is None:
+    if first.forecast is None or last.forecast is None:
         return PublishedForecast(settings=text, reason=first.reason or last.reason)
     rule = band_rule(scaled.hardware_class(target))
-    ratio = last.samples_per_second / first.samples_per_second
-    return PublishedForecast(
-        settings=text,
-        speedup=forecast_speedup(rule, ratio, ranks[-1], ranks[0]),
-        samples_per_second=last.samples_per_second,
-    )
+    speedup = forecast_speedup(rule, last.forecast / first.forecast, ranks[-1], ranks[0])
+    return PublishedForecast(settings=text, speedup=speedup, samples_per_second=last.forecast)
 
 
 def _devices_per_unit(table: PublishedTable) -> int:

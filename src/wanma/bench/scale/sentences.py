@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from wanma.bench.scale.stored_study import CurvePoint, Interval, PartGrowth, StoredKnee
+from wanma.bench.results.stored_study import CurvePoint, Interval, PartGrowth, StoredKnee
 from wanma.observe.units import count_text, percent_text
 
 MIN_SHARE = 0.15

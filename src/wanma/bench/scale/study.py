@@ -7,16 +7,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from wanma.bench.results.stored_study import Curve, CurvePoint, Interval, ScaleStudy
 from wanma.bench.scale.bands import COVERAGE, Band, BandRule, Observation, band_rule
-from wanma.bench.scale.forecasts import PointForecast, ScaledJob
+from wanma.bench.scale.forecasts import ScaledJob
 from wanma.bench.scale.growth import Growth, growth_of
 from wanma.bench.scale.knee import find_knee
 from wanma.bench.scale.sentences import curve_sentences, measured_sentences
-from wanma.bench.scale.stored_study import Curve, CurvePoint, Interval, ScaleStudy
 from wanma.bench.scale.targets import Target, target_here, target_of_cluster, target_of_device
 from wanma.bench.statistics.estimates import Estimate
 from wanma.bench.suites.scale_table import ScaleTable, doubled_counts
-from wanma.planner.presentation.formatting import mesh_text, settings_text
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def _targets(scaled: ScaledJob, table: ScaleTable, growth: Growth) -> Iterable[T
 
 def _curve(
     target: Target,
-    points: Sequence[PointForecast],
+    points: Sequence[CurvePoint],
     measured: Mapping[int, MeasuredPoint],
     rule: BandRule,
     table: ScaleTable,
@@ -103,8 +102,6 @@ def _curve(
     parts = {ranks: found.parts for ranks, found in measured.items()}
     return Curve(
         name=f"{target.name}, {table.axis}",
-        target=target.name,
-        layout=table.axis,
         unit=target.unit,
         points=stored,
         knee=knee,
@@ -117,34 +114,24 @@ def _curve(
 
 
 def _curve_points(
-    points: Sequence[PointForecast], measured: Mapping[int, MeasuredPoint], rule: BandRule
+    points: Sequence[CurvePoint], measured: Mapping[int, MeasuredPoint], rule: BandRule
 ) -> list[CurvePoint]:
     observations = [
-        Observation(point.ranks, math.log(forecast / found.throughput.median), _half_width(found.throughput))
+        Observation(
+            point.ranks, math.log(point.forecast / found.throughput.median), _half_width(found.throughput)
+        )
         for point in points
-        if (found := measured.get(point.ranks)) is not None
-        and (forecast := point.samples_per_second) is not None
+        if (found := measured.get(point.ranks)) is not None and point.forecast is not None
     ]
     stored: list[CurvePoint] = []
     first: CurvePoint | None = None
     for point in points:
         found = measured.get(point.ranks)
-        expected = None
-        if point.step is not None and point.samples_per_second is not None:
-            band = rule.band(point.ranks, point.step.uncertainty, observations)
-            expected = _throughput_band(point.samples_per_second, band)
-        one = CurvePoint(
-            ranks=point.ranks,
-            global_batch=point.global_batch,
-            plan="" if point.plan is None else f"{mesh_text(point.plan)}, {settings_text(point.plan)}",
-            step_seconds=None if point.step is None else point.step.seconds,
-            parts=dict(point.parts),
-            forecast=point.samples_per_second,
-            measured=None if found is None else _interval(found.throughput),
-            expected=expected,
-            reason=point.reason,
-            unsupported=point.unsupported_reason,
-        )
+        changes: dict[str, Interval] = {} if found is None else {"measured": _interval(found.throughput)}
+        if point.forecast is not None and point.uncertainty is not None:
+            band = rule.band(point.ranks, point.uncertainty, observations)
+            changes["expected"] = _throughput_band(point.forecast, band)
+        one = point.model_copy(update=changes)
         if first is None and (one.measured or one.expected):
             first = one
         if first is not None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,39 +13,31 @@ from wanma.bench.scale.forecasts import texts
 from wanma.bench.scale.growth import Growth, default_axis, growth_of
 from wanma.bench.scale.measured import contender_name
 from wanma.bench.scale.targets import target_of_cluster, target_of_device
-from wanma.bench.suites.scale_table import DEFAULT_EFFICIENCY, DEFAULT_TO, Axis, ScaleTable, doubled_counts
+from wanma.bench.suites.scale_table import ScaleTable, doubled_counts
 from wanma.bench.suites.scaled_contenders import THREADS, equal_threads
-from wanma.bench.suites.suite_file import ContenderTable, Suite, SuiteFile, make_suite, override_text
-from wanma.bench.suites.suite_of_job import read_suite_file_or_job, rule_of, source_text, split_override
+from wanma.bench.suites.suite_file import (
+    ContenderTable,
+    Suite,
+    SuiteFile,
+    make_suite,
+    override_text,
+    source_text,
+)
+from wanma.bench.suites.suite_of_job import read_suite_file_or_job, split_override
 from wanma.hardware.cluster_file.node_builder import parse_nics
 from wanma.hardware.discovery.node import discover_node
 from wanma.job.errors import EXIT_USAGE, WanmaError
 from wanma.job.file.loading import to_job
 
 
-@dataclass(frozen=True)
-class ScaleOptions:
-    """Options of a scaling that do not follow from its job."""
-
-    measure: Sequence[int] | None = None
-    """Numbers of ranks to be measured; None: 1, 2, 4 ... to the GPUs or cores of this node."""
-    to: int = DEFAULT_TO
-    weak: bool = False
-    axis: Axis | None = None
-    clusters: Sequence[str] = ()
-    gpus: Sequence[str] = ()
-    network: str | None = None
-    batch_ranks: int | None = None
-    """Number of ranks for which the job's global batch is meant; None: the fewest that are measured."""
-    efficiency: float = DEFAULT_EFFICIENCY
-
-
 def scale_suite(
-    path: Path, options: ScaleOptions, *, overrides: Sequence[str] = (), steps: int | None = None
+    path: Path, options: Mapping[str, Any], *, overrides: Sequence[str] = (), steps: int | None = None
 ) -> tuple[Suite, Rule]:
     """Return suite and rule of the scaling of a job, or of the job of a suite.
 
     Args:
+        options: keys of `ScaleTable`. Without `measure` ranks are 1, 2, 4 ... to the GPUs or cores of this
+            node; without `batch_ranks` the job's global batch is that of the fewest that are measured.
         overrides: settings on every number of ranks, as KEY=VALUE.
 
     Raises:
@@ -58,33 +49,26 @@ def scale_suite(
         path.stem,
         file.model_copy(update={"contenders": [], "over": {}, "baseline": None, "weak": False}),
         path.parent,
+        source=str(path),
     )
-    job = to_job(tomllib.loads(plain.job_text), texts(settings), source_text(path, overrides))
+    job = to_job(tomllib.loads(plain.job_text), texts(settings), source_text(str(path), overrides), str(path))
     (node,) = discover_node().nodes
     device = "cuda" if node.devices and job.cluster.device != "cpu" else "cpu"
     # Read here too, so that a wrong one is refused before anything is measured.
-    others = [*map(target_of_cluster, options.clusters), *map(target_of_device, options.gpus)]
-    if options.network is not None:
-        parse_nics(options.network)
+    others = [*map(target_of_cluster, options.get("clusters", ()))]
+    others += map(target_of_device, options.get("gpus", ()))
+    if "network" in options:
+        parse_nics(options["network"])
     has_accelerators = any(target.has_accelerators for target in others)
-    axis = options.axis or default_axis(job, "cuda" if has_accelerators else device)
+    axis = options.get("axis") or default_axis(job, "cuda" if has_accelerators else device)
     growth = growth_of(job, axis, is_weak=False, batch_ranks=1, settings=settings)
     limit = len(node.devices) if device == "cuda" else node.cores
-    measure = _measured_ranks(options, growth, limit)
+    measure = _measured_ranks(options.get("measure"), growth, limit)
     if device == "cpu" and measure and job.cluster.threads_per_rank is None:
         settings[THREADS] = str(equal_threads(node.cores, measure[-1]))
-    table = ScaleTable(
-        measure=measure,
-        to=options.to,
-        weak=options.weak,
-        axis=axis,
-        clusters=list(options.clusters),
-        gpus=list(options.gpus),
-        network=options.network,
-        batch_ranks=options.batch_ranks or min([*measure], default=growth.others),
-        settings=settings,
-        efficiency=options.efficiency,
-    )
+    fewest = min(measure, default=growth.others)
+    found = {"batch_ranks": fewest, **options, "measure": measure, "axis": axis, "settings": settings}
+    table = ScaleTable.model_validate(found)
     growth = growth_of(
         job, axis, is_weak=table.weak, batch_ranks=table.batch_ranks, settings=dict(table.settings)
     )
@@ -105,18 +89,18 @@ def scale_suite(
     if THROUGHPUT not in file.metrics:
         changes["metrics"] = [THROUGHPUT, *file.metrics]
     file = file.model_copy(update=changes)
-    return make_suite(f"scale-{path.stem}", file, path.parent), rule_of(file)
+    return make_suite(f"scale-{path.stem}", file, path.parent, source=str(path)), file.rule
 
 
-def _measured_ranks(options: ScaleOptions, growth: Growth, limit: int) -> list[int]:
+def _measured_ranks(given: Sequence[int] | None, growth: Growth, limit: int) -> list[int]:
     """Return the numbers of ranks to be measured.
 
     Raises:
         WanmaError: one is no multiple of the dimensions that do not grow.
     """
-    if options.measure is None:
+    if given is None:
         return [count * growth.others for count in doubled_counts(1, max(limit // growth.others, 1))]
-    wrong = [count for count in options.measure if count % growth.others]
+    wrong = [count for count in given if count % growth.others]
     if wrong:
         raise WanmaError(
             f"--measure {', '.join(map(str, wrong))}: the mesh dimensions beside {growth.axis} take "
@@ -124,7 +108,7 @@ def _measured_ranks(options: ScaleOptions, growth: Growth, limit: int) -> list[i
             f"give multiples of {growth.others}",
             EXIT_USAGE,
         )
-    return sorted(set(options.measure))
+    return sorted(set(given))
 
 
 def _common_settings(path: Path, file: SuiteFile, overrides: dict[str, str]) -> dict[str, str]:

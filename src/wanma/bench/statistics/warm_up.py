@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -27,23 +26,8 @@ OUTLIER_SHARE = 0.05
 FloatArray = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class WarmUp:
-    """Steps at the beginning of a series that do not count."""
-
-    steps: int
-    """Number of steps to leave out; meaningless if the series has not settled."""
-    reason: str = ""
-    """Reason why no step counts; empty: the steps after the warm-up count."""
-
-    @property
-    def has_settled(self) -> bool:
-        """Return True if the steps after the warm-up count."""
-        return not self.reason
-
-
-def find_warm_up(seconds: Sequence[float], max_drift: float = MAX_DRIFT) -> WarmUp:
-    """Return the warm-up of a series of step times.
+def find_warm_up(seconds: Sequence[float], max_drift: float = MAX_DRIFT) -> int | None:
+    """Return the steps of the warm-up; None: the series never settles, or has fewer than `MIN_STEPS`.
 
     MSER-5 (White, Cobb & Spratt 2000, after White 1997): the truncation that minimises the squared standard
     error of the mean of what remains. It works on medians of five steps in place of means, so that a single
@@ -56,9 +40,9 @@ def find_warm_up(seconds: Sequence[float], max_drift: float = MAX_DRIFT) -> Warm
     """
     array = _checked(seconds)
     if len(array) < MIN_STEPS:
-        return WarmUp(0, f"{len(array)} steps are too few to find the warm-up; it needs {MIN_STEPS}")
+        return None
     steps = _add_outliers(array, _truncation(array))
-    return WarmUp(steps, _drift(array[steps:], max_drift))
+    return None if _drifts(array[steps:], max_drift) else steps
 
 
 def _truncation(array: FloatArray) -> int:
@@ -75,28 +59,20 @@ def _truncation(array: FloatArray) -> int:
 def _add_outliers(array: FloatArray, steps: int) -> int:
     """Return the truncation extended over the slow steps among the next five."""
     rest = array[steps:]
-    limit = _outlier_limit(rest)
-    slow = np.flatnonzero(rest[:BATCH] > limit)
+    center = float(np.median(rest))
+    deviation = 1.4826 * float(np.median(np.abs(rest - center)))
+    slow = np.flatnonzero(rest[:BATCH] > center + max(OUTLIER_DEVIATIONS * deviation, OUTLIER_SHARE * center))
     return steps + (int(slow[-1]) + 1 if len(slow) else 0)
 
 
-def _outlier_limit(rest: FloatArray) -> float:
-    """Return the seconds above which a step is an outlier among `rest`."""
-    center = float(np.median(rest))
-    deviation = 1.4826 * float(np.median(np.abs(rest - center)))
-    return center + max(OUTLIER_DEVIATIONS * deviation, OUTLIER_SHARE * center)
-
-
-def _drift(rest: FloatArray, max_drift: float) -> str:
-    """Return the reason why the steps do not count as settled; empty if they do."""
+def _drifts(rest: FloatArray, max_drift: float) -> bool:
+    """Return True if the last third of the steps takes another time than the first."""
     third = len(rest) // 3
     first, last = rest[:third], rest[-third:]
     center = float(np.median(rest))
-    change = float(np.median(last) - np.median(first)) / center
+    change = abs(float(np.median(last) - np.median(first))) / center
     error = math.hypot(_median_error(first), _median_error(last)) / center
-    if abs(change) <= max_drift or abs(change) <= DRIFT_DEVIATIONS * error:
-        return ""
-    return f"the step time drifts: the last third of the steps takes {change:+.1%} against the first"
+    return change > max_drift and change > DRIFT_DEVIATIONS * error
 
 
 def _median_error(part: FloatArray) -> float:

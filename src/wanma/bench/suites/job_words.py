@@ -35,12 +35,14 @@ class JobWords:
     Args:
         steps: optimizer steps of an execution; None: as the job says.
         source: place of the settings, as errors name it.
+        file: file of the job's own keys, as errors name it.
     """
 
     job_text: str
     settings: Mapping[str, str]
     steps: int | None
     source: str
+    file: str
 
     def fill(self, word: str) -> str:
         """Return a word with the values that it names; without a job, the word as it is.
@@ -60,7 +62,7 @@ class JobWords:
     def _job(self) -> Job:
         limit = {} if self.steps is None else {"train.steps": str(self.steps)}
         overrides = [f"{key}={value}" for key, value in {**self.settings, **limit}.items()]
-        return to_job(tomllib.loads(self.job_text), overrides, self.source)
+        return to_job(tomllib.loads(self.job_text), overrides, self.source, self.file)
 
     @cached_property
     def _layout(self) -> Plan:

@@ -12,8 +12,6 @@ from wanma.job.sections.base import Section
 
 Axis = Literal["dp_replicate", "dp_shard", "cp", "tp", "pp"]
 """Mesh dimension that grows with the ranks."""
-DEFAULT_TO = 1024
-DEFAULT_EFFICIENCY = 0.8
 MAX_RANKS = 1_000_000
 
 
@@ -22,7 +20,7 @@ class ScaleTable(Section):
 
     measure: list[Annotated[int, Field(ge=1, le=MAX_RANKS)]] = Field(default_factory=list)
     """Numbers of ranks that are measured here; empty: none."""
-    to: Annotated[int, Field(ge=1, le=MAX_RANKS)] = DEFAULT_TO
+    to: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1024
     """Largest number of devices of a forecast."""
     weak: bool = False
     """True if the global batch grows with the ranks."""
@@ -38,7 +36,7 @@ class ScaleTable(Section):
     """Number of ranks for which the job's global batch is meant, in weak scaling."""
     settings: dict[str, str] = Field(default_factory=dict)
     """Overrides of the job on every number of ranks."""
-    efficiency: Annotated[float, Field(gt=0, lt=1)] = DEFAULT_EFFICIENCY
+    efficiency: Annotated[float, Field(gt=0, lt=1)] = 0.8
     """Efficiency below which scaling has its knee."""
 
 

@@ -72,18 +72,26 @@ def with_weak_batches(contenders: Sequence[Contender], job_text: str) -> list[Co
             EXIT_USAGE,
         )
     batch = to_job(tomllib.loads(job_text)).train.global_batch
-    found = []
-    for one in contenders:
-        grown, remainder = divmod(batch * ranks[one.name], fewest)
-        if remainder:
-            raise WanmaError(
-                f"--weak: {BATCH} = {batch} on {fewest} ranks cannot be as large for each of "
-                f"{ranks[one.name]}",
-                f"set {BATCH} in the job to a multiple of {fewest}",
-                EXIT_USAGE,
-            )
-        found.append(replace(one, settings={**one.settings, BATCH: str(grown)}))
-    return found
+    batches = {one.name: str(weak_batch(batch, fewest, ranks[one.name])) for one in contenders}
+    return [replace(one, settings={**one.settings, BATCH: batches[one.name]}) for one in contenders]
+
+
+def weak_batch(batch: int, batch_ranks: int, ranks: int) -> int:
+    """Return the global batch of `ranks` ranks if that of `batch_ranks` is `batch`, in weak scaling.
+
+    Raises:
+        WanmaError: the batch cannot be the same for each rank.
+    """
+    grown, remainder = divmod(batch * ranks, batch_ranks)
+    if remainder:
+        multiple = batch_ranks // math.gcd(ranks, batch_ranks)
+        raise WanmaError(
+            f"weak scaling: {BATCH} = {batch} on {batch_ranks} ranks cannot be as large for each of "
+            f"{ranks:,}",
+            f"set {BATCH} to a multiple of {multiple}",
+            EXIT_USAGE,
+        )
+    return grown
 
 
 def _weak_ranks(contender: Contender, job_text: str) -> int:

@@ -21,12 +21,13 @@ budget = "10m"
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -38,10 +39,8 @@ from wanma.bench.programs.places import ENVIRONMENTS, SUITE, Places, place_conte
 from wanma.bench.programs.python_environment import PythonEnvironment, environments_folder, read_pins
 from wanma.bench.programs.redaction import redact_text
 from wanma.bench.programs.target import Target, parse_target
-from wanma.bench.suites.command_files import file_hashes
-from wanma.bench.suites.durations import parse_duration
+from wanma.bench.runner import Rule
 from wanma.bench.suites.job_words import JobWords
-from wanma.bench.suites.known_suites import known_suites
 from wanma.bench.suites.scale_table import PublishedTable, ScaleTable, doubled_counts
 from wanma.bench.suites.scaled_contenders import with_equal_threads, with_weak_batches
 from wanma.job.errors import EXIT_USAGE, WanmaError, did_you_mean
@@ -52,8 +51,12 @@ from wanma.job.sections.base import Section
 
 JOB_FILE = "job.toml"
 """Name of the contenders' job file, in the folder of the result."""
+SHIPPED = Path(__file__).parent / "shipped"
+"""Folder of the shipped suites."""
 PINS_FOLDER = "environments"
 """Name of the folder beside a suite that has the pins of its Python environments, as NAME.txt."""
+MAX_HASHED_BYTES = 1 << 22
+"""Size up to which a file that a command names is part of the hash of its suite."""
 Value = bool | int | float | str | list[Any]
 
 
@@ -79,25 +82,6 @@ class ContenderTable(Section):
     """True gives a command the variables of wanma's ranks: threads, and on CPUs those of the allocator."""
     patterns: Patterns = Patterns()
     fault: Fault | None = None
-
-
-class RuleTable(Section):
-    """Amount of measuring."""
-
-    rounds: Annotated[int, Field(ge=1, le=1000)] = 10
-    """Maximum rounds; in a round each contender runs once."""
-    min_rounds: Annotated[int, Field(ge=1, le=1000)] = 7
-    """Rounds before the first look at the intervals: earlier looks claim more than 5 % false differences."""
-    precision: Annotated[float, Field(gt=0, lt=1)] = 0.02
-    """Half width of the interval, relative to the median, at which a contender is measured well enough."""
-    steps: Annotated[int, Field(ge=1)] | None = None
-    """Optimizer steps of a job; default: as the job says."""
-    budget: str | None = None
-    """Duration after which no execution starts, such as "30m"."""
-    timeout: str = "1h"
-    """Duration after which an execution is killed."""
-    turns: str | None = None
-    """Duration of turns, such as "1s", of contenders that live at once; default: each runs alone."""
 
 
 class SmokeTable(Section):
@@ -135,7 +119,7 @@ class SuiteFile(Section):
     """Data that is made before the first execution; the job names its folder by `{data}`."""
     needs: list[str] = Field(default_factory=list)
     """Modules without which the suite cannot run, such as "transformers"."""
-    rule: RuleTable = RuleTable()
+    rule: Rule = Rule()
     smoke: SmokeTable = SmokeTable()
     published: list[PublishedTable] = Field(default_factory=list)
     """Published scalings of such a training, beside which forecasts stand."""
@@ -158,8 +142,6 @@ class Suite:
     """Folder of the suite file, in which relative paths start."""
     environments: Path | None = None
     """Folder of the Python environments; None: see `environments_folder`."""
-    files: Mapping[str, str] = field(default_factory=dict)
-    """SHA-256 of small files that commands name, by the word of the command."""
 
     @property
     def places(self) -> Places:
@@ -179,6 +161,11 @@ class Suite:
     @property
     def target(self) -> Target | None:
         return None if self.file.target is None else parse_target(self.file.target)
+
+
+def known_suites() -> dict[str, Path]:
+    """Return the files of the shipped suites by name."""
+    return {path.stem: path for path in sorted(SHIPPED.glob("*.toml"))}
 
 
 def find_suite(name: str) -> Path:
@@ -216,8 +203,8 @@ def read_suite_file(path: Path) -> SuiteFile:
     try:
         return SuiteFile.model_validate_json(json.dumps(tables), strict=True)
     except ValidationError as error:
-        tables_of_a_suite = (SuiteFile, ContenderTable, Patterns, Fault, RuleTable, SmokeTable)
-        known = [name for table in tables_of_a_suite for name in table.model_fields]
+        tables_of_a_suite = (SuiteFile, ContenderTable, Patterns, Fault, Rule, SmokeTable)
+        known = [one.alias or name for table in tables_of_a_suite for name, one in table.model_fields.items()]
         lines = []
         for item in error.errors(include_url=False):
             is_unknown = item["type"] == "extra_forbidden"
@@ -236,6 +223,7 @@ def make_suite(
     folder: Path,
     *,
     source: str = "",
+    overrides: Sequence[str] = (),
     is_smoke: bool = False,
     environments: Path | None = None,
 ) -> Suite:
@@ -243,7 +231,8 @@ def make_suite(
 
     Args:
         folder: folder in which relative paths start.
-        source: place of the content, as errors name it; default: the name.
+        source: file of the content, as errors name it; default: the name.
+        overrides: settings of all contenders from elsewhere, as errors name them.
 
     Raises:
         WanmaError: the content contradicts itself, or its job cannot be read.
@@ -251,10 +240,13 @@ def make_suite(
     text = _job_text(file, folder)
     steps = file.smoke.steps if is_smoke else file.rule.steps
     extra = file.smoke.settings if is_smoke else {}
-    contenders = [
-        _contender(table, text, steps, folder, extra, f"{source or name}, contender '{table.name}'")
-        for table in _tables(file)
-    ]
+    job_file = str(folder / file.job) if isinstance(file.job, str) else source or name
+    place = source_text(source or name, overrides)
+    contenders = []
+    for table in _tables(file):
+        settings = {key: override_text(value) for key, value in {**table.settings, **extra}.items()}
+        words = JobWords(text, settings, steps, f"{place}, contender '{table.name}'", job_file)
+        contenders.append(_contender(table, words, folder))
     if file.weak and not is_smoke:  # a suite in small has batches of its own
         contenders = with_weak_batches(contenders, text)
     contenders = with_equal_threads(contenders, text)
@@ -280,18 +272,23 @@ def make_suite(
     files = [file_hashes(one, place_contender(one, places), folder) for one in contenders]
     deciding = [replace(one, description="").to_json() for one in contenders]
     parts: list[Any] = [deciding, files, text, file.target, steps, is_smoke]
-    parts += [] if file.rule.turns is None else [{"turns": parse_duration(file.rule.turns)}]
+    parts += [{"turns": file.rule.turn_seconds}] if file.rule.turn_seconds else []
     content = json.dumps(parts, sort_keys=True).encode()
     return Suite(
-        name,
-        file,
-        tuple(contenders),
-        hashlib.sha256(content).hexdigest(),
-        text,
-        folder,
-        environments,
-        {one: digest for found in files for one, digest in found.items()},
+        name, file, tuple(contenders), hashlib.sha256(content).hexdigest(), text, folder, environments
     )
+
+
+def file_hashes(contender: Contender, placed: Contender, folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of small files that a command names, such as its script, by its word."""
+    found = {}
+    for name, text in zip(contender.command[1:], placed.command[1:], strict=True):
+        for path in (Path(text), folder / text):
+            with contextlib.suppress(OSError):  # a word that is no path: too long, say
+                if path.is_file() and path.stat().st_size <= MAX_HASHED_BYTES:
+                    found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+                    break
+    return found
 
 
 def _tables(file: SuiteFile) -> list[ContenderTable]:
@@ -313,18 +310,15 @@ def _tables(file: SuiteFile) -> list[ContenderTable]:
     return found
 
 
-def _contender(
-    table: ContenderTable,
-    job_text: str,
-    steps: int | None,
-    folder: Path,
-    extra: Mapping[str, Value],
-    source: str,
-) -> Contender:
-    settings = {key: override_text(value) for key, value in {**table.settings, **extra}.items()}
+def source_text(file: str, overrides: Sequence[str]) -> str:
+    """Return a file and the overrides of all its contenders, as errors name their place."""
+    return " with ".join([file, *([" ".join(overrides)] if overrides else [])])
+
+
+def _contender(table: ContenderTable, job: JobWords, folder: Path) -> Contender:
     if table.command:
-        return _command(table, JobWords(job_text, settings, steps, source), folder)
-    if not job_text:
+        return _command(table, job, folder)
+    if not job.job_text:
         raise WanmaError(
             f"the contender '{table.name}' has neither a command nor a job",
             'add `command = [...]` to it, or `job = "FILE"` or a table [job] to the suite',
@@ -340,12 +334,13 @@ def _contender(
         table.name,
         "job",
         job=JOB_FILE,
-        settings=settings,
+        settings=job.settings,
         environment=table.environment,
         fault=table.fault,
         description=table.description,
     )
-    to_job(tomllib.loads(job_text), contender.overrides, source)  # a wrong key is refused here, by its place
+    # A wrong key is refused here, by its place.
+    to_job(tomllib.loads(job.job_text), contender.overrides, job.source, job.file)
     return contender
 
 

@@ -8,15 +8,8 @@ from pathlib import Path
 
 from wanma.bench.programs.contender import Patterns
 from wanma.bench.programs.redaction import REDACTED, redact_command
-from wanma.bench.runner import Rule
-from wanma.bench.suites.suite_file import (
-    ContenderTable,
-    RuleTable,
-    Suite,
-    SuiteFile,
-    make_suite,
-)
-from wanma.bench.suites.suite_of_job import rule_of
+from wanma.bench.runner import Rule, parse_duration
+from wanma.bench.suites.suite_file import ContenderTable, Suite, SuiteFile, make_suite
 from wanma.job.errors import EXIT_USAGE, WanmaError
 
 MAX_TITLE_NAMES = 2
@@ -68,9 +61,9 @@ def suite_of_commands(
             for name, one in zip(names, words, strict=True)
         ],
         target=target,
-        rule=RuleTable(turns=turns),
+        rule=Rule(turn_seconds=0.0 if turns is None else parse_duration(turns)),
     )
-    return make_suite("commands", file, Path()), rule_of(file)
+    return make_suite("commands", file, Path()), file.rule
 
 
 def _names(commands: Sequence[Sequence[str]]) -> list[str]:

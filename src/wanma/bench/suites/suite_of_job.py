@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from wanma.bench.runner import Rule
-from wanma.bench.suites.durations import parse_duration
+from wanma.bench.runner import Rule, parse_duration
 from wanma.bench.suites.suite_file import (
     ContenderTable,
-    RuleTable,
     Suite,
     SuiteFile,
     is_suite,
@@ -59,7 +56,7 @@ def read_suite_or_job(
         changes["target"] = target
     if weak:
         changes["weak"] = True
-    named = {"steps": steps, "turns": turns}
+    named = {"steps": steps, "turn_seconds": None if turns is None else parse_duration(turns)}
     changes["rule"] = file.rule.model_copy(
         update={name: value for name, value in named.items() if value is not None}
     )
@@ -74,16 +71,13 @@ def read_suite_or_job(
         path.stem,
         file,
         path.parent,
-        source=source_text(path, overrides),
+        source=str(path),
+        overrides=overrides,
         is_smoke=is_smoke,
         environments=environments,
     )
-    return suite, rule_of(file, is_smoke=is_smoke)
-
-
-def source_text(path: Path, overrides: Sequence[str]) -> str:
-    """Return a file and the overrides of all its contenders, as errors name their place."""
-    return " with ".join([str(path), *([" ".join(overrides)] if overrides else [])])
+    small = {"rounds": file.smoke.rounds, "steps": file.smoke.steps, "budget_seconds": None}
+    return suite, file.rule.model_copy(update=small if is_smoke else {})
 
 
 def with_contenders(file: SuiteFile, names: Sequence[str]) -> SuiteFile:
@@ -118,32 +112,8 @@ def read_suite_file_or_job(path: Path, target: str | None = None) -> SuiteFile:
     if is_suite(path):
         return read_suite_file(path)
     job = load_job(path)
-    rule = RuleTable() if target else RuleTable(steps=min(DEFAULT_STEPS, job.train.steps))
+    rule = Rule() if target else Rule(steps=min(DEFAULT_STEPS, job.train.steps))
     return SuiteFile(title=f"job {path.name}", job=path.name, rule=rule)
-
-
-def rule_of(file: SuiteFile, *, is_smoke: bool = False) -> Rule:
-    """Return the rule of a suite file, or that of its smoke test."""
-    table = file.rule
-    rule = Rule(
-        rounds=table.rounds,
-        min_rounds=min(table.min_rounds, table.rounds),
-        steps=table.steps,
-        budget_seconds=None if table.budget is None else parse_duration(table.budget),
-        timeout_seconds=parse_duration(table.timeout),
-        precision=table.precision,
-        turn_seconds=0.0 if table.turns is None else parse_duration(table.turns),
-    )
-    if not is_smoke:
-        return rule
-    rounds = file.smoke.rounds
-    return replace(
-        rule,
-        rounds=rounds,
-        min_rounds=min(rule.min_rounds, rounds),
-        steps=file.smoke.steps,
-        budget_seconds=None,
-    )
 
 
 def split_override(text: str) -> tuple[str, str]:

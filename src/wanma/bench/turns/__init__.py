@@ -1,1 +1,1 @@
-"""Turns of programs that live at once: their clocks, their processes, and the order in which they run."""
+"""Turns of programs that live at once: their clocks, their processes, and the guard of those."""

@@ -7,7 +7,6 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wanma.bench.suites.durations import parse_duration
 from wanma.cli.arguments import (
     complete_overrides,
     override_texts,
@@ -121,18 +120,20 @@ def cluster_overrides(arguments: argparse.Namespace) -> list[str]:
 
 def changed_rule(rule: Rule, arguments: argparse.Namespace) -> Rule:
     """Return a suite's rule with what the command line says."""
+    from wanma.bench.runner import parse_duration
+
     changes = {
         "rounds": arguments.rounds,
         "precision": arguments.precision,
         "budget_seconds": None if arguments.budget is None else parse_duration(arguments.budget),
         "timeout_seconds": None if arguments.timeout is None else parse_duration(arguments.timeout),
     }
-    changed = dataclasses.replace(rule, **{name: one for name, one in changes.items() if one is not None})
-    return dataclasses.replace(changed, min_rounds=min(changed.min_rounds, changed.rounds))
+    return rule.model_copy(update={name: one for name, one in changes.items() if one is not None})
 
 
 def measure(suite: Suite, rule: Rule, arguments: argparse.Namespace) -> int:
-    """Run a benchmark, show it, and return the exit code: 1 if a contender could not be measured."""
+    """Run a benchmark by its rule and the options; return the exit code: 1 if a contender has no figure."""
+    rule = changed_rule(rule, arguments)
     _, exit_code = measure_result(suite, rule, arguments, disturbance_limits(rule, arguments))
     return exit_code
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from wanma.cli.bench.arguments import add_measuring_options, add_turns_option, changed_rule, measure
+from wanma.cli.bench.arguments import add_measuring_options, add_turns_option, measure
 
 _EXAMPLES = """\
 examples:
@@ -63,4 +63,4 @@ def run(arguments: argparse.Namespace) -> int:
         target=arguments.until,
         turns=arguments.turns,
     )
-    return measure(suite, changed_rule(rule, arguments), arguments)
+    return measure(suite, rule, arguments)

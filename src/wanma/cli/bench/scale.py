@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from wanma.cli.arguments import parse_count, parse_share
-from wanma.cli.bench.arguments import add_measuring_options, add_subject_arguments, changed_rule, measure
+from wanma.cli.bench.arguments import add_measuring_options, add_subject_arguments, measure
 
 _EXAMPLES = """\
 examples:
@@ -51,6 +51,7 @@ def add_parsers(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add(
         "--cluster",
         metavar="FILE",
+        dest="clusters",
         action="append",
         default=[],
         help="cluster file, or such as '8x8 H100 SXM, 8x400G', whose nodes are forecast too; repeatable",
@@ -58,6 +59,7 @@ def add_parsers(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add(
         "--gpu",
         metavar="KIND",
+        dest="gpus",
         action="append",
         default=[],
         help="device of the catalogue that is forecast too, in its usual servers; repeatable",
@@ -74,22 +76,15 @@ def add_parsers(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from wanma.bench.scale.suite import ScaleOptions, scale_suite
-    from wanma.bench.suites.scale_table import DEFAULT_EFFICIENCY, DEFAULT_TO, parse_counts
+    from wanma.bench.scale.suite import scale_suite
+    from wanma.bench.suites.scale_table import parse_counts
     from wanma.bench.suites.suite_file import find_suite
 
-    options = ScaleOptions(
-        measure=None if arguments.measure is None else parse_counts(arguments.measure),
-        to=arguments.to or DEFAULT_TO,
-        weak=arguments.weak,
-        axis=arguments.axis,
-        clusters=arguments.cluster,
-        gpus=arguments.gpu,
-        network=arguments.network,
-        batch_ranks=arguments.batch_ranks,
-        efficiency=arguments.efficiency or DEFAULT_EFFICIENCY,
-    )
+    names = ("to", "weak", "axis", "clusters", "gpus", "network", "batch_ranks", "efficiency")
+    options = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    if arguments.measure is not None:
+        options["measure"] = parse_counts(arguments.measure)
     suite, rule = scale_suite(
         find_suite(arguments.subject), options, overrides=arguments.overrides, steps=arguments.steps
     )
-    return measure(suite, changed_rule(rule, arguments), arguments)
+    return measure(suite, rule, arguments)

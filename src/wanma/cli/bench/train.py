@@ -10,7 +10,6 @@ from wanma.cli.bench.arguments import (
     add_measuring_options,
     add_subject_arguments,
     add_turns_option,
-    changed_rule,
     measure,
 )
 from wanma.job.errors import EXIT_USAGE, WanmaError
@@ -99,4 +98,4 @@ def run(arguments: argparse.Namespace) -> int:
             "leave the options out, or write a suite of jobs",
             EXIT_USAGE,
         )
-    return measure(suite, changed_rule(rule, arguments), arguments)
+    return measure(suite, rule, arguments)

@@ -7,8 +7,8 @@ that it compares with the speed of the link, whatever the number of ranks. Pure 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 BUS_FACTORS: Mapping[str, Callable[[int], float]] = MappingProxyType(
@@ -31,9 +31,7 @@ class CollectiveTiming:
     """Name of the collective: a key of `BUS_FACTORS`."""
     algorithm: str
     """Name of the algorithm: 'backend', a key in `ALGORITHMS`, or 'direct'."""
-    dtype: str
     ranks: int
-    nodes: int
     size_bytes: int
     """Size of one rank's buffer, or, for all_gather and reduce_scatter, of all ranks' parts together."""
     seconds: float
@@ -42,42 +40,11 @@ class CollectiveTiming:
     """Bandwidth of the link in one direction, measured in the same run with messages of this size."""
 
     @property
-    def algorithm_bandwidth(self) -> float:
-        """Size over time, in bytes per second."""
-        return self.size_bytes / self.seconds
-
-    @property
     def bus_bandwidth(self) -> float:
-        """Algorithm bandwidth times the bus factor, in bytes per second; comparable with a link's."""
-        return self.algorithm_bandwidth * BUS_FACTORS[self.collective](self.ranks)
+        """Size over time, times the bus factor, in bytes per second; comparable with a link's."""
+        return self.size_bytes / self.seconds * BUS_FACTORS[self.collective](self.ranks)
 
     @property
     def link_utilization(self) -> float:
         """Bus bandwidth over the link's bandwidth, from 0 to about 1."""
         return self.bus_bandwidth / self.link_bytes_per_second
-
-
-@dataclass(frozen=True)
-class FastestRange:
-    """Neighbouring measured sizes for which one algorithm is the fastest."""
-
-    algorithm: str
-    first_bytes: int
-    last_bytes: int
-
-
-def fastest_ranges(timings: Sequence[CollectiveTiming]) -> list[FastestRange]:
-    """Return the ranges of sizes by their fastest algorithm, rising; neighbours differ in the algorithm.
-
-    Args:
-        timings: timings of one collective, in one precision, on one number of ranks.
-    """
-    ranges: list[FastestRange] = []
-    for size in sorted({timing.size_bytes for timing in timings}):
-        rows = [timing for timing in timings if timing.size_bytes == size]
-        fastest = min(rows, key=lambda timing: timing.seconds).algorithm
-        if ranges and ranges[-1].algorithm == fastest:
-            ranges[-1] = replace(ranges[-1], last_bytes=size)
-        else:
-            ranges.append(FastestRange(fastest, size, size))
-    return ranges

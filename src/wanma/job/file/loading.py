@@ -79,11 +79,13 @@ def to_job(
     value: Job | Mapping[str, Any] | str | Path,
     overrides: Sequence[str] = (),
     override_source: str | None = None,
+    file: str = "",
 ) -> Job:
     """Build a `Job` from a value of the Python API: a job, nested mappings of its sections, or a path.
 
     Args:
         override_source: source of the overrides as errors name it, if it is not the end of the command line.
+        file: name of the file that a mapping comes from, as errors name it.
 
     Raises:
         JobError: same causes as `load_job`.
@@ -99,7 +101,7 @@ def to_job(
             f"a job cannot be made from {type(value).__name__}",
             "give a Job, a mapping of sections such as {'model': {'preset': 'gpt-10m'}}, or a file's path",
         )
-    return _validate_job(dict(value), overrides, KeySources(), override_source)
+    return _validate_job(dict(value), overrides, KeySources(file), override_source)
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,12 @@ class CurvePoint(Stored):
     global_batch: int
     plan: str = ""
     """Mesh and settings in words; empty: there is no plan."""
+    micro_batch: int | None = None
+    """Samples of the plan's micro-batch."""
     step_seconds: float | None = None
     """Step time by the plan's forecast."""
+    uncertainty: float | None = None
+    """Uncertainty of that step time, as a share of it."""
     parts: dict[str, float] = {}
     """Seconds of the forecast step by part."""
     forecast: float | None = None
@@ -44,6 +48,11 @@ class CurvePoint(Stored):
     """Reason why there is no forecast."""
     unsupported: str = ""
     """Reason why the plan cannot run; empty: it can."""
+
+    @property
+    def device_seconds_per_sample(self) -> float | None:
+        """Forecast seconds of all ranks together, per sample; constant under ideal scaling."""
+        return None if self.step_seconds is None else self.step_seconds * self.ranks / self.global_batch
 
     @property
     def error(self) -> float | None:
@@ -93,10 +102,7 @@ class Curve(Stored):
     """Scaling of one layout on one hardware."""
 
     name: str
-    target: str
-    """Hardware."""
-    layout: str
-    """Dimension that grows."""
+    """Hardware, and mesh dimension that grows."""
     unit: str
     """GPUs or ranks."""
     points: list[CurvePoint]
@@ -146,7 +152,3 @@ class ScaleStudy(Stored):
     """Efficiency below which a curve has its knee."""
     curves: list[Curve]
     notes: list[str] = []
-
-    @property
-    def is_weak(self) -> bool:
-        return self.kind == "weak"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any, cast
 
-from wanma.bench.turns.turn_order import MAX_STOP_SECONDS, take_turns
+from wanma.bench.programs.execution import MAX_STOP_SECONDS, take_turns
 
 
 @dataclass
@@ -43,7 +44,7 @@ class Counter:
 def turns_of(seconds: float, **programs: tuple[float, float]) -> list[tuple[str, float, bool]]:
     world = World()
     counters = [Counter(world, name, *times) for name, times in programs.items()]
-    take_turns(counters, seconds, lambda: world.now)
+    take_turns(cast("Any", counters), seconds, lambda: world.now)
     assert all(one.is_over for one in counters)
     return world.turns
 
